@@ -1,0 +1,30 @@
+"""What one kernel launch consists of, before tensors have addresses.
+
+The planner writes it, the compiler, the launcher and the emulator read it. Imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Table: TypeAlias = tuple[int, ...] | tuple[tuple[int, ...], ...]
+Constant: TypeAlias = bool | int | str | Table
+Constants: TypeAlias = tuple[tuple[str, Constant], ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of `kernels/<kernel>.cuh`.
+
+    The kernel's `Args` struct is the addresses of `pointers` followed by `scalars`, bytes packed with the
+    platform's own alignment.
+    """
+
+    kernel: str
+    constants: Constants
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    pointers: tuple[str, ...]
+    scalars: bytes
