@@ -1,0 +1,308 @@
+"""The disk cache of compiled kernels: cubins of the compiler, shared objects of the emulator.
+
+    key = cache.key(cache.sources(directory), unit, architecture, *options, compiler_version)
+    cubin = cache.get(key, ".cubin", build)       # bytes
+    library = cache.path(key, ".so", build)       # a file that can be dlopen'ed
+
+`build() -> bytes` is called when the entry is missing or damaged, and by one thread of one process at a
+time: the others wait for its result. What `build` raises reaches the caller and nothing is stored.
+
+An entry is one file, `<key><suffix>`: the payload followed by a trailer with its checksum (the loader of
+shared objects ignores what follows an ELF image, so `path` needs no second file). It is written under
+another name and renamed, so a reader sees all of it or nothing. Locks are flock()s, which the kernel drops
+when their holder dies; a holder that lives but does not finish is waited for `LOCK_TIMEOUT` seconds.
+
+The cache is never a reason to fail. Where it cannot be written (no home, read-only, full disk) there is one
+warning with the reason, and what was built lives in this process: in memory, or, for `path`, in a temporary
+directory removed at exit. A directory that is read-only but filled is still read.
+
+Knows nothing of CUDA, of C++, or of what the payloads mean. Imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: no lock between processes, every one of them compiles
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_TIMEOUT = 300.0  # seconds; longer than any compile, because only a stuck process is waited for so long
+STALE_AFTER = 3600.0  # seconds after which a lock or temporary file belongs to nobody
+
+_MAGIC = b"tconv3d1"
+_TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
+# Only files of this form are ever counted or removed: the directory may be one the user has other things in.
+_ENTRY = re.compile(r"[0-9a-f]{64}\.\w+")
+_LEFTOVER = re.compile(r"[0-9a-f]{64}\.\w+\.(lock|[0-9a-f]+\.tmp)")
+
+
+class Size(NamedTuple):
+    """What the cache holds on disk."""
+
+    entries: int
+    bytes: int
+
+
+def directory() -> Path | None:
+    """Where entries are stored: `TCONV3D_CACHE_DIR`, or `tconv3d` in the user's cache directory.
+
+    None when there is no home directory to put it in. The directory need not exist or be writable.
+    """
+    if chosen := os.environ.get("TCONV3D_CACHE_DIR"):
+        return Path(os.path.abspath(os.path.expanduser(chosen)))
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # unset, or relative, which its specification says to ignore
+        home = os.path.expanduser("~")
+        if not os.path.isabs(home):
+            return None
+        base = os.path.join(home, ".cache")
+    return Path(base, "tconv3d")
+
+
+def key(*parts: str | bytes) -> str:
+    """The name of an entry: a hash of everything its content depends on. The parts' borders count."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+def sources(*directories: Path) -> str:
+    """A hash of the names and contents of all source files in these directories, for `key`."""
+    parts: list[str | bytes] = []
+    for root in directories:
+        for file in sorted(root.rglob("*")):
+            if file.suffix in (".cuh", ".cu", ".h", ".hpp", ".cpp"):
+                parts += [file.relative_to(root).as_posix(), file.read_bytes()]
+    return key(*parts)
+
+
+def get(key: str, suffix: str, build: Callable[[], bytes]) -> bytes:
+    """The payload of an entry, built if it is missing."""
+    return _fetch(key + suffix, build)[0]
+
+
+def path(key: str, suffix: str, build: Callable[[], bytes]) -> Path:
+    """A file that begins with the payload of an entry, built if it is missing. Valid in this process."""
+    name = key + suffix
+    payload, stored = _fetch(name, build)
+    if stored is not None:
+        return stored
+    with _thread_lock(name):
+        file = _private_directory() / name
+        if _read(file) is None:
+            _write(file, payload)
+        return file
+
+
+def size() -> Size:
+    """How much the cache holds on disk."""
+    sizes = [_bytes_of(file) for file in _files(directory(), _ENTRY)]
+    return Size(len(sizes), sum(sizes))
+
+
+def clear() -> Size:
+    """Removes every entry and all that interrupted processes left; says how many entries went."""
+    before, root = size(), directory()
+    for file in _files(root, _ENTRY) + _files(root, _LEFTOVER):
+        file.unlink(missing_ok=True)
+    _unstored.clear()
+    after = size()
+    return Size(before.entries - after.entries, before.bytes - after.bytes)
+
+
+# Below: one entry's way from disk, or from `build` to disk.
+
+_unstored: dict[str, bytes] = {}  # payloads that could not be written
+_thread_locks: dict[str, threading.Lock] = {}
+_warned: set[str] = set()
+_swept: set[Path] = set()
+
+
+def _fetch(name: str, build: Callable[[], bytes]) -> tuple[bytes, Path | None]:
+    """An entry's payload, and its file unless it could not be stored."""
+    root = directory()
+    file = root / name if root is not None else None
+    if (payload := _look_up(name, file)) is not None:
+        return payload, file if name not in _unstored else None
+    with _thread_lock(name), _process_lock(file):
+        if (payload := _look_up(name, file)) is None:  # still: another may have built it while we waited
+            payload = build()
+            _store(name, file, payload)
+        return payload, file if name not in _unstored else None
+
+
+def _look_up(name: str, file: Path | None) -> bytes | None:
+    if (payload := _unstored.get(name)) is not None:
+        return payload
+    return _read(file) if file is not None else None
+
+
+def _store(name: str, file: Path | None, payload: bytes) -> None:
+    try:
+        if file is None:
+            raise FileNotFoundError("there is no home directory")
+        _open_directory(file.parent)
+        _write(file, payload)
+    except OSError as error:
+        _unstored[name] = payload
+        _warn(f"compiled kernels are not kept for the next process, the cache cannot be written: {error}")
+
+
+def _read(file: Path) -> bytes | None:
+    """The payload of an entry; None if it is missing, unreadable, truncated or damaged."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    payload, trailer = data[:-_TRAILER_BYTES], data[-_TRAILER_BYTES:]
+    return payload if trailer == hashlib.sha256(payload).digest() + _MAGIC else None
+
+
+def _write(file: Path, payload: bytes) -> None:
+    """Writes an entry under a temporary name, then renames it.
+
+    No fsync: after a power failure the checksum tells, and rebuilding costs less than syncing every entry.
+    """
+    temporary = file.with_name(f"{file.name}.{os.urandom(8).hex()}.tmp")
+    try:
+        with open(temporary, "xb") as stream:
+            stream.write(payload)
+            stream.write(hashlib.sha256(payload).digest() + _MAGIC)
+        os.replace(temporary, file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextlib.contextmanager
+def _thread_lock(name: str) -> Iterator[None]:
+    with _thread_locks.setdefault(name, threading.Lock()):
+        yield
+
+
+@contextlib.contextmanager
+def _process_lock(file: Path | None) -> Iterator[None]:
+    """Holds the entry's lock against other processes; without it where locking is impossible.
+
+    The lock saves work, it does not protect data: entries are replaced atomically whoever writes them.
+    """
+    descriptor = _acquire(file.with_name(file.name + ".lock")) if file is not None else None
+    try:
+        yield
+    finally:
+        if descriptor is not None and file is not None:
+            with contextlib.suppress(OSError):  # before unlocking: who comes now makes a new file
+                os.unlink(file.with_name(file.name + ".lock"))
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicitly: a forked child may hold a copy open
+            os.close(descriptor)
+
+
+def _acquire(lock: Path) -> int | None:
+    """A descriptor with the lock on this file, or None if it cannot be had."""
+    if fcntl is None:
+        return None
+    deadline, pause = time.monotonic() + LOCK_TIMEOUT, 0.001
+    descriptor = None
+    try:
+        _open_directory(lock.parent)
+        while time.monotonic() < deadline:
+            if descriptor is None:
+                descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _same_file(descriptor, lock):
+                    return descriptor
+                os.close(descriptor)  # the holder before us removed it: lock the file that is there now
+                descriptor = None
+            except BlockingIOError:
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+        _warn(f"another process has held {lock} for {LOCK_TIMEOUT:.0f} s: compiling beside it")
+    except OSError:  # read-only, full, or a file system without locks; `_store` says so if it matters
+        pass
+    if descriptor is not None:
+        os.close(descriptor)
+    return None
+
+
+def _same_file(descriptor: int, name: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(name))
+    except FileNotFoundError:
+        return False
+
+
+def _open_directory(root: Path) -> None:
+    """Makes the directory, and once per process removes what killed processes left in it."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if root in _swept:
+        return
+    _swept.add(root)
+    for file in _files(root, _LEFTOVER):
+        with contextlib.suppress(OSError):
+            if time.time() - file.stat().st_mtime > STALE_AFTER:
+                file.unlink()
+
+
+def _files(root: Path | None, pattern: re.Pattern[str]) -> list[Path]:
+    try:
+        return [file for file in root.iterdir() if pattern.fullmatch(file.name)] if root is not None else []
+    except OSError:
+        return []
+
+
+def _bytes_of(file: Path) -> int:
+    try:
+        return file.stat().st_size
+    except OSError:  # removed meanwhile
+        return 0
+
+
+def _warn(message: str) -> None:
+    """Once per process and message kind: the first reason is the one to act on."""
+    kind = message.split(":")[0]
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn("tconv3d: " + message, RuntimeWarning, stacklevel=2)
+
+
+_private: tuple[int, Path] | None = None  # the process it belongs to, and the temporary directory
+
+
+def _private_directory() -> Path:
+    """This process's own temporary directory, removed when it exits."""
+    global _private
+    if _private is None or _private[0] != os.getpid():  # a forked child must not use what its parent removes
+        _private = os.getpid(), Path(tempfile.mkdtemp(prefix="tconv3d-"))
+    return _private[1]
+
+
+@atexit.register
+def _remove_private_directory() -> None:
+    if _private is not None and _private[0] == os.getpid():
+        shutil.rmtree(_private[1], ignore_errors=True)
+
+
+def _after_fork() -> None:
+    _thread_locks.clear()  # their holders do not exist in the child
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
