@@ -1,0 +1,73 @@
+# make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
+# make test     every check: ruff, clang-format, mypy, and the test suite
+# make format   rewrite Python, CUDA and C++ sources in the house format
+# make clean    remove what the commands above made
+#
+# The first command makes a virtual environment in .venv. To use a Python that is already set up (a GPU
+# machine without network, a container), name it: `make test VENV=none PYTHON=python3`. Nothing is then
+# installed, and a checker that is missing there is skipped with a message.
+
+PYTHON  ?= python3
+VENV    ?= .venv
+# CUDA major version of the NVRTC to install: cu13 or cu12.
+CUDA    ?= cu13
+# Test processes. On a GPU they share it.
+WORKERS ?= 2
+TORCH   ?= torch==2.13.0
+
+CUDA_SOURCES := $(wildcard tconv3d/kernels/*.cuh tconv3d/emulator/include/*.h)
+
+ifeq ($(VENV),none)
+  PY    := $(PYTHON)
+  BIN   :=
+  READY :=
+else
+  PY    := $(VENV)/bin/python
+  BIN   := $(VENV)/bin/
+  READY := $(VENV)/.ready
+endif
+
+# $(call if_present,command that succeeds when the tool is there,name,command): skipping is allowed only
+# where we do not install, so a broken .venv cannot turn a check off.
+ifeq ($(VENV),none)
+  if_present = @if $(1) >/dev/null 2>&1; then echo '$(3)'; $(3); else echo 'skipped: $(2) is not installed'; fi
+else
+  if_present = $(3)
+endif
+
+.PHONY: demo test check format clean
+.DEFAULT_GOAL := test
+
+demo: $(READY)
+	$(PY) -m tconv3d demo
+
+test: check
+	@mkdir -p artifacts
+	TCONV3D_ARTIFACTS=artifacts $(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo -n $(WORKERS))
+
+check: $(READY)
+	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff check .)
+	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff format --check .)
+	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
+	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy)
+
+format: $(READY)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(BIN)clang-format -i $(CUDA_SOURCES)
+
+clean:
+	rm -rf .venv artifacts build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Without a GPU one fixed PyTorch is installed. With one, the PyTorch already there (it fits the driver) is
+# seen from inside the environment and left alone.
+ifneq ($(READY),)
+$(READY): pyproject.toml
+	if command -v nvidia-smi >/dev/null; then \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  $(PYTHON) -m venv $(VENV) && $(PY) -m pip install --quiet '$(TORCH)'; \
+	fi
+	$(PY) -m pip install --quiet --editable '.[dev,$(CUDA)]'
+	touch $@
+endif
