@@ -8,6 +8,8 @@
 
 namespace tconv3d::ptx {
 
+__device__ __forceinline__ float bits_to_float(unsigned bits) { return __uint_as_float(bits); }
+
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));

@@ -1,0 +1,178 @@
+"""The arithmetic of a transposed 3D convolution: sizes, taps, phases, shifts. The one source of truth.
+
+Per dimension, kernel position (tap) `t` has one phase `(t*dilation - padding) mod stride` and one shift
+`floor((t*dilation - padding) / stride)`: it adds `w[t] * x[q - shift]` to output `stride*q + phase`.
+Kernels never derive this again: they are compiled with the tables made here. Imports nothing of the package and
+knows nothing of tensors, kernels or GPUs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd, prod
+
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One of the three dimensions of a transposed convolution."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    output_padding: int = 0
+    dilation: int = 1
+
+    def output_size(self, input_size: int) -> int:
+        reach = self.dilation * (self.kernel - 1)
+        return (input_size - 1) * self.stride - 2 * self.padding + reach + self.output_padding + 1
+
+    def phase(self, tap: int) -> int:
+        return (tap * self.dilation - self.padding) % self.stride
+
+    def shift(self, tap: int) -> int:
+        return (tap * self.dilation - self.padding) // self.stride
+
+    def taps(self, phase: int) -> tuple[int, ...]:
+        """The taps that feed the outputs of one phase, in ascending order (none, if gcd(stride, dilation) > 1)."""
+        return tuple(tap for tap in range(self.kernel) if self.phase(tap) == phase)
+
+    def positions(self, output_size: int) -> int:
+        """How many positions q the largest phase plane has: outputs stride*q + phase < output_size."""
+        return -(-output_size // self.stride)
+
+    @cached_property
+    def scatter(self) -> Gather:
+        """Output stride*q + phase gathers x[q - shift(tap)]: the forward pass."""
+        common = gcd(self.stride, self.dilation)
+        taps = [self.taps(phase) for phase in range(self.stride)]
+        return Gather(
+            input_step=1,
+            output_step=self.stride,
+            tap_step=self.stride // common,
+            offset_step=-(self.dilation // common),
+            first_tap=tuple(t[0] if t else 0 for t in taps),
+            first_offset=tuple(-self.shift(t[0]) if t else 0 for t in taps),
+            count=tuple(len(t) for t in taps),
+        )
+
+    @cached_property
+    def gather(self) -> Gather:
+        """Position i of the input gradient gathers dy[stride*i + tap*dilation - padding]: a single phase."""
+        return Gather(
+            input_step=self.stride,
+            output_step=1,
+            tap_step=1,
+            offset_step=self.dilation,
+            first_tap=(0,),
+            first_offset=(-self.padding,),
+            count=(self.kernel,),
+        )
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One dimension of a pass that computes each output from the inputs it needs.
+
+    Output `output_step*q + phase` is the sum over `j < count[phase]` of input
+    `input_step*q + first_offset[phase] + j*offset_step` times tap `first_tap[phase] + j*tap_step`.
+    """
+
+    input_step: int
+    output_step: int
+    tap_step: int
+    offset_step: int
+    first_tap: tuple[int, ...]
+    first_offset: tuple[int, ...]
+    count: tuple[int, ...]
+
+    def offset(self, phase: int, j: int) -> int:
+        return self.first_offset[phase] + j * self.offset_step
+
+    def tap(self, phase: int, j: int) -> int:
+        return self.first_tap[phase] + j * self.tap_step
+
+    @property
+    def phases(self) -> int:
+        return len(self.count)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A transposed 3D convolution without its volume and batch: what a kernel is compiled for."""
+
+    in_channels: int
+    out_channels: int
+    groups: int
+    axes: tuple[Axis, Axis, Axis]
+
+    @classmethod
+    def make(
+        cls,
+        in_channels: int,
+        out_channels: int,
+        kernel: Triple,
+        stride: Triple = (1, 1, 1),
+        padding: Triple = (0, 0, 0),
+        output_padding: Triple = (0, 0, 0),
+        groups: int = 1,
+        dilation: Triple = (1, 1, 1),
+    ) -> Geometry:
+        d, h, w = (Axis(*v) for v in zip(kernel, stride, padding, output_padding, dilation, strict=True))
+        return cls(in_channels, out_channels, groups, (d, h, w))
+
+    @property
+    def in_per_group(self) -> int:
+        return self.in_channels // self.groups
+
+    @property
+    def out_per_group(self) -> int:
+        return self.out_channels // self.groups
+
+    @property
+    def kernel(self) -> Triple:
+        d, h, w = self.axes
+        return d.kernel, h.kernel, w.kernel
+
+    @property
+    def stride(self) -> Triple:
+        d, h, w = self.axes
+        return d.stride, h.stride, w.stride
+
+    @property
+    def taps(self) -> int:
+        return prod(self.kernel)
+
+    @property
+    def phases(self) -> int:
+        return prod(self.stride)
+
+    @property
+    def empty_phases(self) -> int:
+        """Phases without a tap: their outputs are the bias alone."""
+        fed = prod(sum(count > 0 for count in axis.scatter.count) for axis in self.axes)
+        return self.phases - fed
+
+    def output_size(self, input_size: Triple) -> Triple:
+        d, h, w = (axis.output_size(size) for axis, size in zip(self.axes, input_size, strict=True))
+        return d, h, w
+
+    def multiplications(self, batch: int, input_size: Triple) -> int:
+        """Multiply-adds of one pass, those with an index outside the output left out."""
+        used = [
+            sum(
+                len(valid_range(tap * axis.dilation - axis.padding, axis.stride, size, axis.output_size(size)))
+                for tap in range(axis.kernel)
+            )
+            for axis, size in zip(self.axes, input_size, strict=True)
+        ]
+        return batch * self.in_channels * self.out_per_group * prod(used)
+
+
+def valid_range(offset: int, step: int, size: int, bound: int) -> range:
+    """The positions i < size for which 0 <= step*i + offset < bound."""
+    first = max(0, -(offset // step))
+    last = min(size - 1, (bound - 1 - offset) // step)
+    return range(first, max(first, last + 1))

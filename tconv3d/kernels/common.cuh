@@ -1,0 +1,117 @@
+// Words that all kernels share: storage types, strided views, vectors, compile-time loops.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace tconv3d {
+
+// Storage types of 16 bits. Arithmetic is never done in them.
+struct Half {
+  unsigned short bits;
+};
+struct BFloat16 {
+  unsigned short bits;
+};
+
+template <class Acc>
+__device__ __forceinline__ Acc widen(double value) {
+  return static_cast<Acc>(value);
+}
+template <class Acc>
+__device__ __forceinline__ Acc widen(float value) {
+  return static_cast<Acc>(value);
+}
+template <class Acc>
+__device__ __forceinline__ Acc widen(Half value) {
+  return ptx::half_to_float(value.bits);
+}
+template <class Acc>
+__device__ __forceinline__ Acc widen(BFloat16 value) {
+  return ptx::bits_to_float(static_cast<unsigned>(value.bits) << 16);
+}
+
+template <class Scalar>
+struct Narrow {
+  template <class Acc>
+  static __device__ __forceinline__ Scalar from(Acc value) {
+    return static_cast<Scalar>(value);
+  }
+};
+template <>
+struct Narrow<Half> {
+  static __device__ __forceinline__ Half from(float value) { return Half{ptx::float_to_half(value)}; }
+};
+template <>
+struct Narrow<BFloat16> {
+  static __device__ __forceinline__ BFloat16 from(float value) {
+    return BFloat16{ptx::float_to_bfloat16(value)};
+  }
+};
+
+// N neighbours in memory, moved by as few and as wide accesses as N and the type allow (16 bytes at the most).
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
+  static_assert((N & (N - 1)) == 0, "a vector has a power of two elements");
+  T at[N];
+};
+template <int N, class T>
+__device__ __forceinline__ Vector<T, N> load_vector(const T* address) {
+  return *reinterpret_cast<const Vector<T, N>*>(address);
+}
+
+// The strides of a 5-D tensor in elements. Always 64 bits here: kernels narrow them when the planner has proved
+// that every offset fits 32 bits.
+struct Strides {
+  long long n, c, d, h, w;
+};
+
+struct Extent {
+  int d, h, w;
+};
+
+// Division of n < 2^31 by an invariant: a multiplication and a shift (the planner makes the factors).
+struct Divider {
+  unsigned divisor, multiplier, shift;
+};
+__device__ __forceinline__ int divide(int n, const Divider& by) {
+  const unsigned value = static_cast<unsigned>(n);
+  const unsigned high = static_cast<unsigned>((static_cast<unsigned long long>(value) * by.multiplier) >> 32);
+  return static_cast<int>((high + value) >> by.shift);
+}
+__device__ __forceinline__ long long divide(long long n, const Divider& by) { return n / by.divisor; }
+
+// 32-bit or 64-bit offsets.
+template <bool kWide>
+struct IndexType {
+  using type = int;
+};
+template <>
+struct IndexType<true> {
+  using type = long long;
+};
+
+// A loop whose index is a compile-time constant in its body: static_for<3>([&](auto i) { array[i]; ... }).
+template <int kValue>
+struct Int {
+  static constexpr int value = kValue;
+  __device__ constexpr operator int() const { return kValue; }
+};
+template <int kCount, int kIndex = 0, class Body>
+__device__ __forceinline__ void static_for(Body&& body) {
+  if constexpr (kIndex < kCount) {
+    body(Int<kIndex>{});
+    static_for<kCount, kIndex + 1>(body);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ T* dynamic_shared() {
+#ifdef TCONV3D_EMULATOR
+  return reinterpret_cast<T*>(emulator::dynamic_shared());
+#else
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  return reinterpret_cast<T*>(shared_bytes);
+#endif
+}
+
+}  // namespace tconv3d
