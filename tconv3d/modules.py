@@ -1,0 +1,39 @@
+"""`nn.Module` drop-ins: subclasses of PyTorch's own, with the arithmetic replaced.
+
+Constructor, parameters, initialisation, `state_dict` and `extra_repr` are inherited, so a checkpoint or a
+model definition cannot tell the difference. Knows nothing of kernels, devices or plans: it calls
+`functional`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .functional import conv_transpose3d
+
+
+class ConvTranspose3d(torch.nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` on this library's kernels: same constructor and parameters."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: one of those the stride allows."""
+        if self.padding_mode != "zeros":
+            raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
+        output_padding = self.output_padding
+        if output_size is not None:
+            output_padding = tuple(
+                self._output_padding(
+                    input, output_size, self.stride, self.padding, self.kernel_size, 3, self.dilation
+                )
+            )
+        return conv_transpose3d(
+            input,
+            self.weight,
+            self.bias,
+            self.stride,
+            self.padding,
+            output_padding,
+            self.groups,
+            self.dilation,
+        )

@@ -1,0 +1,36 @@
+"""The reference tasks: PyTorch's `Model` beside this library's `ModelNew`, one file each.
+
+The files have the layout that kernel benchmarks use: `Model` and `ModelNew` take the same constructor
+arguments and the same `state_dict`; `get_init_inputs()` returns the arguments and `get_inputs()` the tensors.
+`get_inputs(REDUCED)` returns a volume small enough for the emulator. Channels and hyperparameters do not
+shrink with it, so the kernels that run are the ones that run at full size.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+from torch import Tensor, nn
+
+NAMES = ("grouped_strided", "large_volume", "asymmetric_kernel", "relu_group_norm")
+
+
+class Task(Protocol):
+    """What a file in this folder provides."""
+
+    SHAPE: tuple[int, ...]
+    REDUCED: tuple[int, ...]
+    Model: type[nn.Module]
+    ModelNew: type[nn.Module]
+
+    def get_inputs(self, shape: tuple[int, ...] = ...) -> list[Tensor]: ...
+
+    def get_init_inputs(self) -> list[Any]: ...
+
+
+def load(name: str) -> Task:
+    """The task of that name, imported."""
+    if name not in NAMES:
+        raise ValueError(f"no task is called {name!r}: expected one of {', '.join(NAMES)}")
+    return cast(Task, import_module(f"{__name__}.{name}"))

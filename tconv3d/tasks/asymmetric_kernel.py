@@ -1,0 +1,60 @@
+"""A kernel that is not a cube: 32 to 64 channels, kernel (3, 5, 5), stride 1, on 64 x 64 x 64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tconv3d
+
+SHAPE = (16, 32, 64, 64, 64)  # [N, C_in, D, H, W]
+REDUCED = (1, 32, 3, 4, 6)
+
+
+class Model(nn.Module):
+    """One transposed 3D convolution, PyTorch's, with (depth, height, width) for every setting."""
+
+    Layer: type[nn.ConvTranspose3d] = nn.ConvTranspose3d
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: tuple[int, int, int],
+        stride: tuple[int, int, int] = (1, 1, 1),
+        padding: tuple[int, int, int] = (0, 0, 0),
+        output_padding: tuple[int, int, int] = (0, 0, 0),
+        groups: int = 1,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.conv_transpose3d = self.Layer(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            padding=padding,
+            output_padding=output_padding,
+            groups=groups,
+            bias=bias,
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv_transpose3d(x)
+
+
+class ModelNew(Model):
+    """The same model with this library's layer."""
+
+    Layer = tconv3d.ConvTranspose3d
+
+
+def get_inputs(shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
+    return [torch.randn(shape)]
+
+
+def get_init_inputs() -> list[Any]:
+    in_channels, out_channels, kernel_size = 32, 64, (3, 5, 5)
+    return [in_channels, out_channels, kernel_size]
