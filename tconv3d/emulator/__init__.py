@@ -1,0 +1,195 @@
+"""Runs the project's CUDA kernels on the CPU, from their own source, for tests and for debuggers.
+
+    run = emulator.prepare(launch)      # compiles, or finds the library in the disk cache
+    run((x.data_ptr(), w.data_ptr()))   # addresses of launch.pointers
+
+The host's C++ compiler builds the same translation unit that NVRTC gets, with `include/cuda_emulator.h`
+included before it; that header explains how a launch runs. A deadlock, a diverged barrier, a memory fault and
+whatever `emulator::fail` says become a RuntimeError.
+
+Environment:
+    CXX                         the compiler (else g++, c++ or clang++, the first there is)
+    TCONV3D_EMULATOR_ORDER      the order in which threads and blocks take turns: `forward`, `reversed`, or
+                                `shuffled:<seed>`. A kernel whose result depends on it has a race
+    TCONV3D_EMULATOR_SANITIZE   `address,undefined` or a part of it. AddressSanitizer must be loaded first, so that
+                                tensors too get red zones around them:
+                                LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python ...
+    TCONV3D_EMULATOR_DEBUG      1: no optimization and debug information, to step through a kernel
+
+Knows nothing of tensors, of geometry, or of which kernel is for what.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from .. import cache, compiler
+from ..launch import Launch
+
+_HERE = Path(__file__).parent
+_INCLUDE = _HERE / "include"
+_RUNTIME = _HERE / "runtime.cpp"
+
+# -fno-strict-aliasing: kernels read vectors out of scalars. -fno-gnu-unique: a template's static shared memory
+# must not become one object of all libraries in the process.
+_FLAGS = (
+    "-std=c++20",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+)
+_ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2}
+_ERROR_BYTES = 16384
+
+# The kernel as the runtime sees it, after the unit that NVRTC compiles.
+_EPILOGUE = """
+const emulator::Kernel emulated_kernel = {{
+    "{kernel}",
+    [](const void* args) {{ {entry}(*static_cast<const tconv3d::Args*>(args)); }},
+    sizeof(tconv3d::Args), alignof(tconv3d::Args), emulator::cluster_size<Config>(0)}};
+"""
+
+
+def available() -> bool:
+    """Whether this machine has a C++ compiler."""
+    return _find_compiler() is not None
+
+
+def prepare(
+    launch: Launch, order: str | None = None, kernels: Path = compiler.KERNELS
+) -> Callable[[tuple[int, ...]], None]:
+    """Compiles the launch's kernel; returns what runs it on the addresses of `launch.pointers`.
+
+    `order` replaces TCONV3D_EMULATOR_ORDER, `kernels` the directory that the kernel's source is in.
+    """
+    unit = compiler.translation_unit(launch.kernel, launch.constants) + _EPILOGUE.format(
+        kernel=launch.kernel, entry=compiler.ENTRY
+    )
+    library = _load(launch.kernel, unit, kernels)
+    grid = (ctypes.c_uint * 3)(*launch.grid)
+    pack = struct.Struct(f"={len(launch.pointers)}Q").pack
+
+    def run(addresses: tuple[int, ...]) -> None:
+        args = pack(*addresses) + launch.scalars
+        number, seed = _parse_order(order or os.environ.get("TCONV3D_EMULATOR_ORDER", "forward"))
+        error = ctypes.create_string_buffer(_ERROR_BYTES)
+        if library.emulator_launch(
+            args, len(args), grid, launch.threads, launch.shared_bytes, number, seed, error, _ERROR_BYTES
+        ):
+            raise RuntimeError(error.value.decode(errors="replace"))
+
+    return run
+
+
+def _parse_order(order: str) -> tuple[int, int]:
+    name, _, seed = order.partition(":")
+    if name not in _ORDERS or not (seed or "0").isdecimal():
+        raise ValueError(f"order of emulation: expected forward, reversed or shuffled:<seed>, got {order!r}")
+    return _ORDERS[name], int(seed or "0")
+
+
+def _load(kernel: str, unit: str, kernels: Path) -> ctypes.CDLL:
+    cxx, flags = _compiler(), _flags()
+    key = cache.key(cache.sources(kernels, _HERE), unit, _version(cxx), cxx, *flags)
+    return _open(cache.path(key, ".so", lambda: _build(kernel, unit, kernels, cxx, flags)))
+
+
+@functools.cache
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.emulator_launch.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_uint,
+        ctypes.POINTER(ctypes.c_uint),
+        ctypes.c_uint,
+        ctypes.c_uint,
+        ctypes.c_int,
+        ctypes.c_ulonglong,
+        ctypes.c_char_p,
+        ctypes.c_size_t,
+    ]
+    return library
+
+
+def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ...]) -> bytes:
+    """A shared library of one kernel and the runtime."""
+    with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
+        directory = Path(name)
+        source, runtime, library = (
+            directory / f"{kernel}.cpp",
+            directory / "runtime.o",
+            directory / "kernel.so",
+        )
+        source.write_text(unit)
+        runtime.write_bytes(_runtime(cxx, flags))
+        options = ["-I", kernels, "-I", _INCLUDE, "-include", _INCLUDE / "cuda_emulator.h"]
+        _run(cxx, *flags, *options, "-shared", "-o", library, source, runtime, "-lm")
+        return library.read_bytes()
+
+
+def _runtime(cxx: str, flags: tuple[str, ...]) -> bytes:
+    """The object file of runtime.cpp, which depends on the flags alone."""
+    key = cache.key(cache.sources(_HERE), _version(cxx), cxx, *flags)
+
+    def build() -> bytes:
+        with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
+            target = Path(name, "runtime.o")
+            _run(cxx, *flags, "-include", _INCLUDE / "cuda_emulator.h", "-c", "-o", target, _RUNTIME)
+            return target.read_bytes()
+
+    return cache.get(key, ".o", build)
+
+
+def _run(*command: str | Path) -> str:
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    if done.returncode:
+        line = shlex.join(str(part) for part in command)
+        raise RuntimeError(f"the emulator's compiler failed:\n{line}\n{done.stderr}")
+    return done.stdout
+
+
+def _flags() -> tuple[str, ...]:
+    sanitizers = os.environ.get("TCONV3D_EMULATOR_SANITIZE", "")
+    debug = os.environ.get("TCONV3D_EMULATOR_DEBUG", "") not in ("", "0")
+    flags = [*_FLAGS, *(("-O0", "-g3") if debug else ("-O1",))]
+    if sanitizers:
+        flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
+        if "address" in sanitizers.split(",") and not hasattr(ctypes.CDLL(None), "__asan_init"):
+            raise RuntimeError(
+                "TCONV3D_EMULATOR_SANITIZE has 'address', but AddressSanitizer is not loaded: start Python with "
+                "LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0"
+            )
+    return tuple(flags)
+
+
+def _find_compiler() -> str | None:
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def _compiler() -> str:
+    if (path := _find_compiler()) is None:
+        raise RuntimeError(
+            "the emulator needs a C++ compiler and found none: install g++, or name one in the variable CXX"
+        )
+    return path
+
+
+@functools.cache
+def _version(cxx: str) -> str:
+    return _run(cxx, "--version")

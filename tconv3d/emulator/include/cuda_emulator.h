@@ -1,0 +1,476 @@
+// CUDA's language, as far as this project's kernels use it, for a host C++ compiler.
+//
+// The emulator compiles a kernel's own source with this header force-included (-include), and links it with
+// runtime.cpp, which is compiled once. How a launch runs:
+//
+// - Every CUDA thread is a fiber: a stack of its own and a saved stack pointer. One OS thread runs all fibers
+// of
+//   a launch, each until it ends or blocks, so nothing here needs to be atomic. A fiber that ends hands its
+//   stack to the next one: a kernel without barriers runs on one stack, at about the speed of a function
+//   call.
+// - A fiber blocks in one place only, `emulator::wait_until(predicate)`. The scheduler goes over the fibers
+// in
+//   turn and resumes those whose predicate has become true. When no predicate is true and none can run, the
+//   launch has deadlocked and fails with a list of who waits where. Barriers, shuffles, and everything that
+//   emulated_ptx.h adds are predicates over a few counters.
+// - The blocks of one cluster run together, each with its own dynamic shared memory; clusters run one after
+// the
+//   other. A kernel says its cluster size with the constant kClusterSize; without it a cluster is one block.
+// - A __shared__ variable is a thread_local: nothing else in a kernel's library is, so the library's
+//   thread-local segment is exactly the block's static shared memory. The runtime fills it with 0xFF (NaN in
+//   every floating-point format) at block start, as it does dynamic shared memory, and swaps it when blocks
+//   of a cluster take turns.
+// - `emulator::fail` ends the launch with a message, which Python raises as a RuntimeError.
+//
+// A kernel's library serves one launch at a time (runtime.cpp holds a lock), so its state is in plain
+// globals. This header must stay light, as every geometry compiles it anew: no standard C++ headers (<cmath>
+// alone costs more than the rest of a small kernel).
+#pragma once
+
+#define TCONV3D_EMULATOR 1
+
+#define __device__
+#define __global__
+#define __host__
+#define __constant__
+#define __shared__ static thread_local
+#define __forceinline__ inline
+#define __noinline__
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __cluster_dims__(...)
+
+// Vector types, with CUDA's alignments. -------------------------------------------------------------------
+
+#define EMULATOR_VECTOR1(name, type) \
+  struct name##1 { type x; };        \
+  inline name##1 make_##name##1(type x) { return name##1 {x}; }
+#define EMULATOR_VECTOR2(name, type, alignment)     \
+  struct alignas(alignment) name##2 { type x, y; }; \
+  inline name##2 make_##name##2(type x, type y) { return name##2 {x, y}; }
+#define EMULATOR_VECTOR3(name, type) \
+  struct name##3 { type x, y, z; };  \
+  inline name##3 make_##name##3(type x, type y, type z) { return name##3 {x, y, z}; }
+#define EMULATOR_VECTOR4(name, type, alignment)           \
+  struct alignas(alignment) name##4 { type x, y, z, w; }; \
+  inline name##4 make_##name##4(type x, type y, type z, type w) { return name##4 {x, y, z, w}; }
+#define EMULATOR_VECTORS(name, type, alignment2, alignment4) \
+  EMULATOR_VECTOR1(name, type)                               \
+  EMULATOR_VECTOR2(name, type, alignment2)                   \
+  EMULATOR_VECTOR3(name, type)                               \
+  EMULATOR_VECTOR4(name, type, alignment4)
+
+EMULATOR_VECTORS(char, signed char, 2, 4)
+EMULATOR_VECTORS(uchar, unsigned char, 2, 4)
+EMULATOR_VECTORS(short, short, 4, 8)
+EMULATOR_VECTORS(ushort, unsigned short, 4, 8)
+EMULATOR_VECTORS(int, int, 8, 16)
+EMULATOR_VECTORS(uint, unsigned, 8, 16)
+EMULATOR_VECTORS(float, float, 8, 16)
+EMULATOR_VECTORS(longlong, long long, 16, 16)
+EMULATOR_VECTORS(ulonglong, unsigned long long, 16, 16)
+EMULATOR_VECTORS(double, double, 16, 16)
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// Where a thread is. The scheduler sets these before it resumes a fiber.
+extern uint3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+constexpr int warpSize = 32;
+
+// The runtime's interface. --------------------------------------------------------------------------------
+
+namespace emulator {
+
+constexpr unsigned kPoison = 0xFFu;
+
+// A place in a kernel, for messages.
+struct Where {
+  const char* what;
+  const char* file;
+  int line;
+};
+
+struct StateNode;
+
+// What a warp's lanes agree on in a shuffle, a vote or a __syncwarp.
+struct Warp {
+  unsigned arrived = 0;           // lanes waiting to be matched
+  unsigned ended = 0;             // lanes whose threads have returned, or which the block does not have
+  unsigned mask[32];              // per waiting lane: the mask it was called with
+  int source[32];                 // per waiting lane: whose value it wants
+  unsigned long long value[32];   // per waiting lane: what it gives
+  unsigned long long result[32];  // per matched lane: what it gets
+  unsigned ballot[32];            // per matched lane: which lanes gave a non-zero value
+};
+
+struct Block {
+  uint3 index;
+  unsigned rank_in_cluster;
+  unsigned char* dynamic_shared;
+  unsigned dynamic_shared_bytes;
+  unsigned char* saved_static_shared;  // null while the block's static shared memory is the live one
+  unsigned live;                       // threads that have not returned
+  unsigned arrived;                    // threads waiting at __syncthreads
+  unsigned generation;                 // how many times __syncthreads has let the block through
+  Where barrier;                       // the __syncthreads the waiting threads are at
+  int votes[2];                        // sums of __syncthreads_count, by parity of the generation
+  Warp* warps;
+  StateNode* states;
+};
+
+struct Cluster {
+  unsigned size;
+  Block* blocks;  // by rank
+  StateNode* states;
+};
+
+struct Thread {
+  unsigned rank;  // linear index in the block
+  uint3 index;
+  Block* block;
+  StateNode* states;
+  bool (*ready)(void* predicate);  // null unless waiting
+  void* predicate;
+  Where where;
+  struct Fiber* fiber;  // null before the start and after the end
+  bool ended;
+};
+
+extern Thread* current;  // the thread that runs, or whose predicate is being evaluated
+extern Cluster cluster;  // the cluster that runs
+
+inline unsigned thread_rank() { return current->rank; }
+inline unsigned lane() { return current->rank % 32u; }
+inline Block& block() { return *current->block; }
+inline Warp& warp() { return current->block->warps[current->rank / 32u]; }
+
+// Ends the launch with a message: printf's format.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Blocks the running fiber until ready(predicate) is true. Use wait_until.
+void block_fiber(bool (*ready)(void*), void* predicate, Where where);
+
+// Blocks the running thread until the predicate is true; it is true when this returns. The scheduler
+// evaluates the predicate (with `current` set) on its own stack, so a predicate must not block. It may change
+// state, as it is not evaluated again once it was true.
+template <class Predicate>
+inline void wait_until(Predicate&& predicate, const char* what = "wait_until",
+                       const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  if (predicate()) return;
+  auto* address = &predicate;
+  using Pointer = decltype(address);
+  block_fiber([](void* p) -> bool { return (*static_cast<Pointer>(p))(); },
+              const_cast<void*>(static_cast<const void*>(address)), Where{what, file, line});
+}
+
+// Lets every other thread that can run do so first: for a loop that polls memory.
+inline void yield(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  block_fiber([](void*) -> bool { return true; }, nullptr, Where{"yield", file, line});
+}
+
+// The block's dynamic shared memory, aligned to 1024 bytes.
+inline unsigned char* dynamic_shared() { return current->block->dynamic_shared; }
+
+// 32-bit addresses of shared memory, as PTX has them: (rank in the cluster) << 24 | offset. An address is
+// what `mapa` makes of the one in another rank: any block of the cluster can use it.
+constexpr unsigned kRankShift = 24;
+unsigned shared_address(const void* pointer);
+void* shared_pointer(unsigned address);
+inline unsigned map_shared_rank(unsigned address, unsigned rank) {
+  return (address & ((1u << kRankShift) - 1u)) | rank << kRankShift;
+}
+
+// State that the emulation of an instruction needs: one T() per thread, block or cluster, made at first use,
+// destroyed when its owner's cluster has run.
+StateNode*& thread_states();
+StateNode*& block_states();
+StateNode*& cluster_states();
+void* state(StateNode*& owner, const void* key, void* (*make)(), void (*destroy)(void*));
+template <class T>
+inline T& state(StateNode*& owner) {
+  static const char key = 0;
+  return *static_cast<T*>(state(
+      owner, &key, []() -> void* { return new T(); }, [](void* object) { delete static_cast<T*>(object); }));
+}
+template <class T>
+inline T& thread_state() {
+  return state<T>(thread_states());
+}
+template <class T>
+inline T& block_state() {
+  return state<T>(block_states());
+}
+template <class T>
+inline T& cluster_state() {
+  return state<T>(cluster_states());
+}
+
+// __syncthreads; returns the sum of `vote` over the block.
+int sync_block(int vote, Where where);
+
+// Waits for the lanes of `mask`, gives `value`, gets the value of lane `source`.
+struct Exchanged {
+  unsigned long long value;
+  unsigned ballot;  // lanes that gave a non-zero value
+};
+Exchanged exchange(unsigned mask, unsigned long long value, int source, Where where);
+
+template <class To, class From>
+inline To bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "bits: sizes differ");
+  To to;
+  __builtin_memcpy(&to, &from, sizeof to);
+  return to;
+}
+
+template <class T>
+inline T shuffle(unsigned mask, T given, int source, Where where) {
+  static_assert(sizeof(T) <= 8, "a shuffle moves at most 8 bytes");
+  unsigned long long wide = 0;
+  __builtin_memcpy(&wide, &given, sizeof given);
+  wide = exchange(mask, wide, source, where).value;
+  __builtin_memcpy(&given, &wide, sizeof given);
+  return given;
+}
+
+}  // namespace emulator
+
+// Barriers, votes and shuffles. ---------------------------------------------------------------------------
+
+#define EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
+
+inline void __syncthreads(EMULATOR_SITE) { emulator::sync_block(0, {"__syncthreads", file, line}); }
+inline int __syncthreads_count(int predicate, EMULATOR_SITE) {
+  return emulator::sync_block(predicate != 0, {"__syncthreads_count", file, line});
+}
+inline int __syncthreads_or(int predicate, EMULATOR_SITE) {
+  return emulator::sync_block(predicate != 0, {"__syncthreads_or", file, line}) != 0;
+}
+inline int __syncthreads_and(int predicate, EMULATOR_SITE) {
+  return emulator::sync_block(predicate == 0, {"__syncthreads_and", file, line}) == 0;
+}
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu, EMULATOR_SITE) {
+  emulator::exchange(mask, 0, static_cast<int>(emulator::lane()), {"__syncwarp", file, line});
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate, EMULATOR_SITE) {
+  return emulator::exchange(mask, predicate != 0, static_cast<int>(emulator::lane()),
+                            {"__ballot_sync", file, line})
+      .ballot;
+}
+inline int __any_sync(unsigned mask, int predicate, EMULATOR_SITE) {
+  return __ballot_sync(mask, predicate, file, line) != 0;
+}
+inline int __all_sync(unsigned mask, int predicate, EMULATOR_SITE) {
+  return __ballot_sync(mask, predicate == 0, file, line) == 0;
+}
+inline unsigned __activemask() { return ~emulator::warp().ended; }
+
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int source, int width = 32, EMULATOR_SITE) {
+  const int self = static_cast<int>(emulator::lane());
+  return emulator::shuffle(mask, value, (self & ~(width - 1)) | (source & (width - 1)),
+                           {"__shfl_sync", file, line});
+}
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, EMULATOR_SITE) {
+  const int self = static_cast<int>(emulator::lane());
+  const int source = self ^ lane_mask;
+  // A source in a later segment of `width` lanes is out of range: the lane keeps its own value.
+  return emulator::shuffle(mask, value, source <= (self | (width - 1)) ? source : self,
+                           {"__shfl_xor_sync", file, line});
+}
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_SITE) {
+  const int self = static_cast<int>(emulator::lane());
+  const bool inside = delta <= static_cast<unsigned>((self | (width - 1)) - self);
+  return emulator::shuffle(mask, value, inside ? self + static_cast<int>(delta) : self,
+                           {"__shfl_down_sync", file, line});
+}
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, EMULATOR_SITE) {
+  const int self = static_cast<int>(emulator::lane());
+  const bool inside = delta <= static_cast<unsigned>(self - (self & ~(width - 1)));
+  return emulator::shuffle(mask, value, inside ? self - static_cast<int>(delta) : self,
+                           {"__shfl_up_sync", file, line});
+}
+
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline void __threadfence_system() {}
+inline void __nanosleep(unsigned, EMULATOR_SITE) { emulator::yield(file, line); }
+[[noreturn]] inline void __trap(EMULATOR_SITE) { emulator::fail("__trap() at %s:%d", file, line); }
+
+// Atomics: one OS thread runs a launch, so plain memory operations are atomic. ------------------------------
+
+template <class T>
+inline T atomicExch(T* address, T value) {
+  const T old = *address;
+  *address = value;
+  return old;
+}
+template <class T>
+inline T atomicCAS(T* address, T compare, T value) {
+  const T old = *address;
+  if (old == compare) *address = value;
+  return old;
+}
+#define EMULATOR_ATOMIC(name, type, updated)    \
+  inline type name(type* address, type value) { \
+    const type old = *address;                  \
+    *address = (updated);                       \
+    return old;                                 \
+  }
+EMULATOR_ATOMIC(atomicAdd, int, static_cast<int>(static_cast<unsigned>(old) + static_cast<unsigned>(value)))
+EMULATOR_ATOMIC(atomicAdd, unsigned, old + value)
+EMULATOR_ATOMIC(atomicAdd, unsigned long long, old + value)
+EMULATOR_ATOMIC(atomicAdd, float, old + value)
+EMULATOR_ATOMIC(atomicAdd, double, old + value)
+EMULATOR_ATOMIC(atomicMin, int, old < value ? old : value)
+EMULATOR_ATOMIC(atomicMin, unsigned, old < value ? old : value)
+EMULATOR_ATOMIC(atomicMax, int, old > value ? old : value)
+EMULATOR_ATOMIC(atomicMax, unsigned, old > value ? old : value)
+EMULATOR_ATOMIC(atomicOr, unsigned, old | value)
+EMULATOR_ATOMIC(atomicAnd, unsigned, old& value)
+
+// Arithmetic. ---------------------------------------------------------------------------------------------
+
+extern "C" {
+float fmaf(float, float, float) noexcept;
+float sqrtf(float) noexcept;
+float fabsf(float) noexcept;
+float fminf(float, float) noexcept;
+float fmaxf(float, float) noexcept;
+float expf(float) noexcept;
+float exp2f(float) noexcept;
+float logf(float) noexcept;
+float floorf(float) noexcept;
+float ceilf(float) noexcept;
+float rintf(float) noexcept;
+double fma(double, double, double) noexcept;
+double sqrt(double) noexcept;
+double fabs(double) noexcept;
+double fmin(double, double) noexcept;
+double fmax(double, double) noexcept;
+double exp(double) noexcept;
+double log(double) noexcept;
+double floor(double) noexcept;
+double ceil(double) noexcept;
+double rint(double) noexcept;
+}
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __frcp_rn(float x) { return 1.0f / x; }
+inline float __expf(float x) { return expf(x); }
+inline float __logf(float x) { return logf(x); }
+
+// As in CUDA: of two integers the result is unsigned if either is, and a float beside a double is a double.
+#define EMULATOR_MIN_MAX(result, a_type, b_type)                                     \
+  constexpr result min(a_type a, b_type b) {                                         \
+    return static_cast<result>(a) < static_cast<result>(b) ? static_cast<result>(a)  \
+                                                           : static_cast<result>(b); \
+  }                                                                                  \
+  constexpr result max(a_type a, b_type b) {                                         \
+    return static_cast<result>(a) > static_cast<result>(b) ? static_cast<result>(a)  \
+                                                           : static_cast<result>(b); \
+  }
+EMULATOR_MIN_MAX(int, int, int)
+EMULATOR_MIN_MAX(unsigned, unsigned, unsigned)
+EMULATOR_MIN_MAX(unsigned, int, unsigned)
+EMULATOR_MIN_MAX(unsigned, unsigned, int)
+EMULATOR_MIN_MAX(long, long, long)
+EMULATOR_MIN_MAX(unsigned long, unsigned long, unsigned long)
+EMULATOR_MIN_MAX(unsigned long, long, unsigned long)
+EMULATOR_MIN_MAX(unsigned long, unsigned long, long)
+EMULATOR_MIN_MAX(long long, long long, long long)
+EMULATOR_MIN_MAX(unsigned long long, unsigned long long, unsigned long long)
+EMULATOR_MIN_MAX(unsigned long long, long long, unsigned long long)
+EMULATOR_MIN_MAX(unsigned long long, unsigned long long, long long)
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline double min(double a, double b) { return fmin(a, b); }
+inline double max(double a, double b) { return fmax(a, b); }
+inline double min(float a, double b) { return fmin(a, b); }
+inline double max(float a, double b) { return fmax(a, b); }
+inline double min(double a, float b) { return fmin(a, b); }
+inline double max(double a, float b) { return fmax(a, b); }
+extern "C" int abs(int) noexcept;
+
+inline int __float_as_int(float x) { return emulator::bits<int>(x); }
+inline unsigned __float_as_uint(float x) { return emulator::bits<unsigned>(x); }
+inline float __int_as_float(int x) { return emulator::bits<float>(x); }
+inline float __uint_as_float(unsigned x) { return emulator::bits<float>(x); }
+inline long long __double_as_longlong(double x) { return emulator::bits<long long>(x); }
+inline double __longlong_as_double(long long x) { return emulator::bits<double>(x); }
+inline int __float2int_rn(float x) { return static_cast<int>(rintf(x)); }
+
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
+inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
+inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __mulhi(int a, int b) { return static_cast<int>((static_cast<long long>(a) * b) >> 32); }
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
+}
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+  return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
+}
+
+// Loads and stores with cache hints: the hint has no meaning here.
+template <class T>
+inline T __ldg(const T* address) {
+  return *address;
+}
+template <class T>
+inline T __ldcs(const T* address) {
+  return *address;
+}
+template <class T>
+inline T __ldcg(const T* address) {
+  return *address;
+}
+template <class T>
+inline void __stcs(T* address, T value) {
+  *address = value;
+}
+template <class T>
+inline void __stcg(T* address, T value) {
+  *address = value;
+}
+
+using cuda_size_t = decltype(sizeof 0);
+inline cuda_size_t __cvta_generic_to_shared(const void* pointer) { return emulator::shared_address(pointer); }
+
+// The launch. -----------------------------------------------------------------------------------------------
+
+namespace emulator {
+
+// kClusterSize of the kernel's Config, 1 without it.
+template <class Config>
+constexpr auto cluster_size(int) -> decltype(static_cast<unsigned>(Config::kClusterSize)) {
+  return static_cast<unsigned>(Config::kClusterSize);
+}
+template <class Config>
+constexpr unsigned cluster_size(...) {
+  return 1;
+}
+
+// What the last lines of an emulated translation unit tell the runtime.
+struct Kernel {
+  const char* name;
+  void (*thread)(const void* args);  // one CUDA thread
+  unsigned args_bytes, args_alignment;
+  unsigned cluster_size;
+};
+
+}  // namespace emulator
+
+extern const emulator::Kernel emulated_kernel;

@@ -1,0 +1,769 @@
+// The emulator's scheduler: fibers, barriers, shuffles, and the launch. cuda_emulator.h explains the idea.
+//
+// Compiled once per set of compiler flags and linked into every emulated kernel's library. It must not have a
+// thread_local of its own: the library's thread-local segment is the kernel's static shared memory.
+
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <link.h>
+#endif
+
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define EMULATOR_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define EMULATOR_ASAN 1
+#endif
+#endif
+#ifdef EMULATOR_ASAN
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace emulator {
+
+Thread* current = nullptr;
+Cluster cluster;
+
+struct StateNode {
+  const void* key;
+  void* object;
+  void (*destroy)(void*);
+  StateNode* next;
+};
+
+// Contexts: what is kept of a fiber that does not run. ------------------------------------------------------
+//
+// switch_context(from, to) saves the callee-saved registers on the running stack, stores its pointer in
+// *from, and continues where `to` was stored. The caller-saved ones are dead at a call, so that is all there
+// is.
+
+#if defined(__x86_64__) && defined(__ELF__)
+
+struct Context {
+  void* stack_pointer = nullptr;
+};
+
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+  .text
+  .hidden emulator_switch
+  .globl emulator_switch
+  .type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+  .size emulator_switch, .-emulator_switch
+)");
+
+void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_pointer, to.stack_pointer); }
+
+void make_context(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
+  void** top = reinterpret_cast<void**>(stack + bytes);
+  *--top = nullptr;  // where `entry` would return to: ends a debugger's backtrace
+  *--top = reinterpret_cast<void*>(entry);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  context.stack_pointer = top;
+}
+
+#elif defined(__aarch64__) && defined(__ELF__)
+
+struct Context {
+  void* stack_pointer = nullptr;
+};
+
+extern "C" void emulator_switch(void** from, void* to);
+asm(R"(
+  .text
+  .hidden emulator_switch
+  .globl emulator_switch
+  .type emulator_switch, %function
+emulator_switch:
+  sub sp, sp, #160
+  stp x19, x20, [sp, #0]
+  stp x21, x22, [sp, #16]
+  stp x23, x24, [sp, #32]
+  stp x25, x26, [sp, #48]
+  stp x27, x28, [sp, #64]
+  stp x29, x30, [sp, #80]
+  stp d8, d9, [sp, #96]
+  stp d10, d11, [sp, #112]
+  stp d12, d13, [sp, #128]
+  stp d14, d15, [sp, #144]
+  mov x9, sp
+  str x9, [x0]
+  mov sp, x1
+  ldp x19, x20, [sp, #0]
+  ldp x21, x22, [sp, #16]
+  ldp x23, x24, [sp, #32]
+  ldp x25, x26, [sp, #48]
+  ldp x27, x28, [sp, #64]
+  ldp x29, x30, [sp, #80]
+  ldp d8, d9, [sp, #96]
+  ldp d10, d11, [sp, #112]
+  ldp d12, d13, [sp, #128]
+  ldp d14, d15, [sp, #144]
+  add sp, sp, #160
+  ret
+  .size emulator_switch, .-emulator_switch
+)");
+
+void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_pointer, to.stack_pointer); }
+
+void make_context(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
+  void** frame = reinterpret_cast<void**>(stack + bytes - 160);
+  memset(frame, 0, 160);
+  frame[11] = reinterpret_cast<void*>(entry);  // x30, the return address
+  context.stack_pointer = frame;
+}
+
+#else
+
+}  // namespace emulator
+#include <ucontext.h>
+namespace emulator {
+
+struct Context {
+  ucontext_t saved;
+};
+
+void switch_context(Context& from, Context& to) { swapcontext(&from.saved, &to.saved); }
+
+void make_context(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
+  getcontext(&context.saved);
+  context.saved.uc_stack.ss_sp = stack;
+  context.saved.uc_stack.ss_size = bytes;
+  context.saved.uc_link = nullptr;
+  makecontext(&context.saved, entry, 0);
+}
+
+#endif
+
+// A stack and what is saved of the thread that is on it.
+struct Fiber {
+  Context context;
+  unsigned char* stack;
+  void* fake_stack;  // AddressSanitizer's
+};
+
+namespace {
+
+// Under a sanitizer and without optimization, frames are several times larger.
+constexpr size_t kStackBytes = 512 * 1024;
+constexpr size_t kGuardBytes = 64 * 1024;
+
+struct Failure {};  // thrown by fail(); the message is in `failure`
+
+std::mutex launch_lock;
+std::string failure;
+bool failed = false;
+const void* kernel_args = nullptr;
+Context scheduler;
+bool on_fiber = false;
+std::vector<Fiber*> free_fibers;
+std::vector<Fiber*> all_fibers;
+
+// AddressSanitizer must know which stack is in use.
+#ifdef EMULATOR_ASAN
+void* scheduler_fake_stack = nullptr;
+const void* scheduler_stack = nullptr;
+size_t scheduler_stack_bytes = 0;
+void before_resume(Fiber* fiber) {
+  __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber->stack, kStackBytes);
+}
+void after_resume() { __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr); }
+void before_leave(Fiber* fiber, bool for_ever) {
+  __sanitizer_start_switch_fiber(for_ever ? nullptr : &fiber->fake_stack, scheduler_stack,
+                                 scheduler_stack_bytes);
+}
+void after_enter(Fiber* fiber) {
+  __sanitizer_finish_switch_fiber(fiber ? fiber->fake_stack : nullptr, &scheduler_stack,
+                                  &scheduler_stack_bytes);
+}
+void unpoison(void* start, size_t bytes) { __asan_unpoison_memory_region(start, bytes); }
+#else
+void before_resume(Fiber*) {}
+void after_resume() {}
+void before_leave(Fiber*, bool) {}
+void after_enter(Fiber*) {}
+void unpoison(void*, size_t) {}
+#endif
+
+std::string format_text(const char* format, va_list arguments) {
+  char text[2048];
+  vsnprintf(text, sizeof text, format, arguments);
+  return text;
+}
+
+std::string format_text(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  std::string text = format_text(format, arguments);
+  va_end(arguments);
+  return text;
+}
+
+std::string name_of(uint3 index) { return format_text("(%u, %u, %u)", index.x, index.y, index.z); }
+
+const char* file_name(const char* path) {
+  const char* slash = strrchr(path, '/');
+  return slash ? slash + 1 : path;
+}
+
+void set_failure(std::string message) {
+  if (failed) return;  // the first is the cause
+  failed = true;
+  failure = std::move(message);
+  if (current)
+    failure += format_text("\n  in kernel %s, block %s, thread %s", emulated_kernel.name,
+                           name_of(current->block->index).c_str(), name_of(current->index).c_str());
+}
+
+// Fibers. ---------------------------------------------------------------------------------------------------
+
+void thread_main() {
+  after_enter(nullptr);
+  Fiber* fiber = current->fiber;
+  try {
+    emulated_kernel.thread(kernel_args);
+  } catch (const Failure&) {
+  } catch (...) {
+    set_failure("a C++ exception left the kernel");
+  }
+  Thread& thread = *current;
+  thread.ended = true;
+  thread.fiber = nullptr;
+  thread.block->live -= 1;
+  thread.block->warps[thread.rank / 32].ended |= 1u << thread.rank % 32;
+  before_leave(fiber, true);
+  switch_context(fiber->context, scheduler);
+  abort();  // nobody resumes a fiber that ended
+}
+
+Fiber* take_fiber() {
+  if (free_fibers.empty()) {
+    void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) fail("no memory for the stack of another thread");
+    mprotect(memory, kGuardBytes, PROT_NONE);  // a stack that overflows faults instead of corrupting another
+    Fiber* fiber = new Fiber();
+    fiber->stack = static_cast<unsigned char*>(memory) + kGuardBytes;
+    all_fibers.push_back(fiber);
+    free_fibers.push_back(fiber);
+  }
+  Fiber* fiber = free_fibers.back();
+  free_fibers.pop_back();
+  fiber->fake_stack = nullptr;
+  make_context(fiber->context, fiber->stack, kStackBytes, thread_main);
+  return fiber;
+}
+
+void free_all_fibers() {
+  for (Fiber* fiber : all_fibers) {
+    unpoison(fiber->stack, kStackBytes);  // an abandoned stack's frames never returned
+    munmap(fiber->stack - kGuardBytes, kGuardBytes + kStackBytes);
+    delete fiber;
+  }
+  all_fibers.clear();
+  free_fibers.clear();
+}
+
+// Static shared memory: the thread-local segment of this library.
+// --------------------------------------------
+
+struct Span {
+  unsigned char* start = nullptr;
+  size_t bytes = 0;
+};
+Span static_shared;
+
+#ifdef __linux__
+// The segment exists in an OS thread once a variable in it was touched: this one is.
+thread_local volatile unsigned char anchor;
+
+int find_segment(dl_phdr_info* info, size_t, void* result) {
+  const auto here = reinterpret_cast<uintptr_t>(&find_segment);
+  size_t tls_bytes = 0;
+  bool mine = false;
+  for (int i = 0; i < info->dlpi_phnum; ++i) {
+    const auto& header = info->dlpi_phdr[i];
+    if (header.p_type == PT_LOAD) mine |= here - (info->dlpi_addr + header.p_vaddr) < header.p_memsz;
+    if (header.p_type == PT_TLS) tls_bytes = header.p_memsz;
+  }
+  if (!mine) return 0;
+  *static_cast<Span*>(result) = {static_cast<unsigned char*>(info->dlpi_tls_data), tls_bytes};
+  return 1;
+}
+Span find_static_shared() {
+  Span span;
+  anchor = 0;
+  dl_iterate_phdr(find_segment, &span);
+  return span;
+}
+#else
+Span find_static_shared() { return {}; }
+#endif
+
+// Before a thread of this block runs, its static shared memory must be the live one.
+Block* static_shared_owner = nullptr;
+
+void swap_in(Block* block) {
+  if (static_shared_owner == block || static_shared.bytes == 0) return;
+  if (Block* other = static_shared_owner) {
+    other->saved_static_shared = static_cast<unsigned char*>(malloc(static_shared.bytes));
+    memcpy(other->saved_static_shared, static_shared.start, static_shared.bytes);
+  }
+  if (block->saved_static_shared) {
+    memcpy(static_shared.start, block->saved_static_shared, static_shared.bytes);
+    free(block->saved_static_shared);
+    block->saved_static_shared = nullptr;
+  } else {
+    memset(static_shared.start, kPoison, static_shared.bytes);
+  }
+  static_shared_owner = block;
+}
+
+// Memory faults and integer division by zero end the launch, not the process. -------------------------------
+
+constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+constexpr size_t kSignalStackBytes = 64 * 1024;
+pthread_t launch_thread;
+
+const char* signal_name(int number) {
+  switch (number) {
+    case SIGSEGV:
+      return "a memory access outside any allocation, or more stack than a thread has (SIGSEGV)";
+    case SIGBUS:
+      return "a memory access the machine refuses (SIGBUS)";
+    case SIGFPE:
+      return "an integer division by zero (SIGFPE)";
+    default:
+      return "an illegal instruction (SIGILL)";
+  }
+}
+
+struct sigaction previous_actions[sizeof kSignals / sizeof *kSignals];
+
+void on_signal(int number, siginfo_t* info, void*) {
+  if (!on_fiber || !pthread_equal(pthread_self(), launch_thread)) {
+    for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i)
+      if (kSignals[i] == number) sigaction(number, &previous_actions[i], nullptr);
+    return;  // the instruction is tried again and faults again, now for whoever was there before us
+  }
+  set_failure(format_text("%s at address %p", signal_name(number), info->si_addr));
+  before_leave(current->fiber, true);
+  switch_context(current->fiber->context, scheduler);
+}
+
+class SignalGuard {
+ public:
+  SignalGuard() {
+#ifndef EMULATOR_ASAN  // which reports them itself
+    launch_thread = pthread_self();
+    stack_.ss_sp = malloc(kSignalStackBytes);
+    stack_.ss_size = kSignalStackBytes;
+    sigaltstack(&stack_, &previous_stack_);
+    struct sigaction action = {};
+    action.sa_sigaction = on_signal;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i)
+      sigaction(kSignals[i], &action, &previous_actions[i]);
+#endif
+  }
+  ~SignalGuard() {
+#ifndef EMULATOR_ASAN
+    for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i) {
+      struct sigaction now;
+      sigaction(kSignals[i], nullptr, &now);
+      // Another kernel's launch may have come in between: then ours stays below its handler, and passes on.
+      if (now.sa_sigaction == on_signal) sigaction(kSignals[i], &previous_actions[i], nullptr);
+    }
+    sigaltstack(&previous_stack_, nullptr);
+    free(stack_.ss_sp);
+#endif
+  }
+
+ private:
+  stack_t stack_ = {};
+  stack_t previous_stack_ = {};
+};
+
+// The scheduler. --------------------------------------------------------------------------------------------
+
+enum class Order { kForward, kReversed, kShuffled };
+
+struct Scheduling {
+  Order order = Order::kForward;
+  unsigned long long random = 0;
+
+  unsigned next(unsigned below) {  // splitmix64
+    random += 0x9E3779B97F4A7C15ull;
+    unsigned long long z = random;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return static_cast<unsigned>((z ^ (z >> 31)) % below);
+  }
+  void shuffle(std::vector<unsigned>& list) {
+    for (size_t i = list.size(); i > 1; --i) std::swap(list[i - 1], list[next(static_cast<unsigned>(i))]);
+  }
+  std::vector<unsigned> sequence(unsigned count) {
+    std::vector<unsigned> list(count);
+    for (unsigned i = 0; i < count; ++i) list[i] = order == Order::kReversed ? count - 1 - i : i;
+    if (order == Order::kShuffled) shuffle(list);
+    return list;
+  }
+};
+
+void resume(Thread& thread) {
+  if (!thread.fiber) thread.fiber = take_fiber();
+  Fiber* fiber = thread.fiber;
+  thread.ready = nullptr;
+  threadIdx = thread.index;
+  blockIdx = thread.block->index;
+  swap_in(thread.block);
+  before_resume(fiber);
+  on_fiber = true;
+  switch_context(scheduler, fiber->context);
+  on_fiber = false;
+  after_resume();
+  if (thread.ended) free_fibers.push_back(fiber);
+}
+
+// "threads 0-31, 64": ranks in ascending order.
+std::string ranges(const std::vector<unsigned>& ranks) {
+  std::string text = ranks.size() == 1 ? "thread " : "threads ";
+  for (size_t i = 0; i < ranks.size();) {
+    size_t last = i;
+    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
+    if (i > 0) text += ", ";
+    text += std::to_string(ranks[i]);
+    if (last > i) text += "-" + std::to_string(ranks[last]);
+    i = last + 1;
+  }
+  return text;
+}
+
+bool same_place(const Where& a, const Where& b) {
+  return a.line == b.line && !strcmp(a.what, b.what) && !strcmp(a.file, b.file);
+}
+
+std::string describe_deadlock(const std::vector<Thread>& threads) {
+  std::string text =
+      format_text("deadlock in kernel %s: every thread that is left waits", emulated_kernel.name);
+  for (unsigned rank = 0; rank < cluster.size; ++rank) {
+    const Block& block = cluster.blocks[rank];
+    text += "\n  block " + name_of(block.index) + ":";
+    std::vector<std::pair<Where, std::vector<unsigned>>> groups;
+    std::vector<unsigned> ended;
+    for (const Thread& thread : threads) {
+      if (thread.block != &block) continue;
+      if (thread.ended) {
+        ended.push_back(thread.rank);
+        continue;
+      }
+      size_t i = 0;
+      while (i < groups.size() && !same_place(groups[i].first, thread.where)) ++i;
+      if (i == groups.size()) groups.push_back({thread.where, {}});
+      groups[i].second.push_back(thread.rank);
+    }
+    for (const auto& [where, ranks] : groups)
+      text += format_text("\n    %s in %s at %s:%d", ranges(ranks).c_str(), where.what, file_name(where.file),
+                          where.line);
+    if (!ended.empty()) text += "\n    " + ranges(ended) + " ended";
+  }
+  return text;
+}
+
+// Runs the threads of a cluster to their end.
+void run_threads(std::vector<Thread>& threads, Scheduling& scheduling) {
+  std::vector<unsigned> turns = scheduling.sequence(static_cast<unsigned>(threads.size()));
+  while (!turns.empty()) {
+    bool progress = false;
+    size_t kept = 0;
+    for (const unsigned turn : turns) {
+      Thread& thread = threads[turn];
+      current = &thread;
+      if (!thread.ready || thread.ready(thread.predicate)) {
+        progress = true;
+        resume(thread);
+        if (failed) return;
+      }
+      if (!thread.ended) turns[kept++] = turn;
+    }
+    turns.resize(kept);
+    if (!progress) {
+      current = nullptr;
+      return set_failure(describe_deadlock(threads));
+    }
+    if (scheduling.order == Order::kShuffled) scheduling.shuffle(turns);
+  }
+}
+
+void destroy_states(StateNode*& list) {
+  while (StateNode* node = list) {
+    list = node->next;
+    node->destroy(node->object);
+    delete node;
+  }
+}
+
+// The blocks and threads of the cluster whose first block is `first`, along x.
+void run_cluster(uint3 first, unsigned shared_bytes, Scheduling& scheduling) {
+  const unsigned size = cluster.size, count = blockDim.x;
+  const unsigned warp_count = (count + 31) / 32;
+  std::vector<Block> blocks(size);
+  std::vector<Warp> warps(size * warp_count);
+  std::vector<Thread> threads(size * count);
+  cluster.blocks = blocks.data();
+  for (unsigned rank = 0; rank < size; ++rank) {
+    Block& block = blocks[rank];
+    block.index = {first.x + rank, first.y, first.z};
+    block.rank_in_cluster = rank;
+    block.live = count;
+    block.warps = &warps[rank * warp_count];
+    if (count % 32) block.warps[warp_count - 1].ended = ~0u << count % 32;
+    block.dynamic_shared_bytes = shared_bytes;
+    // Exactly as long as asked for, so that AddressSanitizer sees an access past the end.
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 1024, shared_bytes)) set_failure("no memory for dynamic shared memory");
+    block.dynamic_shared = static_cast<unsigned char*>(memory);
+    if (memory) memset(memory, kPoison, shared_bytes);
+    for (unsigned i = 0; i < count; ++i) {
+      Thread& thread = threads[rank * count + i];
+      thread.rank = i;
+      thread.index = {i, 0, 0};
+      thread.block = &block;
+    }
+  }
+  static_shared_owner = nullptr;
+  try {
+    if (!failed) run_threads(threads, scheduling);
+  } catch (const Failure&) {  // out of a predicate
+  }
+  current = nullptr;
+  for (Thread& thread : threads) destroy_states(thread.states);
+  for (Block& block : blocks) {
+    destroy_states(block.states);
+    free(block.dynamic_shared);
+    free(block.saved_static_shared);
+  }
+  destroy_states(cluster.states);
+}
+
+void run_grid(unsigned shared_bytes, Scheduling& scheduling) {
+  const unsigned long long clusters_x = gridDim.x / cluster.size;
+  const unsigned long long count = clusters_x * gridDim.y * gridDim.z;
+  if (count > 0xFFFFFFFFull) return set_failure("the grid has more blocks than an emulator should run");
+  for (const unsigned i : scheduling.sequence(static_cast<unsigned>(count))) {
+    const unsigned x = static_cast<unsigned>(i % clusters_x), rest = static_cast<unsigned>(i / clusters_x);
+    run_cluster({x * cluster.size, rest % gridDim.y, rest / gridDim.y}, shared_bytes, scheduling);
+    if (failed) return;
+  }
+}
+
+}  // namespace
+
+// What cuda_emulator.h declares. ----------------------------------------------------------------------------
+
+void fail(const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  set_failure(format_text(format, arguments));
+  va_end(arguments);
+  throw Failure{};
+}
+
+void block_fiber(bool (*ready)(void*), void* predicate, Where where) {
+  Thread& thread = *current;
+  if (!on_fiber) fail("a predicate must not block (%s at %s:%d)", where.what, where.file, where.line);
+  thread.ready = ready;
+  thread.predicate = predicate;
+  thread.where = where;
+  Fiber* fiber = thread.fiber;
+  before_leave(fiber, false);
+  switch_context(fiber->context, scheduler);
+  after_enter(fiber);
+}
+
+int sync_block(int vote, Where where) {
+  Block& block = *current->block;
+  if (block.arrived == 0) {
+    block.barrier = where;
+  } else if (!same_place(block.barrier, where)) {
+    fail("diverged barrier: some threads of the block are in %s at %s:%d, this one in %s at %s:%d",
+         block.barrier.what, file_name(block.barrier.file), block.barrier.line, where.what,
+         file_name(where.file), where.line);
+  }
+  const unsigned generation = block.generation;
+  block.votes[generation % 2] += vote;
+  block.arrived += 1;
+  // Threads that have returned no longer count, as on a GPU: so the last to leave may be who opens the
+  // barrier.
+  const auto open = [&block, generation] {
+    if (block.generation == generation && block.arrived == block.live) {
+      block.arrived = 0;
+      block.generation += 1;
+      block.votes[block.generation % 2] = 0;
+    }
+    return block.generation != generation;
+  };
+  wait_until(open, where.what, where.file, where.line);
+  return block.votes[generation % 2];
+}
+
+namespace {
+
+// If all lanes that the mask names have come, hands each its result.
+void match_lanes(Warp& warp, unsigned mask, const Where& where) {
+  const unsigned present = mask & ~warp.ended;
+  if ((warp.arrived & present) != present) return;
+  unsigned ballot = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (!(present >> lane & 1u)) continue;
+    if (warp.mask[lane] != mask)
+      fail("%s at %s:%d: lanes of one warp call with different masks, 0x%08x and (lane %u) 0x%08x",
+           where.what, file_name(where.file), where.line, mask, lane, warp.mask[lane]);
+    if (warp.value[lane]) ballot |= 1u << lane;
+  }
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (!(present >> lane & 1u)) continue;
+    const int source = warp.source[lane];
+    // A value from a lane that takes no part is undefined.
+    warp.result[lane] = present >> source & 1u ? warp.value[source] : ~0ull;
+    warp.ballot[lane] = ballot;
+  }
+  warp.arrived &= ~present;
+}
+
+}  // namespace
+
+Exchanged exchange(unsigned mask, unsigned long long value, int source, Where where) {
+  Warp& warp = emulator::warp();
+  const unsigned lane = emulator::lane();
+  if (!(mask >> lane & 1u))
+    fail("%s at %s:%d: lane %u is not in its own mask 0x%08x", where.what, file_name(where.file), where.line,
+         lane, mask);
+  warp.mask[lane] = mask;
+  warp.value[lane] = value;
+  warp.source[lane] = source;
+  warp.arrived |= 1u << lane;
+  const auto matched = [&warp, lane, mask, &where] {
+    if (warp.arrived >> lane & 1u) match_lanes(warp, mask, where);
+    return !(warp.arrived >> lane & 1u);
+  };
+  wait_until(matched, where.what, where.file, where.line);
+  return {warp.result[lane], warp.ballot[lane]};
+}
+
+namespace {
+
+constexpr unsigned kStaticOffset =
+    1u << (kRankShift - 1);  // where static shared memory begins in a rank's window
+
+}  // namespace
+
+unsigned shared_address(const void* pointer) {
+  const auto* byte = static_cast<const unsigned char*>(pointer);
+  for (unsigned rank = 0; rank < cluster.size; ++rank) {
+    const Block& block = cluster.blocks[rank];
+    const auto offset = static_cast<size_t>(byte - block.dynamic_shared);
+    if (offset <= block.dynamic_shared_bytes) return rank << kRankShift | static_cast<unsigned>(offset);
+  }
+  const auto offset = static_cast<size_t>(byte - static_shared.start);
+  if (offset >= static_shared.bytes) fail("%p is not an address in shared memory", pointer);
+  return current->block->rank_in_cluster << kRankShift | kStaticOffset | static_cast<unsigned>(offset);
+}
+
+void* shared_pointer(unsigned address) {
+  const unsigned rank = address >> kRankShift, offset = address & ((1u << kRankShift) - 1u);
+  if (rank >= cluster.size)
+    fail("shared memory address 0x%08x: the cluster has %u blocks", address, cluster.size);
+  Block& block = cluster.blocks[rank];
+  if (offset < kStaticOffset) return block.dynamic_shared + offset;
+  if (&block == static_shared_owner) return static_shared.start + (offset - kStaticOffset);
+  if (!block.saved_static_shared)
+    fail("shared memory address 0x%08x: block %u of the cluster has not started", address, rank);
+  return block.saved_static_shared + (offset - kStaticOffset);
+}
+
+StateNode*& thread_states() { return current->states; }
+StateNode*& block_states() { return current->block->states; }
+StateNode*& cluster_states() { return cluster.states; }
+
+void* state(StateNode*& owner, const void* key, void* (*make)(), void (*destroy)(void*)) {
+  for (StateNode* node = owner; node; node = node->next)
+    if (node->key == key) return node->object;
+  owner = new StateNode{key, make(), destroy, owner};
+  return owner->object;
+}
+
+}  // namespace emulator
+
+// What Python calls. Returns 0, or 1 with a message in `error`.
+extern "C" __attribute__((visibility("default"))) int emulator_launch(const void* args, unsigned args_bytes,
+                                                                      const unsigned* grid, unsigned threads,
+                                                                      unsigned shared_bytes, int order,
+                                                                      unsigned long long seed, char* error,
+                                                                      size_t error_bytes) {
+  using namespace emulator;
+  std::lock_guard<std::mutex> lock(launch_lock);
+  failed = false;
+  failure.clear();
+  current = nullptr;
+  gridDim = {grid[0], grid[1], grid[2]};
+  blockDim = {threads, 1, 1};
+  cluster = {emulated_kernel.cluster_size, nullptr, nullptr};
+  Scheduling scheduling{static_cast<Order>(order), seed};
+
+  // The struct may end in padding that the packed bytes do not have.
+  const unsigned most = emulated_kernel.args_bytes;
+  std::vector<unsigned char> copy(most + 64);
+  auto* aligned = copy.data() + (64 - reinterpret_cast<uintptr_t>(copy.data()) % 64);
+  if (args_bytes > most || args_bytes + emulated_kernel.args_alignment <= most) {
+    set_failure(format_text("kernel %s: Args has %u bytes, the launch gives %u", emulated_kernel.name, most,
+                            args_bytes));
+  } else if (threads == 0 || threads > 1024) {
+    set_failure(format_text("kernel %s: %u threads in a block", emulated_kernel.name, threads));
+  } else if (cluster.size == 0 || grid[0] % cluster.size) {
+    set_failure(format_text("kernel %s: %u blocks along x do not make clusters of %u", emulated_kernel.name,
+                            grid[0], cluster.size));
+  } else {
+    memcpy(aligned, args, args_bytes);
+    kernel_args = aligned;
+    static_shared = find_static_shared();
+    SignalGuard guard;
+    run_grid(shared_bytes, scheduling);
+    free_all_fibers();
+  }
+  if (!failed) return 0;
+  snprintf(error, error_bytes, "%s", failure.c_str());
+  return 1;
+}
