@@ -11,10 +11,12 @@ Environment:
     CXX                         the compiler (else g++, c++ or clang++, the first there is)
     TCONV3D_EMULATOR_ORDER      the order in which threads and blocks take turns: `forward`, `reversed`, or
                                 `shuffled:<seed>`. A kernel whose result depends on it has a race
-    TCONV3D_EMULATOR_SANITIZE   `address,undefined` or a part of it. AddressSanitizer must be loaded first, so that
-                                tensors too get red zones around them:
-                                LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python ...
-    TCONV3D_EMULATOR_DEBUG      1: no optimization and debug information, to step through a kernel
+    TCONV3D_EMULATOR_SANITIZE   `address,undefined`, or one of them. A finding ends the process with a report.
+                                AddressSanitizer must be there from the start, so that tensors too have red
+                                zones around them:
+        LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python ...
+    TCONV3D_EMULATOR_DEBUG      1: no optimization and debug information, to step through a kernel:
+        gdb --args python ..., then `break direct.cuh:40`
 
 Knows nothing of tensors, of geometry, or of which kernel is for what.
 """
@@ -39,17 +41,14 @@ _HERE = Path(__file__).parent
 _INCLUDE = _HERE / "include"
 _RUNTIME = _HERE / "runtime.cpp"
 
-# -fno-strict-aliasing: kernels read vectors out of scalars. -fno-gnu-unique: a template's static shared memory
-# must not become one object of all libraries in the process.
+# Hidden: a template's static shared memory must not become one object of all libraries in the process.
+# No strict aliasing: kernels read vectors out of scalars. No contraction: the same result on every CPU.
 _FLAGS = (
     "-std=c++20",
     "-fPIC",
     "-fvisibility=hidden",
-    "-fno-gnu-unique",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
-    "-Wall",
-    "-Wno-unknown-pragmas",
 )
 _ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2}
 _ERROR_BYTES = 16384
@@ -59,7 +58,7 @@ _EPILOGUE = """
 const emulator::Kernel emulated_kernel = {{
     "{kernel}",
     [](const void* args) {{ {entry}(*static_cast<const tconv3d::Args*>(args)); }},
-    sizeof(tconv3d::Args), alignof(tconv3d::Args), emulator::cluster_size<Config>(0)}};
+    sizeof(tconv3d::Args), alignof(tconv3d::Args), Config::kThreads, emulator::cluster_size<Config>(0)}};
 """
 
 
@@ -169,8 +168,8 @@ def _flags() -> tuple[str, ...]:
         flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
         if "address" in sanitizers.split(",") and not hasattr(ctypes.CDLL(None), "__asan_init"):
             raise RuntimeError(
-                "TCONV3D_EMULATOR_SANITIZE has 'address', but AddressSanitizer is not loaded: start Python with "
-                "LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0"
+                "TCONV3D_EMULATOR_SANITIZE has 'address', but AddressSanitizer is not loaded: start Python "
+                "with LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0"
             )
     return tuple(flags)
 

@@ -15,7 +15,6 @@
 #include <link.h>
 #endif
 
-#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -179,10 +178,12 @@ namespace {
 // Under a sanitizer and without optimization, frames are several times larger.
 constexpr size_t kStackBytes = 512 * 1024;
 constexpr size_t kGuardBytes = 64 * 1024;
+constexpr unsigned kMostSharedBytes = 227 * 1024;
+constexpr unsigned kMostArgsBytes = 4096;  // CUDA's own limit for most architectures
 
 struct Failure {};  // thrown by fail(); the message is in `failure`
 
-std::mutex launch_lock;
+pthread_mutex_t launch_lock = PTHREAD_MUTEX_INITIALIZER;
 std::string failure;
 bool failed = false;
 const void* kernel_args = nullptr;
@@ -477,7 +478,7 @@ bool same_place(const Where& a, const Where& b) {
 
 std::string describe_deadlock(const std::vector<Thread>& threads) {
   std::string text =
-      format_text("deadlock in kernel %s: every thread that is left waits", emulated_kernel.name);
+      format_text("deadlock in kernel %s: every thread that is left waits or polls", emulated_kernel.name);
   for (unsigned rank = 0; rank < cluster.size; ++rank) {
     const Block& block = cluster.blocks[rank];
     text += "\n  block " + name_of(block.index) + ":";
@@ -502,24 +503,31 @@ std::string describe_deadlock(const std::vector<Thread>& threads) {
   return text;
 }
 
+// Passes over the threads in which they only polled memory, before the launch counts as stuck.
+constexpr int kPollingPasses = 100000;
+
 // Runs the threads of a cluster to their end.
 void run_threads(std::vector<Thread>& threads, Scheduling& scheduling) {
   std::vector<unsigned> turns = scheduling.sequence(static_cast<unsigned>(threads.size()));
+  int polling_passes = 0;
   while (!turns.empty()) {
-    bool progress = false;
+    bool resumed = false, worked = false;
     size_t kept = 0;
     for (const unsigned turn : turns) {
       Thread& thread = threads[turn];
       current = &thread;
       if (!thread.ready || thread.ready(thread.predicate)) {
-        progress = true;
+        const bool polled = thread.where.what == kPolling;
         resume(thread);
         if (failed) return;
+        resumed = true;
+        worked |= !(polled && !thread.ended && thread.where.what == kPolling);
       }
       if (!thread.ended) turns[kept++] = turn;
     }
     turns.resize(kept);
-    if (!progress) {
+    polling_passes = worked ? 0 : polling_passes + 1;
+    if (!resumed || polling_passes == kPollingPasses) {
       current = nullptr;
       return set_failure(describe_deadlock(threads));
     }
@@ -727,43 +735,71 @@ void* state(StateNode*& owner, const void* key, void* (*make)(), void (*destroy)
 
 }  // namespace emulator
 
+namespace emulator {
+namespace {
+
+struct Request {
+  const void* args;
+  unsigned args_bytes;
+  const unsigned* grid;
+  unsigned threads, shared_bytes;
+  int order;
+  unsigned long long seed;
+};
+
+// What a GPU's driver refuses, and what the launcher cannot know; empty if all is well.
+std::string complaint(const Request& request) {
+  const Kernel& kernel = emulated_kernel;
+  const unsigned* grid = request.grid;
+  // The struct may end in padding that the packed bytes do not have.
+  if (kernel.args_bytes > kMostArgsBytes) return format_text("Args has %u bytes", kernel.args_bytes);
+  if (request.args_bytes > kernel.args_bytes ||
+      request.args_bytes + kernel.args_alignment <= kernel.args_bytes)
+    return format_text("Args has %u bytes, the launch gives %u", kernel.args_bytes, request.args_bytes);
+  if (request.threads == 0 || request.threads > 1024 || request.threads > kernel.threads)
+    return format_text("%u threads in a block, compiled for %u", request.threads, kernel.threads);
+  if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[0] > 0x7FFFFFFFu || grid[1] > 65535u ||
+      grid[2] > 65535u)
+    return format_text("a grid of %u x %u x %u blocks", grid[0], grid[1], grid[2]);
+  if (kernel.cluster_size == 0 || grid[0] % kernel.cluster_size)
+    return format_text("%u blocks along x do not make clusters of %u", grid[0], kernel.cluster_size);
+  if (request.shared_bytes > kMostSharedBytes)
+    return format_text("%u bytes of shared memory, more than any block can have", request.shared_bytes);
+  return {};
+}
+
+void run(const Request& request) {
+  failed = false;
+  failure.clear();
+  current = nullptr;
+  if (std::string text = complaint(request); !text.empty())
+    return set_failure(format_text("kernel %s: %s", emulated_kernel.name, text.c_str()));
+  gridDim = {request.grid[0], request.grid[1], request.grid[2]};
+  blockDim = {request.threads, 1, 1};
+  cluster = {emulated_kernel.cluster_size, nullptr, nullptr};
+  alignas(64) unsigned char args[kMostArgsBytes] = {};
+  memcpy(args, request.args, request.args_bytes);
+  kernel_args = args;
+  static_shared = find_static_shared();
+  Scheduling scheduling{static_cast<Order>(request.order), request.seed};
+  SignalGuard guard;
+  run_grid(request.shared_bytes, scheduling);
+  free_all_fibers();
+}
+
+}  // namespace
+}  // namespace emulator
+
 // What Python calls. Returns 0, or 1 with a message in `error`.
 extern "C" __attribute__((visibility("default"))) int emulator_launch(const void* args, unsigned args_bytes,
                                                                       const unsigned* grid, unsigned threads,
                                                                       unsigned shared_bytes, int order,
                                                                       unsigned long long seed, char* error,
                                                                       size_t error_bytes) {
-  using namespace emulator;
-  std::lock_guard<std::mutex> lock(launch_lock);
-  failed = false;
-  failure.clear();
-  current = nullptr;
-  gridDim = {grid[0], grid[1], grid[2]};
-  blockDim = {threads, 1, 1};
-  cluster = {emulated_kernel.cluster_size, nullptr, nullptr};
-  Scheduling scheduling{static_cast<Order>(order), seed};
-
-  // The struct may end in padding that the packed bytes do not have.
-  const unsigned most = emulated_kernel.args_bytes;
-  std::vector<unsigned char> copy(most + 64);
-  auto* aligned = copy.data() + (64 - reinterpret_cast<uintptr_t>(copy.data()) % 64);
-  if (args_bytes > most || args_bytes + emulated_kernel.args_alignment <= most) {
-    set_failure(format_text("kernel %s: Args has %u bytes, the launch gives %u", emulated_kernel.name, most,
-                            args_bytes));
-  } else if (threads == 0 || threads > 1024) {
-    set_failure(format_text("kernel %s: %u threads in a block", emulated_kernel.name, threads));
-  } else if (cluster.size == 0 || grid[0] % cluster.size) {
-    set_failure(format_text("kernel %s: %u blocks along x do not make clusters of %u", emulated_kernel.name,
-                            grid[0], cluster.size));
-  } else {
-    memcpy(aligned, args, args_bytes);
-    kernel_args = aligned;
-    static_shared = find_static_shared();
-    SignalGuard guard;
-    run_grid(shared_bytes, scheduling);
-    free_all_fibers();
-  }
-  if (!failed) return 0;
-  snprintf(error, error_bytes, "%s", failure.c_str());
-  return 1;
+  pthread_mutex_lock(&emulator::launch_lock);
+  emulator::run({args, args_bytes, grid, threads, shared_bytes, order, seed});
+  const int status = emulator::failed ? 1 : 0;
+  if (status) snprintf(error, error_bytes, "%s", emulator::failure.c_str());
+  pthread_mutex_unlock(&emulator::launch_lock);
+  return status;
 }

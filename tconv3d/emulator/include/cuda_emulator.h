@@ -39,6 +39,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __cluster_dims__(...)
+#define __align__(bytes) alignas(bytes)
 
 // Vector types, with CUDA's alignments. -------------------------------------------------------------------
 
@@ -166,9 +167,11 @@ inline void wait_until(Predicate&& predicate, const char* what = "wait_until",
               const_cast<void*>(static_cast<const void*>(address)), Where{what, file, line});
 }
 
-// Lets every other thread that can run do so first: for a loop that polls memory.
+// Lets every other thread that can run do so first: for a loop that polls memory. When all that threads do
+// for long is to poll, the launch fails.
+inline constexpr char kPolling[] = "yield";
 inline void yield(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
-  block_fiber([](void*) -> bool { return true; }, nullptr, Where{"yield", file, line});
+  block_fiber([](void*) -> bool { return true; }, nullptr, Where{kPolling, file, line});
 }
 
 // The block's dynamic shared memory, aligned to 1024 bytes.
@@ -468,6 +471,7 @@ struct Kernel {
   const char* name;
   void (*thread)(const void* args);  // one CUDA thread
   unsigned args_bytes, args_alignment;
+  unsigned threads;  // the most that a block may have
   unsigned cluster_size;
 };
 
