@@ -100,7 +100,7 @@ def version() -> str:
 
         status, major, minor = nvrtc.nvrtcVersion()
     except (ImportError, RuntimeError) as error:  # a missing package, or a missing libnvrtc
-        raise _missing(error) from error
+        raise missing(error) from error
     if int(status) != 0:
         raise MissingCompilerError(f"tconv3d: NVRTC is installed but does not start: {status}")
     return f"NVRTC {major}.{minor}"
@@ -127,6 +127,15 @@ def report(log: str) -> Report:
 def describe(kernel: str, constants: Constants) -> str:
     """A kernel and its constants in one line, for errors."""
     return f"{kernel}({', '.join(f'{name}={value}' for name, value in constants)})"
+
+
+def missing(error: Exception) -> MissingCompilerError:
+    """What to raise where cuda-core, its bindings or NVRTC cannot be imported."""
+    return MissingCompilerError(
+        "tconv3d compiles its CUDA kernels with cuda-core and NVRTC, which are not installed: "
+        "`pip install tconv3d[cu13]` (or `tconv3d[cu12]` for a driver of CUDA 12). "
+        f"The import said: {error}"
+    )
 
 
 def _define(name: str, value: Constant) -> tuple[str, str]:
@@ -173,7 +182,7 @@ def _build(kernel: str, constants: Constants, unit: str, arch: str) -> bytes:
     try:
         from cuda.core import Program, ProgramOptions
     except ImportError as error:
-        raise _missing(error) from error
+        raise missing(error) from error
     log = io.StringIO()
     try:
         options = ProgramOptions(name=f"{kernel}.cu", arch=arch, include_path=[str(KERNELS)], **_OPTIONS)
@@ -186,14 +195,6 @@ def _build(kernel: str, constants: Constants, unit: str, arch: str) -> bytes:
             f"{_clean(str(error))}\nThe translation unit:\n{unit}"
         ) from error
     return _pack(_clean(log.getvalue()), cubin)
-
-
-def _missing(error: Exception) -> MissingCompilerError:
-    return MissingCompilerError(
-        "tconv3d compiles its CUDA kernels with cuda-core and NVRTC, which are not installed: "
-        "`pip install tconv3d[cu13]` (or `tconv3d[cu12]` for a driver of CUDA 12). "
-        f"The import said: {error}"
-    )
 
 
 def _clean(text: str) -> str:
