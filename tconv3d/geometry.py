@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
 
-Triple = tuple[int, int, int]
+Triple = tuple[int, ...]  # (depth, height, width)
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ struct Narrow<BFloat16> {
   }
 };
 
-// N neighbours in memory, moved by as few and as wide accesses as N and the type allow (16 bytes at the most).
+// N neighbours in memory, moved by as few and as wide accesses as N and the type allow (16 bytes at the
+// most).
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   static_assert((N & (N - 1)) == 0, "a vector has a power of two elements");
@@ -59,8 +60,8 @@ __device__ __forceinline__ Vector<T, N> load_vector(const T* address) {
   return *reinterpret_cast<const Vector<T, N>*>(address);
 }
 
-// The strides of a 5-D tensor in elements. Always 64 bits here: kernels narrow them when the planner has proved
-// that every offset fits 32 bits.
+// The strides of a 5-D tensor in elements. Always 64 bits here: kernels narrow them when the planner has
+// proved that every offset fits 32 bits.
 struct Strides {
   long long n, c, d, h, w;
 };

@@ -1,0 +1,55 @@
+"""Which implementation runs: `use_backend`, a function and a context manager.
+
+The choice belongs to the calling thread, like PyTorch's grad mode, and a backward pass runs on the backend of its
+forward pass, whichever thread autograd runs it in.
+"""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Literal, get_args
+
+Backend = Literal["auto", "cuda", "emulator", "torch"]
+
+
+class _State(threading.local):
+    backend: Backend = "auto"
+
+
+_state = _State()
+
+
+def current_backend() -> Backend:
+    return _state.backend
+
+
+class use_backend:
+    """Choose what runs `conv_transpose3d` and the modules, for this thread.
+
+    - ``"auto"``: CUDA tensors run this library's kernels, CPU tensors PyTorch's operator.
+    - ``"cuda"``: this library's kernels, or an error that says why not.
+    - ``"emulator"``: CPU tensors run through the CUDA kernels in the emulator. Slow: for tests and debugging.
+    - ``"torch"``: PyTorch's operator.
+
+    >>> use_backend("torch")                # from now on
+    >>> with use_backend("emulator"): ...   # within the block
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        if backend not in get_args(Backend):
+            raise ValueError(f"expected one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
+        self._previous = _state.backend
+        self._backend = backend
+        _state.backend = backend
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _state.backend = self._previous
+
+    def __repr__(self) -> str:
+        return f"use_backend({self._backend!r})"

@@ -1,0 +1,137 @@
+"""Checks of a call's arguments: PyTorch's exception types, with what was expected and what came.
+
+The one place that rejects a call. Runs before anything is planned or launched, and only when a shape is new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .geometry import Geometry, Triple
+
+Convolution = tuple[Triple, Triple, Triple, int, Triple]  # stride, padding, output_padding, groups, dilation
+
+
+def triple(value: int | Sequence[int], name: str) -> Triple:
+    """An integer for all three dimensions, or (depth, height, width)."""
+    if isinstance(value, int):
+        return (value, value, value)
+    if isinstance(value, (str, float)) or not hasattr(value, "__iter__"):
+        raise TypeError(f"expected {name} to be an integer or 3 integers, but got {name}={value!r}")
+    values = tuple(value)
+    if len(values) == 1:
+        values = values * 3
+    if len(values) != 3:
+        raise RuntimeError(
+            f"expected {name} to be a single integer value or a list of 3 values to match the convolution "
+            f"dimensions (depth, height, width), but got {name}={list(values)}"
+        )
+    if not all(isinstance(v, int) for v in values):
+        if all(isinstance(v, (int, torch.SymInt)) for v in values):
+            return values
+        raise TypeError(f"expected {name} to be integers, but got {name}={list(values)}")
+    return values
+
+
+def check_settings(convolution: Convolution) -> None:
+    stride, padding, output_padding, groups, dilation = convolution
+    if min(padding) < 0:
+        raise RuntimeError(f"negative padding is not supported, got padding={list(padding)}")
+    if min(output_padding) < 0:
+        raise RuntimeError(f"negative output_padding is not supported, got output_padding={list(output_padding)}")
+    if min(stride) <= 0:
+        raise RuntimeError(f"non-positive stride is not supported, got stride={list(stride)}")
+    if min(dilation) <= 0:
+        raise RuntimeError(f"dilation should be greater than zero, got dilation={list(dilation)}")
+    if groups <= 0:
+        raise RuntimeError(f"non-positive groups is not supported, got groups={groups}")
+    if any(o >= max(s, d) for o, s, d in zip(output_padding, stride, dilation, strict=True)):
+        raise RuntimeError(
+            "output padding must be smaller than either stride or dilation, but got "
+            f"output_padding={list(output_padding)}, stride={list(stride)}, dilation={list(dilation)}"
+        )
+
+
+def check_rank(input: Tensor, weight: Tensor) -> None:
+    if input.dim() not in (4, 5):
+        raise RuntimeError(
+            "Expected 4D (unbatched) or 5D (batched) input to conv_transpose3d, but got input of size: "
+            f"{list(input.shape)}"
+        )
+    if weight.dim() != 5:
+        raise RuntimeError(
+            "expected weight to be 5D (in_channels, out_channels / groups, depth, height, width), but got weight "
+            f"of size {list(weight.shape)}"
+        )
+
+
+def check_same_kind(first: Tensor, second: Tensor, first_name: str, second_name: str) -> None:
+    if first.dtype != second.dtype:
+        raise RuntimeError(
+            f"{first_name} type ({first.dtype}) and {second_name} type ({second.dtype}) should be the same"
+        )
+    if first.device != second.device:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but {first_name} is on {first.device} and "
+            f"{second_name} is on {second.device}"
+        )
+
+
+def check_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Geometry:
+    """input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out]."""
+    check_rank(input, weight)
+    check_settings(convolution)
+    check_same_kind(input, weight, "Input", "weight")
+    if bias is not None:
+        check_same_kind(input, bias, "Input", "bias")
+    geometry = check_channels(weight, convolution)
+    if input.shape[1] != geometry.in_channels:
+        raise RuntimeError(
+            f"Given transposed=1, weight of size {list(weight.shape)}, expected input{list(input.shape)} to have "
+            f"{geometry.in_channels} channels, but got {input.shape[1]} channels instead"
+        )
+    if bias is not None and tuple(bias.shape) != (geometry.out_channels,):
+        raise RuntimeError(
+            f"Given transposed=1, weight of size {list(weight.shape)}, expected bias to be 1-dimensional with "
+            f"{geometry.out_channels} elements, but got bias of size {list(bias.shape)} instead"
+        )
+    check_sizes(geometry, tuple(input.shape[2:]))
+    return geometry
+
+
+def check_channels(weight: Tensor, convolution: Convolution) -> Geometry:
+    stride, padding, output_padding, groups, dilation = convolution
+    in_channels, out_per_group, *kernel = weight.shape
+    if min(weight.shape) <= 0:
+        raise RuntimeError(f"expected a weight with no empty dimension, but got weight of size {list(weight.shape)}")
+    if in_channels % groups:
+        raise RuntimeError(
+            f"Given transposed=1, groups={groups}, expected weight to be divisible by {groups} at dimension 0, but "
+            f"got weight of size {list(weight.shape)} instead"
+        )
+    return Geometry.make(
+        in_channels, out_per_group * groups, tuple(kernel), stride, padding, output_padding, groups, dilation
+    )
+
+
+def check_sizes(geometry: Geometry, input_size: tuple[int, ...]) -> None:
+    if min(input_size) <= 0:
+        raise RuntimeError(f"Expected a volume with no empty dimension, but got input of size {list(input_size)}")
+    output_size = geometry.output_size(input_size)
+    if min(output_size) <= 0:
+        raise RuntimeError(
+            f"Given input size per channel: {list(input_size)}. Calculated output size per channel: "
+            f"{list(output_size)}. Output size is too small"
+        )
+
+
+def check_grad_output(geometry: Geometry, grad_output: Tensor, input_size: tuple[int, ...]) -> None:
+    expected = (geometry.out_channels, *geometry.output_size(input_size))
+    if tuple(grad_output.shape[1:]) != expected:
+        raise RuntimeError(
+            f"expected grad_output to have shape [N, {', '.join(map(str, expected))}], but got "
+            f"{list(grad_output.shape)}"
+        )

@@ -1,0 +1,257 @@
+"""The four computations on tensors: forward, and the gradients of input, weight and bias.
+
+Tensors become a `Problem`, the planner's `Plan` becomes callables of the launcher (CUDA tensors) or of the emulator
+(CPU tensors), and both are kept under one key, so that a repeated call only allocates its result and launches.
+Arguments have been checked when a key is new; a call with a known key has the arguments of one that was checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, planner
+from .checks import Convolution
+from .geometry import Geometry, Triple
+from .problem import Device, Pass, Plan, Problem, Strides
+
+EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
+DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+MAX_TASKS = 8192  # a program that never repeats a shape must not fill the memory
+
+Addresses = tuple[int, ...]
+Call = Callable[[Addresses, int], None]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A plan ready to run: the result to allocate, the scratch memory, the calls with the operands of each."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    workspace_bytes: int
+    calls: tuple[tuple[Call, tuple[int, ...]], ...]
+
+    def run(self, like: Tensor, addresses: Addresses) -> Tensor:
+        """Operands are `addresses`, then null, the result, the workspace (see `OPERANDS`)."""
+        result = torch.empty_strided(self.shape, self.strides, dtype=like.dtype, device=like.device)
+        stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
+        operands = (*addresses, 0, result.data_ptr())
+        if self.workspace_bytes:
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
+            operands = (*operands, workspace.data_ptr())
+        for call, indices in self.calls:
+            call(tuple([operands[i] for i in indices]), stream)
+        return result
+
+
+# The names planners use for the operands of a pass, in the order of `Task.run`.
+OPERANDS = {
+    Pass.FORWARD: ("x", "weight", "bias", "null", "y", "workspace"),
+    Pass.INPUT_GRAD: ("dy", "weight", "null", "dx", "workspace"),
+    Pass.WEIGHT_GRAD: ("dy", "x", "null", "dw", "workspace"),
+    Pass.BIAS_GRAD: ("dy", "null", "db", "workspace"),
+}
+
+_tasks: dict[tuple[Any, ...], Task] = {}
+
+
+def _remember(key: tuple[Any, ...], task: Task) -> Task:
+    if len(_tasks) >= MAX_TASKS:
+        _tasks.clear()
+    _tasks[key] = task
+    return task
+
+
+def tf32_allowed() -> bool:
+    """PyTorch's switch for float32 convolutions on CUDA."""
+    return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+
+
+def _key(which: Pass, first: Tensor, second: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+    operands: tuple[Any, ...] = (first.shape, first.stride(), first.data_ptr() % 16)
+    if second is not None:
+        operands += (second.shape, second.stride(), second.data_ptr() % 16, second.dtype, second.device)
+    tf32 = first.dtype is torch.float32 and tf32_allowed()
+    return (which, first.dtype, first.device, tf32, *operands, *rest)
+
+
+def forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    """input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] or None."""
+    kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
+    key = _key(Pass.FORWARD, input, weight, kind, convolution)
+    task = _tasks.get(key)
+    if task is None:
+        geometry = checks.check_forward(input, weight, bias, convolution)
+        y_strides = output_strides(geometry, input, weight)
+        problem = Problem(
+            Pass.FORWARD,
+            geometry,
+            input.shape[0],
+            tuple(input.shape[2:]),
+            DTYPES[input.dtype],
+            input.stride(),
+            weight.stride(),
+            y_strides,
+            bias=bias is not None,
+            tf32=key[3],
+            aligned=input.data_ptr() % 16 == 0,
+        )
+        shape = (input.shape[0], geometry.out_channels, *problem.output_size)
+        task = _remember(key, _prepare(problem, shape, y_strides, input))
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    return task.run(input, (input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()))
+
+
+def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
+    """grad_output [N, C_out, oD, oH, oW] -> [N, C_in, *input_size]."""
+    key = _key(Pass.INPUT_GRAD, grad_output, weight, input_size, convolution)
+    task = _tasks.get(key)
+    if task is None:
+        checks.check_same_kind(grad_output, weight, "grad_output", "weight")
+        geometry = checks.check_channels(weight, convolution)
+        checks.check_grad_output(geometry, grad_output, input_size)
+        shape = (grad_output.shape[0], geometry.in_channels, *input_size)
+        strides = result_strides(shape, grad_output, weight)
+        problem = Problem(
+            Pass.INPUT_GRAD,
+            geometry,
+            grad_output.shape[0],
+            input_size,
+            DTYPES[grad_output.dtype],
+            strides,
+            weight.stride(),
+            grad_output.stride(),
+            tf32=key[3],
+            aligned=grad_output.data_ptr() % 16 == 0,
+        )
+        task = _remember(key, _prepare(problem, shape, strides, grad_output))
+    return task.run(grad_output, (grad_output.data_ptr(), weight.data_ptr()))
+
+
+def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
+    """grad_output [N, C_out, oD, oH, oW], input [N, C_in, D, H, W] -> [C_in, C_out/groups, *kernel]."""
+    key = _key(Pass.WEIGHT_GRAD, grad_output, input, kernel, convolution)
+    task = _tasks.get(key)
+    if task is None:
+        checks.check_same_kind(grad_output, input, "grad_output", "input")
+        stride, padding, output_padding, groups, dilation = convolution
+        geometry = Geometry.make(
+            input.shape[1], grad_output.shape[1], kernel, stride, padding, output_padding, groups, dilation
+        )
+        checks.check_grad_output(geometry, grad_output, tuple(input.shape[2:]))
+        shape = (geometry.in_channels, geometry.out_per_group, *kernel)
+        strides = contiguous_strides(shape)
+        problem = Problem(
+            Pass.WEIGHT_GRAD,
+            geometry,
+            input.shape[0],
+            tuple(input.shape[2:]),
+            DTYPES[input.dtype],
+            input.stride(),
+            strides,
+            grad_output.stride(),
+            tf32=key[3],
+            aligned=input.data_ptr() % 16 == 0 and grad_output.data_ptr() % 16 == 0,
+        )
+        task = _remember(key, _prepare(problem, shape, strides, input))
+    return task.run(grad_output, (grad_output.data_ptr(), input.data_ptr()))
+
+
+def bias_grad(grad_output: Tensor) -> Tensor:
+    """grad_output [N, C_out, oD, oH, oW] -> [C_out]."""
+    key = _key(Pass.BIAS_GRAD, grad_output, None)
+    task = _tasks.get(key)
+    if task is None:
+        batch, channels, *size = grad_output.shape
+        identity = Geometry.make(channels, channels, (1, 1, 1), groups=channels)
+        none = (0, 0, 0, 0, 0)
+        problem = Problem(
+            Pass.BIAS_GRAD,
+            identity,
+            batch,
+            tuple(size),
+            DTYPES[grad_output.dtype],
+            none,
+            none,
+            grad_output.stride(),
+        )
+        task = _remember(key, _prepare(problem, (channels,), (1,), grad_output))
+    return task.run(grad_output, (grad_output.data_ptr(),))
+
+
+def _prepare(problem: Problem, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Task:
+    plan = planner.plan(problem, device_of(like))
+    names = OPERANDS[problem.which]
+    calls = tuple(
+        (call, tuple(names.index(name) for name in launch.pointers))
+        for call, launch in zip(_calls(plan, like), plan.launches, strict=True)
+    )
+    return Task(shape, strides, plan.workspace_bytes, calls)
+
+
+def _calls(plan: Plan, like: Tensor) -> list[Call]:
+    if like.is_cuda:
+        from . import launcher
+
+        return [launcher.prepare(launch, like.get_device()) for launch in plan.launches]
+    from . import emulator
+
+    return [_without_stream(emulator.prepare(launch)) for launch in plan.launches]
+
+
+def _without_stream(run: Callable[[Addresses], None]) -> Call:
+    return lambda addresses, stream: run(addresses)
+
+
+def device_of(tensor: Tensor) -> Device:
+    if not tensor.is_cuda:
+        return EMULATED
+    from . import launcher
+
+    return launcher.device(tensor.get_device())
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> Strides:
+    c, d, h, w = (max(extent, 1) for extent in shape[1:])
+    return (c * d * h * w, d * h * w, h * w, w, 1)
+
+
+def channels_last_strides(shape: tuple[int, ...]) -> Strides:
+    c, d, h, w = (max(extent, 1) for extent in shape[1:])
+    return (c * d * h * w, 1, h * w * c, w * c, c)
+
+
+def suggests_channels_last(tensor: Tensor) -> bool:
+    """Whether PyTorch reads a tensor's strides as channels_last_3d: channels fastest, then w, h, d, n."""
+    shape, strides = tensor.shape, tensor.stride()
+    if strides[1] == 0:
+        return False
+    least = 0
+    for dim in (1, 4, 3, 2, 0):
+        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(shape[dim], 1)
+    return True
+
+
+def result_strides(shape: tuple[int, ...], *operands: Tensor) -> Strides:
+    """The format PyTorch chooses: channels-last if an operand is."""
+    if any(suggests_channels_last(operand) for operand in operands):
+        return channels_last_strides(shape)
+    return contiguous_strides(shape)
+
+
+def output_strides(geometry: Geometry, input: Tensor, weight: Tensor) -> Strides:
+    size = geometry.output_size(tuple(input.shape[2:]))
+    return result_strides((input.shape[0], geometry.out_channels, *size), input, weight)

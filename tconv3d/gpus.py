@@ -1,0 +1,51 @@
+"""GPUs that `explain` knows by name, and what they can do at best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .problem import Device, Pass, Problem
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device with its ceilings: memory in TB/s, products in TFLOP/s."""
+
+    device: Device
+    copy: float
+    float32: float
+    tf32: float
+    half: float
+    float64: float
+    source: str
+
+    def floor_ms(self, problem: Problem) -> float:
+        """The larger of moving every tensor once and doing the arithmetic at the rate of the precision in force."""
+        moving = problem.bytes / (self.copy * 1e12)
+        return 1e3 * max(moving, problem.flops / (self.rate(problem) * 1e12))
+
+    def rate(self, problem: Problem) -> float:
+        if problem.dtype == "float64":
+            return self.float64
+        if problem.which is Pass.BIAS_GRAD:
+            return self.float32
+        if problem.dtype == "float32":
+            return self.tf32 if problem.tf32 else self.float32
+        return self.half
+
+
+GPUS = {
+    gpu.device.name: gpu
+    for gpu in (
+        # Measured: device-to-device copy, and matrix products of 8192^3 (float64: the data sheet).
+        Gpu(Device("H200", (9, 0), 132, 232448), 4.27, 51.3, 389.0, 789.0, 67.0, "measured"),
+        # Data sheets, dense rates; nobody has measured the ceilings for this project.
+        Gpu(Device("H100", (9, 0), 132, 232448), 3.35, 67.0, 494.0, 989.0, 67.0, "data sheet"),
+        Gpu(Device("A100", (8, 0), 108, 166912), 2.04, 19.5, 156.0, 312.0, 19.5, "data sheet"),
+        Gpu(Device("L40S", (8, 9), 142, 101376), 0.86, 91.6, 183.0, 362.0, 1.4, "data sheet"),
+        Gpu(Device("RTX 4090", (8, 9), 128, 101376), 1.01, 82.6, 82.6, 165.0, 1.3, "data sheet"),
+        Gpu(Device("B200", (10, 0), 148, 232448), 8.0, 80.0, 1100.0, 2250.0, 40.0, "data sheet"),
+    )
+}
+
+DEFAULT_GPU = "H200"

@@ -1,0 +1,354 @@
+"""The operators as PyTorch knows them: schemas, CPU, CUDA, fake, autograd and autocast registrations.
+
+Four operators, closed under differentiation: the derivative of each is a combination of the others, so second
+derivatives run on the same kernels. The functions at the end are what the package calls: they skip the dispatcher
+when nobody but autograd could be listening, because the dispatcher's way through Python costs more than the launch.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, executor
+from .backend import Backend, current_backend, use_backend
+from .checks import Convolution
+from .executor import DTYPES
+from .geometry import Triple
+
+_LIBRARY = torch.library.Library("tconv3d", "DEF")
+_SETTINGS = "int[3] stride, int[3] padding, int[3] output_padding, int groups, int[3] dilation"
+for _schema in (
+    f"conv_transpose3d(Tensor input, Tensor weight, Tensor? bias, {_SETTINGS}) -> Tensor",
+    f"conv_transpose3d_input_grad(Tensor grad_output, Tensor weight, SymInt[3] input_size, {_SETTINGS}) -> Tensor",
+    f"conv_transpose3d_weight_grad(Tensor grad_output, Tensor input, SymInt[3] kernel, {_SETTINGS}) -> Tensor",
+    "conv_transpose3d_bias_grad(Tensor grad_output) -> Tensor",
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _convolution(settings: tuple[Any, ...]) -> Convolution:
+    stride, padding, output_padding, groups, dilation = settings
+    return (tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation))
+
+
+# ---- which implementation
+
+
+_warned: set[str] = set()
+
+
+def why_not_ours(tensor: Tensor) -> str | None:
+    """Why PyTorch's operator does the work for this tensor under the present backend; None if it does not."""
+    backend = current_backend()
+    if backend == "torch":
+        return 'use_backend("torch")'
+    if backend == "cuda" and not tensor.is_cuda:
+        raise RuntimeError(f'use_backend("cuda") expects CUDA tensors, but got a tensor on {tensor.device}')
+    if backend == "emulator" and tensor.device.type != "cpu":
+        raise RuntimeError(f'use_backend("emulator") expects CPU tensors, but got a tensor on {tensor.device}')
+    if backend == "auto" and not tensor.is_cuda:
+        return f"{tensor.device.type} tensors run PyTorch's operator"
+    reason = _unsupported(tensor)
+    if reason is None:
+        return None
+    if backend != "auto":
+        raise NotImplementedError(f"tconv3d has no kernel: {reason}")
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"tconv3d leaves this to PyTorch's operator: {reason}", stacklevel=4)
+    return reason
+
+
+def _unsupported(tensor: Tensor) -> str | None:
+    if tensor.dtype not in DTYPES:
+        return f"dtype {tensor.dtype} is not one of float32, float16, bfloat16, float64"
+    if tensor.is_cuda:
+        if torch.version.hip is not None:
+            return "this PyTorch is built for ROCm"
+        capability = executor.device_of(tensor).capability
+        if capability < (8, 0):
+            return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
+
+
+# ---- implementations: ours, or PyTorch's operator
+
+
+def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    if why_not_ours(input) is None:
+        return executor.forward(input, weight, bias, convolution)
+    stride, padding, output_padding, groups, dilation = convolution
+    return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def _input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
+    if why_not_ours(grad_output) is None:
+        return executor.input_grad(grad_output, weight, input_size, convolution)
+    shape = (grad_output.shape[0], weight.shape[0], *input_size)
+    return _torch_backward(grad_output, grad_output.new_empty(1).expand(shape), weight, convolution, 0)
+
+
+def _weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
+    if why_not_ours(grad_output) is None:
+        return executor.weight_grad(grad_output, input, kernel, convolution)
+    shape = (input.shape[1], grad_output.shape[1] // convolution[3], *kernel)
+    return _torch_backward(grad_output, input, grad_output.new_empty(1).expand(shape), convolution, 1)
+
+
+def _torch_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, convolution: Convolution, which: int
+) -> Tensor:
+    stride, padding, output_padding, groups, dilation = convolution
+    mask = [which == 0, which == 1, False]
+    grads = torch.ops.aten.convolution_backward(
+        grad_output, input, weight, None, stride, padding, dilation, True, output_padding, groups, mask
+    )
+    return grads[which]
+
+
+def _bias_grad(grad_output: Tensor) -> Tensor:
+    if why_not_ours(grad_output) is None:
+        return executor.bias_grad(grad_output)
+    return grad_output.sum((0, 2, 3, 4))
+
+
+# ---- autograd: each operator's derivative in terms of the others
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, alone: bool, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution
+    ) -> Tensor:
+        _, needs_input, needs_weight, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+        ctx.sizes = tuple(input.shape[2:]), tuple(weight.shape[2:])
+        ctx.convolution, ctx.backend = convolution, current_backend()
+        if alone:
+            return _forward(input, weight, bias, convolution)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        input_size, kernel = ctx.sizes
+        _, needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        with use_backend(ctx.backend):
+            dx = conv_transpose3d_input_grad(grad, weight, input_size, ctx.convolution) if needs_input else None
+            dw = conv_transpose3d_weight_grad(grad, input, kernel, ctx.convolution) if needs_weight else None
+            db = conv_transpose3d_bias_grad(grad) if needs_bias else None
+        return None, dx, dw, db, None
+
+
+class _InputGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        alone: bool,
+        grad_output: Tensor,
+        weight: Tensor,
+        input_size: Triple,
+        convolution: Convolution,
+    ) -> Tensor:
+        ctx.save_for_backward(grad_output, weight)
+        ctx.convolution, ctx.backend = convolution, current_backend()
+        if alone:
+            return _input_grad(grad_output, weight, input_size, convolution)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tconv3d.conv_transpose3d_input_grad.default(
+                grad_output, weight, input_size, *convolution
+            )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_output, weight = ctx.saved_tensors
+        kernel = tuple(weight.shape[2:])
+        _, needs_output, needs_weight, _, _ = ctx.needs_input_grad
+        with use_backend(ctx.backend):
+            dy = conv_transpose3d(grad, weight, None, ctx.convolution) if needs_output else None
+            dw = conv_transpose3d_weight_grad(grad_output, grad, kernel, ctx.convolution) if needs_weight else None
+        return None, dy, dw, None, None
+
+
+class _WeightGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, alone: bool, grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
+    ) -> Tensor:
+        ctx.save_for_backward(grad_output, input)
+        ctx.convolution, ctx.backend = convolution, current_backend()
+        if alone:
+            return _weight_grad(grad_output, input, kernel, convolution)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_output, input = ctx.saved_tensors
+        size = tuple(input.shape[2:])
+        _, needs_output, needs_input, _, _ = ctx.needs_input_grad
+        with use_backend(ctx.backend):
+            dy = conv_transpose3d(input, grad, None, ctx.convolution) if needs_output else None
+            dx = conv_transpose3d_input_grad(grad_output, grad, size, ctx.convolution) if needs_input else None
+        return None, dy, dx, None, None
+
+
+class _BiasGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, alone: bool, grad_output: Tensor) -> Tensor:
+        ctx.shape = grad_output.shape
+        if alone:
+            return _bias_grad(grad_output)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad[:, None, None, None].expand(ctx.shape)
+
+
+# ---- registrations
+
+
+def _register(name: str, implementation: Any, function: Any, fake: Any, tensors: int, extra: int) -> None:
+    """One operator: `tensors` tensor arguments, `extra` arguments of its own, then the settings."""
+    overload = getattr(torch.ops.tconv3d, name).default
+
+    def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        own, settings = arguments[: tensors + extra], arguments[tensors + extra :]
+        own = tuple(tuple(a) if isinstance(a, list) else a for a in own)
+        return (*own, _convolution(settings)) if settings else own
+
+    def device(*arguments: Any) -> Tensor:
+        result: Tensor = implementation(*split(arguments))
+        return result
+
+    def autograd(*arguments: Any) -> Tensor:
+        if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arguments[:tensors]):
+            result: Tensor = function.apply(False, *split(arguments))
+            return result
+        with torch._C._AutoDispatchBelowAutograd():
+            below: Tensor = overload(*arguments)
+            return below
+
+    def autocast(device_type: str) -> Any:
+        def cast(*arguments: Any) -> Tensor:
+            dtype = torch.get_autocast_dtype(device_type)
+            key = getattr(torch._C.DispatchKey, "AutocastCUDA" if device_type == "cuda" else "AutocastCPU")
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                casted: Tensor = overload(
+                    *(_cast(a, dtype, device_type) for a in arguments[:tensors]), *arguments[tensors:]
+                )
+                return casted
+
+        return cast
+
+    _LIBRARY.impl(name, device, "CPU")
+    _LIBRARY.impl(name, device, "CUDA")
+    _LIBRARY.impl(name, autograd, "Autograd")
+    _LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
+    _LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
+    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=_LIBRARY)
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor | None:
+    """As PyTorch's autocast casts the operands of a convolution: not doubles, not tensors of another device."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(dtype) if tensor.device.type == device_type else tensor
+
+
+def _fake_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    geometry = checks.check_forward(input, weight, bias, convolution)
+    shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
+    return input.new_empty_strided(shape, executor.result_strides(shape, input, weight))
+
+
+def _fake_input_grad(grad_output: Tensor, weight: Tensor, size: Triple, convolution: Convolution) -> Tensor:
+    shape = (grad_output.shape[0], weight.shape[0], *size)
+    return grad_output.new_empty_strided(shape, executor.result_strides(shape, grad_output, weight))
+
+
+def _fake_weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
+    return input.new_empty((input.shape[1], grad_output.shape[1] // convolution[3], *kernel))
+
+
+def _fake_bias_grad(grad_output: Tensor) -> Tensor:
+    return grad_output.new_empty((grad_output.shape[1],))
+
+
+_register("conv_transpose3d", _forward, _Forward, _fake_forward, tensors=3, extra=0)
+_register("conv_transpose3d_input_grad", _input_grad, _InputGrad, _fake_input_grad, tensors=2, extra=1)
+_register("conv_transpose3d_weight_grad", _weight_grad, _WeightGrad, _fake_weight_grad, tensors=2, extra=1)
+_register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, tensors=1, extra=0)
+
+
+# ---- the way in
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _alone(first: Tensor, second: Tensor) -> bool:
+    """Whether nothing but autograd could be listening to a call: then the dispatcher has nothing to do."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(first) in _PLAIN
+        and type(second) in _PLAIN
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.is_autocast_enabled(first.device.type)
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+def _recording(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    if not _alone(input, weight):
+        return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
+    if _recording(input, weight, bias):
+        return _Forward.apply(True, input, weight, bias, convolution)
+    return _forward(input, weight, bias, convolution)
+
+
+def conv_transpose3d_input_grad(
+    grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution
+) -> Tensor:
+    if not _alone(grad_output, weight):
+        return torch.ops.tconv3d.conv_transpose3d_input_grad.default(grad_output, weight, input_size, *convolution)
+    if _recording(grad_output, weight):
+        return _InputGrad.apply(True, grad_output, weight, input_size, convolution)
+    return _input_grad(grad_output, weight, input_size, convolution)
+
+
+def conv_transpose3d_weight_grad(
+    grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
+) -> Tensor:
+    if not _alone(grad_output, input):
+        return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
+    if _recording(grad_output, input):
+        return _WeightGrad.apply(True, grad_output, input, kernel, convolution)
+    return _weight_grad(grad_output, input, kernel, convolution)
+
+
+def conv_transpose3d_bias_grad(grad_output: Tensor) -> Tensor:
+    if not _alone(grad_output, grad_output):
+        return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
+    if _recording(grad_output):
+        return _BiasGrad.apply(True, grad_output)
+    return _bias_grad(grad_output)
+
+
+def backend_of(tensor: Tensor) -> Backend:
+    """What would run for this tensor under the present backend, for `explain`."""
+    if why_not_ours(tensor) is not None:
+        return "torch"
+    return "cuda" if tensor.is_cuda else "emulator"

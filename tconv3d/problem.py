@@ -1,0 +1,98 @@
+"""What is asked of a kernel (`Problem`), of which machine (`Device`), and the answer (`Plan`).
+
+Plain data that the planner's parts share. Knows sizes and strides, never tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+from .geometry import Geometry, Triple
+from .launch import Launch
+
+Strides = tuple[int, ...]  # (n, c, d, h, w), in elements
+
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class Pass(Enum):
+    """The four computations of a layer. Each has the shape of a loop over taps, or of a sum."""
+
+    FORWARD = "forward"
+    INPUT_GRAD = "input_grad"
+    WEIGHT_GRAD = "weight_grad"
+    BIAS_GRAD = "bias_grad"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The machine a plan is for."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int  # that one block can have
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One pass of one layer over tensors of known size, type and strides.
+
+    `input` are the strides of x or dx, `output` those of y or dy, `weight` those of w or dw: whichever of them
+    the pass reads or writes.
+    """
+
+    which: Pass
+    geometry: Geometry
+    batch: int
+    input_size: Triple
+    dtype: str
+    input: Strides
+    weight: Strides
+    output: Strides
+    bias: bool = False
+    tf32: bool = False  # float32 products may be rounded to TF32
+    aligned: bool = True  # all addresses are multiples of 16 bytes
+
+    @property
+    def output_size(self) -> Triple:
+        return self.geometry.output_size(self.input_size)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        if self.which is Pass.BIAS_GRAD:
+            return self.batch * self.geometry.out_channels * prod(self.output_size)
+        return 2 * self.geometry.multiplications(self.batch, self.input_size)
+
+    @property
+    def bytes(self) -> int:
+        """Every tensor of the pass moved once."""
+        g = self.geometry
+        x = self.batch * g.in_channels * prod(self.input_size)
+        y = self.batch * g.out_channels * prod(self.output_size)
+        w = g.in_channels * g.out_per_group * g.taps
+        b = g.out_channels if self.bias else 0
+        moved = y + b if self.which is Pass.BIAS_GRAD else x + y + w + b
+        return moved * self.item_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches that solve a problem, in order, and the scratch memory they share."""
+
+    kernel: str  # the name a person sees
+    why: str
+    launches: tuple[Launch, ...]
+    workspace_bytes: int = 0
+    tile: str = ""
+
+
+def last_offset(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """The offset of a tensor's last element, in elements."""
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
