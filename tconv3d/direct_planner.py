@@ -66,6 +66,7 @@ class Side:
         g, size, out_size = problem.geometry, problem.input_size, problem.output_size
         ci, co, *taps = problem.weight
         d, h, w = g.axes
+        grid: Triple
         if problem.which is Pass.FORWARD:
             grid = (d.positions(out_size[0]), h.positions(out_size[1]), w.positions(out_size[2]))
             gathers = (d.scatter, h.scatter, w.scatter)
@@ -206,7 +207,7 @@ def _plan_gather(side: Side, device: Device) -> Plan:
     storable = side.y[1] == 1 and side.outs % store == 0 and all(s % store == 0 for s in (side.y[0], *side.y[2:]))
     constants: Constants = (
         ("kThreads", tile.threads),
-        ("kMinBlocks", 1),
+        ("kMinBlocks", 512 // tile.threads),  # at most 128 registers a thread
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
         ("kWide", side.wide),

@@ -7,6 +7,7 @@ Arguments have been checked when a key is new; a call with a known key has the a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor
 from . import checks, planner
 from .checks import Convolution
 from .geometry import Geometry, Triple
-from .problem import Device, Pass, Plan, Problem, Strides
+from .launch import Launch
+from .problem import Device, Pass, Problem, Strides
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
 DTYPES = {
@@ -194,32 +196,34 @@ def _prepare(problem: Problem, shape: tuple[int, ...], strides: tuple[int, ...],
     plan = planner.plan(problem, device_of(like))
     names = OPERANDS[problem.which]
     calls = tuple(
-        (call, tuple(names.index(name) for name in launch.pointers))
-        for call, launch in zip(_calls(plan, like), plan.launches, strict=True)
+        (_prepare_launch(launch, like), tuple(names.index(name) for name in launch.pointers))
+        for launch in plan.launches
+        if min(launch.grid) > 0  # a batch of zero has nothing to compute
     )
     return Task(shape, strides, plan.workspace_bytes, calls)
 
 
-def _calls(plan: Plan, like: Tensor) -> list[Call]:
+def _prepare_launch(launch: Launch, like: Tensor) -> Call:
     if like.is_cuda:
         from . import launcher
 
-        return [launcher.prepare(launch, like.get_device()) for launch in plan.launches]
+        return launcher.prepare(launch, like.get_device())
     from . import emulator
 
-    return [_without_stream(emulator.prepare(launch)) for launch in plan.launches]
-
-
-def _without_stream(run: Callable[[Addresses], None]) -> Call:
+    run = emulator.prepare(launch)
     return lambda addresses, stream: run(addresses)
 
 
 def device_of(tensor: Tensor) -> Device:
-    if not tensor.is_cuda:
-        return EMULATED
+    return _cuda_device(tensor.get_device()) if tensor.is_cuda else EMULATED
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
     from . import launcher
 
-    return launcher.device(tensor.get_device())
+    found = launcher.device_properties(index)
+    return Device(found.name, found.capability, found.multiprocessors, found.shared_bytes)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> Strides:

@@ -1,0 +1,60 @@
+"""Fixtures: where kernels run (the GPU if there is one, else the emulator), and a record of what was compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+import tconv3d
+from tconv3d import emulator
+from tconv3d.launch import Launch
+
+# The same geometries in every run: what was compiled for the emulator is compiled for the GPUs afterwards.
+hypothesis.settings.register_profile(
+    "tests", derandomize=True, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=True
+)
+hypothesis.settings.load_profile("tests")
+
+RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # a directory: the kernels this session ran in the emulator
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def ours(device: str) -> Iterator[str]:
+    """Our kernels on the GPU, or in the emulator; strict float32, because the reference is float64."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    with tconv3d.use_backend("cuda" if device == "cuda" else "emulator"):
+        yield device
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
+@pytest.fixture(autouse=True, scope="session")
+def record_launches() -> Iterator[None]:
+    if RECORD is None:
+        yield
+        return
+    seen: set[tuple[str, object]] = set()
+    prepare = emulator.prepare
+
+    def recording(launch: Launch) -> object:
+        seen.add((launch.kernel, launch.constants))
+        return prepare(launch)
+
+    emulator.prepare = recording  # type: ignore[assignment]
+    yield
+    emulator.prepare = prepare
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+    path = Path(RECORD) / f"launches-{worker}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(sorted(seen, key=repr)))

@@ -1,0 +1,145 @@
+"""Layers that tests run, and the comparison of our passes with float64."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tconv3d
+
+Triple = tuple[int, int, int]
+
+# Rounding of one operation, and of a result of that type.
+UNIT = {torch.float64: 2e-16, torch.float32: 1.2e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A transposed convolution with its input."""
+
+    in_channels: int
+    out_channels: int
+    size: Triple
+    kernel: Triple
+    stride: Triple = (1, 1, 1)
+    padding: Triple = (0, 0, 0)
+    output_padding: Triple = (0, 0, 0)
+    dilation: Triple = (1, 1, 1)
+    groups: int = 1
+    batch: int = 2
+    bias: bool = True
+
+    @property
+    def settings(self) -> tuple[Triple, Triple, Triple, int, Triple]:
+        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
+
+    def operands(self, dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
+        """input, weight and, if there is one, bias."""
+        random = torch.Generator().manual_seed(seed)
+        shapes = [
+            (self.batch, self.in_channels, *self.size),
+            (self.in_channels, self.out_channels // self.groups, *self.kernel),
+            *([(self.out_channels,)] if self.bias else []),
+        ]
+        return [torch.randn(shape, generator=random).to(device, dtype) for shape in shapes]
+
+
+@contextlib.contextmanager
+def poisoned() -> Iterator[None]:
+    """New tensors are filled with NaN: an element that no kernel writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def passes(
+    function: object, operands: list[Tensor], settings: tuple[object, ...], grad_output: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """The result, and the gradients of all operands for a gradient of the result (ones where there is none)."""
+    leaves = [operand.detach().requires_grad_() for operand in operands]
+    bias = leaves[2] if len(leaves) == 3 else None
+    result = function(leaves[0], leaves[1], bias, *settings)  # type: ignore[operator]
+    grad = torch.ones_like(result) if grad_output is None else grad_output.to(result.dtype)
+    return result.detach(), list(torch.autograd.grad(result, leaves, grad))
+
+
+def check(layer: Layer, dtype: torch.dtype, device: str, operands: list[Tensor] | None = None) -> None:
+    """Every element of the result and of every gradient, against float64.
+
+    The error of an element is measured in roundings of the largest it could have been without cancellation: the
+    same sum over absolute values. An element that misses one term, or has one too many, is far outside.
+    """
+    operands = layer.operands(dtype, device) if operands is None else operands
+    exact = [operand.double() for operand in operands]
+    reference, _ = passes(F.conv_transpose3d, exact, layer.settings)
+    random = torch.Generator().manual_seed(1)
+    grad_output = torch.randn(reference.shape, generator=random).to(device, dtype)
+    expected = passes(F.conv_transpose3d, exact, layer.settings, grad_output.double())
+    largest = passes(
+        F.conv_transpose3d, [operand.abs() for operand in exact], layer.settings, grad_output.double().abs()
+    )
+    with poisoned():
+        got = passes(tconv3d.conv_transpose3d, operands, layer.settings, grad_output)
+    names = ("result", "input gradient", "weight gradient", "bias gradient")
+    for name, ours, exact_one, bound in zip(
+        names, (got[0], *got[1]), (expected[0], *expected[1]), (largest[0], *largest[1]), strict=False
+    ):
+        assert ours.shape == exact_one.shape and ours.dtype == dtype, name
+        sum_unit = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
+        allowed = bound * sum_unit * 12 + exact_one.abs() * UNIT[dtype] + 1e-7 * (dtype == torch.float16)
+        wrong = ~((ours.double() - exact_one).abs() <= allowed)  # NaN is wrong too
+        first = wrong.nonzero()[:1].flatten().tolist()
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} elements wrong, first at {first}"
+
+
+T3, T1 = (3, 3, 3), (1, 1, 1)
+
+TABLE = {
+    "plain": Layer(4, 6, (3, 4, 5), T3),
+    "plain, no bias": Layer(3, 5, (3, 4, 5), T3, bias=False),
+    "unet up-convolution": Layer(8, 4, (3, 3, 4), (2, 2, 2), (2, 2, 2)),
+    "gan": Layer(6, 3, (3, 3, 3), (4, 4, 4), (2, 2, 2), T1),
+    "monai": Layer(5, 7, (2, 3, 4), T3, (2, 2, 2), T1, T1),
+    "groups": Layer(8, 12, (2, 3, 4), T3, (2, 2, 2), T1, groups=4),
+    "depthwise": Layer(6, 6, (3, 3, 4), (4, 4, 4), (2, 2, 2), T1, groups=6),
+    "depthwise, two outputs each": Layer(3, 6, (3, 3, 4), T3, groups=3),
+    "asymmetric": Layer(4, 9, (2, 4, 5), (3, 5, 1), (1, 2, 3), (1, 2, 0), (0, 1, 2)),
+    "dilated": Layer(2, 3, (3, 3, 4), (3, 2, 3), (1, 2, 3), (2, 0, 1), (0, 1, 1), (2, 3, 1)),
+    "many output channels": Layer(3, 33, (2, 2, 3), (2, 2, 2)),
+    "many input channels": Layer(70, 3, (2, 2, 3), (2, 2, 2)),
+    "one channel": Layer(1, 1, (3, 4, 5), T3, (2, 2, 2), T1),
+    "wide kernel": Layer(2, 2, (1, 2, 9), (1, 2, 15), (1, 1, 1), (0, 0, 5)),
+    "large stride": Layer(2, 3, (2, 2, 3), (3, 3, 3), (1, 3, 7), (0, 1, 1), (0, 2, 4)),
+    "large stride and kernel": Layer(2, 2, (2, 2, 2), (5, 2, 20), (3, 2, 8), (1, 0, 9), (2, 1, 3)),
+    "pointwise": Layer(5, 4, (3, 3, 3), T1),
+    "single voxel": Layer(4, 4, T1, T3, (2, 2, 2)),
+    "batch of one": Layer(4, 4, (2, 5, 3), T3, batch=1),
+    "long line": Layer(2, 2, (1, 1, 150), T3, (2, 2, 2), T1),
+}
+
+TRAPS = {
+    "division rounds down": Layer(2, 2, (2, 3, 3), T3, (2, 2, 2), (2, 2, 2)),
+    "negative offsets, odd stride": Layer(2, 2, (4, 4, 4), (4, 4, 4), T3, (4, 5, 3), (2, 2, 1)),
+    "weight is (in, out/groups)": Layer(6, 4, (2, 2, 2), (2, 3, 1), groups=2),
+    "output_padding shifts nothing": Layer(2, 3, (2, 3, 2), T3, T3, T1, (2, 1, 2)),
+    "output_padding below dilation": Layer(2, 2, (2, 3, 2), (2, 2, 2), T1, (0, 0, 0), (1, 2, 1), (2, 3, 2)),
+    "tuples are (d, h, w)": Layer(2, 2, (2, 3, 4), (1, 2, 3), (3, 1, 2), (0, 1, 1), (2, 0, 1), (1, 2, 1)),
+    "empty phases": Layer(2, 3, (3, 3, 3), T3, (2, 2, 2), (0, 1, 2), T1, (2, 2, 2)),
+    "empty phases along w alone": Layer(2, 3, (2, 2, 3), (1, 1, 2), (1, 1, 4), (0, 0, 0), (0, 0, 3), (1, 1, 2)),
+    "kernel smaller than stride": Layer(3, 2, (3, 2, 3), (2, 1, 2), (3, 4, 3), (0, 0, 0), (2, 3, 1)),
+    "padding crops to almost nothing": Layer(2, 2, (2, 2, 3), T3, T1, (1, 1, 2)),
+    "padding crops whole taps": Layer(2, 2, (3, 3, 3), (5, 5, 5), T1, (3, 3, 3)),
+    "padding beyond the kernel": Layer(2, 2, (6, 6, 6), (2, 2, 2), T1, (3, 3, 3)),
+    "spatial sizes of one": Layer(3, 3, T1, (3, 2, 1), (2, 3, 4)),
+    "prime channels per group": Layer(21, 33, (2, 2, 2), (2, 2, 2), (2, 2, 2), groups=3),
+}
