@@ -14,7 +14,8 @@ Environment:
     TCONV3D_EMULATOR_SANITIZE   `address,undefined`, or one of them. A finding ends the process with a report.
                                 AddressSanitizer must be there from the start, so that tensors too have red
                                 zones around them:
-        LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 python ...
+        LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \\
+        ASAN_OPTIONS=detect_leaks=0 python ...
     TCONV3D_EMULATOR_DEBUG      1: no optimization and debug information, to step through a kernel:
         gdb --args python ..., then `break direct.cuh:40`
 
@@ -23,6 +24,7 @@ Knows nothing of tensors, of geometry, or of which kernel is for what.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -31,7 +33,7 @@ import shutil
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from .. import cache, compiler
@@ -47,6 +49,7 @@ _FLAGS = (
     "-std=c++20",
     "-fPIC",
     "-fvisibility=hidden",
+    "-fno-exceptions",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
 )
@@ -85,12 +88,28 @@ def prepare(
         args = pack(*addresses) + launch.scalars
         number, seed = _parse_order(order or os.environ.get("TCONV3D_EMULATOR_ORDER", "forward"))
         error = ctypes.create_string_buffer(_ERROR_BYTES)
-        if library.emulator_launch(
-            args, len(args), grid, launch.threads, launch.shared_bytes, number, seed, error, _ERROR_BYTES
-        ):
+        with _borrowed_stacks() as stacks:
+            failed = library.emulator_launch(
+                *(args, len(args), grid, launch.threads, launch.shared_bytes, number, seed),
+                *(ctypes.byref(stacks), error, _ERROR_BYTES),
+            )
+        if failed:
             raise RuntimeError(error.value.decode(errors="replace"))
 
     return run
+
+
+_stacks: list[int | None] = []  # lists of fibers' stacks that no launch uses now; making them anew is slow
+
+
+@contextlib.contextmanager
+def _borrowed_stacks() -> Iterator[ctypes.c_void_p]:
+    try:
+        stacks = ctypes.c_void_p(_stacks.pop())
+    except IndexError:  # as many launches are running as there are lists
+        stacks = ctypes.c_void_p(None)
+    yield stacks
+    _stacks.append(stacks.value)
 
 
 def _parse_order(order: str) -> tuple[int, int]:
@@ -117,6 +136,7 @@ def _open(path: Path) -> ctypes.CDLL:
         ctypes.c_uint,
         ctypes.c_int,
         ctypes.c_ulonglong,
+        ctypes.POINTER(ctypes.c_void_p),
         ctypes.c_char_p,
         ctypes.c_size_t,
     ]
@@ -133,14 +153,15 @@ def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ..
             directory / "kernel.so",
         )
         source.write_text(unit)
-        runtime.write_bytes(_runtime(cxx, flags))
-        options = ["-I", kernels, "-I", _INCLUDE, "-include", _INCLUDE / "cuda_emulator.h"]
-        _run(cxx, *flags, *options, "-shared", "-o", library, source, runtime, "-lm")
+        runtime.write_bytes(_runtime(cxx, "address" in _sanitizers()))
+        includes = (f"-I{kernels}", f"-I{_INCLUDE}", "-include", _INCLUDE / "cuda_emulator.h")
+        _run(cxx, *flags, *includes, "-shared", "-o", library, source, runtime, "-lm")
         return library.read_bytes()
 
 
-def _runtime(cxx: str, flags: tuple[str, ...]) -> bytes:
-    """The object file of runtime.cpp, which depends on the flags alone."""
+def _runtime(cxx: str, sanitized: bool) -> bytes:
+    """The object file of runtime.cpp. It is not sanitized itself, but tells AddressSanitizer of its stacks."""
+    flags = (*_FLAGS, "-O1", *(("-DEMULATOR_ASAN",) if sanitized else ()))
     key = cache.key(cache.sources(_HERE), _version(cxx), cxx, *flags)
 
     def build() -> bytes:
@@ -160,17 +181,22 @@ def _run(*command: str | Path) -> str:
     return done.stdout
 
 
+def _sanitizers() -> list[str]:
+    return [name for name in os.environ.get("TCONV3D_EMULATOR_SANITIZE", "").split(",") if name]
+
+
 def _flags() -> tuple[str, ...]:
-    sanitizers = os.environ.get("TCONV3D_EMULATOR_SANITIZE", "")
+    sanitizers = _sanitizers()
     debug = os.environ.get("TCONV3D_EMULATOR_DEBUG", "") not in ("", "0")
     flags = [*_FLAGS, *(("-O0", "-g3") if debug else ("-O1",))]
     if sanitizers:
-        flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
-        if "address" in sanitizers.split(",") and not hasattr(ctypes.CDLL(None), "__asan_init"):
-            raise RuntimeError(
-                "TCONV3D_EMULATOR_SANITIZE has 'address', but AddressSanitizer is not loaded: start Python "
-                "with LD_PRELOAD=$(g++ -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0"
-            )
+        flags += [f"-fsanitize={','.join(sanitizers)}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
+    if "address" in sanitizers and not hasattr(ctypes.CDLL(None), "__asan_init"):
+        raise RuntimeError(
+            "TCONV3D_EMULATOR_SANITIZE has 'address', but AddressSanitizer is not loaded: start Python "
+            'with LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" '
+            "ASAN_OPTIONS=detect_leaks=0"
+        )
     return tuple(flags)
 
 

@@ -1,9 +1,12 @@
 // The emulator's scheduler: fibers, barriers, shuffles, and the launch. cuda_emulator.h explains the idea.
 //
-// Compiled once per set of compiler flags and linked into every emulated kernel's library. It must not have a
-// thread_local of its own: the library's thread-local segment is the kernel's static shared memory.
+// Compiled once and linked into every emulated kernel's library, and once more with EMULATOR_ASAN for kernels
+// that AddressSanitizer watches. It must not have a thread_local of its own: the library's thread-local
+// segment is the kernel's static shared memory. It throws nothing: a failed launch leaves its stacks by a
+// jump and drops them.
 
 #include <pthread.h>
+#include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -15,17 +18,11 @@
 #include <link.h>
 #endif
 
+#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
-#if defined(__SANITIZE_ADDRESS__)
-#define EMULATOR_ASAN 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer)
-#define EMULATOR_ASAN 1
-#endif
-#endif
 #ifdef EMULATOR_ASAN
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -52,7 +49,7 @@ struct StateNode {
 // *from, and continues where `to` was stored. The caller-saved ones are dead at a call, so that is all there
 // is.
 
-#if defined(__x86_64__) && defined(__ELF__)
+#if defined(__x86_64__) && defined(__ELF__) && !defined(EMULATOR_UCONTEXT)
 
 struct Context {
   void* stack_pointer = nullptr;
@@ -93,7 +90,7 @@ void make_context(Context& context, unsigned char* stack, size_t bytes, void (*e
   context.stack_pointer = top;
 }
 
-#elif defined(__aarch64__) && defined(__ELF__)
+#elif defined(__aarch64__) && defined(__ELF__) && !defined(EMULATOR_UCONTEXT)
 
 struct Context {
   void* stack_pointer = nullptr;
@@ -166,22 +163,25 @@ void make_context(Context& context, unsigned char* stack, size_t bytes, void (*e
 
 #endif
 
-// A stack and what is saved of the thread that is on it.
+// A stack and what is saved of the thread that is on it. Lies right above its stack.
 struct Fiber {
-  Context context;
+  Fiber* next;  // in the list of free ones
   unsigned char* stack;
+  size_t stack_bytes;
   void* fake_stack;  // AddressSanitizer's
+  Context context;
 };
 
 namespace {
 
-// Under a sanitizer and without optimization, frames are several times larger.
-constexpr size_t kStackBytes = 512 * 1024;
+// The memory of a fiber: a guard, the stack (frames are several times larger without optimization or under a
+// sanitizer), and the Fiber.
 constexpr size_t kGuardBytes = 64 * 1024;
+constexpr size_t kStackBytes = 512 * 1024;
+constexpr size_t kFiberBytes = 4096;
+static_assert(sizeof(Fiber) <= kFiberBytes, "a Fiber fits above its stack");
 constexpr unsigned kMostSharedBytes = 227 * 1024;
 constexpr unsigned kMostArgsBytes = 4096;  // CUDA's own limit for most architectures
-
-struct Failure {};  // thrown by fail(); the message is in `failure`
 
 pthread_mutex_t launch_lock = PTHREAD_MUTEX_INITIALIZER;
 std::string failure;
@@ -189,8 +189,8 @@ bool failed = false;
 const void* kernel_args = nullptr;
 Context scheduler;
 bool on_fiber = false;
-std::vector<Fiber*> free_fibers;
-std::vector<Fiber*> all_fibers;
+jmp_buf failed_predicate;  // where fail() goes from the scheduler's own stack
+Fiber* free_fibers = nullptr;
 
 // AddressSanitizer must know which stack is in use.
 #ifdef EMULATOR_ASAN
@@ -198,7 +198,7 @@ void* scheduler_fake_stack = nullptr;
 const void* scheduler_stack = nullptr;
 size_t scheduler_stack_bytes = 0;
 void before_resume(Fiber* fiber) {
-  __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber->stack, kStackBytes);
+  __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber->stack, fiber->stack_bytes);
 }
 void after_resume() { __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr); }
 void before_leave(Fiber* fiber, bool for_ever) {
@@ -250,51 +250,55 @@ void set_failure(std::string message) {
 
 // Fibers. ---------------------------------------------------------------------------------------------------
 
-void thread_main() {
-  after_enter(nullptr);
-  Fiber* fiber = current->fiber;
-  try {
-    emulated_kernel.thread(kernel_args);
-  } catch (const Failure&) {
-  } catch (...) {
-    set_failure("a C++ exception left the kernel");
-  }
-  Thread& thread = *current;
-  thread.ended = true;
-  thread.fiber = nullptr;
-  thread.block->live -= 1;
-  thread.block->warps[thread.rank / 32].ended |= 1u << thread.rank % 32;
+// Goes back to the scheduler for good.
+[[noreturn]] void leave_fiber(Fiber* fiber) {
   before_leave(fiber, true);
   switch_context(fiber->context, scheduler);
   abort();  // nobody resumes a fiber that ended
 }
 
-Fiber* take_fiber() {
-  if (free_fibers.empty()) {
-    void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) fail("no memory for the stack of another thread");
-    mprotect(memory, kGuardBytes, PROT_NONE);  // a stack that overflows faults instead of corrupting another
-    Fiber* fiber = new Fiber();
-    fiber->stack = static_cast<unsigned char*>(memory) + kGuardBytes;
-    all_fibers.push_back(fiber);
-    free_fibers.push_back(fiber);
-  }
-  Fiber* fiber = free_fibers.back();
-  free_fibers.pop_back();
-  fiber->fake_stack = nullptr;
-  make_context(fiber->context, fiber->stack, kStackBytes, thread_main);
+void thread_main() {
+  after_enter(nullptr);
+  emulated_kernel.thread(kernel_args);
+  Thread& thread = *current;
+  Fiber* fiber = thread.fiber;
+  thread.ended = true;
+  thread.fiber = nullptr;
+  thread.block->live -= 1;
+  thread.block->warps[thread.rank / 32].ended |= 1u << thread.rank % 32;
+  leave_fiber(fiber);
+}
+
+Fiber* new_fiber() {
+  void* memory = mmap(nullptr, kGuardBytes + kStackBytes + kFiberBytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) fail("no memory for the stack of another thread");
+  mprotect(memory, kGuardBytes, PROT_NONE);  // a stack that overflows faults instead of corrupting another
+  auto* stack = static_cast<unsigned char*>(memory) + kGuardBytes;
+  // Stacks end at different distances from a page's border: else all their frames would share a few cache
+  // lines.
+  static size_t count = 0;
+  const size_t bytes = kStackBytes - count++ % 64 * 192;
+  auto* fiber = new (stack + bytes) Fiber();
+  fiber->stack = stack;
+  fiber->stack_bytes = bytes;
   return fiber;
 }
 
-void free_all_fibers() {
-  for (Fiber* fiber : all_fibers) {
-    unpoison(fiber->stack, kStackBytes);  // an abandoned stack's frames never returned
-    munmap(fiber->stack - kGuardBytes, kGuardBytes + kStackBytes);
-    delete fiber;
-  }
-  all_fibers.clear();
-  free_fibers.clear();
+Fiber* take_fiber() {
+  Fiber* fiber = free_fibers;
+  if (fiber)
+    free_fibers = fiber->next;
+  else
+    fiber = new_fiber();
+  fiber->fake_stack = nullptr;
+  make_context(fiber->context, fiber->stack, fiber->stack_bytes, thread_main);
+  return fiber;
+}
+
+void give_back(Fiber* fiber) {
+  fiber->next = free_fibers;
+  free_fibers = fiber;
 }
 
 // Static shared memory: the thread-local segment of this library.
@@ -380,8 +384,7 @@ void on_signal(int number, siginfo_t* info, void*) {
     return;  // the instruction is tried again and faults again, now for whoever was there before us
   }
   set_failure(format_text("%s at address %p", signal_name(number), info->si_addr));
-  before_leave(current->fiber, true);
-  switch_context(current->fiber->context, scheduler);
+  leave_fiber(current->fiber);
 }
 
 class SignalGuard {
@@ -455,7 +458,7 @@ void resume(Thread& thread) {
   switch_context(scheduler, fiber->context);
   on_fiber = false;
   after_resume();
-  if (thread.ended) free_fibers.push_back(fiber);
+  if (thread.ended) give_back(fiber);
 }
 
 // "threads 0-31, 64": ranks in ascending order.
@@ -472,8 +475,10 @@ std::string ranges(const std::vector<unsigned>& ranks) {
   return text;
 }
 
+bool same_text(const char* a, const char* b) { return a == b || !strcmp(a, b); }
+
 bool same_place(const Where& a, const Where& b) {
-  return a.line == b.line && !strcmp(a.what, b.what) && !strcmp(a.file, b.file);
+  return a.line == b.line && same_text(a.what, b.what) && same_text(a.file, b.file);
 }
 
 std::string describe_deadlock(const std::vector<Thread>& threads) {
@@ -506,9 +511,9 @@ std::string describe_deadlock(const std::vector<Thread>& threads) {
 // Passes over the threads in which they only polled memory, before the launch counts as stuck.
 constexpr int kPollingPasses = 100000;
 
-// Runs the threads of a cluster to their end.
-void run_threads(std::vector<Thread>& threads, Scheduling& scheduling) {
-  std::vector<unsigned> turns = scheduling.sequence(static_cast<unsigned>(threads.size()));
+// Runs the threads of a cluster to their end; `turns` is their order. Owns nothing, as fail() may jump out of
+// it.
+void run_threads(std::vector<Thread>& threads, std::vector<unsigned>& turns, Scheduling& scheduling) {
   int polling_passes = 0;
   while (!turns.empty()) {
     bool resumed = false, worked = false;
@@ -572,12 +577,15 @@ void run_cluster(uint3 first, unsigned shared_bytes, Scheduling& scheduling) {
     }
   }
   static_shared_owner = nullptr;
-  try {
-    if (!failed) run_threads(threads, scheduling);
-  } catch (const Failure&) {  // out of a predicate
-  }
+  std::vector<unsigned> turns = scheduling.sequence(size * count);
+  if (!failed && setjmp(failed_predicate) == 0) run_threads(threads, turns, scheduling);
   current = nullptr;
-  for (Thread& thread : threads) destroy_states(thread.states);
+  for (Thread& thread : threads) {
+    destroy_states(thread.states);
+    if (!thread.fiber) continue;
+    unpoison(thread.fiber->stack, kStackBytes);  // the frames of an abandoned stack never returned
+    give_back(thread.fiber);
+  }
   for (Block& block : blocks) {
     destroy_states(block.states);
     free(block.dynamic_shared);
@@ -606,8 +614,11 @@ void fail(const char* format, ...) {
   va_start(arguments, format);
   set_failure(format_text(format, arguments));
   va_end(arguments);
-  throw Failure{};
+  if (on_fiber) leave_fiber(current->fiber);
+  longjmp(failed_predicate, 1);
 }
+
+void trap(Where where) { fail("%s at %s:%d", where.what, file_name(where.file), where.line); }
 
 void block_fiber(bool (*ready)(void*), void* predicate, Where where) {
   Thread& thread = *current;
@@ -784,22 +795,25 @@ void run(const Request& request) {
   Scheduling scheduling{static_cast<Order>(request.order), request.seed};
   SignalGuard guard;
   run_grid(request.shared_bytes, scheduling);
-  free_all_fibers();
 }
 
 }  // namespace
 }  // namespace emulator
 
-// What Python calls. Returns 0, or 1 with a message in `error`.
+// What Python calls. Returns 0, or 1 with a message in `error`. `stacks` is a list of stacks that earlier
+// launches, of this kernel or another, have left, and is left for the next one.
 extern "C" __attribute__((visibility("default"))) int emulator_launch(const void* args, unsigned args_bytes,
                                                                       const unsigned* grid, unsigned threads,
                                                                       unsigned shared_bytes, int order,
-                                                                      unsigned long long seed, char* error,
-                                                                      size_t error_bytes) {
-  pthread_mutex_lock(&emulator::launch_lock);
-  emulator::run({args, args_bytes, grid, threads, shared_bytes, order, seed});
-  const int status = emulator::failed ? 1 : 0;
-  if (status) snprintf(error, error_bytes, "%s", emulator::failure.c_str());
-  pthread_mutex_unlock(&emulator::launch_lock);
+                                                                      unsigned long long seed, void** stacks,
+                                                                      char* error, size_t error_bytes) {
+  using namespace emulator;
+  pthread_mutex_lock(&launch_lock);
+  free_fibers = static_cast<Fiber*>(*stacks);
+  run({args, args_bytes, grid, threads, shared_bytes, order, seed});
+  *stacks = free_fibers;
+  const int status = failed ? 1 : 0;
+  if (status) snprintf(error, error_bytes, "%s", failure.c_str());
+  pthread_mutex_unlock(&launch_lock);
   return status;
 }

@@ -151,6 +151,8 @@ inline Warp& warp() { return current->block->warps[current->rank / 32u]; }
 // Ends the launch with a message: printf's format.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
+[[noreturn]] void trap(Where where);
+
 // Blocks the running fiber until ready(predicate) is true. Use wait_until.
 void block_fiber(bool (*ready)(void*), void* predicate, Where where);
 
@@ -304,7 +306,7 @@ inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 inline void __nanosleep(unsigned, EMULATOR_SITE) { emulator::yield(file, line); }
-[[noreturn]] inline void __trap(EMULATOR_SITE) { emulator::fail("__trap() at %s:%d", file, line); }
+[[noreturn]] inline void __trap(EMULATOR_SITE) { emulator::trap({"__trap()", file, line}); }
 
 // Atomics: one OS thread runs a launch, so plain memory operations are atomic. ------------------------------
 
