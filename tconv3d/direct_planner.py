@@ -18,6 +18,7 @@ SCALARS = {
     "float32": "float",
     "float64": "double",
 }
+MAX_THREADS = 256
 STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a time
 WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 WARPS_PER_MULTIPROCESSOR = 32  # that split kernels aim for
@@ -114,7 +115,7 @@ class GatherTile:
     positions: int  # positions per thread
     tiles: int  # channel tiles per block, on neighbouring threads
     vector: int  # reduced channels per load
-    threads: int
+    threads: int  # per block: fewer for small volumes, so that all multiprocessors have work
 
     def __str__(self) -> str:
         return f"{self.threads} threads, each {self.positions} positions x {self.channels} channels"
@@ -137,14 +138,12 @@ def _choose_gather_tile(side: Side, device: Device) -> GatherTile:
     positions = max(1, min(4, sums // (phases * channels)))
     tiles_total = -(-side.outs // channels) * p.geometry.groups
     tiles = min(power_of_two_up(tiles_total), 32 // channels) if side.y[1] == 1 and side.y[4] != 1 else 1
-    threads = 256
+    threads = MAX_THREADS
     blocks_per_position = tiles_total // tiles * side.gathers[0].phases * side.gathers[1].phases
 
     def blocks() -> int:
         return -(-side.positions * tiles // (threads * positions)) * blocks_per_position
 
-    while blocks() < 2 * device.multiprocessors and positions > 1:
-        positions //= 2
     while blocks() < 2 * device.multiprocessors and threads > 64 and threads // 2 >= tiles:
         threads //= 2
     vector = _load_vector(side, budget=48 // (positions * (loads if unroll else 1)))
@@ -206,8 +205,8 @@ def _plan_gather(side: Side, device: Device) -> Plan:
     store = min(tile.channels, 16 // p.item_bytes)
     storable = side.y[1] == 1 and side.outs % store == 0 and all(s % store == 0 for s in (side.y[0], *side.y[2:]))
     constants: Constants = (
-        ("kThreads", tile.threads),
-        ("kMinBlocks", 512 // tile.threads),  # at most 128 registers a thread
+        ("kThreads", MAX_THREADS),
+        ("kMinBlocks", 512 // MAX_THREADS),  # at most 128 registers a thread
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
         ("kWide", side.wide),
@@ -263,7 +262,7 @@ def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Devi
 
 def _reduce(dtype: str, count: int, splits: int, result: str, sizes: Triple, strides: tuple[int, int, int]) -> Launch:
     """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
-    threads, lanes = 256, 32 if splits > 64 else 1
+    threads, lanes = 256, 32 if count < 4096 else 1
     outer, middle, inner = strides
     return Launch(
         kernel="reduce",

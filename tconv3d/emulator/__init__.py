@@ -41,6 +41,7 @@ from ..launch import Launch
 
 _HERE = Path(__file__).parent
 _INCLUDE = _HERE / "include"
+_HEADER = _INCLUDE / "cuda_emulator.h"
 _RUNTIME = _HERE / "runtime.cpp"
 
 # Hidden: a template's static shared memory must not become one object of all libraries in the process.
@@ -154,7 +155,7 @@ def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ..
         )
         source.write_text(unit)
         runtime.write_bytes(_runtime(cxx, "address" in _sanitizers()))
-        includes = (f"-I{kernels}", f"-I{_INCLUDE}", "-include", _INCLUDE / "cuda_emulator.h")
+        includes = (f"-I{kernels}", f"-I{_INCLUDE}", "-include", _HEADER)
         _run(cxx, *flags, *includes, "-shared", "-o", library, source, runtime, "-lm")
         return library.read_bytes()
 
@@ -162,12 +163,12 @@ def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ..
 def _runtime(cxx: str, sanitized: bool) -> bytes:
     """The object file of runtime.cpp. It is not sanitized itself, but tells AddressSanitizer of its stacks."""
     flags = (*_FLAGS, "-O1", *(("-DEMULATOR_ASAN",) if sanitized else ()))
-    key = cache.key(cache.sources(_HERE), _version(cxx), cxx, *flags)
+    key = cache.key(_RUNTIME.read_bytes(), _HEADER.read_bytes(), _version(cxx), cxx, *flags)
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
             target = Path(name, "runtime.o")
-            _run(cxx, *flags, "-include", _INCLUDE / "cuda_emulator.h", "-c", "-o", target, _RUNTIME)
+            _run(cxx, *flags, "-include", _HEADER, "-c", "-o", target, _RUNTIME)
             return target.read_bytes()
 
     return cache.get(key, ".o", build)

@@ -670,6 +670,9 @@ void match_lanes(Warp& warp, unsigned mask, const Where& where) {
     if (warp.mask[lane] != mask)
       fail("%s at %s:%d: lanes of one warp call with different masks, 0x%08x and (lane %u) 0x%08x",
            where.what, file_name(where.file), where.line, mask, lane, warp.mask[lane]);
+    if (!same_text(warp.what[lane], where.what))
+      fail("%s at %s:%d: lane %u of the same mask is in %s", where.what, file_name(where.file), where.line,
+           lane, warp.what[lane]);
     if (warp.value[lane]) ballot |= 1u << lane;
   }
   for (unsigned lane = 0; lane < 32; ++lane) {
@@ -691,6 +694,7 @@ Exchanged exchange(unsigned mask, unsigned long long value, int source, Where wh
     fail("%s at %s:%d: lane %u is not in its own mask 0x%08x", where.what, file_name(where.file), where.line,
          lane, mask);
   warp.mask[lane] = mask;
+  warp.what[lane] = where.what;
   warp.value[lane] = value;
   warp.source[lane] = source;
   warp.arrived |= 1u << lane;

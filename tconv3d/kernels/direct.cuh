@@ -39,12 +39,10 @@ struct Direct {
   using Acc = typename C::Acc;
   using Index = typename IndexType<C::kWide>::type;
 
-  static constexpr int kThreadsPerTile = C::kThreads / C::kTilesPerBlock;
   static constexpr int kTilesPerGroup = (C::kOutPerGroup + C::kTile - 1) / C::kTile;
   static constexpr int kPhasesPerThread = C::kUnrollW ? C::kPhasesW : 1;
   static constexpr int kPhaseBlocks = C::kPhasesD * C::kPhasesH * (C::kUnrollW ? 1 : C::kPhasesW);
   static constexpr int kRowStride = C::kStageChannels * C::kTapsW * C::kTilesPerBlock * C::kTile;
-  static_assert(C::kThreads % C::kTilesPerBlock == 0, "every tile of a block has the same number of threads");
   static_assert(C::kStageChannels % C::kVector == 0, "a stage holds whole vectors of channels");
 
   const Args& args;
@@ -84,10 +82,11 @@ struct Direct {
     group = (block_tile + tile) / kTilesPerGroup;
     out = (block_tile + tile) % kTilesPerGroup * C::kTile;
 
-    const Index first = position_block * (kThreadsPerTile * C::kPositions) + threadIdx.x / C::kTilesPerBlock;
+    const int lanes = blockDim.x / C::kTilesPerBlock;
+    const Index first = position_block * (lanes * C::kPositions) + threadIdx.x / C::kTilesPerBlock;
 #pragma unroll
     for (int p = 0; p < C::kPositions; ++p) {
-      const Index position = first + p * kThreadsPerTile;
+      const Index position = first + p * lanes;
       const Index rest_w = divide(position, args.by_w);
       const Index rest_h = divide(rest_w, args.by_h);
       const Index rest_d = divide(rest_h, args.by_d);
@@ -123,7 +122,7 @@ struct Direct {
   // kStageChannels).
   __device__ __forceinline__ void stage_weights(int first_row, int rows, int first_r) {
     const Scalar* w = static_cast<const Scalar*>(args.w);
-    for (int i = threadIdx.x; i < rows * kRowStride; i += C::kThreads) {
+    for (int i = threadIdx.x; i < rows * kRowStride; i += blockDim.x) {
       int rest = i;
       const int o = rest % C::kTile;
       rest /= C::kTile;

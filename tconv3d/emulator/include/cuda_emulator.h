@@ -101,6 +101,7 @@ struct Warp {
   unsigned arrived = 0;           // lanes waiting to be matched
   unsigned ended = 0;             // lanes whose threads have returned, or which the block does not have
   unsigned mask[32];              // per waiting lane: the mask it was called with
+  const char* what[32];           // per waiting lane: the intrinsic
   int source[32];                 // per waiting lane: whose value it wants
   unsigned long long value[32];   // per waiting lane: what it gives
   unsigned long long result[32];  // per matched lane: what it gets

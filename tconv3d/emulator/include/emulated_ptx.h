@@ -49,4 +49,201 @@ inline unsigned short float_to_bfloat16(float value) {
   return static_cast<unsigned short>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// Ties away from zero, as cvt.rna does.
+inline unsigned float_to_tf32(float value) {
+  const std::uint32_t bits = float_to_bits(value);
+  if ((bits & 0x7F800000u) == 0x7F800000u) return (bits & 0x007FFFFFu) ? 0x7FFFE000u : bits;
+  return (bits + 0x1000u) & 0xFFFFE000u;
+}
+
+// Shared memory. ----------------------------------------------------------------------------------------------------
+
+inline unsigned shared_address(const void* pointer) { return emulator::shared_address(pointer); }
+
+inline void store_shared(unsigned address, uint4 value) {
+  if (address % 16u) emulator::fail("a 16-byte store to shared memory at %u", address);
+  std::memcpy(emulator::shared_pointer(address), &value, sizeof value);
+}
+
+inline void fence_async_proxy() {}
+inline void fence_barrier_init() {}
+
+// Barriers in shared memory. ----------------------------------------------------------------------------------------
+
+struct EmulatedBarrier {
+  std::uint16_t count;    // arrivals that a phase takes
+  std::uint16_t missing;  // arrivals that this phase still misses: at most 2^15
+  std::int32_t bytes : 31;
+  std::uint32_t parity : 1;  // of the phase under way
+};
+static_assert(sizeof(EmulatedBarrier) == 8, "an mbarrier has 8 bytes");
+
+inline EmulatedBarrier& emulated_barrier(unsigned address) {
+  if (address % 8u) emulator::fail("a barrier in shared memory at %u", address);
+  return *static_cast<EmulatedBarrier*>(emulator::shared_pointer(address));
+}
+
+inline void complete_phase_if_done(EmulatedBarrier& barrier) {
+  if (barrier.missing || barrier.bytes) return;
+  barrier.missing = barrier.count;
+  barrier.parity ^= 1u;
+}
+
+inline void barrier_init(unsigned address, unsigned count) {
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  barrier.count = barrier.missing = static_cast<std::uint16_t>(count);
+  barrier.bytes = 0;
+  barrier.parity = 0;
+}
+
+inline void barrier_arrive_expect(unsigned address, unsigned bytes) {
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  if (barrier.missing == 0) emulator::fail("more arrivals at the barrier at %u than it counts", address);
+  barrier.missing -= 1;
+  barrier.bytes += static_cast<std::int32_t>(bytes);
+  complete_phase_if_done(barrier);
+}
+
+inline void barrier_arrive(unsigned address) { barrier_arrive_expect(address, 0); }
+
+inline void barrier_wait(unsigned address, unsigned parity) {
+  const EmulatedBarrier& barrier = emulated_barrier(address);
+  emulator::wait_until([&] { return barrier.parity != parity; }, "barrier_wait");
+}
+
+inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned address) {
+  if (to % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(from) % 16u)
+    emulator::fail("a bulk copy of %u bytes to %u: all must be multiples of 16", bytes, to);
+  std::memcpy(emulator::shared_pointer(to), from, bytes);
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  barrier.bytes -= static_cast<std::int32_t>(bytes);
+  complete_phase_if_done(barrier);
+}
+
+template <int kRegisters>
+inline void keep_registers() {}
+template <int kRegisters>
+inline void claim_registers() {}
+
+// Warpgroup matrix instructions: executed as late as they may be, when a wait says that they are done. An operand that
+// is overwritten too early and a sum that is read too early give wrong results. ---------------------------------------
+
+enum class Operand { kTf32, kFloat16, kBFloat16 };
+
+template <int kRowBytes>
+inline unsigned long long matrix_descriptor(unsigned address, unsigned group_bytes) {
+  static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "swizzles exist for these rows");
+  constexpr unsigned long long kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  if (address % 16u || group_bytes % 16u || (group_bytes >> 4) > 0x3FFFu)
+    emulator::fail("a matrix descriptor cannot say address %u, group of rows %u", address, group_bytes);
+  return static_cast<unsigned long long>((address & 0x3FFFFu) >> 4) | 1ull << 16 |
+         static_cast<unsigned long long>(group_bytes >> 4) << 32 | kSwizzle << 62;
+}
+
+inline unsigned long long advance(unsigned long long descriptor, unsigned bytes) {
+  return descriptor + (bytes >> 4);
+}
+
+struct EmulatedMultiply {
+  float* sums;
+  unsigned long long a, b;
+  int columns;
+  Operand operand;
+};
+
+// The multiplications a thread has issued and not waited for, oldest first.
+struct EmulatedMultiplies {
+  EmulatedMultiply* queue = nullptr;
+  unsigned size = 0, capacity = 0;
+  unsigned committed[16];  // ends of the committed groups in the queue
+  unsigned groups = 0;
+  EmulatedMultiplies() = default;
+  EmulatedMultiplies(const EmulatedMultiplies&) = delete;
+  EmulatedMultiplies& operator=(const EmulatedMultiplies&) = delete;
+  ~EmulatedMultiplies() { delete[] queue; }
+
+  void push(const EmulatedMultiply& item) {
+    if (size == capacity) {
+      capacity = capacity ? 2 * capacity : 64;
+      auto* larger = new EmulatedMultiply[capacity];
+      for (unsigned i = 0; i < size; ++i) larger[i] = queue[i];
+      delete[] queue;
+      queue = larger;
+    }
+    queue[size++] = item;
+  }
+};
+
+// 32 bytes of a row of an operand as numbers. Tensor cores see the upper 19 bits of a TF32.
+inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand operand, float (&values)[16]) {
+  const auto layout = static_cast<unsigned>(descriptor >> 62);
+  const unsigned row_bytes = layout == 1 ? 128 : layout == 2 ? 64 : 32;
+  const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
+  const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
+  const int count = operand == Operand::kTf32 ? 8 : 16;
+  for (unsigned half = 0; half < 2; ++half) {
+    const unsigned logical = start + row / 8u * group_bytes + row % 8u * row_bytes + 16u * half;
+    const unsigned physical = logical ^ ((logical >> 7 & (row_bytes / 16u - 1u)) << 4);
+    const void* bytes = emulator::shared_pointer(physical);
+    if (operand == Operand::kTf32) {
+      std::uint32_t bits[4];
+      std::memcpy(bits, bytes, sizeof bits);
+      for (unsigned i = 0; i < 4; ++i) values[4 * half + i] = bits_to_float(bits[i] & 0xFFFFE000u);
+    } else {
+      std::uint16_t bits[8];
+      std::memcpy(bits, bytes, sizeof bits);
+      for (unsigned i = 0; i < 8; ++i)
+        values[8 * half + i] = operand == Operand::kFloat16 ? half_to_float(bits[i])
+                                                            : bits_to_float(std::uint32_t{bits[i]} << 16);
+    }
+  }
+  return count;
+}
+
+inline void execute(const EmulatedMultiply& item) {
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u % 4u;
+  float rows[2][16], column[16];
+  for (unsigned half = 0; half < 2; ++half)
+    read_operand_row(item.a, 16u * warp + lane / 4u + 8u * half, item.operand, rows[half]);
+  for (int j = 0; j < item.columns / 8; ++j)
+    for (unsigned e = 0; e < 2; ++e) {
+      const int count = read_operand_row(item.b, 8u * static_cast<unsigned>(j) + 2u * (lane % 4u) + e,
+                                         item.operand, column);
+      for (int half = 0; half < 2; ++half) {
+        float sum = 0.0f;
+        for (int k = 0; k < count; ++k) sum += rows[half][k] * column[k];
+        item.sums[4 * j + 2 * half + static_cast<int>(e)] += sum;
+      }
+    }
+}
+
+inline void matrix_fence() {}
+
+inline void matrix_commit() {
+  auto& issued = emulator::thread_state<EmulatedMultiplies>();
+  if (issued.groups == 16) emulator::fail("more than 16 groups of matrix instructions at once");
+  issued.committed[issued.groups++] = issued.size;
+}
+
+template <int kPending>
+inline void matrix_wait() {
+  auto& issued = emulator::thread_state<EmulatedMultiplies>();
+  if (issued.groups <= kPending) return;
+  const unsigned finished = issued.groups - kPending, end = issued.committed[finished - 1];
+  for (unsigned i = 0; i < end; ++i) execute(issued.queue[i]);
+  for (unsigned i = end; i < issued.size; ++i) issued.queue[i - end] = issued.queue[i];
+  issued.size -= end;
+  for (unsigned i = finished; i < issued.groups; ++i) issued.committed[i - finished] = issued.committed[i] - end;
+  issued.groups -= finished;
+}
+
+template <int kColumns>
+struct MatrixMultiply {
+  static_assert(kColumns % 8 == 0 && 8 <= kColumns && kColumns <= 256, "columns that wgmma has");
+  template <Operand kOperand>
+  static void issue(float* sums, unsigned long long a, unsigned long long b) {
+    emulator::thread_state<EmulatedMultiplies>().push({sums, a, b, kColumns, kOperand});
+  }
+};
+
 }  // namespace tconv3d::ptx
