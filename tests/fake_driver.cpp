@@ -5,7 +5,6 @@
 // FAKE_CUDA_LOG names the file; FAKE_CUDA_FAIL=<call>:<code> makes a call fail; FAKE_CUDA_VERSION and
 // FAKE_CUDA_ARGS_BYTES replace what the driver says of itself and of the kernel.
 #include <dlfcn.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <cstdarg>
@@ -170,7 +169,7 @@ int fake_cuLaunchKernelEx(const Config* config, std::uintptr_t kernel, void** pa
   const int size = number("FAKE_CUDA_ARGS_BYTES", 24);
   const std::string arguments = hexadecimal(parameters[0], size);
   const auto stream = reinterpret_cast<std::uintptr_t>(config->stream);
-  for (int i = 0; i < 20; ++i) sched_yield();  // a thread that wrote into this slot would do it now
+  usleep(200);  // a thread that wrote into this slot would do it now
   const bool torn = arguments != hexadecimal(parameters[0], size) || config->stream != (void*)stream;
   const bool cluster = config->attribute_count == 1 && config->attributes[0].id == 4;
   return call(

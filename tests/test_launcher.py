@@ -258,8 +258,13 @@ def test_threads_do_not_share_argument_buffers(fake: Fake) -> None:
         threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 9)]
         for thread in threads: thread.start()
         for thread in threads: thread.join()
+        mark("alone")  # with the buffers that the threads left
+        set_current(0)
+        for stream in (5, 6, 7): run((1, 2), stream)
     """)
-    launched = named(lines, "cuLaunchKernelEx")
+    alone = named(after(lines, "alone"), "cuLaunchKernelEx")
+    assert [(call["stream"], call["args"]) for call in alone] == [(s, packed(1, 2)) for s in "567"]
+    launched = named(lines, "cuLaunchKernelEx")[:-3]
     expected = {(str(100 + n), packed(n, 1000 * n + i)) for n in range(1, 9) for i in range(100)}
     assert len(launched) == len(expected)
     assert {(call["stream"], call["args"]) for call in launched} == expected
