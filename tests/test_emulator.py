@@ -404,6 +404,24 @@ def test_blocks_of_a_cluster_see_each_others_shared_memory(make: Callable[..., K
         assert y.view(12, 8)[block].tolist() == [1100 * peer + 7] * 8
 
 
+def test_shared_memory_of_a_block_that_ended_is_gone(make: Callable[..., Kernel]) -> None:
+    kernel = make(
+        """
+        cluster_sync(1);
+        const unsigned mine = __cvta_generic_to_shared(emulator::dynamic_shared());
+        const unsigned address = emulator::map_shared_rank(mine, (blockIdx.x + 1) % 2);
+        args.a[0] = *static_cast<int*>(emulator::shared_pointer(address));
+        """,
+        grid=(2, 1, 1),
+        threads=1,
+        shared_bytes=4,
+        before=CLUSTER_SYNC,
+        constants=(("kClusterSize", 2),),
+    )
+    with pytest.raises(RuntimeError, match=r"all threads of block [01] of the cluster have returned"):
+        kernel(ints(1))
+
+
 def test_state_belongs_to_its_thread_block_or_cluster(make: Callable[..., Kernel]) -> None:
     y = ints(4, 2)
     make(

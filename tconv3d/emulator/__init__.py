@@ -148,11 +148,8 @@ def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ..
     """A shared library of one kernel and the runtime."""
     with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
         directory = Path(name)
-        source, runtime, library = (
-            directory / f"{kernel}.cpp",
-            directory / "runtime.o",
-            directory / "kernel.so",
-        )
+        source, runtime = directory / f"{kernel}.cpp", directory / "runtime.o"
+        library = directory / "kernel.so"
         source.write_text(unit)
         runtime.write_bytes(_runtime(cxx, "address" in _sanitizers()))
         includes = (f"-I{kernels}", f"-I{_INCLUDE}", "-include", _HEADER)

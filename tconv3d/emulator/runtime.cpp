@@ -1,7 +1,7 @@
 // The emulator's scheduler: fibers, barriers, shuffles, and the launch. cuda_emulator.h explains the idea.
 //
-// Compiled once and linked into every emulated kernel's library, and once more with EMULATOR_ASAN for kernels
-// that AddressSanitizer watches. It must not have a thread_local of its own: the library's thread-local
+// Compiled once and linked into every emulated kernel's library, and once more with EMULATOR_ASAN for
+// kernels that AddressSanitizer watches. It must not have thread_local state: the library's thread-local
 // segment is the kernel's static shared memory. It throws nothing: a failed launch leaves its stacks by a
 // jump and drops them.
 
@@ -43,11 +43,10 @@ struct StateNode {
   StateNode* next;
 };
 
-// Contexts: what is kept of a fiber that does not run. ------------------------------------------------------
+// ---- Contexts: what is kept of a fiber that does not run.
 //
 // switch_context(from, to) saves the callee-saved registers on the running stack, stores its pointer in
-// *from, and continues where `to` was stored. The caller-saved ones are dead at a call, so that is all there
-// is.
+// *from, and continues where `to` was stored. The caller-saved ones are dead at a call: that is all there is.
 
 #if defined(__x86_64__) && defined(__ELF__) && !defined(EMULATOR_UCONTEXT)
 
@@ -248,7 +247,7 @@ void set_failure(std::string message) {
                            name_of(current->block->index).c_str(), name_of(current->index).c_str());
 }
 
-// Fibers. ---------------------------------------------------------------------------------------------------
+// ---- Fibers.
 
 // Goes back to the scheduler for good.
 [[noreturn]] void leave_fiber(Fiber* fiber) {
@@ -275,8 +274,7 @@ Fiber* new_fiber() {
   if (memory == MAP_FAILED) fail("no memory for the stack of another thread");
   mprotect(memory, kGuardBytes, PROT_NONE);  // a stack that overflows faults instead of corrupting another
   auto* stack = static_cast<unsigned char*>(memory) + kGuardBytes;
-  // Stacks end at different distances from a page's border: else all their frames would share a few cache
-  // lines.
+  // Stacks end at different distances from a page's border, so that their frames do not share cache lines.
   static size_t count = 0;
   const size_t bytes = kStackBytes - count++ % 64 * 192;
   auto* fiber = new (stack + bytes) Fiber();
@@ -301,8 +299,7 @@ void give_back(Fiber* fiber) {
   free_fibers = fiber;
 }
 
-// Static shared memory: the thread-local segment of this library.
-// --------------------------------------------
+// ---- Static shared memory: the thread-local segment of this library.
 
 struct Span {
   unsigned char* start = nullptr;
@@ -356,7 +353,7 @@ void swap_in(Block* block) {
   static_shared_owner = block;
 }
 
-// Memory faults and integer division by zero end the launch, not the process. -------------------------------
+// ---- Memory faults and integer division by zero end the launch, not the process.
 
 constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
 constexpr size_t kSignalStackBytes = 64 * 1024;
@@ -420,7 +417,7 @@ class SignalGuard {
   stack_t previous_stack_ = {};
 };
 
-// The scheduler. --------------------------------------------------------------------------------------------
+// ---- The scheduler.
 
 enum class Order { kForward, kReversed, kShuffled };
 
@@ -511,8 +508,7 @@ std::string describe_deadlock(const std::vector<Thread>& threads) {
 // Passes over the threads in which they only polled memory, before the launch counts as stuck.
 constexpr int kPollingPasses = 100000;
 
-// Runs the threads of a cluster to their end; `turns` is their order. Owns nothing, as fail() may jump out of
-// it.
+// Runs the threads of a cluster to their end, in the order of `turns`. Owns nothing: fail() may jump out.
 void run_threads(std::vector<Thread>& threads, std::vector<unsigned>& turns, Scheduling& scheduling) {
   int polling_passes = 0;
   while (!turns.empty()) {
@@ -548,49 +544,57 @@ void destroy_states(StateNode*& list) {
   }
 }
 
-// The blocks and threads of the cluster whose first block is `first`, along x.
+// A block before its first thread runs. `warps` and `threads` are its own.
+void start_block(Block& block, Warp* warps, Thread* threads, unsigned shared_bytes) {
+  const unsigned count = blockDim.x;
+  block.live = count;
+  block.warps = warps;
+  if (count % 32) warps[count / 32].ended = ~0u << count % 32;
+  for (unsigned i = 0; i < count; ++i) {
+    threads[i].rank = i;
+    threads[i].index = {i, 0, 0};
+    threads[i].block = &block;
+  }
+  // Exactly as long as asked for, so that AddressSanitizer sees an access past the end.
+  void* memory = nullptr;
+  if (posix_memalign(&memory, 1024, shared_bytes)) return set_failure("no memory for dynamic shared memory");
+  memset(memory, kPoison, shared_bytes);
+  block.dynamic_shared = static_cast<unsigned char*>(memory);
+  block.dynamic_shared_bytes = shared_bytes;
+}
+
+void end_thread(Thread& thread) {
+  destroy_states(thread.states);
+  if (!thread.fiber) return;
+  unpoison(thread.fiber->stack, kStackBytes);  // the frames of an abandoned stack never returned
+  give_back(thread.fiber);
+}
+
+void end_block(Block& block) {
+  destroy_states(block.states);
+  free(block.dynamic_shared);
+  free(block.saved_static_shared);
+}
+
+// Runs the blocks first, first + 1, ... along x, which are one cluster.
 void run_cluster(uint3 first, unsigned shared_bytes, Scheduling& scheduling) {
   const unsigned size = cluster.size, count = blockDim.x;
   const unsigned warp_count = (count + 31) / 32;
   std::vector<Block> blocks(size);
   std::vector<Warp> warps(size * warp_count);
   std::vector<Thread> threads(size * count);
-  cluster.blocks = blocks.data();
-  for (unsigned rank = 0; rank < size; ++rank) {
-    Block& block = blocks[rank];
-    block.index = {first.x + rank, first.y, first.z};
-    block.rank_in_cluster = rank;
-    block.live = count;
-    block.warps = &warps[rank * warp_count];
-    if (count % 32) block.warps[warp_count - 1].ended = ~0u << count % 32;
-    block.dynamic_shared_bytes = shared_bytes;
-    // Exactly as long as asked for, so that AddressSanitizer sees an access past the end.
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 1024, shared_bytes)) set_failure("no memory for dynamic shared memory");
-    block.dynamic_shared = static_cast<unsigned char*>(memory);
-    if (memory) memset(memory, kPoison, shared_bytes);
-    for (unsigned i = 0; i < count; ++i) {
-      Thread& thread = threads[rank * count + i];
-      thread.rank = i;
-      thread.index = {i, 0, 0};
-      thread.block = &block;
-    }
-  }
-  static_shared_owner = nullptr;
   std::vector<unsigned> turns = scheduling.sequence(size * count);
+  cluster.blocks = blocks.data();
+  static_shared_owner = nullptr;
+  for (unsigned rank = 0; rank < size; ++rank) {
+    blocks[rank].index = {first.x + rank, first.y, first.z};
+    blocks[rank].rank_in_cluster = rank;
+    start_block(blocks[rank], &warps[rank * warp_count], &threads[rank * count], shared_bytes);
+  }
   if (!failed && setjmp(failed_predicate) == 0) run_threads(threads, turns, scheduling);
   current = nullptr;
-  for (Thread& thread : threads) {
-    destroy_states(thread.states);
-    if (!thread.fiber) continue;
-    unpoison(thread.fiber->stack, kStackBytes);  // the frames of an abandoned stack never returned
-    give_back(thread.fiber);
-  }
-  for (Block& block : blocks) {
-    destroy_states(block.states);
-    free(block.dynamic_shared);
-    free(block.saved_static_shared);
-  }
+  for (Thread& thread : threads) end_thread(thread);
+  for (Block& block : blocks) end_block(block);
   destroy_states(cluster.states);
 }
 
@@ -607,7 +611,7 @@ void run_grid(unsigned shared_bytes, Scheduling& scheduling) {
 
 }  // namespace
 
-// What cuda_emulator.h declares. ----------------------------------------------------------------------------
+// ---- What cuda_emulator.h declares.
 
 void fail(const char* format, ...) {
   va_list arguments;
@@ -644,8 +648,7 @@ int sync_block(int vote, Where where) {
   const unsigned generation = block.generation;
   block.votes[generation % 2] += vote;
   block.arrived += 1;
-  // Threads that have returned no longer count, as on a GPU: so the last to leave may be who opens the
-  // barrier.
+  // Threads that have returned no longer count, as on a GPU, so a barrier may open when a thread returns.
   const auto open = [&block, generation] {
     if (block.generation == generation && block.arrived == block.live) {
       block.arrived = 0;
@@ -708,8 +711,8 @@ Exchanged exchange(unsigned mask, unsigned long long value, int source, Where wh
 
 namespace {
 
-constexpr unsigned kStaticOffset =
-    1u << (kRankShift - 1);  // where static shared memory begins in a rank's window
+// Where static shared memory begins in a rank's window.
+constexpr unsigned kStaticOffset = 1u << (kRankShift - 1);
 
 }  // namespace
 
@@ -730,6 +733,8 @@ void* shared_pointer(unsigned address) {
   if (rank >= cluster.size)
     fail("shared memory address 0x%08x: the cluster has %u blocks", address, cluster.size);
   Block& block = cluster.blocks[rank];
+  if (block.live == 0)
+    fail("shared memory address 0x%08x: all threads of block %u of the cluster have returned", address, rank);
   if (offset < kStaticOffset) return block.dynamic_shared + offset;
   if (&block == static_shared_owner) return static_shared.start + (offset - kStaticOffset);
   if (!block.saved_static_shared)
@@ -748,9 +753,8 @@ void* state(StateNode*& owner, const void* key, void* (*make)(), void (*destroy)
   return owner->object;
 }
 
-}  // namespace emulator
+// ---- The launch.
 
-namespace emulator {
 namespace {
 
 struct Request {
@@ -806,11 +810,10 @@ void run(const Request& request) {
 
 // What Python calls. Returns 0, or 1 with a message in `error`. `stacks` is a list of stacks that earlier
 // launches, of this kernel or another, have left, and is left for the next one.
-extern "C" __attribute__((visibility("default"))) int emulator_launch(const void* args, unsigned args_bytes,
-                                                                      const unsigned* grid, unsigned threads,
-                                                                      unsigned shared_bytes, int order,
-                                                                      unsigned long long seed, void** stacks,
-                                                                      char* error, size_t error_bytes) {
+#define EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
+EMULATOR_EXPORT int emulator_launch(const void* args, unsigned args_bytes, const unsigned* grid,
+                                    unsigned threads, unsigned shared_bytes, int order,
+                                    unsigned long long seed, void** stacks, char* error, size_t error_bytes) {
   using namespace emulator;
   pthread_mutex_lock(&launch_lock);
   free_fibers = static_cast<Fiber*>(*stacks);

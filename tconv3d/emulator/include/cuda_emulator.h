@@ -1,30 +1,28 @@
 // CUDA's language, as far as this project's kernels use it, for a host C++ compiler.
 //
-// The emulator compiles a kernel's own source with this header force-included (-include), and links it with
-// runtime.cpp, which is compiled once. How a launch runs:
+// The emulator compiles a kernel's own source with this header force-included (-include), and links it
+// with runtime.cpp, which is compiled once. How a launch runs:
 //
-// - Every CUDA thread is a fiber: a stack of its own and a saved stack pointer. One OS thread runs all fibers
-// of
-//   a launch, each until it ends or blocks, so nothing here needs to be atomic. A fiber that ends hands its
-//   stack to the next one: a kernel without barriers runs on one stack, at about the speed of a function
-//   call.
-// - A fiber blocks in one place only, `emulator::wait_until(predicate)`. The scheduler goes over the fibers
-// in
-//   turn and resumes those whose predicate has become true. When no predicate is true and none can run, the
-//   launch has deadlocked and fails with a list of who waits where. Barriers, shuffles, and everything that
-//   emulated_ptx.h adds are predicates over a few counters.
-// - The blocks of one cluster run together, each with its own dynamic shared memory; clusters run one after
-// the
-//   other. A kernel says its cluster size with the constant kClusterSize; without it a cluster is one block.
+// - Every CUDA thread is a fiber: a stack of its own and a saved stack pointer. One OS thread runs all
+//   fibers of a launch, each until it ends or blocks, so nothing here needs to be atomic. A fiber that
+//   ends hands its stack to the next one: a kernel without barriers runs on one stack, with little
+//   more than a function call per thread.
+// - A fiber blocks in one place only, `emulator::wait_until(predicate)`. The scheduler goes over the
+//   fibers in turn and resumes those whose predicate has become true. When nothing is left that can
+//   run, the launch has deadlocked, and fails with a list of who waits where. Barriers, shuffles, and
+//   everything that emulated_ptx.h adds are predicates over a few counters.
+// - The blocks of one cluster run together, each with its own shared memory; clusters run one after
+//   the other. A kernel says its cluster size with the constant kClusterSize; without it a cluster is
+//   one block.
 // - A __shared__ variable is a thread_local: nothing else in a kernel's library is, so the library's
-//   thread-local segment is exactly the block's static shared memory. The runtime fills it with 0xFF (NaN in
-//   every floating-point format) at block start, as it does dynamic shared memory, and swaps it when blocks
-//   of a cluster take turns.
+//   thread-local segment is exactly the block's static shared memory. The runtime fills it with 0xFF
+//   (NaN in every floating-point format) at block start, as it does dynamic shared memory, and swaps
+//   it when blocks of a cluster take turns.
 // - `emulator::fail` ends the launch with a message, which Python raises as a RuntimeError.
 //
 // A kernel's library serves one launch at a time (runtime.cpp holds a lock), so its state is in plain
-// globals. This header must stay light, as every geometry compiles it anew: no standard C++ headers (<cmath>
-// alone costs more than the rest of a small kernel).
+// globals. This header must stay light, as every geometry compiles it anew: no standard C++ headers
+// (<cmath> alone costs more than the rest of a small kernel).
 #pragma once
 
 #define TCONV3D_EMULATOR 1
@@ -41,7 +39,7 @@
 #define __cluster_dims__(...)
 #define __align__(bytes) alignas(bytes)
 
-// Vector types, with CUDA's alignments. -------------------------------------------------------------------
+// ---- Vector types, with CUDA's alignments.
 
 #define EMULATOR_VECTOR1(name, type) \
   struct name##1 { type x; };        \
@@ -81,7 +79,7 @@ extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
 
-// The runtime's interface. --------------------------------------------------------------------------------
+// ---- The runtime's interface.
 
 namespace emulator {
 
@@ -149,9 +147,8 @@ inline unsigned lane() { return current->rank % 32u; }
 inline Block& block() { return *current->block; }
 inline Warp& warp() { return current->block->warps[current->rank / 32u]; }
 
-// Ends the launch with a message: printf's format.
+// Ends the launch with a message: printf's format. From a fiber or from a predicate.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
-
 [[noreturn]] void trap(Where where);
 
 // Blocks the running fiber until ready(predicate) is true. Use wait_until.
@@ -180,11 +177,12 @@ inline void yield(const char* file = __builtin_FILE(), int line = __builtin_LINE
 // The block's dynamic shared memory, aligned to 1024 bytes.
 inline unsigned char* dynamic_shared() { return current->block->dynamic_shared; }
 
-// 32-bit addresses of shared memory, as PTX has them: (rank in the cluster) << 24 | offset. An address is
-// what `mapa` makes of the one in another rank: any block of the cluster can use it.
+// 32-bit addresses of shared memory, as PTX has them: (rank in the cluster) << 24 | offset, the same in every
+// block of the cluster. Dynamic shared memory begins at offset 0. A pointer to another block's static shared
+// memory is good until the thread blocks.
 constexpr unsigned kRankShift = 24;
 unsigned shared_address(const void* pointer);
-void* shared_pointer(unsigned address);
+void* shared_pointer(unsigned address);  // fails for a block that has ended
 inline unsigned map_shared_rank(unsigned address, unsigned rank) {
   return (address & ((1u << kRankShift) - 1u)) | rank << kRankShift;
 }
@@ -244,7 +242,7 @@ inline T shuffle(unsigned mask, T given, int source, Where where) {
 
 }  // namespace emulator
 
-// Barriers, votes and shuffles. ---------------------------------------------------------------------------
+// ---- Barriers, votes and shuffles.
 
 #define EMULATOR_SITE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
@@ -309,7 +307,7 @@ inline void __threadfence_system() {}
 inline void __nanosleep(unsigned, EMULATOR_SITE) { emulator::yield(file, line); }
 [[noreturn]] inline void __trap(EMULATOR_SITE) { emulator::trap({"__trap()", file, line}); }
 
-// Atomics: one OS thread runs a launch, so plain memory operations are atomic. ------------------------------
+// ---- Atomics: one OS thread runs a launch, so plain memory operations are atomic.
 
 template <class T>
 inline T atomicExch(T* address, T value) {
@@ -341,7 +339,7 @@ EMULATOR_ATOMIC(atomicMax, unsigned, old > value ? old : value)
 EMULATOR_ATOMIC(atomicOr, unsigned, old | value)
 EMULATOR_ATOMIC(atomicAnd, unsigned, old& value)
 
-// Arithmetic. ---------------------------------------------------------------------------------------------
+// ---- Arithmetic.
 
 extern "C" {
 float fmaf(float, float, float) noexcept;
@@ -455,7 +453,7 @@ inline void __stcg(T* address, T value) {
 using cuda_size_t = decltype(sizeof 0);
 inline cuda_size_t __cvta_generic_to_shared(const void* pointer) { return emulator::shared_address(pointer); }
 
-// The launch. -----------------------------------------------------------------------------------------------
+// ---- The launch.
 
 namespace emulator {
 
