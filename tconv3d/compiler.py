@@ -24,7 +24,8 @@ KERNELS = Path(__file__).with_name("kernels")
 ENTRY = "tconv3d_kernel"
 
 # "-v" makes ptxas report registers and spills. No fast math: division, denormals and rounding are IEEE's.
-_OPTIONS = {"std": "c++20", "ptxas_options": "-v"}
+# Lambdas of device functions are device functions without saying so.
+_OPTIONS = {"std": "c++20", "ptxas_options": "-v", "device_as_default_execution_space": True}
 
 
 class MissingCompilerError(ImportError):
