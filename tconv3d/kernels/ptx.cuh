@@ -28,15 +28,16 @@ __device__ __forceinline__ unsigned short float_to_bfloat16(float value) {
   return bits;
 }
 
-// Rounds to the nearest TF32 (a float whose last 13 bits are zero), ties away from zero. Tensor cores ignore those
-// bits, so an operand that was not rounded is truncated.
+// Rounds to the nearest TF32 (a float whose last 13 bits are zero), ties away from zero. Tensor cores ignore
+// those bits, so an operand that was not rounded is truncated.
 __device__ __forceinline__ unsigned float_to_tf32(float value) {
   unsigned bits;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
   return bits;
 }
 
-// Shared memory as PTX addresses it. -----------------------------------------------------------------------------
+// Shared memory as PTX addresses it.
+// -----------------------------------------------------------------------------
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
@@ -49,14 +50,15 @@ __device__ __forceinline__ void store_shared(unsigned address, uint4 value) {
                : "memory");
 }
 
-// What this thread wrote to shared memory by ordinary stores becomes visible to tensor cores and the copy engine
-// (after a barrier between the threads).
+// What this thread wrote to shared memory by ordinary stores becomes visible to tensor cores and the copy
+// engine (after a barrier between the threads).
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Barriers in shared memory (mbarrier): `count` arrivals and all announced bytes complete a phase; the parity of the
-// completed phase is what a waiter asks for. -----------------------------------------------------------------------
+// Barriers in shared memory (mbarrier): `count` arrivals and all announced bytes complete a phase; the parity
+// of the completed phase is what a waiter asks for.
+// -----------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -72,7 +74,8 @@ __device__ __forceinline__ void barrier_arrive(unsigned barrier) {
 }
 
 __device__ __forceinline__ void barrier_arrive_expect(unsigned barrier, unsigned bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) {
@@ -91,12 +94,14 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
 
 // The copy engine: `bytes` (a multiple of 16) from global to shared memory, announced on a barrier.
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 }
 
-// Registers move between warpgroups: every warp of a warpgroup must call it. -----------------------------------------
+// Registers move between warpgroups: every warp of a warpgroup must call it.
+// -----------------------------------------
 
 template <int kRegisters>
 __device__ __forceinline__ void keep_registers() {
@@ -107,12 +112,13 @@ __device__ __forceinline__ void claim_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Warpgroup matrix instructions (sm_90a). ------------------------------------------------------------------------------
+// Warpgroup matrix instructions (sm_90a).
+// ------------------------------------------------------------------------------
 
 enum class Operand { kTf32, kFloat16, kBFloat16 };
 
-// Where an operand lies in shared memory: rows of kRowBytes, K running along the row, swizzled as a function of the
-// address; 8 rows follow each other, the next 8 are `group_bytes` further.
+// Where an operand lies in shared memory: rows of kRowBytes, K running along the row, swizzled as a function
+// of the address; 8 rows follow each other, the next 8 are `group_bytes` further.
 template <int kRowBytes>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned group_bytes) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "swizzles exist for these rows");
@@ -127,7 +133,9 @@ __device__ __forceinline__ unsigned long long advance(unsigned long long descrip
 }
 
 __device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void matrix_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void matrix_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 // Waits until at most kPending committed groups of matrix instructions are unfinished.
 template <int kPending>
@@ -135,9 +143,9 @@ __device__ __forceinline__ void matrix_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// MatrixMultiply<N>::issue<operand>(sums, a, b): 64 rows of A times N rows of B, 32 bytes of each, added to `sums`
-// (N / 2 registers per thread: 4 for every 8 columns, rows lane/4 and lane/4 + 8 of the warp's 16, columns 2*(lane%4)
-// and the next).
+// MatrixMultiply<N>::issue<operand>(sums, a, b): 64 rows of A times N rows of B, 32 bytes of each, added to
+// `sums` (N / 2 registers per thread: 4 for every 8 columns, rows lane/4 and lane/4 + 8 of the warp's 16,
+// columns 2*(lane%4) and the next).
 template <int kColumns>
 struct MatrixMultiply;
 
@@ -208,23 +216,23 @@ struct MatrixMultiply;
 #define TCONV3D_SUMS_256 TCONV3D_SUMS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 // clang-format on
 
-#define TCONV3D_ISSUE(N, A, B, SHAPE, FLAGS)                                                              \
+#define TCONV3D_ISSUE(N, A, B, SHAPE, FLAGS)                                                                \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" TCONV3D_NAMES_##N "}, %" #A ", %" #B FLAGS \
                : TCONV3D_SUMS_##N                                                                           \
                : "l"(a), "l"(b))
-#define TCONV3D_MATRIX_MULTIPLY(N, A, B)                                                              \
-  template <>                                                                                         \
-  struct MatrixMultiply<N> {                                                                          \
-    template <Operand kOperand>                                                                       \
+#define TCONV3D_MATRIX_MULTIPLY(N, A, B)                                                                 \
+  template <>                                                                                            \
+  struct MatrixMultiply<N> {                                                                             \
+    template <Operand kOperand>                                                                          \
     static __device__ __forceinline__ void issue(float* d, unsigned long long a, unsigned long long b) { \
-      if constexpr (kOperand == Operand::kTf32) {                                                     \
-        TCONV3D_ISSUE(N, A, B, "k8.f32.tf32.tf32", ", 1, 1, 1;");                                     \
-      } else if constexpr (kOperand == Operand::kFloat16) {                                           \
-        TCONV3D_ISSUE(N, A, B, "k16.f32.f16.f16", ", 1, 1, 1, 0, 0;");                                \
-      } else {                                                                                        \
-        TCONV3D_ISSUE(N, A, B, "k16.f32.bf16.bf16", ", 1, 1, 1, 0, 0;");                              \
-      }                                                                                               \
-    }                                                                                                 \
+      if constexpr (kOperand == Operand::kTf32) {                                                        \
+        TCONV3D_ISSUE(N, A, B, "k8.f32.tf32.tf32", ", 1, 1, 1;");                                        \
+      } else if constexpr (kOperand == Operand::kFloat16) {                                              \
+        TCONV3D_ISSUE(N, A, B, "k16.f32.f16.f16", ", 1, 1, 1, 0, 0;");                                   \
+      } else {                                                                                           \
+        TCONV3D_ISSUE(N, A, B, "k16.f32.bf16.bf16", ", 1, 1, 1, 0, 0;");                                 \
+      }                                                                                                  \
+    }                                                                                                    \
   }
 
 // clang-format off

@@ -56,7 +56,8 @@ inline unsigned float_to_tf32(float value) {
   return (bits + 0x1000u) & 0xFFFFE000u;
 }
 
-// Shared memory. ----------------------------------------------------------------------------------------------------
+// Shared memory.
+// ----------------------------------------------------------------------------------------------------
 
 inline unsigned shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
@@ -68,7 +69,8 @@ inline void store_shared(unsigned address, uint4 value) {
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 
-// Barriers in shared memory. ----------------------------------------------------------------------------------------
+// Barriers in shared memory.
+// ----------------------------------------------------------------------------------------
 
 struct EmulatedBarrier {
   std::uint16_t count;    // arrivals that a phase takes
@@ -125,8 +127,9 @@ inline void keep_registers() {}
 template <int kRegisters>
 inline void claim_registers() {}
 
-// Warpgroup matrix instructions: executed as late as they may be, when a wait says that they are done. An operand that
-// is overwritten too early and a sum that is read too early give wrong results. ---------------------------------------
+// Warpgroup matrix instructions: executed as late as they may be, when a wait says that they are done. An
+// operand that is overwritten too early and a sum that is read too early give wrong results.
+// ---------------------------------------
 
 enum class Operand { kTf32, kFloat16, kBFloat16 };
 
@@ -175,7 +178,8 @@ struct EmulatedMultiplies {
 };
 
 // 32 bytes of a row of an operand as numbers. Tensor cores see the upper 19 bits of a TF32.
-inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand operand, float (&values)[16]) {
+inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand operand,
+                            float (&values)[16]) {
   const auto layout = static_cast<unsigned>(descriptor >> 62);
   const unsigned row_bytes = layout == 1 ? 128 : layout == 2 ? 64 : 32;
   const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
@@ -233,7 +237,8 @@ inline void matrix_wait() {
   for (unsigned i = 0; i < end; ++i) execute(issued.queue[i]);
   for (unsigned i = end; i < issued.size; ++i) issued.queue[i - end] = issued.queue[i];
   issued.size -= end;
-  for (unsigned i = finished; i < issued.groups; ++i) issued.committed[i - finished] = issued.committed[i] - end;
+  for (unsigned i = finished; i < issued.groups; ++i)
+    issued.committed[i - finished] = issued.committed[i] - end;
   issued.groups -= finished;
 }
 

@@ -1,0 +1,736 @@
+"""Plans for the halo kernel: the forward pass on Hopper's tensor cores (kernels/halo.cuh explains the words).
+
+Three decisions, each a pure function:
+
+- `Program`: which shifts feed which phases, in which order the accumulators' columns stand, and so which matrix
+  instructions there are. Follows from the geometry.
+- `Build`: what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout and GPU, never from
+  the volume, so that a new volume never recompiles.
+- `Tiling`: how the volume is cut. Run-time arguments.
+
+Knows sizes and strides, never tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby, permutations, product
+from math import prod
+
+from tconv3d.direct_planner import INT32_MAX, SCALARS
+from tconv3d.geometry import Axis, Geometry, Triple
+from tconv3d.launch import Constants, Launch
+from tconv3d.packing import divider, int32s, int64s, padded
+from tconv3d.problem import Device, Pass, Problem
+
+SLAB = 64  # positions of one matrix instruction
+MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
+STEP_BYTES = 32  # of K that one matrix instruction takes
+BARRIER_BYTES = 1024  # reserved for barriers
+REGISTERS = 65536  # of a multiprocessor
+CONSUMER_REGISTERS = 80  # beside the accumulators
+MAX_SUMS = 144  # accumulators of a thread
+STORED_BY_PARTNER = -2
+WITHOUT_PARTNER = -1
+NOMINAL = (32, 64, 64)  # the volume that a build is chosen for
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return ceil_div(value, multiple) * multiple
+
+
+# ---- the program -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Feed:
+    """One tap of one dimension: input position q + offset feeds output `field` of position q."""
+
+    offset: int
+    field: int
+    tap: int
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension as one column tile sees it: all phases of it, or the only one that the tile computes."""
+
+    feeds: tuple[Feed, ...]
+    fields: int  # outputs per position
+    offset: int  # of field 0 from output stride*q
+
+    @classmethod
+    def whole(cls, axis: Axis) -> Dimension:
+        feeds = tuple(Feed(-axis.shift(t), axis.phase(t), t) for t in range(axis.kernel))
+        return cls(feeds, axis.stride, 0)
+
+    @classmethod
+    def phase(cls, axis: Axis, phase: int) -> Dimension:
+        return cls(tuple(Feed(-axis.shift(t), 0, t) for t in axis.taps(phase)), 1, phase)
+
+    @classmethod
+    def marching(cls, axis: Axis) -> Dimension:
+        """Depth when blocks walk along it: plane i feeds outputs i*stride - padding + tap*dilation."""
+        feeds = tuple(Feed(0, t * axis.dilation, t) for t in range(axis.kernel))
+        return cls(feeds, max(axis.dilation * (axis.kernel - 1) + 1, axis.stride), 0)
+
+    @property
+    def origin(self) -> int:
+        return min((feed.offset for feed in self.feeds), default=0)
+
+    @property
+    def span(self) -> int:
+        """How many more inputs than positions a line of the halo has."""
+        return max((feed.offset for feed in self.feeds), default=0) - self.origin
+
+    @property
+    def shape(self) -> list[tuple[int, int]]:
+        """What two dimensions must share for the same instructions to serve both."""
+        return [(feed.offset - self.origin, feed.field) for feed in self.feeds]
+
+
+Dimensions = tuple[Dimension, Dimension, Dimension]
+Segment = tuple[int, int, int]  # first field, fields, first field of the panel
+Split = tuple[bool, bool, bool]  # which dimensions' phases are computed by column tiles of their own
+
+
+def splittable(axis: Axis) -> bool:
+    """Whether the phases differ only in where they read and write."""
+    shapes = [sorted(Dimension.phase(axis, phase).shape) for phase in range(axis.stride)]
+    return axis.stride > 1 and all(shape == shapes[0] for shape in shapes)
+
+
+def instruction_cycles(columns: int) -> float:
+    """Of one matrix instruction with both operands in shared memory, of 32 bytes of K: measured (docs)."""
+    return max(columns / 2, 16 + columns / 4)
+
+
+@dataclass(frozen=True)
+class Program:
+    """The matrix instructions of one chunk of channels, for any width of a field."""
+
+    dimensions: Dimensions
+    fields: tuple[Triple, ...]  # in the order of the columns: output offsets
+    patterns: tuple[tuple[Segment, ...], ...]
+    shifts: tuple[tuple[Triple, ...], ...]  # of each pattern: displacements from the halo's first row
+    taps: tuple[tuple[Triple, ...], ...]  # of each shift, in the order of its panel
+
+    @classmethod
+    def make(cls, dimensions: Dimensions, fields: tuple[Triple, ...]) -> Program:
+        place = {field: i for i, field in enumerate(fields)}
+        fed: dict[Triple, list[tuple[int, Triple]]] = {}
+        origin_d, origin_h, origin_w = (dimension.origin for dimension in dimensions)
+        for d, h, w in product(*(dimension.feeds for dimension in dimensions)):
+            shift = (d.offset - origin_d, h.offset - origin_h, w.offset - origin_w)
+            fed.setdefault(shift, []).append((place[d.field, h.field, w.field], (d.tap, h.tap, w.tap)))
+        by_pattern: dict[tuple[Segment, ...], list[tuple[Triple, tuple[Triple, ...]]]] = {}
+        for shift in sorted(fed):
+            feeds = sorted(fed[shift])
+            segments = _segments([field for field, _ in feeds])
+            by_pattern.setdefault(segments, []).append((shift, tuple(tap for _, tap in feeds)))
+        return cls(
+            dimensions,
+            fields,
+            tuple(by_pattern),
+            tuple(tuple(shift for shift, _ in shifts) for shifts in by_pattern.values()),
+            tuple(taps for shifts in by_pattern.values() for _, taps in shifts),
+        )
+
+    def panel_fields(self, pattern: int) -> int:
+        return sum(fields for _, fields, _ in self.patterns[pattern])
+
+    @cached_property
+    def chunk_fields(self) -> int:
+        """Fields of all panels of a chunk."""
+        return sum(self.panel_fields(p) * len(self.shifts[p]) for p in range(len(self.patterns)))
+
+    def cycles(self, width: int) -> float:
+        """Of one slab and one step of 32 bytes."""
+        return sum(
+            len(shifts) * sum(instruction_cycles(fields * width) for _, fields, _ in segments)
+            for segments, shifts in zip(self.patterns, self.shifts, strict=True)
+        )
+
+
+def _segments(fields: list[int]) -> tuple[Segment, ...]:
+    """Neighbouring fields become one instruction."""
+    runs = []
+    for _, members in groupby(enumerate(fields), key=lambda item: item[1] - item[0]):
+        run = list(members)
+        runs.append((run[0][1], len(run), run[0][0]))
+    return tuple(runs)
+
+
+def _field_orders(counts: Triple, march: bool) -> Iterator[tuple[Triple, ...]]:
+    """Orders of the phases worth trying: nested loops in any order and direction, inner loops going to and fro."""
+    for order in permutations(range(3)):
+        if march and order[0] != 0:
+            continue  # a march moves whole planes of its window
+        for reverse in product((False, True), repeat=3):
+            if march and reverse[0]:
+                continue
+            outer, middle, inner = (
+                range(counts[a])[:: -1 if back else 1] for a, back in zip(order, reverse, strict=True)
+            )
+            fields = []
+            for i, a in enumerate(outer):
+                for j, b in enumerate(middle[::-1] if i % 2 and not march else middle):
+                    for c in inner[::-1] if (i * len(middle) + j) % 2 else inner:
+                        by_axis = dict(zip(order, (a, b, c), strict=True))
+                        fields.append((by_axis[0], by_axis[1], by_axis[2]))
+            yield tuple(fields)
+
+
+@lru_cache(maxsize=256)
+def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int) -> tuple[Program, ...]:
+    """One program for each combination of the split dimensions' phases: the same but for origins, offsets and taps.
+
+    The order of columns is the one with the cheapest instructions.
+    """
+    choices = [
+        [Dimension.phase(axis, phase) for phase in range(axis.stride)] if apart else [Dimension.whole(axis)]
+        for axis, apart in zip(axes, split, strict=True)
+    ]
+    if march:
+        choices[0] = [Dimension.marching(axes[0])]
+    variants = [(d, h, w) for d, h, w in product(*choices)]
+    d, h, w = variants[0]
+    orders = dict.fromkeys(_field_orders((d.fields, h.fields, w.fields), march))
+    candidates = [Program.make(variants[0], fields) for fields in orders]
+    best = min(candidates, key=lambda candidate: (candidate.cycles(width), len(candidate.patterns)))
+    return tuple(Program.make(dimensions, best.fields) for dimensions in variants)
+
+
+# ---- the build -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Build:
+    """What one compilation of the kernel is for."""
+
+    geometry: Geometry
+    dtype: str
+    march: bool
+    split: Split
+    groups_per_tile: int
+    out_tile: int
+    row_bytes: int
+    slabs: int  # per consumer
+    consumers: int
+    producers: int
+    stages: int
+    resident: bool
+    slots: int
+    shared_bytes: int
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """Of the variants."""
+        return programs(self.geometry.axes, self.march, self.split, self.out_tile)
+
+    @property
+    def program(self) -> Program:
+        return self.programs[0]
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def step_items(self) -> int:
+        return STEP_BYTES // self.item_bytes
+
+    @property
+    def group_slots(self) -> int:
+        """Channels of a group in a row, with those that fill up its last step."""
+        return round_up(self.geometry.in_per_group, self.step_items)
+
+    @property
+    def channel_slots(self) -> int:
+        return self.groups_per_tile * self.group_slots if self.groups_per_tile > 1 else self.geometry.in_per_group
+
+    @property
+    def chunks(self) -> int:
+        return ceil_div(self.channel_slots * self.item_bytes, self.row_bytes)
+
+    @property
+    def steps(self) -> int:
+        """Of all chunks."""
+        return ceil_div(self.channel_slots, self.step_items)
+
+    @property
+    def columns(self) -> int:
+        return self.groups_per_tile * len(self.program.fields) * self.out_tile
+
+    @property
+    def out_tiles(self) -> int:
+        return ceil_div(self.geometry.out_per_group, self.out_tile)
+
+    @property
+    def column_tiles(self) -> int:
+        return self.geometry.groups // self.groups_per_tile * self.out_tiles * len(self.programs)
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.program.chunk_fields * self.out_tile * self.row_bytes
+
+    @property
+    def tile_bytes(self) -> int:
+        """All panels of one column tile."""
+        return self.chunks * self.chunk_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        widest = max(self.program.panel_fields(p) for p in range(len(self.program.patterns)))
+        return round_up(widest * self.out_tile * self.row_bytes, 1024)
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.tile_bytes if self.resident else self.slots * self.slot_bytes
+
+    @property
+    def stage_rows(self) -> int:
+        """As many as fit."""
+        per_stage = (self.shared_bytes - BARRIER_BYTES - self.panel_bytes) // self.stages
+        return max(0, per_stage // 1024 * 1024 // self.row_bytes)
+
+    @property
+    def sums(self) -> int:
+        """Accumulators of a consumer's thread."""
+        return self.slabs * self.columns // 2
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.producers + self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread, together what the kernel starts with."""
+        start = REGISTERS // self.threads // 8 * 8
+        consumer = min(round_up(self.sums + CONSUMER_REGISTERS, 8), 232)
+        left = start * self.threads - 128 * self.consumers * consumer
+        return min(left // (128 * self.producers) // 8 * 8, start), max(consumer, start)
+
+    @property
+    def cycles_per_slab(self) -> float:
+        """Of the tensor cores, for all of K (of one plane, when marching)."""
+        return self.program.cycles(self.out_tile) * self.steps
+
+    @property
+    def max_passes(self) -> int:
+        """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
+        return 1 if self.march or self.stages <= self.chunks else 8
+
+    def constants(self, problem: Problem) -> Constants:
+        g, p = self.geometry, self.program
+        d, h, w = p.dimensions
+        producer, consumer = self.registers
+        return (
+            ("kThreads", self.threads),
+            ("kMinBlocks", 1),
+            ("Scalar", SCALARS[self.dtype]),
+            ("Epilogue", "tconv3d::Identity"),
+            ("kWide", _wide(problem)),
+            ("kBias", problem.bias),
+            ("kUnitC", problem.input[1] == 1 and problem.input[4] != 1),
+            ("kVectorInput", _vector_input(problem)),
+            ("kOutputUnitC", problem.output[1] == 1 and problem.output[4] != 1),
+            ("kProducers", self.producers),
+            ("kConsumers", self.consumers),
+            ("kProducerRegisters", producer),
+            ("kConsumerRegisters", consumer),
+            ("kStages", self.stages),
+            ("kStageRows", self.stage_rows),
+            ("kResident", self.resident),
+            ("kSlots", self.slots),
+            ("kSlotBytes", self.slot_bytes),
+            ("kSharedBytes", self.shared_bytes),
+            ("kSlabs", self.slabs),
+            *self.layout_constants,
+            ("kField", p.fields),
+            ("kPartner", _partners(p.fields, problem.output[4] == 1)),
+            ("kStoredByPartner", STORED_BY_PARTNER),
+            ("kShift", tuple(shift for shifts in p.shifts for shift in shifts)),
+            ("kStrideD", g.axes[0].stride),
+            ("kStrideH", g.axes[1].stride),
+            ("kStrideW", g.axes[2].stride),
+            ("kOrigin", tuple(tuple(d.origin for d in v.dimensions) for v in self.programs)),
+            ("kOffset", tuple(tuple(d.offset for d in v.dimensions) for v in self.programs)),
+            ("kMarch", self.march),
+            ("kPaddingD", g.axes[0].padding),
+            ("kWindow", d.fields),
+            ("kSheetFields", h.fields * w.fields),
+        )
+
+    @property
+    def layout_constants(self) -> Constants:
+        """What the halo kernel and the packing kernel share."""
+        g, p = self.geometry, self.program
+        segments = tuple(segment for pattern in p.patterns for segment in pattern)
+        return (
+            ("kGroups", g.groups),
+            ("kIn", g.in_per_group),
+            ("kOut", g.out_per_group),
+            ("kGroupsPerTile", self.groups_per_tile),
+            ("kGroupSlots", self.group_slots),
+            ("kOutTile", self.out_tile),
+            ("kOutTiles", self.out_tiles),
+            ("kVariants", len(self.programs)),
+            ("kRowBytes", self.row_bytes),
+            ("kFields", len(p.fields)),
+            ("kPatterns", len(p.patterns)),
+            ("kPatternSegment", _running(len(pattern) for pattern in p.patterns)),
+            ("kPatternShift", _running(len(shifts) for shifts in p.shifts)),
+            ("kSegment", segments),
+        )
+
+    def pack(self, problem: Problem) -> Launch:
+        g, p = self.geometry, self.program
+        _, kernel_h, kernel_w = g.kernel
+        longest = max(len(taps) for taps in p.taps)
+        table = tuple(
+            tuple((kd * kernel_h + kh) * kernel_w + kw for kd, kh, kw in taps) + (-1,) * (longest - len(taps))
+            for variant in self.programs
+            for taps in variant.taps
+        )
+        threads = 256
+        pieces = self.column_tiles * self.tile_bytes // 16
+        return Launch(
+            kernel="pack",
+            constants=(
+                ("kThreads", threads),
+                ("kMinBlocks", 1),
+                ("Scalar", SCALARS[self.dtype]),
+                ("kKernelH", kernel_h),
+                ("kKernelW", kernel_w),
+                *self.layout_constants,
+                ("kTap", table),
+            ),
+            grid=(ceil_div(pieces, threads), 1, 1),
+            threads=threads,
+            shared_bytes=0,
+            pointers=("weight", "packed"),
+            scalars=int64s(*problem.weight),
+        )
+
+
+def _running(counts: Iterable[int]) -> tuple[int, ...]:
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return tuple(sums)
+
+
+def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
+    """For each field the one that holds the next output along w, where two are stored together."""
+    place = {field: i for i, field in enumerate(fields)}
+    partners = [WITHOUT_PARTNER] * len(fields)
+    for (d, h, w), i in place.items():
+        second = place.get((d, h, w + 1))
+        if neighbours and w % 2 == 0 and second is not None:
+            partners[i], partners[second] = second, STORED_BY_PARTNER
+    return tuple(partners)
+
+
+def _wide(p: Problem) -> bool:
+    """Whether an offset inside one channel's volume may leave 32 bits."""
+    reach = [
+        size + 2 * axis.kernel * axis.dilation + axis.padding + 64
+        for size, axis in zip(p.input_size, p.geometry.axes, strict=True)
+    ]
+    last = [size + 64 * axis.stride for size, axis in zip(p.output_size, p.geometry.axes, strict=True)]
+    x = sum(size * stride for size, stride in zip(reach, p.input[2:], strict=True))
+    y = sum(size * stride for size, stride in zip(last, p.output[2:], strict=True))
+    return max(x, y) > INT32_MAX
+
+
+def _vector_input(p: Problem) -> bool:
+    """Whether 16 bytes of neighbouring channels can be loaded at once."""
+    items = 16 // p.item_bytes
+    n, c, *rest = p.input
+    return c == 1 and p.aligned and not any(v % items for v in (p.geometry.in_per_group, n, *rest))
+
+
+# ---- the tiling ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a volume is cut into tiles, and a tile's positions into slabs."""
+
+    tile: Triple  # positions; marching: output planes of depth
+    halo: Triple
+    items: int  # batch items per tile
+    tiles: tuple[int, int, int, int]  # batch, d, h, w
+    slabs: int
+    slabs_w: int
+    slabs_h: int
+    group_rows: int
+    slab_step: Triple
+    run: int
+    last_row: int  # that a slab reads without displacement
+
+    @property
+    def rows(self) -> int:
+        return prod(self.halo) * self.items
+
+    @property
+    def count(self) -> int:
+        return prod(self.tiles)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.tile)) + (f" of {self.items} batch items" if self.items > 1 else "")
+
+
+def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, Triple, int]]:
+    """Ways to cut a tile into slabs: slabs, slabs_w, slabs_h, group_rows, slab_step, run."""
+    depth, height, width = tile
+    _, halo_h, halo_w = halo
+    line, sheet = halo_w * items, halo_h * halo_w * items
+    everything = INT32_MAX
+    if width * items % 8 == 0:
+        across = width * items // 8
+        if height % 8 == 0 or depth == 1:  # 8 rows on 8 lines
+            down = ceil_div(height, 8)
+            yield depth * down * across, across, down, line, (sheet, 8 * line, 8), everything
+        if depth % 8 == 0 and sheet < 2**14:  # 8 rows on 8 sheets
+            yield depth // 8 * height * across, across, height, sheet, (8 * sheet, line, 8), everything
+    run = width * items  # 64 rows in sequence: of a line, of a sheet, of everything
+    yield depth * height * ceil_div(run, SLAB), ceil_div(run, SLAB), height, 8, (sheet, line, SLAB), run
+    run = (height - 1) * line + width * items
+    yield depth * ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (sheet, 0, SLAB), run
+    run = (depth - 1) * sheet + (height - 1) * line + width * items
+    yield ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (0, 0, SLAB), run
+
+
+def _extents(size: int, fixed: Iterable[int]) -> list[int]:
+    """Candidates for a tile's extent along a dimension of `size` positions."""
+    even = {ceil_div(size, parts) for parts in range(1, 9)}
+    return sorted(even | {value for value in fixed if value < size + 7})
+
+
+def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
+    """All tilings of the volume that fit the build's stages."""
+    d, h, w = build.program.dimensions
+    per_round = build.slabs * build.consumers
+    small = prod(positions) < 512
+    items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
+    depths = [1] if build.march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
+    limit = per_round * SLAB * build.max_passes
+    for items, depth, height, width in product(
+        items_options,
+        depths,
+        _extents(positions[1], (1, 2, 4, 8, 16, 24, 32)),
+        _extents(positions[2], (8, 16, 24, 32)),
+    ):
+        if depth * height * width * items > limit:
+            continue
+        halo = (1 if build.march else depth + d.span, height + h.span, width + w.span)
+        if prod(halo) * items > build.stage_rows:
+            continue
+        tiles = (
+            ceil_div(batch, items),
+            1 if build.march else ceil_div(positions[0], depth),
+            ceil_div(positions[1], height),
+            ceil_div(positions[2], width),
+        )
+        line, sheet = halo[2] * items, halo[1] * halo[2] * items
+        displacement = (0 if build.march else d.span) * sheet + h.span * line + w.span * items
+        for slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts((depth, height, width), halo, items):
+            sheets = ceil_div(slabs, slabs_w * slabs_h)
+            last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
+            if slabs > per_round * build.max_passes or last + displacement >= build.stage_rows:
+                continue
+            yield Tiling(
+                (depth, height, width), halo, items, tiles, slabs, slabs_w, slabs_h, group_rows, step, run, last
+            )
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+BYTES_PER_CYCLE = 18.0  # of device memory, one multiprocessor's share
+CACHE_BYTES_PER_CYCLE = 28.0  # of L2
+LOAD_CYCLES = 6.0  # of producers, per 32 elements that they gather
+TILE_CYCLES = 2000.0  # to start a tile: latencies that nothing hides
+
+
+def cycles(build: Build, tiling: Tiling, problem: Problem, multiprocessors: int) -> float:
+    """The model: how long the busiest multiprocessor takes."""
+    g = build.geometry
+    passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
+    planes = problem.input_size[0] if build.march else 1
+    rounds = passes * build.slabs * build.consumers
+    multiply = rounds * build.cycles_per_slab * planes
+    elements = tiling.rows * build.channel_slots * planes
+    load = elements / 32 * LOAD_CYCLES / build.producers
+    panels = 0 if build.resident else build.tile_bytes * passes * planes
+    cache = (elements * build.item_bytes + panels) / CACHE_BYTES_PER_CYCLE
+    units = tiling.count * build.column_tiles
+    out_bytes = problem.batch * g.out_channels * prod(problem.output_size) * problem.item_bytes / units
+    in_bytes = elements * build.item_bytes / build.column_tiles
+    memory = (out_bytes + 0.6 * in_bytes) / BYTES_PER_CYCLE
+    store = out_bytes / problem.item_bytes / 32 * 4 / build.consumers
+    waves = ceil_div(units, multiprocessors)
+    return waves * (max(multiply, load, cache, memory) + 0.3 * store) + TILE_CYCLES
+
+
+def best_tiling(build: Build, problem: Problem, multiprocessors: int) -> tuple[float, Tiling] | None:
+    positions = tuple(
+        axis.positions(size) for axis, size in zip(problem.geometry.axes, problem.output_size, strict=True)
+    )
+    best: tuple[float, Tiling] | None = None
+    for tiling in tilings(build, problem.batch, (positions[0], positions[1], positions[2])):
+        cost = cycles(build, tiling, problem, multiprocessors)
+        if best is None or cost < best[0]:
+            best = cost, tiling
+    return best
+
+
+def _builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build]:
+    """All builds worth a look."""
+    item_bytes = 4 if dtype == "float32" else 2
+    group_bytes = round_up(geometry.in_per_group * item_bytes, STEP_BYTES)
+    out = round_up(geometry.out_per_group, 8)
+    axes = geometry.axes
+    for march, apart in product(
+        (False, True), product(*((False, True) if splittable(a) else (False,) for a in axes))
+    ):
+        split = (apart[0], apart[1], apart[2])
+        if march and any(split):
+            continue
+        counts = [1 if s else axis.stride for axis, s in zip(axes, split, strict=True)]
+        if march:
+            counts[0] = Dimension.marching(axes[0]).fields
+        fields = prod(counts)
+        if fields * 8 > MAX_COLUMNS:
+            continue
+        together = [1]  # small groups share a tile, as many as a row and the columns hold
+        if not march and not any(split):
+            together += [
+                n
+                for n in range(2, geometry.groups + 1)
+                if geometry.groups % n == 0 and n * group_bytes <= 128 and n * fields * out <= MAX_COLUMNS
+            ]
+        groups = together[-1]
+        parts = ceil_div(out, min(MAX_COLUMNS // (fields * groups) // 8 * 8, out))
+        out_tile = round_up(ceil_div(out, parts), 8)
+        columns = fields * groups * out_tile
+        if groups > 1:
+            rows = [min(r for r in (32, 64, 128) if r >= groups * group_bytes)]
+        else:
+            rows = [r for r in (128, 64, 32) if r < 2 * group_bytes]
+        for row_bytes, slabs, resident, stages in product(rows, (1, 2, 3, 4), (True, False), (2, 3, 4)):
+            if slabs * columns > 2 * MAX_SUMS:
+                continue
+            producers = 2 if columns <= 192 and slabs * columns <= 256 else 1
+            build = Build(
+                geometry, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages, resident, 1,
+                shared_bytes,
+            )  # fmt: skip
+            if not resident:
+                build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
+            if build.stage_rows >= 64:
+                yield build
+
+
+@lru_cache(maxsize=1024)
+def choose(geometry: Geometry, dtype: str, shared_bytes: int, multiprocessors: int) -> Build | None:
+    """The best build for a nominal volume."""
+    size = NOMINAL
+    output = geometry.output_size(size)
+    dense = (1, 1, 1, 1, 1)
+    problem = Problem(Pass.FORWARD, geometry, 8, size, dtype, dense, dense, dense)
+    if min(output) < 1:
+        return None
+    best: tuple[float, Build] | None = None
+    for build in _builds(geometry, dtype, shared_bytes):
+        found = best_tiling(build, problem, multiprocessors)
+        if found and (best is None or found[0] < best[0]):
+            best = found[0], build
+    return best[1] if best else None
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """How the halo kernel solves a problem. `pack` writes `packed_bytes`, once for every version of the weight."""
+
+    build: Build
+    tiling: Tiling
+    pack: Launch
+    packed_bytes: int
+    main: Launch
+    cycles: float  # of the model
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    """Why the halo kernel does not take a problem, or nothing."""
+    g = problem.geometry
+    if device.capability != (9, 0):
+        return "the halo kernel is for compute capability 9.0"
+    if problem.which is not Pass.FORWARD:
+        return "the halo kernel computes the forward pass"
+    if problem.dtype == "float64" or (problem.dtype == "float32" and not problem.tf32):
+        return "tensor cores have no full float32 and the halo kernel no float64"
+    if problem.batch == 0 or min(problem.output_size) < 1:
+        return "there is nothing to compute"
+    if g.phases * 8 > MAX_COLUMNS:
+        return f"{g.phases} phases are more than a tile's columns hold"
+    if g.in_per_group < 4 or g.out_per_group < 4:
+        return "fewer than 4 channels per group leave tensor cores idle"
+    if plan_or_none(problem, device) is None:
+        return "the halo of one tile does not fit shared memory"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> HaloPlan:
+    found = plan_or_none(problem, device)
+    if found is None:
+        raise ValueError(why_not(problem, device))
+    return found
+
+
+def plan_or_none(problem: Problem, device: Device) -> HaloPlan | None:
+    build = choose(problem.geometry, problem.dtype, device.shared_bytes, device.multiprocessors)
+    return plan_build(build, problem, device) if build else None
+
+
+def plan_build(build: Build, problem: Problem, device: Device) -> HaloPlan | None:
+    found = best_tiling(build, problem, device.multiprocessors)
+    return assemble(build, found[1], problem, device, found[0]) if found else None
+
+
+def assemble(build: Build, tiling: Tiling, problem: Problem, device: Device, cost: float = 0.0) -> HaloPlan:
+    """The launches of a build and a tiling."""
+    work = tiling.count * build.column_tiles
+    blocks = min(work, device.multiprocessors)
+    if build.resident:  # a block keeps the panels of one column tile
+        blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
+    depth = problem.output_size[0] if build.march else tiling.tile[0]
+    _, tiles_d, tiles_h, tiles_w = tiling.tiles
+    scalars = padded(
+        int64s(*problem.input, *problem.output),
+        int32s(*problem.input_size, *problem.output_size, problem.batch),
+        int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.rows, tiling.slabs, tiling.group_rows),
+        int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.slabs * build.consumers), work),
+        *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
+        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items)),
+    )
+    main = Launch(
+        kernel="halo",
+        constants=build.constants(problem),
+        grid=(blocks, 1, 1),
+        threads=build.threads,
+        shared_bytes=build.shared_bytes,
+        pointers=("x", "packed", "bias", "y"),
+        scalars=scalars,
+    )
+    return HaloPlan(build, tiling, build.pack(problem), build.column_tiles * build.tile_bytes, main, cost)

@@ -1,0 +1,671 @@
+// Forward pass of a transposed 3D convolution on Hopper's tensor cores (sm_90a): one halo tile feeds all
+// phases.
+//
+// The algorithm, for one tile of positions q and one tile of output channels:
+//
+//   for each chunk of input channels:
+//     load the tile's input with its halo into shared memory, once: a row of channels per position
+//     for each shift (a displacement of the input that some phases need):
+//       accumulators of the phases it feeds  +=  rows of the tile, displaced by the shift  x  panel of the
+//       shift
+//   write stride*q + phase for all phases
+//
+// A displacement costs nothing: tensor cores read the rows in place, through a descriptor moved by whole
+// rows. 64 positions, a slab, are 8 rows, and 8 such groups at any one pitch: 8 neighbours along w on 8
+// lines, or 64 rows in sequence. Which, and how large the tile is, are run-time numbers: a new volume never
+// recompiles.
+//
+// Marching (kMarch): the tile is flat, and its block walks along depth. The phases along depth become a
+// window of output planes: input plane i feeds output planes i*stride - padding + tap*dilation through one
+// wide instruction per in-plane shift, after which the window's first `stride` planes are complete and the
+// window moves. This makes wide instructions out of few output channels, and reads each input plane once.
+//
+// Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
+// ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
+// kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
+// are at the next.
+//
+// The words (field, panel, segment, pattern, chunk, column tile) are explained in halo_layout.cuh.
+#pragma once
+
+#include "halo_layout.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  const void* packed;
+  const void* bias;
+  void* y;
+  Strides x_stride, y_stride;
+  Extent input, output;
+  int batch;
+
+  // The tile, chosen for this volume.
+  Extent tile;       // positions per dimension (marching: output planes of depth)
+  Extent halo;       // rows per dimension
+  int items;         // batch items in a tile: neighbouring rows are the same position of neighbouring items
+  int rows;          // of the halo: the product
+  int slabs;         // of 64 positions
+  int group_rows;    // from one group of 8 rows of a slab to the next
+  int run;           // rows of a run that slabs along w cut into pieces: rows past its end belong to nobody
+  Extent slab_step;  // rows from slab to slab
+  int passes;        // of the consumers over the slabs
+  int work;          // tiles times column tiles
+  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items;
+};
+
+// What happens to a finished sum before it is stored.
+struct Identity {
+  static __device__ __forceinline__ float apply(float sum) { return sum; }
+};
+
+// A position in a ring of buffers, and the parity of its barriers' phase.
+template <int kCount>
+struct Ring {
+  unsigned index = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++index == kCount) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class Config>
+struct Halo : HaloLayout<Config> {
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Offset = typename IndexType<Config::kWide>::type;  // inside one channel's volume
+  using Layout::kChunks;
+  using Layout::kColumns;
+  using Layout::kColumnTiles;
+
+  static constexpr int kProducerThreads = 128 * Config::kProducers;
+  static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
+  static constexpr int kConsumerWarps = 4 * Config::kConsumers;
+  static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
+
+  // Shared memory: halo stages, panels, barriers.
+  static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
+  static constexpr int kPanelBytes =
+      Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
+  static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
+  static constexpr int kSharedBytes = Config::kStages * kStageBytes + kPanelBytes + 8 * kBarriers;
+  static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
+  static_assert(kStageBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
+  static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
+
+  struct Shared {
+    unsigned base;
+    __device__ __forceinline__ unsigned stage(unsigned i) const { return base + i * kStageBytes; }
+    __device__ __forceinline__ unsigned panels() const { return base + Config::kStages * kStageBytes; }
+    __device__ __forceinline__ unsigned slot(unsigned i) const { return panels() + i * Config::kSlotBytes; }
+    __device__ __forceinline__ unsigned barrier(unsigned i) const { return panels() + kPanelBytes + 8 * i; }
+    __device__ __forceinline__ unsigned stage_full(unsigned i) const { return barrier(i); }
+    __device__ __forceinline__ unsigned stage_empty(unsigned i) const { return barrier(Config::kStages + i); }
+    __device__ __forceinline__ unsigned panels_full() const { return barrier(2 * Config::kStages); }
+    __device__ __forceinline__ unsigned slot_full(unsigned i) const {
+      return barrier(2 * Config::kStages + i);
+    }
+    __device__ __forceinline__ unsigned slot_empty(unsigned i) const {
+      return barrier(2 * Config::kStages + Config::kSlots + i);
+    }
+  };
+
+  // One unit of work: a tile of positions and a column tile.
+  struct Place {
+    int column_tile;
+    int n, d, h, w;  // the tile's first batch item and position (marching: d is the first output plane)
+    int first_plane, planes;  // steps of the march; one if there is none
+    int last_output;          // marching: one past the last output plane
+    __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
+    __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
+    __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
+  };
+
+  static __device__ __forceinline__ Place place(const Args& args, int work) {
+    Place at;
+    at.column_tile = work % kColumnTiles;
+    int rest = work / kColumnTiles;
+    int next = divide(rest, args.tiles_w);
+    at.w = (rest - next * static_cast<int>(args.tiles_w.divisor)) * args.tile.w;
+    rest = next;
+    next = divide(rest, args.tiles_h);
+    at.h = (rest - next * static_cast<int>(args.tiles_h.divisor)) * args.tile.h;
+    rest = next;
+    next = divide(rest, args.tiles_d);
+    at.d = (rest - next * static_cast<int>(args.tiles_d.divisor)) * args.tile.d;
+    at.n = next * args.items;
+    at.first_plane = 0;
+    at.planes = 1;
+    at.last_output = 0;
+    if constexpr (Config::kMarch) {
+      // Plane i completes outputs [i*stride - padding, (i+1)*stride - padding), and feeds kWindow planes from
+      // there.
+      const int last = at.d + args.tile.d;
+      at.last_output = last < args.output.d ? last : args.output.d;
+      const int reach = at.d + Config::kPaddingD - (Config::kWindow - 1);
+      at.first_plane = reach > 0 ? (reach + Config::kStrideD - 1) / Config::kStrideD : 0;
+      at.planes = (at.last_output - 1 + Config::kPaddingD) / Config::kStrideD + 1 - at.first_plane;
+    }
+    return at;
+  }
+
+  // Planes of a march that have input; those after them only complete outputs.
+  static __device__ __forceinline__ int fed_planes(const Args& args, const Place& at) {
+    if constexpr (!Config::kMarch) return 1;
+    const int left = args.input.d - at.first_plane;
+    return left < at.planes ? (left < 0 ? 0 : left) : at.planes;
+  }
+
+  // ---- producers: the halo
+  // ------------------------------------------------------------------------------------------
+
+  // An input position of the halo by its index, w fastest: where it lies in memory and in the stage.
+  struct Source {
+    bool inside;
+    int row;
+    long long item;  // offset of its batch item
+    Offset offset;   // in the channel's volume
+  };
+  static __device__ __forceinline__ Source source(const Args& args, const Place& at, int plane, int index) {
+    const int line = divide(index, args.halo_w), w = index - line * args.halo.w;
+    const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
+    const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
+    const int x_d = (Config::kMarch ? plane : at.d + Config::kOrigin(at.variant(), 0)) + d;
+    const int x_h = at.h + Config::kOrigin(at.variant(), 1) + h;
+    const int x_w = at.w + Config::kOrigin(at.variant(), 2) + w;
+    Source from;
+    from.inside = index < args.rows && at.n + n < args.batch && inside(x_d, args.input.d) &&
+                  inside(x_h, args.input.h) && inside(x_w, args.input.w);
+    from.row = ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
+    from.item = (at.n + n) * args.x_stride.n;
+    from.offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
+                  static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) +
+                  static_cast<Offset>(x_w) * static_cast<Offset>(args.x_stride.w);
+    return from;
+  }
+  static __device__ __forceinline__ bool inside(int i, int size) {
+    return static_cast<unsigned>(i) < static_cast<unsigned>(size);
+  }
+
+  // Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels.
+  static __device__ __forceinline__ void fill_by_position(const Args& args, const Place& at, int plane,
+                                                          int chunk, unsigned stage, int warp, int lane) {
+    constexpr int kPart = Layout::kRowPieces < 4 ? Layout::kRowPieces : 4;  // pieces in flight per lane
+    constexpr int kParts = Layout::kRowPieces / kPart;
+    const int items = (args.rows + 31) / 32 * kParts;
+    for (int item = warp; item < items; item += kLoaderWarps) {
+      const Source from = source(args, at, plane, item / kParts * 32 + lane);
+      const Scalar* x = static_cast<const Scalar*>(args.x) + from.item + from.offset;
+      Piece<Scalar> pieces[kPart];
+#pragma unroll
+      for (int i = 0; i < kPart; ++i) {
+        const auto channels = Layout::channels(chunk, item % kParts * kPart + i);
+        const int first = (at.first_group() + channels.group) * Config::kIn + channels.first;
+        const Scalar* channel = x + first * args.x_stride.c;
+        const int count = from.inside ? channels.count : 0;
+#pragma unroll
+        for (int c = 0; c < Layout::kPieceItems; ++c) {
+          if (c < count) pieces[i].set(c, load_constant(channel + c * args.x_stride.c));
+        }
+      }
+      if (item / kParts * 32 + lane < args.rows) {
+#pragma unroll
+        for (int i = 0; i < kPart; ++i)
+          store_piece(stage, from.row, item % kParts * kPart + i, pieces[i].vector());
+      }
+    }
+  }
+
+  // Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
+  static __device__ __forceinline__ void fill_by_channel(const Args& args, const Place& at, int plane,
+                                                         int chunk, unsigned stage, int warp, int lane) {
+    constexpr int kInFlight = 4;
+    const int pieces = args.rows * Layout::kRowPieces;
+    for (int start = warp * 32; start < pieces; start += kInFlight * kLoaderWarps * 32) {
+      uint4 vectors[kInFlight];
+      int rows[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int index = start + i * kLoaderWarps * 32 + lane;
+        const Source from = source(args, at, plane, index / Layout::kRowPieces);
+        const auto channels = Layout::channels(chunk, index % Layout::kRowPieces);
+        const int first = (at.first_group() + channels.group) * Config::kIn + channels.first;
+        const Scalar* x = static_cast<const Scalar*>(args.x) + from.item + from.offset + first;
+        rows[i] = from.row;
+        vectors[i] = gather_channels(x, from.inside ? channels.count : 0);
+      }
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        const int index = start + i * kLoaderWarps * 32 + lane;
+        if (index < pieces) store_piece(stage, rows[i], index % Layout::kRowPieces, vectors[i]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ uint4 gather_channels(const Scalar* x, int count) {
+    Piece<Scalar> piece;
+    if constexpr (Config::kVectorInput) {  // a piece is whole or empty, and aligned
+      if (count == 0) return make_uint4(0, 0, 0, 0);
+      const uint4 raw = __ldg(reinterpret_cast<const uint4*>(x));
+      if constexpr (sizeof(Scalar) == 2) return raw;
+      piece.set(0, ptx::bits_to_float(raw.x));
+      piece.set(1, ptx::bits_to_float(raw.y));
+      piece.set(2, ptx::bits_to_float(raw.z));
+      piece.set(3, ptx::bits_to_float(raw.w));
+    } else {
+#pragma unroll
+      for (int c = 0; c < Layout::kPieceItems; ++c) {
+        if (c < count) piece.set(c, load_constant(x + c));
+      }
+    }
+    return piece.vector();
+  }
+
+  static __device__ __forceinline__ void store_piece(unsigned stage, int row, int piece, uint4 value) {
+    ptx::store_shared(stage + Layout::swizzle(row * Config::kRowBytes + piece * 16), value);
+  }
+
+  static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
+                                                    int lane) {
+    Ring<Config::kStages> ring;
+    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
+      const Place at = place(args, work);
+      const int planes = fed_planes(args, at);
+      for (int plane = 0; plane < planes; ++plane) {
+        for (int chunk = 0; chunk < kChunks; ++chunk, ring.advance()) {
+          ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
+          if constexpr (Config::kUnitC) {
+            fill_by_channel(args, at, at.first_plane + plane, chunk, shared.stage(ring.index), warp, lane);
+          } else {
+            fill_by_position(args, at, at.first_plane + plane, chunk, shared.stage(ring.index), warp, lane);
+          }
+          ptx::fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) ptx::barrier_arrive(shared.stage_full(ring.index));
+        }
+      }
+    }
+  }
+
+  // ---- producers: the panels
+  // ----------------------------------------------------------------------------------------
+
+  static __device__ __forceinline__ const unsigned char* packed(const Args& args, int column_tile) {
+    return static_cast<const unsigned char*>(args.packed) +
+           static_cast<long long>(column_tile) * Layout::kTileBytes;
+  }
+
+  // All panels of the column tile, which is the same for all work of this block.
+  static __device__ __forceinline__ void load_resident_panels(const Args& args, const Shared& shared) {
+    constexpr int kCopy = 32 * 1024;
+    const unsigned char* from = packed(args, blockIdx.x % kColumnTiles);
+    ptx::barrier_arrive_expect(shared.panels_full(), Layout::kTileBytes);
+    for (int done = 0; done < Layout::kTileBytes; done += kCopy) {
+      const int bytes = Layout::kTileBytes - done < kCopy ? Layout::kTileBytes - done : kCopy;
+      ptx::bulk_copy(shared.panels() + done, from + done, bytes, shared.panels_full());
+    }
+  }
+
+  static __device__ __forceinline__ void stream_panels(const Args& args, const Shared& shared) {
+    Ring<Config::kSlots> ring;
+    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
+      const Place at = place(args, work);
+      const int rounds = fed_planes(args, at) * args.passes;
+      for (int round = 0; round < rounds; ++round) {
+        const unsigned char* from = packed(args, at.column_tile);
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          for (int p = 0; p < Config::kPatterns; ++p) {
+            const unsigned bytes = Layout::panel_bytes(p);
+            for (int s = 0; s < Layout::shifts(p); ++s, ring.advance(), from += bytes) {
+              ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
+              ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
+              ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // ---- consumers
+  // ----------------------------------------------------------------------------------------------------
+
+  static constexpr int kSums = kColumns / 2;  // registers of one slab
+  using Sums = float[Config::kSlabs][kSums];
+
+  struct Slab {
+    bool exists;
+    int first;  // place of its first row in the run
+    int row;    // its first row in the stage
+  };
+  static __device__ __forceinline__ Slab slab(const Args& args, int index) {
+    const int line = divide(index, args.slabs_w), w = index - line * static_cast<int>(args.slabs_w.divisor);
+    const int sheet = divide(line, args.slabs_h), h = line - sheet * static_cast<int>(args.slabs_h.divisor);
+    Slab s;
+    s.exists = index < args.slabs;
+    s.first = w * args.slab_step.w;
+    s.row = s.exists ? s.first + h * args.slab_step.h + sheet * args.slab_step.d : 0;
+    return s;
+  }
+
+  // Which buffers the matrix instructions before the last committed group have finished with.
+  struct Finished {
+    static constexpr unsigned kNone = 0xFFFFFFFFu;
+    unsigned slot = kNone, stage = kNone;
+    __device__ __forceinline__ void release(const Shared& shared, int lane) {
+      if (lane == 0) {
+        if (slot != kNone) ptx::barrier_arrive(shared.slot_empty(slot));
+        if (stage != kNone) ptx::barrier_arrive(shared.stage_empty(stage));
+      }
+      slot = stage = kNone;
+    }
+  };
+
+  struct Consumer {
+    Shared shared;
+    int lane;
+    Ring<Config::kStages> stages;
+    Ring<Config::kResident ? 1 : Config::kSlots> slots;
+    Finished finished;
+  };
+
+  // The products of one panel: all segments that its shift feeds, all slabs, all steps of the chunk.
+  template <int kPattern>
+  static __device__ __forceinline__ void multiply_panel(Sums& sums,
+                                                        const unsigned long long (&a)[Config::kSlabs],
+                                                        unsigned long long b, unsigned displacement,
+                                                        int steps) {
+    constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+    static_for<Config::kGroupsPerTile>([&](auto group) {
+      constexpr int kGroup = decltype(group)::value;
+      constexpr int kFirstStep = kGroup * Config::kGroupSlots / Layout::kStepItems;
+      const int end = Config::kGroupsPerTile > 1 ? Config::kGroupSlots / Layout::kStepItems : steps;
+      for (int step = 0; step < end; ++step) {
+        const unsigned k = 32 * (kFirstStep + step);
+        static_for<Config::kPatternSegment(kPattern + 1) - Config::kPatternSegment(kPattern)>([&](auto s) {
+          constexpr int kSegment = Config::kPatternSegment(kPattern) + decltype(s)::value;
+          constexpr int kFirst =
+              kGroup * Layout::kGroupColumns + Config::kSegment(kSegment, 0) * Config::kOutTile;
+          constexpr int kWidth = Config::kSegment(kSegment, 1) * Config::kOutTile;
+          constexpr int kPanelRow = Config::kSegment(kSegment, 2) * Config::kOutTile;
+          const unsigned long long panel = ptx::advance(b, kPanelRow * Config::kRowBytes + k);
+          static_for<Config::kSlabs>([&](auto m) {
+            constexpr int kSlab = decltype(m)::value;
+            ptx::MatrixMultiply<kWidth>::template issue<kOperand>(
+                &sums[kSlab][kFirst / 2], ptx::advance(a[kSlab], displacement + k), panel);
+          });
+        });
+      }
+    });
+  }
+
+  // Adds all chunks of the tile (of the plane, when marching) to the sums.
+  static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& sums,
+                                                  const Slab (&slabs)[Config::kSlabs], bool last_pass) {
+    const unsigned group_bytes = args.group_rows * Config::kRowBytes;
+    const int line = args.halo.w * args.items, sheet = args.halo.h * line;
+    for (int chunk = 0; chunk < kChunks; ++chunk, me.stages.advance()) {
+      ptx::barrier_wait(me.shared.stage_full(me.stages.index), me.stages.parity);
+      const unsigned stage = me.shared.stage(me.stages.index);
+      unsigned long long a[Config::kSlabs];
+#pragma unroll
+      for (int m = 0; m < Config::kSlabs; ++m) {
+        a[m] =
+            ptx::matrix_descriptor<Config::kRowBytes>(stage + slabs[m].row * Config::kRowBytes, group_bytes);
+      }
+      static_for<Config::kPatterns>([&](auto p) {
+        constexpr int kPattern = decltype(p)::value;
+        constexpr int kFirstShift = Config::kPatternShift(kPattern);
+#pragma unroll 1
+        for (int shift = 0; shift < Layout::shifts(kPattern); ++shift) {
+          unsigned panel;
+          if constexpr (Config::kResident) {
+            panel = me.shared.panels() + chunk * Layout::kChunkBytes +
+                    Layout::rows_before(kPattern) * Config::kRowBytes + shift * Layout::panel_bytes(kPattern);
+          } else {
+            panel = me.shared.slot(me.slots.index);
+            ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);
+          }
+          const int rows = Config::kShift(kFirstShift + shift, 0) * sheet +
+                           Config::kShift(kFirstShift + shift, 1) * line +
+                           Config::kShift(kFirstShift + shift, 2) * args.items;
+          ptx::matrix_fence();
+          multiply_panel<kPattern>(sums, a,
+                                   ptx::matrix_descriptor<Config::kRowBytes>(panel, 8 * Config::kRowBytes),
+                                   rows * Config::kRowBytes, Layout::steps(chunk));
+          ptx::matrix_commit();
+          ptx::matrix_wait<1>();
+          me.finished.release(me.shared, me.lane);
+          if constexpr (!Config::kResident) {
+            me.finished.slot = me.slots.index;
+            me.slots.advance();
+          }
+        }
+      });
+      if (last_pass) me.finished.stage = me.stages.index;
+    }
+    ptx::matrix_wait<0>();
+    me.finished.release(me.shared, me.lane);
+  }
+
+  // A lane's columns of a field: 2*(lane%4) and the next, in every 8.
+  static __device__ __forceinline__ int first_column(int lane) { return lane % 4 * 2; }
+
+  // What a field's sums start from.
+  static __device__ __forceinline__ float bias(const Args& args, const Place& at, int group, int out) {
+    if constexpr (!Config::kBias) return 0.0f;
+    if (at.first_out() + out >= Config::kOut) return 0.0f;
+    const int channel = (at.first_group() + group) * Config::kOut + at.first_out() + out;
+    return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));
+  }
+  static __device__ __forceinline__ void start_fields(const Args& args, const Place& at, Sums& sums, int lane,
+                                                      int first_field) {
+#pragma unroll
+    for (int group = 0; group < Config::kGroupsPerTile; ++group) {
+#pragma unroll
+      for (int j = 0; j < Config::kOutTile / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float value = bias(args, at, group, 8 * j + first_column(lane) + e);
+#pragma unroll
+          for (int field = 0; field < Config::kFields; ++field) {
+            if (field < first_field) continue;
+            const int column = group * Layout::kGroupColumns + field * Config::kOutTile + 8 * j;
+#pragma unroll
+            for (int m = 0; m < Config::kSlabs; ++m) {
+              sums[m][column / 2 + e] = value;
+              sums[m][column / 2 + 2 + e] = value;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // After a plane of a march: its first output planes are stored, the window moves on.
+  static __device__ __forceinline__ void move_window(const Args& args, const Place& at, Sums& sums,
+                                                     int lane) {
+    constexpr int kStored = Config::kStrideD * Config::kSheetFields;
+    constexpr int kKept = Config::kFields - kStored;
+    static_assert(Config::kGroupsPerTile == 1, "a march has one group");
+#pragma unroll
+    for (int m = 0; m < Config::kSlabs; ++m) {
+#pragma unroll
+      for (int i = 0; i < kKept * Config::kOutTile / 2; ++i) {
+        sums[m][i] = sums[m][i + kStored * Config::kOutTile / 2];
+      }
+    }
+    start_fields(args, at, sums, lane, kKept);
+  }
+
+  // The outputs of one position of a slab: which, and where phase 0 of them lies.
+  struct Target {
+    bool exists;
+    int d, h, w;
+    long long item;
+  };
+  static __device__ __forceinline__ Target target(const Args& args, const Place& at, const Slab& slab,
+                                                  int plane, int row_of_slab) {
+    const int step = row_of_slab / 8 * args.group_rows + row_of_slab % 8;
+    const int position = divide(slab.row + step, args.by_items), n = slab.row + step - position * args.items;
+    const int line = divide(position, args.halo_w), w = position - line * args.halo.w;
+    const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
+    Target to;
+    to.exists = slab.exists && slab.first + step < args.run && at.n + n < args.batch && w < args.tile.w &&
+                h < args.tile.h && sheet < (Config::kMarch ? 1 : args.tile.d);
+    to.d = Config::kMarch ? plane * Config::kStrideD - Config::kPaddingD
+                          : (at.d + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
+    to.h = (at.h + h) * Config::kStrideH + Config::kOffset(at.variant(), 1);
+    to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
+    to.item = (at.n + n) * args.y_stride.n;
+    return to;
+  }
+
+  static __device__ __forceinline__ void store_one(Scalar* address, float value) {
+    *address = Narrow<Scalar>::from(Config::Epilogue::apply(value));
+  }
+  // Two neighbours in memory, by one access if the address allows it.
+  static __device__ __forceinline__ void store_pair(Scalar* address, float first, float second, bool both) {
+    using Pair = Vector<Scalar, 2>;
+    if (both && reinterpret_cast<unsigned long long>(address) % sizeof(Pair) == 0) {
+      Pair pair;
+      pair.at[0] = Narrow<Scalar>::from(Config::Epilogue::apply(first));
+      pair.at[1] = Narrow<Scalar>::from(Config::Epilogue::apply(second));
+      *reinterpret_cast<Pair*>(address) = pair;
+    } else {
+      store_one(address, first);
+      if (both) store_one(address + 1, second);
+    }
+  }
+
+  // One field of one position: a lane's channels. `second` are the sums of the w-phase after this field's, if
+  // that is to be stored along.
+  template <bool kPaired>
+  static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
+                                                     int lane, int group, int field, const float* first,
+                                                     const float* second) {
+    const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
+    const int w = to.w + Config::kField(field, 2);
+    const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
+    if (!(to.exists && deep && h < args.output.h && w < args.output.w)) return;
+    const int out = at.first_out() + first_column(lane);
+    const int channel = (at.first_group() + group) * Config::kOut + out;
+    Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
+                (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
+                 static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
+                 static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
+#pragma unroll
+    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
+      if (Config::kOut % Config::kOutTile && out + 8 * j >= Config::kOut) break;
+      const bool odd = Config::kOut % 2 == 0 || out + 8 * j + 1 < Config::kOut;
+      if constexpr (kPaired) {
+        const bool both = w + 1 < args.output.w;
+        store_pair(y, first[4 * j], second[4 * j], both);
+        if (odd) store_pair(y + args.y_stride.c, first[4 * j + 1], second[4 * j + 1], both);
+      } else if constexpr (Config::kOutputUnitC) {
+        store_pair(y, first[4 * j], first[4 * j + 1], odd);
+      } else {
+        store_one(y, first[4 * j]);
+        if (odd) store_one(y + args.y_stride.c, first[4 * j + 1]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void store(const Args& args, const Place& at, const Sums& sums,
+                                               const Slab (&slabs)[Config::kSlabs], int plane, int warp,
+                                               int lane) {
+    static_for<Config::kSlabs>([&](auto m) {
+      constexpr int kSlab = decltype(m)::value;
+      static_for<2>([&](auto half) {
+        constexpr int kHalf = decltype(half)::value;
+        const Target to = target(args, at, slabs[kSlab], plane, 16 * warp + 8 * kHalf + lane / 4);
+        static_for<Config::kGroupsPerTile>([&](auto group) {
+          constexpr int kGroup = decltype(group)::value;
+          constexpr int kFirst = kGroup * Layout::kGroupColumns / 2 + 2 * kHalf;
+          static_for<Config::kFields>([&](auto field) {
+            constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
+            if constexpr (kPartner != Config::kStoredByPartner &&
+                          (!Config::kMarch || Config::kField(kField, 0) < Config::kStrideD)) {
+              constexpr bool kPaired = kPartner >= 0;
+              store_field<kPaired>(
+                  args, at, to, lane, kGroup, kField, &sums[kSlab][kFirst + kField * Config::kOutTile / 2],
+                  &sums[kSlab][kFirst + (kPaired ? kPartner : kField) * Config::kOutTile / 2]);
+            }
+          });
+        });
+      });
+    });
+  }
+
+  static __device__ __forceinline__ void consume(const Args& args, const Shared& shared, int consumer,
+                                                 int warp, int lane) {
+    Consumer me;
+    me.shared = shared;
+    me.lane = lane;
+    Sums sums;
+    if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
+    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
+      const Place at = place(args, work);
+      const Ring<Config::kStages> first_stage = me.stages;
+      for (int pass = 0; pass < args.passes; ++pass) {
+        me.stages = first_stage;
+        Slab slabs[Config::kSlabs];
+#pragma unroll
+        for (int m = 0; m < Config::kSlabs; ++m) {
+          slabs[m] = slab(args, (pass * Config::kConsumers + consumer) * Config::kSlabs + m);
+        }
+        start_fields(args, at, sums, lane, 0);
+        const int fed = fed_planes(args, at);
+        for (int plane = 0; plane < at.planes; ++plane) {
+          if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
+          store(args, at, sums, slabs, at.first_plane + plane, warp, lane);
+          if constexpr (Config::kMarch) move_window(args, at, sums, lane);
+        }
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  using Kernel = Halo<Config>;
+  const typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Config::kStages; ++i) {
+      ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
+      ptx::barrier_init(shared.stage_empty(i), Kernel::kConsumerWarps);
+    }
+    if constexpr (Config::kResident) {
+      ptx::barrier_init(shared.panels_full(), 1);
+    } else {
+      for (int i = 0; i < Config::kSlots; ++i) {
+        ptx::barrier_init(shared.slot_full(i), 1);
+        ptx::barrier_init(shared.slot_empty(i), Kernel::kConsumerWarps);
+      }
+    }
+    ptx::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < Kernel::kProducerThreads) {
+    ptx::keep_registers<Config::kProducerRegisters>();
+    if constexpr (Config::kResident) {
+      if (threadIdx.x == 0) Kernel::load_resident_panels(args, shared);
+      Kernel::load_halos(args, shared, warp, lane);
+    } else if (warp == 0) {
+      if (lane == 0) Kernel::stream_panels(args, shared);
+    } else {
+      Kernel::load_halos(args, shared, warp - 1, lane);
+    }
+  } else {
+    ptx::claim_registers<Config::kConsumerRegisters>();
+    const int consumer = (static_cast<int>(threadIdx.x) - Kernel::kProducerThreads) / 128;
+    Kernel::consume(args, shared, consumer, warp % 4, lane);
+  }
+}
+
+}  // namespace tconv3d

@@ -1,0 +1,151 @@
+// What the halo kernel and the kernel that packs its weights agree on: names of the pieces, and where a
+// weight lies.
+//
+// The words. Per dimension, output stride*q + phase gathers x[q - shift(tap)]. All phases of a position q are
+// computed together, so a shift (in three dimensions) is one displacement of the input that feeds certain
+// phases:
+//
+//   field     the output channels of one phase: kOutTile neighbouring columns of the accumulators
+//   panel     the weights of one shift: a row of kRowBytes input channels for every column of the fields it
+//   feeds segment   a run of neighbouring fields that a shift feeds: one matrix instruction pattern   the
+//   shifts that feed the same segments: one loop chunk     as many input channels as a row holds: K is walked
+//   chunk by chunk, 32 bytes (a step) at a time column tile   one group (or several small ones) with kOutTile
+//   of its output channels, in one variant variant   where phases differ only in where they read and write,
+//   each can have column tiles of its own
+//
+// Packed weights: [column tile][chunk][pattern, shift in it][segment, field, channel: a row][kRowBytes,
+// swizzled], in the order of consumption, so that a panel is one linear copy. Several small groups in one
+// tile share the rows: each has its own steps of the row.
+#pragma once
+
+#include "common.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloLayout {
+  using Scalar = typename Config::Scalar;
+  static constexpr int kItemBytes = sizeof(Scalar);
+  static constexpr int kPieceItems = 16 / kItemBytes;  // a piece: the 16 bytes that a swizzle moves as one
+  static constexpr int kRowItems = Config::kRowBytes / kItemBytes;
+  static constexpr int kRowPieces = Config::kRowBytes / 16;
+  static constexpr int kStepItems = 32 / kItemBytes;
+  static constexpr int kSlots =
+      Config::kGroupsPerTile > 1 ? Config::kGroupsPerTile * Config::kGroupSlots : Config::kIn;
+  static constexpr int kChunks = (kSlots + kRowItems - 1) / kRowItems;
+  static constexpr int kColumnTiles =
+      Config::kGroups / Config::kGroupsPerTile * Config::kOutTiles * Config::kVariants;
+  static constexpr int kGroupColumns = Config::kFields * Config::kOutTile;
+  static constexpr int kColumns = Config::kGroupsPerTile * kGroupColumns;
+
+  static_assert(kItemBytes == 4 || kItemBytes == 2, "TF32 or 16-bit operands");
+  static_assert(Config::kRowBytes == 128 || Config::kRowBytes == 64 || Config::kRowBytes == 32,
+                "swizzled rows");
+  static_assert(Config::kOutTile % 8 == 0, "a matrix instruction has a multiple of 8 columns");
+  static_assert(kColumns <= 256, "accumulators of one slab");
+  static_assert(Config::kGroups % Config::kGroupsPerTile == 0, "every tile has as many groups");
+  static_assert(Config::kGroupsPerTile == 1 || (Config::kGroupSlots % kStepItems == 0 && kChunks == 1),
+                "small groups have whole steps of one row");
+
+  // Fields that a pattern feeds.
+  static __device__ constexpr int fields(int pattern) {
+    int count = 0;
+    for (int s = Config::kPatternSegment(pattern); s < Config::kPatternSegment(pattern + 1); ++s) {
+      count += Config::kSegment(s, 1);
+    }
+    return count;
+  }
+  static __device__ constexpr int panel_rows(int pattern) { return fields(pattern) * Config::kOutTile; }
+  static __device__ constexpr int panel_bytes(int pattern) { return panel_rows(pattern) * Config::kRowBytes; }
+  // Rows of a chunk that lie before a pattern's panels.
+  static __device__ constexpr int rows_before(int pattern) {
+    int rows = 0;
+    for (int p = 0; p < pattern; ++p) rows += panel_rows(p) * shifts(p);
+    return rows;
+  }
+  static __device__ constexpr int shifts(int pattern) {
+    return Config::kPatternShift(pattern + 1) - Config::kPatternShift(pattern);
+  }
+  static constexpr int kChunkRows = rows_before(Config::kPatterns);
+  static constexpr int kChunkBytes = kChunkRows * Config::kRowBytes;
+  static constexpr int kTileBytes = kChunks * kChunkBytes;
+
+  // What a column tile computes; its variant is column_tile % kVariants.
+  static __device__ __forceinline__ int first_group(int column_tile) {
+    return column_tile / (Config::kVariants * Config::kOutTiles) * Config::kGroupsPerTile;
+  }
+  static __device__ __forceinline__ int first_out(int column_tile) {
+    return column_tile / Config::kVariants % Config::kOutTiles * Config::kOutTile;
+  }
+
+  // Steps of a chunk that hold channels.
+  static __device__ constexpr int steps(int chunk) {
+    if (kSlots % kRowItems == 0) return Config::kRowBytes / 32;
+    const int items = kSlots - chunk * kRowItems < kRowItems ? kSlots - chunk * kRowItems : kRowItems;
+    return (items + kStepItems - 1) / kStepItems;
+  }
+
+  // The channels of a group that a piece of a row holds: `count` from `first` on, of the tile's group
+  // `group`.
+  struct Channels {
+    int group, first, count;
+  };
+  static __device__ __forceinline__ Channels channels(int chunk, int piece) {
+    const int slot = chunk * kRowItems + piece * kPieceItems;
+    const int group = Config::kGroupsPerTile > 1 ? slot / Config::kGroupSlots : 0;
+    const int first = slot - group * Config::kGroupSlots;
+    const int left = group < Config::kGroupsPerTile ? Config::kIn - first : 0;
+    return {group, first, left < 0 ? 0 : left < kPieceItems ? left : kPieceItems};
+  }
+
+  // Where a byte of a row lies: the hardware's swizzle, a function of the address.
+  static __device__ __forceinline__ int swizzle(int offset) {
+    return offset ^ ((offset >> 7 & (kRowPieces - 1)) << 4);
+  }
+};
+
+// The bits that a matrix instruction takes for a number.
+template <class Scalar>
+struct OperandOf;
+template <>
+struct OperandOf<float> {
+  static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
+  static __device__ __forceinline__ unsigned bits(float value) { return ptx::float_to_tf32(value); }
+};
+template <>
+struct OperandOf<Half> {
+  static constexpr ptx::Operand kOperand = ptx::Operand::kFloat16;
+  static __device__ __forceinline__ unsigned bits(Half value) { return value.bits; }
+};
+template <>
+struct OperandOf<BFloat16> {
+  static constexpr ptx::Operand kOperand = ptx::Operand::kBFloat16;
+  static __device__ __forceinline__ unsigned bits(BFloat16 value) { return value.bits; }
+};
+
+// A load of memory that nobody writes while the kernel runs.
+__device__ __forceinline__ float load_constant(const float* address) { return __ldg(address); }
+template <class Scalar>
+__device__ __forceinline__ Scalar load_constant(const Scalar* address) {
+  return Scalar{__ldg(&address->bits)};
+}
+
+// 16 bytes of operands, collected one by one.
+template <class Scalar>
+struct Piece {
+  static constexpr int kItems = 16 / sizeof(Scalar);
+  unsigned words[4] = {0, 0, 0, 0};
+  __device__ __forceinline__ void set(int item, Scalar value) {
+    const unsigned bits = OperandOf<Scalar>::bits(value);
+    if constexpr (sizeof(Scalar) == 4) {
+      words[item] = bits;
+    } else {
+      words[item / 2] |= bits << (16 * (item % 2));
+    }
+  }
+  __device__ __forceinline__ uint4 vector() const {
+    return make_uint4(words[0], words[1], words[2], words[3]);
+  }
+};
+
+}  // namespace tconv3d
