@@ -6,6 +6,8 @@ Takes every problem. Chooses how many positions and channels a thread owns, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 from .geometry import Gather, Triple
 from .launch import Constants, Launch
@@ -44,7 +46,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         return _plan_weight_grad(problem, device)
     if problem.which is Pass.BIAS_GRAD:
         return _plan_bias_grad(problem, device)
-    return _plan_gather(Side.of(problem), device)
+    side = Side.of(problem)
+    return plan_gather(side, device, tiles(side)[0])
 
 
 @dataclass(frozen=True)
@@ -110,44 +113,101 @@ class Side:
 class GatherTile:
     """How the direct kernel divides its work."""
 
-    unroll_w: bool  # all phases and taps along w at compile time
+    unrolled: int  # innermost dimensions (of w, h, d) whose phases and taps are all a thread's own
     channels: int  # output channels per thread
     positions: int  # positions per thread
     tiles: int  # channel tiles per block, on neighbouring threads
     vector: int  # reduced channels per load
-    threads: int  # per block: fewer for small volumes, so that all multiprocessors have work
 
     def __str__(self) -> str:
-        return f"{self.threads} threads, each {self.positions} positions x {self.channels} channels"
+        owned = ("one phase", "all phases along w", "all phases along h, w", "all phases")[self.unrolled]
+        return f"each thread {self.positions} positions x {self.channels} channels x {owned}"
 
 
-def _best_tile_channels(outs: int, limit: int) -> int:
-    """Few idle channels in the last tile, but many channels to share one load of x."""
-    sizes = [size for size in (1, 2, 4, 8) if size <= limit]
-    return min(sizes, key=lambda size: -(-outs // size) * (size + 1))
+@dataclass(frozen=True)
+class Unrolled:
+    """The phases, taps and distinct loads of the innermost dimensions that a thread owns."""
+
+    phases: tuple[Triple, ...]
+    taps: tuple[tuple[int, int, Triple], ...]  # phase index, load index, tap
+    loads: tuple[Triple, ...]  # offsets
+
+    @classmethod
+    def of(cls, gathers: tuple[Gather, Gather, Gather], unrolled: int) -> Unrolled:
+        one = Gather(1, 1, 0, 0, (0,), (0,), (1,))  # stands for a dimension that is not unrolled
+        used = [one] * (3 - unrolled) + list(gathers[3 - unrolled :])
+        phases = tuple(product(*(range(gather.phases) for gather in used)))
+        found = [
+            (f, tuple(g.tap(i, j) for g, i, j in zip(used, phase, js, strict=True)),
+             tuple(g.offset(i, j) for g, i, j in zip(used, phase, js, strict=True)))
+            for f, phase in enumerate(phases)
+            for js in product(*(range(g.count[i]) for g, i in zip(used, phase, strict=True)))
+        ]  # fmt: skip
+        loads = tuple(sorted({offset for _, _, offset in found}))
+        return cls(phases, tuple((f, loads.index(offset), tap) for f, tap, offset in found), loads)
+
+    def tables(self) -> Constants:
+        def columns(name: str, triples: tuple[Triple, ...]) -> Constants:
+            return tuple((f"k{name}{axis}", tuple(t[i] for t in triples)) for i, axis in enumerate("DHW"))
+
+        return (
+            ("kPhases", len(self.phases)),
+            ("kTaps", len(self.taps)),
+            ("kLoads", len(self.loads)),
+            ("kTapPhase", tuple(f for f, _, _ in self.taps)),
+            ("kTapLoad", tuple(load for _, load, _ in self.taps)),
+            *columns("Tap", tuple(tap for _, _, tap in self.taps)),
+            *columns("Load", self.loads),
+            *columns("Phase", self.phases),
+        )
 
 
-def _choose_gather_tile(side: Side, device: Device) -> GatherTile:
-    p, w = side.problem, side.gathers[2]
-    acc_bytes = accumulator(p.dtype)[1]
-    sums = 256 // acc_bytes  # accumulators a thread keeps in registers
-    loads = len({w.offset(f, j) for f in range(w.phases) for j in range(w.count[f])})
-    unroll = w.phases <= 4 and sum(w.count) <= 12 and 0 < loads <= 12
-    phases = w.phases if unroll else 1
-    channels = _best_tile_channels(side.outs, max(1, sums // (4 * phases)))
-    positions = max(1, min(4, sums // (phases * channels)))
-    tiles_total = -(-side.outs // channels) * p.geometry.groups
-    tiles = min(power_of_two_up(tiles_total), 32 // channels) if side.y[1] == 1 and side.y[4] != 1 else 1
-    threads = MAX_THREADS
-    blocks_per_position = tiles_total // tiles * side.gathers[0].phases * side.gathers[1].phases
+def tiles(side: Side) -> list[GatherTile]:
+    """Every tile worth considering, the predicted fastest first."""
+    acc_bytes = accumulator(side.problem.dtype)[1]
+    found = []
+    for unrolled in range(4):
+        inner = Unrolled.of(side.gathers, unrolled)
+        if unrolled and (len(inner.taps) > 128 or not 0 < len(inner.loads) <= 48):
+            continue
+        for channels, positions in product((1, 2, 4, 8), (1, 2, 4)):
+            sums = len(inner.phases) * channels * positions
+            values = len(inner.loads) * positions
+            registers = (sums + values) * acc_bytes // 4 + 8 * positions
+            code = len(inner.taps) * channels * positions
+            if channels >= 2 * side.outs or registers > 96 or code > 1024:
+                continue
+            vector = _load_vector(side, 48 // (values * acc_bytes // 4))
+            found.append(GatherTile(unrolled, channels, positions, _tiles_per_block(side, channels), vector))
+    return sorted(found, key=lambda tile: _cycles(side, tile))
 
-    def blocks() -> int:
-        return -(-side.positions * tiles // (threads * positions)) * blocks_per_position
 
-    while blocks() < 2 * device.multiprocessors and threads > 64 and threads // 2 >= tiles:
-        threads //= 2
-    vector = _load_vector(side, budget=48 // (positions * (loads if unroll else 1)))
-    return GatherTile(unroll, channels, positions, tiles, vector, threads)
+def _tiles_per_block(side: Side, channels: int) -> int:
+    if side.y[1] != 1 or side.y[4] == 1:
+        return 1
+    total = -(-side.outs // channels) * side.problem.geometry.groups
+    return min(power_of_two_up(total), 32 // channels)
+
+
+def _cycles(side: Side, tile: GatherTile) -> float:
+    """Predicted cycles of a multiprocessor per warp and output: what the instruction mix of the kernel takes.
+
+    Four warps issue at a time; shared memory hands out a broadcast vector in four cycles, L1 a line in one.
+    """
+    inner = Unrolled.of(side.gathers, tile.unrolled)
+    outer = side.gathers[: 3 - tile.unrolled]
+    phases = prod(gather.phases for gather in outer)
+    rows = prod(sum(gather.count) for gather in outer)
+    p, taps, loads = tile.positions, len(inner.taps), len(inner.loads)
+    vectors = taps * -(-tile.channels * accumulator(side.problem.dtype)[1] // 16)
+    per_channel = taps * tile.channels * p + vectors + 2 * loads * p + 3 * p + 6
+    per_row = (16 + 3 * loads) * p + 10
+    per_thread = phases * (40 * p + 60 + 5 * p * len(inner.phases) * tile.channels)
+    issue = (rows * (side.reduced * per_channel + per_row) + per_thread) / 4
+    shared = rows * side.reduced * vectors * 4
+    lines = rows * side.reduced * loads * p * (1 if side.x[4] == 1 else 2)
+    idle = -(-side.outs // tile.channels) * tile.channels / side.outs
+    return max(issue, shared, lines) * idle / (p * tile.channels)
 
 
 def _load_vector(side: Side, budget: int) -> int:
@@ -159,27 +219,13 @@ def _load_vector(side: Side, budget: int) -> int:
     return vector
 
 
-def _stage(side: Side, tile: GatherTile, taps_w: int) -> tuple[int, int]:
+def _stage(side: Side, tile: GatherTile, taps: int) -> tuple[int, int]:
     """How many channels and how many rows of taps are staged at a time."""
-    d, h, _ = side.gathers
-    per_channel = taps_w * tile.tiles * tile.channels * accumulator(side.problem.dtype)[1]
+    per_channel = taps * tile.tiles * tile.channels * accumulator(side.problem.dtype)[1]
     fit = max(1, STAGE_BYTES // per_channel)
     channels = max(tile.vector, min(side.reduced, fit) // tile.vector * tile.vector)
-    rows = max(1, min(max(d.count) * max(h.count), fit // channels))
-    return channels, rows
-
-
-def _w_tables(w: Gather) -> Constants:
-    """The taps along w in the order of their phases, and the distinct loads that feed them."""
-    taps = [(f, w.tap(f, j), w.offset(f, j)) for f in range(w.phases) for j in range(w.count[f])]
-    loads = sorted({offset for _, _, offset in taps})
-    return (
-        ("kLoads", len(loads)),
-        ("kLoadOffset", tuple(loads)),
-        ("kTapPhase", tuple(f for f, _, _ in taps)),
-        ("kTapIndex", tuple(t for _, t, _ in taps)),
-        ("kTapLoad", tuple(loads.index(offset) for _, _, offset in taps)),
-    )
+    rows = prod(max(gather.count) for gather in side.gathers[: 3 - tile.unrolled])
+    return channels, max(1, min(rows, fit // channels))
 
 
 def _axis_tables(name: str, gather: Gather) -> Constants:
@@ -195,15 +241,14 @@ def _axis_tables(name: str, gather: Gather) -> Constants:
     )
 
 
-def _plan_gather(side: Side, device: Device) -> Plan:
+def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
     p, g = side.problem, side.problem.geometry
-    tile = _choose_gather_tile(side, device)
-    d, h, w = side.gathers
-    taps_w = sum(w.count) if tile.unroll_w else max(*w.count, 1)
-    stage_channels, stage_rows = _stage(side, tile, taps_w)
+    inner = Unrolled.of(side.gathers, tile.unrolled)
+    stage_channels, stage_rows = _stage(side, tile, len(inner.taps))
     acc, acc_bytes = accumulator(p.dtype)
     store = min(tile.channels, 16 // p.item_bytes)
-    storable = side.y[1] == 1 and side.outs % store == 0 and all(s % store == 0 for s in (side.y[0], *side.y[2:]))
+    aligned = side.outs % store == 0 and all(s % store == 0 for s in (side.y[0], *side.y[2:]))
+    d, h, w = side.gathers
     constants: Constants = (
         ("kThreads", MAX_THREADS),
         ("kMinBlocks", 512 // MAX_THREADS),  # at most 128 registers a thread
@@ -215,30 +260,36 @@ def _plan_gather(side: Side, device: Device) -> Plan:
         ("kGroups", g.groups),
         ("kReducedPerGroup", side.reduced),
         ("kOutPerGroup", side.outs),
+        ("kUnrolled", tile.unrolled),
         ("kTile", tile.channels),
         ("kPositions", tile.positions),
         ("kTilesPerBlock", tile.tiles),
         ("kVector", tile.vector),
-        ("kStoreVector", store if storable else 1),
+        ("kStoreVector", store if side.y[1] == 1 and aligned else 1),
+        ("kPairs", tile.unrolled > 0 and w.phases == 2 and side.y[4] == 1),
         ("kStageChannels", stage_channels),
         ("kStageRows", stage_rows),
-        ("kUnrollW", tile.unroll_w),
-        ("kTapsW", taps_w),
-        *(_w_tables(w) if tile.unroll_w else (("kLoads", 1),)),
+        *inner.tables(),
         *_axis_tables("D", d),
         *_axis_tables("H", h),
         *_axis_tables("W", w),
     )
-    tiles = -(-side.outs // tile.channels) * g.groups
-    position_blocks = -(-side.positions * tile.tiles // (tile.threads * tile.positions))
-    phases = d.phases * h.phases * (1 if tile.unroll_w else w.phases)
-    blocks = position_blocks * -(-tiles // tile.tiles) * phases
+    channel_tiles = -(-side.outs // tile.channels) * g.groups
+    channel_blocks = -(-channel_tiles // tile.tiles)
+    phases = prod(gather.phases for gather in side.gathers[: 3 - tile.unrolled])
+
+    def blocks(threads: int) -> int:
+        return -(-side.positions * tile.tiles // (threads * tile.positions)) * channel_blocks * phases
+
+    threads = MAX_THREADS  # fewer for small volumes, so that all multiprocessors have work
+    while threads > 64 and blocks(threads) < 2 * device.multiprocessors:
+        threads //= 2
     launch = Launch(
         kernel="direct",
         constants=constants,
-        grid=(blocks, 1, 1),
-        threads=tile.threads,
-        shared_bytes=stage_rows * stage_channels * taps_w * tile.tiles * tile.channels * acc_bytes,
+        grid=(blocks(threads), 1, 1),
+        threads=threads,
+        shared_bytes=stage_rows * stage_channels * len(inner.taps) * tile.tiles * tile.channels * acc_bytes,
         pointers=("x", "weight", "bias", "y") if p.which is Pass.FORWARD else ("dy", "weight", "null", "dx"),
         scalars=padded(
             int64s(*side.x, *side.y, *side.weight, g.in_per_group * p.weight[0], side.positions),

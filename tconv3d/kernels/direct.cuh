@@ -5,12 +5,14 @@
 // (geometry.py, Gather: the forward pass has `stride` phases, the input gradient has one and steps by
 // `stride`).
 //
-// A thread owns kPositions positions q and kTile output channels; it owns all phases along w, so that one
-// value of x, loaded once, feeds every tap that wants it. The phase along d and h is the block's. Weights
-// wait in shared memory as [row = (tap d, tap h)][channel r][tap w][output channel], and are read as vectors;
-// one such vector serves kPositions positions, which is what keeps shared memory out of the way of the
-// multiply-adds. Neighbouring threads are neighbours along w, or, for channels-last tensors (kTilesPerBlock >
-// 1), neighbouring tiles of output channels, so that loads and stores coalesce in either format.
+// A thread owns kPositions positions q and kTile output channels. Along the innermost kUnrolled dimensions
+// (none, w, hw or dhw) it owns all phases, and all taps are known at compile time, so that one value of x,
+// loaded once, feeds every tap that wants it. Along the other dimensions the phase is the block's and the
+// taps are a loop over rows. Weights wait in shared memory as [row][channel r][tap][output channel] and are
+// read as vectors; one such vector serves kPositions positions, which is what keeps shared memory out of the
+// way of the multiply-adds. Neighbouring threads are neighbours along w, or, for channels-last tensors
+// (kTilesPerBlock > 1), neighbouring tiles of output channels, so that loads and stores coalesce in either
+// format. Small volumes get smaller blocks: the number of threads is a run-time matter, kThreads its maximum.
 #pragma once
 
 #include "common.cuh"
@@ -32,53 +34,67 @@ struct Args {
   Divider by_d, by_h, by_w;
 };
 
-template <class Config>
+template <bool kLong>
+struct MaskType {
+  using type = unsigned;
+};
+template <>
+struct MaskType<true> {
+  using type = unsigned long long;
+};
+
+template <class C>
 struct Direct {
-  using C = Config;
   using Scalar = typename C::Scalar;
   using Acc = typename C::Acc;
   using Index = typename IndexType<C::kWide>::type;
 
+  static constexpr bool kUnrollD = C::kUnrolled >= 3, kUnrollH = C::kUnrolled >= 2,
+                        kUnrollW = C::kUnrolled >= 1;
   static constexpr int kTilesPerGroup = (C::kOutPerGroup + C::kTile - 1) / C::kTile;
-  static constexpr int kPhasesPerThread = C::kUnrollW ? C::kPhasesW : 1;
-  static constexpr int kPhaseBlocks = C::kPhasesD * C::kPhasesH * (C::kUnrollW ? 1 : C::kPhasesW);
-  static constexpr int kRowStride = C::kStageChannels * C::kTapsW * C::kTilesPerBlock * C::kTile;
+  static constexpr int kTiles = C::kGroups * kTilesPerGroup;
+  static constexpr int kBlockPhasesD = kUnrollD ? 1 : C::kPhasesD;
+  static constexpr int kBlockPhasesH = kUnrollH ? 1 : C::kPhasesH;
+  static constexpr int kBlockPhasesW = kUnrollW ? 1 : C::kPhasesW;
+  static constexpr int kBlockPhases = kBlockPhasesD * kBlockPhasesH * kBlockPhasesW;
+  static constexpr int kTapStride = C::kTilesPerBlock * C::kTile;  // of weights in shared memory
+  static constexpr int kChannelStride = C::kTaps * kTapStride;
+  static constexpr int kRowStride = C::kStageChannels * kChannelStride;
   static_assert(C::kStageChannels % C::kVector == 0, "a stage holds whole vectors of channels");
 
   const Args& args;
-  Acc* weights;  // in shared memory
-  int phase_d, phase_h, phase_w;
-  int block_tile;  // first tile of the block
-  int tile, group,
-      out;  // this thread's tile within the block, its group and first output channel in the group
-  bool tile_valid;
+  Acc* weights;                   // in shared memory
+  int phase_d, phase_h, phase_w;  // the block's, along dimensions that are not unrolled
+  int rows_d, rows_h, rows_w;     // taps along those dimensions
+  int block_tile;                 // first tile of the block
+  int tile, group, out;    // this thread's tile in the block, its group, first output channel in the group
   Index n[C::kPositions];  // batch index; -1: no such position
   int qd[C::kPositions], qh[C::kPositions], qw[C::kPositions];
-  unsigned w_valid[C::kPositions];  // bit i: load i along w lies inside x
-  Acc sum[C::kPositions][kPhasesPerThread][C::kTile];
+  Acc sum[C::kPositions][C::kPhases][C::kTile];
 
-  static __device__ __forceinline__ Index x_stride_w(const Args& args) {
+  __device__ __forceinline__ Index x_stride_w() const {
     return C::kUnitW ? 1 : static_cast<Index>(args.x_strides.w);
   }
-  static __device__ __forceinline__ Index x_stride_c(const Args& args) {
+  __device__ __forceinline__ Index x_stride_c() const {
     return C::kUnitC ? 1 : static_cast<Index>(args.x_strides.c);
   }
 
   __device__ __forceinline__ void locate() {
-    constexpr int kTiles = C::kGroups * kTilesPerGroup;
     constexpr int kTileBlocks = (kTiles + C::kTilesPerBlock - 1) / C::kTilesPerBlock;
     int block = blockIdx.x;
-    const int phase = block % kPhaseBlocks;
-    block /= kPhaseBlocks;
+    const int phase = block % kBlockPhases;
+    block /= kBlockPhases;
     block_tile = block % kTileBlocks * C::kTilesPerBlock;
     const Index position_block = block / kTileBlocks;
 
-    phase_h = phase % C::kPhasesH;
-    phase_d = phase / C::kPhasesH % C::kPhasesD;
-    phase_w = phase / (C::kPhasesH * C::kPhasesD);
+    phase_w = phase % kBlockPhasesW;
+    phase_h = phase / kBlockPhasesW % kBlockPhasesH;
+    phase_d = phase / (kBlockPhasesW * kBlockPhasesH);
+    rows_d = kUnrollD ? 1 : C::kCountD(phase_d);
+    rows_h = kUnrollH ? 1 : C::kCountH(phase_h);
+    rows_w = kUnrollW ? 1 : C::kCountW(phase_w);
 
     tile = threadIdx.x % C::kTilesPerBlock;
-    tile_valid = block_tile + tile < kTiles;
     group = (block_tile + tile) / kTilesPerGroup;
     out = (block_tile + tile) % kTilesPerGroup * C::kTile;
 
@@ -93,14 +109,7 @@ struct Direct {
       qw[p] = static_cast<int>(position - rest_w * args.grid.w);
       qh[p] = static_cast<int>(rest_w - rest_h * args.grid.h);
       qd[p] = static_cast<int>(rest_h - rest_d * args.grid.d);
-      n[p] = tile_valid && position < args.positions ? rest_d : -1;
-      w_valid[p] = 0;
-      if constexpr (C::kUnrollW) {
-        static_for<C::kLoads>([&](auto i) {
-          const int at = qw[p] * C::kInputStepW + C::kLoadOffset(i);
-          w_valid[p] |= static_cast<unsigned>(at >= 0 && at < args.x_size.w) << i;
-        });
-      }
+      n[p] = block_tile + tile < kTiles && position < args.positions ? rest_d : -1;
     }
   }
 
@@ -108,167 +117,172 @@ struct Direct {
     const Scalar* bias = static_cast<const Scalar*>(args.bias);
 #pragma unroll
     for (int o = 0; o < C::kTile; ++o) {
-      const bool has_bias = bias != nullptr && tile_valid && out + o < C::kOutPerGroup;
+      const bool has_bias = bias != nullptr && block_tile + tile < kTiles && out + o < C::kOutPerGroup;
       const Acc start = has_bias ? widen<Acc>(bias[group * C::kOutPerGroup + out + o]) : Acc(0);
 #pragma unroll
       for (int p = 0; p < C::kPositions; ++p) {
 #pragma unroll
-        for (int f = 0; f < kPhasesPerThread; ++f) sum[p][f][o] = start;
+        for (int f = 0; f < C::kPhases; ++f) sum[p][f][o] = start;
       }
     }
   }
 
-  // Rows [first_row, first_row + rows) of this block's phase and channels [first_r, first_r +
-  // kStageChannels).
+  // A row is one tap along each dimension that is not unrolled. Its place among the rows of the block's
+  // phase:
+  struct Row {
+    int d, h, w;
+  };
+  __device__ __forceinline__ Row row_at(int index) const {
+    return {index / (rows_w * rows_h), index / rows_w % rows_h, index % rows_w};
+  }
+
+  // Rows [first_row, first_row + rows) and channels [first_r, first_r + kStageChannels).
   __device__ __forceinline__ void stage_weights(int first_row, int rows, int first_r) {
     const Scalar* w = static_cast<const Scalar*>(args.w);
     for (int i = threadIdx.x; i < rows * kRowStride; i += blockDim.x) {
-      int rest = i;
-      const int o = rest % C::kTile;
-      rest /= C::kTile;
-      const int t = rest % C::kTilesPerBlock;
-      rest /= C::kTilesPerBlock;
-      const int j = rest % C::kTapsW;
-      rest /= C::kTapsW;
-      const int r = first_r + rest % C::kStageChannels;
-      const int row = first_row + rest / C::kStageChannels;
-
+      const int o = i % C::kTile, t = i / C::kTile % C::kTilesPerBlock, j = i / kTapStride % C::kTaps;
+      const int r = first_r + i / kChannelStride % C::kStageChannels;
+      const Row row = row_at(first_row + i / kRowStride);
+      const int tap_d = kUnrollD ? C::kTapD(j) : C::kFirstTapD(phase_d) + row.d * C::kTapStepD;
+      const int tap_h = kUnrollH ? C::kTapH(j) : C::kFirstTapH(phase_h) + row.h * C::kTapStepH;
+      const int tap_w = kUnrollW ? C::kTapW(j) : C::kFirstTapW(phase_w) + row.w * C::kTapStepW;
       const int g = (block_tile + t) / kTilesPerGroup;
       const int channel = (block_tile + t) % kTilesPerGroup * C::kTile + o;
-      const int count_h = C::kCountH(phase_h);
-      const int tap_d = C::kFirstTapD(phase_d) + row / count_h * C::kTapStepD;
-      const int tap_h = C::kFirstTapH(phase_h) + row % count_h * C::kTapStepH;
-      int tap_w;
-      bool exists = g < C::kGroups && channel < C::kOutPerGroup && r < C::kReducedPerGroup;
-      if constexpr (C::kUnrollW) {
-        tap_w = C::kTapIndex(j);
-      } else {
-        tap_w = C::kFirstTapW(phase_w) + j * C::kTapStepW;
-        exists = exists && j < C::kCountW(phase_w);
-      }
+      const bool exists = g < C::kGroups && channel < C::kOutPerGroup && r < C::kReducedPerGroup;
       const long long at = g * args.w_group_stride + r * args.w_strides.n + channel * args.w_strides.c +
                            tap_d * args.w_strides.d + tap_h * args.w_strides.h + tap_w * args.w_strides.w;
       weights[i] = exists ? widen<Acc>(w[at]) : Acc(0);
     }
   }
 
-  __device__ __forceinline__ void add(int p, int f, Acc value, const Vector<Acc, C::kTile>& w) {
+  using Mask = typename MaskType<(C::kLoads > 32)>::type;
+  static_assert(C::kLoads <= 64, "the loads of a row fit a mask");
+
+  // One row's lines of x at a thread's positions: where they start, and which of the loads lie inside x.
+  struct Lines {
+    const Scalar* at[C::kPositions];
+    Mask inside[C::kPositions];  // bit i: load i
+  };
+  __device__ __forceinline__ Lines lines_of(const Row& row, int first_r) const {
+    Lines lines;
 #pragma unroll
-    for (int o = 0; o < C::kTile; ++o) sum[p][f][o] += value * w.at[o];
+    for (int p = 0; p < C::kPositions; ++p) {
+      const int d =
+          qd[p] * C::kInputStepD + (kUnrollD ? 0 : C::kFirstOffsetD(phase_d) + row.d * C::kOffsetStepD);
+      const int h =
+          qh[p] * C::kInputStepH + (kUnrollH ? 0 : C::kFirstOffsetH(phase_h) + row.h * C::kOffsetStepH);
+      const int w =
+          qw[p] * C::kInputStepW + (kUnrollW ? 0 : C::kFirstOffsetW(phase_w) + row.w * C::kOffsetStepW);
+      lines.inside[p] = 0;
+      static_for<C::kLoads>([&](auto i) {
+        constexpr int kD = C::kLoadD(i), kH = C::kLoadH(i), kW = C::kLoadW(i);
+        const bool inside = n[p] >= 0 && d + kD >= 0 && d + kD < args.x_size.d && h + kH >= 0 &&
+                            h + kH < args.x_size.h && w + kW >= 0 && w + kW < args.x_size.w;
+        lines.inside[p] |= static_cast<Mask>(inside) << i;
+      });
+      const Index channel = static_cast<Index>(group) * C::kReducedPerGroup + first_r;
+      const Index at = n[p] * static_cast<Index>(args.x_strides.n) + channel * x_stride_c() +
+                       d * static_cast<Index>(args.x_strides.d) + h * static_cast<Index>(args.x_strides.h) +
+                       w * x_stride_w();
+      // Of positions without a load inside x nothing is read; keep their addresses inside.
+      lines.at[p] = static_cast<const Scalar*>(args.x) + (lines.inside[p] ? at : Index(0));
+    }
+    return lines;
   }
 
-  // One vector of channels of one row, all taps along w known at compile time.
-  __device__ __forceinline__ void accumulate(const Scalar* const (&line)[C::kPositions],
-                                             const bool (&inside)[C::kPositions], const Acc* w) {
-    const Index step = x_stride_w(args);
+  // One vector of channels of one row.
+  __device__ __forceinline__ void accumulate(const Lines& lines, const Acc* w) {
     Acc value[C::kPositions][C::kLoads][C::kVector];
 #pragma unroll
     for (int p = 0; p < C::kPositions; ++p) {
       static_for<C::kLoads>([&](auto i) {
+        constexpr int kD = C::kLoadD(i), kH = C::kLoadH(i), kW = C::kLoadW(i);
+        const Index offset = kD * static_cast<Index>(args.x_strides.d) +
+                             kH * static_cast<Index>(args.x_strides.h) + kW * x_stride_w();
         Vector<Scalar, C::kVector> loaded{};
-        if (inside[p] && (w_valid[p] >> i & 1))
-          loaded = load_vector<C::kVector>(line[p] + C::kLoadOffset(i) * step);
+        if (lines.inside[p] >> i & 1) loaded = load_vector<C::kVector>(lines.at[p] + offset);
 #pragma unroll
         for (int v = 0; v < C::kVector; ++v) value[p][i][v] = widen<Acc>(loaded.at[v]);
       });
     }
 #pragma unroll
     for (int v = 0; v < C::kVector; ++v) {
-      static_for<C::kTapsW>([&](auto j) {
+      static_for<C::kTaps>([&](auto j) {
         constexpr int kPhase = C::kTapPhase(j), kLoad = C::kTapLoad(j);
-        const auto taps = load_vector<C::kTile>(w + (v * C::kTapsW + j) * (C::kTilesPerBlock * C::kTile));
+        const auto tap = load_vector<C::kTile>(w + v * kChannelStride + j * kTapStride);
 #pragma unroll
-        for (int p = 0; p < C::kPositions; ++p) add(p, kPhase, value[p][kLoad][v], taps);
+        for (int p = 0; p < C::kPositions; ++p) {
+#pragma unroll
+          for (int o = 0; o < C::kTile; ++o) sum[p][kPhase][o] += value[p][kLoad][v] * tap.at[o];
+        }
       });
     }
   }
 
-  // The same with the taps along w counted at run time: many taps or many phases.
-  __device__ __forceinline__ void accumulate_counted(const Scalar* const (&line)[C::kPositions],
-                                                     const bool (&inside)[C::kPositions], const Acc* w) {
-    const Index step = x_stride_w(args);
-    for (int j = 0; j < C::kCountW(phase_w); ++j) {
-      const int offset = C::kFirstOffsetW(phase_w) + j * C::kOffsetStepW;
+  // All staged channels of one row.
+  __device__ __forceinline__ void accumulate_row(int row, int first_r, const Acc* w) {
+    Lines lines = lines_of(row_at(row), first_r);
+    const int rest = C::kReducedPerGroup - first_r;
+    const int channels = rest < C::kStageChannels ? rest : C::kStageChannels;
+    for (int r = 0; r < channels; r += C::kVector) {
+      accumulate(lines, w);
+      w += C::kVector * kChannelStride;
 #pragma unroll
-      for (int p = 0; p < C::kPositions; ++p) {
-        const int at = qw[p] * C::kInputStepW + offset;
-        Vector<Scalar, C::kVector> loaded{};
-        if (inside[p] && at >= 0 && at < args.x_size.w)
-          loaded = load_vector<C::kVector>(line[p] + offset * step);
-#pragma unroll
-        for (int v = 0; v < C::kVector; ++v) {
-          add(p, 0, widen<Acc>(loaded.at[v]),
-              load_vector<C::kTile>(w + (v * C::kTapsW + j) * (C::kTilesPerBlock * C::kTile)));
-        }
-      }
+      for (int p = 0; p < C::kPositions; ++p)
+        lines.at[p] += lines.inside[p] ? C::kVector * x_stride_c() : Index(0);
     }
   }
 
-  // All staged channels of one row = (tap d, tap h).
-  __device__ __forceinline__ void accumulate_row(int row, int first_r, const Acc* w) {
-    const int count_h = C::kCountH(phase_h);
-    const int offset_d = C::kFirstOffsetD(phase_d) + row / count_h * C::kOffsetStepD;
-    const int offset_h = C::kFirstOffsetH(phase_h) + row % count_h * C::kOffsetStepH;
-    const Scalar* line[C::kPositions];
-    bool inside[C::kPositions];
+  // The outputs of one position and one phase pair or phase: kPair neighbours along w, of every channel of
+  // the tile.
+  template <int kPair>
+  __device__ __forceinline__ void store_phase(int p, int f) {
+    const int d = qd[p] * C::kOutputStepD + (kUnrollD ? C::kPhaseD(f) : phase_d);
+    const int h = qh[p] * C::kOutputStepH + (kUnrollH ? C::kPhaseH(f) : phase_h);
+    const int w = qw[p] * C::kOutputStepW + (kUnrollW ? C::kPhaseW(f) : phase_w);
+    if (n[p] < 0 || d >= args.y_size.d || h >= args.y_size.h || w >= args.y_size.w) return;
+    const Index channel = static_cast<Index>(group) * C::kOutPerGroup + out;
+    const Index offset = n[p] * static_cast<Index>(args.y_strides.n) +
+                         channel * static_cast<Index>(args.y_strides.c) +
+                         d * static_cast<Index>(args.y_strides.d) + h * static_cast<Index>(args.y_strides.h) +
+                         w * static_cast<Index>(args.y_strides.w);
+    Scalar* y = static_cast<Scalar*>(args.y) + offset;
 #pragma unroll
-    for (int p = 0; p < C::kPositions; ++p) {
-      const int d = qd[p] * C::kInputStepD + offset_d, h = qh[p] * C::kInputStepH + offset_h;
-      inside[p] = n[p] >= 0 && d >= 0 && d < args.x_size.d && h >= 0 && h < args.x_size.h;
-      const Index channel = static_cast<Index>(group) * C::kReducedPerGroup + first_r;
-      const Index at = n[p] * static_cast<Index>(args.x_strides.n) + channel * x_stride_c(args) +
-                       d * static_cast<Index>(args.x_strides.d) + h * static_cast<Index>(args.x_strides.h) +
-                       qw[p] * C::kInputStepW * x_stride_w(args);
-      // Lines outside the tensor are never read; keep their addresses inside.
-      line[p] = static_cast<const Scalar*>(args.x) + (inside[p] ? at : Index(0));
-    }
-    const int channels =
-        C::kReducedPerGroup - first_r < C::kStageChannels ? C::kReducedPerGroup - first_r : C::kStageChannels;
-    for (int r = 0; r < channels; r += C::kVector) {
-      if constexpr (C::kUnrollW) {
-        accumulate(line, inside, w);
+    for (int o = 0; o < C::kTile; o += C::kStoreVector) {
+      if (out + o >= C::kOutPerGroup) continue;
+      const Index step = o * static_cast<Index>(args.y_strides.c);
+      if constexpr (kPair == 2) {
+        const Vector<Scalar, 2> both{Narrow<Scalar>::from(sum[p][f][o]),
+                                     Narrow<Scalar>::from(sum[p][f + 1][o])};
+        if (w + 1 < args.y_size.w && (offset + step) % 2 == 0) {
+          *reinterpret_cast<Vector<Scalar, 2>*>(y + step) = both;
+        } else {
+          y[step] = both.at[0];
+          if (w + 1 < args.y_size.w) y[step + 1] = both.at[1];
+        }
       } else {
-        accumulate_counted(line, inside, w);
-      }
-      w += C::kVector * C::kTapsW * C::kTilesPerBlock * C::kTile;
+        Vector<Scalar, C::kStoreVector> values;
 #pragma unroll
-      for (int p = 0; p < C::kPositions; ++p) line[p] += inside[p] ? C::kVector * x_stride_c(args) : Index(0);
+        for (int v = 0; v < C::kStoreVector; ++v) values.at[v] = Narrow<Scalar>::from(sum[p][f][o + v]);
+        *reinterpret_cast<Vector<Scalar, C::kStoreVector>*>(y + step) = values;
+      }
     }
   }
 
   __device__ __forceinline__ void store() {
-    Scalar* y = static_cast<Scalar*>(args.y);
 #pragma unroll
     for (int p = 0; p < C::kPositions; ++p) {
-      const int d = qd[p] * C::kOutputStepD + phase_d, h = qh[p] * C::kOutputStepH + phase_h;
-      if (n[p] < 0 || d >= args.y_size.d || h >= args.y_size.h) continue;
+      // With two phases along w and w contiguous, the phases' outputs are neighbours: one store for both.
+      constexpr int kPair = C::kPairs ? 2 : 1;
 #pragma unroll
-      for (int f = 0; f < kPhasesPerThread; ++f) {
-        const int w = qw[p] * C::kOutputStepW + (C::kUnrollW ? f : phase_w);
-        if (w >= args.y_size.w) continue;
-        const Index channel = static_cast<Index>(group) * C::kOutPerGroup + out;
-        Scalar* at = y + n[p] * static_cast<Index>(args.y_strides.n) +
-                     channel * static_cast<Index>(args.y_strides.c) +
-                     d * static_cast<Index>(args.y_strides.d) + h * static_cast<Index>(args.y_strides.h) +
-                     w * static_cast<Index>(args.y_strides.w);
-#pragma unroll
-        for (int o = 0; o < C::kTile; o += C::kStoreVector) {
-          Vector<Scalar, C::kStoreVector> values;
-#pragma unroll
-          for (int v = 0; v < C::kStoreVector; ++v) values.at[v] = Narrow<Scalar>::from(sum[p][f][o + v]);
-          if (out + o < C::kOutPerGroup) {
-            *reinterpret_cast<Vector<Scalar, C::kStoreVector>*>(
-                at + o * static_cast<Index>(args.y_strides.c)) = values;
-          }
-        }
-      }
+      for (int f = 0; f < C::kPhases; f += kPair) store_phase<kPair>(p, f);
     }
   }
 
   __device__ __forceinline__ void compute() {
     locate();
     start_from_bias();
-    const int rows = C::kCountD(phase_d) * C::kCountH(phase_h);
+    const int rows = rows_d * rows_h * rows_w;
     for (int first_r = 0; first_r < C::kReducedPerGroup; first_r += C::kStageChannels) {
       for (int first_row = 0; first_row < rows; first_row += C::kStageRows) {
         const int staged = rows - first_row < C::kStageRows ? rows - first_row : C::kStageRows;
