@@ -17,6 +17,8 @@ Convolution = tuple[Triple, Triple, Triple, int, Triple]  # stride, padding, out
 
 def triple(value: int | Sequence[int], name: str) -> Triple:
     """An integer for all three dimensions, or (depth, height, width)."""
+    if type(value) is tuple and len(value) == 3 and type(value[0]) is type(value[1]) is type(value[2]) is int:
+        return value
     if isinstance(value, int):
         return (value, value, value)
     if isinstance(value, (str, float)) or not hasattr(value, "__iter__"):

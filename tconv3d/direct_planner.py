@@ -190,9 +190,10 @@ def _tiles_per_block(side: Side, channels: int) -> int:
 
 
 def _cycles(side: Side, tile: GatherTile) -> float:
-    """Predicted cycles of a multiprocessor per warp and output: what the instruction mix of the kernel takes.
+    """Predicted cycles of a multiprocessor per warp, for an output channel at a position.
 
-    Four warps issue at a time; shared memory hands out a broadcast vector in four cycles, L1 a line in one.
+    The weights were fitted to an H200 (benchmarks/candidates.py): what a multiply-add, a vector of weights, a load
+    of x, a row of taps, a phase and a store take when everything else is busy too.
     """
     inner = Unrolled.of(side.gathers, tile.unrolled)
     outer = side.gathers[: 3 - tile.unrolled]
@@ -200,14 +201,11 @@ def _cycles(side: Side, tile: GatherTile) -> float:
     rows = prod(sum(gather.count) for gather in outer)
     p, taps, loads = tile.positions, len(inner.taps), len(inner.loads)
     vectors = taps * -(-tile.channels * accumulator(side.problem.dtype)[1] // 16)
-    per_channel = taps * tile.channels * p + vectors + 2 * loads * p + 3 * p + 6
-    per_row = (16 + 3 * loads) * p + 10
-    per_thread = phases * (40 * p + 60 + 5 * p * len(inner.phases) * tile.channels)
-    issue = (rows * (side.reduced * per_channel + per_row) + per_thread) / 4
-    shared = rows * side.reduced * vectors * 4
-    lines = rows * side.reduced * loads * p * (1 if side.x[4] == 1 else 2)
+    per_channel = 0.38 * taps * tile.channels * p + 0.5 * vectors + 1.4 * loads * p + 0.3 * p
+    per_row = (12 + 0.5 * loads) * p
+    per_phase = (20 + 11 * len(inner.phases) * tile.channels) * p
     idle = -(-side.outs // tile.channels) * tile.channels / side.outs
-    return max(issue, shared, lines) * idle / (p * tile.channels)
+    return (rows * (side.reduced * per_channel + per_row) + phases * per_phase) * idle / (p * tile.channels)
 
 
 def _load_vector(side: Side, budget: int) -> int:

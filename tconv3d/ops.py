@@ -124,23 +124,23 @@ class _Forward(torch.autograd.Function):
     def forward(
         ctx: Any, alone: bool, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution
     ) -> Tensor:
-        _, needs_input, needs_weight, _, _ = ctx.needs_input_grad
-        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
-        ctx.sizes = tuple(input.shape[2:]), tuple(weight.shape[2:])
-        ctx.convolution, ctx.backend = convolution, current_backend()
+        # What a gradient does not need is not kept alive.
+        ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
+        ctx.call = input.shape, weight.shape, convolution, current_backend()
         if alone:
-            return _forward(input, weight, bias, convolution)
+            return executor.forward(input, weight, bias, convolution)
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        input_size, kernel = ctx.sizes
+        input_shape, weight_shape, convolution, backend = ctx.call
+        size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
         _, needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        with use_backend(ctx.backend):
-            dx = conv_transpose3d_input_grad(grad, weight, input_size, ctx.convolution) if needs_input else None
-            dw = conv_transpose3d_weight_grad(grad, input, kernel, ctx.convolution) if needs_weight else None
+        with use_backend(backend):
+            dx = conv_transpose3d_input_grad(grad, weight, size, convolution) if needs_input else None
+            dw = conv_transpose3d_weight_grad(grad, input, kernel, convolution) if needs_weight else None
             db = conv_transpose3d_bias_grad(grad) if needs_bias else None
         return None, dx, dw, db, None
 
@@ -170,7 +170,7 @@ class _InputGrad(torch.autograd.Function):
         kernel = tuple(weight.shape[2:])
         _, needs_output, needs_weight, _, _ = ctx.needs_input_grad
         with use_backend(ctx.backend):
-            dy = conv_transpose3d(grad, weight, None, ctx.convolution) if needs_output else None
+            dy = _any_conv_transpose3d(grad, weight, ctx.convolution) if needs_output else None
             dw = conv_transpose3d_weight_grad(grad_output, grad, kernel, ctx.convolution) if needs_weight else None
         return None, dy, dw, None, None
 
@@ -193,7 +193,7 @@ class _WeightGrad(torch.autograd.Function):
         size = tuple(input.shape[2:])
         _, needs_output, needs_input, _, _ = ctx.needs_input_grad
         with use_backend(ctx.backend):
-            dy = conv_transpose3d(input, grad, None, ctx.convolution) if needs_output else None
+            dy = _any_conv_transpose3d(input, grad, ctx.convolution) if needs_output else None
             dx = conv_transpose3d_input_grad(grad_output, grad, size, ctx.convolution) if needs_input else None
         return None, dy, dx, None, None
 
@@ -300,23 +300,33 @@ def _alone(first: Tensor, second: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and type(first) in _PLAIN
         and type(second) in _PLAIN
-        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
-        and not torch.is_autocast_enabled(first.device.type)
+        and not torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu")
         and not torch._C._autograd._profiler_enabled()
     )
 
 
-def _recording(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+def _recording(first: Tensor, second: Tensor, third: Tensor | None = None) -> bool:
+    wanted = first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
+    return wanted and torch.is_grad_enabled()
 
 
 def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    """For tensors that our kernels take: see `why_not_ours`."""
     if not _alone(input, weight):
         return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
     if _recording(input, weight, bias):
         return _Forward.apply(True, input, weight, bias, convolution)
-    return _forward(input, weight, bias, convolution)
+    return executor.forward(input, weight, bias, convolution)
+
+
+def _any_conv_transpose3d(input: Tensor, weight: Tensor, convolution: Convolution) -> Tensor:
+    """The forward pass for second derivatives, on the backend of the call they come from."""
+    if torch.compiler.is_compiling() or why_not_ours(input) is None:
+        return conv_transpose3d(input, weight, None, convolution)
+    stride, padding, output_padding, groups, dilation = convolution
+    return torch.conv_transpose3d(input, weight, None, stride, padding, output_padding, groups, dilation)
 
 
 def conv_transpose3d_input_grad(
@@ -342,7 +352,7 @@ def conv_transpose3d_weight_grad(
 def conv_transpose3d_bias_grad(grad_output: Tensor) -> Tensor:
     if not _alone(grad_output, grad_output):
         return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
-    if _recording(grad_output):
+    if _recording(grad_output, grad_output):
         return _BiasGrad.apply(True, grad_output)
     return _bias_grad(grad_output)
 
