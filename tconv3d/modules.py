@@ -7,6 +7,8 @@ model definition cannot tell the difference. Knows nothing of kernels, devices o
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,17 +24,14 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d):
             raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
         output_padding = self.output_padding
         if output_size is not None:
-            output_padding = tuple(
-                self._output_padding(
-                    input, output_size, self.stride, self.padding, self.kernel_size, 3, self.dilation
-                )
-            )
+            settings: tuple[Any, ...] = (self.stride, self.padding, self.kernel_size, 3, self.dilation)
+            output_padding = tuple(self._output_padding(input, output_size, *settings))
         return conv_transpose3d(
             input,
             self.weight,
             self.bias,
             self.stride,
-            self.padding,
+            self.padding,  # type: ignore[arg-type]  # declared for all convolutions; "same" is for others
             output_padding,
             self.groups,
             self.dilation,
