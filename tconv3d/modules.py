@@ -15,6 +15,16 @@ from torch import Tensor
 from .functional import conv_transpose3d
 
 
+def resolved_output_padding(
+    layer: torch.nn.ConvTranspose3d, input: Tensor, output_size: list[int] | None
+) -> tuple[int, ...]:
+    """The layer's own output padding, or the one that gives `output_size`: one of those the stride allows."""
+    if output_size is None:
+        return layer.output_padding
+    sizes: list[Any] = [layer.stride, layer.padding, layer.kernel_size, 3, layer.dilation]
+    return tuple(layer._output_padding(input, output_size, *sizes))
+
+
 class ConvTranspose3d(torch.nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` on this library's kernels: same constructor and parameters."""
 
@@ -22,10 +32,7 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d):
         """Input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: one of those the stride allows."""
         if self.padding_mode != "zeros":
             raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
-        output_padding = self.output_padding
-        if output_size is not None:
-            settings: tuple[Any, ...] = (self.stride, self.padding, self.kernel_size, 3, self.dilation)
-            output_padding = tuple(self._output_padding(input, output_size, *settings))
+        output_padding = resolved_output_padding(self, input, output_size)
         return conv_transpose3d(
             input,
             self.weight,

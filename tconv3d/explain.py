@@ -1,0 +1,287 @@
+"""`explain`: which kernel would run a layer, why, and what the hardware would allow.
+
+Needs no GPU and launches nothing. Asks the planner the questions the executor asks: what it says is what happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, executor, ops, planner
+from .checks import Convolution
+from .geometry import Geometry
+from .gpus import DEFAULT_GPU, GPUS, Gpu
+from .modules import resolved_output_padding
+from .problem import Device, Pass, Problem
+
+
+@dataclass(frozen=True)
+class PassExplanation:
+    """One pass: the kernel, why this one, and the least the pass can take."""
+
+    name: str
+    kernel: str
+    why: str
+    passed_over: dict[str, str]  # kernels that were asked first, and why they declined
+    tile: str
+    launches: int
+    workspace_bytes: int
+    bytes: int
+    flops: int
+    floor_ms: float | None  # None where the GPU's ceilings are not known
+    bound_by: str | None
+
+
+@dataclass(frozen=True)
+class AxisExplanation:
+    """The taps of one dimension: for each phase, (tap, shift) pairs."""
+
+    name: str
+    phases: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `str()` of it is for people, `as_dict()` for programs."""
+
+    layer: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    dtype: str
+    precision: str
+    layout: str
+    gpu: str
+    ceilings: str
+    here: str  # what runs when this very call is made, now
+    taps: int
+    phases: int
+    empty_phases: int
+    axes: tuple[AxisExplanation, ...]
+    passes: tuple[PassExplanation, ...]
+
+    @property
+    def kernel(self) -> str:
+        """The forward pass's kernel."""
+        return self.passes[0].kernel
+
+    @property
+    def text(self) -> str:
+        return "\n".join(_lines(self))
+
+    def __str__(self) -> str:
+        return self.text
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain(
+    layer_or_input: torch.nn.ConvTranspose3d | Tensor, *arguments: Any, gpu: str | None = None, **keywords: Any
+) -> Explanation:
+    """Says which kernels a layer or a call would run, and why.
+
+    >>> tconv3d.explain(layer, input)                          # a layer; the input as a tensor or as its shape
+    >>> tconv3d.explain(input, weight, bias, stride=2)         # the arguments of conv_transpose3d
+    >>> tconv3d.explain(layer, (1, 32, 64, 64, 64), gpu="H200")
+
+    `gpu` is a name (`tconv3d.gpus.GPUS`) or a compute capability ("9.0"); the present GPU if there is one, else H200.
+    Tensors on the meta device will do.
+    """
+    if isinstance(layer_or_input, torch.nn.ConvTranspose3d):
+        call = _call_of_layer(layer_or_input, *arguments, **keywords)
+    else:
+        call = _call(layer_or_input, *arguments, **keywords)
+    return _explain(*call, _find_gpu(gpu, call[0]))
+
+
+Call = tuple[Tensor, Tensor, Tensor | None, Convolution]
+
+
+def _call_of_layer(
+    layer: torch.nn.ConvTranspose3d, input: Tensor | Sequence[int], output_size: list[int] | None = None
+) -> Call:
+    if not isinstance(input, Tensor):
+        input = torch.empty(tuple(input), dtype=layer.weight.dtype, device="meta")
+    output_padding = resolved_output_padding(layer, input, output_size)
+    settings: list[Any] = [layer.stride, layer.padding, output_padding, layer.groups, layer.dilation]
+    return _call(input, layer.weight, layer.bias, *settings)
+
+
+def _call(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Call:
+    checks.check_rank(input, weight)
+    convolution = (
+        checks.triple(stride, "stride"),
+        checks.triple(padding, "padding"),
+        checks.triple(output_padding, "output_padding"),
+        groups,
+        checks.triple(dilation, "dilation"),
+    )
+    return (input.unsqueeze(0) if input.dim() == 4 else input), weight, bias, convolution
+
+
+def _find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
+    """The GPU to plan for, and its ceilings if they are known."""
+    if name is None and not torch.cuda.is_available():
+        name = DEFAULT_GPU
+    if name is None:
+        index = tensor.get_device() if tensor.is_cuda else torch.cuda.current_device()
+        device = executor.device_of(torch.empty(0, device=f"cuda:{index}"))
+        return device, next((gpu for key, gpu in GPUS.items() if key in device.name.split()), None)
+    by_capability = {
+        f"{d.capability[0]}.{d.capability[1]}": gpu for gpu in reversed(GPUS.values()) for d in [gpu.device]
+    }
+    gpu = GPUS.get(name) or by_capability.get(name)
+    if gpu is None:
+        raise ValueError(f"expected a GPU of {', '.join((*GPUS, *sorted(by_capability)))}, got {name!r}")
+    return gpu.device, gpu
+
+
+def _explain(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, found: tuple[Device, Gpu | None]
+) -> Explanation:
+    device, gpu = found
+    if input.is_meta or weight.is_meta:  # a shape in place of a tensor has no device of its own
+        input, weight = input.to("meta"), weight.to("meta")
+        bias = None if bias is None else bias.to("meta")
+    geometry = checks.check_forward(input, weight, bias, convolution)
+    dtype = str(input.dtype).removeprefix("torch.")
+    if input.dtype not in executor.DTYPES:
+        raise NotImplementedError(f"PyTorch's operator runs dtype {dtype}: tconv3d has no kernel for it")
+    tf32 = dtype == "float32" and executor.tf32_allowed()
+    output_strides = executor.output_strides(geometry, input, weight)
+    output_shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
+    return Explanation(
+        layer=_describe(geometry, bias is not None),
+        input_shape=tuple(input.shape),
+        output_shape=output_shape,
+        dtype=dtype,
+        precision="TF32 products allowed" if tf32 else f"{dtype} products",
+        layout="channels_last_3d" if executor.suggests_channels_last(input) else "contiguous",
+        gpu=f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})",
+        ceilings="not known" if gpu is None else f"{gpu.copy} TB/s, {gpu.source}",
+        here=_here(input),
+        taps=geometry.taps,
+        phases=geometry.phases,
+        empty_phases=geometry.empty_phases,
+        axes=tuple(
+            AxisExplanation(
+                name,
+                tuple(tuple((tap, axis.shift(tap)) for tap in axis.taps(f)) for f in range(axis.stride)),
+            )
+            for name, axis in zip(("depth", "height", "width"), geometry.axes, strict=True)
+        ),
+        passes=tuple(
+            _explain_pass(problem, device, gpu)
+            for problem in _problems(geometry, input, weight, bias, output_strides, tf32)
+        ),
+    )
+
+
+def _problems(
+    geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | None, output: tuple[int, ...], tf32: bool
+) -> list[Problem]:
+    """The four passes as a training step would ask for them."""
+    passes = [which for which in Pass if which is not Pass.BIAS_GRAD or bias is not None]
+    return [
+        Problem(
+            which,
+            geometry,
+            input.shape[0],
+            tuple(input.shape[2:]),
+            executor.DTYPES[input.dtype],
+            input.stride(),
+            weight.stride(),
+            output,
+            bias=which is Pass.FORWARD and bias is not None,
+            tf32=tf32,
+        )
+        for which in passes
+    ]
+
+
+def _explain_pass(problem: Problem, device: Device, gpu: Gpu | None) -> PassExplanation:
+    plan = planner.plan(problem, device)
+    bound = None
+    if gpu is not None:
+        moving = problem.bytes / gpu.copy >= problem.flops / gpu.rate(problem)
+        bound = "memory" if moving else "arithmetic"
+    return PassExplanation(
+        name=problem.which.value,
+        kernel=plan.kernel,
+        why=plan.why,
+        passed_over=planner.refusals(problem, device),
+        tile=plan.tile,
+        launches=len(plan.launches),
+        workspace_bytes=plan.workspace_bytes,
+        bytes=problem.bytes,
+        flops=problem.flops,
+        floor_ms=None if gpu is None else gpu.floor_ms(problem),
+        bound_by=bound,
+    )
+
+
+def _here(input: Tensor) -> str:
+    if input.is_meta:
+        return "nothing runs: the tensors are on the meta device"
+    try:
+        reason = ops.why_not_ours(input)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"an error: {error}"
+    if reason is not None:
+        return f"PyTorch's operator ({reason})"
+    return "these kernels" if input.is_cuda else "these kernels, in the emulator"
+
+
+def _describe(geometry: Geometry, bias: bool) -> str:
+    def three(values: tuple[int, ...]) -> str:
+        return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
+
+    text = f"ConvTranspose3d {geometry.in_channels} -> {geometry.out_channels}, kernel {three(geometry.kernel)}"
+    for name in ("stride", "padding", "output_padding", "dilation"):
+        values = tuple(getattr(axis, name) for axis in geometry.axes)
+        if set(values) != {1 if name in ("stride", "dilation") else 0}:
+            text += f", {name} {three(values)}"
+    return text + (f", groups {geometry.groups}" if geometry.groups > 1 else "") + ("" if bias else ", no bias")
+
+
+def _lines(e: Explanation) -> list[str]:
+    def shape(values: tuple[int, ...]) -> str:
+        return " x ".join(map(str, values))
+
+    lines = [
+        e.layer,
+        f"  input {shape(e.input_shape)} -> output {shape(e.output_shape)}, {e.dtype}, {e.layout} ({e.precision})",
+        f"  {e.taps} taps in {e.phases} phases"
+        + (f", {e.empty_phases} of them empty: the bias alone" if e.empty_phases else ""),
+    ]
+    for axis in e.axes:
+        phases = (
+            f"phase {f}: " + (", ".join(f"tap {t} shift {s:+d}" for t, s in taps) or "none")
+            for f, taps in enumerate(axis.phases)
+        )
+        lines.append(f"    {axis.name}: " + "; ".join(phases))
+    lines += [f"  planned for {e.gpu}, ceilings {e.ceilings}", f"  this call, now: {e.here}"]
+    for p in e.passes:
+        floor = "" if p.floor_ms is None else f", floor {p.floor_ms:.3g} ms ({p.bound_by})"
+        lines += [
+            f"  {p.name}: {p.kernel} ({p.why})",
+            *(f"    not {name}: {reason}" for name, reason in p.passed_over.items()),
+            f"    {p.tile}; {p.launches} launch{'es' if p.launches > 1 else ''}, "
+            f"workspace {p.workspace_bytes / 1e6:.3g} MB",
+            f"    {p.bytes / 1e6:.4g} MB, {p.flops / 1e9:.4g} GFLOP{floor}",
+        ]
+    return lines
