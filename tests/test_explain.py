@@ -1,0 +1,84 @@
+"""`explain` says what the executor does, without a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from layers import TABLE
+
+import tconv3d
+from tconv3d import executor, planner
+from tconv3d.problem import Plan
+
+
+def test_the_kernel_is_the_one_that_runs(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = TABLE["groups"]
+    operands = layer.operands(torch.float32, ours)
+    plans: list[Plan] = []
+    original = planner.plan
+
+    def watching(*arguments: object) -> Plan:
+        plans.append(original(*arguments))  # type: ignore[arg-type]
+        return plans[-1]
+
+    monkeypatch.setattr(executor.planner, "plan", watching)
+    executor._tasks.clear()
+    tconv3d.conv_transpose3d(*operands, *layer.settings)
+    ran = plans[-1]
+    found = tconv3d.explain(*operands, *layer.settings)
+    assert (found.kernel, found.passes[0].tile) == (ran.kernel, ran.tile)
+    assert found.here.startswith("these kernels")
+
+
+def test_forms_of_a_call_agree() -> None:
+    layer = tconv3d.ConvTranspose3d(4, 6, 3, stride=2, padding=1, groups=2)
+    x = torch.empty(2, 4, 5, 6, 7)
+    by_layer = tconv3d.explain(layer, x, gpu="H200")
+    by_shape = tconv3d.explain(layer, x.shape, gpu="H200")
+    by_call = tconv3d.explain(x, layer.weight, layer.bias, stride=2, padding=1, groups=2, gpu="H200")
+    assert by_layer.as_dict() == by_call.as_dict()
+    assert by_shape.passes == by_layer.passes
+    reference = torch.nn.functional.conv_transpose3d(x, layer.weight, None, 2, 1, 0, 2)
+    assert by_layer.output_shape == tuple(reference.shape)
+    assert tconv3d.explain(layer, x[0]).input_shape == (1, 4, 5, 6, 7)
+    assert tconv3d.explain(layer, x, output_size=[10, 12, 14]).output_shape == (2, 6, 10, 12, 14)
+
+
+def test_numbers() -> None:
+    found = tconv3d.explain(tconv3d.ConvTranspose3d(3, 5, 2, stride=2), (2, 3, 4, 4, 4), gpu="H200")
+    forward = found.passes[0]
+    assert forward.flops == 2 * 2 * 3 * 5 * 8 * 64
+    assert forward.bytes == 4 * (2 * 3 * 64 + 2 * 5 * 512 + 3 * 5 * 8 + 5)
+    assert forward.floor_ms == pytest.approx(forward.bytes / 4.27e12 * 1e3)
+    assert (found.taps, found.phases, found.empty_phases) == (8, 8, 0)
+    assert [p.name for p in found.passes] == ["forward", "input_grad", "weight_grad", "bias_grad"]
+    json.dumps(found.as_dict())
+
+
+def test_empty_phases_and_shifts_are_named() -> None:
+    text = str(tconv3d.explain(tconv3d.ConvTranspose3d(2, 2, 3, stride=2, dilation=2, padding=1), (1, 2, 3, 3, 3)))
+    assert "7 of them empty" in text
+    assert "phase 1: tap 0 shift -1, tap 1 shift +0, tap 2 shift +1" in text
+    assert "phase 0: none" in text
+
+
+def test_fallbacks_are_admitted() -> None:
+    layer, x = tconv3d.ConvTranspose3d(2, 2, 2), torch.empty(1, 2, 3, 3, 3)
+    assert tconv3d.explain(layer, x).here.startswith("PyTorch's operator (cpu")
+    with tconv3d.use_backend("torch"):
+        assert "use_backend" in tconv3d.explain(layer, x).here
+    with tconv3d.use_backend("emulator"):
+        assert tconv3d.explain(layer, x).here == "these kernels, in the emulator"
+    with pytest.raises(NotImplementedError, match="PyTorch's operator runs dtype complex64"):
+        tconv3d.explain(layer.to(torch.complex64), x.to(torch.complex64))
+
+
+def test_bad_arguments() -> None:
+    layer = tconv3d.ConvTranspose3d(2, 2, 2)
+    with pytest.raises(ValueError, match=r"expected a GPU of .*H200.* got .Voodoo 2."):
+        tconv3d.explain(layer, (1, 2, 3, 3, 3), gpu="Voodoo 2")
+    with pytest.raises(RuntimeError, match="to have 2 channels, but got 3"):
+        tconv3d.explain(layer, (1, 3, 3, 3, 3))
+    assert "compute capability 8.0" in tconv3d.explain(layer, (1, 2, 3, 3, 3), gpu="8.0").gpu
