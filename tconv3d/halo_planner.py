@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby, permutations, product
+from itertools import permutations, product
 from math import prod
 
 from tconv3d.direct_planner import INT32_MAX, SCALARS
@@ -45,7 +45,7 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
-# ---- the program -----------------------------------------------------------------------------------------------------
+# ---- the program --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ class Dimension:
 
 
 Dimensions = tuple[Dimension, Dimension, Dimension]
-Segment = tuple[int, int, int]  # first field, fields, first field of the panel
 Split = tuple[bool, bool, bool]  # which dimensions' phases are computed by column tiles of their own
 
 
@@ -113,85 +112,75 @@ def instruction_cycles(columns: int) -> float:
 
 @dataclass(frozen=True)
 class Program:
-    """The matrix instructions of one chunk of channels, for any width of a field."""
+    """The matrix instructions of one chunk of channels, for any width of a field.
+
+    The compiler keeps matrix instructions apart (and waits between them) whose accumulators overlap in part, so the
+    columns are divided into units once and for all, and an instruction computes one unit: with zero weights for those
+    of its fields that the shift does not feed.
+    """
 
     dimensions: Dimensions
     fields: tuple[Triple, ...]  # in the order of the columns: output offsets
-    patterns: tuple[tuple[Segment, ...], ...]
+    unit: int  # fields of one instruction
+    patterns: tuple[tuple[int, ...], ...]  # the units that the shifts of a pattern feed
     shifts: tuple[tuple[Triple, ...], ...]  # of each pattern: displacements from the halo's first row
-    taps: tuple[tuple[Triple, ...], ...]  # of each shift, in the order of its panel
+    taps: tuple[tuple[Triple | None, ...], ...]  # of each shift: of every field of the units it feeds
 
     @classmethod
-    def make(cls, dimensions: Dimensions, fields: tuple[Triple, ...]) -> Program:
+    def make(cls, dimensions: Dimensions, fields: tuple[Triple, ...], unit: int) -> Program:
         place = {field: i for i, field in enumerate(fields)}
-        fed: dict[Triple, list[tuple[int, Triple]]] = {}
+        fed: dict[Triple, dict[int, Triple]] = {}
         origin_d, origin_h, origin_w = (dimension.origin for dimension in dimensions)
         for d, h, w in product(*(dimension.feeds for dimension in dimensions)):
             shift = (d.offset - origin_d, h.offset - origin_h, w.offset - origin_w)
-            fed.setdefault(shift, []).append((place[d.field, h.field, w.field], (d.tap, h.tap, w.tap)))
-        by_pattern: dict[tuple[Segment, ...], list[tuple[Triple, tuple[Triple, ...]]]] = {}
-        for shift in sorted(fed):
-            feeds = sorted(fed[shift])
-            segments = _segments([field for field, _ in feeds])
-            by_pattern.setdefault(segments, []).append((shift, tuple(tap for _, tap in feeds)))
+            fed.setdefault(shift, {})[place[d.field, h.field, w.field]] = (d.tap, h.tap, w.tap)
+        by_pattern: dict[tuple[int, ...], list[tuple[Triple, tuple[Triple | None, ...]]]] = {}
+        for shift, taps in sorted(fed.items()):
+            units = tuple(sorted({field // unit for field in taps}))
+            panel = tuple(taps.get(u * unit + i) for u in units for i in range(unit))
+            by_pattern.setdefault(units, []).append((shift, panel))
         return cls(
             dimensions,
             fields,
+            unit,
             tuple(by_pattern),
             tuple(tuple(shift for shift, _ in shifts) for shifts in by_pattern.values()),
             tuple(taps for shifts in by_pattern.values() for _, taps in shifts),
         )
 
-    def panel_fields(self, pattern: int) -> int:
-        return sum(fields for _, fields, _ in self.patterns[pattern])
-
     @cached_property
     def chunk_fields(self) -> int:
         """Fields of all panels of a chunk."""
-        return sum(self.panel_fields(p) * len(self.shifts[p]) for p in range(len(self.patterns)))
+        return sum(len(taps) for taps in self.taps)
+
+    @property
+    def panel_fields(self) -> int:
+        """Of the largest panel."""
+        return max((len(units) for units in self.patterns), default=0) * self.unit
 
     def cycles(self, width: int) -> float:
         """Of one slab and one step of 32 bytes."""
-        return sum(
-            len(shifts) * sum(instruction_cycles(fields * width) for _, fields, _ in segments)
-            for segments, shifts in zip(self.patterns, self.shifts, strict=True)
-        )
-
-
-def _segments(fields: list[int]) -> tuple[Segment, ...]:
-    """Neighbouring fields become one instruction."""
-    runs = []
-    for _, members in groupby(enumerate(fields), key=lambda item: item[1] - item[0]):
-        run = list(members)
-        runs.append((run[0][1], len(run), run[0][0]))
-    return tuple(runs)
+        instructions = sum(len(s) * len(units) for units, s in zip(self.patterns, self.shifts, strict=True))
+        return instructions * instruction_cycles(self.unit * width)
 
 
 def _field_orders(counts: Triple, march: bool) -> Iterator[tuple[Triple, ...]]:
-    """Orders of the phases worth trying: nested loops in any order and direction, inner loops going to and fro."""
+    """Orders of the phases worth trying: nested loops."""
     for order in permutations(range(3)):
         if march and order[0] != 0:
-            continue  # a march moves whole planes of its window
-        for reverse in product((False, True), repeat=3):
-            if march and reverse[0]:
-                continue
-            outer, middle, inner = (
-                range(counts[a])[:: -1 if back else 1] for a, back in zip(order, reverse, strict=True)
-            )
-            fields = []
-            for i, a in enumerate(outer):
-                for j, b in enumerate(middle[::-1] if i % 2 and not march else middle):
-                    for c in inner[::-1] if (i * len(middle) + j) % 2 else inner:
-                        by_axis = dict(zip(order, (a, b, c), strict=True))
-                        fields.append((by_axis[0], by_axis[1], by_axis[2]))
-            yield tuple(fields)
+            continue  # a march moves the planes of its window
+        fields = []
+        for phases in product(*(range(counts[axis]) for axis in order)):
+            by_axis = dict(zip(order, phases, strict=True))
+            fields.append((by_axis[0], by_axis[1], by_axis[2]))
+        yield tuple(fields)
 
 
 @lru_cache(maxsize=256)
 def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int) -> tuple[Program, ...]:
     """One program for each combination of the split dimensions' phases: the same but for origins, offsets and taps.
 
-    The order of columns is the one with the cheapest instructions.
+    Order and division of the columns are those with the cheapest instructions.
     """
     choices = [
         [Dimension.phase(axis, phase) for phase in range(axis.stride)] if apart else [Dimension.whole(axis)]
@@ -202,12 +191,14 @@ def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: in
     variants = [(d, h, w) for d, h, w in product(*choices)]
     d, h, w = variants[0]
     orders = dict.fromkeys(_field_orders((d.fields, h.fields, w.fields), march))
-    candidates = [Program.make(variants[0], fields) for fields in orders]
+    count = d.fields * h.fields * w.fields
+    units = [unit for unit in range(1, count + 1) if count % unit == 0 and unit * width <= MAX_COLUMNS]
+    candidates = [Program.make(variants[0], fields, unit) for fields, unit in product(orders, units)]
     best = min(candidates, key=lambda candidate: (candidate.cycles(width), len(candidate.patterns)))
-    return tuple(Program.make(dimensions, best.fields) for dimensions in variants)
+    return tuple(Program.make(dimensions, best.fields, best.unit) for dimensions in variants)
 
 
-# ---- the build -------------------------------------------------------------------------------------------------------
+# ---- the build ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -287,8 +278,7 @@ class Build:
 
     @property
     def slot_bytes(self) -> int:
-        widest = max(self.program.panel_fields(p) for p in range(len(self.program.patterns)))
-        return round_up(widest * self.out_tile * self.row_bytes, 1024)
+        return round_up(self.program.panel_fields * self.out_tile * self.row_bytes, 1024)
 
     @property
     def panel_bytes(self) -> int:
@@ -372,7 +362,6 @@ class Build:
     def layout_constants(self) -> Constants:
         """What the halo kernel and the packing kernel share."""
         g, p = self.geometry, self.program
-        segments = tuple(segment for pattern in p.patterns for segment in pattern)
         return (
             ("kGroups", g.groups),
             ("kIn", g.in_per_group),
@@ -385,17 +374,18 @@ class Build:
             ("kRowBytes", self.row_bytes),
             ("kFields", len(p.fields)),
             ("kPatterns", len(p.patterns)),
-            ("kPatternSegment", _running(len(pattern) for pattern in p.patterns)),
+            ("kUnitFields", p.unit),
+            ("kPatternUnit", _running(len(units) for units in p.patterns)),
             ("kPatternShift", _running(len(shifts) for shifts in p.shifts)),
-            ("kSegment", segments),
+            ("kUnit", tuple(unit for units in p.patterns for unit in units)),
         )
 
     def pack(self, problem: Problem) -> Launch:
         g, p = self.geometry, self.program
         _, kernel_h, kernel_w = g.kernel
-        longest = max(len(taps) for taps in p.taps)
         table = tuple(
-            tuple((kd * kernel_h + kh) * kernel_w + kw for kd, kh, kw in taps) + (-1,) * (longest - len(taps))
+            tuple(-1 if tap is None else (tap[0] * kernel_h + tap[1]) * kernel_w + tap[2] for tap in taps)
+            + (-1,) * (p.panel_fields - len(taps))
             for variant in self.programs
             for taps in variant.taps
         )
@@ -457,7 +447,7 @@ def _vector_input(p: Problem) -> bool:
     return c == 1 and p.aligned and not any(v % items for v in (p.geometry.in_per_group, n, *rest))
 
 
-# ---- the tiling ------------------------------------------------------------------------------------------------------
+# ---- the tiling ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -552,7 +542,7 @@ def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
             )
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
+# ---- the model ----------------------------------------------------------------------------------------------------
 
 BYTES_PER_CYCLE = 18.0  # of device memory, one multiprocessor's share
 CACHE_BYTES_PER_CYCLE = 28.0  # of L2
@@ -628,7 +618,7 @@ def _builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build
         for row_bytes, slabs, resident, stages in product(rows, (1, 2, 3, 4), (True, False), (2, 3, 4)):
             if slabs * columns > 2 * MAX_SUMS:
                 continue
-            producers = 2 if columns <= 192 and slabs * columns <= 256 else 1
+            producers = 2 if slabs * columns <= 192 else 1  # more would leave a consumer too few registers
             build = Build(
                 geometry, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages, resident, 1,
                 shared_bytes,
@@ -656,7 +646,7 @@ def choose(geometry: Geometry, dtype: str, shared_bytes: int, multiprocessors: i
     return best[1] if best else None
 
 
-# ---- the plan --------------------------------------------------------------------------------------------------------
+# ---- the plan -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@
 // kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
 // are at the next.
 //
-// The words (field, panel, segment, pattern, chunk, column tile) are explained in halo_layout.cuh.
+// The words (field, unit, panel, pattern, chunk, column tile) are explained in halo_layout.cuh.
 #pragma once
 
 #include "halo_layout.cuh"
@@ -160,7 +160,6 @@ struct Halo : HaloLayout<Config> {
   }
 
   // ---- producers: the halo
-  // ------------------------------------------------------------------------------------------
 
   // An input position of the halo by its index, w fastest: where it lies in memory and in the stage.
   struct Source {
@@ -245,16 +244,22 @@ struct Halo : HaloLayout<Config> {
     }
   }
 
+  // 16 bytes as they are in memory -> as tensor cores want them.
+  static __device__ __forceinline__ uint4 to_operands(uint4 raw) {
+    if constexpr (sizeof(Scalar) == 4) {
+      raw.x = ptx::float_to_tf32(ptx::bits_to_float(raw.x));
+      raw.y = ptx::float_to_tf32(ptx::bits_to_float(raw.y));
+      raw.z = ptx::float_to_tf32(ptx::bits_to_float(raw.z));
+      raw.w = ptx::float_to_tf32(ptx::bits_to_float(raw.w));
+    }
+    return raw;
+  }
+
   static __device__ __forceinline__ uint4 gather_channels(const Scalar* x, int count) {
     Piece<Scalar> piece;
     if constexpr (Config::kVectorInput) {  // a piece is whole or empty, and aligned
       if (count == 0) return make_uint4(0, 0, 0, 0);
-      const uint4 raw = __ldg(reinterpret_cast<const uint4*>(x));
-      if constexpr (sizeof(Scalar) == 2) return raw;
-      piece.set(0, ptx::bits_to_float(raw.x));
-      piece.set(1, ptx::bits_to_float(raw.y));
-      piece.set(2, ptx::bits_to_float(raw.z));
-      piece.set(3, ptx::bits_to_float(raw.w));
+      return to_operands(__ldg(reinterpret_cast<const uint4*>(x)));
     } else {
 #pragma unroll
       for (int c = 0; c < Layout::kPieceItems; ++c) {
@@ -291,7 +296,6 @@ struct Halo : HaloLayout<Config> {
   }
 
   // ---- producers: the panels
-  // ----------------------------------------------------------------------------------------
 
   static __device__ __forceinline__ const unsigned char* packed(const Args& args, int column_tile) {
     return static_cast<const unsigned char*>(args.packed) +
@@ -331,7 +335,6 @@ struct Halo : HaloLayout<Config> {
   }
 
   // ---- consumers
-  // ----------------------------------------------------------------------------------------------------
 
   static constexpr int kSums = kColumns / 2;  // registers of one slab
   using Sums = float[Config::kSlabs][kSums];
@@ -372,7 +375,7 @@ struct Halo : HaloLayout<Config> {
     Finished finished;
   };
 
-  // The products of one panel: all segments that its shift feeds, all slabs, all steps of the chunk.
+  // The products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
   template <int kPattern>
   static __device__ __forceinline__ void multiply_panel(Sums& sums,
                                                         const unsigned long long (&a)[Config::kSlabs],
@@ -385,16 +388,15 @@ struct Halo : HaloLayout<Config> {
       const int end = Config::kGroupsPerTile > 1 ? Config::kGroupSlots / Layout::kStepItems : steps;
       for (int step = 0; step < end; ++step) {
         const unsigned k = 32 * (kFirstStep + step);
-        static_for<Config::kPatternSegment(kPattern + 1) - Config::kPatternSegment(kPattern)>([&](auto s) {
-          constexpr int kSegment = Config::kPatternSegment(kPattern) + decltype(s)::value;
-          constexpr int kFirst =
-              kGroup * Layout::kGroupColumns + Config::kSegment(kSegment, 0) * Config::kOutTile;
-          constexpr int kWidth = Config::kSegment(kSegment, 1) * Config::kOutTile;
-          constexpr int kPanelRow = Config::kSegment(kSegment, 2) * Config::kOutTile;
-          const unsigned long long panel = ptx::advance(b, kPanelRow * Config::kRowBytes + k);
+        static_for<Layout::units(kPattern)>([&](auto u) {
+          constexpr int kPlace = decltype(u)::value;  // of the unit in the panel
+          constexpr int kUnit = Config::kUnit(Config::kPatternUnit(kPattern) + kPlace);
+          constexpr int kFirst = kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns;
+          const unsigned long long panel =
+              ptx::advance(b, kPlace * Layout::kUnitColumns * Config::kRowBytes + k);
           static_for<Config::kSlabs>([&](auto m) {
             constexpr int kSlab = decltype(m)::value;
-            ptx::MatrixMultiply<kWidth>::template issue<kOperand>(
+            ptx::MatrixMultiply<Layout::kUnitColumns>::template issue<kOperand>(
                 &sums[kSlab][kFirst / 2], ptx::advance(a[kSlab], displacement + k), panel);
           });
         });
@@ -402,11 +404,21 @@ struct Halo : HaloLayout<Config> {
     });
   }
 
+  // The compiler must not move what happens to the sums into the matrix instructions' way.
+  static __device__ __forceinline__ void pin(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < Config::kSlabs; ++m) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) ptx::pin(sums[m][i]);
+    }
+  }
+
   // Adds all chunks of the tile (of the plane, when marching) to the sums.
   static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& sums,
                                                   const Slab (&slabs)[Config::kSlabs], bool last_pass) {
     const unsigned group_bytes = args.group_rows * Config::kRowBytes;
     const int line = args.halo.w * args.items, sheet = args.halo.h * line;
+    pin(sums);
     for (int chunk = 0; chunk < kChunks; ++chunk, me.stages.advance()) {
       ptx::barrier_wait(me.shared.stage_full(me.stages.index), me.stages.parity);
       const unsigned stage = me.shared.stage(me.stages.index);
@@ -448,6 +460,7 @@ struct Halo : HaloLayout<Config> {
       if (last_pass) me.finished.stage = me.stages.index;
     }
     ptx::matrix_wait<0>();
+    pin(sums);
     me.finished.release(me.shared, me.lane);
   }
 
@@ -491,11 +504,14 @@ struct Halo : HaloLayout<Config> {
     constexpr int kStored = Config::kStrideD * Config::kSheetFields;
     constexpr int kKept = Config::kFields - kStored;
     static_assert(Config::kGroupsPerTile == 1, "a march has one group");
+    // A zero that the compiler cannot know. It takes a mere copy for one value in two places, and then keeps
+    // matrix instructions apart that could overlap.
+    const float nothing = ptx::bits_to_float(static_cast<unsigned>(args.batch >> 31));
 #pragma unroll
     for (int m = 0; m < Config::kSlabs; ++m) {
 #pragma unroll
       for (int i = 0; i < kKept * Config::kOutTile / 2; ++i) {
-        sums[m][i] = sums[m][i + kStored * Config::kOutTile / 2];
+        sums[m][i] = sums[m][i + kStored * Config::kOutTile / 2] + nothing;
       }
     }
     start_fields(args, at, sums, lane, kKept);

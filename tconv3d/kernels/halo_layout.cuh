@@ -1,19 +1,19 @@
 // What the halo kernel and the kernel that packs its weights agree on: names of the pieces, and where a
 // weight lies.
 //
-// The words. Per dimension, output stride*q + phase gathers x[q - shift(tap)]. All phases of a position q are
-// computed together, so a shift (in three dimensions) is one displacement of the input that feeds certain
-// phases:
+// Per dimension, output stride*q + phase gathers x[q - shift(tap)]. All phases of a position q are computed
+// together, so a shift (in three dimensions) is one displacement of the input that feeds certain phases. The
+// words:
 //
-//   field     the output channels of one phase: kOutTile neighbouring columns of the accumulators
-//   panel     the weights of one shift: a row of kRowBytes input channels for every column of the fields it
-//   feeds segment   a run of neighbouring fields that a shift feeds: one matrix instruction pattern   the
-//   shifts that feed the same segments: one loop chunk     as many input channels as a row holds: K is walked
-//   chunk by chunk, 32 bytes (a step) at a time column tile   one group (or several small ones) with kOutTile
-//   of its output channels, in one variant variant   where phases differ only in where they read and write,
-//   each can have column tiles of its own
+// - field: the output channels of one phase, kOutTile neighbouring columns of the accumulators
+// - unit: the neighbouring fields that one matrix instruction computes
+// - panel: the weights of one shift, a row of kRowBytes input channels for every column of the units it feeds
+// - pattern: the shifts that feed the same units, one loop
+// - chunk: as many input channels as a row holds. K is walked chunk by chunk, 32 bytes (a step) at a time
+// - variant: where phases differ only in where they read and write, each can have column tiles of its own
+// - column tile: one group (or several small ones) with kOutTile of its output channels, in one variant
 //
-// Packed weights: [column tile][chunk][pattern, shift in it][segment, field, channel: a row][kRowBytes,
+// Packed weights: [column tile][chunk][pattern, shift in it][unit, field, channel: a row][kRowBytes,
 // swizzled], in the order of consumption, so that a panel is one linear copy. Several small groups in one
 // tile share the rows: each has its own steps of the row.
 #pragma once
@@ -47,15 +47,14 @@ struct HaloLayout {
   static_assert(Config::kGroupsPerTile == 1 || (Config::kGroupSlots % kStepItems == 0 && kChunks == 1),
                 "small groups have whole steps of one row");
 
-  // Fields that a pattern feeds.
-  static __device__ constexpr int fields(int pattern) {
-    int count = 0;
-    for (int s = Config::kPatternSegment(pattern); s < Config::kPatternSegment(pattern + 1); ++s) {
-      count += Config::kSegment(s, 1);
-    }
-    return count;
+  static constexpr int kUnitColumns = Config::kUnitFields * Config::kOutTile;
+  static_assert(Config::kFields % Config::kUnitFields == 0 && kUnitColumns <= 256,
+                "columns of an instruction");
+
+  static __device__ constexpr int units(int pattern) {
+    return Config::kPatternUnit(pattern + 1) - Config::kPatternUnit(pattern);
   }
-  static __device__ constexpr int panel_rows(int pattern) { return fields(pattern) * Config::kOutTile; }
+  static __device__ constexpr int panel_rows(int pattern) { return units(pattern) * kUnitColumns; }
   static __device__ constexpr int panel_bytes(int pattern) { return panel_rows(pattern) * Config::kRowBytes; }
   // Rows of a chunk that lie before a pattern's panels.
   static __device__ constexpr int rows_before(int pattern) {

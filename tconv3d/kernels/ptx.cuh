@@ -36,8 +36,7 @@ __device__ __forceinline__ unsigned float_to_tf32(float value) {
   return bits;
 }
 
-// Shared memory as PTX addresses it.
-// -----------------------------------------------------------------------------
+// ---- Shared memory as PTX addresses it.
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
@@ -56,9 +55,8 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Barriers in shared memory (mbarrier): `count` arrivals and all announced bytes complete a phase; the parity
-// of the completed phase is what a waiter asks for.
-// -----------------------------------------------------------------------
+// ---- Barriers in shared memory (mbarrier): `count` arrivals and all announced bytes complete a phase; the
+// parity of the completed phase is what a waiter asks for.
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -100,8 +98,7 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
       : "memory");
 }
 
-// Registers move between warpgroups: every warp of a warpgroup must call it.
-// -----------------------------------------
+// ---- Registers move between warpgroups: every warp of a warpgroup must call it.
 
 template <int kRegisters>
 __device__ __forceinline__ void keep_registers() {
@@ -112,8 +109,7 @@ __device__ __forceinline__ void claim_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Warpgroup matrix instructions (sm_90a).
-// ------------------------------------------------------------------------------
+// ---- Warpgroup matrix instructions (sm_90a).
 
 enum class Operand { kTf32, kFloat16, kBFloat16 };
 
@@ -131,6 +127,9 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
 __device__ __forceinline__ unsigned long long advance(unsigned long long descriptor, unsigned bytes) {
   return descriptor + (bytes >> 4);
 }
+
+// The value is in a register here: neither computed later nor copied from elsewhere.
+__device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
 __device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void matrix_commit() {

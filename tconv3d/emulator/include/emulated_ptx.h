@@ -56,8 +56,7 @@ inline unsigned float_to_tf32(float value) {
   return (bits + 0x1000u) & 0xFFFFE000u;
 }
 
-// Shared memory.
-// ----------------------------------------------------------------------------------------------------
+// ---- Shared memory.
 
 inline unsigned shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
@@ -69,8 +68,7 @@ inline void store_shared(unsigned address, uint4 value) {
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 
-// Barriers in shared memory.
-// ----------------------------------------------------------------------------------------
+// ---- Barriers in shared memory.
 
 struct EmulatedBarrier {
   std::uint16_t count;    // arrivals that a phase takes
@@ -127,9 +125,8 @@ inline void keep_registers() {}
 template <int kRegisters>
 inline void claim_registers() {}
 
-// Warpgroup matrix instructions: executed as late as they may be, when a wait says that they are done. An
-// operand that is overwritten too early and a sum that is read too early give wrong results.
-// ---------------------------------------
+// ---- Warpgroup matrix instructions: executed as late as they may be, when a wait says that they are done.
+// An operand that is overwritten too early and a sum that is read too early give wrong results.
 
 enum class Operand { kTf32, kFloat16, kBFloat16 };
 
@@ -221,6 +218,7 @@ inline void execute(const EmulatedMultiply& item) {
     }
 }
 
+inline void pin(float&) {}
 inline void matrix_fence() {}
 
 inline void matrix_commit() {
@@ -240,6 +238,7 @@ inline void matrix_wait() {
   for (unsigned i = finished; i < issued.groups; ++i)
     issued.committed[i - finished] = issued.committed[i] - end;
   issued.groups -= finished;
+  __syncwarp();  // .sync.aligned: a lane that goes on speaks for its warp
 }
 
 template <int kColumns>
