@@ -1,0 +1,192 @@
+"""The command line: `tconv3d info | explain | demo | cache`.
+
+Parses, calls the library as any user would, prints. Exit status: 0 done, 1 the library refused or a result was
+wrong, 2 the command was not understood, 130 interrupted. Nothing imports this module but the console script
+and `python -m tconv3d`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import tconv3d
+from tconv3d import cache, compiler, demo, emulator, tasks
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    arguments = parser().parse_args(argv)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except (ValueError, RuntimeError, TypeError, ImportError) as error:
+        print(f"tconv3d: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their flags."""
+    parser = argparse.ArgumentParser(prog="tconv3d", description="ConvTranspose3d on its own CUDA kernels.")
+    parser.add_argument("--version", action="version", version=f"tconv3d {tconv3d.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="versions, GPU, compiler, cache, emulator")
+    info.add_argument("--json", action="store_true", help="print as JSON")
+    info.set_defaults(run=_info)
+
+    explain = commands.add_parser("explain", help="which kernel a layer would run, and why; needs no GPU")
+    _add_layer(explain)
+    explain.add_argument("--json", action="store_true", help="print as JSON")
+    explain.set_defaults(run=_explain)
+
+    show = commands.add_parser("demo", help="the reference tasks, on the GPU or in the emulator")
+    show.add_argument("task", nargs="*", metavar="TASK", help=f"only these, of: {', '.join(tasks.NAMES)}")
+    show.set_defaults(run=_demo)
+
+    stored = commands.add_parser("cache", help="the compiled kernels on disk")
+    stored.add_argument("action", choices=["size", "path", "clear"], nargs="?", default="size")
+    stored.set_defaults(run=_cache)
+    return parser
+
+
+def _add_layer(parser: argparse.ArgumentParser) -> None:
+    """The flags of `explain`: a layer, the input it gets, and the GPU to plan for."""
+    layer = parser.add_argument_group("layer", "a triple is one number, or depth,height,width")
+    layer.add_argument("--in-channels", type=int, required=True, metavar="N")
+    layer.add_argument("--out-channels", type=int, required=True, metavar="N")
+    layer.add_argument("--kernel", type=_triple, required=True, metavar="TRIPLE")
+    for name, value in (("stride", 1), ("padding", 0), ("output-padding", 0), ("dilation", 1)):
+        layer.add_argument(f"--{name}", type=_triple, default=(value,) * 3, metavar="TRIPLE", help=f"default {value}")
+    layer.add_argument("--groups", type=int, default=1, metavar="N", help="default 1")
+    layer.add_argument("--no-bias", action="store_true")
+    call = parser.add_argument_group("input")
+    call.add_argument("--size", type=_triple, required=True, metavar="TRIPLE", help="the input's volume")
+    call.add_argument("--batch", type=int, default=1, metavar="N", help="default 1")
+    call.add_argument("--dtype", choices=DTYPES, default="float32")
+    call.add_argument("--layout", choices=LAYOUTS, default="contiguous")
+    call.add_argument("--gpu", metavar="GPU", help="a name (H200) or a compute capability (9.0)")
+
+
+def _triple(text: str) -> tuple[int, int, int]:
+    """One number for all three dimensions, or three separated by commas (or by x, as volumes are written)."""
+    numbers = [int(part) for part in text.replace("x", ",").split(",")]
+    if len(numbers) == 1:
+        numbers *= 3
+    if len(numbers) != 3:
+        raise argparse.ArgumentTypeError(f"expected one number or depth,height,width, got {text!r}")
+    d, h, w = numbers
+    return d, h, w
+
+
+_triple.__name__ = "triple"  # argparse names the type in its error
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    dtype = DTYPES[arguments.dtype]
+    layer = tconv3d.ConvTranspose3d(
+        arguments.in_channels,
+        arguments.out_channels,
+        arguments.kernel,
+        stride=arguments.stride,
+        padding=arguments.padding,
+        output_padding=arguments.output_padding,
+        groups=arguments.groups,
+        bias=not arguments.no_bias,
+        dilation=arguments.dilation,
+        device="meta",
+        dtype=dtype,
+    )
+    shape = (arguments.batch, arguments.in_channels, *arguments.size)
+    x = torch.empty(shape, dtype=dtype, device="meta", memory_format=LAYOUTS[arguments.layout])
+    explanation = tconv3d.explain(layer, x, gpu=arguments.gpu)
+    print(json.dumps(explanation.as_dict(), indent=2) if arguments.json else explanation)
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    return 0 if demo.run(arguments.task or tasks.NAMES) else 1
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    if arguments.action == "clear":
+        removed = cache.clear()
+        print(f"removed {_kernels(removed)}")
+    elif arguments.action == "size":
+        print(_kernels(cache.size()))
+    else:
+        directory = cache.directory()
+        if directory is None:
+            raise RuntimeError("there is no home directory for the cache: set TCONV3D_CACHE_DIR")
+        print(directory)
+    return 0
+
+
+def _kernels(size: cache.Size) -> str:
+    return f"{size.entries} compiled kernel{'' if size.entries == 1 else 's'}, {size.bytes / 1e6:.1f} MB"
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    facts = environment()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    Console(soft_wrap=False).print(table)
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """What a bug report should say of the machine."""
+    return {
+        "tconv3d": tconv3d.__version__,
+        "Python": platform.python_version(),
+        "PyTorch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
+        "GPU": _gpus(),
+        "compiler": _compiler(),
+        "cuda-core": _version("cuda-core"),
+        "cache": f"{cache.directory() or 'no home directory'}: {_kernels(cache.size())}",
+        "emulator": _emulator(),
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "none visible"
+    devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    return "; ".join(f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}" for gpu in devices)
+
+
+def _compiler() -> str:
+    try:
+        return compiler.version()
+    except compiler.MissingCompilerError as error:
+        return f"none: {error}"
+
+
+def _emulator() -> str:
+    return "available" if emulator.available() else "not available: it needs a C++ compiler"

@@ -1,0 +1,219 @@
+"""The demonstration: the four reference tasks, checked against float64, with what ran where.
+
+On a GPU at full size, with times beside PyTorch's; without one at reduced size through the emulator, which
+executes the same kernels. Uses the library from outside, as a user's program does.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor, nn
+
+import tconv3d
+from tconv3d import tasks
+
+# Largest error allowed, as a part of the largest value. TF32 rounds to 2^-11; a tap in the wrong place is off
+# by its whole size.
+TOLERANCE = 2e-3
+STEPS = ("forward", "backward")
+RUNS = 20
+L2_FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
+
+
+@dataclass(frozen=True)
+class Row:
+    """One pass of one task."""
+
+    task: str
+    shape: tuple[int, ...]
+    step: str
+    kernels: str
+    milliseconds: float
+    torch_milliseconds: float | None  # None where there is nothing to compare: the emulator is not a backend
+    error: float
+
+    @property
+    def right(self) -> bool:
+        return self.error <= TOLERANCE  # False for NaN
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A task with its tensors: PyTorch's model, ours with the same parameters, an input and a gradient."""
+
+    model: nn.Module
+    new: nn.Module
+    x: Tensor
+    grad: Tensor
+
+
+def run(names: Sequence[str] = tasks.NAMES, console: Console | None = None) -> bool:
+    """Runs the named tasks and prints the table. True if every result is right."""
+    console = console or Console()
+    gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+    rows: list[Row] = []
+    with _progress(console) as progress:
+        bar = progress.add_task("", total=len(names))
+        for name in names:
+            progress.update(bar, description=name)
+            started = time.perf_counter()
+            rows += on_gpu(name) if gpu else in_emulator(name)
+            progress.console.print(f"{name}: {time.perf_counter() - started:.1f} s")
+            progress.advance(bar)
+    console.print(_table(rows, gpu))
+    wrong = [f"{row.task} {row.step}" for row in rows if not row.right]
+    if wrong:
+        console.print(f"[red]Not within {TOLERANCE:g} of float64: {', '.join(wrong)}[/red]")
+    return not wrong
+
+
+def in_emulator(name: str) -> list[Row]:
+    """One task at reduced size: the CUDA kernels, executed on the CPU."""
+    task = tasks.load(name)
+    problem = _problem(task, task.REDUCED, "cpu")
+    with tconv3d.use_backend("emulator"):
+        results, seconds = _results(problem.new, problem)
+    return [
+        Row(name, task.REDUCED, step, _kernels(problem, step), 1e3 * elapsed, None, error)
+        for step, elapsed, error in zip(STEPS, seconds, _errors(problem, results), strict=True)
+    ]
+
+
+def on_gpu(name: str) -> list[Row]:
+    """One task at full size: results first, then times beside PyTorch's on the same tensors."""
+    task = tasks.load(name)
+    problem = _problem(task, task.SHAPE, "cuda")
+    with tconv3d.use_backend("cuda"):
+        results, _ = _results(problem.new, problem)
+        errors = _errors(problem, results)
+        del results
+        ours = _times(problem.new, problem)
+    theirs = _times(problem.model, problem)
+    return [
+        Row(name, task.SHAPE, step, _kernels(problem, step), mine, other, error)
+        for step, mine, other, error in zip(STEPS, ours, theirs, errors, strict=True)
+    ]
+
+
+def _problem(task: tasks.Task, shape: tuple[int, ...], device: str) -> Problem:
+    torch.manual_seed(0)
+    arguments = task.get_init_inputs()
+    model, new = task.Model(*arguments).to(device), task.ModelNew(*arguments).to(device)
+    new.load_state_dict(model.state_dict())
+    (x,) = (tensor.to(device) for tensor in task.get_inputs(shape))
+    with torch.device("meta"), torch.no_grad():
+        output = task.Model(*arguments)(torch.empty(shape))
+    return Problem(model, new, x.requires_grad_(), torch.randn(output.shape, device=device))
+
+
+def _gradients(model: nn.Module, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y, [x, *model.parameters()], grad, retain_graph=True)
+
+
+def _results(model: nn.Module, problem: Problem) -> tuple[list[Tensor], tuple[float, float]]:
+    """The output, the gradients of input and parameters, and the seconds that each pass took."""
+    started = time.perf_counter()
+    y = model(problem.x)
+    middle = time.perf_counter()
+    gradients = _gradients(model, problem.x, y, problem.grad)
+    return [y.detach(), *gradients], (middle - started, time.perf_counter() - middle)
+
+
+def _exact(problem: Problem) -> list[Tensor]:
+    """What `_results` should be, from PyTorch in float64, one sample at a time to need less memory."""
+    model = copy.deepcopy(problem.model).double()
+    outputs, input_gradients, parameter_gradients = [], [], []
+    for x, grad in zip(problem.x.detach().split(1), problem.grad.split(1), strict=True):
+        x = x.double().requires_grad_()
+        y = model(x)
+        dx, *rest = _gradients(model, x, y, grad.double())
+        outputs.append(y.detach())
+        input_gradients.append(dx)
+        parameter_gradients.append(rest)
+    summed = [torch.stack(parts).sum(0) for parts in zip(*parameter_gradients, strict=True)]
+    return [torch.cat(outputs), torch.cat(input_gradients), *summed]
+
+
+def _errors(problem: Problem, results: list[Tensor]) -> tuple[float, float]:
+    """The largest error of the forward and of the backward pass, each tensor's as a part of its largest value."""
+    forward, *backward = (
+        float((result - exact).abs().max() / exact.abs().max())
+        for result, exact in zip(results, _exact(problem), strict=True)
+    )
+    # Not max(): it passes over a NaN.
+    return forward, float(torch.tensor(backward).max())
+
+
+def _times(model: nn.Module, problem: Problem) -> tuple[float, float]:
+    """Milliseconds of the forward and of the backward pass."""
+    with torch.no_grad():
+        forward = median_milliseconds(lambda: model(problem.x))
+    y = model(problem.x)
+    return forward, median_milliseconds(lambda: _gradients(model, problem.x, y, problem.grad))
+
+
+def median_milliseconds(call: Callable[[], object], runs: int = RUNS) -> float:
+    """The median time of a call on the current GPU, by CUDA events, with a cold L2 cache."""
+    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    times = []
+    for run in range(3 + runs):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        if run >= 3:  # the first runs compile and choose algorithms
+            times.append(start.elapsed_time(stop))
+    return statistics.median(times)
+
+
+def _kernels(problem: Problem, step: str) -> str:
+    """The names of the kernels that the convolution of a task runs in one pass."""
+    (layer,) = (module for module in problem.new.modules() if isinstance(module, nn.ConvTranspose3d))
+    passes = tconv3d.explain(layer, problem.x).passes
+    names = (found.kernel for found in passes if (found.name == "forward") == (step == "forward"))
+    return ", ".join(dict.fromkeys(names))  # without repetition, in order
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+def _table(rows: Sequence[Row], gpu: bool) -> Table:
+    place = torch.cuda.get_device_name() if gpu else "the CPU, through the emulator, at reduced size"
+    table = Table(title=f"The reference tasks on {place}", box=SIMPLE_HEAD, caption=_caption(gpu))
+    for heading in ("task", "pass"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("kernels")
+    for heading in ("ms", "PyTorch ms", "ratio", "error") if gpu else ("ms", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        first = row.step == STEPS[0]
+        cells = [row.task if first else " x ".join(map(str, row.shape)), row.step, row.kernels]
+        cells.append(f"{row.milliseconds:.3f}" if gpu else f"{row.milliseconds:.0f}")
+        if row.torch_milliseconds is not None:
+            ratio = row.torch_milliseconds / row.milliseconds
+            cells += [f"{row.torch_milliseconds:.3f}", f"{ratio:.1f}x"]
+        cells.append(f"[{'green' if row.right else 'red'}]{row.error:.1e}[/]")
+        table.add_row(*cells, end_section=not first)
+    return table
+
+
+def _caption(gpu: bool) -> str:
+    times = f"ms: median of {RUNS}, L2 flushed" if gpu else "ms: with compiling, where it was needed"
+    return (
+        f"float32. {times}. error: largest difference from PyTorch in float64, as a part of the largest value. "
+        "ReLU and GroupNorm are PyTorch's."
+    )

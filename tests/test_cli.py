@@ -1,0 +1,188 @@
+"""The command line: what it prints, its exit status, and errors that a person can act on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tconv3d
+from tconv3d import cache, cli, compiler, demo, emulator, tasks
+
+LAYER = ["--in-channels", "6", "--out-channels", "4", "--kernel", "3,1,2", "--size", "4,5,6", "--groups", "2"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """A cache of the test's own: `cache clear` must not cost anybody their kernels."""
+    if "demo" not in request.node.name:  # which would have to compile everything again
+        monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python -m tconv3d` in a process of its own, from elsewhere, without a GPU."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160", **variables}
+    root = Path(tconv3d.__file__).parents[1]
+    environment["PYTHONPATH"] = str(root)
+    command = [sys.executable, "-m", "tconv3d", *words]
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, check=False)
+
+
+def test_module_and_command_are_the_same() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"tconv3d {tconv3d.__version__}")
+
+
+@pytest.mark.parametrize("words", [[], ["frobnicate"], ["cache", "eat"], ["explain", "--kernel", "3"]])
+def test_a_command_that_is_not_understood(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(words)
+    assert left.value.code == 2
+    assert "usage: tconv3d" in capsys.readouterr().err
+
+
+def test_info_without_a_gpu() -> None:
+    done = run("info")
+    assert done.returncode == 0, done.stderr
+    rows = dict(line.strip().split(maxsplit=1) for line in done.stdout.splitlines() if line.strip())
+    assert rows["tconv3d"].strip() == tconv3d.__version__
+    assert torch.__version__ in rows["PyTorch"]
+    assert "none visible" in rows["GPU"]
+    assert "0 compiled kernels" in rows["cache"]
+
+
+def test_info_as_data(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["cache"].startswith(str(own_cache))
+    assert facts["compiler"].startswith("NVRTC ")
+    assert facts["emulator"].startswith("available") == emulator.available()
+
+
+def test_info_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise compiler.MissingCompilerError("install tconv3d[cu13]")
+
+    monkeypatch.setattr(compiler, "version", missing)
+    monkeypatch.setattr(emulator, "available", lambda: False)
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["compiler"] == "none: install tconv3d[cu13]"
+    assert "not available" in facts["emulator"]
+
+
+def test_explain_says_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--stride", "2,1,3", "--padding", "1,0,0", "--dilation", "2", "--output-padding", "1,0,1"]
+    kind = ["--dtype", "bfloat16", "--layout", "channels_last_3d", "--batch", "3", "--no-bias", "--gpu", "H200"]
+    assert cli.main(["explain", *LAYER, *flags, *kind]) == 0
+    words = capsys.readouterr().out
+    assert cli.main(["explain", *LAYER, *flags, *kind, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    layer = tconv3d.ConvTranspose3d(
+        6, 4, (3, 1, 2), (2, 1, 3), (1, 0, 0), (1, 0, 1), 2, False, (2, 2, 2), device="meta", dtype=torch.bfloat16
+    )
+    x = torch.empty((3, 4, 5, 6, 6), device="meta", dtype=torch.bfloat16).permute(0, 4, 1, 2, 3)
+    expected = tconv3d.explain(layer, x, gpu="H200")
+    assert words.strip() == str(expected).strip()
+    assert data == json.loads(json.dumps(expected.as_dict()))
+
+
+def test_a_triple_may_be_one_number_or_three(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = []
+    for text in ("5", "5,5,5", "5x5x5"):
+        words = ["--in-channels", "2", "--out-channels", "3", "--kernel", "2", "--size", text, "--json"]
+        assert cli.main(["explain", *words]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] == printed[2]
+
+
+@pytest.mark.parametrize("text", ["1,2", "a", "1,2,3,4", ""])
+def test_what_is_no_triple(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["explain", *LAYER, "--stride", text])
+    assert left.value.code == 2
+    assert "--stride" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--groups", "4"], "divisible by groups"),
+        (["--output-padding", "5"], "output padding"),
+        (["--padding", "9"], "size"),
+        (["--gpu", "Abacus"], "Abacus"),
+    ],
+)
+def test_explain_refuses_what_the_library_refuses(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", *LAYER, *words]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("tconv3d: error: ")
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+
+
+def test_cache(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
+    def say(*words: str) -> str:
+        assert cli.main(["cache", *words]) == 0
+        return capsys.readouterr().out.strip()
+
+    assert say("path") == str(own_cache)
+    assert say("size") == "0 compiled kernels, 0.0 MB"
+    cache.get(cache.key("a"), ".cubin", lambda: bytes(2_000_000))
+    assert say() == say("size") == "1 compiled kernel, 2.0 MB"
+    (own_cache / "mine.txt").write_text("not a kernel")
+    assert say("clear") == "removed 1 compiled kernel, 2.0 MB"
+    assert say("size") == "0 compiled kernels, 0.0 MB"
+    assert [file.name for file in own_cache.iterdir()] == ["mine.txt"]
+
+
+def test_cache_path_without_a_home(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "directory", lambda: None)
+    assert cli.main(["cache", "path"]) == 1
+    assert "TCONV3D_CACHE_DIR" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+def test_demo_without_a_gpu() -> None:
+    done = run("demo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in tasks.NAMES:
+        assert name in done.stdout
+    assert "emulator" in done.stdout
+    assert done.stdout.count("forward") == done.stdout.count("backward") == len(tasks.NAMES)
+
+
+def test_demo_of_no_task(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["demo", "no_such_task"]) == 1
+    assert "grouped_strided" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+@pytest.mark.parametrize("damage", ["shifted", "nan"])
+def test_demo_fails_on_a_wrong_result(
+    damage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = tconv3d.conv_transpose3d
+
+    def wrong(*arguments: object, **keywords: object) -> torch.Tensor:
+        y = right(*arguments, **keywords)  # type: ignore[arg-type]
+        return y.roll(1, dims=4) if damage == "shifted" else y * float("nan")
+
+    monkeypatch.setattr("tconv3d.modules.conv_transpose3d", wrong)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(["demo", "grouped_strided"]) == 1
+    assert "grouped_strided forward" in capsys.readouterr().out
+
+
+def test_nan_is_not_within_the_tolerance() -> None:
+    row = demo.Row("task", (1,), "forward", "direct", 1.0, None, float("nan"))
+    assert not row.right
