@@ -43,7 +43,7 @@ demo: $(READY)
 
 test: check
 	@mkdir -p artifacts
-	TCONV3D_ARTIFACTS=artifacts $(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS))
+	TCONV3D_TEST_RECORD=artifacts $(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS))
 
 check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff check .)

@@ -13,6 +13,7 @@ import torch
 
 import tconv3d
 from tconv3d import cache, cli, compiler, demo, emulator, tasks
+from tconv3d.backend import use_backend
 
 LAYER = ["--in-channels", "6", "--out-channels", "4", "--kernel", "3,1,2", "--size", "4,5,6", "--groups", "2"]
 
@@ -181,6 +182,30 @@ def test_demo_fails_on_a_wrong_result(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["demo", "grouped_strided"]) == 1
     assert "grouped_strided forward" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+def test_demo_with_a_gpu_compares_times(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of the GPU's demo but the GPU: the tensors are the emulator's, the clock is fixed."""
+    task = tasks.load("grouped_strided")
+    problem = demo._problem(task, task.REDUCED, "cpu")
+    times = iter([2.0, 4.0, 5.0, 6.0])  # ours, then PyTorch's; forward, then backward
+    for place, name, value in (
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "get_device_capability", lambda: (9, 0)),
+        (torch.cuda, "get_device_name", lambda: "Imaginary GPU"),
+        (tconv3d, "use_backend", lambda name: use_backend("emulator" if name == "cuda" else name)),
+        (demo, "_problem", lambda *_: problem),
+        (demo, "_kernels", lambda *_: "imaginary kernel"),
+        (demo, "median_milliseconds", lambda call: (call(), next(times))[1]),
+    ):
+        monkeypatch.setattr(place, name, value)
+    assert cli.main(["demo", "grouped_strided"]) == 0
+    printed = capsys.readouterr().out
+    assert "Imaginary GPU" in printed
+    for step, *figures in (("forward", "2.000", "5.000", "2.5x"), ("backward", "4.000", "6.000", "1.5x")):
+        (line,) = (line.split() for line in printed.splitlines() if step in line)
+        assert figures == [word for word in line if word in figures]
 
 
 def test_nan_is_not_within_the_tolerance() -> None:

@@ -25,7 +25,7 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def identify(value: object) -> str:
-    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
+    return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value).splitlines()[0]
 
 
 def blocks(language: str) -> list[tuple[Path, str]]:
