@@ -4,8 +4,8 @@ Three decisions, each a pure function:
 
 - `Program`: which shifts feed which phases, in which order the accumulators' columns stand, and so which matrix
   instructions there are. Follows from the geometry.
-- `Build`: what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout and GPU, never from
-  the volume, so that a new volume never recompiles.
+- `Build`: what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout, GPU and
+  whether the volume is small, so that a new volume does not recompile.
 - `Tiling`: how the volume is cut. Run-time arguments.
 
 Knows sizes and strides, never tensors.
@@ -34,7 +34,7 @@ CONSUMER_REGISTERS = 80  # beside the accumulators
 MAX_SUMS = 144  # accumulators of a thread
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
-NOMINAL = (32, 64, 64)  # the volume that a build is chosen for
+SMALL = 8192  # positions in all: below it, one of two builds that a layer may have is the right one
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -135,10 +135,11 @@ class Program:
             shift = (d.offset - origin_d, h.offset - origin_h, w.offset - origin_w)
             fed.setdefault(shift, {})[place[d.field, h.field, w.field]] = (d.tap, h.tap, w.tap)
         by_pattern: dict[tuple[int, ...], list[tuple[Triple, tuple[Triple | None, ...]]]] = {}
-        for shift, taps in sorted(fed.items()):
+        for displacement in sorted(fed):
+            taps = fed[displacement]
             units = tuple(sorted({field // unit for field in taps}))
             panel = tuple(taps.get(u * unit + i) for u in units for i in range(unit))
-            by_pattern.setdefault(units, []).append((shift, panel))
+            by_pattern.setdefault(units, []).append((displacement, panel))
         return cls(
             dimensions,
             fields,
@@ -242,28 +243,28 @@ class Build:
         """Channels of a group in a row, with those that fill up its last step."""
         return round_up(self.geometry.in_per_group, self.step_items)
 
-    @property
+    @cached_property
     def channel_slots(self) -> int:
         return self.groups_per_tile * self.group_slots if self.groups_per_tile > 1 else self.geometry.in_per_group
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         return ceil_div(self.channel_slots * self.item_bytes, self.row_bytes)
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """Of all chunks."""
         return ceil_div(self.channel_slots, self.step_items)
 
-    @property
+    @cached_property
     def columns(self) -> int:
         return self.groups_per_tile * len(self.program.fields) * self.out_tile
 
-    @property
+    @cached_property
     def out_tiles(self) -> int:
         return ceil_div(self.geometry.out_per_group, self.out_tile)
 
-    @property
+    @cached_property
     def column_tiles(self) -> int:
         return self.geometry.groups // self.groups_per_tile * self.out_tiles * len(self.programs)
 
@@ -271,20 +272,20 @@ class Build:
     def chunk_bytes(self) -> int:
         return self.program.chunk_fields * self.out_tile * self.row_bytes
 
-    @property
+    @cached_property
     def tile_bytes(self) -> int:
         """All panels of one column tile."""
         return self.chunks * self.chunk_bytes
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return round_up(self.program.panel_fields * self.out_tile * self.row_bytes, 1024)
 
-    @property
+    @cached_property
     def panel_bytes(self) -> int:
         return self.tile_bytes if self.resident else self.slots * self.slot_bytes
 
-    @property
+    @cached_property
     def stage_rows(self) -> int:
         """As many as fit."""
         per_stage = (self.shared_bytes - BARRIER_BYTES - self.panel_bytes) // self.stages
@@ -307,12 +308,12 @@ class Build:
         left = start * self.threads - 128 * self.consumers * consumer
         return min(left // (128 * self.producers) // 8 * 8, start), max(consumer, start)
 
-    @property
+    @cached_property
     def cycles_per_slab(self) -> float:
         """Of the tensor cores, for all of K (of one plane, when marching)."""
         return self.program.cycles(self.out_tile) * self.steps
 
-    @property
+    @cached_property
     def max_passes(self) -> int:
         """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
         return 1 if self.march or self.stages <= self.chunks else 8
@@ -464,7 +465,6 @@ class Tiling:
     group_rows: int
     slab_step: Triple
     run: int
-    last_row: int  # that a slab reads without displacement
 
     @property
     def rows(self) -> int:
@@ -513,13 +513,15 @@ def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
     depths = [1] if build.march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
     limit = per_round * SLAB * build.max_passes
+    least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are all overhead
     for items, depth, height, width in product(
         items_options,
         depths,
         _extents(positions[1], (1, 2, 4, 8, 16, 24, 32)),
         _extents(positions[2], (8, 16, 24, 32)),
     ):
-        if depth * height * width * items > limit:
+        volume = depth * height * width * items
+        if volume > limit or (volume < least and (depth, height, width) != positions):
             continue
         halo = (1 if build.march else depth + d.span, height + h.span, width + w.span)
         if prod(halo) * items > build.stage_rows:
@@ -532,42 +534,50 @@ def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
         )
         line, sheet = halo[2] * items, halo[1] * halo[2] * items
         displacement = (0 if build.march else d.span) * sheet + h.span * line + w.span * items
+        best: Tiling | None = None
         for slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts((depth, height, width), halo, items):
             sheets = ceil_div(slabs, slabs_w * slabs_h)
             last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
             if slabs > per_round * build.max_passes or last + displacement >= build.stage_rows:
                 continue
-            yield Tiling(
-                (depth, height, width), halo, items, tiles, slabs, slabs_w, slabs_h, group_rows, step, run, last
-            )
+            if best is None or slabs < best.slabs:
+                best = Tiling(
+                    (depth, height, width), halo, items, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
+                )
+        if best is not None:
+            yield best
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------
 
 BYTES_PER_CYCLE = 18.0  # of device memory, one multiprocessor's share
 CACHE_BYTES_PER_CYCLE = 28.0  # of L2
-LOAD_CYCLES = 6.0  # of producers, per 32 elements that they gather
-TILE_CYCLES = 2000.0  # to start a tile: latencies that nothing hides
+LOAD_CYCLES = 4.0  # of a producer warpgroup, per 32 elements that it gathers
+STORE_CYCLES = 8.0  # of a store by a warp
+PANEL_CYCLES = 30.0  # of barriers and instructions that no other warpgroup hides
+TILE_CYCLES = 800.0  # of a tile, likewise
+START_CYCLES = 4000.0  # of a launch
 
 
 def cycles(build: Build, tiling: Tiling, problem: Problem, multiprocessors: int) -> float:
     """The model: how long the busiest multiprocessor takes."""
-    g = build.geometry
-    passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
+    rounds = ceil_div(tiling.slabs, build.slabs * build.consumers)
     planes = problem.input_size[0] if build.march else 1
-    rounds = passes * build.slabs * build.consumers
-    multiply = rounds * build.cycles_per_slab * planes
+    panels = len(build.program.taps) * build.chunks * rounds * planes
+    multiply = rounds * build.slabs * build.consumers * build.cycles_per_slab * planes + panels * PANEL_CYCLES
     elements = tiling.rows * build.channel_slots * planes
     load = elements / 32 * LOAD_CYCLES / build.producers
-    panels = 0 if build.resident else build.tile_bytes * passes * planes
-    cache = (elements * build.item_bytes + panels) / CACHE_BYTES_PER_CYCLE
+    streamed = 0 if build.resident else build.tile_bytes * rounds * planes
+    cache = (elements * build.item_bytes + streamed) / CACHE_BYTES_PER_CYCLE
     units = tiling.count * build.column_tiles
-    out_bytes = problem.batch * g.out_channels * prod(problem.output_size) * problem.item_bytes / units
-    in_bytes = elements * build.item_bytes / build.column_tiles
-    memory = (out_bytes + 0.6 * in_bytes) / BYTES_PER_CYCLE
-    store = out_bytes / problem.item_bytes / 32 * 4 / build.consumers
+    outputs = problem.batch * build.geometry.out_channels * prod(problem.output_size) / units
+    stride_w = build.geometry.axes[2].stride
+    torn = stride_w if build.split[2] and problem.output[4] == 1 else 1  # neighbours come from other tiles
+    memory = (outputs * torn + 0.6 * elements / build.column_tiles) * build.item_bytes / BYTES_PER_CYCLE
+    pairs = 2 if problem.output[1] == 1 or (stride_w > 1 and torn == 1) else 1
+    store = outputs / 32 / pairs * STORE_CYCLES
     waves = ceil_div(units, multiprocessors)
-    return waves * (max(multiply, load, cache, memory) + 0.3 * store) + TILE_CYCLES
+    return waves * (max(multiply + store, load, cache, memory) + TILE_CYCLES) + START_CYCLES
 
 
 def best_tiling(build: Build, problem: Problem, multiprocessors: int) -> tuple[float, Tiling] | None:
@@ -582,19 +592,22 @@ def best_tiling(build: Build, problem: Problem, multiprocessors: int) -> tuple[f
     return best
 
 
-def _builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build]:
+def _splits(axes: tuple[Axis, Axis, Axis], march: bool) -> list[Split]:
+    """None, or depth's phases apart, or height's too, or all."""
+    depth, height, width = (splittable(axis) and not march for axis in axes)
+    splits = [(False, False, False), (depth, False, False), (depth, height, False), (depth, height, width)]
+    return list(dict.fromkeys(splits))
+
+
+def builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build]:
     """All builds worth a look."""
     item_bytes = 4 if dtype == "float32" else 2
     group_bytes = round_up(geometry.in_per_group * item_bytes, STEP_BYTES)
     out = round_up(geometry.out_per_group, 8)
     axes = geometry.axes
-    for march, apart in product(
-        (False, True), product(*((False, True) if splittable(a) else (False,) for a in axes))
-    ):
-        split = (apart[0], apart[1], apart[2])
-        if march and any(split):
-            continue
-        counts = [1 if s else axis.stride for axis, s in zip(axes, split, strict=True)]
+    ways = [(march, split) for march in (False, True) for split in _splits(axes, march)]
+    for march, split in ways:
+        counts = [1 if apart else axis.stride for axis, apart in zip(axes, split, strict=True)]
         if march:
             counts[0] = Dimension.marching(axes[0]).fields
         fields = prod(counts)
@@ -608,38 +621,42 @@ def _builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build
                 if geometry.groups % n == 0 and n * group_bytes <= 128 and n * fields * out <= MAX_COLUMNS
             ]
         groups = together[-1]
-        parts = ceil_div(out, min(MAX_COLUMNS // (fields * groups) // 8 * 8, out))
-        out_tile = round_up(ceil_div(out, parts), 8)
-        columns = fields * groups * out_tile
         if groups > 1:
             rows = [min(r for r in (32, 64, 128) if r >= groups * group_bytes)]
         else:
-            rows = [r for r in (128, 64, 32) if r < 2 * group_bytes]
-        for row_bytes, slabs, resident, stages in product(rows, (1, 2, 3, 4), (True, False), (2, 3, 4)):
-            if slabs * columns > 2 * MAX_SUMS:
-                continue
-            producers = 2 if slabs * columns <= 192 else 1  # more would leave a consumer too few registers
-            build = Build(
-                geometry, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages, resident, 1,
-                shared_bytes,
-            )  # fmt: skip
-            if not resident:
-                build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
-            if build.stage_rows >= 64:
-                yield build
+            rows = [r for r in (128, 64, 32) if r < 2 * group_bytes and (r > 32 or group_bytes == 32)]
+        widest = min(MAX_COLUMNS // (fields * groups) // 8 * 8, out)
+        parts = ceil_div(out, widest)
+        for out_tile in dict.fromkeys(round_up(ceil_div(out, n), 8) for n in (parts, 2 * parts)):
+            columns = fields * groups * out_tile
+            for row_bytes, slabs, stages in product(rows, (1, 2, 3, 4), (2, 3, 4)):
+                if slabs * columns > 2 * MAX_SUMS or (columns < 64 and slabs == 1):
+                    continue
+                producers = 2 if slabs * columns <= 192 else 1  # more would leave a consumer too few registers
+                build = Build(
+                    geometry, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages, True, 1,
+                    shared_bytes,
+                )  # fmt: skip
+                if build.tile_bytes > 0.6 * shared_bytes:
+                    build = replace(build, resident=False)
+                    build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
+                if build.stage_rows >= 64:
+                    yield build
 
 
 @lru_cache(maxsize=1024)
-def choose(geometry: Geometry, dtype: str, shared_bytes: int, multiprocessors: int) -> Build | None:
-    """The best build for a nominal volume."""
-    size = NOMINAL
+def choose(
+    geometry: Geometry, dtype: str, output_channels_last: bool, small: bool, shared_bytes: int, multiprocessors: int
+) -> Build | None:
+    """The best build for a nominal volume, large or small."""
+    batch, size = (2, (8, 8, 8)) if small else (8, (32, 64, 64))
     output = geometry.output_size(size)
-    dense = (1, 1, 1, 1, 1)
-    problem = Problem(Pass.FORWARD, geometry, 8, size, dtype, dense, dense, dense)
     if min(output) < 1:
         return None
+    c, w = (1, geometry.out_channels) if output_channels_last else (2, 1)
+    problem = Problem(Pass.FORWARD, geometry, batch, size, dtype, (1, 1, 1, 1, 1), (1, 1, 1, 1, 1), (1, c, 1, 1, w))
     best: tuple[float, Build] | None = None
-    for build in _builds(geometry, dtype, shared_bytes):
+    for build in builds(geometry, dtype, shared_bytes):
         found = best_tiling(build, problem, multiprocessors)
         if found and (best is None or found[0] < best[0]):
             best = found[0], build
@@ -689,7 +706,9 @@ def plan(problem: Problem, device: Device) -> HaloPlan:
 
 
 def plan_or_none(problem: Problem, device: Device) -> HaloPlan | None:
-    build = choose(problem.geometry, problem.dtype, device.shared_bytes, device.multiprocessors)
+    small = problem.batch * prod(problem.output_size) // problem.geometry.phases < SMALL
+    last = problem.output[1] == 1 and problem.output[4] != 1
+    build = choose(problem.geometry, problem.dtype, last, small, device.shared_bytes, device.multiprocessors)
     return plan_build(build, problem, device) if build else None
 
 

@@ -1,0 +1,208 @@
+"""Measures builds of the halo kernel against each other and against the planner's model, on a Hopper GPU.
+
+    python benchmarks/halo_lab.py --layers large_volume,gan_128_64_16 --dtypes float32 --top 8 --out lab.json
+
+For every layer it takes the builds that the model likes best (at least one of every way to cut the work), checks each
+against PyTorch in full float32, and times it with a cold L2. The table says what the model said, so that the model's
+constants can be corrected: they are in tconv3d/halo_planner.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from layers import LAYERS, Layer
+
+from tconv3d import compiler, halo_planner, launcher
+from tconv3d.geometry import Geometry, Triple
+from tconv3d.launch import Launch
+from tconv3d.problem import Device, Pass, Problem
+
+GIGAHERTZ = 1.75  # for the model's cycles
+TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+@dataclass
+class Row:
+    """One measurement."""
+
+    layer: str
+    dtype: str
+    layout: str
+    build: str
+    tile: str
+    model_ms: float
+    ms: float
+    error: float
+
+
+def triple(value: int | Triple) -> Triple:
+    return (value, value, value) if isinstance(value, int) else value
+
+
+def geometry_of(layer: Layer) -> Geometry:
+    stride, padding, output_padding = (triple(v) for v in (layer.stride, layer.padding, layer.output_padding))
+    return Geometry.make(
+        layer.in_channels, layer.out_channels, triple(layer.kernel), stride, padding, output_padding, layer.groups,
+        triple(layer.dilation),
+    )  # fmt: skip
+
+
+def describe(build: halo_planner.Build) -> str:
+    panels = "resident" if build.resident else f"{build.slots} slots"
+    how = "march" if build.march else "split " + "".join(n for n, s in zip("dhw", build.split, strict=True) if s)
+    return (
+        f"{how}, {build.columns} columns (unit {build.program.unit} x {build.out_tile}), row {build.row_bytes}, "
+        f"{build.slabs} slabs, {build.producers}+{build.consumers}, {build.stages} stages, {panels}"
+    )
+
+
+def candidates(problem: Problem, device: Device, top: int) -> list[halo_planner.HaloPlan]:
+    """The builds that the model likes best, each with its best tiling."""
+    plans = [
+        plan
+        for build in halo_planner.builds(problem.geometry, problem.dtype, device.shared_bytes)
+        if (plan := halo_planner.plan_build(build, problem, device)) is not None
+    ]
+    plans.sort(key=lambda plan: plan.cycles)
+    families: dict[object, halo_planner.HaloPlan] = {}
+    shapes: dict[object, halo_planner.HaloPlan] = {}
+    for plan in plans:
+        b = plan.build
+        families.setdefault((b.march, b.split), plan)
+        shapes.setdefault((b.march, b.split, b.out_tile, b.row_bytes, b.slabs), plan)
+    chosen = list(shapes.values())[:top]
+    return chosen + [plan for plan in families.values() if plan not in chosen]
+
+
+def compile_launch(launch: Launch) -> tuple[int, str]:
+    compiled = compiler.compile(launch.kernel, launch.constants, "sm_90a")
+    serialized = [line for line in compiled.log.splitlines() if "serialized" in line]
+    return compiled.report.spill_loads, serialized[0] if serialized else ""
+
+
+def milliseconds(run: Callable[[], None], flush: torch.Tensor, repeats: int) -> float:
+    times = []
+    for i in range(repeats + 2):
+        flush.zero_()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+class Bench:
+    """The tensors of one layer, and PyTorch's result."""
+
+    def __init__(self, layer: Layer, dtype: str, channels_last: bool) -> None:
+        self.geometry = geometry_of(layer)
+        form = torch.channels_last_3d if channels_last else torch.contiguous_format
+        x, self.weight, bias = layer.tensors(TYPES[dtype])
+        assert bias is not None
+        self.x, self.bias = x.contiguous(memory_format=form), bias
+        torch.backends.cudnn.allow_tf32 = False
+        self.reference = F.conv_transpose3d(
+            x.float(), self.weight.float(), bias.float(), layer.stride, layer.padding, layer.output_padding,
+            layer.groups, layer.dilation,
+        )  # fmt: skip
+        self.y = torch.empty_like(self.reference, dtype=TYPES[dtype]).contiguous(memory_format=form)
+        self.problem = Problem(
+            Pass.FORWARD, self.geometry, layer.batch, layer.size, dtype, self.x.stride(), self.weight.stride(),
+            self.y.stride(), True, True,
+        )  # fmt: skip
+
+    def runner(self, plan: halo_planner.HaloPlan) -> Callable[[], None]:
+        packed = torch.full((plan.packed_bytes,), 255, dtype=torch.uint8, device="cuda")
+        stream = torch.cuda.current_stream().cuda_stream
+        launcher.prepare(plan.pack, 0)((self.weight.data_ptr(), packed.data_ptr()), stream)
+        run = launcher.prepare(plan.main, 0)
+        addresses = (self.x.data_ptr(), packed.data_ptr(), self.bias.data_ptr(), self.y.data_ptr())
+        return lambda: (run(addresses, stream), packed)[0]  # keeps `packed` alive
+
+    def error(self, run: Callable[[], None]) -> float:
+        self.y.fill_(float("nan"))
+        run()
+        torch.cuda.synchronize()
+        return ((self.y.float() - self.reference).norm() / self.reference.norm()).item()
+
+
+def measure(
+    name: str, dtype: str, channels_last: bool, top: int, device: Device, pool: ProcessPoolExecutor
+) -> list[Row]:
+    bench = Bench(LAYERS[name], dtype, channels_last)
+    plans = candidates(bench.problem, device, top)
+    reports = list(pool.map(compile_launch, [plan.main for plan in plans]))
+    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    rows = []
+    for plan, (spills, warning) in zip(plans, reports, strict=True):
+        layout = "channels_last" if channels_last else "contiguous"
+        run = bench.runner(plan)
+        row = Row(
+            name,
+            dtype,
+            layout,
+            describe(plan.build),
+            str(plan.tiling),
+            plan.cycles / GIGAHERTZ / 1e6,
+            0.0,
+            bench.error(run),
+        )
+        row.ms = milliseconds(run, flush, 7)
+        rows.append(row)
+        note = (
+            ("" if row.error < TOLERANCE[dtype] else "  WRONG")
+            + (f"  spills {spills}" if spills else "")
+            + warning[:90]
+        )
+        print(
+            f"{name:18} {dtype:8} {row.ms:8.4f} ms  model {row.model_ms:8.4f}  {row.error:.1e}  "
+            f"{row.build}; {row.tile}{note}",
+            flush=True,
+        )
+    best = min(rows, key=lambda row: row.ms)
+    print(
+        f"--> {name} {dtype} {best.layout}: best {best.ms:.4f} ms, the model's first {rows[0].ms:.4f} ms", flush=True
+    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--dtypes", default="float32")
+    parser.add_argument("--layouts", default="contiguous", help="contiguous, channels_last or both, with a comma")
+    parser.add_argument("--top", type=int, default=6)
+    parser.add_argument("--processes", type=int, default=12, help="that compile")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = launcher.device_properties(0)
+    device = Device(found.name, found.capability, found.multiprocessors, found.shared_bytes)
+    rows: list[Row] = []
+    with ProcessPoolExecutor(options.processes) as pool:
+        for name in options.layers.split(","):
+            for dtype in options.dtypes.split(","):
+                for layout in options.layouts.split(","):
+                    rows += measure(name, dtype, layout == "channels_last", options.top, device, pool)
+                    if options.out:
+                        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

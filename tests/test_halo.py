@@ -1,0 +1,245 @@
+"""The halo kernel in the emulator against float64: settings, builds, layouts, types; and its planner's promises."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tconv3d import emulator, halo_planner
+from tconv3d.geometry import Geometry, Triple
+from tconv3d.halo_planner import Build, HaloPlan
+from tconv3d.problem import Device, Pass, Problem
+
+# Few multiprocessors, so that blocks get several tiles and the rings wrap around.
+DEVICE = Device("small Hopper", (9, 0), 3, 232448)
+TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+TOLERANCE = {"float32": 1e-6, "float16": 4e-4, "bfloat16": 3e-3}  # operands are exact: the output's rounding
+
+needs_compiler = pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
+
+
+def triple(value: int | Triple) -> Triple:
+    return (value, value, value) if isinstance(value, int) else value
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer with its input."""
+
+    in_channels: int
+    out_channels: int
+    size: Triple
+    kernel: int | Triple
+    stride: int | Triple = 1
+    padding: int | Triple = 0
+    output_padding: int | Triple = 0
+    dilation: int | Triple = 1
+    groups: int = 1
+    batch: int = 2
+    dtype: str = "float32"
+    channels_last: bool = False
+    bias: bool = True
+    build: dict[str, object] = field(default_factory=dict)  # what the build must have
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry.make(
+            self.in_channels, self.out_channels, triple(self.kernel), triple(self.stride), triple(self.padding),
+            triple(self.output_padding), self.groups, triple(self.dilation),
+        )  # fmt: skip
+
+
+class Tensors:
+    """A case's tensors, and what the kernel makes of them."""
+
+    def __init__(self, case: Case) -> None:
+        generator = torch.Generator().manual_seed(1)
+        kind, g = TYPES[case.dtype], case.geometry
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(kind)
+
+        self.case = case
+        form = torch.channels_last_3d if case.channels_last else torch.contiguous_format
+        self.x = draw(case.batch, case.in_channels, *case.size).contiguous(memory_format=form)
+        self.weight = draw(case.in_channels, g.out_per_group, *g.kernel)
+        self.bias = draw(case.out_channels) if case.bias else None
+        output = (case.batch, case.out_channels, *g.output_size(case.size))
+        self.y = torch.full(output, float("nan"), dtype=kind).contiguous(memory_format=form)
+
+    @property
+    def problem(self) -> Problem:
+        c = self.case
+        return Problem(
+            Pass.FORWARD, c.geometry, c.batch, c.size, c.dtype, self.x.stride(), self.weight.stride(),
+            self.y.stride(), c.bias, tf32=True,
+        )  # fmt: skip
+
+    def run(self, plan: HaloPlan, order: str = "forward") -> None:
+        packed = torch.full((plan.packed_bytes // 4,), float("nan"))
+        emulator.prepare(plan.pack, order)((self.weight.data_ptr(), packed.data_ptr()))
+        bias = 0 if self.bias is None else self.bias.data_ptr()
+        addresses = (self.x.data_ptr(), packed.data_ptr(), bias, self.y.data_ptr())
+        emulator.prepare(plan.main, order)(addresses)
+
+    @property
+    def error(self) -> float:
+        c = self.case
+        bias = None if self.bias is None else self.bias.double()
+        reference = F.conv_transpose3d(
+            operand(self.x), operand(self.weight), bias, c.stride, c.padding, c.output_padding, c.groups, c.dilation
+        )
+        return float((self.y.double() - reference).norm() / reference.norm().clamp(min=1e-30))
+
+
+def operand(tensor: Tensor) -> Tensor:
+    """What tensor cores see of a tensor: TF32 to nearest, ties away from zero."""
+    if tensor.dtype != torch.float32:
+        return tensor.double()
+    return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
+
+
+def build_for(case: Case) -> Build:
+    """The planner's build, or the first of its candidates that has what the case wants."""
+    g = case.geometry
+    if not case.build:
+        build = halo_planner.choose(g, case.dtype, case.channels_last, True, DEVICE.shared_bytes, 132)
+        assert build is not None
+        return build
+    for build in halo_planner.builds(g, case.dtype, DEVICE.shared_bytes):
+        if all(getattr(build, name) == value for name, value in case.build.items() if name in CHOSEN):
+            return replace(build, **{n: v for n, v in case.build.items() if n not in CHOSEN})  # type: ignore[arg-type]
+    raise AssertionError(f"no build has {case.build}")
+
+
+CHOSEN = ("march", "split", "row_bytes", "slabs", "groups_per_tile")  # the rest is replaced
+
+
+def check(case: Case, order: str = "forward") -> None:
+    tensors = Tensors(case)
+    plan = halo_planner.plan_build(build_for(case), tensors.problem, DEVICE)
+    assert plan is not None
+    tensors.run(plan, order)
+    assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
+
+
+MARCH: dict[str, object] = {"march": True}
+FLAT: dict[str, object] = {"march": False, "split": (False, False, False)}
+APART: dict[str, object] = {"march": False, "split": (True, True, True)}
+
+SETTINGS = {
+    "one tap": Case(8, 8, (3, 5, 9), 1),
+    "one position": Case(8, 8, (1, 1, 1), 3, 1, 1),
+    "odd channels": Case(13, 9, (3, 4, 5), 3, 1, 1),
+    "march": Case(16, 8, (4, 5, 9), 3, build=MARCH),
+    "march, stride 2": Case(16, 8, (4, 5, 6), 3, 2, 1, 1, build=MARCH),
+    "march, padding beyond the kernel": Case(
+        8, 8, (9, 4, 5), (2, 3, 3), (3, 1, 1), (2, 0, 1), (1, 0, 0), build=MARCH
+    ),
+    "march, dilation": Case(8, 8, (5, 4, 5), 3, 1, 2, 0, 2, build=MARCH),
+    "march, stride above the kernel": Case(8, 8, (4, 4, 4), 1, 2, 0, 1, build=MARCH),
+    "kernel equals stride": Case(16, 24, (4, 5, 6), 2, 2, build=FLAT),
+    "kernel equals stride, phases apart": Case(16, 24, (4, 5, 6), 2, 2, build=APART),
+    "kernel 4, stride 2": Case(20, 8, (4, 4, 4), 4, 2, 1, build=FLAT),
+    "kernel 4, stride 2, phases apart": Case(20, 40, (4, 4, 4), 4, 2, 1, build=APART),
+    "kernel 3, stride 2": Case(12, 16, (3, 5, 9), 3, 2, 1, build=FLAT),
+    "asymmetric": Case(16, 16, (3, 4, 5), (3, 5, 5), build=FLAT),
+    "everything differs per dimension": Case(8, 12, (3, 4, 5), (4, 2, 3), (1, 2, 3), (2, 0, 1), (0, 1, 2), (2, 1, 1)),
+    "empty phases": Case(8, 8, (3, 4, 3), 2, 2, 1, 1, 2, build=FLAT),
+    "output padding": Case(8, 8, (3, 3, 3), 2, 3, 0, (2, 1, 2), build=FLAT),
+    "crops to almost nothing": Case(8, 8, (2, 3, 2), 3, 1, (1, 2, 1)),
+    "groups share a tile": Case(32, 32, (3, 4, 9), 3, 2, 1, groups=4, build=FLAT),
+    "groups share a tile, odd channels": Case(20, 24, (3, 4, 5), 2, 1, groups=4, build=FLAT),
+    "groups of their own": Case(80, 48, (3, 3, 4), 3, 1, 1, groups=2),
+    "several chunks": Case(100, 8, (3, 3, 4), 2, build={**FLAT, "row_bytes": 128}),
+    "several chunks, march": Case(44, 8, (3, 3, 4), 2, build={**MARCH, "row_bytes": 64}),
+    "several column tiles": Case(8, 200, (2, 2, 3), 2, 2, build=FLAT),
+    "batch in the rows": Case(16, 16, (2, 2, 2), 3, 2, 1, 1, batch=19, build=FLAT),
+    "no bias": Case(8, 8, (3, 4, 5), 3, 2, 1, bias=False),
+    "weights streamed": Case(72, 16, (3, 4, 5), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2}),
+    "weights streamed, march": Case(40, 16, (4, 4, 5), 3, 1, 1, build={**MARCH, "resident": False, "slots": 3}),
+    "several slabs": Case(16, 16, (6, 12, 17), 3, 1, 1, build={**FLAT, "slabs": 3}),
+    "float16": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, dtype="float16", build=FLAT),
+    "float16, march": Case(40, 16, (3, 4, 9), 3, 1, 1, dtype="float16", build=MARCH),
+    "bfloat16": Case(24, 20, (3, 4, 9), 4, 2, 1, dtype="bfloat16"),
+    "bfloat16, groups": Case(64, 32, (3, 4, 5), 3, 2, 1, groups=4, dtype="bfloat16", build=FLAT),
+    "channels last": Case(16, 24, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build=FLAT),
+    "channels last, march": Case(36, 9, (3, 4, 9), 3, 1, 1, channels_last=True, build=MARCH),
+    "channels last, unaligned": Case(13, 9, (3, 4, 5), 3, 1, 1, channels_last=True),
+    "channels last, float16": Case(40, 24, (3, 4, 9), 2, 2, channels_last=True, dtype="float16"),
+    "channels last, groups": Case(32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting(name: str) -> None:
+    check(SETTINGS[name])
+
+
+@needs_compiler
+@pytest.mark.parametrize("order", ["reversed", "shuffled:1", "shuffled:2"])
+@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs"])
+def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None:
+    check(SETTINGS[name], order)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["kernel 3, stride 2", "march", "batch in the rows"])
+def test_every_tiling_gives_the_same_result(name: str) -> None:
+    """All cuts of a small volume into tiles and slabs: the run-time numbers of one compiled kernel."""
+    case = SETTINGS[name]
+    tensors, build = Tensors(case), build_for(case)
+    positions = [a.positions(s) for a, s in zip(case.geometry.axes, tensors.problem.output_size, strict=True)]
+    tilings = list(halo_planner.tilings(build, case.batch, (positions[0], positions[1], positions[2])))
+    assert len(tilings) >= 8
+    for tiling in tilings[:: max(1, len(tilings) // 24)]:
+        tensors.y.fill_(float("nan"))
+        tensors.run(halo_planner.assemble(build, tiling, tensors.problem, DEVICE))
+        assert tensors.error < TOLERANCE[case.dtype], tiling
+
+
+@needs_compiler
+def test_input_may_have_any_strides() -> None:
+    case = Case(12, 8, (3, 4, 5), 3, 2, 1)
+    tensors = Tensors(case)
+    wide = torch.zeros(2, 24, 3, 9, 7)
+    wide[:, ::2, :, 1:5, 2:7] = tensors.x
+    tensors.x = wide[:, ::2, :, 1:5, 2:7]
+    plan = halo_planner.plan_build(build_for(case), tensors.problem, DEVICE)
+    assert plan is not None
+    tensors.run(plan)
+    assert tensors.error < TOLERANCE["float32"]
+
+
+def test_a_new_volume_compiles_nothing() -> None:
+    device = Device("Hopper", (9, 0), 132, 232448)
+    for case in (SETTINGS["march"], SETTINGS["kernel 3, stride 2"], SETTINGS["kernel equals stride"]):
+        constants = {
+            halo_planner.plan(Tensors(replace(case, size=size, batch=batch)).problem, device).main.constants
+            for batch, size in ((1, (2, 3, 4)), (1, (1, 1, 1)), (3, (7, 8, 9)), (2, (9, 12, 3)))
+        }
+        assert len(constants) == 1
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ({"dtype": "float64"}, "float64"),
+        ({"tf32": False}, "full float32"),
+        ({"which": Pass.INPUT_GRAD}, "forward"),
+        ({"batch": 0}, "nothing"),
+        ({"geometry": Geometry.make(8, 8, (4, 4, 4), (4, 4, 4))}, "64 phases"),
+        ({"geometry": Geometry.make(8, 2, (3, 3, 3))}, "channels"),
+    ],
+)
+def test_why_not(problem: dict[str, object], reason: str) -> None:
+    base = Tensors(Case(8, 8, (3, 3, 3), 3)).problem
+    assert halo_planner.why_not(base, DEVICE) is None
+    refusal = halo_planner.why_not(replace(base, **problem), DEVICE)  # type: ignore[arg-type]
+    assert refusal is not None and reason in refusal
+    assert halo_planner.why_not(base, Device("Ampere", (8, 0), 108, 166912)) is not None
