@@ -9,10 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 from types import ModuleType
 
-from . import direct_planner
+from . import direct_planner, few_outputs_planner
 from .problem import Device, Plan, Problem
 
-FAMILIES: tuple[tuple[str, ModuleType], ...] = (("direct", direct_planner),)
+FAMILIES: tuple[tuple[str, ModuleType], ...] = (
+    ("few_outputs", few_outputs_planner),
+    ("direct", direct_planner),
+)
 
 
 @lru_cache(maxsize=4096)

@@ -63,17 +63,34 @@ def poisoned() -> Iterator[None]:
 
 
 def passes(
-    function: object, operands: list[Tensor], settings: tuple[object, ...], grad_output: Tensor | None = None
+    function: object,
+    operands: list[Tensor],
+    settings: tuple[object, ...],
+    grad_output: Tensor | None = None,
+    forward_only: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """The result, and the gradients of all operands for a gradient of the result (ones where there is none)."""
-    leaves = [operand.detach().requires_grad_() for operand in operands]
+    leaves = [operand.detach().requires_grad_(not forward_only) for operand in operands]
     bias = leaves[2] if len(leaves) == 3 else None
     result = function(leaves[0], leaves[1], bias, *settings)  # type: ignore[operator]
+    if forward_only:
+        return result, []
     grad = torch.ones_like(result) if grad_output is None else grad_output.to(result.dtype)
     return result.detach(), list(torch.autograd.grad(result, leaves, grad))
 
 
-def check(layer: Layer, dtype: torch.dtype, device: str, operands: list[Tensor] | None = None) -> None:
+def to_tf32(tensor: Tensor) -> Tensor:
+    """The nearest numbers that TF32 has: with them, products on tensor cores are exact."""
+    return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def check(
+    layer: Layer,
+    dtype: torch.dtype,
+    device: str,
+    operands: list[Tensor] | None = None,
+    forward_only: bool = False,
+) -> None:
     """Every element of the result and of every gradient, against float64.
 
     The error of an element is measured in roundings of the largest it could have been without cancellation: the
@@ -81,16 +98,18 @@ def check(layer: Layer, dtype: torch.dtype, device: str, operands: list[Tensor] 
     """
     operands = layer.operands(dtype, device) if operands is None else operands
     exact = [operand.double() for operand in operands]
-    reference, _ = passes(F.conv_transpose3d, exact, layer.settings)
+    reference, _ = passes(F.conv_transpose3d, exact, layer.settings, forward_only=True)
     random = torch.Generator().manual_seed(1)
     grad_output = torch.randn(reference.shape, generator=random).to(device, dtype)
-    expected = passes(F.conv_transpose3d, exact, layer.settings, grad_output.double())
-    largest = passes(
-        F.conv_transpose3d, [operand.abs() for operand in exact], layer.settings, grad_output.double().abs()
-    )
+
+    def run(function: object, operands: list[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return passes(function, operands, layer.settings, grad, forward_only)
+
+    expected = run(F.conv_transpose3d, exact, grad_output.double())
+    largest = run(F.conv_transpose3d, [operand.abs() for operand in exact], grad_output.double().abs())
     with poisoned():
-        got = passes(tconv3d.conv_transpose3d, operands, layer.settings, grad_output)
-    names = ("result", "input gradient", "weight gradient", "bias gradient")
+        got = run(tconv3d.conv_transpose3d, operands, grad_output)
+    names = ("result", "input gradient", "weight gradient", "bias gradient")[: 1 if forward_only else 4]
     for name, ours, exact_one, bound in zip(
         names, (got[0], *got[1]), (expected[0], *expected[1]), (largest[0], *largest[1]), strict=False
     ):

@@ -18,7 +18,7 @@
 // tile share the rows: each has its own steps of the row.
 #pragma once
 
-#include "common.cuh"
+#include "operands.cuh"
 
 namespace tconv3d {
 
@@ -102,32 +102,6 @@ struct HaloLayout {
     return offset ^ ((offset >> 7 & (kRowPieces - 1)) << 4);
   }
 };
-
-// The bits that a matrix instruction takes for a number.
-template <class Scalar>
-struct OperandOf;
-template <>
-struct OperandOf<float> {
-  static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
-  static __device__ __forceinline__ unsigned bits(float value) { return ptx::float_to_tf32(value); }
-};
-template <>
-struct OperandOf<Half> {
-  static constexpr ptx::Operand kOperand = ptx::Operand::kFloat16;
-  static __device__ __forceinline__ unsigned bits(Half value) { return value.bits; }
-};
-template <>
-struct OperandOf<BFloat16> {
-  static constexpr ptx::Operand kOperand = ptx::Operand::kBFloat16;
-  static __device__ __forceinline__ unsigned bits(BFloat16 value) { return value.bits; }
-};
-
-// A load of memory that nobody writes while the kernel runs.
-__device__ __forceinline__ float load_constant(const float* address) { return __ldg(address); }
-template <class Scalar>
-__device__ __forceinline__ Scalar load_constant(const Scalar* address) {
-  return Scalar{__ldg(&address->bits)};
-}
 
 // 16 bytes of operands, collected one by one.
 template <class Scalar>

@@ -269,6 +269,28 @@ TCONV3D_MATRIX_MULTIPLY(248, 124, 125);
 TCONV3D_MATRIX_MULTIPLY(256, 128, 129);
 // clang-format on
 
+// ---- Warp matrix instructions (sm_80).
+
+// 16 rows of A times 8 columns of B, 32 bytes of K, added to `sum`. With g = lane/4 and t = lane%4, a lane has of A
+// rows g and g + 8 (a[0], a[1]; a[2], a[3] are 4 words further along K) at word t, of B column g at words t and
+// t + 4, of the sums rows g and g + 8 at columns 2t and 2t + 1. A word is a TF32 number or two 16-bit ones.
+template <Operand kOperand>
+__device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  if constexpr (kOperand == Operand::kTf32) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else if constexpr (kOperand == Operand::kFloat16) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
 }  // namespace tconv3d::ptx
 
 #endif

@@ -250,4 +250,40 @@ struct MatrixMultiply {
   }
 };
 
+// ---- Warp matrix instructions.
+
+// The fragments that the lanes of each warp of a block have put on the table.
+struct EmulatedFragments {
+  std::uint32_t a[32][32][4];
+  std::uint32_t b[32][32][2];
+};
+
+// Part `item` of a word of operands. Tensor cores see the upper 19 bits of a TF32.
+inline float operand_of_word(std::uint32_t word, unsigned item, Operand operand) {
+  if (operand == Operand::kTf32) return bits_to_float(word & 0xFFFFE000u);
+  const auto bits = static_cast<unsigned short>(word >> (16u * item));
+  return operand == Operand::kFloat16 ? half_to_float(bits) : bits_to_float(std::uint32_t{bits} << 16);
+}
+
+template <Operand kOperand>
+inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  auto& table = emulator::block_state<EmulatedFragments>();
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
+  for (unsigned i = 0; i < 4; ++i) table.a[warp][lane][i] = a[i];
+  for (unsigned i = 0; i < 2; ++i) table.b[warp][lane][i] = b[i];
+  __syncwarp();
+  for (unsigned i = 0; i < 4; ++i) {
+    const unsigned half = i / 2u, column = lane % 4u * 2u + i % 2u;
+    float total = 0.0f;
+    for (unsigned word = 0; word < 8; ++word) {
+      const std::uint32_t left = table.a[warp][lane / 4u * 4u + word % 4u][half + word / 4u * 2u];
+      const std::uint32_t right = table.b[warp][column * 4u + word % 4u][word / 4u];
+      for (unsigned item = 0; item < (kOperand == Operand::kTf32 ? 1u : 2u); ++item)
+        total += operand_of_word(left, item, kOperand) * operand_of_word(right, item, kOperand);
+    }
+    sum[i] += total;
+  }
+  __syncwarp();
+}
+
 }  // namespace tconv3d::ptx
