@@ -296,31 +296,6 @@ __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&
   }
 }
 
-// ---- Warp matrix instructions (sm_80 and up): 16 rows of A times 8 columns of B, 32 bytes of each, added to
-// sums. Lane l has rows l/4 and l/4 + 8 and columns 2*(l%4) and the next of `sums`; of A word l%4 (a[0],
-// a[1]) and l%4 + 4 (a[2], a[3]) of those rows; of B the same words of column l/4. A word is one TF32 or two
-// halves.
-template <Operand kOperand>
-__device__ __forceinline__ void multiply_warp(float (&sums)[4], const unsigned (&a)[4],
-                                              const unsigned (&b)[2]) {
-  if constexpr (kOperand == Operand::kTf32) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  } else if constexpr (kOperand == Operand::kFloat16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-  }
-}
-
 }  // namespace tconv3d::ptx
 
 #endif

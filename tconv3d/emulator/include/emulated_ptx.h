@@ -286,47 +286,4 @@ inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigne
   __syncwarp();
 }
 
-// ---- Warp matrix instructions: the lanes meet, then each computes its four sums out of what the others
-// brought.
-
-struct EmulatedFragments {
-  std::uint32_t words[32][2][32][6];  // warp, parity of the instruction, lane, a[0..3] and b[0..1]
-};
-struct EmulatedFragmentsParity {
-  unsigned value = 0;
-};
-
-inline float fragment_product(std::uint32_t a, std::uint32_t b, Operand operand) {
-  if (operand == Operand::kTf32) return bits_to_float(a & 0xFFFFE000u) * bits_to_float(b & 0xFFFFE000u);
-  float sum = 0.0f;
-  for (unsigned shift = 0; shift < 32; shift += 16) {
-    const auto first = static_cast<unsigned short>(a >> shift),
-               second = static_cast<unsigned short>(b >> shift);
-    sum += operand == Operand::kFloat16
-               ? half_to_float(first) * half_to_float(second)
-               : bits_to_float(std::uint32_t{first} << 16) * bits_to_float(std::uint32_t{second} << 16);
-  }
-  return sum;
-}
-
-template <Operand kOperand>
-inline void multiply_warp(float (&sums)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  const unsigned lane = emulator::lane();
-  // One meeting is enough: a lane cannot come two instructions further before all have read these words.
-  unsigned& parity = emulator::thread_state<EmulatedFragmentsParity>().value;
-  auto& words = emulator::block_state<EmulatedFragments>().words[emulator::thread_rank() / 32u][parity];
-  parity ^= 1u;
-  for (unsigned i = 0; i < 4; ++i) words[lane][i] = a[i];
-  for (unsigned i = 0; i < 2; ++i) words[lane][4 + i] = b[i];
-  __syncwarp();
-  for (unsigned e = 0; e < 4; ++e) {
-    const unsigned row = lane / 4u * 4u, column = (lane % 4u * 2u + e % 2u) * 4u;
-    float sum = 0.0f;
-    for (unsigned word = 0; word < 8; ++word)
-      sum += fragment_product(words[row + word % 4u][e / 2u + word / 4u * 2u],
-                              words[column + word % 4u][4u + word / 4u], kOperand);
-    sums[e] += sum;
-  }
-}
-
 }  // namespace tconv3d::ptx
