@@ -82,10 +82,10 @@ def in_emulator(name: str) -> list[Row]:
     task = tasks.load(name)
     problem = _problem(task, task.REDUCED, "cpu")
     with tconv3d.use_backend("emulator"):
-        results, seconds = _results(problem.new, problem)
+        results = _results(problem)
     return [
         Row(name, task.REDUCED, step, _kernels(problem, step), 1e3 * elapsed, None, error)
-        for step, elapsed, error in zip(STEPS, seconds, _errors(problem, results), strict=True)
+        for step, elapsed, error in zip(STEPS, results.seconds, _errors(problem, results), strict=True)
     ]
 
 
@@ -94,9 +94,7 @@ def on_gpu(name: str) -> list[Row]:
     task = tasks.load(name)
     problem = _problem(task, task.SHAPE, "cuda")
     with tconv3d.use_backend("cuda"):
-        results, _ = _results(problem.new, problem)
-        errors = _errors(problem, results)
-        del results
+        errors = _errors(problem, _results(problem))
         ours = _times(problem.new, problem)
     theirs = _times(problem.model, problem)
     return [
@@ -116,42 +114,66 @@ def _problem(task: tasks.Task, shape: tuple[int, ...], device: str) -> Problem:
     return Problem(model, new, x.requires_grad_(), torch.randn(output.shape, device=device))
 
 
+def _convolution(model: nn.Module) -> nn.ConvTranspose3d:
+    (layer,) = (module for module in model.modules() if isinstance(module, nn.ConvTranspose3d))
+    return layer
+
+
 def _gradients(model: nn.Module, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad(y, [x, *model.parameters()], grad, retain_graph=True)
 
 
-def _results(model: nn.Module, problem: Problem) -> tuple[list[Tensor], tuple[float, float]]:
-    """The output, the gradients of input and parameters, and the seconds that each pass took."""
+@dataclass(frozen=True)
+class Results:
+    """What our model computed: output, gradients of input and parameters, seconds of each pass."""
+
+    convolved: Tensor  # what the convolution gave to the layers after it
+    output: Tensor
+    gradients: tuple[Tensor, ...]
+    seconds: tuple[float, float]
+
+
+def _results(problem: Problem) -> Results:
+    convolved: list[Tensor] = []
+    hook = _convolution(problem.new).register_forward_hook(lambda _, __, y: convolved.append(y.detach()))
     started = time.perf_counter()
-    y = model(problem.x)
+    y = problem.new(problem.x)
     middle = time.perf_counter()
-    gradients = _gradients(model, problem.x, y, problem.grad)
-    return [y.detach(), *gradients], (middle - started, time.perf_counter() - middle)
+    gradients = _gradients(problem.new, problem.x, y, problem.grad)
+    seconds = middle - started, time.perf_counter() - middle
+    hook.remove()
+    return Results(convolved[0], y.detach(), gradients, seconds)
 
 
-def _exact(problem: Problem) -> list[Tensor]:
-    """What `_results` should be, from PyTorch in float64, one sample at a time to need less memory."""
+def _exact(problem: Problem, convolved: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Output and gradients from PyTorch in float64, one sample at a time to need less memory.
+
+    The gradients are those at the values that our convolution gave (`convolved`): the derivative of ReLU jumps at
+    zero, and rounding decides on which side a value lies.
+    """
     model = copy.deepcopy(problem.model).double()
     outputs, input_gradients, parameter_gradients = [], [], []
-    for x, grad in zip(problem.x.detach().split(1), problem.grad.split(1), strict=True):
+    for x, grad, value in zip(problem.x.detach().split(1), problem.grad.split(1), convolved.split(1), strict=True):
         x = x.double().requires_grad_()
-        y = model(x)
-        dx, *rest = _gradients(model, x, y, grad.double())
-        outputs.append(y.detach())
+        outputs.append(model(x).detach())
+        hook = _convolution(model).register_forward_hook(lambda _, __, y, value=value: value + y - y.detach())
+        dx, *rest = _gradients(model, x, model(x), grad.double())
+        hook.remove()
         input_gradients.append(dx)
         parameter_gradients.append(rest)
     summed = [torch.stack(parts).sum(0) for parts in zip(*parameter_gradients, strict=True)]
-    return [torch.cat(outputs), torch.cat(input_gradients), *summed]
+    return torch.cat(outputs), [torch.cat(input_gradients), *summed]
 
 
-def _errors(problem: Problem, results: list[Tensor]) -> tuple[float, float]:
+def _errors(problem: Problem, results: Results) -> tuple[float, float]:
     """The largest error of the forward and of the backward pass, each tensor's as a part of its largest value."""
-    forward, *backward = (
-        float((result - exact).abs().max() / exact.abs().max())
-        for result, exact in zip(results, _exact(problem), strict=True)
-    )
-    # Not max(): it passes over a NaN.
-    return forward, float(torch.tensor(backward).max())
+    output, gradients = _exact(problem, results.convolved)
+    backward = [_error(*pair) for pair in zip(results.gradients, gradients, strict=True)]
+    return _error(results.output, output), float(torch.tensor(backward).max())  # max() passes over a NaN
+
+
+def _error(result: Tensor, exact: Tensor) -> float:
+    return float((result - exact).abs().max() / exact.abs().max())
 
 
 def _times(model: nn.Module, problem: Problem) -> tuple[float, float]:
@@ -180,8 +202,7 @@ def median_milliseconds(call: Callable[[], object], runs: int = RUNS) -> float:
 
 def _kernels(problem: Problem, step: str) -> str:
     """The names of the kernels that the convolution of a task runs in one pass."""
-    (layer,) = (module for module in problem.new.modules() if isinstance(module, nn.ConvTranspose3d))
-    passes = tconv3d.explain(layer, problem.x).passes
+    passes = tconv3d.explain(_convolution(problem.new), problem.x).passes
     names = (found.kernel for found in passes if (found.name == "forward") == (step == "forward"))
     return ", ".join(dict.fromkeys(names))  # without repetition, in order
 
