@@ -43,7 +43,7 @@ demo: $(READY)
 
 test: check
 	@mkdir -p artifacts
-	TCONV3D_TEST_RECORD=artifacts $(PY) -m pytest $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS))
+	$(PY) -m pytest --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS))
 
 check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff check .)
