@@ -23,7 +23,7 @@ from tconv3d.direct_planner import INT32_MAX, SCALARS
 from tconv3d.geometry import Axis, Geometry, Triple
 from tconv3d.launch import Constants, Launch
 from tconv3d.packing import divider, int32s, int64s, padded
-from tconv3d.problem import Device, Pass, Problem
+from tconv3d.problem import Device, Pass, Plan, Problem
 
 SLAB = 64  # positions of one matrix instruction
 MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
@@ -318,6 +318,14 @@ class Build:
         """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
         return 1 if self.march or self.stages <= self.chunks else 8
 
+    def __str__(self) -> str:
+        way = "marching along depth" if self.march else "phases together"
+        panels = "weights resident" if self.resident else "weights streamed"
+        return (
+            f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
+            f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
+        )
+
     def constants(self, problem: Problem) -> Constants:
         g, p = self.geometry, self.program
         d, h, w = p.dimensions
@@ -406,7 +414,7 @@ class Build:
             grid=(ceil_div(pieces, threads), 1, 1),
             threads=threads,
             shared_bytes=0,
-            pointers=("weight", "packed"),
+            pointers=("weight", "workspace"),
             scalars=int64s(*problem.weight),
         )
 
@@ -698,11 +706,13 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def plan(problem: Problem, device: Device) -> HaloPlan:
+def plan(problem: Problem, device: Device) -> Plan:
+    """Packs the weight, every time: a weight may be changed through `.data`, which leaves no trace to go by."""
     found = plan_or_none(problem, device)
     if found is None:
         raise ValueError(why_not(problem, device))
-    return found
+    tile = f"{found.build}; tiles of {found.tiling}"
+    return Plan("halo", "Hopper's tensor cores", (found.pack, found.main), found.packed_bytes, tile)
 
 
 def plan_or_none(problem: Problem, device: Device) -> HaloPlan | None:
@@ -739,7 +749,7 @@ def assemble(build: Build, tiling: Tiling, problem: Problem, device: Device, cos
         grid=(blocks, 1, 1),
         threads=build.threads,
         shared_bytes=build.shared_bytes,
-        pointers=("x", "packed", "bias", "y"),
+        pointers=("x", "workspace", "bias", "y"),
         scalars=scalars,
     )
     return HaloPlan(build, tiling, build.pack(problem), build.column_tiles * build.tile_bytes, main, cost)

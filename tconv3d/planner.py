@@ -9,11 +9,12 @@ from __future__ import annotations
 from functools import lru_cache
 from types import ModuleType
 
-from . import direct_planner, few_outputs_planner
+from . import direct_planner, few_outputs_planner, halo_planner
 from .problem import Device, Plan, Problem
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("few_outputs", few_outputs_planner),
+    ("halo", halo_planner),
     ("direct", direct_planner),
 )
 
