@@ -5,6 +5,7 @@ The one place that rejects a call. Runs before anything is planned or launched, 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -15,15 +16,26 @@ from .geometry import Geometry, Triple
 Convolution = tuple[Triple, Triple, Triple, int, Triple]  # stride, padding, output_padding, groups, dilation
 
 
+def integer(value: object, name: str) -> int:
+    """What PyTorch takes for an integer: also those of NumPy and tensors of one, but no bool and no float."""
+    if type(value) is int or isinstance(value, torch.SymInt):
+        return value  # type: ignore[return-value]
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return int(operator.index(value))  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"conv_transpose3d(): expected {name} to be an integer, but got {name}={value!r}") from None
+
+
 def triple(value: int | Sequence[int], name: str) -> Triple:
     """An integer for all three dimensions, or (depth, height, width)."""
     if type(value) is tuple and len(value) == 3 and type(value[0]) is type(value[1]) is type(value[2]) is int:
         return value
-    if isinstance(value, int):
-        return (value, value, value)
-    if isinstance(value, (str, float)) or not hasattr(value, "__iter__"):
-        raise TypeError(f"expected {name} to be an integer or 3 integers, but got {name}={value!r}")
-    values = tuple(value)
+    if not isinstance(value, (tuple, list)):
+        one = integer(value, name)
+        return (one, one, one)
+    values = tuple(integer(v, name) for v in value)
     if len(values) == 1:
         values = values * 3
     if len(values) != 3:
@@ -31,15 +43,27 @@ def triple(value: int | Sequence[int], name: str) -> Triple:
             f"expected {name} to be a single integer value or a list of 3 values to match the convolution "
             f"dimensions (depth, height, width), but got {name}={list(values)}"
         )
-    if not all(isinstance(v, int) for v in values):
-        if all(isinstance(v, (int, torch.SymInt)) for v in values):
-            return values
-        raise TypeError(f"expected {name} to be integers, but got {name}={list(values)}")
     return values
+
+
+def check_tensors(input: object, weight: object, bias: object) -> None:
+    """Python's own arguments; the one check that every call makes."""
+    if isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)):
+        return
+    for name, value in (("input", input), ("weight", weight), ("bias", bias)):
+        if not isinstance(value, Tensor) and not (name == "bias" and value is None):
+            raise TypeError(
+                f"conv_transpose3d(): expected {name} to be a Tensor, but got {name} of type {type(value).__name__}"
+            )
 
 
 def check_settings(convolution: Convolution) -> None:
     stride, padding, output_padding, groups, dilation = convolution
+    for name, values in zip(
+        ("stride", "padding", "output_padding", "dilation"), (*convolution[:3], dilation), strict=True
+    ):
+        if max(values) >= 2**31:
+            raise RuntimeError(f"expected {name} to be below 2^31, got {name}={list(values)}")
     if min(padding) < 0:
         raise RuntimeError(f"negative padding is not supported, got padding={list(padding)}")
     if min(output_padding) < 0:
@@ -107,7 +131,7 @@ def check_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolutio
 def check_channels(weight: Tensor, convolution: Convolution) -> Geometry:
     stride, padding, output_padding, groups, dilation = convolution
     in_channels, out_per_group, *kernel = weight.shape
-    if min(weight.shape) <= 0:
+    if any(extent <= 0 for extent in weight.shape):
         raise RuntimeError(f"expected a weight with no empty dimension, but got weight of size {list(weight.shape)}")
     if in_channels % groups:
         raise RuntimeError(
@@ -120,20 +144,23 @@ def check_channels(weight: Tensor, convolution: Convolution) -> Geometry:
 
 
 def check_sizes(geometry: Geometry, input_size: tuple[int, ...]) -> None:
-    if min(input_size) <= 0:
+    if any(extent <= 0 for extent in input_size):
         raise RuntimeError(f"Expected a volume with no empty dimension, but got input of size {list(input_size)}")
     output_size = geometry.output_size(input_size)
-    if min(output_size) <= 0:
+    if any(extent <= 0 for extent in output_size):
         raise RuntimeError(
             f"Given input size per channel: {list(input_size)}. Calculated output size per channel: "
             f"{list(output_size)}. Output size is too small"
         )
 
 
-def check_grad_output(geometry: Geometry, grad_output: Tensor, input_size: tuple[int, ...]) -> None:
+def check_grad_output(
+    geometry: Geometry, grad_output: Tensor, input_size: tuple[int, ...], batch: int | None = None
+) -> None:
+    """grad_output [N, C_out, oD, oH, oW]; N is `batch` where another tensor says what it is."""
     expected = (geometry.out_channels, *geometry.output_size(input_size))
-    if tuple(grad_output.shape[1:]) != expected:
+    if tuple(grad_output.shape[1:]) != expected or batch not in (None, grad_output.shape[0]):
         raise RuntimeError(
-            f"expected grad_output to have shape [N, {', '.join(map(str, expected))}], but got "
-            f"{list(grad_output.shape)}"
+            f"expected grad_output to have shape [{'N' if batch is None else batch}, "
+            f"{', '.join(map(str, expected))}], but got {list(grad_output.shape)}"
         )

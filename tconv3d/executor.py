@@ -151,7 +151,7 @@ def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution:
         geometry = Geometry.make(
             input.shape[1], grad_output.shape[1], kernel, stride, padding, output_padding, groups, dilation
         )
-        checks.check_grad_output(geometry, grad_output, tuple(input.shape[2:]))
+        checks.check_grad_output(geometry, grad_output, tuple(input.shape[2:]), input.shape[0])
         shape = (geometry.in_channels, geometry.out_per_group, *kernel)
         strides = contiguous_strides(shape)
         problem = Problem(

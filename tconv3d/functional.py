@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .checks import check_rank, triple
+from .checks import check_rank, check_tensors, integer, triple
 
 
 def conv_transpose3d(
@@ -26,13 +26,14 @@ def conv_transpose3d(
     input: (N, C_in, D, H, W) or (C_in, D, H, W). weight: (C_in, C_out / groups, kD, kH, kW). bias: (C_out).
     Tuples are (depth, height, width).
     """
+    check_tensors(input, weight, bias)
     if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
     convolution = (
         triple(stride, "stride"),
         triple(padding, "padding"),
         triple(output_padding, "output_padding"),
-        groups,
+        integer(groups, "groups"),
         triple(dilation, "dilation"),
     )
     check_rank(input, weight)
