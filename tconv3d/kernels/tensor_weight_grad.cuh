@@ -1,0 +1,465 @@
+// The weight gradient on tensor cores (TF32, float16, bfloat16; compute capability 8.0 and up):
+//   dw[ci][co][t] = sum over n, i of  x[n][ci][i] * dy[n][co][stride*i + t*dilation - padding]
+//
+// For one tap this is a matrix product with the positions i as its K dimension: rows ci, columns co. A block
+// owns a tile of channels and some rows of taps (t_d, t_h; all taps along w) and walks over its part of the
+// positions:
+//
+//   for each tile of positions (a box of the volume, w in segments of four 32-bit words):
+//     copy x[ci][positions] and dy[co][positions the taps reach] to shared memory, w running along a row; dy
+//     in one plane per phase of w, so that neighbouring positions are neighbours for every tap for each chunk
+//     of four segments, one per quarter of a warp:
+//       load the fragments of x once, for all taps
+//       for each row of taps, for each window of dy (two neighbouring segments, loaded once for several
+//       taps):
+//         for each tap of the window:  sums[tap] += x (x) dy shifted by the tap, out of registers
+//
+// K may be permuted at will if both operands are: a lane takes a whole segment (one 16-byte load) where the
+// instruction wants separate columns, so a tap's shift along w selects other registers of the same window
+// (for 16-bit types an odd shift joins halves of two registers). Shifts along d and h move the window's
+// address.
+//
+// While a tile is computed the next one is on its way: before a part of the arithmetic each warp issues a
+// job's loads into registers, after it rounds them to TF32 and stores them to the other buffer. Warps of a
+// block differ in their rows of taps, their channels, or their chunks (kSlices, added at the end in a fixed
+// order). Parts are written side by side and added by reduce.cuh in a fixed order.
+#pragma once
+
+#include "cursor.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  const void* dy;
+  void* parts;  // [splits][in_channels][out_channels / groups][kernel d][h][w]
+  Strides x_strides, dy_strides;
+  Extent x_size, dy_size;
+  Extent tile;  // positions along d and h, segments along w
+  int tiles;
+  int splits;
+  int lines_h;               // lines of dy a tile has along h
+  int lines;                 // and in all
+  int line_pitch;            // words
+  int line_words;            // words of a line that taps reach
+  Divider by_d, by_h, by_w;  // how many tiles the volume has
+};
+
+template <class C>
+struct TensorWeightGrad {
+  using Scalar = typename C::Scalar;
+  using Index = typename IndexType<C::kWide>::type;
+
+  static constexpr int kLanes = 32;
+  static constexpr int kWarps = C::kThreads / kLanes;
+  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));  // positions
+  static constexpr int kSegment = 4;                                     // words: one 16-byte load
+  static constexpr int kSegmentsPerChunk = 4;                            // one for each lane of a quad
+  static constexpr int kSteps = 2;   // matrix instructions that use up a chunk
+  static constexpr int kWindow = 8;  // words: two segments
+  static constexpr ptx::Operand kOperand = static_cast<ptx::Operand>(C::kOperand);
+
+  static constexpr int kBlockIn = C::kHalfRows ? 8 : 16 * C::kTilesIn * C::kWarpsIn;
+  static constexpr int kBlockOut = 8 * C::kTilesOut * C::kWarpsOut;
+  static constexpr int kBlocksIn = (C::kInPerGroup + kBlockIn - 1) / kBlockIn;
+  static constexpr int kBlocksOut = (C::kOutPerGroup + kBlockOut - 1) / kBlockOut;
+  static constexpr int kRowBlocksD = (C::kKernelD + C::kRowsD - 1) / C::kRowsD;
+  static constexpr int kRowBlocksH = (C::kKernelH + C::kRowsH - 1) / C::kRowsH;
+  static constexpr int kKinds = kBlocksIn * kBlocksOut * kRowBlocksD * kRowBlocksH * C::kGroups;
+
+  // Shared memory in words: where each slot (a word of a channel) of a tile lies, where each segment's dy
+  // begins, then two buffers of [channels of x][kPitchX], [channels of dy][kPitchY].
+  static constexpr int kSlotsX = C::kSegments * kSegment;
+  static constexpr int kSlotTable = 0;
+  static constexpr int kSegmentTable = kSlotTable + 2 * (kSlotsX + C::kSlotsY);
+  static constexpr int kBuffers = (kSegmentTable + C::kSegments + 3) / 4 * 4;
+  static constexpr int kBufferY = kBlockIn * C::kPitchX;
+  static constexpr int kBufferWords = kBufferY + kBlockOut * C::kPitchY;
+
+  // A job: kStage channels (times kLaneChannels) of kLaneSlots slots, one warp.
+  static constexpr int kLaneSlots = kLanes / C::kLaneChannels;
+  static constexpr int kJobChannels = C::kLaneChannels * C::kStage;
+  static constexpr int kJobsIn = (kBlockIn + kJobChannels - 1) / kJobChannels;
+  static constexpr int kJobsOut = (kBlockOut + kJobChannels - 1) / kJobChannels;
+  static constexpr int kLoadsPerWord = C::kPairs ? 1 : kPerWord;
+
+  static_assert(kWarps * kLanes == C::kThreads);
+  static_assert(kWarps == C::kWarpsRows * C::kWarpsIn * C::kWarpsOut * C::kSlices, "every warp has its part");
+  static_assert(C::kWarpsRows * C::kRows >= C::kRowsD * C::kRowsH, "every row of taps has its warp");
+  static_assert(!C::kHalfRows || (C::kTilesIn == 1 && C::kWarpsIn == 1 && C::kInPerGroup <= 8));
+  static_assert(C::kPitchX % 32 == 16 && C::kPitchX >= kSlotsX, "fragment loads without bank conflicts");
+  static_assert(C::kPitchY % 32 == 16 && C::kPlane % 4 == 0 && C::kPitchY >= C::kPhases * C::kPlane);
+  static_assert(C::kSegments % kSegmentsPerChunk == 0);
+  static_assert(C::kHooks >= 1 && C::kHooks <= C::kRows * C::kTilesOut);
+  static_assert((kOperand == ptx::Operand::kTf32) == (kPerWord == 1));
+  static_assert(C::kSharedBytes >= 4 * (kBuffers + 2 * kBufferWords));
+  static constexpr int kSums = C::kRows * C::kTaps * C::kTilesIn * C::kTilesOut * 4;
+  static_assert(C::kSlices == 1 || C::kSharedBytes >= 4 * kSums * kLanes * (kWarps / C::kSlices),
+                "the sums of a slice pass through shared memory");
+
+  const Args& args;
+  unsigned* shared;
+  int lane, warp, slice, warp_in, warp_out;
+  int split, group, first_in, first_out, tap_d, tap_h;  // of the block
+  int first_row;                                        // of the warp, among the block's
+  int row_words[C::kRows];  // where the warp's rows of taps begin in a plane of dy
+  float sums[C::kRows][C::kTaps][C::kTilesIn][C::kTilesOut][4];
+
+  __device__ __forceinline__ void locate() {
+    shared = dynamic_shared<unsigned>();
+    lane = threadIdx.x % kLanes;
+    // The same in all lanes, and known to be: what follows from it is computed once for a warp.
+    warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / kLanes, 0);
+    int rest = warp;
+    warp_out = rest % C::kWarpsOut;
+    rest /= C::kWarpsOut;
+    warp_in = rest % C::kWarpsIn;
+    rest /= C::kWarpsIn;
+    first_row = rest % C::kWarpsRows * C::kRows;
+    slice = rest / C::kWarpsRows;
+    // Blocks that share positions follow each other, so that L2 serves what they share.
+    int kind = static_cast<int>(blockIdx.x) % kKinds;
+    split = static_cast<int>(blockIdx.x) / kKinds;
+    tap_h = kind % kRowBlocksH * C::kRowsH;
+    kind /= kRowBlocksH;
+    tap_d = kind % kRowBlocksD * C::kRowsD;
+    kind /= kRowBlocksD;
+    first_out = kind % kBlocksOut * kBlockOut;
+    kind /= kBlocksOut;
+    first_in = kind % kBlocksIn * kBlockIn;
+    group = kind / kBlocksIn;
+    const int plane_pitch = args.lines_h * args.line_pitch;
+#pragma unroll
+    for (int r = 0; r < C::kRows; ++r) {
+      // A warp's rows past the block's last repeat it, and are never written.
+      const int row = min(first_row + r, C::kRowsD * C::kRowsH - 1);
+      row_words[r] =
+          row / C::kRowsH * C::kDilationD * plane_pitch + row % C::kRowsH * C::kDilationH * args.line_pitch;
+    }
+  }
+
+  // ---- The copy of a tile: slots and jobs.
+
+  struct Tile {
+    int n, d, h, w;  // first position
+  };
+  struct Slot {
+    int lines;  // the slot's d and h in the tile, 16 bits each
+    int words;  // its w in the tile (signed) and its place in a channel of the buffer, 16 bits each
+  };
+
+  static __device__ __forceinline__ int pack(int low, int high) { return (low & 0xFFFF) | high << 16; }
+  static __device__ __forceinline__ int low(int packed) {
+    return static_cast<short>(static_cast<unsigned short>(packed & 0xFFFF));
+  }
+  static __device__ __forceinline__ int high(int packed) {
+    return static_cast<int>(static_cast<unsigned>(packed) >> 16);
+  }
+
+  __device__ __forceinline__ int slots_x() const {
+    return args.tile.d * args.tile.h * args.tile.w * kSegment;
+  }
+  __device__ __forceinline__ int slots_y() const { return args.lines * args.line_words * C::kPhases; }
+
+  __device__ __forceinline__ void write_tables() {
+    Slot* const slots = reinterpret_cast<Slot*>(shared + kSlotTable);
+    const int width = args.tile.w * kSegment;
+    for (int i = threadIdx.x; i < slots_x(); i += C::kThreads) {
+      const int line = i / width;
+      slots[i] = Slot{pack(line / args.tile.h, line % args.tile.h), pack(i % width * kPerWord, i)};
+    }
+    // Phases alternate as they do in memory.
+    const int line_slots = args.line_words * C::kPhases;
+    for (int i = threadIdx.x; i < slots_y(); i += C::kThreads) {
+      const int line = i / line_slots, word = i % line_slots / C::kPhases, phase = i % C::kPhases;
+      slots[kSlotsX + i] = Slot{pack(line / args.lines_h, line % args.lines_h),
+                                pack(word * kPerWord * C::kStrideW + C::kPlaneOffset(phase),
+                                     phase * C::kPlane + line * args.line_pitch + word)};
+    }
+    int* const segments = reinterpret_cast<int*>(shared + kSegmentTable);
+    for (int i = threadIdx.x; i < C::kSegments; i += C::kThreads) {
+      const int line = i / args.tile.w;
+      const int line_y = line / args.tile.h * C::kStrideD * args.lines_h + line % args.tile.h * C::kStrideH;
+      const bool exists = i < args.tile.d * args.tile.h * args.tile.w;
+      segments[i] = exists ? line_y * args.line_pitch + i % args.tile.w * kSegment : 0;
+    }
+  }
+
+  __device__ __forceinline__ Tile tile_at(int index) const {
+    const int rest_w = divide(index, args.by_w), rest_h = divide(rest_w, args.by_h);
+    const int n = divide(rest_h, args.by_d);
+    return Tile{n, (rest_h - n * static_cast<int>(args.by_d.divisor)) * args.tile.d,
+                (rest_w - rest_h * static_cast<int>(args.by_h.divisor)) * args.tile.h,
+                (index - rest_w * static_cast<int>(args.by_w.divisor)) * args.tile.w * kSegment * kPerWord};
+  }
+
+  struct Job {
+    unsigned values[C::kStage][kLoadsPerWord];
+    int to;  // word in the buffer, negative for a lane without a slot
+    int pitch, channels;
+  };
+
+  static __device__ __forceinline__ unsigned read(const Scalar* from) {
+    if constexpr (C::kPairs) {
+      return *reinterpret_cast<const unsigned*>(from);
+    } else if constexpr (kPerWord == 1) {
+      return __float_as_uint(*from);
+    } else {
+      return from->bits;
+    }
+  }
+
+  __device__ __forceinline__ int jobs() const {
+    return (slots_x() + kLaneSlots - 1) / kLaneSlots * kJobsIn +
+           (slots_y() + kLaneSlots - 1) / kLaneSlots * kJobsOut;
+  }
+
+  __device__ __forceinline__ void issue(Job& job, int index, const Tile& tile) const {
+    const int jobs_x = (slots_x() + kLaneSlots - 1) / kLaneSlots * kJobsIn;
+    const bool is_x = index < jobs_x;
+    if (!is_x) index -= jobs_x;
+    const int per_slots = is_x ? kJobsIn : kJobsOut;
+    const int slot_block = index / per_slots;
+    const int slot = slot_block * kLaneSlots + lane / C::kLaneChannels;
+    const int channel = (index - slot_block * per_slots) * kJobChannels + lane % C::kLaneChannels;
+    const Strides& strides = is_x ? args.x_strides : args.dy_strides;
+    const Extent& size = is_x ? args.x_size : args.dy_size;
+    const bool exists = slot < (is_x ? slots_x() : slots_y());
+    const Slot place =
+        reinterpret_cast<const Slot*>(shared + kSlotTable)[(is_x ? 0 : kSlotsX) + (exists ? slot : 0)];
+    job.pitch = is_x ? C::kPitchX : C::kPitchY;
+    job.channels = (is_x ? kBlockIn : kBlockOut) - channel;
+    job.to = exists ? (is_x ? 0 : kBufferY) + channel * job.pitch + high(place.words) : -1;
+    int d = tile.d, h = tile.h, w = tile.w;
+    if (!is_x) {
+      d = d * C::kStrideD + tap_d * C::kDilationD - C::kPaddingD;
+      h = h * C::kStrideH + tap_h * C::kDilationH - C::kPaddingH;
+      w = w * C::kStrideW;
+    }
+    d += low(place.lines);
+    h += high(place.lines);
+    w += low(place.words);
+    const bool line_inside = exists && d >= 0 && d < size.d && h >= 0 && h < size.h;
+    // Channels past the group's last read the last one again: their sums are never written.
+    const int in_group = (is_x ? first_in : first_out) + channel;
+    const int last = (is_x ? C::kInPerGroup : C::kOutPerGroup) - 1;
+    const int base_channel = group * (last + 1);
+    const Scalar* const from = static_cast<const Scalar*>(is_x ? args.x : args.dy) +
+                               (tile.n * static_cast<Index>(strides.n) + d * static_cast<Index>(strides.d) +
+                                h * static_cast<Index>(strides.h) + w * static_cast<Index>(strides.w) +
+                                base_channel * static_cast<Index>(strides.c));
+    const Index step_w = static_cast<Index>(strides.w) * (is_x ? 1 : C::kStrideW);
+#pragma unroll
+    for (int e = 0; e < kLoadsPerWord; ++e) {
+      const int at = w + e * (is_x ? 1 : C::kStrideW);
+      const bool inside = line_inside && at >= 0 && at < size.w;
+#pragma unroll
+      for (int k = 0; k < C::kStage; ++k) {
+        const Index offset =
+            min(in_group + k * C::kLaneChannels, last) * static_cast<Index>(strides.c) + e * step_w;
+        job.values[k][e] = inside ? read(from + offset) : 0u;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Job& job, unsigned* buffer) const {
+    if (job.to < 0) return;
+    unsigned* const to = buffer + job.to;
+#pragma unroll
+    for (int k = 0; k < C::kStage; ++k) {
+      unsigned word = job.values[k][0];
+      if constexpr (kPerWord == 1) {
+        word = ptx::float_to_tf32(__uint_as_float(word));
+      } else if constexpr (kLoadsPerWord == 2) {
+        word |= job.values[k][1] << 16;
+      }
+      constexpr bool kWhole = kBlockIn % kJobChannels == 0 && kBlockOut % kJobChannels == 0;
+      if (kWhole || k * C::kLaneChannels < job.channels) to[k * C::kLaneChannels * job.pitch] = word;
+    }
+  }
+
+  // ---- The arithmetic.
+
+  static __device__ __forceinline__ void load_segment(unsigned* words, const unsigned* from) {
+    const Vector<unsigned, kSegment> loaded = load_vector<kSegment>(from);
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) words[i] = loaded.at[i];
+  }
+
+  // Word `word` of a window shifted by `offset` elements.
+  template <int kWord, int kOffset>
+  static __device__ __forceinline__ unsigned shifted(const unsigned (&window)[kWindow]) {
+    constexpr int kFirst = kWord + kOffset / kPerWord;
+    if constexpr (kOffset % kPerWord == 0) {
+      return window[kFirst];
+    } else {
+      return window[kFirst] >> 16 | window[kFirst + 1] << 16;
+    }
+  }
+
+  // One row of taps times one tile of output channels.
+  template <int kRow, int kOut>
+  __device__ __forceinline__ void multiply(const unsigned (&x)[C::kTilesIn][2][kSegment],
+                                           const unsigned* dy) {
+    static_for<C::kWindows>([&](auto v) {
+      constexpr int kV = decltype(v)::value;
+      constexpr int kPlace = C::kWindowPhase(kV) * C::kPlane + C::kWindowStart(kV);
+      unsigned window[kWindow];
+      load_segment(window, dy + kOut * 8 * C::kPitchY + kPlace);
+      if constexpr (C::kWindowReach(kV) > 0)
+        load_segment(window + kSegment, dy + kOut * 8 * C::kPitchY + kPlace + kSegment);
+      static_for<C::kTaps>([&](auto t) {
+        constexpr int kT = decltype(t)::value;
+        if constexpr (C::kTapWindow(kT) == kV) {
+          constexpr int kOffset = C::kTapOffset(kT);
+          const unsigned b[kSteps][2] = {{shifted<0, kOffset>(window), shifted<1, kOffset>(window)},
+                                         {shifted<2, kOffset>(window), shifted<3, kOffset>(window)}};
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+            for (int m = 0; m < C::kTilesIn; ++m) {
+              const unsigned a[4] = {x[m][0][2 * step], x[m][1][2 * step], x[m][0][2 * step + 1],
+                                     x[m][1][2 * step + 1]};
+              ptx::warp_multiply<kOperand>(sums[kRow][kT][m][kOut], a, b[step]);
+            }
+          }
+        }
+      });
+    });
+  }
+
+  // One chunk, with jobs of the next tile's copy in between.
+  __device__ __forceinline__ void compute_chunk(int chunk, const unsigned* buffer, int& job_index,
+                                                int job_count, const Tile& next, unsigned* other) {
+    const int segment = chunk * kSegmentsPerChunk + lane % 4;
+    const int in = (warp_in * C::kTilesIn * 16 + lane / 4) * C::kPitchX + segment * kSegment;
+    const int segment_words = reinterpret_cast<const int*>(shared + kSegmentTable)[segment];
+    const unsigned* const dy =
+        buffer + kBufferY + (warp_out * C::kTilesOut * 8 + lane / 4) * C::kPitchY + segment_words;
+    unsigned x[C::kTilesIn][2][kSegment];
+#pragma unroll
+    for (int m = 0; m < C::kTilesIn; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        load_segment(x[m][half], buffer + in + (16 * m + (C::kHalfRows ? 0 : 8 * half)) * C::kPitchX);
+    }
+    constexpr int kParts = C::kRows * C::kTilesOut;
+    Job job;
+    static_for<kParts>([&](auto part) {
+      constexpr int kPart = decltype(part)::value, kRow = kPart / C::kTilesOut, kOut = kPart % C::kTilesOut;
+      constexpr bool kBegins = kPart * C::kHooks % kParts < C::kHooks;
+      constexpr bool kEnds = (kPart + 1) * C::kHooks % kParts < C::kHooks;
+      if constexpr (kBegins) {
+        if (job_index < job_count) issue(job, job_index, next);
+      }
+      multiply<kRow, kOut>(x, dy + row_words[kRow]);
+      if constexpr (kEnds) {
+        if (job_index < job_count) finish(job, other);
+        job_index += kWarps;
+      }
+    });
+  }
+
+  // ---- The end: slices are added, the first slice's warps write.
+
+  template <class Body>
+  __device__ __forceinline__ void for_each_sum(Body&& body) {
+#pragma unroll
+    for (int r = 0; r < C::kRows; ++r) {
+#pragma unroll
+      for (int t = 0; t < C::kTaps; ++t) {
+#pragma unroll
+        for (int m = 0; m < C::kTilesIn; ++m) {
+#pragma unroll
+          for (int n = 0; n < C::kTilesOut; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) body(sums[r][t][m][n][e], r, t, m, n, e);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_slices() {
+    constexpr int kThreadsPerSlice = C::kThreads / C::kSlices;
+    float* const passed = reinterpret_cast<float*>(shared) + threadIdx.x % kThreadsPerSlice;
+    for (int from = 1; from < C::kSlices; ++from) {
+      __syncthreads();
+      if (slice == from) {
+        int i = 0;
+        for_each_sum([&](float& sum, int, int, int, int, int) { passed[i++ * kThreadsPerSlice] = sum; });
+      }
+      __syncthreads();
+      if (slice == 0) {
+        int i = 0;
+        for_each_sum([&](float& sum, int, int, int, int, int) { sum += passed[i++ * kThreadsPerSlice]; });
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store() {
+    constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
+    constexpr long long kSize =
+        static_cast<long long>(C::kGroups) * C::kInPerGroup * C::kOutPerGroup * kTapsAll;
+    float* const parts = static_cast<float*>(args.parts) + split * kSize;
+    const int in = first_in + warp_in * C::kTilesIn * 16 + lane / 4;
+    const int out = first_out + warp_out * C::kTilesOut * 8 + lane % 4 * 2;
+    for_each_sum([&](float& sum, int r, int t, int m, int n, int e) {
+      const int row = first_row + r;
+      const int d = tap_d + row / C::kRowsH, h = tap_h + row % C::kRowsH;
+      const int ci = in + 16 * m + e / 2 * 8, co = out + 8 * n + e % 2;
+      const bool exists = row < C::kRowsD * C::kRowsH && d < C::kKernelD && h < C::kKernelH &&
+                          !(C::kHalfRows && e >= 2) && ci < C::kInPerGroup && co < C::kOutPerGroup;
+      const long long channels = static_cast<long long>(group * C::kInPerGroup + ci) * C::kOutPerGroup + co;
+      if (exists) parts[channels * kTapsAll + (d * C::kKernelH + h) * C::kKernelW + C::kTapW(t)] = sum;
+    });
+  }
+
+  __device__ __forceinline__ void compute() {
+    locate();
+    for_each_sum([](float& sum, int, int, int, int, int) { sum = 0.0f; });
+    write_tables();
+    const Part<int> part(args.tiles, args.splits, split);
+    const int chunks = (args.tile.d * args.tile.h * args.tile.w + kSegmentsPerChunk - 1) / kSegmentsPerChunk;
+    // The last chunk may have segments that the tile has not: x is zero there, whatever dy is.
+    for (int i = threadIdx.x; i < 2 * kBufferWords; i += C::kThreads) shared[kBuffers + i] = 0u;
+    __syncthreads();
+    unsigned* buffer = shared + kBuffers;
+    unsigned* other = buffer + kBufferWords;
+    const int job_count = jobs();
+    if (part.begin < part.end) copy_rest(warp, job_count, tile_at(part.begin), buffer);
+    __syncthreads();
+    for (int index = part.begin; index < part.end; ++index) {
+      const bool last = index + 1 == part.end;
+      const Tile next = tile_at(last ? index : index + 1);
+      const int count = last ? 0 : job_count;
+      int job_index = warp;
+      for (int chunk = slice; chunk < chunks; chunk += C::kSlices)
+        compute_chunk(chunk, buffer, job_index, count, next, other);
+      copy_rest(job_index, count, next, other);
+      __syncthreads();
+      unsigned* const filled = other;
+      other = buffer;
+      buffer = filled;
+    }
+    add_slices();
+    if (slice == 0) store();
+  }
+
+  // Jobs that no arithmetic hides.
+  __device__ __forceinline__ void copy_rest(int job_index, int count, const Tile& tile, unsigned* to) const {
+    for (; job_index < count; job_index += kWarps) {
+      Job job;
+      issue(job, job_index, tile);
+      finish(job, to);
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  TensorWeightGrad<Config> kernel{args};
+  kernel.compute();
+}
+
+}  // namespace tconv3d

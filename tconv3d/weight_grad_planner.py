@@ -1,0 +1,526 @@
+"""Plans for the weight gradient on tensor cores (kernels/tensor_weight_grad.cuh).
+
+Chooses which channels and taps a block owns, how its warps share them, the box of positions it copies at a time, and
+into how many parts the positions are split. What is compiled in depends on the layer alone, never on the volume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+from .direct_planner import INT32_MAX, SCALARS, WORKSPACE_BYTES, _reduce
+from .geometry import Axis, Geometry, Triple
+from .launch import Constants, Launch
+from .packing import dividers, int32s, int64s, padded
+from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
+
+OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # ptx::Operand
+SEGMENT = 4  # words of 32 bits: one load of a lane
+CHUNK = 4  # segments that a warp multiplies at a time
+MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
+REGISTERS = 65536  # of a multiprocessor
+MIN_EFFICIENCY = 0.25  # of the products of a channel tile that count
+
+# What a multiprocessor does per cycle, for choosing between tilings.
+CYCLES_PER_MULTIPLY = 8.0  # of one of the four schedulers
+L2_BYTES_PER_CYCLE = 24.0
+TILE_OVERHEAD = 400.0  # cycles: a barrier, and what the first chunk waits for
+
+
+@dataclass(frozen=True)
+class Window:
+    """Two neighbouring segments of a plane of dy, loaded once for the taps that read out of them."""
+
+    plane: int
+    start: int  # words
+    taps: tuple[tuple[int, int], ...]  # (tap along w, its shift in elements from the start)
+
+    @property
+    def reach(self) -> int:
+        return max(shift for _, shift in self.taps)
+
+    @property
+    def words(self) -> int:
+        return 2 * SEGMENT if self.reach else SEGMENT
+
+
+@dataclass(frozen=True)
+class Planes:
+    """The phases of w that have taps, and the windows that a row of taps needs."""
+
+    offsets: tuple[int, ...]  # per plane: the output of the tile's first position
+    windows: tuple[Window, ...]
+    per_word: int
+
+    @classmethod
+    def of(cls, axis: Axis, taps: range, per_word: int, pairs: bool) -> Planes:
+        offsets: list[int] = []
+        windows: list[Window] = []
+        segment = SEGMENT * per_word
+        for phase in range(axis.stride):
+            fed = sorted((axis.shift(t), t) for t in taps if axis.phase(t) == phase)
+            if not fed:
+                continue
+            first = fed[0][0]
+            if pairs:  # a word of two elements begins at an even output (the stride is 1)
+                first -= first % 2
+            offsets.append(axis.stride * first + phase)
+            while fed:
+                start = (fed[0][0] - first) // segment * segment
+                inside = [(t, shift - first - start) for shift, t in fed if shift - first <= start + segment]
+                windows.append(Window(len(offsets) - 1, start // per_word, tuple(inside)))
+                fed = fed[len(inside) :]
+        return cls(tuple(offsets), tuple(windows), per_word)
+
+    def line_words(self, segments: int) -> int:
+        """Words of a line that taps read."""
+        last = max(window.start * self.per_word + window.reach for window in self.windows)
+        return -(-(segments * SEGMENT * self.per_word + last) // self.per_word)
+
+    def line_pitch(self, segments: int) -> int:
+        """Words of a line that windows touch: a multiple of a segment."""
+        return (segments - 1) * SEGMENT + max(window.start + window.words for window in self.windows)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the kernel is compiled for, besides the tiling."""
+
+    geometry: Geometry
+    dtype: str
+    channels_last: bool
+    pairs: bool  # two 16-bit elements are one load
+
+    @property
+    def per_word(self) -> int:
+        return 4 // ITEM_BYTES[self.dtype]
+
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """The taps along w that each launch has."""
+        kernel = self.geometry.kernel[2]
+        count = -(-kernel // MAX_TAPS_W)
+        size = -(-kernel // count)
+        return tuple(range(first, min(first + size, kernel)) for first in range(0, kernel, size))
+
+    def planes(self, taps: range) -> Planes:
+        return Planes.of(self.geometry.axes[2], taps, self.per_word, self.pairs)
+
+    @property
+    def stage(self) -> int:
+        """Words of a job: eight loads in flight per lane."""
+        return 8 if self.dtype == "float32" or self.pairs else 4
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks and warps divide channels, taps and positions. Everything here is compiled in."""
+
+    warps: int
+    blocks: int  # per multiprocessor
+    tiles_in: int  # of 16 channels, per warp
+    tiles_out: int  # of 8 channels, per warp
+    warps_in: int
+    warps_out: int
+    rows_d: int  # taps along d and h that a block has
+    rows_h: int
+    warps_rows: int
+    slices: int  # warps that share taps and channels, and divide the chunks
+    segments: int  # of a tile of positions
+
+    @property
+    def rows(self) -> int:
+        return -(-self.rows_d * self.rows_h // self.warps_rows)
+
+    def block_in(self, g: Geometry) -> int:
+        return 8 if g.in_per_group <= 8 else 16 * self.tiles_in * self.warps_in
+
+    @property
+    def block_out(self) -> int:
+        return 8 * self.tiles_out * self.warps_out
+
+    def kinds(self, g: Geometry) -> int:
+        """Blocks that together have all channels and taps."""
+        channels = -(-g.in_per_group // self.block_in(g)) * -(-g.out_per_group // self.block_out)
+        return g.groups * channels * -(-g.kernel[0] // self.rows_d) * -(-g.kernel[1] // self.rows_h)
+
+    def sums(self, taps: int) -> int:
+        """Registers per thread."""
+        return self.rows * taps * self.tiles_in * self.tiles_out * 4
+
+    def __str__(self) -> str:
+        return (
+            f"{self.warps} warps x {self.blocks} blocks, each warp {16 * self.tiles_in} x {8 * self.tiles_out} channels "
+            f"x {self.rows} rows of taps, {self.slices} slices, blocks of {self.rows_d} x {self.rows_h} rows, "
+            f"{self.segments * SEGMENT} words of positions"
+        )
+
+
+@dataclass(frozen=True)
+class Box:
+    """The tile of positions: run-time values, chosen for the volume."""
+
+    d: int
+    h: int
+    w: int  # segments
+
+    @property
+    def segments(self) -> int:
+        return self.d * self.h * self.w
+
+    def lines(self, g: Geometry, tiling: Tiling) -> tuple[int, int]:
+        """Lines of dy along d and h that the taps of a block reach."""
+        (d, h, _), rows = g.axes, (tiling.rows_d, tiling.rows_h)
+        along_d = d.stride * (self.d - 1) + d.dilation * (rows[0] - 1) + 1
+        return along_d, h.stride * (self.h - 1) + h.dilation * (rows[1] - 1) + 1
+
+    def count(self, size: Triple, per_word: int) -> Triple:
+        """Boxes along d, h, w."""
+        extents = (self.d, self.h, self.w * SEGMENT * per_word)
+        return tuple(-(-extent // box) for extent, box in zip(size, extents, strict=True))
+
+
+def boxes(segments: int, exact: bool) -> Iterator[Box]:
+    """Boxes of at most (or exactly) so many segments."""
+    for w in range(1, min(segments, 16) + 1):
+        for h in range(1, segments // w + 1):
+            for d in range(1, segments // (w * h) + 1):
+                if not exact or d * h * w == segments:
+                    yield Box(d, h, w)
+
+
+def pitch_up(words: int) -> int:
+    """The next length that is 16 words more than a multiple of the 32 banks."""
+    return words + (16 - words) % 32
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory of a tiling: room for the box that suits a large volume; other boxes must fit it."""
+
+    pitch_x: int
+    plane: int
+    pitch_y: int
+    table_slots: int
+    bytes: int
+
+    @classmethod
+    def of(cls, layer: Layer, planes: Planes, tiling: Tiling) -> Buffers:
+        g = layer.geometry
+        plane = pitch_up(min(plane_words(g, planes, tiling, box) for box in _wide_boxes(tiling.segments)))
+        pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
+        slots = len(planes.offsets) * plane
+        tables = 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
+        buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
+        taps = sum(len(window.taps) for window in planes.windows)
+        passing = tiling.sums(taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
+        return cls(pitch_x, plane, pitch_y, slots, 4 * max(-(-tables // 4) * 4 + 2 * buffer, passing))
+
+
+def _wide_boxes(segments: int) -> list[Box]:
+    return [box for box in boxes(segments, exact=True) if box.w in (4, 8)]
+
+
+def plane_words(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int = 0) -> int:
+    along_d, along_h = box.lines(g, tiling)
+    return along_d * along_h * (planes.line_pitch(box.w) + pad)
+
+
+def _best_wide_box(layer: Layer, planes: Planes, tiling: Tiling) -> Box:
+    return min(_wide_boxes(tiling.segments), key=lambda box: plane_words(layer.geometry, planes, tiling, box))
+
+
+# ---- Which tiling.
+
+
+def tilings(layer: Layer, device: Device) -> list[Tiling]:
+    """Every tiling worth considering, the predicted fastest first."""
+    found: dict[Tiling, float] = {}
+    planes = layer.planes(layer.pieces[0])
+    for tiling in _candidates(layer):
+        cost = _cost(layer, planes, tiling, device)
+        if cost is not None:
+            found[tiling] = cost
+    return sorted(found, key=lambda tiling: found[tiling])
+
+
+def _candidates(layer: Layer) -> Iterator[Tiling]:
+    g = layer.geometry
+    tiles_in, tiles_out = -(-g.in_per_group // 16), -(-g.out_per_group // 8)
+    taps = len(layer.pieces[0])
+    for (warps, blocks), ti, to in product(
+        ((8, 1), (8, 2), (12, 1), (4, 2), (4, 4)), range(1, min(4, tiles_in) + 1), range(1, min(4, tiles_out) + 1)
+    ):
+        room = min(255, REGISTERS // (32 * warps * blocks) // 8 * 8)
+        others = 8 * ti + 16 + layer.stage * (2 if layer.per_word == 2 and not layer.pairs else 1) + 36
+        if 4 * taps * ti * to > room - others:
+            continue
+        for wi, wo, wr in product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 6, 8)):
+            if warps % (wi * wo * wr) or (wi - 1) * ti >= tiles_in or (wo - 1) * to >= tiles_out:
+                continue
+            for rows_d, rows_h in product(range(1, g.kernel[0] + 1), range(1, g.kernel[1] + 1)):
+                if rows_d * rows_h < wr or rows_d * rows_h > 5 * wr or (rows_d > 5 or rows_h > 8):
+                    continue
+                for segments in (16, 32, 64):
+                    slices = warps // (wi * wo * wr)
+                    if segments % (CHUNK * slices):
+                        continue
+                    tiling = Tiling(warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments)
+                    if tiling.sums(taps) + others <= room:
+                        yield tiling
+
+
+def _jobs(layer: Layer, tiling: Tiling, slots_x: int, slots_y: int) -> int:
+    lane_channels = 4 if layer.channels_last else 1
+    lane_slots, channels = 32 // lane_channels, lane_channels * layer.stage
+    x = -(-slots_x // lane_slots) * -(-tiling.block_in(layer.geometry) // channels)
+    return x + -(-slots_y // lane_slots) * -(-tiling.block_out // channels)
+
+
+def _tile_slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int, int]:
+    along_d, along_h = box.lines(layer.geometry, tiling)
+    return box.segments * SEGMENT, along_d * along_h * planes.line_words(box.w) * len(planes.offsets)
+
+
+def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
+    """Predicted cycles in which a multiprocessor's blocks each do one tile."""
+    chunks = -(-box.segments // (CHUNK * tiling.slices))
+    taps = sum(len(window.taps) for window in planes.windows)
+    multiplies = 2 * tiling.rows * taps * tiling.tiles_in * tiling.tiles_out
+    loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * sum(w.words for w in planes.windows) // SEGMENT
+    slots_x, slots_y = _tile_slots(layer, planes, tiling, box)
+    jobs = _jobs(layer, tiling, slots_x, slots_y)
+    words = slots_x * tiling.block_in(layer.geometry) + slots_y * tiling.block_out
+    warps = tiling.warps * tiling.blocks
+    arithmetic = warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY
+    per_word = (1 if layer.per_word == 1 or layer.pairs else 2) + (2 if layer.channels_last else 1)
+    shared = warps * chunks * loads * 4 + tiling.blocks * jobs * layer.stage * per_word
+    issued = warps / 4 * chunks * (2 * multiplies + loads) + tiling.blocks * jobs / 4 * (7 * layer.stage + 50)
+    parts = (arithmetic, shared, issued, tiling.blocks * words * 4 / L2_BYTES_PER_CYCLE)
+    return max(parts) + 0.2 * (sum(parts) - max(parts)) + TILE_OVERHEAD
+
+
+def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float | None:
+    """Predicted cycles for a segment of a large volume; None for a tiling that does not fit."""
+    buffers = Buffers.of(layer, planes, tiling)
+    if buffers.bytes > device.shared_bytes or (buffers.bytes + 1024) * tiling.blocks > device.shared_bytes + 1024:
+        return None
+    if buffers.table_slots > 16384:
+        return None
+    box = _best_wide_box(layer, planes, tiling)
+    cycles = _tile_cycles(layer, planes, tiling, box) / (tiling.blocks * tiling.segments)
+    return cycles * tiling.kinds(layer.geometry)
+
+
+@lru_cache(maxsize=1024)
+def tiling_of(layer: Layer, device: Device) -> Tiling | None:
+    found = tilings(layer, device)
+    return found[0] if found else None
+
+
+# ---- The family.
+
+
+def _layer(p: Problem) -> Layer:
+    g = p.geometry
+    even = (*p.input[:4], *p.output[:4], p.input_size[2], p.output_size[2])
+    pairs = (
+        ITEM_BYTES[p.dtype] == 2
+        and p.aligned
+        and g.stride[2] == 1
+        and p.input[4] == 1
+        and p.output[4] == 1
+        and not any(value % 2 for value in even)
+    )
+    channels_last = all(strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
+    return Layer(g, p.dtype, channels_last, pairs)
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, g = problem, problem.geometry
+    if p.which is not Pass.WEIGHT_GRAD:
+        return f"computes weight gradients, not the pass {p.which.value}"
+    if p.dtype not in OPERANDS:
+        return f"{p.dtype} has no matrix instruction here"
+    if p.dtype == "float32" and not p.tf32:
+        return "float32 products must stay exact (TF32 is off)"
+    if device.capability < (8, 0):
+        return f"needs compute capability 8.0, the device has {device.capability[0]}.{device.capability[1]}"
+    rows = 8 if g.in_per_group <= 8 else -(-g.in_per_group // 16) * 16
+    padded_channels = max(rows, 16) * -(-g.out_per_group // 8) * 8
+    if g.in_per_group * g.out_per_group < MIN_EFFICIENCY * padded_channels:
+        return f"{g.in_per_group} x {g.out_per_group} channels per group leave tensor cores idle"
+    if any(size > 2**20 for size in p.input_size) or p.batch * max(p.input_size) >= 2**30:
+        return "the volume is too long"
+    if tiling_of(_layer(p), device) is None:
+        return "the taps reach too far for shared memory"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tiling = tiling_of(_layer(problem), device)
+    assert tiling is not None, "plan() of a problem that why_not() refuses"
+    return plan_tiling(problem, device, tiling)
+
+
+def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    g, layer = p.geometry, _layer(p)
+    count = g.in_channels * g.out_per_group * g.taps
+    pieces = [(taps, layer.planes(taps)) for taps in layer.pieces]
+    box = _box(p, layer, pieces[0][1], tiling)
+    splits = _splits(p, device, layer, pieces[0][1], tiling, box, count)
+    mains = tuple(_main(p, layer, taps, planes, tiling, splits) for taps, planes in pieces)
+    ci, co, _, _, tap = p.weight
+    reduce = _reduce(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    tile = f"{tiling} ({box.d} x {box.h} lines of {box.w * SEGMENT}), {splits} parts"
+    return Plan("tensor_weight_grad", "positions as K on tensor cores", (*mains, reduce), splits * count * 4, tile)
+
+
+def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
+    """The box that walks this volume in the least predicted time."""
+    room = Buffers.of(layer, planes, tiling).plane
+
+    def cost(box: Box) -> float:
+        d, h, w = box.count(p.input_size, layer.per_word)
+        conflicts = _conflicts(p.geometry, planes, tiling, box, _pad(p.geometry, planes, tiling, box, room))
+        return d * h * w * _tile_cycles(layer, planes, tiling, box) * (1 + 0.1 * (conflicts - 1))
+
+    fitting = [
+        box for box in boxes(tiling.segments, exact=False) if plane_words(p.geometry, planes, tiling, box) <= room
+    ]
+    return min(fitting, key=cost)
+
+
+def _conflicts(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int) -> int:
+    """How many of a quarter-warp's loads of dy (two channels, four segments) meet in a bank, at worst."""
+    pitch = planes.line_pitch(box.w) + pad
+    lines_h = box.lines(g, tiling)[1]
+    worst = 1
+    for chunk in range(0, box.segments - CHUNK + 1, CHUNK):
+        banks = [0] * 8
+        for segment in range(chunk, chunk + CHUNK):
+            line = segment // box.w
+            row = line // box.h * g.stride[0] * lines_h + line % box.h * g.stride[1]
+            place = (row * pitch + segment % box.w * SEGMENT) // SEGMENT
+            banks[place % 8] += 1
+            banks[(place + 4) % 8] += 1
+        worst = max(worst, *banks)
+    return worst
+
+
+def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> int:
+    """Words that lengthen a line of dy, against bank conflicts between lines."""
+    pads = [pad for pad in range(0, 32, 4) if plane_words(g, planes, tiling, box, pad) <= room]
+    return min(pads, key=lambda pad: _conflicts(g, planes, tiling, box, pad))
+
+
+def _splits(
+    p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Tiling, box: Box, count: int
+) -> int:
+    """Into how many parts the positions are split: what fills the GPU with the least left over at the end."""
+    kinds, slots = tiling.kinds(p.geometry), device.multiprocessors * tiling.blocks
+    tiles = _tiles(p, layer, box)
+    most = max(1, min(tiles, WORKSPACE_BYTES // (count * 4), -(-4 * slots // kinds)))
+    cycles = _tile_cycles(layer, planes, tiling, box)
+
+    def cost(splits: int) -> float:
+        adding = splits * count * 8 / (16 * device.multiprocessors)
+        return -(-kinds * splits // slots) * (-(-tiles // splits) + 1) * cycles + adding
+
+    return min(range(1, most + 1), key=cost)
+
+
+def _tiles(p: Problem, layer: Layer, box: Box) -> int:
+    d, h, w = box.count(p.input_size, layer.per_word)
+    return p.batch * d * h * w
+
+
+def _wide(p: Problem) -> bool:
+    """Whether an offset, or an intermediate value of one, may leave 32 bits."""
+    g = p.geometry
+    reach = tuple(
+        size + 64 * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
+        for size, axis in zip(p.output_size, g.axes, strict=True)
+    )
+    x = last_offset((p.batch + 1, g.in_channels, *(size + 64 * 8 for size in p.input_size)), p.input)
+    return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
+
+
+def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, splits: int) -> Launch:
+    g = p.geometry
+    buffers, box = Buffers.of(layer, planes, tiling), _box(p, layer, planes, tiling)
+    along_d, along_h = box.lines(g, tiling)
+    pitch = planes.line_pitch(box.w) + _pad(g, planes, tiling, box, buffers.plane)
+    return Launch(
+        kernel="tensor_weight_grad",
+        constants=_constants(p, layer, taps, planes, tiling, buffers),
+        grid=(tiling.kinds(g) * splits, 1, 1),
+        threads=32 * tiling.warps,
+        shared_bytes=buffers.bytes,
+        pointers=("x", "dy", "workspace"),
+        scalars=padded(
+            int64s(*p.input, *p.output),
+            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _tiles(p, layer, box), splits),
+            int32s(along_h, along_d * along_h, pitch, planes.line_words(box.w)),
+            dividers(box.count(p.input_size, layer.per_word)),
+        ),
+    )
+
+
+def _constants(
+    p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, buffers: Buffers
+) -> Constants:
+    g = p.geometry
+    place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
+    box = _best_wide_box(layer, planes, tiling)
+    jobs = _jobs(layer, tiling, *_tile_slots(layer, planes, tiling, box))
+    chunks = tiling.segments // (CHUNK * tiling.slices)
+    hooks = min(-(-jobs // (tiling.warps * chunks)), tiling.rows * tiling.tiles_out, 4)
+    return (
+        ("kThreads", 32 * tiling.warps),
+        ("kMinBlocks", tiling.blocks),
+        ("Scalar", SCALARS[p.dtype]),
+        ("kOperand", OPERANDS[p.dtype]),
+        ("kWide", _wide(p)),
+        ("kPairs", layer.pairs),
+        ("kLaneChannels", 4 if layer.channels_last else 1),
+        ("kStage", layer.stage),
+        ("kHooks", hooks),
+        ("kGroups", g.groups),
+        ("kInPerGroup", g.in_per_group),
+        ("kOutPerGroup", g.out_per_group),
+        ("kHalfRows", g.in_per_group <= 8),
+        ("kTilesIn", tiling.tiles_in),
+        ("kTilesOut", tiling.tiles_out),
+        ("kWarpsIn", tiling.warps_in),
+        ("kWarpsOut", tiling.warps_out),
+        ("kWarpsRows", tiling.warps_rows),
+        ("kSlices", tiling.slices),
+        ("kRows", tiling.rows),
+        ("kRowsD", tiling.rows_d),
+        ("kRowsH", tiling.rows_h),
+        ("kSegments", tiling.segments),
+        ("kPitchX", buffers.pitch_x),
+        ("kPlane", buffers.plane),
+        ("kPitchY", buffers.pitch_y),
+        ("kSlotsY", buffers.table_slots),
+        ("kSharedBytes", buffers.bytes),
+        ("kPhases", len(planes.offsets)),
+        ("kPlaneOffset", planes.offsets),
+        ("kWindows", len(planes.windows)),
+        ("kWindowPhase", tuple(window.plane for window in planes.windows)),
+        ("kWindowStart", tuple(window.start for window in planes.windows)),
+        ("kWindowReach", tuple(window.reach for window in planes.windows)),
+        ("kTaps", len(taps)),
+        ("kTapW", tuple(taps)),
+        ("kTapWindow", tuple(place[t][0] for t in taps)),
+        ("kTapOffset", tuple(place[t][1] for t in taps)),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
+        *((f"kPadding{n}", axis.padding) for n, axis in zip("DHW", g.axes, strict=True)),
+        *((f"kDilation{n}", axis.dilation) for n, axis in zip("DHW", g.axes, strict=True)),
+    )
