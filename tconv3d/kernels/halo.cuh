@@ -189,61 +189,6 @@ struct Halo : HaloLayout<Config> {
     return static_cast<unsigned>(i) < static_cast<unsigned>(size);
   }
 
-  // Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels.
-  static __device__ __forceinline__ void fill_by_position(const Args& args, const Place& at, int plane,
-                                                          int chunk, unsigned stage, int warp, int lane) {
-    constexpr int kPart = Layout::kRowPieces < 4 ? Layout::kRowPieces : 4;  // pieces in flight per lane
-    constexpr int kParts = Layout::kRowPieces / kPart;
-    const int items = (args.rows + 31) / 32 * kParts;
-    for (int item = warp; item < items; item += kLoaderWarps) {
-      const Source from = source(args, at, plane, item / kParts * 32 + lane);
-      const Scalar* x = static_cast<const Scalar*>(args.x) + from.item + from.offset;
-      Piece<Scalar> pieces[kPart];
-#pragma unroll
-      for (int i = 0; i < kPart; ++i) {
-        const auto channels = Layout::channels(chunk, item % kParts * kPart + i);
-        const int first = (at.first_group() + channels.group) * Config::kIn + channels.first;
-        const Scalar* channel = x + first * args.x_stride.c;
-        const int count = from.inside ? channels.count : 0;
-#pragma unroll
-        for (int c = 0; c < Layout::kPieceItems; ++c) {
-          if (c < count) pieces[i].set(c, load_constant(channel + c * args.x_stride.c));
-        }
-      }
-      if (item / kParts * 32 + lane < args.rows) {
-#pragma unroll
-        for (int i = 0; i < kPart; ++i)
-          store_piece(stage, from.row, item % kParts * kPart + i, pieces[i].vector());
-      }
-    }
-  }
-
-  // Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
-  static __device__ __forceinline__ void fill_by_channel(const Args& args, const Place& at, int plane,
-                                                         int chunk, unsigned stage, int warp, int lane) {
-    constexpr int kInFlight = 4;
-    const int pieces = args.rows * Layout::kRowPieces;
-    for (int start = warp * 32; start < pieces; start += kInFlight * kLoaderWarps * 32) {
-      uint4 vectors[kInFlight];
-      int rows[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int index = start + i * kLoaderWarps * 32 + lane;
-        const Source from = source(args, at, plane, index / Layout::kRowPieces);
-        const auto channels = Layout::channels(chunk, index % Layout::kRowPieces);
-        const int first = (at.first_group() + channels.group) * Config::kIn + channels.first;
-        const Scalar* x = static_cast<const Scalar*>(args.x) + from.item + from.offset + first;
-        rows[i] = from.row;
-        vectors[i] = gather_channels(x, from.inside ? channels.count : 0);
-      }
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        const int index = start + i * kLoaderWarps * 32 + lane;
-        if (index < pieces) store_piece(stage, rows[i], index % Layout::kRowPieces, vectors[i]);
-      }
-    }
-  }
-
   // 16 bytes as they are in memory -> as tensor cores want them.
   static __device__ __forceinline__ uint4 to_operands(uint4 raw) {
     if constexpr (sizeof(Scalar) == 4) {
@@ -255,43 +200,152 @@ struct Halo : HaloLayout<Config> {
     return raw;
   }
 
-  static __device__ __forceinline__ uint4 gather_channels(const Scalar* x, int count) {
-    Piece<Scalar> piece;
-    if constexpr (Config::kVectorInput) {  // a piece is whole or empty, and aligned
-      if (count == 0) return make_uint4(0, 0, 0, 0);
-      return to_operands(__ldg(reinterpret_cast<const uint4*>(x)));
-    } else {
-#pragma unroll
-      for (int c = 0; c < Layout::kPieceItems; ++c) {
-        if (c < count) piece.set(c, load_constant(x + c));
-      }
-    }
-    return piece.vector();
-  }
-
   static __device__ __forceinline__ void store_piece(unsigned stage, int row, int piece, uint4 value) {
     ptx::store_shared(stage + Layout::swizzle(row * Config::kRowBytes + piece * 16), value);
   }
 
-  static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
-                                                    int lane) {
-    Ring<Config::kStages> ring;
-    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
-      const Place at = place(args, work);
-      const int planes = fed_planes(args, at);
-      for (int plane = 0; plane < planes; ++plane) {
-        for (int chunk = 0; chunk < kChunks; ++chunk, ring.advance()) {
-          ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
-          if constexpr (Config::kUnitC) {
-            fill_by_channel(args, at, at.first_plane + plane, chunk, shared.stage(ring.index), warp, lane);
-          } else {
-            fill_by_position(args, at, at.first_plane + plane, chunk, shared.stage(ring.index), warp, lane);
-          }
-          ptx::fence_async_proxy();
-          __syncwarp();
-          if (lane == 0) ptx::barrier_arrive(shared.stage_full(ring.index));
+  // A batch is what a lane has in flight: some pieces of the halo, as they are in memory. While one batch is
+  // on its way, the one before it is converted and stored.
+  //
+  // Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels.
+  struct BatchByPosition {
+    static constexpr int kPieces = Layout::kRowPieces < 4 ? Layout::kRowPieces : 4;
+    static constexpr int kParts = Layout::kRowPieces / kPieces;
+    Scalar raw[kPieces][Layout::kPieceItems];
+    int row, first_piece;  // row -1: nothing to store
+
+    static __device__ __forceinline__ int batches(const Args& args) {
+      return ((args.rows + 31) / 32 * kParts + kLoaderWarps - 1) / kLoaderWarps;
+    }
+    __device__ __forceinline__ void load(const Args& args, const Place& at, int plane, int chunk, int batch,
+                                         int warp, int lane) {
+      const int item = batch * kLoaderWarps + warp, index = item / kParts * 32 + lane;
+      const Source from = source(args, at, plane, index);
+      const Scalar* x = static_cast<const Scalar*>(args.x) + from.item + from.offset;
+      row = index < args.rows ? from.row : -1;
+      first_piece = item % kParts * kPieces;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const auto channels = Layout::channels(chunk, first_piece + i);
+        const int first = (at.first_group() + channels.group) * Config::kIn + channels.first;
+        const Scalar* channel = x + first * args.x_stride.c;
+        const int count = from.inside ? channels.count : 0;
+#pragma unroll
+        for (int c = 0; c < Layout::kPieceItems; ++c) {
+          raw[i][c] = Scalar{};
+          if (c < count) raw[i][c] = load_constant(channel + c * args.x_stride.c);
         }
       }
+    }
+    __device__ __forceinline__ void store(unsigned stage) const {
+      if (row < 0) return;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        Piece<Scalar> piece;
+#pragma unroll
+        for (int c = 0; c < Layout::kPieceItems; ++c) piece.set(c, raw[i][c]);
+        store_piece(stage, row, first_piece + i, piece.vector());
+      }
+    }
+  };
+
+  // Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
+  struct BatchByChannel {
+    static constexpr int kPieces = 4;
+    uint4 raw[kPieces];
+    int row[kPieces], piece[kPieces];
+
+    static __device__ __forceinline__ int batches(const Args& args) {
+      return (args.rows * Layout::kRowPieces + kPieces * kLoaderWarps * 32 - 1) /
+             (kPieces * kLoaderWarps * 32);
+    }
+    __device__ __forceinline__ void load(const Args& args, const Place& at, int plane, int chunk, int batch,
+                                         int warp, int lane) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int index = ((batch * kPieces + i) * kLoaderWarps + warp) * 32 + lane;
+        const Source from = source(args, at, plane, index / Layout::kRowPieces);
+        piece[i] = index % Layout::kRowPieces;
+        row[i] = index < args.rows * Layout::kRowPieces ? from.row : -1;
+        const auto channels = Layout::channels(chunk, piece[i]);
+        const int first = (at.first_group() + channels.group) * Config::kIn + channels.first;
+        const Scalar* x = static_cast<const Scalar*>(args.x) + from.item + from.offset + first;
+        raw[i] = gather(x, from.inside ? channels.count : 0);
+      }
+    }
+    static __device__ __forceinline__ uint4 gather(const Scalar* x, int count) {
+      if constexpr (Config::kVectorInput) {  // a piece is whole or empty, and aligned
+        return count == 0 ? make_uint4(0, 0, 0, 0) : __ldg(reinterpret_cast<const uint4*>(x));
+      } else {
+        Vector<Scalar, Layout::kPieceItems> items{};
+#pragma unroll
+        for (int c = 0; c < Layout::kPieceItems; ++c) {
+          if (c < count) items.at[c] = load_constant(x + c);
+        }
+        return *reinterpret_cast<const uint4*>(&items);
+      }
+    }
+    __device__ __forceinline__ void store(unsigned stage) const {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        if (row[i] >= 0) store_piece(stage, row[i], piece[i], to_operands(raw[i]));
+      }
+    }
+  };
+
+  // What a loader warp does, one batch after the other, across chunks, planes and tiles.
+  struct Course {
+    int work, plane, chunk, batch, planes;
+    Place at;
+
+    __device__ __forceinline__ bool start(const Args& args, int first_work) {
+      plane = chunk = batch = 0;
+      for (work = first_work; work < args.work; work += gridDim.x) {
+        at = place(args, work);
+        planes = fed_planes(args, at);
+        if (planes > 0) return true;
+      }
+      return false;
+    }
+    __device__ __forceinline__ bool advance(const Args& args, int batches) {
+      if (++batch < batches) return true;
+      batch = 0;
+      if (++chunk < kChunks) return true;
+      chunk = 0;
+      if (++plane < planes) return true;
+      return start(args, work + gridDim.x);
+    }
+  };
+
+  static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
+                                                    int lane) {
+    using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
+    const int batches = Batch::batches(args);
+    Ring<Config::kStages> ring;
+    Course course;
+    if (!course.start(args, blockIdx.x)) return;
+    const auto load = [&](Batch& batch) {
+      batch.load(args, course.at, course.at.first_plane + course.plane, course.chunk, course.batch, warp,
+                 lane);
+    };
+    // Loads the next batch, then stores the present one. False: there is no next.
+    const auto step = [&](const Batch& present, Batch& next) {
+      const bool first = course.batch == 0, last = course.batch == batches - 1;
+      const bool more = course.advance(args, batches);
+      if (more) load(next);
+      if (first) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
+      present.store(shared.stage(ring.index));
+      if (last) {
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(shared.stage_full(ring.index));
+        ring.advance();
+      }
+      return more;
+    };
+    Batch even, odd;  // two names, so that nothing is copied while it is on its way
+    load(even);
+    while (step(even, odd) && step(odd, even)) {
     }
   }
 
@@ -376,17 +430,18 @@ struct Halo : HaloLayout<Config> {
   };
 
   // The products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
-  template <int kPattern>
+  template <int kPattern, int kSteps>
   static __device__ __forceinline__ void multiply_panel(Sums& sums,
                                                         const unsigned long long (&a)[Config::kSlabs],
-                                                        unsigned long long b, unsigned displacement,
-                                                        int steps) {
+                                                        unsigned long long b, unsigned displacement) {
     constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
     static_for<Config::kGroupsPerTile>([&](auto group) {
       constexpr int kGroup = decltype(group)::value;
       constexpr int kFirstStep = kGroup * Config::kGroupSlots / Layout::kStepItems;
-      const int end = Config::kGroupsPerTile > 1 ? Config::kGroupSlots / Layout::kStepItems : steps;
-      for (int step = 0; step < end; ++step) {
+      constexpr int kGroupSteps =
+          Config::kGroupsPerTile > 1 ? Config::kGroupSlots / Layout::kStepItems : kSteps;
+#pragma unroll
+      for (int step = 0; step < kGroupSteps; ++step) {
         const unsigned k = 32 * (kFirstStep + step);
         static_for<Layout::units(kPattern)>([&](auto u) {
           constexpr int kPlace = decltype(u)::value;  // of the unit in the panel
@@ -413,13 +468,14 @@ struct Halo : HaloLayout<Config> {
     }
   }
 
-  // Adds all chunks of the tile (of the plane, when marching) to the sums.
-  static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& sums,
-                                                  const Slab (&slabs)[Config::kSlabs], bool last_pass) {
+  // Adds chunks of so many steps to the sums. The last panel's products may be unfinished in the end.
+  template <int kSteps>
+  static __device__ __forceinline__ void multiply_chunks(const Args& args, Consumer& me, Sums& sums,
+                                                         const Slab (&slabs)[Config::kSlabs], int first,
+                                                         int end, bool last_pass) {
     const unsigned group_bytes = args.group_rows * Config::kRowBytes;
     const int line = args.halo.w * args.items, sheet = args.halo.h * line;
-    pin(sums);
-    for (int chunk = 0; chunk < kChunks; ++chunk, me.stages.advance()) {
+    for (int chunk = first; chunk < end; ++chunk, me.stages.advance()) {
       ptx::barrier_wait(me.shared.stage_full(me.stages.index), me.stages.parity);
       const unsigned stage = me.shared.stage(me.stages.index);
       unsigned long long a[Config::kSlabs];
@@ -445,9 +501,9 @@ struct Halo : HaloLayout<Config> {
                            Config::kShift(kFirstShift + shift, 1) * line +
                            Config::kShift(kFirstShift + shift, 2) * args.items;
           ptx::matrix_fence();
-          multiply_panel<kPattern>(sums, a,
-                                   ptx::matrix_descriptor<Config::kRowBytes>(panel, 8 * Config::kRowBytes),
-                                   rows * Config::kRowBytes, Layout::steps(chunk));
+          multiply_panel<kPattern, kSteps>(
+              sums, a, ptx::matrix_descriptor<Config::kRowBytes>(panel, 8 * Config::kRowBytes),
+              rows * Config::kRowBytes);
           ptx::matrix_commit();
           ptx::matrix_wait<1>();
           me.finished.release(me.shared, me.lane);
@@ -459,6 +515,19 @@ struct Halo : HaloLayout<Config> {
       });
       if (last_pass) me.finished.stage = me.stages.index;
     }
+  }
+
+  // Adds all chunks of the tile (of the plane, when marching) to the sums.
+  static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& sums,
+                                                  const Slab (&slabs)[Config::kSlabs], bool last_pass) {
+    constexpr int kFull = Layout::kLastSteps == Layout::kRowSteps ? kChunks : kChunks - 1;
+    pin(sums);
+    if constexpr (kFull > 0) {
+      multiply_chunks<Layout::kRowSteps>(args, me, sums, slabs, 0, kFull, last_pass);
+    }
+    if constexpr (kFull < kChunks) {
+      multiply_chunks<Layout::kLastSteps>(args, me, sums, slabs, kFull, kChunks, last_pass);
+    }
     ptx::matrix_wait<0>();
     pin(sums);
     me.finished.release(me.shared, me.lane);
@@ -466,6 +535,12 @@ struct Halo : HaloLayout<Config> {
 
   // A lane's columns of a field: 2*(lane%4) and the next, in every 8.
   static __device__ __forceinline__ int first_column(int lane) { return lane % 4 * 2; }
+
+  // A zero that the compiler cannot know, to add to a value that becomes a sum. Of a mere copy it thinks that
+  // it is one value in two places, and then keeps matrix instructions apart that could overlap.
+  static __device__ __forceinline__ float nothing(const Args& args) {
+    return ptx::bits_to_float(static_cast<unsigned>(args.batch >> 31));
+  }
 
   // What a field's sums start from.
   static __device__ __forceinline__ float bias(const Args& args, const Place& at, int group, int out) {
@@ -482,7 +557,7 @@ struct Halo : HaloLayout<Config> {
       for (int j = 0; j < Config::kOutTile / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float value = bias(args, at, group, 8 * j + first_column(lane) + e);
+          const float value = bias(args, at, group, 8 * j + first_column(lane) + e) + nothing(args);
 #pragma unroll
           for (int field = 0; field < Config::kFields; ++field) {
             if (field < first_field) continue;
@@ -504,14 +579,11 @@ struct Halo : HaloLayout<Config> {
     constexpr int kStored = Config::kStrideD * Config::kSheetFields;
     constexpr int kKept = Config::kFields - kStored;
     static_assert(Config::kGroupsPerTile == 1, "a march has one group");
-    // A zero that the compiler cannot know. It takes a mere copy for one value in two places, and then keeps
-    // matrix instructions apart that could overlap.
-    const float nothing = ptx::bits_to_float(static_cast<unsigned>(args.batch >> 31));
 #pragma unroll
     for (int m = 0; m < Config::kSlabs; ++m) {
 #pragma unroll
       for (int i = 0; i < kKept * Config::kOutTile / 2; ++i) {
-        sums[m][i] = sums[m][i + kStored * Config::kOutTile / 2] + nothing;
+        sums[m][i] = sums[m][i + kStored * Config::kOutTile / 2] + nothing(args);
       }
     }
     start_fields(args, at, sums, lane, kKept);

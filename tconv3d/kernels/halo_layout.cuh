@@ -77,12 +77,9 @@ struct HaloLayout {
     return column_tile / Config::kVariants % Config::kOutTiles * Config::kOutTile;
   }
 
-  // Steps of a chunk that hold channels.
-  static __device__ constexpr int steps(int chunk) {
-    if (kSlots % kRowItems == 0) return Config::kRowBytes / 32;
-    const int items = kSlots - chunk * kRowItems < kRowItems ? kSlots - chunk * kRowItems : kRowItems;
-    return (items + kStepItems - 1) / kStepItems;
-  }
+  // Steps of a whole chunk, and of the last one.
+  static constexpr int kRowSteps = Config::kRowBytes / 32;
+  static constexpr int kLastSteps = (kSlots - (kChunks - 1) * kRowItems + kStepItems - 1) / kStepItems;
 
   // The channels of a group that a piece of a row holds: `count` from `first` on, of the tile's group
   // `group`.
