@@ -119,6 +119,22 @@ def _bias_grad(grad_output: Tensor) -> Tensor:
 # ---- autograd: each operator's derivative in terms of the others
 
 
+def _needed(ctx: Any) -> tuple[bool, ...]:
+    """Which gradients this backward pass is asked for. `autograd.grad` may want fewer than could be had."""
+    needs: tuple[bool, ...] = ctx.needs_input_grad
+    if sum(needs) < 2:
+        return needs
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # of the arguments that need one
+    return tuple([need and _runs(next(nodes)) for need in needs])
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # PyTorch does not say it of a leaf that `autograd.grad` names: that one is wanted
+        return True
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -126,7 +142,7 @@ class _Forward(torch.autograd.Function):
     ) -> Tensor:
         # What a gradient does not need is not kept alive.
         ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
-        ctx.call = input.shape, weight.shape, convolution, current_backend()
+        ctx.call = tuple(input.shape[2:]), tuple(weight.shape[2:]), convolution, current_backend()
         if alone:
             return executor.forward(input, weight, bias, convolution)
         with torch._C._AutoDispatchBelowAutograd():
@@ -135,9 +151,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        input_shape, weight_shape, convolution, backend = ctx.call
-        size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
-        _, needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        size, kernel, convolution, backend = ctx.call
+        _, needs_input, needs_weight, needs_bias, _ = _needed(ctx)
         with use_backend(backend):
             dx = conv_transpose3d_input_grad(grad, weight, size, convolution) if needs_input else None
             dw = conv_transpose3d_weight_grad(grad, input, kernel, convolution) if needs_weight else None
@@ -155,8 +170,9 @@ class _InputGrad(torch.autograd.Function):
         input_size: Triple,
         convolution: Convolution,
     ) -> Tensor:
-        ctx.save_for_backward(grad_output, weight)
-        ctx.convolution, ctx.backend = convolution, current_backend()
+        needs_output, needs_weight = grad_output.requires_grad, weight.requires_grad
+        ctx.save_for_backward(grad_output if needs_weight else None, weight if needs_output else None)
+        ctx.call = tuple(weight.shape[2:]), convolution, current_backend()
         if alone:
             return _input_grad(grad_output, weight, input_size, convolution)
         with torch._C._AutoDispatchBelowAutograd():
@@ -167,11 +183,11 @@ class _InputGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_output, weight = ctx.saved_tensors
-        kernel = tuple(weight.shape[2:])
-        _, needs_output, needs_weight, _, _ = ctx.needs_input_grad
-        with use_backend(ctx.backend):
-            dy = _any_conv_transpose3d(grad, weight, ctx.convolution) if needs_output else None
-            dw = conv_transpose3d_weight_grad(grad_output, grad, kernel, ctx.convolution) if needs_weight else None
+        kernel, convolution, backend = ctx.call
+        _, needs_output, needs_weight, _, _ = _needed(ctx)
+        with use_backend(backend):
+            dy = _any_conv_transpose3d(grad, weight, convolution) if needs_output else None
+            dw = conv_transpose3d_weight_grad(grad_output, grad, kernel, convolution) if needs_weight else None
         return None, dy, dw, None, None
 
 
@@ -180,8 +196,9 @@ class _WeightGrad(torch.autograd.Function):
     def forward(
         ctx: Any, alone: bool, grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
     ) -> Tensor:
-        ctx.save_for_backward(grad_output, input)
-        ctx.convolution, ctx.backend = convolution, current_backend()
+        needs_output, needs_input = grad_output.requires_grad, input.requires_grad
+        ctx.save_for_backward(grad_output if needs_input else None, input if needs_output else None)
+        ctx.call = tuple(input.shape[2:]), convolution, current_backend()
         if alone:
             return _weight_grad(grad_output, input, kernel, convolution)
         with torch._C._AutoDispatchBelowAutograd():
@@ -190,11 +207,11 @@ class _WeightGrad(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_output, input = ctx.saved_tensors
-        size = tuple(input.shape[2:])
-        _, needs_output, needs_input, _, _ = ctx.needs_input_grad
-        with use_backend(ctx.backend):
-            dy = _any_conv_transpose3d(input, grad, ctx.convolution) if needs_output else None
-            dx = conv_transpose3d_input_grad(grad_output, grad, size, ctx.convolution) if needs_input else None
+        size, convolution, backend = ctx.call
+        _, needs_output, needs_input, _, _ = _needed(ctx)
+        with use_backend(backend):
+            dy = _any_conv_transpose3d(input, grad, convolution) if needs_output else None
+            dx = conv_transpose3d_input_grad(grad_output, grad, size, convolution) if needs_input else None
         return None, dy, dx, None, None
 
 
