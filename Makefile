@@ -49,8 +49,7 @@ check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff check .)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff format --check .)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
-	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d tests)
-	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy benchmarks)
+	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
 
 format: $(READY)
 	$(PY) -m ruff check --fix .

@@ -74,9 +74,7 @@ def test_multiplications_count_the_pairs(axis: Axis, size: int) -> None:
 
 @given(st.integers(-9, 9), st.integers(1, 4), st.integers(0, 6), st.integers(0, 9))
 def test_valid_range(offset: int, step: int, size: int, bound: int) -> None:
-    assert list(valid_range(offset, step, size, bound)) == [
-        i for i in range(size) if 0 <= step * i + offset < bound
-    ]
+    assert list(valid_range(offset, step, size, bound)) == [i for i in range(size) if 0 <= step * i + offset < bound]
 
 
 @given(axes, st.integers(1, 5))

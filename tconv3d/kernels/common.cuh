@@ -91,6 +91,15 @@ struct IndexType<true> {
   using type = long long;
 };
 
+template <bool kFirst, class First, class Second>
+struct Choose {
+  using type = First;
+};
+template <class First, class Second>
+struct Choose<false, First, Second> {
+  using type = Second;
+};
+
 // A loop whose index is a compile-time constant in its body: static_for<3>([&](auto i) { array[i]; ... }).
 template <int kValue>
 struct Int {
