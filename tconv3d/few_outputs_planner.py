@@ -119,7 +119,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     plane = last_offset((*problem.input_size[1:],), problem.input[3:])
     constants: Constants = (
         ("kThreads", tile.h * tile.w),
-        ("kMinBlocks", 1),
+        ("kMinBlocks", 3),
         ("Scalar", SCALARS[problem.dtype]),
         ("kWide", plane > INT32_MAX),
         ("kUnitW", problem.input[4] == 1),
