@@ -27,6 +27,8 @@ MIN_EFFICIENCY = 0.25  # of the products of a channel tile that count
 # What a multiprocessor does per cycle, for choosing between tilings.
 CYCLES_PER_MULTIPLY = 8.0  # of one of the four schedulers
 L2_BYTES_PER_CYCLE = 24.0
+SECTOR_WORDS = 8  # what a memory transaction moves at least
+LATENCY = 700.0  # cycles that a job's loads are under way
 TILE_OVERHEAD = 400.0  # cycles: a barrier, and what the first chunk waits for
 
 
@@ -130,6 +132,8 @@ class Tiling:
     warps_rows: int
     slices: int  # warps that share taps and channels, and divide the chunks
     segments: int  # of a tile of positions
+    stages: int  # buffers; three when copies are asynchronous
+    asynchronous: bool
 
     @property
     def rows(self) -> int:
@@ -155,7 +159,7 @@ class Tiling:
         return (
             f"{self.warps} warps x {self.blocks} blocks, each warp {16 * self.tiles_in} x {8 * self.tiles_out} channels "
             f"x {self.rows} rows of taps, {self.slices} slices, blocks of {self.rows_d} x {self.rows_h} rows, "
-            f"{self.segments * SEGMENT} words of positions"
+            f"{self.segments * SEGMENT} words of positions x {self.stages}"
         )
 
 
@@ -183,13 +187,12 @@ class Box:
         return tuple(-(-extent // box) for extent, box in zip(size, extents, strict=True))
 
 
-def boxes(segments: int, exact: bool) -> Iterator[Box]:
-    """Boxes of at most (or exactly) so many segments."""
+def boxes(segments: int, lines: tuple[int, int]) -> Iterator[Box]:
+    """Boxes of at most so many segments, none longer than the volume has `lines` along d and h."""
     for w in range(1, min(segments, 16) + 1):
-        for h in range(1, segments // w + 1):
-            for d in range(1, segments // (w * h) + 1):
-                if not exact or d * h * w == segments:
-                    yield Box(d, h, w)
+        for h in range(1, min(segments // w, lines[1]) + 1):
+            for d in range(1, min(segments // (w * h), lines[0]) + 1):
+                yield Box(d, h, w)
 
 
 def pitch_up(words: int) -> int:
@@ -210,18 +213,22 @@ class Buffers:
     @classmethod
     def of(cls, layer: Layer, planes: Planes, tiling: Tiling) -> Buffers:
         g = layer.geometry
-        plane = pitch_up(min(plane_words(g, planes, tiling, box) for box in _wide_boxes(tiling.segments)))
+        plane = pitch_up(plane_words(g, planes, tiling, _best_wide_box(g, planes, tiling)))
         pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
         slots = len(planes.offsets) * plane
         tables = 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
         buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
         taps = sum(len(window.taps) for window in planes.windows)
         passing = tiling.sums(taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
-        return cls(pitch_x, plane, pitch_y, slots, 4 * max(-(-tables // 4) * 4 + 2 * buffer, passing))
+        return cls(pitch_x, plane, pitch_y, slots, 4 * max(-(-tables // 4) * 4 + tiling.stages * buffer, passing))
 
 
-def _wide_boxes(segments: int) -> list[Box]:
-    return [box for box in boxes(segments, exact=True) if box.w in (4, 8)]
+def _wide_boxes(segments: int) -> Iterator[Box]:
+    """Boxes of exactly so many segments, with lines long enough for whole memory transactions."""
+    for w in (4, 8):
+        for h in range(1, segments // w + 1):
+            if segments % (w * h) == 0:
+                yield Box(segments // (w * h), h, w)
 
 
 def plane_words(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int = 0) -> int:
@@ -229,8 +236,14 @@ def plane_words(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int 
     return along_d * along_h * (planes.line_pitch(box.w) + pad)
 
 
-def _best_wide_box(layer: Layer, planes: Planes, tiling: Tiling) -> Box:
-    return min(_wide_boxes(tiling.segments), key=lambda box: plane_words(layer.geometry, planes, tiling, box))
+def copied_words(g: Geometry, planes: Planes, tiling: Tiling, box: Box) -> int:
+    """Words of a channel of dy that a box moves, in whole sectors of memory."""
+    along_d, along_h = box.lines(g, tiling)
+    return along_d * along_h * (planes.line_words(box.w) * g.stride[2] + SECTOR_WORDS - 1)
+
+
+def _best_wide_box(g: Geometry, planes: Planes, tiling: Tiling) -> Box:
+    return min(_wide_boxes(tiling.segments), key=lambda box: copied_words(g, planes, tiling, box))
 
 
 # ---- Which tiling.
@@ -255,7 +268,7 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
         ((8, 1), (8, 2), (12, 1), (4, 2), (4, 4)), range(1, min(4, tiles_in) + 1), range(1, min(4, tiles_out) + 1)
     ):
         room = min(255, REGISTERS // (32 * warps * blocks) // 8 * 8)
-        others = 8 * ti + 16 + layer.stage * (2 if layer.per_word == 2 and not layer.pairs else 1) + 36
+        others = 8 * ti + (36 if layer.dtype == "float32" else 52)  # fragments, addresses, words on their way
         if 4 * taps * ti * to > room - others:
             continue
         for wi, wo, wr in product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 6, 8)):
@@ -264,11 +277,11 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
             for rows_d, rows_h in product(range(1, g.kernel[0] + 1), range(1, g.kernel[1] + 1)):
                 if rows_d * rows_h < wr or rows_d * rows_h > 5 * wr or (rows_d > 5 or rows_h > 8):
                     continue
-                for segments in (16, 32, 64):
+                for segments, stages in product((8, 16, 32, 64), (3,) if layer.dtype == "float32" else (2,)):
                     slices = warps // (wi * wo * wr)
                     if segments % (CHUNK * slices):
                         continue
-                    tiling = Tiling(warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments)
+                    tiling = Tiling(warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments, stages, stages > 2)
                     if tiling.sums(taps) + others <= room:
                         yield tiling
 
@@ -287,20 +300,25 @@ def _tile_slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple
 
 def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
     """Predicted cycles in which a multiprocessor's blocks each do one tile."""
+    g = layer.geometry
     chunks = -(-box.segments // (CHUNK * tiling.slices))
     taps = sum(len(window.taps) for window in planes.windows)
     multiplies = 2 * tiling.rows * taps * tiling.tiles_in * tiling.tiles_out
     loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * sum(w.words for w in planes.windows) // SEGMENT
     slots_x, slots_y = _tile_slots(layer, planes, tiling, box)
-    jobs = _jobs(layer, tiling, slots_x, slots_y)
-    words = slots_x * tiling.block_in(layer.geometry) + slots_y * tiling.block_out
+    jobs = tiling.blocks * _jobs(layer, tiling, slots_x, slots_y)
+    copied = slots_x * tiling.block_in(g) + copied_words(g, planes, tiling, box) * tiling.block_out
     warps = tiling.warps * tiling.blocks
-    arithmetic = warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY
+    rounding = 2 * SEGMENT if tiling.asynchronous else 0
     per_word = (1 if layer.per_word == 1 or layer.pairs else 2) + (2 if layer.channels_last else 1)
-    shared = warps * chunks * loads * 4 + tiling.blocks * jobs * layer.stage * per_word
-    issued = warps / 4 * chunks * (2 * multiplies + loads) + tiling.blocks * jobs / 4 * (7 * layer.stage + 50)
-    parts = (arithmetic, shared, issued, tiling.blocks * words * 4 / L2_BYTES_PER_CYCLE)
-    return max(parts) + 0.2 * (sum(parts) - max(parts)) + TILE_OVERHEAD
+    parts = (
+        warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY,
+        warps * chunks * loads * SEGMENT + jobs * layer.stage * per_word,  # shared memory
+        warps / 4 * chunks * (multiplies + loads * (1 + rounding)) + jobs / 4 * (6 * layer.stage + 50),  # issuing
+        tiling.blocks * copied * 4 / L2_BYTES_PER_CYCLE,
+        0.0 if tiling.asynchronous else jobs / warps * LATENCY,
+    )
+    return max(parts) + 0.15 * (sum(parts) - max(parts)) + TILE_OVERHEAD
 
 
 def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float | None:
@@ -310,7 +328,7 @@ def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float
         return None
     if buffers.table_slots > 16384:
         return None
-    box = _best_wide_box(layer, planes, tiling)
+    box = _best_wide_box(layer.geometry, planes, tiling)
     cycles = _tile_cycles(layer, planes, tiling, box) / (tiling.blocks * tiling.segments)
     return cycles * tiling.kinds(layer.geometry)
 
@@ -389,9 +407,8 @@ def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
         conflicts = _conflicts(p.geometry, planes, tiling, box, _pad(p.geometry, planes, tiling, box, room))
         return d * h * w * _tile_cycles(layer, planes, tiling, box) * (1 + 0.1 * (conflicts - 1))
 
-    fitting = [
-        box for box in boxes(tiling.segments, exact=False) if plane_words(p.geometry, planes, tiling, box) <= room
-    ]
+    lines = (max(p.input_size[0], 1), max(p.input_size[1], 1))
+    fitting = [box for box in boxes(tiling.segments, lines) if plane_words(p.geometry, planes, tiling, box) <= room]
     return min(fitting, key=cost)
 
 
@@ -476,7 +493,7 @@ def _constants(
 ) -> Constants:
     g = p.geometry
     place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
-    box = _best_wide_box(layer, planes, tiling)
+    box = _best_wide_box(g, planes, tiling)
     jobs = _jobs(layer, tiling, *_tile_slots(layer, planes, tiling, box))
     chunks = tiling.segments // (CHUNK * tiling.slices)
     hooks = min(-(-jobs // (tiling.warps * chunks)), tiling.rows * tiling.tiles_out, 4)
@@ -490,6 +507,8 @@ def _constants(
         ("kLaneChannels", 4 if layer.channels_last else 1),
         ("kStage", layer.stage),
         ("kHooks", hooks),
+        ("kStages", tiling.stages),
+        ("kAsync", tiling.asynchronous),
         ("kGroups", g.groups),
         ("kInPerGroup", g.in_per_group),
         ("kOutPerGroup", g.out_per_group),

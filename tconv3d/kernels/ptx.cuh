@@ -296,6 +296,23 @@ __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&
   }
 }
 
+// ---- The asynchronous copy of single words (sm_80): global to shared memory past the registers.
+
+// `from` must be a valid address even when not `inside`: then zero is written.
+__device__ __forceinline__ void copy_word(void* to, const void* from, bool inside) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(inside ? 4 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending committed groups of this thread's copies are unfinished.
+template <int kPending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 }  // namespace tconv3d::ptx
 
 #endif

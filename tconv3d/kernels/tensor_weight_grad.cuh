@@ -2,27 +2,28 @@
 //   dw[ci][co][t] = sum over n, i of  x[n][ci][i] * dy[n][co][stride*i + t*dilation - padding]
 //
 // For one tap this is a matrix product with the positions i as its K dimension: rows ci, columns co. A block
-// owns a tile of channels and some rows of taps (t_d, t_h; all taps along w) and walks over its part of the
-// positions:
+// owns a tile of channels and some rows of taps (t_d, t_h; all taps along w) and walks over its positions:
 //
 //   for each tile of positions (a box of the volume, w in segments of four 32-bit words):
-//     copy x[ci][positions] and dy[co][positions the taps reach] to shared memory, w running along a row; dy
-//     in one plane per phase of w, so that neighbouring positions are neighbours for every tap for each chunk
-//     of four segments, one per quarter of a warp:
-//       load the fragments of x once, for all taps
-//       for each row of taps, for each window of dy (two neighbouring segments, loaded once for several
-//       taps):
+//     copy x[ci][positions] and dy[co][positions the taps reach] to shared memory, w along a row;
+//     dy in one plane per phase of w, so that neighbouring positions are neighbours for every tap
+//
+//     for each chunk of four segments, one per quarter of a warp:
+//       load the fragments of x, once for all taps
+//
+//       for each row of taps, for each window of dy (two neighbouring segments, for several taps):
 //         for each tap of the window:  sums[tap] += x (x) dy shifted by the tap, out of registers
 //
 // K may be permuted at will if both operands are: a lane takes a whole segment (one 16-byte load) where the
 // instruction wants separate columns, so a tap's shift along w selects other registers of the same window
-// (for 16-bit types an odd shift joins halves of two registers). Shifts along d and h move the window's
-// address.
+// (for 16-bit types an odd shift joins halves of two registers). Shifts along d and h move its address.
 //
-// While a tile is computed the next one is on its way: before a part of the arithmetic each warp issues a
-// job's loads into registers, after it rounds them to TF32 and stores them to the other buffer. Warps of a
-// block differ in their rows of taps, their channels, or their chunks (kSlices, added at the end in a fixed
-// order). Parts are written side by side and added by reduce.cuh in a fixed order.
+// While a tile is computed the next one is on its way, in jobs (some channels of 32 words) that a warp takes
+// up between parts of the arithmetic: loads into registers, rounded and stored to the other buffer a part
+// later; or (kAsync, words only) copies that pass by the registers, rounded when fragments are loaded.
+//
+// Warps of a block differ in their rows of taps, their channels, or their chunks (kSlices, added at the end
+// in a fixed order). Parts are written side by side and added by reduce.cuh in a fixed order.
 #pragma once
 
 #include "cursor.cuh"
@@ -92,7 +93,9 @@ struct TensorWeightGrad {
   static_assert(C::kSegments % kSegmentsPerChunk == 0);
   static_assert(C::kHooks >= 1 && C::kHooks <= C::kRows * C::kTilesOut);
   static_assert((kOperand == ptx::Operand::kTf32) == (kPerWord == 1));
-  static_assert(C::kSharedBytes >= 4 * (kBuffers + 2 * kBufferWords));
+  static_assert(!C::kAsync || kPerWord == 1, "the asynchronous copy moves whole words");
+  static_assert(C::kStages == 2 || (C::kAsync && C::kStages == 3), "buffers: one computed, the rest copied");
+  static_assert(C::kSharedBytes >= 4 * (kBuffers + C::kStages * kBufferWords));
   static constexpr int kSums = C::kRows * C::kTaps * C::kTilesIn * C::kTilesOut * 4;
   static_assert(C::kSlices == 1 || C::kSharedBytes >= 4 * kSums * kLanes * (kWarps / C::kSlices),
                 "the sums of a slice pass through shared memory");
@@ -193,10 +196,19 @@ struct TensorWeightGrad {
                 (index - rest_w * static_cast<int>(args.by_w.divisor)) * args.tile.w * kSegment * kPerWord};
   }
 
+  // Loads on their way to a buffer.
   struct Job {
     unsigned values[C::kStage][kLoadsPerWord];
     int to;  // word in the buffer, negative for a lane without a slot
     int pitch, channels;
+  };
+
+  // The copy of one tile: this warp's jobs, the first of which is under way.
+  struct Copy {
+    Tile tile;
+    unsigned* to;
+    int index, count;
+    Job job;
   };
 
   static __device__ __forceinline__ unsigned read(const Scalar* from) {
@@ -214,14 +226,18 @@ struct TensorWeightGrad {
            (slots_y() + kLaneSlots - 1) / kLaneSlots * kJobsOut;
   }
 
-  __device__ __forceinline__ void issue(Job& job, int index, const Tile& tile) const {
+  static constexpr bool kWholeJobs = kBlockIn % kJobChannels == 0 && kBlockOut % kJobChannels == 0;
+
+  __device__ __forceinline__ void issue(Copy& copy) const {
+    Job& job = copy.job;
+    const Tile& tile = copy.tile;
     const int jobs_x = (slots_x() + kLaneSlots - 1) / kLaneSlots * kJobsIn;
-    const bool is_x = index < jobs_x;
-    if (!is_x) index -= jobs_x;
-    const int per_slots = is_x ? kJobsIn : kJobsOut;
-    const int slot_block = index / per_slots;
+    const bool is_x = copy.index < jobs_x;
+    const int index = is_x ? copy.index : copy.index - jobs_x;
+    const int slot_block = is_x ? index / kJobsIn : index / kJobsOut;
     const int slot = slot_block * kLaneSlots + lane / C::kLaneChannels;
-    const int channel = (index - slot_block * per_slots) * kJobChannels + lane % C::kLaneChannels;
+    const int channel =
+        (index - slot_block * (is_x ? kJobsIn : kJobsOut)) * kJobChannels + lane % C::kLaneChannels;
     const Strides& strides = is_x ? args.x_strides : args.dy_strides;
     const Extent& size = is_x ? args.x_size : args.dy_size;
     const bool exists = slot < (is_x ? slots_x() : slots_y());
@@ -243,39 +259,69 @@ struct TensorWeightGrad {
     // Channels past the group's last read the last one again: their sums are never written.
     const int in_group = (is_x ? first_in : first_out) + channel;
     const int last = (is_x ? C::kInPerGroup : C::kOutPerGroup) - 1;
-    const int base_channel = group * (last + 1);
     const Scalar* const from = static_cast<const Scalar*>(is_x ? args.x : args.dy) +
                                (tile.n * static_cast<Index>(strides.n) + d * static_cast<Index>(strides.d) +
                                 h * static_cast<Index>(strides.h) + w * static_cast<Index>(strides.w) +
-                                base_channel * static_cast<Index>(strides.c));
-    const Index step_w = static_cast<Index>(strides.w) * (is_x ? 1 : C::kStrideW);
+                                group * (last + 1) * static_cast<Index>(strides.c));
+    const int step_w = is_x ? 1 : C::kStrideW;
 #pragma unroll
     for (int e = 0; e < kLoadsPerWord; ++e) {
-      const int at = w + e * (is_x ? 1 : C::kStrideW);
+      const int at = w + e * step_w;
       const bool inside = line_inside && at >= 0 && at < size.w;
 #pragma unroll
       for (int k = 0; k < C::kStage; ++k) {
-        const Index offset =
-            min(in_group + k * C::kLaneChannels, last) * static_cast<Index>(strides.c) + e * step_w;
-        job.values[k][e] = inside ? read(from + offset) : 0u;
+        const Scalar* const element =
+            from + (min(in_group + k * C::kLaneChannels, last) * static_cast<Index>(strides.c) +
+                    e * step_w * static_cast<Index>(strides.w));
+        if constexpr (C::kAsync) {
+          if (exists && (kWholeJobs || k * C::kLaneChannels < job.channels))
+            ptx::copy_word(copy.to + job.to + k * C::kLaneChannels * job.pitch, inside ? element : args.x,
+                           inside);
+        } else {
+          job.values[k][e] = inside ? read(element) : 0u;
+        }
       }
     }
   }
 
-  __device__ __forceinline__ void finish(const Job& job, unsigned* buffer) const {
-    if (job.to < 0) return;
-    unsigned* const to = buffer + job.to;
+  __device__ __forceinline__ void finish(const Copy& copy) const {
+    const Job& job = copy.job;
+    if (C::kAsync || job.to < 0) return;
+    unsigned* const to = copy.to + job.to;
 #pragma unroll
     for (int k = 0; k < C::kStage; ++k) {
       unsigned word = job.values[k][0];
       if constexpr (kPerWord == 1) {
-        word = ptx::float_to_tf32(__uint_as_float(word));
+        word = round_to_tf32(word);
       } else if constexpr (kLoadsPerWord == 2) {
         word |= job.values[k][1] << 16;
       }
-      constexpr bool kWhole = kBlockIn % kJobChannels == 0 && kBlockOut % kJobChannels == 0;
-      if (kWhole || k * C::kLaneChannels < job.channels) to[k * C::kLaneChannels * job.pitch] = word;
+      if (kWholeJobs || k * C::kLaneChannels < job.channels) to[k * C::kLaneChannels * job.pitch] = word;
     }
+  }
+
+  // To the nearest, ties away from zero, in two instructions: tensor cores ignore the bits that a third would
+  // clear. Infinities and NaNs stay what they are.
+  static __device__ __forceinline__ unsigned round_to_tf32(unsigned bits) {
+    const bool finite = fabsf(__uint_as_float(bits)) < __uint_as_float(0x7F800000u);
+    return finite ? bits + 0x1000u : bits;
+  }
+
+  __device__ __forceinline__ void begin(Copy& copy, bool exists, int tile, unsigned* to,
+                                        int job_count) const {
+    copy.tile = tile_at(exists ? tile : 0);
+    copy.to = to;
+    copy.index = warp;
+    copy.count = exists ? job_count : 0;
+    if (copy.index < copy.count) issue(copy);
+  }
+
+  // One job done, the next one issued.
+  __device__ __forceinline__ void advance(Copy& copy) const {
+    if (copy.index >= copy.count) return;
+    finish(copy);
+    copy.index += kWarps;
+    if (copy.index < copy.count) issue(copy);
   }
 
   // ---- The arithmetic.
@@ -283,7 +329,7 @@ struct TensorWeightGrad {
   static __device__ __forceinline__ void load_segment(unsigned* words, const unsigned* from) {
     const Vector<unsigned, kSegment> loaded = load_vector<kSegment>(from);
 #pragma unroll
-    for (int i = 0; i < kSegment; ++i) words[i] = loaded.at[i];
+    for (int i = 0; i < kSegment; ++i) words[i] = C::kAsync ? round_to_tf32(loaded.at[i]) : loaded.at[i];
   }
 
   // Word `word` of a window shifted by `offset` elements.
@@ -329,8 +375,7 @@ struct TensorWeightGrad {
   }
 
   // One chunk, with jobs of the next tile's copy in between.
-  __device__ __forceinline__ void compute_chunk(int chunk, const unsigned* buffer, int& job_index,
-                                                int job_count, const Tile& next, unsigned* other) {
+  __device__ __forceinline__ void compute_chunk(int chunk, const unsigned* buffer, Copy& copy) {
     const int segment = chunk * kSegmentsPerChunk + lane % 4;
     const int in = (warp_in * C::kTilesIn * 16 + lane / 4) * C::kPitchX + segment * kSegment;
     const int segment_words = reinterpret_cast<const int*>(shared + kSegmentTable)[segment];
@@ -344,19 +389,10 @@ struct TensorWeightGrad {
         load_segment(x[m][half], buffer + in + (16 * m + (C::kHalfRows ? 0 : 8 * half)) * C::kPitchX);
     }
     constexpr int kParts = C::kRows * C::kTilesOut;
-    Job job;
     static_for<kParts>([&](auto part) {
-      constexpr int kPart = decltype(part)::value, kRow = kPart / C::kTilesOut, kOut = kPart % C::kTilesOut;
-      constexpr bool kBegins = kPart * C::kHooks % kParts < C::kHooks;
-      constexpr bool kEnds = (kPart + 1) * C::kHooks % kParts < C::kHooks;
-      if constexpr (kBegins) {
-        if (job_index < job_count) issue(job, job_index, next);
-      }
-      multiply<kRow, kOut>(x, dy + row_words[kRow]);
-      if constexpr (kEnds) {
-        if (job_index < job_count) finish(job, other);
-        job_index += kWarps;
-      }
+      constexpr int kPart = decltype(part)::value;
+      multiply<kPart / C::kTilesOut, kPart % C::kTilesOut>(x, dy + row_words[kPart / C::kTilesOut]);
+      if constexpr ((kPart + 1) * C::kHooks % kParts < C::kHooks) advance(copy);
     });
   }
 
@@ -422,37 +458,40 @@ struct TensorWeightGrad {
     const Part<int> part(args.tiles, args.splits, split);
     const int chunks = (args.tile.d * args.tile.h * args.tile.w + kSegmentsPerChunk - 1) / kSegmentsPerChunk;
     // The last chunk may have segments that the tile has not: x is zero there, whatever dy is.
-    for (int i = threadIdx.x; i < 2 * kBufferWords; i += C::kThreads) shared[kBuffers + i] = 0u;
+    for (int i = threadIdx.x; i < C::kStages * kBufferWords; i += C::kThreads) shared[kBuffers + i] = 0u;
     __syncthreads();
-    unsigned* buffer = shared + kBuffers;
-    unsigned* other = buffer + kBufferWords;
     const int job_count = jobs();
-    if (part.begin < part.end) copy_rest(warp, job_count, tile_at(part.begin), buffer);
+    Copy copy;
+    // The first tiles: nothing hides their way.
+    for (int ahead = 0; ahead < C::kStages - 1; ++ahead) {
+      const int index = part.begin + ahead;
+      begin(copy, index < part.end, index, buffer_of(ahead), job_count);
+      while (copy.index < copy.count) advance(copy);
+      if (C::kAsync) ptx::copy_commit();
+    }
+    if (C::kAsync) ptx::copy_wait<C::kStages - 2>();
     __syncthreads();
+    int current = 0;
     for (int index = part.begin; index < part.end; ++index) {
-      const bool last = index + 1 == part.end;
-      const Tile next = tile_at(last ? index : index + 1);
-      const int count = last ? 0 : job_count;
-      int job_index = warp;
+      const int ahead = index + C::kStages - 1;
+      const int free = current == 0 ? C::kStages - 1 : current - 1;
+      begin(copy, ahead < part.end, ahead, buffer_of(free), job_count);
       for (int chunk = slice; chunk < chunks; chunk += C::kSlices)
-        compute_chunk(chunk, buffer, job_index, count, next, other);
-      copy_rest(job_index, count, next, other);
+        compute_chunk(chunk, buffer_of(current), copy);
+      while (copy.index < copy.count) advance(copy);
+      if (C::kAsync) {
+        ptx::copy_commit();
+        ptx::copy_wait<C::kStages - 2>();
+      }
       __syncthreads();
-      unsigned* const filled = other;
-      other = buffer;
-      buffer = filled;
+      current = current + 1 == C::kStages ? 0 : current + 1;
     }
     add_slices();
     if (slice == 0) store();
   }
 
-  // Jobs that no arithmetic hides.
-  __device__ __forceinline__ void copy_rest(int job_index, int count, const Tile& tile, unsigned* to) const {
-    for (; job_index < count; job_index += kWarps) {
-      Job job;
-      issue(job, job_index, tile);
-      finish(job, to);
-    }
+  __device__ __forceinline__ unsigned* buffer_of(int index) const {
+    return shared + kBuffers + index * kBufferWords;
   }
 };
 

@@ -286,4 +286,59 @@ inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigne
   __syncwarp();
 }
 
+// ---- The asynchronous copy of single words: done as late as it may be, when a wait says that it is. What is
+// read too early, or overwritten too early, gives wrong results.
+
+struct EmulatedCopies {
+  struct Copy {
+    std::uint32_t* to;
+    const void* from;  // null: zero
+  };
+  Copy* queue = nullptr;
+  unsigned size = 0, capacity = 0;
+  unsigned committed[8];  // ends of the committed groups in the queue
+  unsigned groups = 0;
+  EmulatedCopies() = default;
+  EmulatedCopies(const EmulatedCopies&) = delete;
+  EmulatedCopies& operator=(const EmulatedCopies&) = delete;
+  ~EmulatedCopies() { delete[] queue; }
+};
+
+inline void copy_word(void* to, const void* from, bool inside) {
+  if (reinterpret_cast<std::uintptr_t>(to) % 4u || (inside && reinterpret_cast<std::uintptr_t>(from) % 4u))
+    emulator::fail("an asynchronous copy of a word that is not aligned");
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  if (copies.size == copies.capacity) {
+    copies.capacity = copies.capacity ? 2 * copies.capacity : 64;
+    auto* larger = new EmulatedCopies::Copy[copies.capacity];
+    for (unsigned i = 0; i < copies.size; ++i) larger[i] = copies.queue[i];
+    delete[] copies.queue;
+    copies.queue = larger;
+  }
+  copies.queue[copies.size++] = {static_cast<std::uint32_t*>(to), inside ? from : nullptr};
+}
+
+inline void copy_commit() {
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  if (copies.groups == 8) emulator::fail("more than 8 groups of asynchronous copies at once");
+  copies.committed[copies.groups++] = copies.size;
+}
+
+template <int kPending>
+inline void copy_wait() {
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  if (copies.groups <= kPending) return;
+  const unsigned finished = copies.groups - kPending, end = copies.committed[finished - 1];
+  for (unsigned i = 0; i < end; ++i) {
+    std::uint32_t word = 0;
+    if (copies.queue[i].from) std::memcpy(&word, copies.queue[i].from, sizeof word);
+    *copies.queue[i].to = word;
+  }
+  for (unsigned i = end; i < copies.size; ++i) copies.queue[i - end] = copies.queue[i];
+  copies.size -= end;
+  for (unsigned i = finished; i < copies.groups; ++i)
+    copies.committed[i - finished] = copies.committed[i] - end;
+  copies.groups -= finished;
+}
+
 }  // namespace tconv3d::ptx
