@@ -31,7 +31,7 @@ STEP_BYTES = 32  # of K that one matrix instruction takes
 BARRIER_BYTES = 1024  # reserved for barriers
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # beside the accumulators
-MAX_SUMS = 144  # accumulators of a thread
+MAX_SUMS = 128  # accumulators of a thread
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 SMALL = 8192  # positions in all: below it, one of two builds that a layer may have is the right one
@@ -463,7 +463,7 @@ def _vector_input(p: Problem) -> bool:
 class Tiling:
     """How a volume is cut into tiles, and a tile's positions into slabs."""
 
-    tile: Triple  # positions; marching: output planes of depth
+    tile: Triple  # positions; marching: of depth that a block walks over
     halo: Triple
     items: int  # batch items per tile
     tiles: tuple[int, int, int, int]  # batch, d, h, w
@@ -520,6 +520,7 @@ def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
     depths = [1] if build.march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
+    segments = [n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= positions[0]] if build.march else [1]
     limit = per_round * SLAB * build.max_passes
     least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are all overhead
     for items, depth, height, width in product(
@@ -534,12 +535,7 @@ def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
         halo = (1 if build.march else depth + d.span, height + h.span, width + w.span)
         if prod(halo) * items > build.stage_rows:
             continue
-        tiles = (
-            ceil_div(batch, items),
-            1 if build.march else ceil_div(positions[0], depth),
-            ceil_div(positions[1], height),
-            ceil_div(positions[2], width),
-        )
+        across = (ceil_div(positions[1], height), ceil_div(positions[2], width))
         line, sheet = halo[2] * items, halo[1] * halo[2] * items
         displacement = (0 if build.march else d.span) * sheet + h.span * line + w.span * items
         best: Tiling | None = None
@@ -549,10 +545,17 @@ def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
             if slabs > per_round * build.max_passes or last + displacement >= build.stage_rows:
                 continue
             if best is None or slabs < best.slabs:
+                tiles = (ceil_div(batch, items), ceil_div(positions[0], depth), *across)
                 best = Tiling(
                     (depth, height, width), halo, items, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
                 )
-        if best is not None:
+        if best is None:
+            continue
+        for parts in segments:
+            if build.march:  # a block walks over a part of the depth
+                deep = ceil_div(positions[0], parts)
+                tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)
+                best = replace(best, tile=(deep, height, width), tiles=tiles)
             yield best
 
 
@@ -570,7 +573,10 @@ START_CYCLES = 4000.0  # of a launch
 def cycles(build: Build, tiling: Tiling, problem: Problem, multiprocessors: int) -> float:
     """The model: how long the busiest multiprocessor takes."""
     rounds = ceil_div(tiling.slabs, build.slabs * build.consumers)
-    planes = problem.input_size[0] if build.march else 1
+    planes = 1
+    if build.march:  # the window's first planes are computed by two blocks
+        overlap = ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1
+        planes = min(problem.input_size[0], tiling.tile[0] + overlap)
     panels = len(build.program.taps) * build.chunks * rounds * planes
     multiply = rounds * build.slabs * build.consumers * build.cycles_per_slab * planes + panels * PANEL_CYCLES
     elements = tiling.rows * build.channel_slots * planes
@@ -733,7 +739,7 @@ def assemble(build: Build, tiling: Tiling, problem: Problem, device: Device, cos
     blocks = min(work, device.multiprocessors)
     if build.resident:  # a block keeps the panels of one column tile
         blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
-    depth = problem.output_size[0] if build.march else tiling.tile[0]
+    depth = tiling.tile[0] * (build.geometry.axes[0].stride if build.march else 1)  # marching: outputs
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     scalars = padded(
         int64s(*problem.input, *problem.output),

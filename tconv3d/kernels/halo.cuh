@@ -209,7 +209,9 @@ struct Halo : HaloLayout<Config> {
   //
   // Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels.
   struct BatchByPosition {
-    static constexpr int kPieces = Layout::kRowPieces < 4 ? Layout::kRowPieces : 4;
+    static constexpr int kFlight =
+        16 / Layout::kPieceItems;  // pieces of 16 loads: two batches fill the registers
+    static constexpr int kPieces = Layout::kRowPieces < kFlight ? Layout::kRowPieces : kFlight;
     static constexpr int kParts = Layout::kRowPieces / kPieces;
     Scalar raw[kPieces][Layout::kPieceItems];
     int row, first_piece;  // row -1: nothing to store
