@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import checks, executor
 from .backend import Backend, current_backend, use_backend
@@ -64,6 +65,10 @@ def why_not_ours(tensor: Tensor) -> str | None:
 
 
 def _unsupported(tensor: Tensor) -> str | None:
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms are not supported"
+    if _forward_mode():
+        return "forward-mode differentiation is not supported"
     if tensor.dtype not in DTYPES:
         return f"dtype {tensor.dtype} is not one of float32, float16, bfloat16, float64"
     if tensor.is_cuda:
@@ -75,6 +80,11 @@ def _unsupported(tensor: Tensor) -> str | None:
     return None
 
 
+def _forward_mode() -> bool:
+    """Whether tensors may carry tangents, which our kernels would drop."""
+    return forward_ad._current_level >= 0
+
+
 # ---- implementations: ours, or PyTorch's operator
 
 
@@ -82,21 +92,31 @@ def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Co
     if why_not_ours(input) is None:
         return executor.forward(input, weight, bias, convolution)
     stride, padding, output_padding, groups, dilation = convolution
-    return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return _with_strides(result, executor.result_strides(result.shape, input, weight))
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """What PyTorch's operators return, in the format that was promised (`_fake_forward` and its like)."""
+    if tensor.stride() == strides:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
 
 
 def _input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
     if why_not_ours(grad_output) is None:
         return executor.input_grad(grad_output, weight, input_size, convolution)
     shape = (grad_output.shape[0], weight.shape[0], *input_size)
-    return _torch_backward(grad_output, grad_output.new_empty(1).expand(shape), weight, convolution, 0)
+    result = _torch_backward(grad_output, grad_output.new_empty(1).expand(shape), weight, convolution, 0)
+    return _with_strides(result, executor.result_strides(shape, grad_output, weight))
 
 
 def _weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
     if why_not_ours(grad_output) is None:
         return executor.weight_grad(grad_output, input, kernel, convolution)
     shape = (input.shape[1], grad_output.shape[1] // convolution[3], *kernel)
-    return _torch_backward(grad_output, input, grad_output.new_empty(1).expand(shape), convolution, 1)
+    result = _torch_backward(grad_output, input, grad_output.new_empty(1).expand(shape), convolution, 1)
+    return _with_strides(result, executor.contiguous_strides(shape))
 
 
 def _torch_backward(
@@ -246,7 +266,8 @@ def _register(name: str, implementation: Any, function: Any, fake: Any, tensors:
         return result
 
     def autograd(*arguments: Any) -> Tensor:
-        if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arguments[:tensors]):
+        wanted = any(a is not None and a.requires_grad for a in arguments[:tensors])
+        if (wanted and torch.is_grad_enabled()) or _forward_mode():  # a tangent is an error there
             result: Tensor = function.apply(False, *split(arguments))
             return result
         with torch._C._AutoDispatchBelowAutograd():
@@ -326,7 +347,7 @@ def _alone(first: Tensor, second: Tensor) -> bool:
 
 def _recording(first: Tensor, second: Tensor, third: Tensor | None = None) -> bool:
     wanted = first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
-    return wanted and torch.is_grad_enabled()
+    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # a tangent is an error there
 
 
 def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
