@@ -281,7 +281,9 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
                     slices = warps // (wi * wo * wr)
                     if segments % (CHUNK * slices):
                         continue
-                    tiling = Tiling(warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments, stages, stages > 2)
+                    tiling = Tiling(
+                        warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments, stages, stages > 2
+                    )
                     if tiling.sums(taps) + others <= room:
                         yield tiling
 
@@ -435,9 +437,7 @@ def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> in
     return min(pads, key=lambda pad: _conflicts(g, planes, tiling, box, pad))
 
 
-def _splits(
-    p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Tiling, box: Box, count: int
-) -> int:
+def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Tiling, box: Box, count: int) -> int:
     """Into how many parts the positions are split: what fills the GPU with the least left over at the end."""
     kinds, slots = tiling.kinds(p.geometry), device.multiprocessors * tiling.blocks
     tiles = _tiles(p, layer, box)
@@ -488,9 +488,7 @@ def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling,
     )
 
 
-def _constants(
-    p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, buffers: Buffers
-) -> Constants:
+def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, buffers: Buffers) -> Constants:
     g = p.geometry
     place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
     box = _best_wide_box(g, planes, tiling)

@@ -1,0 +1,269 @@
+"""The weight gradient on tensor cores against float64: types, formats, geometries, and what its planner promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import TABLE, TRAPS, UNIT, Layer, passes, poisoned
+from torch import Tensor
+
+from tconv3d import compiler, emulator, executor, planner, weight_grad_planner
+from tconv3d.geometry import Axis, Geometry
+from tconv3d.launch import Constants
+from tconv3d.problem import Device, Pass, Plan, Problem
+
+H200 = Device("H200", (9, 0), 132, 232448)
+A100 = Device("A100", (8, 0), 108, 166912)
+HALVES = [torch.float16, torch.bfloat16]
+T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
+
+# Channels and sizes that fill no tile, and ones that do.
+LAYERS = {
+    "one tile": Layer(16, 8, (2, 3, 16), T3),
+    "two tiles and a rest": Layer(40, 20, (2, 2, 9), T3, padding=T1),
+    "up-convolution": Layer(20, 12, (2, 3, 8), T2, T2),
+    "gan": Layer(16, 8, (3, 2, 6), (4, 4, 4), T2, T1),
+    "groups of eight": Layer(16, 16, (2, 3, 10), T3, T2, T1, groups=2),
+    "groups of twelve": Layer(24, 36, (2, 2, 5), (2, 3, 2), T2, groups=2),
+    "five taps along w": Layer(16, 16, (3, 3, 20), (1, 5, 5), padding=(0, 2, 2)),
+    "dilated beyond a window": Layer(16, 8, (2, 2, 24), (1, 2, 5), padding=(0, 0, 3), dilation=(1, 1, 4)),
+    "more taps than one launch has": Layer(8, 8, (1, 2, 20), (1, 1, 19), padding=(0, 0, 7)),
+    "narrow volume": Layer(16, 8, (5, 4, 2), T3, padding=T1, batch=3),
+    "many tiles": Layer(8, 8, (5, 9, 21), T3, padding=T1, batch=1),
+}
+
+
+@pytest.fixture
+def tensor_cores(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Everything that the family can compute goes to it, few channels too."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    monkeypatch.setattr(planner, "FAMILIES", (("tensor_weight_grad", weight_grad_planner),))
+    monkeypatch.setattr(weight_grad_planner, "MIN_EFFICIENCY", 0.0)
+    monkeypatch.setattr(executor, "_tasks", {})
+    planner.plan.cache_clear()
+    yield ours
+    planner.plan.cache_clear()
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
+def weight_grad(layer: Layer, x: Tensor, dy: Tensor) -> Tensor:
+    with poisoned():
+        return executor.weight_grad(dy, x, layer.kernel, layer.settings)
+
+
+def tensors(layer: Layer, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """x and dy."""
+    x, w = layer.operands(dtype, device, seed)[:2]
+    shape = passes(F.conv_transpose3d, [x.double(), w.double()], layer.settings)[0].shape
+    return x, torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(device, dtype)
+
+
+def check(layer: Layer, x: Tensor, dy: Tensor) -> Tensor:
+    """Every element against float64, its error in roundings of the same sum over absolute values."""
+    w = torch.zeros(layer.in_channels, layer.out_channels // layer.groups, *layer.kernel, device=x.device).double()
+    exact_x, exact_dy = x.double(), dy.double()
+    expected = passes(F.conv_transpose3d, [exact_x, w], layer.settings, exact_dy)[1][1]
+    largest = passes(F.conv_transpose3d, [exact_x.abs(), w], layer.settings, exact_dy.abs())[1][1]
+    got = weight_grad(layer, x, dy)
+    assert got.shape == expected.shape and got.dtype == x.dtype
+    # Both factors of a product are rounded to TF32: 2^-11 each. Products of halves are exact.
+    product = 2.0**-10 if x.dtype == torch.float32 else 0.0
+    allowed = largest * (product + 20 * UNIT[torch.float32]) + expected.abs() * UNIT[x.dtype] + 1e-7
+    wrong = ~((got.double() - expected).abs() <= allowed)  # NaN is wrong too
+    first = wrong.nonzero()[:1].flatten().tolist()
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements wrong, first at {first}"
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_against_float64(name: str, dtype: torch.dtype, tensor_cores: str) -> None:
+    check(LAYERS[name], *tensors(LAYERS[name], dtype, tensor_cores))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["two tiles and a rest", "groups of eight", "gan", "dilated beyond a window"])
+def test_channels_last(name: str, dtype: torch.dtype, tensor_cores: str) -> None:
+    x, dy = tensors(LAYERS[name], dtype, tensor_cores)
+    last = torch.channels_last_3d
+    check(LAYERS[name], x.to(memory_format=last), dy.to(memory_format=last))
+    check(LAYERS[name], x, dy.to(memory_format=last))  # each its own
+
+
+@pytest.mark.parametrize("name", [*TABLE, *TRAPS])
+def test_every_geometry(name: str, tensor_cores: str) -> None:
+    layer = (TABLE | TRAPS)[name]
+    check(layer, *tensors(layer, torch.float32, tensor_cores))
+
+
+@pytest.mark.parametrize("name", ["dilated", "large stride", "asymmetric", "empty phases", "tuples are (d, h, w)"])
+def test_every_geometry_in_halves(name: str, tensor_cores: str) -> None:
+    layer = (TABLE | TRAPS)[name]
+    check(layer, *tensors(layer, torch.float16, tensor_cores))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_sliced_and_transposed_operands(dtype: torch.dtype, tensor_cores: str) -> None:
+    layer = LAYERS["one tile"]
+    x, dy = tensors(layer, dtype, tensor_cores)
+    big = torch.full((3, 20, 4, 5, 40), float("nan"), dtype=dtype, device=tensor_cores)
+    big[1:, 3:19, 1:3, 1:4, 5:37:2] = x
+    turned = dy.permute(4, 2, 0, 3, 1).contiguous().permute(2, 4, 1, 3, 0)
+    check(layer, big[1:, 3:19, 1:3, 1:4, 5:37:2], turned)
+    shifted = torch.empty(x.numel() + 1, dtype=dtype, device=tensor_cores)[1:].view(x.shape)  # one element off
+    shifted.copy_(x)
+    check(layer, shifted, dy)
+
+
+def test_expanded_grad_output(tensor_cores: str) -> None:
+    """`sum().backward()` hands down a gradient whose strides are all zero."""
+    layer = LAYERS["one tile"]
+    x, dy = tensors(layer, torch.float32, tensor_cores)
+    check(layer, x, torch.ones((), device=tensor_cores).expand(dy.shape))
+
+
+def test_offsets_beyond_32_bits(tensor_cores: str) -> None:
+    layer = Layer(8, 8, (2, 3, 4), T3, T2, T1)
+    x, dy = tensors(layer, torch.float16, tensor_cores)
+    apart = 2**31 + 64
+    reserved = torch.empty(apart + x[0].numel(), dtype=torch.float16, device=tensor_cores)
+    far = reserved.as_strided(x.shape, (apart, *x.stride()[1:]))
+    far.copy_(x)
+    check(layer, far, dy)
+
+
+def test_batch_zero(tensor_cores: str) -> None:
+    layer = LAYERS["one tile"]
+    x, dy = tensors(layer, torch.float32, tensor_cores)
+    assert not weight_grad(layer, x[:0], dy[:0]).any()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e-42, 3.4e38])
+def test_special_values_reach_the_result(value: float, tensor_cores: str) -> None:
+    layer = Layer(8, 8, (1, 1, 8), T1, batch=1)
+    x, dy = torch.ones(1, 8, 1, 1, 8, device=tensor_cores), torch.zeros(1, 8, 1, 1, 8, device=tensor_cores)
+    x[0, 3, 0, 0, 5], dy[0, :, 0, 0, 5] = value, 1.0
+    # A NaN with every bit set is what CUDA's own arithmetic makes: rounding must not carry it into the sign.
+    if value != value:
+        x.view(torch.int32)[0, 3, 0, 0, 5] = 0x7FFFFFFF
+    got = weight_grad(layer, x, dy)[3, :, 0, 0, 0]
+    assert got.isnan().all() if value != value else torch.allclose(got, torch.tensor(value), rtol=1e-3, atol=1e-41)
+    assert (weight_grad(layer, x, dy)[4] == 1).all()
+
+
+@pytest.mark.parametrize("name", ["groups of eight", "many tiles"])
+def test_bitwise_reproducible(name: str, tensor_cores: str) -> None:
+    x, dy = tensors(LAYERS[name], torch.float32, tensor_cores)
+    first = weight_grad(LAYERS[name], x, dy)
+    assert all(torch.equal(weight_grad(LAYERS[name], x, dy), first) for _ in range(2))
+
+
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("order", ["reversed", "shuffled:1"])
+def test_no_order_of_threads_changes_the_result(
+    order: str, tensor_cores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if tensor_cores != "cpu":
+        pytest.skip("the emulator chooses the order")
+    layer = LAYERS["many tiles"]
+    for dtype in (torch.float32, torch.float16):
+        x, dy = tensors(layer, dtype, "cpu")
+        first = weight_grad(layer, x, dy)
+        with monkeypatch.context() as context:
+            original = emulator.prepare
+            context.setattr(emulator, "prepare", lambda launch, original=original: original(launch, order))
+            context.setattr(executor, "_tasks", {})
+            assert torch.equal(weight_grad(layer, x, dy), first)
+
+
+# ---- The planner's promises.
+
+
+def problem(layer: Layer, dtype: str = "float32", tf32: bool = True, size: tuple[int, ...] | None = None) -> Problem:
+    geometry = Geometry.make(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel,
+        layer.stride,
+        layer.padding,
+        layer.output_padding,
+        layer.groups,
+        layer.dilation,
+    )
+    size = size or layer.size
+    shapes = (
+        (layer.batch, layer.in_channels, *size),
+        (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel),
+        (layer.batch, layer.out_channels, *geometry.output_size(size)),
+    )
+    x, w, y = (executor.contiguous_strides(shape) for shape in shapes)
+    return Problem(Pass.WEIGHT_GRAD, geometry, layer.batch, size, dtype, x, w, y, tf32=tf32)
+
+
+def test_what_it_refuses_and_why() -> None:
+    taken = problem(LAYERS["one tile"])
+    assert weight_grad_planner.why_not(taken, H200) is None
+    assert weight_grad_planner.why_not(taken, A100) is None
+    for refused, device, reason in (
+        (replace(taken, which=Pass.FORWARD), H200, "pass"),
+        (replace(taken, tf32=False), H200, "TF32"),
+        (replace(taken, dtype="float64"), H200, "float64"),
+        (taken, replace(A100, capability=(7, 5)), "8.0"),
+        (problem(Layer(4, 1, (4, 4, 4), T3)), H200, "channels"),
+        (problem(Layer(16, 8, (4, 4, 9000), (1, 1, 2), dilation=(1, 1, 8000))), H200, "reach"),
+    ):
+        assert reason in (weight_grad_planner.why_not(refused, device) or "")
+
+
+def constants(plan: Plan) -> list[Constants]:
+    return [launch.constants for launch in plan.launches]
+
+
+def test_a_new_volume_or_batch_compiles_nothing() -> None:
+    layer = Layer(48, 24, (96, 96, 96), T3, batch=8)
+    first = weight_grad_planner.plan(problem(layer), H200)
+    for size, batch in (((4, 8, 16), 1), ((1, 1, 4), 2), ((7, 64, 32), 3)):
+        other = weight_grad_planner.plan(problem(replace(layer, batch=batch), size=size), H200)
+        assert constants(other) == constants(first)
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
+@pytest.mark.parametrize("name", LAYERS)
+def test_plans_stay_within_bounds(name: str, device: Device) -> None:
+    layer = replace(LAYERS[name], size=(64, 64, 64), batch=16)
+    for dtype in ("float32", "float16"):
+        plan = weight_grad_planner.plan(problem(layer, dtype), device)
+        assert plan.workspace_bytes <= weight_grad_planner.WORKSPACE_BYTES
+        assert all(launch.shared_bytes <= device.shared_bytes for launch in plan.launches)
+        assert "parts" in plan.tile
+
+
+@pytest.mark.parametrize("name", ["one tile", "gan", "groups of eight", "five taps along w"])
+def test_compiles_without_spills(name: str) -> None:
+    try:
+        compiler.version()
+    except compiler.MissingCompilerError:
+        pytest.skip("NVRTC is not installed")
+    for device in (H200, A100):
+        plan = weight_grad_planner.plan(problem(LAYERS[name]), device)
+        main = plan.launches[0]
+        report = compiler.compile(main.kernel, main.constants, compiler.architecture(device.capability)).report
+        assert report.spill_stores == 0 and report.stack_bytes == 0
+
+
+def test_windows_cover_every_tap_once() -> None:
+    for kernel, stride, padding, dilation in ((3, 1, 0, 1), (4, 2, 1, 1), (5, 3, 4, 2), (7, 1, 3, 5), (2, 4, 0, 2)):
+        axis = Axis(kernel, stride, padding, 0, dilation)
+        for per_word in (1, 2):
+            planes = weight_grad_planner.Planes.of(axis, range(kernel), per_word, pairs=per_word == 2 and stride == 1)
+            found = {}
+            for window in planes.windows:
+                for tap, shift in window.taps:
+                    assert tap not in found and 0 <= shift <= 4 * per_word
+                    found[tap] = planes.offsets[window.plane] + stride * (window.start * per_word + shift)
+            assert found == {tap: tap * dilation - padding for tap in range(kernel)}
