@@ -119,7 +119,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     plane = last_offset((*problem.input_size[1:],), problem.input[3:])
     constants: Constants = (
         ("kThreads", tile.h * tile.w),
-        ("kMinBlocks", 3),
+        ("kMinBlocks", 3 if tile.row_tiles * _columns(g) // 2 < MAX_SUMS else 2),
         ("Scalar", SCALARS[problem.dtype]),
         ("kWide", plane > INT32_MAX),
         ("kUnitW", problem.input[4] == 1),
