@@ -1,0 +1,124 @@
+"""What binds the halo kernel: the time of a layer's build with parts of the kernel left out, on a Hopper GPU.
+
+    python benchmarks/halo_ablation.py --layers large_volume,gan_512_256_4 --dtypes float32 --from lab.json
+
+Parts are taken out by patching a copy of the kernel's text (the results are wrong then, only times are printed). A
+part that costs what the whole costs when it is alone binds; parts whose times add up to the whole do not overlap.
+`--from` takes the fastest build of a table of halo_lab.py, else it is the planner's choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from halo_lab import Bench, candidates, describe, milliseconds
+from layers import LAYERS
+
+from tconv3d import compiler, halo_planner, launcher
+from tconv3d.launch import Launch
+from tconv3d.problem import Device
+
+# What leaves out a part: text of halo.cuh, and what replaces it. Conditions that never hold keep the code around it.
+PARTS: dict[str, tuple[tuple[str, str], ...]] = {
+    "loads": (  # from global memory
+        ("if (c < count) raw[i][c] = load", "if (c < count && args.batch < 0) raw[i][c] = load"),
+        ("gather(x, from.inside ?", "gather(x, from.inside && args.batch < 0 ?"),
+    ),
+    "staging": (("ptx::store_shared(stage +", "if (stage == 1) ptx::store_shared(stage +"),),
+    "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
+    "stores": (("    static_for<Config::kSlabs>([&](auto m) {\n      constexpr int kSlab = decltype(m)::value;\n"
+                "      static_for<2>", "    if (args.batch > 0) return;\n    static_for<Config::kSlabs>([&](auto m) {\n"
+                "      constexpr int kSlab = decltype(m)::value;\n      static_for<2>"),),
+    "panels": (("ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);", ";"),),  # waiting for them
+}  # fmt: skip
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "whole": (),
+    "no loads": ("loads",),
+    "no loads, staging": ("loads", "staging"),
+    "no products": ("products",),
+    "no stores": ("stores",),
+    "no panel waits": ("panels",),
+    "loader alone": ("products", "stores", "panels"),
+    "products alone": ("loads", "staging", "stores", "panels"),
+    "products, panels": ("loads", "staging", "stores"),
+    "stores alone": ("loads", "staging", "products", "panels"),
+    "nothing": ("loads", "staging", "products", "stores", "panels"),
+}
+
+
+def kernels_without(parts: tuple[str, ...], directory: Path) -> Path:
+    """A copy of the kernels without these parts."""
+    copy = directory / ("without_" + "_".join(parts))
+    shutil.copytree(compiler.KERNELS, copy)
+    text = (copy / "halo.cuh").read_text()
+    for part in parts:
+        for old, new in PARTS[part]:
+            if text.count(old) != 1:
+                raise ValueError(f"halo.cuh has changed: {old!r} occurs {text.count(old)} times")
+            text = text.replace(old, new)
+    (copy / "halo.cuh").write_text(text)
+    return copy
+
+
+def compile_with(job: tuple[Path, Launch]) -> None:
+    compiler.KERNELS, launch = job
+    compiler.compile(launch.kernel, launch.constants, "sm_90a")
+
+
+def fastest(table: Path, bench: Bench, name: str, dtype: str, device: Device) -> halo_planner.HaloPlan:
+    """The plan of the fastest row of a table."""
+    rows = [r for r in json.loads(table.read_text()) if (r["layer"], r["dtype"]) == (name, dtype)]
+    best = min(rows, key=lambda row: row["ms"])
+    positions = [
+        axis.positions(size) for axis, size in zip(bench.geometry.axes, bench.problem.output_size, strict=True)
+    ]
+    for build in halo_planner.builds(bench.geometry, dtype, device.shared_bytes):
+        if describe(build) != best["build"]:
+            continue
+        for tiling in halo_planner.tilings(build, bench.problem.batch, (positions[0], positions[1], positions[2])):
+            if str(tiling) == best["tile"]:
+                return halo_planner.assemble(build, tiling, bench.problem, device)
+    raise ValueError(f"the planner no longer has {best['build']}; {best['tile']}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default=",".join(LAYERS))
+    parser.add_argument("--dtypes", default="float32")
+    parser.add_argument("--channels-last", action="store_true")
+    parser.add_argument("--from", type=Path, dest="table", help="a table of halo_lab.py")
+    parser.add_argument("--processes", type=int, default=12, help="that compile")
+    options = parser.parse_args()
+    found = launcher.device_properties(0)
+    device = Device(found.name, found.capability, found.multiprocessors, found.shared_bytes)
+    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    with tempfile.TemporaryDirectory() as directory, ProcessPoolExecutor(options.processes) as pool:
+        kernels = {name: kernels_without(parts, Path(directory)) for name, parts in VARIANTS.items()}
+        for name in options.layers.split(","):
+            for dtype in options.dtypes.split(","):
+                bench = Bench(LAYERS[name], dtype, options.channels_last)
+                if options.table:
+                    plan = fastest(options.table, bench, name, dtype, device)
+                else:
+                    plan = candidates(bench.problem, device, 1)[0]
+                print(f"{name} {dtype}: {describe(plan.build)}; {plan.tiling}", flush=True)
+                list(pool.map(compile_with, [(path, plan.main) for path in kernels.values()]))
+                for variant, path in kernels.items():
+                    compiler.KERNELS = path
+                    launcher._kernels.clear()  # they are known by their constants
+                    print(f"    {milliseconds(bench.runner(plan), flush, 7):8.4f} ms  {variant}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
