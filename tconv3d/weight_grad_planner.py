@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
-from .direct_planner import INT32_MAX, SCALARS, WORKSPACE_BYTES, _reduce
+from .direct_planner import INT32_MAX, SCALARS, _reduce
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import dividers, int32s, int64s, padded
@@ -21,6 +21,7 @@ OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # ptx::Operand
 SEGMENT = 4  # words of 32 bits: one load of a lane
 CHUNK = 4  # segments that a warp multiplies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
+WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 REGISTERS = 65536  # of a multiprocessor
 MIN_EFFICIENCY = 0.25  # of the products of a channel tile that count
 
@@ -58,7 +59,8 @@ class Planes:
     per_word: int
 
     @classmethod
-    def of(cls, axis: Axis, taps: range, per_word: int, pairs: bool) -> Planes:
+    def of(cls, axis: Axis, taps: range, per_word: int, vector: int) -> Planes:
+        """Planes that begin at a multiple of `vector` outputs, where the stride is 1."""
         offsets: list[int] = []
         windows: list[Window] = []
         segment = SEGMENT * per_word
@@ -67,8 +69,8 @@ class Planes:
             if not fed:
                 continue
             first = fed[0][0]
-            if pairs:  # a word of two elements begins at an even output (the stride is 1)
-                first -= first % 2
+            if axis.stride == 1:
+                first -= first % vector
             offsets.append(axis.stride * first + phase)
             while fed:
                 start = (fed[0][0] - first) // segment * segment
@@ -94,7 +96,8 @@ class Layer:
     geometry: Geometry
     dtype: str
     channels_last: bool
-    pairs: bool  # two 16-bit elements are one load
+    vector_x: int  # words that one load brings; 0: 16-bit elements one by one
+    vector_y: int
 
     @property
     def per_word(self) -> int:
@@ -109,12 +112,11 @@ class Layer:
         return tuple(range(first, min(first + size, kernel)) for first in range(0, kernel, size))
 
     def planes(self, taps: range) -> Planes:
-        return Planes.of(self.geometry.axes[2], taps, self.per_word, self.pairs)
+        return Planes.of(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
 
-    @property
-    def stage(self) -> int:
-        """Words of a job: eight loads in flight per lane."""
-        return 8 if self.dtype == "float32" or self.pairs else 4
+    def loads(self, vector: int) -> int:
+        """Channels of a job: loads that a lane has under way (for 16-bit types in registers)."""
+        return 8 if self.dtype == "float32" or vector in (1, 2) else 4
 
 
 @dataclass(frozen=True)
@@ -157,9 +159,9 @@ class Tiling:
 
     def __str__(self) -> str:
         return (
-            f"{self.warps} warps x {self.blocks} blocks, each warp {16 * self.tiles_in} x {8 * self.tiles_out} channels "
-            f"x {self.rows} rows of taps, {self.slices} slices, blocks of {self.rows_d} x {self.rows_h} rows, "
-            f"{self.segments * SEGMENT} words of positions x {self.stages}"
+            f"{self.warps} warps x {self.blocks} blocks, each warp {16 * self.tiles_in} x {8 * self.tiles_out} "
+            f"channels x {self.rows} rows of taps, {self.slices} slices, "
+            f"blocks of {self.rows_d} x {self.rows_h} rows, {self.segments * SEGMENT} words of positions x {self.stages}"
         )
 
 
@@ -267,8 +269,9 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
     for (warps, blocks), ti, to in product(
         ((8, 1), (8, 2), (12, 1), (4, 2), (4, 4)), range(1, min(4, tiles_in) + 1), range(1, min(4, tiles_out) + 1)
     ):
-        room = min(255, REGISTERS // (32 * warps * blocks) // 8 * 8)
-        others = 8 * ti + (36 if layer.dtype == "float32" else 52)  # fragments, addresses, words on their way
+        room = min(248, REGISTERS // (32 * warps * blocks) // 8 * 8)
+        # Fragments, addresses, words on their way.
+        others = 8 * ti + (33 if layer.dtype == "float32" else 53) + (8 if g.stride[2] > 1 else 0)
         if 4 * taps * ti * to > room - others:
             continue
         for wi, wo, wr in product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 6, 8)):
@@ -284,20 +287,23 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
                     tiling = Tiling(
                         warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments, stages, stages > 2
                     )
-                    if tiling.sums(taps) + others <= room:
+                    if tiling.sums(taps) + tiling.rows + others <= room:
                         yield tiling
 
 
-def _jobs(layer: Layer, tiling: Tiling, slots_x: int, slots_y: int) -> int:
-    lane_channels = 4 if layer.channels_last else 1
-    lane_slots, channels = 32 // lane_channels, lane_channels * layer.stage
-    x = -(-slots_x // lane_slots) * -(-tiling.block_in(layer.geometry) // channels)
-    return x + -(-slots_y // lane_slots) * -(-tiling.block_out // channels)
-
-
-def _tile_slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int, int]:
+def _slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int, int]:
+    """Loads per channel of x and of dy that a box takes."""
     along_d, along_h = box.lines(layer.geometry, tiling)
-    return box.segments * SEGMENT, along_d * along_h * planes.line_words(box.w) * len(planes.offsets)
+    line = -(-planes.line_words(box.w) // max(1, layer.vector_y)) * len(planes.offsets)
+    return box.segments * SEGMENT // max(1, layer.vector_x), along_d * along_h * line
+
+
+def _jobs(layer: Layer, tiling: Tiling, slots: tuple[int, int]) -> tuple[int, int]:
+    lanes = 4 if layer.channels_last else 1
+    channels = (tiling.block_in(layer.geometry), tiling.block_out)
+    loads = (layer.loads(layer.vector_x), layer.loads(layer.vector_y))
+    x, y = (-(-s * lanes // 32) * -(-c // (lanes * n)) for s, c, n in zip(slots, channels, loads, strict=True))
+    return x, y
 
 
 def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
@@ -307,16 +313,18 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
     taps = sum(len(window.taps) for window in planes.windows)
     multiplies = 2 * tiling.rows * taps * tiling.tiles_in * tiling.tiles_out
     loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * sum(w.words for w in planes.windows) // SEGMENT
-    slots_x, slots_y = _tile_slots(layer, planes, tiling, box)
-    jobs = tiling.blocks * _jobs(layer, tiling, slots_x, slots_y)
-    copied = slots_x * tiling.block_in(g) + copied_words(g, planes, tiling, box) * tiling.block_out
+    jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
+    jobs = tiling.blocks * (jobs_x + jobs_y)
+    loaded = jobs_x * layer.loads(layer.vector_x) * max(1, layer.vector_x)
+    loaded = tiling.blocks * (loaded + jobs_y * layer.loads(layer.vector_y) * max(1, layer.vector_y))
+    copied = box.segments * SEGMENT * tiling.block_in(g) + copied_words(g, planes, tiling, box) * tiling.block_out
     warps = tiling.warps * tiling.blocks
     rounding = 2 * SEGMENT if tiling.asynchronous else 0
-    per_word = (1 if layer.per_word == 1 or layer.pairs else 2) + (2 if layer.channels_last else 1)
+    per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
     parts = (
         warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY,
-        warps * chunks * loads * SEGMENT + jobs * layer.stage * per_word,  # shared memory
-        warps / 4 * chunks * (multiplies + loads * (1 + rounding)) + jobs / 4 * (6 * layer.stage + 50),  # issuing
+        warps * chunks * loads * SEGMENT + loaded * per_word,  # shared memory
+        warps / 4 * chunks * (multiplies + loads * (1 + rounding)) + jobs / 4 * 100,  # issuing
         tiling.blocks * copied * 4 / L2_BYTES_PER_CYCLE,
         0.0 if tiling.asynchronous else jobs / warps * LATENCY,
     )
@@ -346,17 +354,19 @@ def tiling_of(layer: Layer, device: Device) -> Tiling | None:
 
 def _layer(p: Problem) -> Layer:
     g = p.geometry
-    even = (*p.input[:4], *p.output[:4], p.input_size[2], p.output_size[2])
-    pairs = (
-        ITEM_BYTES[p.dtype] == 2
-        and p.aligned
-        and g.stride[2] == 1
-        and p.input[4] == 1
-        and p.output[4] == 1
-        and not any(value % 2 for value in even)
-    )
     channels_last = all(strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
-    return Layer(g, p.dtype, channels_last, pairs)
+    vector_x = _vector(p, p.input, p.input_size[2])
+    vector_y = _vector(p, p.output, p.output_size[2] if g.stride[2] == 1 else 1)
+    return Layer(g, p.dtype, channels_last, vector_x, vector_y)
+
+
+def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
+    """Words that a load may bring: none may straddle the end of a line."""
+    per_word = 4 // p.item_bytes
+    for words in (4, 2, 1):
+        if p.aligned and strides[4] == 1 and not any(v % (words * per_word) for v in (*strides[:4], width)):
+            return words
+    return 1 if per_word == 1 else 0
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -492,18 +502,22 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
     g = p.geometry
     place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
     box = _best_wide_box(g, planes, tiling)
-    jobs = _jobs(layer, tiling, *_tile_slots(layer, planes, tiling, box))
+    jobs = sum(_jobs(layer, tiling, _slots(layer, planes, tiling, box)))
     chunks = tiling.segments // (CHUNK * tiling.slices)
-    hooks = min(-(-jobs // (tiling.warps * chunks)), tiling.rows * tiling.tiles_out, 4)
+    hooks = -(-jobs // (tiling.warps * chunks))
+    if not tiling.asynchronous:
+        hooks = min(hooks, tiling.rows * tiling.tiles_out, 3)
     return (
         ("kThreads", 32 * tiling.warps),
         ("kMinBlocks", tiling.blocks),
         ("Scalar", SCALARS[p.dtype]),
         ("kOperand", OPERANDS[p.dtype]),
         ("kWide", _wide(p)),
-        ("kPairs", layer.pairs),
+        ("kVectorX", layer.vector_x),
+        ("kVectorY", layer.vector_y),
+        ("kLoadsX", layer.loads(layer.vector_x)),
+        ("kLoadsY", layer.loads(layer.vector_y)),
         ("kLaneChannels", 4 if layer.channels_last else 1),
-        ("kStage", layer.stage),
         ("kHooks", hooks),
         ("kStages", tiling.stages),
         ("kAsync", tiling.asynchronous),

@@ -259,8 +259,9 @@ def test_compiles_without_spills(name: str) -> None:
 def test_windows_cover_every_tap_once() -> None:
     for kernel, stride, padding, dilation in ((3, 1, 0, 1), (4, 2, 1, 1), (5, 3, 4, 2), (7, 1, 3, 5), (2, 4, 0, 2)):
         axis = Axis(kernel, stride, padding, 0, dilation)
-        for per_word in (1, 2):
-            planes = weight_grad_planner.Planes.of(axis, range(kernel), per_word, pairs=per_word == 2 and stride == 1)
+        for per_word, vector in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 8)):
+            planes = weight_grad_planner.Planes.of(axis, range(kernel), per_word, vector)
+            assert stride > 1 or planes.offsets[0] % vector == 0
             found = {}
             for window in planes.windows:
                 for tap, shift in window.taps:

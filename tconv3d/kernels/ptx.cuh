@@ -296,12 +296,14 @@ __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&
   }
 }
 
-// ---- The asynchronous copy of single words (sm_80): global to shared memory past the registers.
+// ---- The asynchronous copy (sm_80): 1, 2 or 4 words from global to shared memory past the registers.
 
-// `from` must be a valid address even when not `inside`: then zero is written.
-__device__ __forceinline__ void copy_word(void* to, const void* from, bool inside) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
-               "r"(inside ? 4 : 0)
+// `from` must be a valid address even when not `inside`: then zeros are written.
+template <int kWords>
+__device__ __forceinline__ void copy_words(void* to, const void* from, bool inside) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
+               "n"(4 * kWords), "r"(inside ? 4 * kWords : 0)
                : "memory");
 }
 

@@ -77,12 +77,29 @@ struct TensorWeightGrad {
   static constexpr int kBufferY = kBlockIn * C::kPitchX;
   static constexpr int kBufferWords = kBufferY + kBlockOut * C::kPitchY;
 
-  // A job: kStage channels (times kLaneChannels) of kLaneSlots slots, one warp.
+  // How one of the two tensors is copied. A slot is kVector words of a channel: one load, or (16-bit types
+  // out of line with words: kVector is 0 then) one word of two loads. A job is kLoads channels (times
+  // kLaneChannels) of kLaneSlots slots, one warp.
   static constexpr int kLaneSlots = kLanes / C::kLaneChannels;
-  static constexpr int kJobChannels = C::kLaneChannels * C::kStage;
-  static constexpr int kJobsIn = (kBlockIn + kJobChannels - 1) / kJobChannels;
-  static constexpr int kJobsOut = (kBlockOut + kJobChannels - 1) / kJobChannels;
-  static constexpr int kLoadsPerWord = C::kPairs ? 1 : kPerWord;
+  template <bool kIsX>
+  struct Side {
+    static constexpr bool kElements = (kIsX ? C::kVectorX : C::kVectorY) == 0;
+    static constexpr int kVector = kElements ? 1 : (kIsX ? C::kVectorX : C::kVectorY);
+    static constexpr int kLoads = kIsX ? C::kLoadsX : C::kLoadsY;
+    static constexpr int kRegisters = kLoads * (kElements ? kPerWord : kVector);
+    static constexpr int kChannels = kIsX ? kBlockIn : kBlockOut;
+    static constexpr int kJobChannels = C::kLaneChannels * kLoads;
+    static constexpr int kJobs = (kChannels + kJobChannels - 1) / kJobChannels;  // per block of slots
+    static constexpr bool kWhole = kChannels % kJobChannels == 0;
+    static constexpr int kPitch = kIsX ? C::kPitchX : C::kPitchY;
+    static constexpr int kStepW = kIsX ? 1 : C::kStrideW;
+    static constexpr int kLastInGroup = (kIsX ? C::kInPerGroup : C::kOutPerGroup) - 1;
+    static_assert(kVector == 1 || kVector == 2 || kVector == 4);
+    static_assert(kVector == 1 || kStepW == 1, "neighbours in a plane are neighbours in memory");
+    static_assert(!kElements || kPerWord == 2);
+  };
+  static constexpr int kJobRegisters =
+      Side<true>::kRegisters > Side<false>::kRegisters ? Side<true>::kRegisters : Side<false>::kRegisters;
 
   static_assert(kWarps * kLanes == C::kThreads);
   static_assert(kWarps == C::kWarpsRows * C::kWarpsIn * C::kWarpsOut * C::kSlices, "every warp has its part");
@@ -91,9 +108,9 @@ struct TensorWeightGrad {
   static_assert(C::kPitchX % 32 == 16 && C::kPitchX >= kSlotsX, "fragment loads without bank conflicts");
   static_assert(C::kPitchY % 32 == 16 && C::kPlane % 4 == 0 && C::kPitchY >= C::kPhases * C::kPlane);
   static_assert(C::kSegments % kSegmentsPerChunk == 0);
-  static_assert(C::kHooks >= 1 && C::kHooks <= C::kRows * C::kTilesOut);
+  static_assert(C::kHooks >= 1 && (C::kAsync || C::kHooks <= C::kRows * C::kTilesOut), "jobs per chunk");
   static_assert((kOperand == ptx::Operand::kTf32) == (kPerWord == 1));
-  static_assert(!C::kAsync || kPerWord == 1, "the asynchronous copy moves whole words");
+  static_assert(!C::kAsync || kPerWord == 1, "words are rounded when they are loaded");
   static_assert(C::kStages == 2 || (C::kAsync && C::kStages == 3), "buffers: one computed, the rest copied");
   static_assert(C::kSharedBytes >= 4 * (kBuffers + C::kStages * kBufferWords));
   static constexpr int kSums = C::kRows * C::kTaps * C::kTilesIn * C::kTilesOut * 4;
@@ -160,21 +177,25 @@ struct TensorWeightGrad {
   }
 
   __device__ __forceinline__ int slots_x() const {
-    return args.tile.d * args.tile.h * args.tile.w * kSegment;
+    return args.tile.d * args.tile.h * args.tile.w * (kSegment / Side<true>::kVector);
   }
-  __device__ __forceinline__ int slots_y() const { return args.lines * args.line_words * C::kPhases; }
+  __device__ __forceinline__ int line_slots() const {
+    return (args.line_words + Side<false>::kVector - 1) / Side<false>::kVector * C::kPhases;
+  }
+  __device__ __forceinline__ int slots_y() const { return args.lines * line_slots(); }
 
   __device__ __forceinline__ void write_tables() {
     Slot* const slots = reinterpret_cast<Slot*>(shared + kSlotTable);
-    const int width = args.tile.w * kSegment;
+    const int line_slots_x = args.tile.w * (kSegment / Side<true>::kVector);
     for (int i = threadIdx.x; i < slots_x(); i += C::kThreads) {
-      const int line = i / width;
-      slots[i] = Slot{pack(line / args.tile.h, line % args.tile.h), pack(i % width * kPerWord, i)};
+      const int line = i / line_slots_x, word = i % line_slots_x * Side<true>::kVector;
+      slots[i] =
+          Slot{pack(line / args.tile.h, line % args.tile.h), pack(word * kPerWord, i * Side<true>::kVector)};
     }
     // Phases alternate as they do in memory.
-    const int line_slots = args.line_words * C::kPhases;
     for (int i = threadIdx.x; i < slots_y(); i += C::kThreads) {
-      const int line = i / line_slots, word = i % line_slots / C::kPhases, phase = i % C::kPhases;
+      const int line = i / line_slots(), phase = i % C::kPhases;
+      const int word = i % line_slots() / C::kPhases * Side<false>::kVector;
       slots[kSlotsX + i] = Slot{pack(line / args.lines_h, line % args.lines_h),
                                 pack(word * kPerWord * C::kStrideW + C::kPlaneOffset(phase),
                                      phase * C::kPlane + line * args.line_pitch + word)};
@@ -196,58 +217,32 @@ struct TensorWeightGrad {
                 (index - rest_w * static_cast<int>(args.by_w.divisor)) * args.tile.w * kSegment * kPerWord};
   }
 
-  // Loads on their way to a buffer.
-  struct Job {
-    unsigned values[C::kStage][kLoadsPerWord];
-    int to;  // word in the buffer, negative for a lane without a slot
-    int pitch, channels;
-  };
-
   // The copy of one tile: this warp's jobs, the first of which is under way.
   struct Copy {
     Tile tile;
     unsigned* to;
-    int index, count;
-    Job job;
+    int index, jobs_x, jobs;
+    int slot_to;   // word in the buffer, negative for a lane without a slot
+    int channels;  // of the block, from the job's first on
+    unsigned values[kJobRegisters];
   };
 
-  static __device__ __forceinline__ unsigned read(const Scalar* from) {
-    if constexpr (C::kPairs) {
-      return *reinterpret_cast<const unsigned*>(from);
-    } else if constexpr (kPerWord == 1) {
-      return __float_as_uint(*from);
-    } else {
-      return from->bits;
-    }
-  }
-
-  __device__ __forceinline__ int jobs() const {
-    return (slots_x() + kLaneSlots - 1) / kLaneSlots * kJobsIn +
-           (slots_y() + kLaneSlots - 1) / kLaneSlots * kJobsOut;
-  }
-
-  static constexpr bool kWholeJobs = kBlockIn % kJobChannels == 0 && kBlockOut % kJobChannels == 0;
-
-  __device__ __forceinline__ void issue(Copy& copy) const {
-    Job& job = copy.job;
+  template <bool kIsX>
+  __device__ __forceinline__ void issue_side(Copy& copy, int index) const {
+    using S = Side<kIsX>;
     const Tile& tile = copy.tile;
-    const int jobs_x = (slots_x() + kLaneSlots - 1) / kLaneSlots * kJobsIn;
-    const bool is_x = copy.index < jobs_x;
-    const int index = is_x ? copy.index : copy.index - jobs_x;
-    const int slot_block = is_x ? index / kJobsIn : index / kJobsOut;
+    const Strides& strides = kIsX ? args.x_strides : args.dy_strides;
+    const Extent& size = kIsX ? args.x_size : args.dy_size;
+    const int slot_block = index / S::kJobs;
     const int slot = slot_block * kLaneSlots + lane / C::kLaneChannels;
-    const int channel =
-        (index - slot_block * (is_x ? kJobsIn : kJobsOut)) * kJobChannels + lane % C::kLaneChannels;
-    const Strides& strides = is_x ? args.x_strides : args.dy_strides;
-    const Extent& size = is_x ? args.x_size : args.dy_size;
-    const bool exists = slot < (is_x ? slots_x() : slots_y());
+    const int channel = (index - slot_block * S::kJobs) * S::kJobChannels + lane % C::kLaneChannels;
+    const bool exists = slot < (kIsX ? slots_x() : slots_y());
     const Slot place =
-        reinterpret_cast<const Slot*>(shared + kSlotTable)[(is_x ? 0 : kSlotsX) + (exists ? slot : 0)];
-    job.pitch = is_x ? C::kPitchX : C::kPitchY;
-    job.channels = (is_x ? kBlockIn : kBlockOut) - channel;
-    job.to = exists ? (is_x ? 0 : kBufferY) + channel * job.pitch + high(place.words) : -1;
+        reinterpret_cast<const Slot*>(shared + kSlotTable)[(kIsX ? 0 : kSlotsX) + (exists ? slot : 0)];
+    copy.channels = S::kChannels - channel;
+    copy.slot_to = exists ? (kIsX ? 0 : kBufferY) + channel * S::kPitch + high(place.words) : -1;
     int d = tile.d, h = tile.h, w = tile.w;
-    if (!is_x) {
+    if (!kIsX) {
       d = d * C::kStrideD + tap_d * C::kDilationD - C::kPaddingD;
       h = h * C::kStrideH + tap_h * C::kDilationH - C::kPaddingH;
       w = w * C::kStrideW;
@@ -256,47 +251,75 @@ struct TensorWeightGrad {
     h += high(place.lines);
     w += low(place.words);
     const bool line_inside = exists && d >= 0 && d < size.d && h >= 0 && h < size.h;
-    // Channels past the group's last read the last one again: their sums are never written.
-    const int in_group = (is_x ? first_in : first_out) + channel;
-    const int last = (is_x ? C::kInPerGroup : C::kOutPerGroup) - 1;
-    const Scalar* const from = static_cast<const Scalar*>(is_x ? args.x : args.dy) +
+    const int in_group = (kIsX ? first_in : first_out) + channel;
+    const Scalar* const from = static_cast<const Scalar*>(kIsX ? args.x : args.dy) +
                                (tile.n * static_cast<Index>(strides.n) + d * static_cast<Index>(strides.d) +
                                 h * static_cast<Index>(strides.h) + w * static_cast<Index>(strides.w) +
-                                group * (last + 1) * static_cast<Index>(strides.c));
-    const int step_w = is_x ? 1 : C::kStrideW;
+                                group * (S::kLastInGroup + 1) * static_cast<Index>(strides.c));
+    constexpr int kElementLoads = S::kElements ? kPerWord : 1;
 #pragma unroll
-    for (int e = 0; e < kLoadsPerWord; ++e) {
-      const int at = w + e * step_w;
+    for (int e = 0; e < kElementLoads; ++e) {
+      // A vector is inside or outside as a whole.
+      const int at = w + e * S::kStepW;
       const bool inside = line_inside && at >= 0 && at < size.w;
 #pragma unroll
-      for (int k = 0; k < C::kStage; ++k) {
+      for (int k = 0; k < S::kLoads; ++k) {
+        // Channels past the group's last read the last one again: their sums are never written.
         const Scalar* const element =
-            from + (min(in_group + k * C::kLaneChannels, last) * static_cast<Index>(strides.c) +
-                    e * step_w * static_cast<Index>(strides.w));
+            from + (min(in_group + k * C::kLaneChannels, S::kLastInGroup) * static_cast<Index>(strides.c) +
+                    e * S::kStepW * static_cast<Index>(strides.w));
         if constexpr (C::kAsync) {
-          if (exists && (kWholeJobs || k * C::kLaneChannels < job.channels))
-            ptx::copy_word(copy.to + job.to + k * C::kLaneChannels * job.pitch, inside ? element : args.x,
-                           inside);
+          if (exists && (S::kWhole || k * C::kLaneChannels < copy.channels))
+            ptx::copy_words<S::kVector>(copy.to + copy.slot_to + k * C::kLaneChannels * S::kPitch,
+                                        inside ? element : args.x, inside);
+        } else if constexpr (S::kElements) {
+          copy.values[k * kPerWord + e] = inside ? element->bits : 0u;
         } else {
-          job.values[k][e] = inside ? read(element) : 0u;
+          Vector<unsigned, S::kVector> loaded{};
+          if (inside) loaded = load_vector<S::kVector>(reinterpret_cast<const unsigned*>(element));
+#pragma unroll
+          for (int i = 0; i < S::kVector; ++i) copy.values[k * S::kVector + i] = loaded.at[i];
         }
       }
     }
   }
 
-  __device__ __forceinline__ void finish(const Copy& copy) const {
-    const Job& job = copy.job;
-    if (C::kAsync || job.to < 0) return;
-    unsigned* const to = copy.to + job.to;
+  template <bool kIsX>
+  __device__ __forceinline__ void finish_side(const Copy& copy) const {
+    using S = Side<kIsX>;
+    if (copy.slot_to < 0) return;
 #pragma unroll
-    for (int k = 0; k < C::kStage; ++k) {
-      unsigned word = job.values[k][0];
-      if constexpr (kPerWord == 1) {
-        word = round_to_tf32(word);
-      } else if constexpr (kLoadsPerWord == 2) {
-        word |= job.values[k][1] << 16;
+    for (int k = 0; k < S::kLoads; ++k) {
+      Vector<unsigned, S::kVector> words;
+      if constexpr (S::kElements) {
+        words.at[0] = copy.values[k * kPerWord] | copy.values[k * kPerWord + kPerWord - 1] << 16;
+      } else {
+#pragma unroll
+        for (int i = 0; i < S::kVector; ++i) {
+          const unsigned word = copy.values[k * S::kVector + i];
+          words.at[i] = kPerWord == 1 ? round_to_tf32(word) : word;
+        }
       }
-      if (kWholeJobs || k * C::kLaneChannels < job.channels) to[k * C::kLaneChannels * job.pitch] = word;
+      if (S::kWhole || k * C::kLaneChannels < copy.channels)
+        *reinterpret_cast<Vector<unsigned, S::kVector>*>(copy.to + copy.slot_to +
+                                                         k * C::kLaneChannels * S::kPitch) = words;
+    }
+  }
+
+  __device__ __forceinline__ void issue(Copy& copy) const {
+    if (copy.index < copy.jobs_x) {
+      issue_side<true>(copy, copy.index);
+    } else {
+      issue_side<false>(copy, copy.index - copy.jobs_x);
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Copy& copy) const {
+    if (C::kAsync) return;
+    if (copy.index < copy.jobs_x) {
+      finish_side<true>(copy);
+    } else {
+      finish_side<false>(copy);
     }
   }
 
@@ -307,21 +330,21 @@ struct TensorWeightGrad {
     return finite ? bits + 0x1000u : bits;
   }
 
-  __device__ __forceinline__ void begin(Copy& copy, bool exists, int tile, unsigned* to,
-                                        int job_count) const {
+  __device__ __forceinline__ void begin(Copy& copy, bool exists, int tile, unsigned* to) const {
     copy.tile = tile_at(exists ? tile : 0);
     copy.to = to;
     copy.index = warp;
-    copy.count = exists ? job_count : 0;
-    if (copy.index < copy.count) issue(copy);
+    copy.jobs_x = (slots_x() + kLaneSlots - 1) / kLaneSlots * Side<true>::kJobs;
+    copy.jobs = exists ? copy.jobs_x + (slots_y() + kLaneSlots - 1) / kLaneSlots * Side<false>::kJobs : 0;
+    if (copy.index < copy.jobs) issue(copy);
   }
 
   // One job done, the next one issued.
   __device__ __forceinline__ void advance(Copy& copy) const {
-    if (copy.index >= copy.count) return;
+    if (copy.index >= copy.jobs) return;
     finish(copy);
     copy.index += kWarps;
-    if (copy.index < copy.count) issue(copy);
+    if (copy.index < copy.jobs) issue(copy);
   }
 
   // ---- The arithmetic.
@@ -376,6 +399,11 @@ struct TensorWeightGrad {
 
   // One chunk, with jobs of the next tile's copy in between.
   __device__ __forceinline__ void compute_chunk(int chunk, const unsigned* buffer, Copy& copy) {
+    // Asynchronous copies are issued while no fragment takes a register.
+    if constexpr (C::kAsync) {
+#pragma unroll 1
+      for (int i = 0; i < C::kHooks; ++i) advance(copy);
+    }
     const int segment = chunk * kSegmentsPerChunk + lane % 4;
     const int in = (warp_in * C::kTilesIn * 16 + lane / 4) * C::kPitchX + segment * kSegment;
     const int segment_words = reinterpret_cast<const int*>(shared + kSegmentTable)[segment];
@@ -392,7 +420,7 @@ struct TensorWeightGrad {
     static_for<kParts>([&](auto part) {
       constexpr int kPart = decltype(part)::value;
       multiply<kPart / C::kTilesOut, kPart % C::kTilesOut>(x, dy + row_words[kPart / C::kTilesOut]);
-      if constexpr ((kPart + 1) * C::kHooks % kParts < C::kHooks) advance(copy);
+      if constexpr (!C::kAsync && (kPart + 1) * C::kHooks % kParts < C::kHooks) advance(copy);
     });
   }
 
@@ -460,13 +488,12 @@ struct TensorWeightGrad {
     // The last chunk may have segments that the tile has not: x is zero there, whatever dy is.
     for (int i = threadIdx.x; i < C::kStages * kBufferWords; i += C::kThreads) shared[kBuffers + i] = 0u;
     __syncthreads();
-    const int job_count = jobs();
     Copy copy;
     // The first tiles: nothing hides their way.
     for (int ahead = 0; ahead < C::kStages - 1; ++ahead) {
       const int index = part.begin + ahead;
-      begin(copy, index < part.end, index, buffer_of(ahead), job_count);
-      while (copy.index < copy.count) advance(copy);
+      begin(copy, index < part.end, index, buffer_of(ahead));
+      while (copy.index < copy.jobs) advance(copy);
       if (C::kAsync) ptx::copy_commit();
     }
     if (C::kAsync) ptx::copy_wait<C::kStages - 2>();
@@ -475,10 +502,10 @@ struct TensorWeightGrad {
     for (int index = part.begin; index < part.end; ++index) {
       const int ahead = index + C::kStages - 1;
       const int free = current == 0 ? C::kStages - 1 : current - 1;
-      begin(copy, ahead < part.end, ahead, buffer_of(free), job_count);
+      begin(copy, ahead < part.end, ahead, buffer_of(free));
       for (int chunk = slice; chunk < chunks; chunk += C::kSlices)
         compute_chunk(chunk, buffer_of(current), copy);
-      while (copy.index < copy.count) advance(copy);
+      while (copy.index < copy.jobs) advance(copy);
       if (C::kAsync) {
         ptx::copy_commit();
         ptx::copy_wait<C::kStages - 2>();

@@ -286,7 +286,7 @@ inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigne
   __syncwarp();
 }
 
-// ---- The asynchronous copy of single words: done as late as it may be, when a wait says that it is. What is
+// ---- The asynchronous copy: done as late as it may be, when a wait says that it is. What is
 // read too early, or overwritten too early, gives wrong results.
 
 struct EmulatedCopies {
@@ -304,9 +304,7 @@ struct EmulatedCopies {
   ~EmulatedCopies() { delete[] queue; }
 };
 
-inline void copy_word(void* to, const void* from, bool inside) {
-  if (reinterpret_cast<std::uintptr_t>(to) % 4u || (inside && reinterpret_cast<std::uintptr_t>(from) % 4u))
-    emulator::fail("an asynchronous copy of a word that is not aligned");
+inline void copy_word(std::uint32_t* to, const void* from) {
   auto& copies = emulator::thread_state<EmulatedCopies>();
   if (copies.size == copies.capacity) {
     copies.capacity = copies.capacity ? 2 * copies.capacity : 64;
@@ -315,7 +313,17 @@ inline void copy_word(void* to, const void* from, bool inside) {
     delete[] copies.queue;
     copies.queue = larger;
   }
-  copies.queue[copies.size++] = {static_cast<std::uint32_t*>(to), inside ? from : nullptr};
+  copies.queue[copies.size++] = {to, from};
+}
+
+template <int kWords>
+inline void copy_words(void* to, const void* from, bool inside) {
+  static_assert(kWords == 1 || kWords == 2 || kWords == 4);
+  constexpr unsigned kBytes = 4u * kWords;
+  if (reinterpret_cast<std::uintptr_t>(to) % kBytes || reinterpret_cast<std::uintptr_t>(from) % kBytes)
+    emulator::fail("an asynchronous copy of %u bytes that is not aligned", kBytes);
+  for (int i = 0; i < kWords; ++i)
+    copy_word(static_cast<std::uint32_t*>(to) + i, inside ? static_cast<const char*>(from) + 4 * i : nullptr);
 }
 
 inline void copy_commit() {
