@@ -23,7 +23,7 @@ from tconv3d.direct_planner import INT32_MAX, SCALARS
 from tconv3d.geometry import Axis, Geometry, Triple
 from tconv3d.launch import Constants, Launch
 from tconv3d.packing import divider, int32s, int64s, padded
-from tconv3d.problem import Device, Pass, Plan, Problem
+from tconv3d.problem import Device, Pass, Plan, Problem, mirror
 
 SLAB = 64  # positions of one matrix instruction
 MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
@@ -415,7 +415,7 @@ class Build:
             threads=threads,
             shared_bytes=0,
             pointers=("weight", "workspace"),
-            scalars=int64s(*problem.weight),
+            scalars=int64s(*problem.weight, problem.weight_group, problem.weight_tap),
         )
 
 
@@ -694,31 +694,44 @@ class HaloPlan:
 
 def why_not(problem: Problem, device: Device) -> str | None:
     """Why the halo kernel does not take a problem, or nothing."""
-    g = problem.geometry
     if device.capability != (9, 0):
         return "the halo kernel is for compute capability 9.0"
-    if problem.which is not Pass.FORWARD:
-        return "the halo kernel computes the forward pass"
+    if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
+        return "the halo kernel computes the forward pass and the input gradient"
     if problem.dtype == "float64" or (problem.dtype == "float32" and not problem.tf32):
         return "tensor cores have no full float32 and the halo kernel no float64"
-    if problem.batch == 0 or min(problem.output_size) < 1:
+    if problem.batch == 0:
         return "there is nothing to compute"
+    forward = _as_forward(problem)
+    if forward is None:
+        return "input gradients of strided layers and of paddings beyond the kernel are no forward passes"
+    g = forward.geometry
     if g.phases * 8 > MAX_COLUMNS:
         return f"{g.phases} phases are more than a tile's columns hold"
     if g.in_per_group < 4 or g.out_per_group < 4:
         return "fewer than 4 channels per group leave tensor cores idle"
-    if plan_or_none(problem, device) is None:
+    if g.groups > 1 and g.in_per_group < 16 and problem.dtype == "float32":
+        return "float32 groups of fewer than 16 channels are faster without tensor cores (measured)"
+    if plan_or_none(forward, device) is None:
         return "the halo of one tile does not fit shared memory"
     return None
 
 
+def _as_forward(problem: Problem) -> Problem | None:
+    return problem if problem.which is Pass.FORWARD else mirror(problem)
+
+
 def plan(problem: Problem, device: Device) -> Plan:
     """Packs the weight, every time: a weight may be changed through `.data`, which leaves no trace to go by."""
-    found = plan_or_none(problem, device)
+    forward = _as_forward(problem)
+    found = plan_or_none(forward, device) if forward else None
     if found is None:
         raise ValueError(why_not(problem, device))
+    main = found.main
+    if problem.which is Pass.INPUT_GRAD:
+        main = replace(main, pointers=("dy", "workspace", "null", "dx"))
     tile = f"{found.build}; tiles of {found.tiling}"
-    return Plan("halo", "Hopper's tensor cores", (found.pack, found.main), found.packed_bytes, tile)
+    return Plan("halo", "Hopper's tensor cores", (found.pack, main), found.packed_bytes, tile)
 
 
 def plan_or_none(problem: Problem, device: Device) -> HaloPlan | None:

@@ -10,7 +10,8 @@ namespace tconv3d {
 struct Args {
   const void* weight;
   void* packed;
-  Strides stride;  // of the weight: n is C_in's, c is C_out's, then the taps'
+  Strides stride;        // of the weight: n is the reduced channel's, c the computed one's, then the taps'
+  long long group, tap;  // from group to group; of tap 0 (the input gradient takes the taps in reverse)
 };
 
 template <class Config>
@@ -44,9 +45,9 @@ __device__ void run(const Args& args) {
   if (tap >= 0 && out < Config::kOut) {
     const int kw = tap % Config::kKernelW, kh = tap / Config::kKernelW % Config::kKernelH;
     const int kd = tap / Config::kKernelW / Config::kKernelH;
-    const Scalar* source = static_cast<const Scalar*>(args.weight) +
-                           (group * static_cast<long long>(Config::kIn) + channels.first) * args.stride.n +
-                           out * args.stride.c + kd * args.stride.d + kh * args.stride.h + kw * args.stride.w;
+    const Scalar* source = static_cast<const Scalar*>(args.weight) + args.tap + group * args.group +
+                           channels.first * args.stride.n + out * args.stride.c + kd * args.stride.d +
+                           kh * args.stride.h + kw * args.stride.w;
 #pragma unroll
     for (int i = 0; i < Layout::kPieceItems; ++i) {
       if (i < channels.count) values.set(i, load_constant(source + i * args.stride.n));

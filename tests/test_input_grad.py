@@ -1,0 +1,61 @@
+"""The input gradient of stride-1 layers on tensor cores: a forward pass with swapped channels and reversed taps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import Layer, poisoned, to_tf32
+
+import tconv3d
+from tconv3d.geometry import Geometry
+from tconv3d.problem import Pass, Problem, mirror
+
+LAYERS = {
+    "plain": Layer(8, 12, (3, 4, 5), (3, 3, 3)),
+    "asymmetric, padded": Layer(9, 5, (5, 6, 7), (3, 2, 5), padding=(1, 0, 2)),
+    "dilated, output padding": Layer(
+        8, 8, (4, 5, 6), (2, 3, 2), padding=(1, 0, 1), output_padding=(1, 0, 2), dilation=(2, 1, 3)
+    ),
+    "groups": Layer(32, 48, (4, 5, 6), (3, 3, 3), groups=2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    layer = replace(LAYERS[name], bias=False)
+    x, w = (to_tf32(t) if dtype == torch.float32 else t for t in layer.operands(dtype, ours))
+    if name == "plain":
+        x = x.to(memory_format=torch.channels_last_3d)
+    x.requires_grad_()
+    explained = tconv3d.explain(x, w, None, *layer.settings, gpu="H200")
+    assert {p.name: p.kernel for p in explained.passes}["input_grad"] == "halo"
+    y = tconv3d.conv_transpose3d(x, w, None, *layer.settings)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(ours, dtype)
+    grad = to_tf32(grad) if dtype == torch.float32 else grad
+    with poisoned():
+        (dx,) = torch.autograd.grad(y, x, grad)
+    exact = x.detach().double().requires_grad_()
+    reference = F.conv_transpose3d(exact, w.double(), None, *layer.settings)
+    (expected,) = torch.autograd.grad(reference, exact, grad.double())
+    absolute = F.conv_transpose3d(exact, w.double().abs(), None, *layer.settings)
+    (bound,) = torch.autograd.grad(absolute, exact, grad.double().abs())
+    rounding = 0.0 if dtype == torch.float32 else 8e-3
+    wrong = ~((dx.double() - expected).abs() <= 2e-6 * bound + rounding * expected.abs())
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements wrong"
+
+
+def test_what_is_no_forward_pass() -> None:
+    def problem(**settings: object) -> Problem:
+        geometry = Geometry.make(8, 8, (3, 3, 3), **settings)  # type: ignore[arg-type]
+        five = (1, 1, 1, 1, 1)
+        return Problem(Pass.INPUT_GRAD, geometry, 1, (9, 9, 9), "float16", five, five, five)
+
+    assert mirror(problem(stride=(1, 2, 1))) is None
+    assert mirror(problem(padding=(3, 0, 0))) is None
+    mirrored = mirror(problem(padding=(1, 2, 0)))
+    assert mirrored is not None and mirrored.output_size == (9, 9, 9)
