@@ -231,7 +231,7 @@ def test_a_new_volume_compiles_nothing() -> None:
     [
         ({"dtype": "float64"}, "float64"),
         ({"tf32": False}, "full float32"),
-        ({"which": Pass.INPUT_GRAD}, "forward"),
+        ({"which": Pass.WEIGHT_GRAD}, "forward"),
         ({"batch": 0}, "nothing"),
         ({"geometry": Geometry.make(8, 8, (4, 4, 4), (4, 4, 4))}, "64 phases"),
         ({"geometry": Geometry.make(8, 2, (3, 3, 3))}, "channels"),
