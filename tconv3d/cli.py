@@ -1,4 +1,4 @@
-"""The command line: `tconv3d info | explain | demo | cache`.
+"""The command line: `tconv3d info | explain | demo | bench | verify | report | cache`.
 
 Parses, calls the library as any user would, prints. Exit status: 0 done, 1 the library refused or a result was
 wrong, 2 the command was not understood, 130 interrupted. Nothing imports this module but the console script
@@ -20,6 +20,7 @@ from rich.table import Table
 
 import tconv3d
 from tconv3d import cache, compiler, demo, emulator, tasks
+from tconv3d.bench import commands as bench
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
@@ -56,6 +57,8 @@ def parser() -> argparse.ArgumentParser:
     show = commands.add_parser("demo", help="the reference tasks, on the GPU or in the emulator")
     show.add_argument("task", nargs="*", metavar="TASK", help=f"only these, of: {', '.join(tasks.NAMES)}")
     show.set_defaults(run=_demo)
+
+    bench.add(commands)
 
     stored = commands.add_parser("cache", help="the compiled kernels on disk")
     stored.add_argument("action", choices=["size", "path", "clear"], nargs="?", default="size")

@@ -1,0 +1,130 @@
+"""The commands `bench`, `verify` and `report`: their flags, and what they call."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from . import layers, models, report, results, run, table
+from .layers import Layer
+from .precision import DTYPES, LAYOUTS
+
+
+def add(commands: Any) -> None:
+    """Adds the commands to an argparse parser's subcommands."""
+    bench = commands.add_parser("bench", help="time layers or a model's beside PyTorch's; needs a GPU")
+    _add_selection(bench)
+    bench.add_argument("--backward", action="store_true", help="the gradients too")
+    bench.add_argument("--model", action="append", default=[], metavar="PACKAGE:FACTORY", help=_MODEL_HELP)
+    bench.add_argument("--input", type=_shape, metavar="SHAPE", help="the model's input: 1x1x96x96x96")
+    bench.add_argument("--no-torch", action="store_true", help="only ours, without PyTorch's variants")
+    bench.add_argument("--budget", type=float, default=0.15, metavar="S", help="seconds for one timing; default 0.15")
+    bench.set_defaults(run=_bench)
+
+    verify = commands.add_parser("verify", help="errors against float64, PyTorch's beside ours; needs no GPU")
+    _add_selection(verify)
+    verify.set_defaults(run=_verify)
+
+    page = commands.add_parser("report", help="one self-contained page with charts, out of bench's results")
+    page.add_argument("results", type=Path, metavar="RESULTS.json")
+    page.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default report.html")
+    page.set_defaults(run=_report)
+
+
+_MODEL_HELP = (
+    "all transposed convolutions of the model that this function returns, alone or with an example input, "
+    "and the model as a whole"
+)
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Which layers, in which precisions and layouts."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(layers.LAYERS)}; default: all")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["tf32"], help="default tf32")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["contiguous"], help="default contiguous")
+    parser.add_argument(
+        "--layer",
+        action="append",
+        default=[],
+        metavar="LAYER",
+        help='in the words of the constructor: "64, 32, kernel_size=2, stride=2, size=64, batch=2"',
+    )
+    parser.add_argument("--random", type=int, default=0, metavar="N", help="so many random layers")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of random layers and inputs; default 0")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.replace("x", ",").split(","))
+
+
+_shape.__name__ = "shape"  # argparse names the type in its error
+
+
+def _selection(arguments: argparse.Namespace) -> dict[str, Layer]:
+    """The named layers, the given ones, the random ones; all the named ones where nothing is asked for."""
+    chosen = layers.named(arguments.names)
+    for number, text in enumerate(arguments.layer, 1):
+        chosen["layer" if len(arguments.layer) == 1 else f"layer_{number}"] = layers.parse(text)
+    chosen |= layers.random_layers(arguments.random, arguments.seed)
+    if not chosen and not getattr(arguments, "model", []):
+        return dict(layers.LAYERS)
+    return chosen
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    chosen = _selection(arguments)
+    sources = []
+    for spec in arguments.model:
+        model, example = models.load(spec, arguments.input)
+        sources.append(run.Source(spec, model, example))
+        found = models.layers_of(model, example)
+        if not found:
+            raise ValueError(f"no transposed convolution of {spec} is reached by its input")
+        prefix = f"{spec.rpartition(':')[2]}." if len(arguments.model) > 1 else ""
+        chosen |= {f"{prefix}{name}": layer for name, layer in found.items()}
+    options = run.Options(
+        dtypes=arguments.dtype,
+        layouts=arguments.layout,
+        backward=arguments.backward,
+        torch=not arguments.no_torch,
+        budget_s=arguments.budget,
+        seed=arguments.seed,
+    )
+    return _finish(arguments, lambda console: run.bench(chosen, options, console, sources))
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    chosen = _selection(arguments)
+    options = run.Options(dtypes=arguments.dtype, layouts=arguments.layout, seed=arguments.seed)
+    return _finish(arguments, lambda console: run.verify(chosen, options, console))
+
+
+def _finish(arguments: argparse.Namespace, work: Callable[[Console], results.Results]) -> int:
+    """Runs, shows and writes. 0: all right; 1: something is wrong or failed; 130: interrupted."""
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ValueError(f"there is no directory {arguments.json.parent} to write {arguments.json.name} in")
+    console = Console()
+    found = work(console)
+    table.show(found, console)
+    if arguments.json is not None:
+        found.write(arguments.json)
+        print(f"wrote {arguments.json}", file=sys.stderr)
+    if found.interrupted:
+        return 130
+    return 0 if found.ok else 1
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    page = report.page(results.read(arguments.results))
+    try:
+        arguments.output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {arguments.output}: {error.strerror}") from None
+    print(f"wrote {arguments.output}")
+    return 0

@@ -1,0 +1,225 @@
+"""What a run found, as data: the rows, the machine, and the JSON file that holds them."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from math import exp, isfinite, log
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tconv3d
+from tconv3d import compiler
+
+FORMAT = 1
+PASSES = ("forward", "backward")
+
+
+@dataclass
+class Row:
+    """One pass of one layer, in one precision and layout. What was not measured is None, or empty."""
+
+    layer: str
+    text: str  # the layer in words
+    shape: dict[str, Any]  # and in numbers: `layers.Layer`
+    follow: str  # what runs behind the convolution
+    dtype: str
+    layout: str
+    which: str  # the pass
+    kernel: str = ""
+    tile: str = ""
+    bytes: int = 0
+    flops: int = 0
+    floor_ms: float | None = None
+    bound_by: str = ""
+    error: float | None = None
+    torch_error: float | None = None
+    right: bool | None = None
+    ours_ms: float | None = None
+    torch_ms: dict[str, float] = field(default_factory=dict)
+    torch_failed: dict[str, str] = field(default_factory=dict)
+    failed: str = ""  # why there is nothing of ours
+
+    @property
+    def default_ms(self) -> float | None:
+        return self.torch_ms.get("default")
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """PyTorch's best variant and its time."""
+        return min(self.torch_ms.items(), key=lambda item: item[1]) if self.torch_ms else None
+
+    @property
+    def over_floor(self) -> float | None:
+        return _ratio(self.ours_ms, self.floor_ms)
+
+    @property
+    def gain(self) -> float | None:
+        """PyTorch's time as it comes, over ours."""
+        return _ratio(self.default_ms, self.ours_ms)
+
+    @property
+    def gain_over_best(self) -> float | None:
+        return _ratio(self.best[1] if self.best else None, self.ours_ms)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.right is not False
+
+
+@dataclass
+class ModelRow:
+    """A whole model before and after `accelerate`."""
+
+    model: str
+    dtype: str
+    layout: str
+    swapped: int
+    left: int
+    before_ms: dict[str, float] = field(default_factory=dict)  # forward, training (forward and backward)
+    after_ms: dict[str, float] = field(default_factory=dict)
+    difference: float | None = None  # of the outputs, relative
+    right: bool | None = None
+    failed: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.right is not False
+
+
+@dataclass
+class Results:
+    """Everything one run found."""
+
+    kind: str  # "bench" or "verify"
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    ceilings: dict[str, float] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    models: list[ModelRow] = field(default_factory=list)
+    interrupted: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows) and all(model.ok for model in self.models)
+
+    def as_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        for row in found["rows"]:
+            row["pass"] = row.pop("which")
+        return {"format": FORMAT, **_without_nan(found)}
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+
+def read(path: Path) -> Results:
+    """Results that `tconv3d bench --json` or `tconv3d verify --json` wrote."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a file that `tconv3d bench --json` writes (format {FORMAT})")
+    try:
+        rows = [Row(**_with_nan({**row, "which": row["pass"]}, drop="pass")) for row in data["rows"]]
+        models = [ModelRow(**_with_nan(row)) for row in data["models"]]
+        rest = {key: data[key] for key in ("kind", "machine", "settings", "ceilings", "interrupted")}
+        return Results(**rest, rows=rows, models=models)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of those that there are."""
+    logs = [log(value) for value in values if value]
+    return exp(sum(logs) / len(logs)) if logs else None
+
+
+def describe_machine() -> dict[str, Any]:
+    """What somebody who doubts a number would ask for."""
+    gpu = torch.cuda.is_available()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device()) if gpu else None
+    cudnn = torch.backends.cudnn.version() if gpu else None
+    return {
+        "gpu": properties.name if properties else None,
+        "capability": f"{properties.major}.{properties.minor}" if properties else None,
+        "driver": _driver() if gpu else None,
+        "cuda": torch.version.cuda,
+        "cudnn": str(cudnn) if cudnn else None,
+        "torch": torch.__version__,
+        "compiler": _compiler(),
+        "cuda-core": _version("cuda-core"),
+        "tconv3d": tconv3d.__version__,
+        "python": platform.python_version(),
+        "commit": commit(Path(tconv3d.__file__).parents[1]),
+        "measured": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def commit(root: Path) -> str | None:
+    """The commit of a checkout, with a plus if its files differ from it; None outside of one."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        git = ["git", "-C", str(root)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head.strip() + ("+" if changes.strip() else "")
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
+
+
+def _compiler() -> str | None:
+    try:
+        return compiler.version()
+    except compiler.MissingCompilerError:
+        return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: an error that is none is written as a text."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    return value
+
+
+def _with_nan(row: dict[str, Any], drop: str = "") -> dict[str, Any]:
+    numbers = ("error", "torch_error", "difference")
+    kept = {key: value for key, value in row.items() if key != drop}
+    return {key: float(value) if key in numbers and value is not None else value for key, value in kept.items()}

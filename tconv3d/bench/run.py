@@ -1,0 +1,217 @@
+"""Runs a set of layers: checks each, times it beside PyTorch's variants, and keeps what was found.
+
+`bench` needs a GPU. `verify` checks without timing, and does so in the emulator, at reduced size, where there is no
+GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+
+import tconv3d
+from tconv3d import emulator, fusing
+from tconv3d.backend import Backend
+from tconv3d.explain import Explanation
+
+from . import accuracy, cases, models, rivals
+from .layers import Layer
+from .precision import precision
+from .results import PASSES, ModelRow, Results, Row, describe_machine
+from .timing import Clock, Timer, measure_ceilings
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for."""
+
+    dtypes: Sequence[str] = ("tf32",)
+    layouts: Sequence[str] = ("contiguous",)
+    backward: bool = False
+    torch: bool = True  # time PyTorch's variants
+    budget_s: float = 0.15  # for one timing
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where layers run."""
+
+    device: str
+    backend: Backend
+    clock: Timer | None  # None: nothing is timed
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that layers came from, to be timed as a whole."""
+
+    spec: str
+    model: nn.Module
+    example_input: Any
+
+
+def have_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def bench(layers: Mapping[str, Layer], options: Options, console: Console, sources: Sequence[Source] = ()) -> Results:
+    """Checks and times on the GPU."""
+    if not have_gpu():
+        raise RuntimeError(
+            "bench measures on a CUDA GPU of compute capability 8.0 or newer, and none is visible. "
+            "`tconv3d verify` checks the same layers without one"
+        )
+    return measure(layers, options, console, Place("cuda", "cuda", Clock(options.budget_s)), sources)
+
+
+def verify(layers: Mapping[str, Layer], options: Options, console: Console) -> Results:
+    """Checks the output and all gradients: on the GPU, or at reduced size in the emulator."""
+    options = replace(options, backward=True)
+    if have_gpu():
+        return measure(layers, options, console, Place("cuda", "cuda", None))
+    if not emulator.available():
+        raise RuntimeError("verify needs a CUDA GPU, or a C++ compiler for the emulator, and there is neither")
+    reduced = {name: layer.reduced() for name, layer in layers.items()}
+    return measure(reduced, options, console, Place("cpu", "emulator", None))
+
+
+def measure(
+    layers: Mapping[str, Layer], options: Options, console: Console, place: Place, sources: Sequence[Source] = ()
+) -> Results:
+    """Every layer in every precision and layout; then the models. An interruption keeps what there is."""
+    torch.manual_seed(options.seed)
+    results = Results("bench" if place.clock else "verify", describe_machine(), _settings(options, place))
+    kinds = [(dtype, layout) for dtype in options.dtypes for layout in options.layouts]
+    todo = [(name, kind) for name in layers for kind in kinds]
+    with _progress(console) as progress:
+        bar = progress.add_task("ceilings", total=len(todo) + len(sources) * len(kinds))
+        try:
+            if place.clock is not None:
+                results.ceilings = measure_ceilings(place.clock, options.dtypes, place.device)
+            for name, kind in todo:
+                progress.update(bar, description=" ".join((name, *kind)))
+                results.rows += measure_layer(name, layers[name], kind, options, place, results.ceilings)
+                _free(place)
+                progress.advance(bar)
+            for source in sources:
+                for kind in kinds:
+                    progress.update(bar, description=" ".join((source.spec, *kind)))
+                    results.models.append(_measure_model(source, kind, options, place))
+                    _free(place)
+                    progress.advance(bar)
+        except KeyboardInterrupt:
+            results.interrupted = True
+    return results
+
+
+def measure_layer(
+    name: str, layer: Layer, kind: tuple[str, str], options: Options, place: Place, ceilings: Mapping[str, float]
+) -> list[Row]:
+    """The rows of one layer in one precision and layout: one for each pass."""
+    dtype, layout = kind
+    rows = [
+        Row(name, str(layer), layer.as_dict(), layer.follow, dtype, layout, which)
+        for which in (PASSES if options.backward else PASSES[:1])
+    ]
+    try:
+        with precision(dtype):
+            case = cases.build(layer, dtype, layout, place.device)
+            with tconv3d.use_backend(place.backend):
+                explanation = tconv3d.explain(case.convolution, case.x)
+            for row in rows:
+                _describe(row, case, explanation, ceilings)
+            _check(rows, case, place)
+            if place.clock is not None:
+                _time(rows, case, options, place)
+    except Exception as error:  # one layer that does not fit in memory must not cost the others
+        for row in rows:
+            row.failed = f"{type(error).__name__}: {error}"[:500]
+    return rows
+
+
+def _describe(row: Row, case: cases.Case, explanation: Explanation, ceilings: Mapping[str, float]) -> None:
+    """The kernels of the pass, and its floor."""
+    passes = [each for each in explanation.passes if (each.name == "forward") == (row.which == "forward")]
+    fused = "fused: " if isinstance(case.ours, fusing.FusedSequential) else ""
+    row.kernel = fused + ", ".join(dict.fromkeys(each.kernel for each in passes))
+    row.tile = "; ".join(dict.fromkeys(each.tile for each in passes if each.tile))
+    row.flops = sum(each.flops for each in passes)
+    row.bytes = moved_bytes(case, row.which)
+    if ceilings:
+        moving = row.bytes / (ceilings["copy_TBps"] * 1e9)
+        computing = row.flops / (ceilings[f"{row.dtype}_TFLOPS"] * 1e9)
+        row.floor_ms = max(moving, computing)
+        row.bound_by = "memory" if moving >= computing else "arithmetic"
+
+
+def moved_bytes(case: cases.Case, which: str) -> int:
+    """Every tensor of a pass once: forward reads x and parameters and writes y; backward reads x, dy and parameters
+    and writes a gradient for x and for each parameter."""
+    item = case.x.element_size()
+    x, y = case.x.numel(), torch.Size(case.layer.output_shape).numel()
+    parameters = sum(parameter.numel() for parameter in case.theirs.parameters())
+    return item * (x + y + parameters if which == "forward" else 2 * x + y + 2 * parameters)
+
+
+def _check(rows: list[Row], case: cases.Case, place: Place) -> None:
+    with tconv3d.use_backend(place.backend):
+        errors = accuracy.check(case, backward=len(rows) > 1)
+    for row in rows:
+        row.error, row.torch_error = errors.of(row.which)
+        row.right = accuracy.right(row.error, row.which, case)
+
+
+def _time(rows: list[Row], case: cases.Case, options: Options, place: Place) -> None:
+    assert place.clock is not None
+    with tconv3d.use_backend(place.backend):
+        ours = rivals.time_passes(case.ours, case.ours, case.x, options.backward, place.clock)
+    theirs, failed = rivals.time_variants(case, options.backward, place.clock) if options.torch else ({}, {})
+    for row in rows:
+        row.ours_ms = ours[row.which]
+        row.torch_ms, row.torch_failed = theirs.get(row.which, {}), dict(failed)
+
+
+def _measure_model(source: Source, kind: tuple[str, str], options: Options, place: Place) -> ModelRow:
+    assert place.clock is not None
+    try:
+        with tconv3d.use_backend(place.backend):
+            return models.measure(
+                source.spec, source.model, source.example_input, kind, options.backward, place.clock, place.device
+            )
+    except Exception as error:
+        return ModelRow(source.spec, *kind, swapped=0, left=0, failed=f"{type(error).__name__}: {error}"[:500])
+
+
+def _settings(options: Options, place: Place) -> dict[str, Any]:
+    return {
+        "dtypes": list(options.dtypes),
+        "layouts": list(options.layouts),
+        "backward": options.backward,
+        "budget_s": options.budget_s,
+        "seed": options.seed,
+        "device": place.device,
+        "backend": place.backend,
+    }
+
+
+def _free(place: Place) -> None:
+    gc.collect()
+    if place.device == "cuda":
+        with contextlib.suppress(RuntimeError):  # a kernel that failed has said so already
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield progress
