@@ -114,9 +114,10 @@ class Layer:
     def planes(self, taps: range) -> Planes:
         return Planes.of(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
 
-    def loads(self, vector: int) -> int:
-        """Channels of a job: loads that a lane has under way (for 16-bit types in registers)."""
-        return 8 if self.dtype == "float32" or vector in (1, 2) else 4
+    def loads(self, tiling: Tiling) -> tuple[int, int]:
+        """Channels of a job, of x and of dy: loads that a lane has under way, in registers if not asynchronous."""
+        x, y = (8 if tiling.asynchronous or vector in (1, 2) else 4 for vector in (self.vector_x, self.vector_y))
+        return x, y
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Tiling:
         return (
             f"{self.warps} warps x {self.blocks} blocks, each warp {16 * self.tiles_in} x {8 * self.tiles_out} "
             f"channels x {self.rows} rows of taps, {self.slices} slices, "
-            f"blocks of {self.rows_d} x {self.rows_h} rows, {self.segments * SEGMENT} words of positions x {self.stages}"
+            f"blocks of {self.rows_d} x {self.rows_h} rows, {self.stages} buffers of {self.segments * SEGMENT} words"
         )
 
 
@@ -218,7 +219,7 @@ class Buffers:
         plane = pitch_up(plane_words(g, planes, tiling, _best_wide_box(g, planes, tiling)))
         pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
         slots = len(planes.offsets) * plane
-        tables = 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
+        tables = 8 + 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
         buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
         taps = sum(len(window.taps) for window in planes.windows)
         passing = tiling.sums(taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
@@ -271,7 +272,7 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
     ):
         room = min(248, REGISTERS // (32 * warps * blocks) // 8 * 8)
         # Fragments, addresses, words on their way.
-        others = 8 * ti + (33 if layer.dtype == "float32" else 53) + (8 if g.stride[2] > 1 else 0)
+        others = 8 * ti + (36 if layer.dtype == "float32" else 56) + (8 if g.stride[2] > 1 else 0)
         if 4 * taps * ti * to > room - others:
             continue
         for wi, wo, wr in product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 6, 8)):
@@ -301,8 +302,8 @@ def _slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int,
 def _jobs(layer: Layer, tiling: Tiling, slots: tuple[int, int]) -> tuple[int, int]:
     lanes = 4 if layer.channels_last else 1
     channels = (tiling.block_in(layer.geometry), tiling.block_out)
-    loads = (layer.loads(layer.vector_x), layer.loads(layer.vector_y))
-    x, y = (-(-s * lanes // 32) * -(-c // (lanes * n)) for s, c, n in zip(slots, channels, loads, strict=True))
+    per_job = layer.loads(tiling)
+    x, y = (-(-s * lanes // 32) * -(-c // (lanes * n)) for s, c, n in zip(slots, channels, per_job, strict=True))
     return x, y
 
 
@@ -315,15 +316,15 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
     loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * sum(w.words for w in planes.windows) // SEGMENT
     jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
     jobs = tiling.blocks * (jobs_x + jobs_y)
-    loaded = jobs_x * layer.loads(layer.vector_x) * max(1, layer.vector_x)
-    loaded = tiling.blocks * (loaded + jobs_y * layer.loads(layer.vector_y) * max(1, layer.vector_y))
+    loads_x, loads_y = layer.loads(tiling)
+    loaded = jobs_x * loads_x * max(1, layer.vector_x) + jobs_y * loads_y * max(1, layer.vector_y)
     copied = box.segments * SEGMENT * tiling.block_in(g) + copied_words(g, planes, tiling, box) * tiling.block_out
     warps = tiling.warps * tiling.blocks
     rounding = 2 * SEGMENT if tiling.asynchronous else 0
     per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
     parts = (
         warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY,
-        warps * chunks * loads * SEGMENT + loaded * per_word,  # shared memory
+        warps * chunks * loads * SEGMENT + tiling.blocks * loaded * per_word,  # shared memory
         warps / 4 * chunks * (multiplies + loads * (1 + rounding)) + jobs / 4 * 100,  # issuing
         tiling.blocks * copied * 4 / L2_BYTES_PER_CYCLE,
         0.0 if tiling.asynchronous else jobs / warps * LATENCY,
@@ -515,8 +516,8 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kWide", _wide(p)),
         ("kVectorX", layer.vector_x),
         ("kVectorY", layer.vector_y),
-        ("kLoadsX", layer.loads(layer.vector_x)),
-        ("kLoadsY", layer.loads(layer.vector_y)),
+        ("kLoadsX", layer.loads(tiling)[0]),
+        ("kLoadsY", layer.loads(tiling)[1]),
         ("kLaneChannels", 4 if layer.channels_last else 1),
         ("kHooks", hooks),
         ("kStages", tiling.stages),

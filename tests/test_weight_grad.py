@@ -163,6 +163,23 @@ def test_bitwise_reproducible(name: str, tensor_cores: str) -> None:
     assert all(torch.equal(weight_grad(LAYERS[name], x, dy), first) for _ in range(2))
 
 
+@pytest.mark.parametrize("name", ["many tiles", "gan"])
+def test_both_ways_of_copying_agree_to_the_bit(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, dy = tensors(LAYERS[name], torch.float32, tensor_cores)
+    first = check(LAYERS[name], x, dy)
+    original = weight_grad_planner.tiling_of
+
+    def through_registers(layer: weight_grad_planner.Layer, device: Device) -> weight_grad_planner.Tiling:
+        tiling = original(layer, device)
+        assert tiling is not None and tiling.asynchronous
+        return replace(tiling, stages=2, asynchronous=False)
+
+    monkeypatch.setattr(weight_grad_planner, "tiling_of", through_registers)
+    monkeypatch.setattr(executor, "_tasks", {})
+    planner.plan.cache_clear()
+    assert torch.equal(weight_grad(LAYERS[name], x, dy), first)
+
+
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 @pytest.mark.parametrize("order", ["reversed", "shuffled:1"])
 def test_no_order_of_threads_changes_the_result(

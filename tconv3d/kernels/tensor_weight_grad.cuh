@@ -68,10 +68,11 @@ struct TensorWeightGrad {
   static constexpr int kRowBlocksH = (C::kKernelH + C::kRowsH - 1) / C::kRowsH;
   static constexpr int kKinds = kBlocksIn * kBlocksOut * kRowBlocksD * kRowBlocksH * C::kGroups;
 
-  // Shared memory in words: where each slot (a word of a channel) of a tile lies, where each segment's dy
-  // begins, then two buffers of [channels of x][kPitchX], [channels of dy][kPitchY].
+  // Shared memory in words: which channels and taps the block has, where each slot (a word of a channel) of a
+  // tile lies, where each segment's dy begins, then two buffers of [channels of x][kPitchX], [channels of
+  // dy][kPitchY].
   static constexpr int kSlotsX = C::kSegments * kSegment;
-  static constexpr int kSlotTable = 0;
+  static constexpr int kSlotTable = 8;
   static constexpr int kSegmentTable = kSlotTable + 2 * (kSlotsX + C::kSlotsY);
   static constexpr int kBuffers = (kSegmentTable + C::kSegments + 3) / 4 * 4;
   static constexpr int kBufferY = kBlockIn * C::kPitchX;
@@ -120,10 +121,31 @@ struct TensorWeightGrad {
   const Args& args;
   unsigned* shared;
   int lane, warp, slice, warp_in, warp_out;
-  int split, group, first_in, first_out, tap_d, tap_h;  // of the block
-  int first_row;                                        // of the warp, among the block's
+  int first_row;            // of the warp, among the block's
   int row_words[C::kRows];  // where the warp's rows of taps begin in a plane of dy
   float sums[C::kRows][C::kTaps][C::kTilesIn][C::kTilesOut][4];
+
+  // What distinguishes blocks that walk over the same positions. Kept in shared memory: registers are for
+  // sums.
+  struct Kind {
+    int group, first_in, first_out, tap_d, tap_h;
+  };
+  static_assert(sizeof(Kind) <= 4 * kSlotTable);
+
+  static __device__ __forceinline__ Kind kind() {
+    // Blocks that share positions follow each other, so that L2 serves what they share.
+    int rest = static_cast<int>(blockIdx.x) % kKinds;
+    Kind found;
+    found.tap_h = rest % kRowBlocksH * C::kRowsH;
+    rest /= kRowBlocksH;
+    found.tap_d = rest % kRowBlocksD * C::kRowsD;
+    rest /= kRowBlocksD;
+    found.first_out = rest % kBlocksOut * kBlockOut;
+    rest /= kBlocksOut;
+    found.first_in = rest % kBlocksIn * kBlockIn;
+    found.group = rest / kBlocksIn;
+    return found;
+  }
 
   __device__ __forceinline__ void locate() {
     shared = dynamic_shared<unsigned>();
@@ -137,17 +159,7 @@ struct TensorWeightGrad {
     rest /= C::kWarpsIn;
     first_row = rest % C::kWarpsRows * C::kRows;
     slice = rest / C::kWarpsRows;
-    // Blocks that share positions follow each other, so that L2 serves what they share.
-    int kind = static_cast<int>(blockIdx.x) % kKinds;
-    split = static_cast<int>(blockIdx.x) / kKinds;
-    tap_h = kind % kRowBlocksH * C::kRowsH;
-    kind /= kRowBlocksH;
-    tap_d = kind % kRowBlocksD * C::kRowsD;
-    kind /= kRowBlocksD;
-    first_out = kind % kBlocksOut * kBlockOut;
-    kind /= kBlocksOut;
-    first_in = kind % kBlocksIn * kBlockIn;
-    group = kind / kBlocksIn;
+    if (threadIdx.x == 0) *reinterpret_cast<Kind*>(shared) = kind();
     const int plane_pitch = args.lines_h * args.line_pitch;
 #pragma unroll
     for (int r = 0; r < C::kRows; ++r) {
@@ -231,6 +243,7 @@ struct TensorWeightGrad {
   __device__ __forceinline__ void issue_side(Copy& copy, int index) const {
     using S = Side<kIsX>;
     const Tile& tile = copy.tile;
+    const Kind block = *reinterpret_cast<const Kind*>(shared);
     const Strides& strides = kIsX ? args.x_strides : args.dy_strides;
     const Extent& size = kIsX ? args.x_size : args.dy_size;
     const int slot_block = index / S::kJobs;
@@ -243,31 +256,37 @@ struct TensorWeightGrad {
     copy.slot_to = exists ? (kIsX ? 0 : kBufferY) + channel * S::kPitch + high(place.words) : -1;
     int d = tile.d, h = tile.h, w = tile.w;
     if (!kIsX) {
-      d = d * C::kStrideD + tap_d * C::kDilationD - C::kPaddingD;
-      h = h * C::kStrideH + tap_h * C::kDilationH - C::kPaddingH;
+      d = d * C::kStrideD + block.tap_d * C::kDilationD - C::kPaddingD;
+      h = h * C::kStrideH + block.tap_h * C::kDilationH - C::kPaddingH;
       w = w * C::kStrideW;
     }
     d += low(place.lines);
     h += high(place.lines);
     w += low(place.words);
     const bool line_inside = exists && d >= 0 && d < size.d && h >= 0 && h < size.h;
-    const int in_group = (kIsX ? first_in : first_out) + channel;
-    const Scalar* const from = static_cast<const Scalar*>(kIsX ? args.x : args.dy) +
-                               (tile.n * static_cast<Index>(strides.n) + d * static_cast<Index>(strides.d) +
-                                h * static_cast<Index>(strides.h) + w * static_cast<Index>(strides.w) +
-                                group * (S::kLastInGroup + 1) * static_cast<Index>(strides.c));
+    // Channels past the group's last read others again: their sums are never written.
+    constexpr bool kAllInside =
+        (S::kLastInGroup + 1) % S::kJobChannels == 0;  // all channels of a job, or none
+    const int last = S::kLastInGroup - (kAllInside ? S::kJobChannels - 1 - lane % C::kLaneChannels : 0);
+    const int in_group = min((kIsX ? block.first_in : block.first_out) + channel, last);
+    const Index step = C::kLaneChannels * static_cast<Index>(strides.c);
+    const Scalar* const from =
+        static_cast<const Scalar*>(kIsX ? args.x : args.dy) +
+        (tile.n * static_cast<Index>(strides.n) + d * static_cast<Index>(strides.d) +
+         h * static_cast<Index>(strides.h) + w * static_cast<Index>(strides.w) +
+         (block.group * (S::kLastInGroup + 1) + in_group) * static_cast<Index>(strides.c));
     constexpr int kElementLoads = S::kElements ? kPerWord : 1;
 #pragma unroll
     for (int e = 0; e < kElementLoads; ++e) {
       // A vector is inside or outside as a whole.
       const int at = w + e * S::kStepW;
       const bool inside = line_inside && at >= 0 && at < size.w;
-#pragma unroll
+      const Scalar* element = from + e * S::kStepW * static_cast<Index>(strides.w);
+      constexpr int kUnroll =
+          C::kAsync ? 2 : S::kLoads;  // few addresses at a time; values need fixed registers
+#pragma unroll kUnroll
       for (int k = 0; k < S::kLoads; ++k) {
-        // Channels past the group's last read the last one again: their sums are never written.
-        const Scalar* const element =
-            from + (min(in_group + k * C::kLaneChannels, S::kLastInGroup) * static_cast<Index>(strides.c) +
-                    e * S::kStepW * static_cast<Index>(strides.w));
+        if (k > 0 && (kAllInside || in_group + k * C::kLaneChannels <= last)) element += step;
         if constexpr (C::kAsync) {
           if (exists && (S::kWhole || k * C::kLaneChannels < copy.channels))
             ptx::copy_words<S::kVector>(copy.to + copy.slot_to + k * C::kLaneChannels * S::kPitch,
@@ -465,16 +484,19 @@ struct TensorWeightGrad {
     constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
     constexpr long long kSize =
         static_cast<long long>(C::kGroups) * C::kInPerGroup * C::kOutPerGroup * kTapsAll;
+    const Kind block = kind();
+    const int split = static_cast<int>(blockIdx.x) / kKinds;
     float* const parts = static_cast<float*>(args.parts) + split * kSize;
-    const int in = first_in + warp_in * C::kTilesIn * 16 + lane / 4;
-    const int out = first_out + warp_out * C::kTilesOut * 8 + lane % 4 * 2;
+    const int in = block.first_in + warp_in * C::kTilesIn * 16 + lane / 4;
+    const int out = block.first_out + warp_out * C::kTilesOut * 8 + lane % 4 * 2;
     for_each_sum([&](float& sum, int r, int t, int m, int n, int e) {
       const int row = first_row + r;
-      const int d = tap_d + row / C::kRowsH, h = tap_h + row % C::kRowsH;
+      const int d = block.tap_d + row / C::kRowsH, h = block.tap_h + row % C::kRowsH;
       const int ci = in + 16 * m + e / 2 * 8, co = out + 8 * n + e % 2;
       const bool exists = row < C::kRowsD * C::kRowsH && d < C::kKernelD && h < C::kKernelH &&
                           !(C::kHalfRows && e >= 2) && ci < C::kInPerGroup && co < C::kOutPerGroup;
-      const long long channels = static_cast<long long>(group * C::kInPerGroup + ci) * C::kOutPerGroup + co;
+      const long long channels =
+          static_cast<long long>(block.group * C::kInPerGroup + ci) * C::kOutPerGroup + co;
       if (exists) parts[channels * kTapsAll + (d * C::kKernelH + h) * C::kKernelW + C::kTapW(t)] = sum;
     });
   }
@@ -483,7 +505,7 @@ struct TensorWeightGrad {
     locate();
     for_each_sum([](float& sum, int, int, int, int, int) { sum = 0.0f; });
     write_tables();
-    const Part<int> part(args.tiles, args.splits, split);
+    const Part<int> part(args.tiles, args.splits, static_cast<int>(blockIdx.x) / kKinds);
     const int chunks = (args.tile.d * args.tile.h * args.tile.w + kSegmentsPerChunk - 1) / kSegmentsPerChunk;
     // The last chunk may have segments that the tile has not: x is zero there, whatever dy is.
     for (int i = threadIdx.x; i < C::kStages * kBufferWords; i += C::kThreads) shared[kBuffers + i] = 0u;
