@@ -23,7 +23,7 @@ from test_emulator import libasan
 from torch import Tensor
 
 import tconv3d
-from tconv3d import compiler, emulator, executor
+from tconv3d import compiler, direct_planner, emulator, executor, planner
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 
@@ -132,19 +132,27 @@ def mutate(mutant: Mutant, directory: Path) -> None:
 
 @contextlib.contextmanager
 def kernels_from(directory: Path, kernel: str) -> Iterator[None]:
-    """The emulator takes one kernel from another directory."""
+    """The emulator takes one kernel from another directory, and the direct kernels take every layer."""
     load = emulator._load
 
     def load_mutant(name: str, unit: str, usual: Path) -> ctypes.CDLL:
         return load(name, unit, directory if name == kernel else usual)
 
-    executor._tasks.clear()
+    families = planner.FAMILIES
+    forget_plans()
     emulator._load = load_mutant  # type: ignore[assignment]
+    planner.FAMILIES = (("direct", direct_planner),)
     try:
         yield
     finally:
         emulator._load = load
-        executor._tasks.clear()
+        planner.FAMILIES = families
+        forget_plans()
+
+
+def forget_plans() -> None:
+    executor._tasks.clear()
+    planner.plan.cache_clear()
 
 
 @contextlib.contextmanager
@@ -225,6 +233,7 @@ def test_address_sanitizer_sees_a_load_whose_value_is_not_used(tmp_path: Path) -
         "LD_PRELOAD": library,
         "ASAN_OPTIONS": "detect_leaks=0",
         "TCONV3D_EMULATOR_SANITIZE": "address",
+        "TCONV3D_EMULATOR_DEBUG": "1",
     }
     command = [sys.executable, __file__, str(tmp_path / "kernels")]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

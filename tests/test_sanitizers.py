@@ -1,0 +1,117 @@
+"""Every pass of a few layers under AddressSanitizer and UndefinedBehaviorSanitizer, and in every order of threads.
+
+The layers take turns in type and memory format, and together they run every kernel family. A finding of a sanitizer
+ends its process, so that they run in a child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from layers import TABLE, TRAPS, Layer, check, passes
+from test_emulator import libasan
+from torch import Tensor
+
+import tconv3d
+from tconv3d import emulator, executor, planner
+from tconv3d.problem import Device, Plan, Problem
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+
+CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last_3d
+WIDE = Layer(16, 24, (2, 3, 5), (3, 3, 3), (2, 2, 2), (1, 1, 1), batch=1)  # enough channels for tensor cores
+
+LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
+    "monai": (TABLE["monai"], torch.float32, CONTIGUOUS),
+    "groups": (TABLE["groups"], torch.float16, CHANNELS_LAST),
+    "depthwise": (TABLE["depthwise"], torch.bfloat16, CONTIGUOUS),
+    "asymmetric": (TABLE["asymmetric"], torch.float64, CHANNELS_LAST),
+    "empty phases": (TRAPS["empty phases"], torch.float32, CHANNELS_LAST),
+    "few outputs": (Layer(8, 2, (2, 2, 4), (3, 3, 3), (2, 2, 2), batch=1), torch.float16, CONTIGUOUS),
+    "wide": (WIDE, torch.float16, CONTIGUOUS),
+    "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),
+}
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    before = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    try:
+        with tconv3d.use_backend("emulator"):
+            yield
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before  # type: ignore[attr-defined]
+
+
+def operands_of(name: str) -> list[Tensor]:
+    layer, dtype, memory_format = LAYERS[name]
+    x, *rest = layer.operands(dtype, "cpu")
+    return [x.to(memory_format=memory_format), *rest]
+
+
+def test_sanitizers_find_nothing() -> None:
+    library = libasan()
+    if not library:
+        pytest.skip("the compiler has no AddressSanitizer")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path(__file__).parent))),
+        "LD_PRELOAD": library,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TCONV3D_EMULATOR_SANITIZE": "address,undefined",
+        "TCONV3D_EMULATOR_DEBUG": "1",  # optimizing what sanitizers make of unrolled loops takes minutes
+    }
+    command = [sys.executable, __file__]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split("\n")[:-1] == [f"{name}: checked" for name in LAYERS]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_order_of_threads_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LAYERS[name][0].settings
+    results = {}
+    with emulated():
+        for order in ("forward", "reversed", "shuffled:1"):
+            monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", order)
+            result, grads = passes(tconv3d.conv_transpose3d, operands_of(name), settings)
+            results[order] = (result, *grads)
+    for order in ("reversed", "shuffled:1"):
+        assert all(map(torch.equal, results[order], results["forward"])), order
+
+
+def test_the_layers_run_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that a later planner adds needs a layer here."""
+    chosen: set[str] = set()
+    plan = planner.plan
+
+    def recording(problem: Problem, device: Device) -> Plan:
+        refused = planner.refusals(problem, device)
+        chosen.add(next(name for name, _ in planner.FAMILIES if name not in refused))
+        return plan(problem, device)
+
+    monkeypatch.setattr(planner, "plan", recording)
+    monkeypatch.setattr(executor, "_tasks", {})
+    with emulated():
+        for name, (layer, _, _) in LAYERS.items():
+            passes(tconv3d.conv_transpose3d, operands_of(name), layer.settings)
+    assert chosen == {name for name, _ in planner.FAMILIES}
+
+
+def main() -> None:
+    with emulated():
+        for name, (layer, dtype, _) in LAYERS.items():
+            check(layer, dtype, "cpu", operands_of(name))
+            print(f"{name}: checked", flush=True)
+
+
+if __name__ == "__main__":
+    main()
