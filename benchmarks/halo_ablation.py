@@ -21,13 +21,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from halo_lab import Bench, candidates, describe, milliseconds
+from halo_lab import Bench, candidates, milliseconds
+from halo_names import describe
 from layers import LAYERS
 
 from tconv3d import compiler, halo_planner, launcher
 from tconv3d.launch import Launch
 from tconv3d.problem import Device
 
+SLABS = "static_for<Config::kSlabs>([&](auto m) {\n      constexpr int kSlab = decltype(m)::value;\n"
 # What leaves out a part: text of halo.cuh, and what replaces it. Conditions that never hold keep the code around it.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "loads": (  # from global memory
@@ -36,10 +38,8 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "staging": (("ptx::store_shared(stage +", "if (stage == 1) ptx::store_shared(stage +"),),
     "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
-    "stores": (("    static_for<Config::kSlabs>([&](auto m) {\n      constexpr int kSlab = decltype(m)::value;\n"
-                "      static_for<2>", "    if (args.batch > 0) return;\n    static_for<Config::kSlabs>([&](auto m) {\n"
-                "      constexpr int kSlab = decltype(m)::value;\n      static_for<2>"),),
-    "panels": (("ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);", ";"),),  # waiting for them
+    "stores": ((f"{SLABS}      static_for<2>", f"if (args.batch > 0) return;\n    {SLABS}      static_for<2>"),),
+    "panels": (("ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);", ";"),),  # the wait
 }  # fmt: skip
 
 VARIANTS: dict[str, tuple[str, ...]] = {

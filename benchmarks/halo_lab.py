@@ -23,10 +23,10 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from halo_names import describe, geometry_of
 from layers import LAYERS, Layer
 
 from tconv3d import compiler, halo_planner, launcher
-from tconv3d.geometry import Geometry, Triple
 from tconv3d.launch import Launch
 from tconv3d.problem import Device, Pass, Problem
 
@@ -47,27 +47,6 @@ class Row:
     model_ms: float
     ms: float
     error: float
-
-
-def triple(value: int | Triple) -> Triple:
-    return (value, value, value) if isinstance(value, int) else value
-
-
-def geometry_of(layer: Layer) -> Geometry:
-    stride, padding, output_padding = (triple(v) for v in (layer.stride, layer.padding, layer.output_padding))
-    return Geometry.make(
-        layer.in_channels, layer.out_channels, triple(layer.kernel), stride, padding, output_padding, layer.groups,
-        triple(layer.dilation),
-    )  # fmt: skip
-
-
-def describe(build: halo_planner.Build) -> str:
-    panels = "resident" if build.resident else f"{build.slots} slots"
-    how = "march" if build.march else "split " + "".join(n for n, s in zip("dhw", build.split, strict=True) if s)
-    return (
-        f"{how}, {build.columns} columns (unit {build.program.unit} x {build.out_tile}), row {build.row_bytes}, "
-        f"{build.slabs} slabs, {build.producers}+{build.consumers}, {build.stages} stages, {panels}"
-    )
 
 
 def candidates(problem: Problem, device: Device, top: int) -> list[halo_planner.HaloPlan]:

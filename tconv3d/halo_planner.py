@@ -13,12 +13,16 @@ Knows sizes and strides, never tensors.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import permutations, product
 from math import prod
+from pathlib import Path
 
+from tconv3d import cache
+from tconv3d import geometry as geometry_module
 from tconv3d.direct_planner import INT32_MAX, SCALARS
 from tconv3d.geometry import Axis, Geometry, Triple
 from tconv3d.launch import Constants, Launch
@@ -561,37 +565,111 @@ def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
 
 # ---- the model ----------------------------------------------------------------------------------------------------
 
-BYTES_PER_CYCLE = 18.0  # of device memory, one multiprocessor's share
-CACHE_BYTES_PER_CYCLE = 28.0  # of L2
-LOAD_CYCLES = 4.0  # of a producer warpgroup, per 32 elements that it gathers
-STORE_CYCLES = 8.0  # of a store by a warp
-PANEL_CYCLES = 30.0  # of barriers and instructions that no other warpgroup hides
-TILE_CYCLES = 800.0  # of a tile, likewise
-START_CYCLES = 4000.0  # of a launch
+
+@dataclass(frozen=True)
+class Costs:
+    """The model's constants, in cycles of a multiprocessor unless said otherwise.
+
+    Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
+    """
+
+    start: float = 9200.0  # of a launch
+    tile: float = 960.0  # of a tile: what nothing hides
+    batch: float = 1480.0  # of a loader warp, per batch of loads
+    stage: float = 460.0  # of filling a stage: barriers
+    load: float = 2.6  # of a load by a warp, whoever issues it
+    sector: float = 1.9  # of a sector that it touches
+    product: float = 0.84  # of a cycle that tensor cores should take
+    panel: float = 18.0  # of a panel: barriers, and the drain of the tensor cores
+    slot: float = 770.0  # from a slot's release to its next panel's arrival
+    store: float = 17.2  # of a store by a warp
+    cache_bytes: float = 23.8  # per cycle, from L2
+    memory_bytes: float = 1340.0  # per cycle, of the whole device memory
+    run: float = 0.157  # of the device memory, per run of outputs whose ends share sectors with other tiles
+    torn: float = 3.2  # bytes of traffic per byte of an output whose neighbours come from another column tile
+    overlap: float = 2.6  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
 
-def cycles(build: Build, tiling: Tiling, problem: Problem, multiprocessors: int) -> float:
-    """The model: how long the busiest multiprocessor takes."""
+COSTS = Costs()
+
+
+def _load_cycles(build: Build, tiling: Tiling, problem: Problem, planes: int, costs: Costs) -> float:
+    """Of the loaders, for one tile: either warps wait for their batches, or the multiprocessor for its loads."""
+    warps = 4 * build.producers - (0 if build.resident else 1)
+    groups = ceil_div(tiling.rows, 32)
+    pieces = build.row_bytes // 16
+    if problem.input[1] == 1 and problem.input[4] != 1:  # contiguous along channels: loads of 16 bytes
+        batches = ceil_div(groups * pieces, 4 * warps)
+        loads = groups * build.channel_slots * build.item_bytes / 16
+        sectors = loads * 16
+    else:
+        batches = ceil_div(groups * max(1, pieces // build.item_bytes), warps)
+        loads = groups * build.channel_slots
+        lines = 32 / (tiling.halo[2] if tiling.items == 1 else tiling.items) + (tiling.items == 1)
+        sectors = loads * (build.item_bytes + 0.9 * lines)
+    waiting = build.chunks * (batches * costs.batch + costs.stage)
+    return planes * max(waiting, loads * costs.load + sectors * costs.sector)
+
+
+def _store_cycles(build: Build, problem: Problem, rounds: int, planes: int, costs: Costs) -> float:
+    """Of the consumers' stores, for one tile."""
+    axis = build.geometry.axes[2]
+    last = problem.output[1] == 1 and problem.output[4] != 1
+    pairs = last or (axis.stride > 1 and not build.split[2])
+    outputs = rounds * build.slabs * build.consumers * SLAB * build.columns * planes
+    if build.march:
+        outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
+    odd = pairs and not last and problem.output_size[2] % 2 == 1  # half of the pairs cannot be stored at once
+    return outputs / 32 / (2 if pairs else 1) * (1.5 if odd else 1.0) * costs.store
+
+
+def _memory_cycles(build: Build, tiling: Tiling, problem: Problem, costs: Costs) -> float:
+    """Of the device memory, for everything."""
+    g, item = build.geometry, build.item_bytes
+    last = problem.output[1] == 1 and problem.output[4] != 1
+    width = problem.output_size[2]
+    inputs = problem.batch * g.in_channels * prod(problem.input_size) * item
+    lines = problem.batch * g.out_channels * problem.output_size[0] * problem.output_size[1]
+    outputs = lines * width * item
+    if last:  # runs of channels
+        shared = 0.0 if build.out_tile * item % 32 == 0 else lines * width / build.out_tile
+        return (outputs + inputs) / costs.memory_bytes + shared * costs.run
+    torn = build.split[2] and g.axes[2].stride > 1
+    tile = tiling.tile[2] * g.axes[2].stride
+    aligned = width * item % 32 == 0 and (tile >= width or tile * item % 32 == 0)
+    if tile < width:
+        runs = float(lines * ceil_div(width, tile))
+    else:
+        runs = lines / (1 if build.split[1] else tiling.tile[1] * g.axes[1].stride)
+    traffic = outputs * (costs.torn if torn else 1.0) + inputs
+    return traffic / costs.memory_bytes + (0.0 if aligned else runs * costs.run)
+
+
+def cycles(build: Build, tiling: Tiling, problem: Problem, multiprocessors: int, costs: Costs = COSTS) -> float:
+    """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
     rounds = ceil_div(tiling.slabs, build.slabs * build.consumers)
     planes = 1
     if build.march:  # the window's first planes are computed by two blocks
         overlap = ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1
         planes = min(problem.input_size[0], tiling.tile[0] + overlap)
     panels = len(build.program.taps) * build.chunks * rounds * planes
-    multiply = rounds * build.slabs * build.consumers * build.cycles_per_slab * planes + panels * PANEL_CYCLES
-    elements = tiling.rows * build.channel_slots * planes
-    load = elements / 32 * LOAD_CYCLES / build.producers
+    multiply = rounds * build.slabs * build.consumers * build.cycles_per_slab * planes * costs.product
+    if not build.resident:
+        multiply = max(multiply, panels * costs.slot / (build.slots - 1))
+    consume = multiply + panels * costs.panel + _store_cycles(build, problem, rounds, planes, costs)
+    load = _load_cycles(build, tiling, problem, planes, costs)
     streamed = 0 if build.resident else build.tile_bytes * rounds * planes
-    cache = (elements * build.item_bytes + streamed) / CACHE_BYTES_PER_CYCLE
+    elements = tiling.rows * build.channel_slots * planes
+    cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
     units = tiling.count * build.column_tiles
-    outputs = problem.batch * build.geometry.out_channels * prod(problem.output_size) / units
-    stride_w = build.geometry.axes[2].stride
-    torn = stride_w if build.split[2] and problem.output[4] == 1 else 1  # neighbours come from other tiles
-    memory = (outputs * torn + 0.6 * elements / build.column_tiles) * build.item_bytes / BYTES_PER_CYCLE
-    pairs = 2 if problem.output[1] == 1 or (stride_w > 1 and torn == 1) else 1
-    store = outputs / 32 / pairs * STORE_CYCLES
-    waves = ceil_div(units, multiprocessors)
-    return waves * (max(multiply + store, load, cache, memory) + TILE_CYCLES) + START_CYCLES
+    blocks = min(units, multiprocessors)
+    if build.resident:
+        blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
+    p = costs.overlap
+    work = ceil_div(units, blocks) * ((load**p + consume**p + cache**p) ** (1 / p) + costs.tile)
+    work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
+    memory = _memory_cycles(build, tiling, problem, costs)
+    return (work**p + memory**p) ** (1 / p) + costs.start
 
 
 def best_tiling(build: Build, problem: Problem, multiprocessors: int) -> tuple[float, Tiling] | None:
@@ -662,13 +740,33 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build]
 def choose(
     geometry: Geometry, dtype: str, output_channels_last: bool, small: bool, shared_bytes: int, multiprocessors: int
 ) -> Build | None:
-    """The best build for a nominal volume, large or small."""
+    """The best build for a nominal volume, large or small. Searched once, then kept in the disk cache."""
+
+    def search() -> bytes:
+        best = _search(geometry, dtype, output_channels_last, small, shared_bytes, multiprocessors)
+        names = [f.name for f in fields(Build) if f.name not in ("geometry", "dtype")]
+        return json.dumps({name: getattr(best, name) for name in names} if best else None).encode()
+
+    settings = repr((geometry, dtype, output_channels_last, small, shared_bytes, multiprocessors))
+    found = json.loads(cache.get(cache.key("halo", _sources(), settings), ".json", search))
+    return Build(geometry, dtype, **{**found, "split": tuple(found["split"])}) if found else None
+
+
+@lru_cache(maxsize=1)
+def _sources() -> bytes:
+    """What a choice depends on beside its arguments: the programs that make it."""
+    return b"".join(Path(module).read_bytes() for module in (__file__, geometry_module.__file__) if module)
+
+
+def _search(
+    geometry: Geometry, dtype: str, output_channels_last: bool, small: bool, shared_bytes: int, multiprocessors: int
+) -> Build | None:
     batch, size = (2, (8, 8, 8)) if small else (8, (32, 64, 64))
     output = geometry.output_size(size)
     if min(output) < 1:
         return None
     c, w = (1, geometry.out_channels) if output_channels_last else (2, 1)
-    problem = Problem(Pass.FORWARD, geometry, batch, size, dtype, (1, 1, 1, 1, 1), (1, 1, 1, 1, 1), (1, c, 1, 1, w))
+    problem = Problem(Pass.FORWARD, geometry, batch, size, dtype, (1, c, 1, 1, w), (1, 1, 1, 1, 1), (1, c, 1, 1, w))
     best: tuple[float, Build] | None = None
     for build in builds(geometry, dtype, shared_bytes):
         found = best_tiling(build, problem, multiprocessors)

@@ -1,0 +1,141 @@
+"""Fits the constants of the halo planner's model to tables of halo_lab.py. Needs no GPU.
+
+    python benchmarks/halo_fit.py lab_tf32.json lab_bf16.json
+
+Prints the constants, the error of the model, and for every layer how much slower the build that the model likes best
+is than the fastest measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass, fields
+from math import exp, log
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from halo_names import describe, geometry_of
+from layers import LAYERS
+
+from tconv3d import halo_planner
+from tconv3d.geometry import Triple
+from tconv3d.halo_planner import Build, Costs, Tiling
+from tconv3d.problem import Device, Pass, Problem
+
+H200 = Device("H200", (9, 0), 132, 232448)
+GIGAHERTZ = 1.75
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measured build."""
+
+    layer: str
+    build: Build
+    tiling: Tiling
+    problem: Problem
+    ms: float
+
+    def model(self, costs: Costs) -> float:
+        return halo_planner.cycles(self.build, self.tiling, self.problem, 132, costs) / GIGAHERTZ / 1e6
+
+
+def strides(channels: int, size: Triple, channels_last: bool) -> tuple[int, ...]:
+    d, h, w = size
+    if channels_last:
+        return (channels * d * h * w, 1, channels * h * w, channels * w, channels)
+    return (channels * d * h * w, d * h * w, h * w, w, 1)
+
+
+def problem_of(name: str, dtype: str, channels_last: bool) -> Problem:
+    layer = LAYERS[name]
+    g = geometry_of(layer)
+    x = strides(layer.in_channels, layer.size, channels_last)
+    y = strides(layer.out_channels, g.output_size(layer.size), channels_last)
+    return Problem(
+        Pass.FORWARD, g, layer.batch, layer.size, dtype, x, strides(g.out_per_group, g.kernel, False), y, True, True
+    )
+
+
+def positions(problem: Problem) -> Triple:
+    d, h, w = (a.positions(s) for a, s in zip(problem.geometry.axes, problem.output_size, strict=True))
+    return d, h, w
+
+
+def read(table: Path) -> list[Sample]:
+    samples = []
+    for row in json.loads(table.read_text()):
+        p = problem_of(row["layer"], row["dtype"], row["layout"] == "channels_last")
+        found = [
+            (build, tiling)
+            for build in halo_planner.builds(p.geometry, p.dtype, H200.shared_bytes)
+            if describe(build) == row["build"]
+            for tiling in halo_planner.tilings(build, p.batch, positions(p))
+            if str(tiling) == row["tile"]
+        ]
+        if found:
+            samples.append(Sample(f"{row['layer']} {row['dtype']} {row['layout']}", *found[0], p, row["ms"]))
+        else:
+            print("no longer a candidate:", row["layer"], row["build"], row["tile"])
+    return samples
+
+
+def loss(samples: list[Sample], costs: Costs, start: Costs) -> float:
+    errors = [min(abs(log(s.model(costs) / s.ms)), 1.0) ** 1.5 for s in samples]
+    drift = [log(getattr(costs, f.name) / getattr(start, f.name)) ** 2 for f in fields(Costs)]
+    return sum(errors) / len(errors) + 0.001 * sum(drift) / len(drift)
+
+
+def fit(samples: list[Sample], start: Costs, steps: int, seed: int) -> Costs:
+    """Random steps of a few constants at a time, smaller and smaller."""
+    draw = random.Random(seed)
+    best, best_loss, size = start, loss(samples, start, start), 0.3
+    for i in range(steps):
+        values = asdict(best)
+        for name in values:
+            if draw.random() < 0.35:
+                values[name] *= exp(draw.gauss(0, size))
+        costs = Costs(**values)
+        if (found := loss(samples, costs, start)) < best_loss:
+            best, best_loss = costs, found
+        if i % (steps // 6 + 1) == steps // 6:
+            size *= 0.7
+    return best
+
+
+def report(samples: list[Sample], costs: Costs, verbose: bool) -> None:
+    by_layer: dict[str, list[Sample]] = {}
+    for s in samples:
+        by_layer.setdefault(s.layer, []).append(s)
+    good = 0
+    for layer, group in by_layer.items():
+        chosen, best = min(group, key=lambda s: s.model(costs)), min(group, key=lambda s: s.ms)
+        good += chosen.ms <= 1.1 * best.ms
+        print(f"{layer:40} best {best.ms:8.4f} chosen {chosen.ms:8.4f} ({chosen.ms / best.ms:.2f})")
+        for s in sorted(group, key=lambda s: s.ms) if verbose else ():
+            model = s.model(costs)
+            print(f"  {s.ms:8.4f} {model:8.4f} {model / s.ms:5.2f}  {describe(s.build)}; {s.tiling}")
+    rms = (sum(log(s.model(costs) / s.ms) ** 2 for s in samples) / len(samples)) ** 0.5
+    print(f"within 10% of the best: {good} of {len(by_layer)} layers; error of the model {100 * rms:.0f}%")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tables", type=Path, nargs="+")
+    parser.add_argument("--steps", type=int, default=1500, help="of the search; 0: only report")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--verbose", action="store_true")
+    options = parser.parse_args()
+    samples = [sample for table in options.tables for sample in read(table)]
+    costs = fit(samples, halo_planner.COSTS, options.steps, options.seed) if options.steps else halo_planner.COSTS
+    report(samples, costs, options.verbose)
+    for name, value in asdict(costs).items():
+        print(f"    {name}: float = {value:.3g}")
+
+
+if __name__ == "__main__":
+    main()
