@@ -48,7 +48,9 @@ def speedups(rows: Sequence[tuple[int, Row]]) -> str:
     bars = "".join(_bar(number, row, scale) for number, row in rows)
     return (
         '<div class="bars" role="img" aria-label="Speed-up over PyTorch, per layer">'
-        f'<div class="grid" aria-hidden="true">{lines}</div>{bars}'
+        f'<div class="grid" aria-hidden="true">{lines}</div>'
+        '<div class="bar heads"><div class="name"></div><div class="track"></div>'
+        f'<div class="value"><span>best</span><span>as it comes</span></div></div>{bars}'
         f'<div class="axis" aria-hidden="true">{numbers}</div></div>'
     )
 
@@ -159,13 +161,13 @@ def _ticks(scale: LogScale) -> list[float]:
 
 def _roof_names(x: LogScale, y: LogScale, copy: float, rate: float, dtype: str) -> str:
     height = 100 - y(rate)
-    # Beside the memory roof, half-way up, where there is nothing else: no layer is above a roof.
-    low = max(y.least, copy * x.least)
-    middle = (low * rate) ** 0.5
+    # Beside the memory roof, half-way up: above it, where no layer can be, unless there is no room for the words.
+    middle = (max(y.least, copy * x.least) * rate) ** 0.5
     left, up = x.clipped(middle / copy), 100 - y(middle)
+    beside = 'dx="-10" dy="-4" text-anchor="end"' if left > 25 else 'dx="12" dy="16"'
     return (
         f'<text class="roofname" x="100%" y="{height}%" dy="-8" text-anchor="end">{rate:.0f} TFLOP/s {dtype}</text>'
-        f'<text class="roofname" x="{left}%" y="{up}%" dx="-10" dy="-4" text-anchor="end">{copy:.2f} TB/s</text>'
+        f'<text class="roofname" x="{left}%" y="{up}%" {beside}>{copy:.2f} TB/s</text>'
     )
 
 
