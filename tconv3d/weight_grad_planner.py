@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 
 from .direct_planner import INT32_MAX, SCALARS, _reduce
@@ -41,7 +41,7 @@ class Window:
     start: int  # words
     taps: tuple[tuple[int, int], ...]  # (tap along w, its shift in elements from the start)
 
-    @property
+    @cached_property
     def reach(self) -> int:
         return max(shift for _, shift in self.taps)
 
@@ -142,6 +142,10 @@ class Tiling:
     def rows(self) -> int:
         return -(-self.rows_d * self.rows_h // self.warps_rows)
 
+    @property
+    def block_rows(self) -> tuple[int, int]:
+        return self.rows_d, self.rows_h
+
     def block_in(self, g: Geometry) -> int:
         return 8 if g.in_per_group <= 8 else 16 * self.tiles_in * self.warps_in
 
@@ -178,9 +182,9 @@ class Box:
     def segments(self) -> int:
         return self.d * self.h * self.w
 
-    def lines(self, g: Geometry, tiling: Tiling) -> tuple[int, int]:
-        """Lines of dy along d and h that the taps of a block reach."""
-        (d, h, _), rows = g.axes, (tiling.rows_d, tiling.rows_h)
+    def lines(self, g: Geometry, rows: tuple[int, int]) -> tuple[int, int]:
+        """Lines of dy along d and h that the rows of taps of a block reach."""
+        d, h, _ = g.axes
         along_d = d.stride * (self.d - 1) + d.dilation * (rows[0] - 1) + 1
         return along_d, h.stride * (self.h - 1) + h.dilation * (rows[1] - 1) + 1
 
@@ -216,7 +220,9 @@ class Buffers:
     @classmethod
     def of(cls, layer: Layer, planes: Planes, tiling: Tiling) -> Buffers:
         g = layer.geometry
-        plane = pitch_up(plane_words(g, planes, tiling, _best_wide_box(g, planes, tiling)))
+        plane = pitch_up(
+            plane_words(g, planes, tiling, _best_wide_box(g, planes, tiling.block_rows, tiling.segments))
+        )
         pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
         slots = len(planes.offsets) * plane
         tables = 8 + 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
@@ -235,18 +241,19 @@ def _wide_boxes(segments: int) -> Iterator[Box]:
 
 
 def plane_words(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int = 0) -> int:
-    along_d, along_h = box.lines(g, tiling)
+    along_d, along_h = box.lines(g, tiling.block_rows)
     return along_d * along_h * (planes.line_pitch(box.w) + pad)
 
 
-def copied_words(g: Geometry, planes: Planes, tiling: Tiling, box: Box) -> int:
+def copied_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box) -> int:
     """Words of a channel of dy that a box moves, in whole sectors of memory."""
-    along_d, along_h = box.lines(g, tiling)
+    along_d, along_h = box.lines(g, rows)
     return along_d * along_h * (planes.line_words(box.w) * g.stride[2] + SECTOR_WORDS - 1)
 
 
-def _best_wide_box(g: Geometry, planes: Planes, tiling: Tiling) -> Box:
-    return min(_wide_boxes(tiling.segments), key=lambda box: copied_words(g, planes, tiling, box))
+@lru_cache(maxsize=4096)
+def _best_wide_box(g: Geometry, planes: Planes, rows: tuple[int, int], segments: int) -> Box:
+    return min(_wide_boxes(segments), key=lambda box: copied_words(g, planes, rows, box))
 
 
 # ---- Which tiling.
@@ -281,6 +288,8 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
             for rows_d, rows_h in product(range(1, g.kernel[0] + 1), range(1, g.kernel[1] + 1)):
                 if rows_d * rows_h < wr or rows_d * rows_h > 5 * wr or (rows_d > 5 or rows_h > 8):
                     continue
+                if g.kernel[0] % rows_d or g.kernel[1] % rows_h:  # a block whose last rows are empty
+                    continue
                 for segments, stages in product((8, 16, 32, 64), (3,) if layer.dtype == "float32" else (2,)):
                     slices = warps // (wi * wo * wr)
                     if segments % (CHUNK * slices):
@@ -294,7 +303,7 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
 
 def _slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int, int]:
     """Loads per channel of x and of dy that a box takes."""
-    along_d, along_h = box.lines(layer.geometry, tiling)
+    along_d, along_h = box.lines(layer.geometry, tiling.block_rows)
     line = -(-planes.line_words(box.w) // max(1, layer.vector_y)) * len(planes.offsets)
     return box.segments * SEGMENT // max(1, layer.vector_x), along_d * along_h * line
 
@@ -318,7 +327,10 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
     jobs = tiling.blocks * (jobs_x + jobs_y)
     loads_x, loads_y = layer.loads(tiling)
     loaded = jobs_x * loads_x * max(1, layer.vector_x) + jobs_y * loads_y * max(1, layer.vector_y)
-    copied = box.segments * SEGMENT * tiling.block_in(g) + copied_words(g, planes, tiling, box) * tiling.block_out
+    copied = (
+        box.segments * SEGMENT * tiling.block_in(g)
+        + copied_words(g, planes, tiling.block_rows, box) * tiling.block_out
+    )
     warps = tiling.warps * tiling.blocks
     rounding = 2 * SEGMENT if tiling.asynchronous else 0
     per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
@@ -339,7 +351,7 @@ def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float
         return None
     if buffers.table_slots > 16384:
         return None
-    box = _best_wide_box(layer.geometry, planes, tiling)
+    box = _best_wide_box(layer.geometry, planes, tiling.block_rows, tiling.segments)
     cycles = _tile_cycles(layer, planes, tiling, box) / (tiling.blocks * tiling.segments)
     return cycles * tiling.kinds(layer.geometry)
 
@@ -411,6 +423,7 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     return Plan("tensor_weight_grad", "positions as K on tensor cores", (*mains, reduce), splits * count * 4, tile)
 
 
+@lru_cache(maxsize=1024)
 def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
     """The box that walks this volume in the least predicted time."""
     room = Buffers.of(layer, planes, tiling).plane
@@ -428,7 +441,7 @@ def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
 def _conflicts(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int) -> int:
     """How many of a quarter-warp's loads of dy (two channels, four segments) meet in a bank, at worst."""
     pitch = planes.line_pitch(box.w) + pad
-    lines_h = box.lines(g, tiling)[1]
+    lines_h = box.lines(g, tiling.block_rows)[1]
     worst = 1
     for chunk in range(0, box.segments - CHUNK + 1, CHUNK):
         banks = [0] * 8
@@ -481,7 +494,7 @@ def _wide(p: Problem) -> bool:
 def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, splits: int) -> Launch:
     g = p.geometry
     buffers, box = Buffers.of(layer, planes, tiling), _box(p, layer, planes, tiling)
-    along_d, along_h = box.lines(g, tiling)
+    along_d, along_h = box.lines(g, tiling.block_rows)
     pitch = planes.line_pitch(box.w) + _pad(g, planes, tiling, box, buffers.plane)
     return Launch(
         kernel="tensor_weight_grad",
@@ -502,7 +515,7 @@ def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling,
 def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, buffers: Buffers) -> Constants:
     g = p.geometry
     place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
-    box = _best_wide_box(g, planes, tiling)
+    box = _best_wide_box(g, planes, tiling.block_rows, tiling.segments)
     jobs = sum(_jobs(layer, tiling, _slots(layer, planes, tiling, box)))
     chunks = tiling.segments // (CHUNK * tiling.slices)
     hooks = -(-jobs // (tiling.warps * chunks))
