@@ -29,16 +29,19 @@ from tconv3d import compiler, halo_planner, launcher
 from tconv3d.launch import Launch
 from tconv3d.problem import Device
 
-SLABS = "static_for<Config::kSlabs>([&](auto m) {\n      constexpr int kSlab = decltype(m)::value;\n"
+UNSTORED = "if (args.batch > 0) {\n} else if constexpr (Config::kOutputUnitC) {\n"
 # What leaves out a part: text of halo.cuh, and what replaces it. Conditions that never hold keep the code around it.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "loads": (  # from global memory
-        ("if (c < count) raw[i][c] = load", "if (c < count && args.batch < 0) raw[i][c] = load"),
-        ("gather(x, from.inside ?", "gather(x, from.inside && args.batch < 0 ?"),
+        ("if (from >= 0 && exists)", "if (from >= 0 && exists && args.batch < 0)"),
+        ("from >= 0 ? count : 0", "from >= 0 && args.batch < 0 ? count : 0"),
     ),
-    "staging": (("ptx::store_shared(stage +", "if (stage == 1) ptx::store_shared(stage +"),),
+    "staging": (  # to shared memory
+        ("if (row == kNoRow) return;", "if (row >= 0) return;"),
+        ("if (row[i] != kNoRow)", "if (row[i] < 0)"),
+    ),
     "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
-    "stores": ((f"{SLABS}      static_for<2>", f"if (args.batch > 0) return;\n    {SLABS}      static_for<2>"),),
+    "stores": (("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),),
     "panels": (("ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);", ";"),),  # the wait
 }  # fmt: skip
 

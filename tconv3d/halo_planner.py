@@ -32,9 +32,12 @@ from tconv3d.problem import Device, Pass, Plan, Problem, mirror
 SLAB = 64  # positions of one matrix instruction
 MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
 STEP_BYTES = 32  # of K that one matrix instruction takes
-BARRIER_BYTES = 1024  # reserved for barriers
+RESERVED_BYTES = 1024 + 8 * 1152  # for barriers, and for the scratch of eight consumer warps
+LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
+PACKING_BLOCKS = 1024  # that fill a GPU while it packs
 REGISTERS = 65536  # of a multiprocessor
-CONSUMER_REGISTERS = 80  # beside the accumulators
+CONSUMER_REGISTERS = 80  # at least, beside the accumulators
+PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
 MAX_SUMS = 128  # accumulators of a thread
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
@@ -291,8 +294,10 @@ class Build:
 
     @cached_property
     def stage_rows(self) -> int:
-        """As many as fit."""
-        per_stage = (self.shared_bytes - BARRIER_BYTES - self.panel_bytes) // self.stages
+        """As many as fit, with 8 bytes of every position that a loader's lane has."""
+        parts = max(1, self.row_bytes // 16 // self.item_bytes)
+        left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes
+        per_stage = left // (self.stages * self.row_bytes + 8 * parts) * self.row_bytes
         return max(0, per_stage // 1024 * 1024 // self.row_bytes)
 
     @property
@@ -308,9 +313,12 @@ class Build:
     def registers(self) -> tuple[int, int]:
         """Of a producer's and of a consumer's thread, together what the kernel starts with."""
         start = REGISTERS // self.threads // 8 * 8
-        consumer = min(round_up(self.sums + CONSUMER_REGISTERS, 8), 232)
-        left = start * self.threads - 128 * self.consumers * consumer
-        return min(left // (128 * self.producers) // 8 * 8, start), max(consumer, start)
+        total = start * self.threads // 128
+        needed = round_up(self.sums + CONSUMER_REGISTERS, 8)
+        spare = (total - PRODUCER_REGISTERS * self.producers) // self.consumers // 8 * 8
+        consumer = min(max(needed, spare), 232)
+        left = total - self.consumers * consumer
+        return min(left // self.producers // 8 * 8, start), max(consumer, start)
 
     @cached_property
     def cycles_per_slab(self) -> float:
@@ -402,8 +410,11 @@ class Build:
             for variant in self.programs
             for taps in variant.taps
         )
-        threads = 256
-        pieces = self.column_tiles * self.tile_bytes // 16
+        threads = 128
+        pieces = self.column_tiles * self.chunks * self.out_tile * self.row_bytes // 16
+        lines = self.chunk_bytes // (self.out_tile * self.row_bytes)
+        blocks = ceil_div(pieces, threads)
+        shares = min(lines, max(1, PACKING_BLOCKS // blocks))  # a small weight is packed by more threads
         return Launch(
             kernel="pack",
             constants=(
@@ -415,7 +426,7 @@ class Build:
                 *self.layout_constants,
                 ("kTap", table),
             ),
-            grid=(ceil_div(pieces, threads), 1, 1),
+            grid=(blocks, shares, 1),
             threads=threads,
             shared_bytes=0,
             pointers=("weight", "workspace"),
@@ -442,7 +453,7 @@ def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
 
 
 def _wide(p: Problem) -> bool:
-    """Whether an offset inside one channel's volume may leave 32 bits."""
+    """Whether an offset inside one channel's volume, or to the next channel, may leave 32 bits."""
     reach = [
         size + 2 * axis.kernel * axis.dilation + axis.padding + 64
         for size, axis in zip(p.input_size, p.geometry.axes, strict=True)
@@ -450,7 +461,7 @@ def _wide(p: Problem) -> bool:
     last = [size + 64 * axis.stride for size, axis in zip(p.output_size, p.geometry.axes, strict=True)]
     x = sum(size * stride for size, stride in zip(reach, p.input[2:], strict=True))
     y = sum(size * stride for size, stride in zip(last, p.output[2:], strict=True))
-    return max(x, y) > INT32_MAX
+    return max(x, y, p.input[1]) > INT32_MAX
 
 
 def _vector_input(p: Problem) -> bool:
@@ -616,7 +627,7 @@ def _store_cycles(build: Build, problem: Problem, rounds: int, planes: int, cost
     axis = build.geometry.axes[2]
     last = problem.output[1] == 1 and problem.output[4] != 1
     pairs = last or (axis.stride > 1 and not build.split[2])
-    outputs = rounds * build.slabs * build.consumers * SLAB * build.columns * planes
+    outputs = float(rounds * build.slabs * build.consumers * SLAB * build.columns * planes)
     if build.march:
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
     odd = pairs and not last and problem.output_size[2] % 2 == 1  # half of the pairs cannot be stored at once

@@ -86,12 +86,186 @@ struct Halo : HaloLayout<Config> {
   static constexpr int kConsumerWarps = 4 * Config::kConsumers;
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
 
-  // Shared memory: halo stages, panels, barriers.
+  // One unit of work: a tile of positions and a column tile.
+  struct Place {
+    int column_tile;
+    int n, d, h, w;  // the tile's first batch item and position (marching: d is the first output plane)
+    int first_plane, planes;  // steps of the march; one if there is none
+    int last_output;          // marching: one past the last output plane
+    __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
+    __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
+    __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
+  };
+
+  // ---- producers: the halo
+
+  // An input position of the halo: its row in the stage, and where it lies in memory (in bytes from the
+  // tile's first plane and channel; negative: outside of the input, zero). Dividing its index into
+  // coordinates takes longer than loading, so each lane does it once per tile, and keeps its positions in
+  // shared memory.
+  using Position = long long;
+  static constexpr Position kNowhere = -1;
+  static constexpr int kNoRow = 0xFFFF;
+  static __device__ __forceinline__ int row_of(Position position) {
+    return static_cast<int>(position) & 0xFFFF;
+  }
+  static __device__ __forceinline__ long long bytes_of(Position position) { return position >> 16; }
+
+  // By the position's index, w fastest.
+  static __device__ __forceinline__ Position position(const Args& args, const Place& at, int index) {
+    const int line = divide(index, args.halo_w), w = index - line * args.halo.w;
+    const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
+    const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
+    const int x_d = Config::kMarch ? 0 : at.d + Config::kOrigin(at.variant(), 0) + d;
+    const int x_h = at.h + Config::kOrigin(at.variant(), 1) + h;
+    const int x_w = at.w + Config::kOrigin(at.variant(), 2) + w;
+    if (index >= args.rows) return kNowhere;
+    const int row = ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
+    if (!(at.n + n < args.batch && inside(x_d, args.input.d) && inside(x_h, args.input.h) &&
+          inside(x_w, args.input.w))) {
+      return row - 65536;
+    }
+    const Offset offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
+                          static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) +
+                          static_cast<Offset>(x_w) * static_cast<Offset>(args.x_stride.w);
+    const long long items = (at.n + n) * args.x_stride.n + offset;
+    return items * static_cast<long long>(sizeof(Scalar)) * 65536 + row;
+  }
+  static __device__ __forceinline__ bool inside(int i, int size) {
+    return static_cast<unsigned>(i) < static_cast<unsigned>(size);
+  }
+
+  // Where a row of the stage begins; piece i of it is at this address ^ 16 * i.
+  static __device__ __forceinline__ unsigned row_start(unsigned stage, int row) {
+    return stage + Layout::swizzle(row * Config::kRowBytes);
+  }
+
+  // A batch is what a lane has in flight: some pieces of the halo, as they are in memory. While one batch is
+  // on its way, the one before it is converted and stored. In a turn, a warp takes kRows positions; a batch
+  // has kTurns, and kParts batches take all channels of a chunk.
+  //
+  // Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels.
+  struct BatchByPosition {
+    static constexpr int kFlight =
+        16 / Layout::kPieceItems;  // pieces of 16 loads: two batches fill the registers
+    static constexpr int kPieces = Layout::kRowPieces < kFlight ? Layout::kRowPieces : kFlight;
+    static constexpr int kParts = Layout::kRowPieces / kPieces;
+    static constexpr int kRows = 32, kTurns = 1;
+    Scalar raw[kPieces][Layout::kPieceItems];
+    int row, first_piece;
+
+    static __device__ __forceinline__ int row_in_turn(int lane) { return lane; }
+    // `x`: the plane and the chunk. `turn` counts those of all warps.
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, const Position* positions,
+                                         int chunk, unsigned turn, int lane) {
+      const Position from = positions[turn * kRows + lane];
+      const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
+      row = row_of(from);
+      first_piece = turn % kParts * kPieces;
+      const unsigned char* address = x + bytes_of(from) + first_piece * Layout::kPieceItems * stride;
+      const int left = Layout::kSlots - chunk * Layout::kRowItems - first_piece * Layout::kPieceItems;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const auto channels = Layout::channels(chunk, first_piece + i);
+        if constexpr (!Layout::kDense) {
+          address = x + bytes_of(from) + (channels.group * Config::kIn + channels.first) * stride;
+        }
+#pragma unroll
+        for (int c = 0; c < Layout::kPieceItems; ++c, address += stride) {
+          const bool exists = Layout::kWholeRows ? true
+                              : Layout::kDense   ? i * Layout::kPieceItems + c < left
+                                                 : c < channels.count;
+          raw[i][c] = Scalar{};
+          if (from >= 0 && exists) raw[i][c] = load_constant(reinterpret_cast<const Scalar*>(address));
+        }
+      }
+    }
+    __device__ __forceinline__ void store(unsigned stage) const {
+      if (row == kNoRow) return;
+      const unsigned start = row_start(stage, row) ^ 16 * first_piece;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        Piece<Scalar> piece;
+#pragma unroll
+        for (int c = 0; c < Layout::kPieceItems; ++c) piece.set(c, raw[i][c]);
+        ptx::store_shared(start ^ 16 * i, piece.vector());
+      }
+    }
+  };
+
+  // Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
+  struct BatchByChannel {
+    static constexpr int kParts = 1, kTurns = 4, kRows = 32 / Layout::kRowPieces;
+    uint4 raw[kTurns];
+    int row[kTurns], piece;
+
+    static __device__ __forceinline__ int row_in_turn(int lane) { return lane / Layout::kRowPieces; }
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, const Position* positions,
+                                         int chunk, unsigned turn, int lane) {
+      piece = lane % Layout::kRowPieces;
+      const auto channels = Layout::channels(chunk, piece);
+      const int first =
+          Layout::kDense ? piece * Layout::kPieceItems : channels.group * Config::kIn + channels.first;
+      x += first * static_cast<int>(sizeof(Scalar));
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) {
+        const Position from = positions[(turn + i * kLoaderWarps) * kRows + row_in_turn(lane)];
+        row[i] = row_of(from);
+        const int count = Layout::kWholeRows ? Layout::kPieceItems : channels.count;
+        raw[i] = gather(reinterpret_cast<const Scalar*>(x + bytes_of(from)), from >= 0 ? count : 0);
+      }
+    }
+    static __device__ __forceinline__ uint4 gather(const Scalar* x, int count) {
+      if constexpr (Config::kVectorInput) {  // a piece is whole or empty, and aligned
+        return count == 0 ? make_uint4(0, 0, 0, 0) : __ldg(reinterpret_cast<const uint4*>(x));
+      } else {
+        Vector<Scalar, Layout::kPieceItems> items{};
+#pragma unroll
+        for (int c = 0; c < Layout::kPieceItems; ++c) {
+          if (c < count) items.at[c] = load_constant(x + c);
+        }
+        return *reinterpret_cast<const uint4*>(&items);
+      }
+    }
+    // 16 bytes as they are in memory -> as tensor cores want them.
+    static __device__ __forceinline__ uint4 to_operands(uint4 raw) {
+      if constexpr (sizeof(Scalar) == 4) {
+        raw.x = OperandOf<float>::bits(ptx::bits_to_float(raw.x));
+        raw.y = OperandOf<float>::bits(ptx::bits_to_float(raw.y));
+        raw.z = OperandOf<float>::bits(ptx::bits_to_float(raw.z));
+        raw.w = OperandOf<float>::bits(ptx::bits_to_float(raw.w));
+      }
+      return raw;
+    }
+    __device__ __forceinline__ void store(unsigned stage) const {
+#pragma unroll
+      for (int i = 0; i < kTurns; ++i) {
+        if (row[i] != kNoRow) {
+          ptx::store_shared(row_start(stage, row[i]) ^ 16 * piece, to_operands(raw[i]));
+        }
+      }
+    }
+  };
+
+  using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
+
+  // Shared memory: halo stages, panels, barriers, scratch, the loaders' positions.
   static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
   static constexpr int kPanelBytes =
       Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
   static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
-  static constexpr int kSharedBytes = Config::kStages * kStageBytes + kPanelBytes + 8 * kBarriers;
+  // A warp's accumulators pass through scratch on their way to contiguous lines: 8 channels, kScratchPitch
+  // apart.
+  static constexpr int kScratchPitch =
+      36;  // 4 past a multiple of 32: neither writing nor reading meets itself
+  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 8 * kScratchPitch * 4;  // of a warp
+  static constexpr int kScratchStart =
+      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
+  static constexpr int kPositionsStart = kScratchStart + kConsumerWarps * kScratchBytes;
+  static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kParts;
+  static constexpr int kRound = kLoaderWarps * Batch::kTurns;
+  static constexpr int kSharedBytes =
+      kPositionsStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
   static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
   static_assert(kStageBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
@@ -111,17 +285,6 @@ struct Halo : HaloLayout<Config> {
     __device__ __forceinline__ unsigned slot_empty(unsigned i) const {
       return barrier(2 * Config::kStages + Config::kSlots + i);
     }
-  };
-
-  // One unit of work: a tile of positions and a column tile.
-  struct Place {
-    int column_tile;
-    int n, d, h, w;  // the tile's first batch item and position (marching: d is the first output plane)
-    int first_plane, planes;  // steps of the march; one if there is none
-    int last_output;          // marching: one past the last output plane
-    __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
-    __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
-    __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
   };
 
   static __device__ __forceinline__ Place place(const Args& args, int work) {
@@ -159,182 +322,68 @@ struct Halo : HaloLayout<Config> {
     return left < at.planes ? (left < 0 ? 0 : left) : at.planes;
   }
 
-  // ---- producers: the halo
-
-  // An input position of the halo by its index, w fastest: where it lies in memory and in the stage.
-  struct Source {
-    bool inside;
-    int row;
-    long long item;  // offset of its batch item
-    Offset offset;   // in the channel's volume
-  };
-  static __device__ __forceinline__ Source source(const Args& args, const Place& at, int plane, int index) {
-    const int line = divide(index, args.halo_w), w = index - line * args.halo.w;
-    const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
-    const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
-    const int x_d = (Config::kMarch ? plane : at.d + Config::kOrigin(at.variant(), 0)) + d;
-    const int x_h = at.h + Config::kOrigin(at.variant(), 1) + h;
-    const int x_w = at.w + Config::kOrigin(at.variant(), 2) + w;
-    Source from;
-    from.inside = index < args.rows && at.n + n < args.batch && inside(x_d, args.input.d) &&
-                  inside(x_h, args.input.h) && inside(x_w, args.input.w);
-    from.row = ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
-    from.item = (at.n + n) * args.x_stride.n;
-    from.offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
-                  static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) +
-                  static_cast<Offset>(x_w) * static_cast<Offset>(args.x_stride.w);
-    return from;
-  }
-  static __device__ __forceinline__ bool inside(int i, int size) {
-    return static_cast<unsigned>(i) < static_cast<unsigned>(size);
-  }
-
-  // 16 bytes as they are in memory -> as tensor cores want them.
-  static __device__ __forceinline__ uint4 to_operands(uint4 raw) {
-    if constexpr (sizeof(Scalar) == 4) {
-      raw.x = ptx::float_to_tf32(ptx::bits_to_float(raw.x));
-      raw.y = ptx::float_to_tf32(ptx::bits_to_float(raw.y));
-      raw.z = ptx::float_to_tf32(ptx::bits_to_float(raw.z));
-      raw.w = ptx::float_to_tf32(ptx::bits_to_float(raw.w));
-    }
-    return raw;
-  }
-
-  static __device__ __forceinline__ void store_piece(unsigned stage, int row, int piece, uint4 value) {
-    ptx::store_shared(stage + Layout::swizzle(row * Config::kRowBytes + piece * 16), value);
-  }
-
-  // A batch is what a lane has in flight: some pieces of the halo, as they are in memory. While one batch is
-  // on its way, the one before it is converted and stored.
-  //
-  // Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels.
-  struct BatchByPosition {
-    static constexpr int kFlight =
-        16 / Layout::kPieceItems;  // pieces of 16 loads: two batches fill the registers
-    static constexpr int kPieces = Layout::kRowPieces < kFlight ? Layout::kRowPieces : kFlight;
-    static constexpr int kParts = Layout::kRowPieces / kPieces;
-    Scalar raw[kPieces][Layout::kPieceItems];
-    int row, first_piece;  // row -1: nothing to store
-
-    static __device__ __forceinline__ int batches(const Args& args) {
-      return ((args.rows + 31) / 32 * kParts + kLoaderWarps - 1) / kLoaderWarps;
-    }
-    __device__ __forceinline__ void load(const Args& args, const Place& at, int plane, int chunk, int batch,
-                                         int warp, int lane) {
-      const int item = batch * kLoaderWarps + warp, index = item / kParts * 32 + lane;
-      const Source from = source(args, at, plane, index);
-      const Scalar* x = static_cast<const Scalar*>(args.x) + from.item + from.offset;
-      row = index < args.rows ? from.row : -1;
-      first_piece = item % kParts * kPieces;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const auto channels = Layout::channels(chunk, first_piece + i);
-        const int first = (at.first_group() + channels.group) * Config::kIn + channels.first;
-        const Scalar* channel = x + first * args.x_stride.c;
-        const int count = from.inside ? channels.count : 0;
-#pragma unroll
-        for (int c = 0; c < Layout::kPieceItems; ++c) {
-          raw[i][c] = Scalar{};
-          if (c < count) raw[i][c] = load_constant(channel + c * args.x_stride.c);
-        }
-      }
-    }
-    __device__ __forceinline__ void store(unsigned stage) const {
-      if (row < 0) return;
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        Piece<Scalar> piece;
-#pragma unroll
-        for (int c = 0; c < Layout::kPieceItems; ++c) piece.set(c, raw[i][c]);
-        store_piece(stage, row, first_piece + i, piece.vector());
-      }
-    }
-  };
-
-  // Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
-  struct BatchByChannel {
-    static constexpr int kPieces = 4;
-    uint4 raw[kPieces];
-    int row[kPieces], piece[kPieces];
-
-    static __device__ __forceinline__ int batches(const Args& args) {
-      return (args.rows * Layout::kRowPieces + kPieces * kLoaderWarps * 32 - 1) /
-             (kPieces * kLoaderWarps * 32);
-    }
-    __device__ __forceinline__ void load(const Args& args, const Place& at, int plane, int chunk, int batch,
-                                         int warp, int lane) {
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const int index = ((batch * kPieces + i) * kLoaderWarps + warp) * 32 + lane;
-        const Source from = source(args, at, plane, index / Layout::kRowPieces);
-        piece[i] = index % Layout::kRowPieces;
-        row[i] = index < args.rows * Layout::kRowPieces ? from.row : -1;
-        const auto channels = Layout::channels(chunk, piece[i]);
-        const int first = (at.first_group() + channels.group) * Config::kIn + channels.first;
-        const Scalar* x = static_cast<const Scalar*>(args.x) + from.item + from.offset + first;
-        raw[i] = gather(x, from.inside ? channels.count : 0);
-      }
-    }
-    static __device__ __forceinline__ uint4 gather(const Scalar* x, int count) {
-      if constexpr (Config::kVectorInput) {  // a piece is whole or empty, and aligned
-        return count == 0 ? make_uint4(0, 0, 0, 0) : __ldg(reinterpret_cast<const uint4*>(x));
-      } else {
-        Vector<Scalar, Layout::kPieceItems> items{};
-#pragma unroll
-        for (int c = 0; c < Layout::kPieceItems; ++c) {
-          if (c < count) items.at[c] = load_constant(x + c);
-        }
-        return *reinterpret_cast<const uint4*>(&items);
-      }
-    }
-    __device__ __forceinline__ void store(unsigned stage) const {
-#pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        if (row[i] >= 0) store_piece(stage, row[i], piece[i], to_operands(raw[i]));
-      }
-    }
-  };
-
   // What a loader warp does, one batch after the other, across chunks, planes and tiles.
   struct Course {
+    int warp, lane, batches;
+    Position* positions;  // of all warps, by turn: each lane reads what itself wrote
     int work, plane, chunk, batch, planes;
     Place at;
+    const unsigned char *plane_start, *x;  // of the plane, of the chunk
 
     __device__ __forceinline__ bool start(const Args& args, int first_work) {
       plane = chunk = batch = 0;
       for (work = first_work; work < args.work; work += gridDim.x) {
         at = place(args, work);
         planes = fed_planes(args, at);
-        if (planes > 0) return true;
+        if (planes > 0) {
+          find_positions(args);
+          return true;
+        }
       }
       return false;
     }
-    __device__ __forceinline__ bool advance(const Args& args, int batches) {
+    __device__ __forceinline__ void find_positions(const Args& args) {
+#pragma unroll 1
+      for (int turn = warp; turn < batches * Batch::kTurns * kLoaderWarps; turn += kLoaderWarps) {
+        const int row = Batch::row_in_turn(lane);
+        positions[turn * Batch::kRows + row] = position(args, at, turn / Batch::kParts * Batch::kRows + row);
+      }
+      const long long first = at.first_group() * Config::kIn * args.x_stride.c +
+                              (Config::kMarch ? at.first_plane * args.x_stride.d : 0);
+      x = plane_start = static_cast<const unsigned char*>(args.x) + first * static_cast<int>(sizeof(Scalar));
+    }
+    __device__ __forceinline__ bool advance(const Args& args) {
       if (++batch < batches) return true;
       batch = 0;
+      if constexpr (Layout::kDense) {
+        x += Layout::kRowItems * static_cast<int>(sizeof(Scalar)) * args.x_stride.c;
+      }
       if (++chunk < kChunks) return true;
       chunk = 0;
+      x = plane_start += static_cast<int>(sizeof(Scalar)) * args.x_stride.d;
       if (++plane < planes) return true;
       return start(args, work + gridDim.x);
+    }
+    __device__ __forceinline__ void load(const Args& args, Batch& next) const {
+      next.load(args, x, positions, chunk, batch * Batch::kTurns * kLoaderWarps + warp, lane);
     }
   };
 
   static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
                                                     int lane) {
-    using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
-    const int batches = Batch::batches(args);
+    const int turns = (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kParts;
     Ring<Config::kStages> ring;
     Course course;
+    course.warp = warp;
+    course.lane = lane;
+    course.batches = (turns + kLoaderWarps * Batch::kTurns - 1) / (kLoaderWarps * Batch::kTurns);
+    course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart);
     if (!course.start(args, blockIdx.x)) return;
-    const auto load = [&](Batch& batch) {
-      batch.load(args, course.at, course.at.first_plane + course.plane, course.chunk, course.batch, warp,
-                 lane);
-    };
     // Loads the next batch, then stores the present one. False: there is no next.
     const auto step = [&](const Batch& present, Batch& next) {
-      const bool first = course.batch == 0, last = course.batch == batches - 1;
-      const bool more = course.advance(args, batches);
-      if (more) load(next);
+      const bool first = course.batch == 0, last = course.batch == course.batches - 1;
+      const bool more = course.advance(args);
+      if (more) course.load(args, next);
       if (first) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
       present.store(shared.stage(ring.index));
       if (last) {
@@ -346,7 +395,7 @@ struct Halo : HaloLayout<Config> {
       return more;
     };
     Batch even, odd;  // two names, so that nothing is copied while it is on its way
-    load(even);
+    course.load(args, even);
     while (step(even, odd) && step(odd, even)) {
     }
   }
@@ -631,42 +680,31 @@ struct Halo : HaloLayout<Config> {
     }
   }
 
-  // One field of one position: a lane's channels. `second` are the sums of the w-phase after this field's, if
-  // that is to be stored along.
-  template <bool kPaired>
+  // One field of one position: a lane's channels.
   static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
-                                                     int lane, int group, int field, const float* first,
-                                                     const float* second) {
+                                                     int lane, int group, int field, const float* sums) {
     const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
     const int w = to.w + Config::kField(field, 2);
     const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
     if (!(to.exists && deep && h < args.output.h && w < args.output.w)) return;
     const int out = at.first_out() + first_column(lane);
     const int channel = (at.first_group() + group) * Config::kOut + out;
-    Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
+    Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel +
                 (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
                  static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
                  static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
 #pragma unroll
-    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
+    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8) {
       if (Config::kOut % Config::kOutTile && out + 8 * j >= Config::kOut) break;
-      const bool odd = Config::kOut % 2 == 0 || out + 8 * j + 1 < Config::kOut;
-      if constexpr (kPaired) {
-        const bool both = w + 1 < args.output.w;
-        store_pair(y, first[4 * j], second[4 * j], both);
-        if (odd) store_pair(y + args.y_stride.c, first[4 * j + 1], second[4 * j + 1], both);
-      } else if constexpr (Config::kOutputUnitC) {
-        store_pair(y, first[4 * j], first[4 * j + 1], odd);
-      } else {
-        store_one(y, first[4 * j]);
-        if (odd) store_one(y + args.y_stride.c, first[4 * j + 1]);
-      }
+      const bool both = Config::kOut % 2 == 0 || out + 8 * j + 1 < Config::kOut;
+      store_pair(y, sums[4 * j], sums[4 * j + 1], both);
     }
   }
 
-  static __device__ __forceinline__ void store(const Args& args, const Place& at, const Sums& sums,
-                                               const Slab (&slabs)[Config::kSlabs], int plane, int warp,
-                                               int lane) {
+  // Contiguous along channels: a lane stores its pairs of channels where they are.
+  static __device__ __forceinline__ void store_by_channel(const Args& args, const Place& at, const Sums& sums,
+                                                          const Slab (&slabs)[Config::kSlabs], int plane,
+                                                          int warp, int lane) {
     static_for<Config::kSlabs>([&](auto m) {
       constexpr int kSlab = decltype(m)::value;
       static_for<2>([&](auto half) {
@@ -676,18 +714,86 @@ struct Halo : HaloLayout<Config> {
           constexpr int kGroup = decltype(group)::value;
           constexpr int kFirst = kGroup * Layout::kGroupColumns / 2 + 2 * kHalf;
           static_for<Config::kFields>([&](auto field) {
-            constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
-            if constexpr (kPartner != Config::kStoredByPartner &&
-                          (!Config::kMarch || Config::kField(kField, 0) < Config::kStrideD)) {
-              constexpr bool kPaired = kPartner >= 0;
-              store_field<kPaired>(
-                  args, at, to, lane, kGroup, kField, &sums[kSlab][kFirst + kField * Config::kOutTile / 2],
-                  &sums[kSlab][kFirst + (kPaired ? kPartner : kField) * Config::kOutTile / 2]);
+            constexpr int kField = decltype(field)::value;
+            if constexpr (!Config::kMarch || Config::kField(kField, 0) < Config::kStrideD) {
+              store_field(args, at, to, lane, kGroup, kField,
+                          &sums[kSlab][kFirst + kField * Config::kOutTile / 2]);
             }
           });
         });
       });
     });
+  }
+
+  // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of 16
+  // positions are 32 neighbours; where a field has no partner, 16 positions of two channels.
+  static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
+                                                           const Sums& sums,
+                                                           const Slab (&slabs)[Config::kSlabs], int plane,
+                                                           int warp, int lane, float* scratch) {
+    static_for<Config::kSlabs>([&](auto m) {
+      constexpr int kSlab = decltype(m)::value;
+      const Target by_pair = target(args, at, slabs[kSlab], plane, 16 * warp + lane / 2);
+      const Target by_one = target(args, at, slabs[kSlab], plane, 16 * warp + lane % 16);
+      static_for<Config::kGroupsPerTile>([&](auto group) {
+        constexpr int kGroup = decltype(group)::value;
+        static_for<Config::kFields>([&](auto field) {
+          constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
+          if constexpr (kPartner != Config::kStoredByPartner &&
+                        (!Config::kMarch || Config::kField(kField, 0) < Config::kStrideD)) {
+            constexpr bool kPaired = kPartner >= 0;
+            constexpr int kFirst = kGroup * Layout::kGroupColumns / 2;
+            const Target& to = kPaired ? by_pair : by_one;
+            const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
+            const float* second = &sums[kSlab][kFirst + (kPaired ? kPartner : kField) * Config::kOutTile / 2];
+            store_lines<kPaired>(args, at, to, lane, kGroup, kField, first, second, scratch);
+          }
+        });
+      });
+    });
+  }
+
+  template <bool kPaired>
+  static __device__ __forceinline__ void store_lines(const Args& args, const Place& at, const Target& to,
+                                                     int lane, int group, int field, const float* first,
+                                                     const float* second, float* scratch) {
+    constexpr int kWidth = kPaired ? 2 : 1;  // neighbours that a position has
+    const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
+    const int w = to.w + Config::kField(field, 2) + (kPaired ? lane % 2 : 0);
+    const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
+    const bool exists = to.exists && deep && h < args.output.h && w < args.output.w;
+    const int out = at.first_out() + (kPaired ? 0 : lane / 16);
+    const int channel = (at.first_group() + group) * Config::kOut + out;
+    Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
+                (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
+                 static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
+                 static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
+#pragma unroll
+    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
+      __syncwarp();  // the lines before these have been read
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float* own = scratch + (first_column(lane) + e) * kScratchPitch + (8 * half + lane / 4) * kWidth;
+          if constexpr (kPaired) {
+            *reinterpret_cast<Vector<float, 2>*>(own) =
+                Vector<float, 2>{first[4 * j + 2 * half + e], second[4 * j + 2 * half + e]};
+          } else {
+            *own = first[4 * j + 2 * half + e];
+          }
+        }
+      }
+      __syncwarp();
+      constexpr int kStep = kPaired ? 1 : 2;  // channels that one store covers
+#pragma unroll
+      for (int c = 0; c < 8; c += kStep) {
+        const float value = kPaired ? scratch[c * kScratchPitch + lane]
+                                    : scratch[(c + lane / 16) * kScratchPitch + lane % 16];
+        const bool valid = exists && (Config::kOut % Config::kOutTile == 0 || out + 8 * j + c < Config::kOut);
+        if (valid) store_one(y + c * args.y_stride.c, value);
+      }
+    }
   }
 
   static __device__ __forceinline__ void consume(const Args& args, const Shared& shared, int consumer,
@@ -696,6 +802,8 @@ struct Halo : HaloLayout<Config> {
     me.shared = shared;
     me.lane = lane;
     Sums sums;
+    float* scratch = reinterpret_cast<float*>(dynamic_shared<unsigned char>() + kScratchStart +
+                                              (4 * consumer + warp) * kScratchBytes);
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
     for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
       const Place at = place(args, work);
@@ -711,7 +819,11 @@ struct Halo : HaloLayout<Config> {
         const int fed = fed_planes(args, at);
         for (int plane = 0; plane < at.planes; ++plane) {
           if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
-          store(args, at, sums, slabs, at.first_plane + plane, warp, lane);
+          if constexpr (Config::kOutputUnitC) {
+            store_by_channel(args, at, sums, slabs, at.first_plane + plane, warp, lane);
+          } else {
+            store_by_position(args, at, sums, slabs, at.first_plane + plane, warp, lane, scratch);
+          }
           if constexpr (Config::kMarch) move_window(args, at, sums, lane);
         }
       }

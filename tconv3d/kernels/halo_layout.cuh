@@ -94,6 +94,10 @@ struct HaloLayout {
     return {group, first, left < 0 ? 0 : left < kPieceItems ? left : kPieceItems};
   }
 
+  // Whether slot i of the chunks is channel i of the tile, and whether all slots are channels.
+  static constexpr bool kDense = Config::kGroupsPerTile == 1 || Config::kGroupSlots == Config::kIn;
+  static constexpr bool kWholeRows = kDense && kSlots % kRowItems == 0;
+
   // Where a byte of a row lies: the hardware's swizzle, a function of the address.
   static __device__ __forceinline__ int swizzle(int offset) {
     return offset ^ ((offset >> 7 & (kRowPieces - 1)) << 4);

@@ -11,7 +11,12 @@ struct OperandOf;
 template <>
 struct OperandOf<float> {
   static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
-  static __device__ __forceinline__ unsigned bits(float value) { return ptx::float_to_tf32(value); }
+  // Tensor cores take the upper 19 bits, so half a unit of the last of these rounds to nearest, ties away
+  // from zero: two instructions, where the conversion takes four. Infinities and NaN stay what they are.
+  static __device__ __forceinline__ unsigned bits(float value) {
+    const float power = ptx::bits_to_float(ptx::float_to_bits(value) & 0xFF800000u);
+    return ptx::float_to_bits(power * 0x1p-11f + value);
+  }
 };
 template <>
 struct OperandOf<Half> {

@@ -9,6 +9,7 @@
 namespace tconv3d::ptx {
 
 __device__ __forceinline__ float bits_to_float(unsigned bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ unsigned float_to_bits(float value) { return __float_as_uint(value); }
 
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
   float value;
