@@ -1,6 +1,7 @@
 // Packs a weight for the halo kernel: every panel in the order in which tensor cores consume it, rounded to
-// the operand type, swizzled, zero where there is no channel. One thread makes one 16-byte piece. The layout
-// is in halo_layout.cuh.
+// the operand type, swizzled, zero where there is no channel. A thread has 16 bytes of input
+// channels of one output channel and goes through the taps: they are neighbours in the weight, so that every
+// sector it reads serves it several times. The layout is in halo_layout.cuh.
 #pragma once
 
 #include "halo_layout.cuh"
@@ -18,44 +19,55 @@ template <class Config>
 __device__ void run(const Args& args) {
   using Layout = HaloLayout<Config>;
   using Scalar = typename Config::Scalar;
-  const int index = static_cast<int>(blockIdx.x * Config::kThreads + threadIdx.x);
-  const int piece = index % Layout::kRowPieces;
-  const int row = index / Layout::kRowPieces % Layout::kChunkRows;
-  const int chunk = index / Layout::kRowPieces / Layout::kChunkRows % Layout::kChunks;
-  const int tile = index / Layout::kRowPieces / Layout::kChunkRows / Layout::kChunks;
+  constexpr int kLines =
+      Layout::kChunkRows / Config::kOutTile;  // of a chunk: (pattern, shift, field) in a row
+  int rest = static_cast<int>(blockIdx.x * Config::kThreads + threadIdx.x);
+  const int piece = rest % Layout::kRowPieces;
+  rest /= Layout::kRowPieces;
+  const int column = rest % Config::kOutTile;
+  rest /= Config::kOutTile;
+  const int chunk = rest % Layout::kChunks, tile = rest / Layout::kChunks;
   if (tile >= Layout::kColumnTiles) return;
 
-  // Which shift and which of the fields it feeds: panels have the rows of their pattern.
-  int shift = 0, field = 0;
-#pragma unroll
-  for (int p = 0; p < Config::kPatterns; ++p) {
-    const int local = row - Layout::rows_before(p);
-    if (local >= 0 && local < Layout::panel_rows(p) * Layout::shifts(p)) {
-      shift = Config::kPatternShift(p) + local / Layout::panel_rows(p);
-      field = local % Layout::panel_rows(p) / Config::kOutTile;
-    }
-  }
-  const int tap =
-      Config::kTap(tile % Config::kVariants * Config::kPatternShift(Config::kPatterns) + shift, field);
-  const int out = Layout::first_out(tile) + row % Config::kOutTile;
+  const int out = Layout::first_out(tile) + column;
   const auto channels = Layout::channels(chunk, piece);
   const int group = Layout::first_group(tile) + channels.group;
-
-  Piece<Scalar> values;
-  if (tap >= 0 && out < Config::kOut) {
-    const int kw = tap % Config::kKernelW, kh = tap / Config::kKernelW % Config::kKernelH;
-    const int kd = tap / Config::kKernelW / Config::kKernelH;
-    const Scalar* source = static_cast<const Scalar*>(args.weight) + args.tap + group * args.group +
-                           channels.first * args.stride.n + out * args.stride.c + kd * args.stride.d +
-                           kh * args.stride.h + kw * args.stride.w;
-#pragma unroll
-    for (int i = 0; i < Layout::kPieceItems; ++i) {
-      if (i < channels.count) values.set(i, load_constant(source + i * args.stride.n));
-    }
-  }
+  const Scalar* source = static_cast<const Scalar*>(args.weight) + args.tap + group * args.group +
+                         channels.first * args.stride.n + out * args.stride.c;
   unsigned char* panels = static_cast<unsigned char*>(args.packed) +
                           (static_cast<long long>(tile) * Layout::kChunks + chunk) * Layout::kChunkBytes;
-  *reinterpret_cast<uint4*>(panels + Layout::swizzle(row * Config::kRowBytes + piece * 16)) = values.vector();
+  const int first_tap = tile % Config::kVariants * Config::kPatternShift(Config::kPatterns);
+
+  const int share = (kLines + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
+  const int first_line = static_cast<int>(blockIdx.y) * share;
+  const int end_line = first_line + share < kLines ? first_line + share : kLines;
+#pragma unroll 4
+  for (int line = first_line; line < end_line; ++line) {
+    int shift = 0, field = 0;
+#pragma unroll
+    for (int p = 0; p < Config::kPatterns; ++p) {
+      const int fields = Layout::panel_rows(p) / Config::kOutTile;
+      const int local = line - Layout::rows_before(p) / Config::kOutTile;
+      if (local >= 0 && local < fields * Layout::shifts(p)) {
+        shift = Config::kPatternShift(p) + local / fields;
+        field = local % fields;
+      }
+    }
+    const int tap = Config::kTap(first_tap + shift, field);
+    Piece<Scalar> values;
+    if (tap >= 0 && out < Config::kOut) {
+      const int kw = tap % Config::kKernelW, kh = tap / Config::kKernelW % Config::kKernelH;
+      const int kd = tap / Config::kKernelW / Config::kKernelH;
+      const Scalar* at = source + kd * args.stride.d + kh * args.stride.h + kw * args.stride.w;
+#pragma unroll
+      for (int i = 0; i < Layout::kPieceItems; ++i) {
+        if (i < channels.count) values.set(i, load_constant(at + i * args.stride.n));
+      }
+    }
+    const int row = line * Config::kOutTile + column;
+    *reinterpret_cast<uint4*>(panels + Layout::swizzle(row * Config::kRowBytes + piece * 16)) =
+        values.vector();
+  }
 }
 
 }  // namespace tconv3d
