@@ -23,6 +23,7 @@ def add(commands: Any) -> None:
     bench.add_argument("--model", action="append", default=[], metavar="PACKAGE:FACTORY", help=_MODEL_HELP)
     bench.add_argument("--input", type=_shape, metavar="SHAPE", help="the model's input: 1x1x96x96x96")
     bench.add_argument("--no-torch", action="store_true", help="only ours, without PyTorch's variants")
+    bench.add_argument("--host", action="store_true", help="the host's time to launch a layer too")
     bench.add_argument("--budget", type=float, default=0.15, metavar="S", help="seconds for one timing; default 0.15")
     bench.set_defaults(run=_bench)
 
@@ -93,6 +94,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         layouts=arguments.layout,
         backward=arguments.backward,
         torch=not arguments.no_torch,
+        host=arguments.host,
         budget_s=arguments.budget,
         seed=arguments.seed,
     )

@@ -216,6 +216,8 @@ def _facts(results: Results) -> str:
     for name, value in results.ceilings.items():
         what, _, unit = name.rpartition("_")
         facts[f"measured {what}"] = f"{value:.4g} {'TB/s' if unit == 'TBps' else 'TFLOP/s'}"
+    for name, value in results.host_us.items():
+        facts[f"host time per call, {name.removesuffix('_us')}"] = f"{value:.1f} us"
     facts["seconds for one timing"] = results.settings.get("budget_s")
     facts["seed"] = results.settings.get("seed")
     items = "".join(f"<div><dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items())

@@ -104,6 +104,7 @@ class Results:
     ceilings: dict[str, float] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     models: list[ModelRow] = field(default_factory=list)
+    host_us: dict[str, float] = field(default_factory=dict)  # of one call, where it was asked for
     interrupted: bool = False
 
     @property
@@ -133,7 +134,7 @@ def read(path: Path) -> Results:
     try:
         rows = [Row(**_with_nan({**row, "which": row["pass"]}, drop="pass")) for row in data["rows"]]
         models = [ModelRow(**_with_nan(row)) for row in data["models"]]
-        rest = {key: data[key] for key in ("kind", "machine", "settings", "ceilings", "interrupted")}
+        rest = {key: data[key] for key in ("kind", "machine", "settings", "ceilings", "host_us", "interrupted")}
         return Results(**rest, rows=rows, models=models)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None

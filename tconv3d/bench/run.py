@@ -23,6 +23,7 @@ from tconv3d.backend import Backend
 from tconv3d.explain import Explanation
 
 from . import accuracy, cases, models, rivals
+from .host import host_times
 from .layers import Layer
 from .precision import precision
 from .results import PASSES, ModelRow, Results, Row, describe_machine
@@ -37,6 +38,7 @@ class Options:
     layouts: Sequence[str] = ("contiguous",)
     backward: bool = False
     torch: bool = True  # time PyTorch's variants
+    host: bool = False  # time the launching too
     budget_s: float = 0.15  # for one timing
     seed: int = 0
 
@@ -97,6 +99,9 @@ def measure(
         try:
             if place.clock is not None:
                 results.ceilings = measure_ceilings(place.clock, options.dtypes, place.device)
+            if options.host:
+                with tconv3d.use_backend(place.backend):
+                    results.host_us = host_times(place.device)
             for name, kind in todo:
                 progress.update(bar, description=" ".join((name, *kind)))
                 results.rows += measure_layer(name, layers[name], kind, options, place, results.ceilings)

@@ -16,6 +16,9 @@ def show(results: Results, console: Console) -> None:
         console.print(_timed(results) if results.kind == "bench" else _checked(results))
     if results.models:
         console.print(_models(results.models))
+    if results.host_us:
+        times = ", ".join(f"{name.removesuffix('_us')} {value:.1f}" for name, value in results.host_us.items())
+        console.print(f"microseconds of the host per call: {times}", highlight=False)
     for line in _summary(results):
         console.print(line, highlight=False)
     for row in results.rows:

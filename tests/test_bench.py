@@ -1,0 +1,507 @@
+"""`tconv3d bench` and `verify`: which layers, what they are compared with, and what is said of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from math import isnan, prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+import tconv3d
+from tconv3d import cli, emulator, gains, tasks
+from tconv3d.bench import accuracy, cases, layers, models, report, results, rivals, run, table, timing
+from tconv3d.bench.layers import LAYERS, Layer, layer
+from tconv3d.bench.precision import LAYOUTS, TOLERANCE, precision
+
+needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+needs_gpu = pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")
+
+SMALL = layer(2, 4, 6, (2, 3, 4), 3, 2, 1, 1, groups=2)
+BLOCK = layer(1, 4, 6, (2, 3, 2), 2, 2, norm_groups=3)
+
+
+def quiet() -> Console:
+    return Console(file=open(os.devnull, "w"))
+
+
+def invented_clock(run: Callable[[], Any]) -> float:
+    """Runs what it is given, once, and says one millisecond: the time of nothing."""
+    run()
+    return 1.0
+
+
+EMULATED = run.Place("cpu", "emulator", invented_clock)
+
+
+# ---- layers
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *layers.random_layers(20, 7)])
+def test_a_layer_is_the_module_it_says(name: str) -> None:
+    found = LAYERS.get(name) or layers.random_layers(20, 7)[name]
+    with torch.no_grad():
+        y = found.module(device="meta")(found.input(device="meta"))
+    assert tuple(y.shape) == found.output_shape
+    reduced = found.reduced()
+    assert (reduced.in_channels, reduced.out_channels, reduced.kernel) == (
+        found.in_channels,
+        found.out_channels,
+        found.kernel,
+    )
+    assert min(reduced.output_shape) > 0
+    assert prod(reduced.size) <= 30 and reduced.batch <= 2
+    assert reduced.multiplications <= max(
+        layers.REDUCED_MULTIPLICATIONS, 8 * found.multiplications / prod(found.size)
+    )
+
+
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_the_tasks_are_the_tasks(name: str) -> None:
+    task, found = tasks.load(name), LAYERS[name]
+    model = task.Model(*task.get_init_inputs())
+    assert found.input_shape == task.SHAPE
+    theirs = [tuple(parameter.shape) for parameter in model.parameters()]
+    assert [tuple(parameter.shape) for parameter in found.module().parameters()] == theirs
+    with torch.device("meta"):
+        assert found.output_shape == tuple(task.Model(*task.get_init_inputs())(torch.empty(task.SHAPE)).shape)
+
+
+def test_random_layers_follow_the_seed() -> None:
+    first = layers.random_layers(60, 1)
+    assert first == layers.random_layers(60, 1)
+    assert dict(list(first.items())[:10]) == layers.random_layers(10, 1)
+    assert len(set(first.values()) & set(layers.random_layers(60, 2).values())) < 10
+    assert any(each.groups > 1 for each in first.values())
+    assert any(len(set(each.kernel)) > 1 for each in first.values())
+    assert any(each.out_channels <= 4 for each in first.values())
+    assert max(prod(each.output_shape) for each in first.values()) <= 2**28
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "64, 32, 2, 2, size=(48, 64, 64), batch=2",
+        "64, 32, kernel_size=2, stride=2, size=(48, 64, 64), batch=2",
+        "ConvTranspose3d(64, 32, kernel_size=(2, 2, 2), stride=(2, 2, 2), size=(48, 64, 64), batch=2)",
+        " nn.ConvTranspose3d(64, 32, 2, stride=2, batch=2, size=(48, 64, 64)) ",
+    ],
+)
+def test_a_layer_in_words(text: str) -> None:
+    assert layers.parse(text) == layer(2, 64, 32, (48, 64, 64), 2, 2)
+
+
+def test_every_word_of_a_layer_counts() -> None:
+    text = "4, 6, (1, 2, 3), (2, 1, 2), (0, 1, 1), (1, 0, 0), 2, False, (1, 2, 1), size=5, norm_groups=3"
+    found = layers.parse(text)
+    settings = ((1, 2, 3), (2, 1, 2), (0, 1, 1), (1, 0, 0), (1, 2, 1))
+    assert found == Layer(1, 4, 6, (5, 5, 5), *settings, groups=2, bias=False, norm_groups=3)
+    assert str(found) == (
+        "4 to 6 on 1x5x5x5, kernel 1x2x3, stride 2x1x2, padding 0x1x1, output padding 1x0x0, dilation 1x2x1, "
+        "groups 2, ReLU, GroupNorm 3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "missing"),
+        ("64, 32, 2", "'size'"),
+        ("64, 32, 2, size=8, colour=3", "colour"),
+        ("64, 32, 2, size=(1, 2)", "64, 32, 2"),
+        ("64, 32, 2, size=8, groups=3", "divisible"),
+        ("64, 32, 2, size=8, padding=9", "small"),
+        ("__import__('os').abort(), 32, 2, size=8", "malformed"),
+        ("64, 32, 2, **{'size': 8}", "arguments"),
+        ("64 32", "syntax"),
+    ],
+)
+def test_a_layer_that_is_none(text: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "--layer", text]) == 1
+    printed = capsys.readouterr().err
+    assert message in printed and "expected a layer like" in printed
+
+
+def test_names_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "large_volume", "larger_volume"]) == 1
+    printed = capsys.readouterr().err
+    assert "'larger_volume'" in printed and "gan_64_1_32" in printed
+
+
+# ---- models
+
+
+class Network(nn.Module):
+    """Two equal layers, one that no input reaches, one that is called at two sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ConvTranspose3d(2, 2, 1)
+        self.equal = nn.ConvTranspose3d(2, 2, 1)
+        self.twice = nn.ConvTranspose3d(2, 2, 2, stride=2, bias=False)
+        self.never = nn.ConvTranspose3d(9, 9, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.twice(self.twice(self.equal(self.first(x))))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A user's module, as if it could be imported."""
+    made: Any = types.ModuleType("users_networks")
+    made.with_input = lambda: (Network(), torch.ones(1, 2, 2, 3, 2))
+    made.alone = Network
+    made.space = types.SimpleNamespace(inside=Network)
+    made.no_model = lambda: 3
+    made.plain = lambda: (nn.Conv3d(1, 1, 1), torch.zeros(1, 1, 2, 2, 2))
+    monkeypatch.setitem(sys.modules, "users_networks", made)
+    return made
+
+
+def test_the_layers_of_a_model(module: types.ModuleType) -> None:
+    model, example = models.load("users_networks:with_input")
+    assert models.layers_of(model, example) == {
+        "first": layer(1, 2, 2, (2, 3, 2), 1),
+        "twice": layer(1, 2, 2, (2, 3, 2), 2, 2, bias=False),
+        "twice#1": layer(1, 2, 2, (4, 6, 4), 2, 2, bias=False),
+    }
+    model, example = models.load("users_networks:space.inside", (1, 2, 4, 4, 4))
+    assert models.layers_of(model, example)["first"].size == (4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("users_networks", "package.module:factory"),
+        ("users_networks:absent", "has no absent"),
+        ("no_such_package:f", "no_such_package"),
+        ("users_networks:no_model", "expected users_networks:no_model to make an nn.Module, but got int"),
+        ("users_networks:alone", "--input"),
+        ("users_networks:plain", "no transposed convolution"),
+    ],
+)
+def test_a_model_that_is_none(
+    spec: str, message: str, module: types.ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "--model", spec]) == 1
+    assert message in capsys.readouterr().err
+
+
+@needs_emulator
+def test_a_whole_model_before_and_after(module: types.ModuleType) -> None:
+    model, example = models.load("users_networks:with_input")
+    before = {name: type(each) for name, each in model.named_modules()}
+    options = run.Options(dtypes=["float32", "bfloat16"], backward=True)
+    source = run.Source("users_networks:with_input", model, example)
+    found = run.measure({}, options, quiet(), EMULATED, [source])
+    assert [row.failed for row in found.models] == ["", ""]
+    for row in found.models:
+        assert (row.swapped, row.left) == (4, 0)
+        assert row.before_ms == row.after_ms == {"forward": 1.0, "training": 1.0}
+        assert row.right and row.difference is not None
+    assert (found.models[0].difference or 0) < 1e-6
+    assert {name: type(each) for name, each in model.named_modules()} == before, "the model itself is not touched"
+
+
+# ---- correctness
+
+
+@needs_emulator
+@pytest.mark.parametrize("dtype", ["tf32", "float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last_3d"])
+def test_errors_are_those_of_rounding(dtype: str, layout: str) -> None:
+    with precision(dtype), tconv3d.use_backend("emulator"):
+        case = cases.build(SMALL, dtype, layout, "cpu")
+        errors = accuracy.check(case, backward=True)
+        alone = accuracy.check(case, backward=False)
+    assert list(errors.ours) == list(errors.theirs) == ["output", "input", "weight", "bias"]
+    assert alone.ours == pytest.approx({"output": errors.ours["output"]}, rel=1e-6)
+    for which in results.PASSES:
+        ours, theirs = errors.of(which)
+        assert accuracy.right(ours, which, case)
+        assert 0 <= theirs < 2 * TOLERANCE[dtype]
+
+
+@needs_emulator
+@pytest.mark.parametrize("damage", ["shifted", "nan", "gradient", "unwritten"])
+def test_wrong_results_are_found(damage: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    right = tconv3d.conv_transpose3d
+
+    def wrong(x: Tensor, *rest: Any) -> Tensor:
+        if damage == "gradient":
+            x = x.clone()
+            x.register_hook(lambda grad: grad.flip(2)) if x.requires_grad else None
+        y = right(x, *rest)
+        if damage == "unwritten":
+            part = torch.empty_like(y)
+            part[:, :, :-1] = y[:, :, :-1]
+            return part
+        return {"shifted": lambda: y.roll(1, 4), "nan": lambda: y * float("nan")}.get(damage, lambda: y)()
+
+    monkeypatch.setattr("tconv3d.modules.conv_transpose3d", wrong)
+    monkeypatch.setattr(run, "have_gpu", lambda: False)
+    file = tmp_path / "found.json"
+    words = ["--layer", "4, 6, 2, size=(2, 3, 4)", "--dtype", "float32", "--json", str(file)]
+    assert cli.main(["verify", *words]) == 1
+    rows = results.read(file).rows
+    assert [row.right for row in rows] == [damage == "gradient", False]
+
+
+@needs_emulator
+def test_verify_without_a_gpu(tmp_path: Path) -> None:
+    """The command as a user types it, in a process of its own."""
+    file = tmp_path / "found.json"
+    words = ["depthwise_64", "--layer", "3, 2, 2, size=4", "--dtype", "float32", "--json", str(file)]
+    done = command("verify", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in the emulator (reduced volumes)" in done.stdout
+    assert "depthwise_64" in done.stdout and "layer" in done.stdout
+    found = results.read(file)
+    assert found.kind == "verify" and found.ok
+    assert [(row.layer, row.which) for row in found.rows] == [
+        (name, which) for name in ("depthwise_64", "layer") for which in results.PASSES
+    ]
+    assert all(row.ours_ms is None and not row.torch_ms and row.floor_ms is None for row in found.rows)
+
+
+def test_bench_without_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    done = command("bench", "depthwise_64", "--json", str(file))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "none is visible" in done.stderr and "tconv3d verify" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not file.exists(), "nothing was measured, so nothing is written"
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m tconv3d`, where no GPU can be seen."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "COLUMNS": "160"}
+    environment["PYTHONPATH"] = str(Path(tconv3d.__file__).parents[1])
+    line = [sys.executable, "-m", "tconv3d", *words]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_a_file_that_could_not_be_written_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", "depthwise_64", "--json", str(tmp_path / "no" / "found.json")]) == 1
+    assert "no directory" in capsys.readouterr().err
+
+
+# ---- PyTorch's variants
+
+
+@pytest.fixture
+def without_compiling(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """`torch.compile` gives back what it gets, and remembers it."""
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)  # type: ignore[func-returns-value]
+    return compiled
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last_3d"])
+@pytest.mark.parametrize("which", [SMALL, BLOCK], ids=["convolution", "block"])
+def test_variants_compute_the_same(which: Layer, layout: str, without_compiling: list[nn.Module]) -> None:
+    case = cases.build(which, "float64", layout, "cpu")
+    expected = case.theirs(case.x)
+    other = "channels_last" if layout == "contiguous" else "contiguous"
+    names = ["default", "benchmark", f"{other}_converted", other]
+    found = rivals.variants(case)
+    assert [variant.name for variant in found] == names + (["compile", f"compile_{other}"] if which is BLOCK else [])
+    for variant in found:
+        call, model, x = rivals.build(case, variant)
+        y = call(x)
+        torch.testing.assert_close(y, expected)
+        stays = variant.converted or not variant.layout
+        assert (x is case.x) == stays
+        here = x if not variant.converted else y  # elsewhere the result's layout is the operator's choice
+        wanted = layout if stays else rivals.OTHER[layout]
+        assert here.is_contiguous(memory_format=LAYOUTS[wanted]), variant
+        weights = next(model.parameters())
+        assert weights.is_contiguous(memory_format=LAYOUTS[variant.layout or layout]), variant
+    assert len(without_compiling) == (2 if which is BLOCK else 0)
+
+
+def test_a_variant_that_fails_costs_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = rivals.build
+
+    def failing(case: cases.Case, variant: rivals.Variant) -> Any:
+        if variant.name == "benchmark":
+            raise RuntimeError("no engine")
+        return build(case, variant)
+
+    monkeypatch.setattr(rivals, "build", failing)
+    times, failed = rivals.time_variants(cases.build(SMALL, "tf32", "contiguous", "cpu"), True, invented_clock)
+    assert failed == {"benchmark": "RuntimeError: no engine"}
+    expected = {"default": 1.0, "channels_last_converted": 1.0, "channels_last": 1.0}
+    assert times == {"forward": expected, "backward": expected}
+    assert torch.backends.cudnn.benchmark is False
+
+
+def test_the_switches_are_put_back() -> None:
+    convolution, product = torch.backends.cudnn.conv, torch.backends.cuda.matmul  # type: ignore[attr-defined]
+    before = convolution.fp32_precision, product.fp32_precision
+    for name, word in (("tf32", "tf32"), ("float32", "ieee"), ("bfloat16", "ieee")):
+        with precision(name):
+            assert (convolution.fp32_precision, product.fp32_precision) == (word, word)
+    assert (convolution.fp32_precision, product.fp32_precision) == before
+
+
+# ---- a whole run, where the clock is invented and everything else is real
+
+
+@pytest.fixture(scope="module")
+def found() -> results.Results:
+    if not emulator.available():
+        pytest.skip("the emulator needs a C++ compiler")
+    chosen = {"small": SMALL, "block": BLOCK, "impossible": layer(1, 2, 2, 1, 1, padding=3)}
+    options = run.Options(
+        dtypes=["tf32", "bfloat16"], layouts=["contiguous", "channels_last_3d"], backward=True, host=True
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda model: model)
+        patch.setattr("tconv3d.bench.host.CALLS", 2)
+        return run.measure(chosen, options, quiet(), EMULATED)
+
+
+def test_every_layer_in_every_kind_has_a_row(found: results.Results) -> None:
+    rows = [(row.layer, row.dtype, row.layout, row.which) for row in found.rows]
+    assert rows == [
+        (name, dtype, layout, which)
+        for name in ("small", "block", "impossible")
+        for dtype in ("tf32", "bfloat16")
+        for layout in ("contiguous", "channels_last_3d")
+        for which in results.PASSES
+    ]
+    for row in found.rows:
+        if row.layer == "impossible":
+            assert row.failed and row.ours_ms is None and row.right is None and not row.ok
+        else:
+            assert row.failed == "" and row.right and row.kernel and row.ours_ms == 1.0
+            assert {"default", "benchmark"} < row.torch_ms.keys()
+            assert ("compile" in row.torch_ms) == (row.layer == "block")
+    assert not found.ok
+
+
+def test_the_floor_is_that_of_the_tensors_and_the_ceilings(found: results.Results) -> None:
+    forward, backward = found.rows[:2]
+    x, y, w, b = 2 * 4 * 24, prod(SMALL.output_shape), 4 * 3 * 27, 6
+    assert forward.bytes == 4 * (x + y + w + b)
+    assert backward.bytes == 4 * (2 * x + y + 2 * w + 2 * b)
+    convolution = SMALL.module()
+    assert isinstance(convolution, nn.ConvTranspose3d)
+    explained = tconv3d.explain(convolution, SMALL.input_shape).passes
+    assert forward.bytes == explained[0].bytes
+    assert (forward.flops, backward.flops) == (explained[0].flops, sum(each.flops for each in explained[1:]))
+    copy, rate = found.ceilings["copy_TBps"], found.ceilings["tf32_TFLOPS"]
+    assert forward.floor_ms == pytest.approx(max(forward.bytes / copy, forward.flops / rate) / 1e9)
+    assert forward.bound_by == ("memory" if forward.bytes / copy >= forward.flops / rate else "arithmetic")
+    assert set(found.ceilings) == {"copy_TBps", "tf32_TFLOPS", "bfloat16_TFLOPS"}
+
+
+def test_the_run_becomes_a_table_a_file_a_page_and_a_prediction(
+    found: results.Results, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table.show(found, Console(width=200))
+    printed = capsys.readouterr().out
+    assert "small" in printed and "geometric mean of 2" in printed
+    assert list(found.host_us) == ["torch_us", "ours_us", "torch_grad_us", "ours_grad_us"]
+    assert "microseconds of the host per call: torch" in printed
+    assert "failed: impossible tf32 contiguous forward: RuntimeError" in printed
+    found.write(tmp_path / "found.json")
+    again = results.read(tmp_path / "found.json")
+    assert again.as_dict() == json.loads(json.dumps(found.as_dict()))
+    assert "small" in report.page(again)
+    distilled = gains.distil(found.as_dict())
+    assert [(row["layer"], row["forward"], row["backward"]) for row in distilled["rows"]] == [("small", 1, 1)] * 4
+
+
+def test_slower_and_wrong_are_said_in_the_table(found: results.Results, capsys: pytest.CaptureFixture[str]) -> None:
+    row = results.Row(**{**vars(found.rows[0]), "ours_ms": 2.0, "right": False, "error": float("nan")})
+    table.show(results.Results("bench", {"gpu": "none"}, {}, rows=[row], interrupted=True), Console(width=200))
+    printed = capsys.readouterr().out
+    assert "Slower than PyTorch's best: small tf32 contiguous forward" in printed
+    assert "Not within the tolerance of float64: small tf32 contiguous forward" in printed
+    assert "nan" in printed and "interrupted" in printed
+
+
+def test_ratios(found: results.Results) -> None:
+    row = results.Row("", "", {}, "", "tf32", "contiguous", "forward", floor_ms=1.0, ours_ms=2.0)
+    assert (row.over_floor, row.gain, row.gain_over_best, row.best) == (2.0, None, None, None)
+    row.torch_ms = {"default": 8.0, "benchmark": 6.0}
+    assert (row.gain, row.gain_over_best, row.best) == (4.0, 3.0, ("benchmark", 6.0))
+    assert results.geometric_mean([2.0, None, 8.0]) == pytest.approx(4.0)
+    assert results.geometric_mean([None]) is None
+
+
+@needs_emulator
+def test_an_interruption_keeps_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure_layer = run.measure_layer
+
+    def interrupted(name: str, *rest: Any) -> list[results.Row]:
+        if name == "layer_2":
+            raise KeyboardInterrupt
+        return measure_layer(name, *rest)
+
+    monkeypatch.setattr(run, "measure_layer", interrupted)
+    monkeypatch.setattr(run, "have_gpu", lambda: False)
+    file = tmp_path / "found.json"
+    words = [word for size in (2, 3, 4) for word in ("--layer", f"2, 2, 1, size={size}")]
+    assert cli.main(["verify", *words, "--json", str(file)]) == 130
+    kept = results.read(file)
+    assert kept.interrupted and [row.layer for row in kept.rows] == ["layer_1"] * 2
+    assert "interrupted" in capsys.readouterr().out
+
+
+def test_results_say_where_they_come_from() -> None:
+    machine = results.describe_machine()
+    assert machine["torch"] == torch.__version__ and machine["tconv3d"] == tconv3d.__version__
+    assert (machine["gpu"] is None) == (not torch.cuda.is_available())
+
+
+def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
+    assert results.commit(tmp_path) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    try:
+        subprocess.run([*git, "init", "--quiet"], check=True)
+    except OSError:
+        pytest.skip("there is no git")
+    (tmp_path / "file").write_text("a")
+    subprocess.run([*git, "add", "file"], check=True)
+    subprocess.run([*git, "commit", "--quiet", "-m", "a"], check=True)
+    clean = results.commit(tmp_path)
+    assert clean is not None and len(clean) == 40
+    (tmp_path / "file").write_text("b")
+    assert results.commit(tmp_path) == clean + "+"
+
+
+# ---- on a GPU
+
+
+@needs_gpu
+def test_the_clock_tells_a_long_call_from_a_short_one() -> None:
+    clock = timing.Clock(0.02)
+    large, small = (torch.zeros(size, device="cuda") for size in (1 << 28, 1 << 20))
+    assert clock(lambda: large.add_(1)) > 10 * clock(lambda: small.add_(1)) > 0
+
+
+@needs_gpu
+def test_bench_on_a_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    words = ["--layer", "32, 16, 2, stride=2, size=16, batch=2", "--backward", "--budget", "0.02"]
+    assert cli.main(["bench", *words, "--dtype", "tf32", "bfloat16", "--json", str(file)]) == 0
+    found = results.read(file)
+    assert found.machine["gpu"] == torch.cuda.get_device_name()
+    for row in found.rows:
+        assert row.right and row.ours_ms and row.floor_ms and row.ours_ms > 0.5 * row.floor_ms
+        assert row.torch_failed == {} and len(row.torch_ms) == 4
+        assert row.error is not None and not isnan(row.error)
