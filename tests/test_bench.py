@@ -200,15 +200,15 @@ def test_a_model_that_is_none(
 def test_a_whole_model_before_and_after(module: types.ModuleType) -> None:
     model, example = models.load("users_networks:with_input")
     before = {name: type(each) for name, each in model.named_modules()}
-    options = run.Options(dtypes=["float32", "bfloat16"], backward=True)
+    options = run.Options(dtypes=["float32", "bfloat16", "float64"], backward=True)
     source = run.Source("users_networks:with_input", model, example)
     found = run.measure({}, options, quiet(), EMULATED, [source])
-    assert [row.failed for row in found.models] == ["", ""]
+    assert [row.failed for row in found.models] == ["", "", ""]
     for row in found.models:
         assert (row.swapped, row.left) == (4, 0)
         assert row.before_ms == row.after_ms == {"forward": 1.0, "training": 1.0}
         assert row.right and row.difference is not None
-    assert (found.models[0].difference or 0) < 1e-6
+    assert (found.models[0].difference or 0) < 1e-6 and (found.models[2].difference or 0) < 1e-14
     assert {name: type(each) for name, each in model.named_modules()} == before, "the model itself is not touched"
 
 
@@ -462,6 +462,20 @@ def test_an_interruption_keeps_what_there_is(
     assert "interrupted" in capsys.readouterr().out
 
 
+@needs_emulator
+def test_inputs_are_new_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "have_gpu", lambda: False)
+    tiny = {"tiny": layer(1, 2, 2, 2, 2)}
+
+    def errors(seed: int | None) -> tuple[float | None, int]:
+        found = run.verify(tiny, run.Options(dtypes=["float32"], seed=seed), quiet())
+        return found.rows[0].error, found.settings["seed"]
+
+    first, seed = errors(None)
+    assert errors(None)[1] != seed
+    assert errors(seed) == (first, seed)
+
+
 def test_results_say_where_they_come_from() -> None:
     machine = results.describe_machine()
     assert machine["torch"] == torch.__version__ and machine["tconv3d"] == tconv3d.__version__
@@ -482,6 +496,45 @@ def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
     assert clean is not None and len(clean) == 40
     (tmp_path / "file").write_text("b")
     assert results.commit(tmp_path) == clean + "+"
+
+
+# ---- the clock
+
+
+def test_the_clock_flushes_before_every_run_and_takes_the_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On events that an invented GPU records: run number n takes n milliseconds."""
+    log: list[str] = []
+    runs = 0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+            self.at = runs * (runs + 1) / 2
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Flush:
+        def zero_(self) -> None:
+            log.append("flush")
+
+    def call() -> None:
+        nonlocal runs
+        log.append("run")
+        runs += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
+    monkeypatch.setattr(timing, "L2_FLUSH_BYTES", 1)
+    clock = timing.Clock(1e-9, "cpu")
+    clock.flush = Flush()  # type: ignore[assignment]
+    milliseconds = clock(call)
+    warm = ["run", "run", "wait", "run", "wait"]
+    assert log == warm + ["flush", "event", "run", "event"] * 5 + ["wait"]
+    assert milliseconds == 6  # runs 4 to 8
 
 
 # ---- on a GPU

@@ -56,7 +56,8 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         help='in the words of the constructor: "64, 32, kernel_size=2, stride=2, size=64, batch=2"',
     )
     parser.add_argument("--random", type=int, default=0, metavar="N", help="so many random layers")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of random layers and inputs; default 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random layers; default 0")
+    parser.add_argument("--input-seed", type=int, metavar="S", help="of inputs and parameters; default: a new one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
 
 
@@ -96,14 +97,14 @@ def _bench(arguments: argparse.Namespace) -> int:
         torch=not arguments.no_torch,
         host=arguments.host,
         budget_s=arguments.budget,
-        seed=arguments.seed,
+        seed=arguments.input_seed,
     )
     return _finish(arguments, lambda console: run.bench(chosen, options, console, sources))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     chosen = _selection(arguments)
-    options = run.Options(dtypes=arguments.dtype, layouts=arguments.layout, seed=arguments.seed)
+    options = run.Options(dtypes=arguments.dtype, layouts=arguments.layout, seed=arguments.input_seed)
     return _finish(arguments, lambda console: run.verify(chosen, options, console))
 
 

@@ -81,7 +81,9 @@ def measure(
     """Times of the whole model as it is and with our layers, and how much its output differs."""
     dtype, layout = kind
     model = in_layout(copy.deepcopy(model).to(device), layout).eval()
-    example = _pytree.tree_map_only(Tensor, lambda x: _placed(x, device, layout), example_input)
+    example = _pytree.tree_map_only(Tensor, lambda x: _placed(x, device, layout, dtype), example_input)
+    if dtype == "float64":
+        model.double()
     report = tconv3d.plan_swaps(model)
     row = ModelRow(spec, dtype, layout, len(report.swapped), len(report.left))
     with precision(dtype), _cast(dtype, device):
@@ -94,13 +96,15 @@ def measure(
     return row
 
 
-def _placed(x: Tensor, device: str, layout: str) -> Tensor:
+def _placed(x: Tensor, device: str, layout: str, dtype: str) -> Tensor:
     x = x.to(device)
+    if dtype == "float64" and x.is_floating_point():
+        x = x.double()
     return x.contiguous(memory_format=LAYOUTS[layout]) if x.dim() == 5 else x
 
 
 def _cast(dtype: str, device: str) -> Any:
-    """As a user runs a model in half precision: parameters stay float32, autocast does the rest."""
+    """As people run a model in half precision: parameters stay float32, autocast does the rest."""
     if dtype in ("float16", "bfloat16"):
         return torch.autocast("cuda" if device.startswith("cuda") else "cpu", DTYPES[dtype])
     return contextlib.nullcontext()

@@ -219,6 +219,6 @@ def _facts(results: Results) -> str:
     for name, value in results.host_us.items():
         facts[f"host time per call, {name.removesuffix('_us')}"] = f"{value:.1f} us"
     facts["seconds for one timing"] = results.settings.get("budget_s")
-    facts["seed"] = results.settings.get("seed")
+    facts["seed of inputs"] = results.settings.get("seed")
     items = "".join(f"<div><dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items())
     return f"<dl>{items}</dl>"

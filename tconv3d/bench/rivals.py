@@ -71,11 +71,17 @@ def build(case: Case, variant: Variant) -> tuple[Callable[[Tensor], Any], nn.Mod
     else:
         model = in_layout(copy.deepcopy(case.theirs), variant.layout)
         x = case.x if variant.converted else case.x.contiguous(memory_format=LAYOUTS[variant.layout])
-    call: Callable[[Tensor], Any] = torch.compile(model) if variant.compiled else model
+    call: Callable[[Tensor], Any] = _compiled(model) if variant.compiled else model
     if not variant.converted:
         return call, model, x
     there, back = LAYOUTS[variant.layout], LAYOUTS[case.layout]
     return lambda x: call(x.contiguous(memory_format=there)).contiguous(memory_format=back), model, x
+
+
+def _compiled(model: nn.Module) -> Callable[[Tensor], Any]:
+    torch.compiler.reset()  # it gives up on code that it has compiled for several modules before
+    compiled: Callable[[Tensor], Any] = torch.compile(model)
+    return compiled
 
 
 def time_passes(

@@ -40,7 +40,7 @@ class Options:
     torch: bool = True  # time PyTorch's variants
     host: bool = False  # time the launching too
     budget_s: float = 0.15  # for one timing
-    seed: int = 0
+    seed: int | None = None  # of parameters and inputs; None: a new one, which the results name
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def measure(
     layers: Mapping[str, Layer], options: Options, console: Console, place: Place, sources: Sequence[Source] = ()
 ) -> Results:
     """Every layer in every precision and layout; then the models. An interruption keeps what there is."""
-    torch.manual_seed(options.seed)
+    options = replace(options, seed=_seed(options.seed))
     results = Results("bench" if place.clock else "verify", describe_machine(), _settings(options, place))
     kinds = [(dtype, layout) for dtype in options.dtypes for layout in options.layouts]
     todo = [(name, kind) for name in layers for kind in kinds]
@@ -206,6 +206,12 @@ def _settings(options: Options, place: Place) -> dict[str, Any]:
         "device": place.device,
         "backend": place.backend,
     }
+
+
+def _seed(wanted: int | None) -> int:
+    seed = torch.seed() if wanted is None else wanted
+    torch.manual_seed(seed)
+    return seed
 
 
 def _free(place: Place) -> None:

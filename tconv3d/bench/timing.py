@@ -28,8 +28,8 @@ class Clock:
     The flush also gives the host a head start, so that what is timed is the GPU's work and not the launching of it.
     """
 
-    def __init__(self, budget_s: float = 0.15) -> None:
-        self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    def __init__(self, budget_s: float = 0.15, device: str = "cuda") -> None:
+        self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=device)
         self.budget_s = budget_s
 
     def __call__(self, run: Callable[[], Any]) -> float:
