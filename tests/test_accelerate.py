@@ -128,7 +128,7 @@ def test_outputs_and_gradients_are_the_same(model: Decoder, ours: str, calls: li
     assert len(calls) == 3
     assert_same_results(after, before)
     again = gradients(tconv3d.restore(model), x)
-    assert all(torch.equal(first, second) for first, second in zip(before[:1], again[:1], strict=True))
+    assert_same_results(again, before)  # not bitwise: PyTorch's own kernels are not on a GPU
 
 
 def test_parameters_and_their_state_stay(model: Decoder) -> None:

@@ -325,7 +325,7 @@ struct Halo : HaloLayout<Config> {
   // What a loader warp does, one batch after the other, across chunks, planes and tiles.
   struct Course {
     int warp, lane, batches;
-    Position* positions;  // of all warps, by turn: each lane reads what itself wrote
+    Position* positions;  // of all warps, by turn: a warp reads what itself wrote
     int work, plane, chunk, batch, planes;
     Place at;
     const unsigned char *plane_start, *x;  // of the plane, of the chunk
@@ -343,11 +343,13 @@ struct Halo : HaloLayout<Config> {
       return false;
     }
     __device__ __forceinline__ void find_positions(const Args& args) {
+      __syncwarp();  // lanes that share a position have read the last tile's
 #pragma unroll 1
       for (int turn = warp; turn < batches * Batch::kTurns * kLoaderWarps; turn += kLoaderWarps) {
         const int row = Batch::row_in_turn(lane);
         positions[turn * Batch::kRows + row] = position(args, at, turn / Batch::kParts * Batch::kRows + row);
       }
+      __syncwarp();
       const long long first = at.first_group() * Config::kIn * args.x_stride.c +
                               (Config::kMarch ? at.first_plane * args.x_stride.d : 0);
       x = plane_start = static_cast<const unsigned char*>(args.x) + first * static_cast<int>(sizeof(Scalar));
