@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ ENTRY = "tconv3d_kernel"
 # "-v" makes ptxas report registers and spills. No fast math: division, denormals and rounding are IEEE's.
 # Lambdas of device functions are device functions without saying so.
 _OPTIONS = {"std": "c++20", "ptxas_options": "-v", "device_as_default_execution_space": True}
+
+_importing = threading.Lock()  # while one thread imports cuda.core for the first time, another finds half of it
 
 
 class MissingCompilerError(ImportError):
@@ -181,7 +184,8 @@ def _integer(values: list[int]) -> str:
 def _build(kernel: str, constants: Constants, unit: str, arch: str) -> bytes:
     """Runs NVRTC; the payload of a cache entry."""
     try:
-        from cuda.core import Program, ProgramOptions
+        with _importing:
+            from cuda.core import Program, ProgramOptions
     except ImportError as error:
         raise missing(error) from error
     log = io.StringIO()
