@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -369,6 +373,37 @@ def test_threads_at_once(ours: str) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+COLD = """
+import threading
+from tconv3d import compiler
+failures, ready = [], threading.Barrier(4)
+constants = (("kThreads", 256), ("kMinBlocks", 1), ("Scalar", "float"), ("Acc", "float"))
+def work(lanes):
+    ready.wait()
+    try:
+        compiler.compile("reduce", (*constants, ("kLanes", lanes)), "sm_80")
+        compiler.compile("reduce", (*constants, ("kLanes", lanes)), "sm_90a")
+    except Exception as error:
+        failures.append(error)
+threads = [threading.Thread(target=work, args=(lanes,)) for lanes in (1, 32, 1, 32)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+raise SystemExit(str(failures) if failures else 0)
+"""
+
+
+def test_threads_that_compile_first(tmp_path: Path) -> None:
+    """The first kernels of a process, in several threads: importing the compiler is part of it."""
+    pytest.importorskip("cuda.core")
+    environment = {
+        **os.environ,
+        "TCONV3D_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
+    child = subprocess.run([sys.executable, "-c", COLD], env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
 
 
 # ---- CUDA's own
