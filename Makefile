@@ -1,5 +1,5 @@
 # make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
-# make test     every check: ruff, clang-format, mypy, and the test suite
+# make test     every check: ruff, clang-format, mypy, the test suite, and its kernels compiled for every GPU
 # make format   rewrite Python, CUDA and C++ sources in the house format
 # make clean    remove what the commands above made
 #
@@ -42,8 +42,9 @@ demo: $(READY)
 	$(PY) -m tconv3d demo
 
 test: check
-	@mkdir -p artifacts
-	$(PY) -m pytest --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS))
+	@mkdir -p artifacts && rm -rf artifacts/launches
+	TCONV3D_TEST_RECORD=artifacts/launches $(PY) -m pytest --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS))
+	$(call if_present,$(PY) -c 'from tconv3d import compiler; compiler.version()',NVRTC,$(PY) tests/compile_everything.py artifacts/launches artifacts/registers.csv)
 
 check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff check .)
