@@ -817,8 +817,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     g = forward.geometry
     if g.phases * 8 > MAX_COLUMNS:
         return f"{g.phases} phases are more than a tile's columns hold"
-    if g.in_per_group < 4 or g.out_per_group < 4:
-        return "fewer than 4 channels per group leave tensor cores idle"
+    if g.in_per_group < 4 or g.out_per_group < 4 or g.in_per_group * g.out_per_group < 64:
+        return "fewer than 4 channels per group, or than 8 x 8, leave tensor cores idle"
     if g.groups > 1 and g.in_per_group < 16 and problem.dtype == "float32":
         return "float32 groups of fewer than 16 channels are faster without tensor cores (measured)"
     if plan_or_none(forward, device) is None:

@@ -162,7 +162,7 @@ class _Forward(torch.autograd.Function):
     ) -> Tensor:
         # What a gradient does not need is not kept alive.
         ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
-        ctx.call = tuple(input.shape[2:]), tuple(weight.shape[2:]), convolution, current_backend()
+        ctx.call = input.shape, weight.shape, convolution, current_backend()
         if alone:
             return executor.forward(input, weight, bias, convolution)
         with torch._C._AutoDispatchBelowAutograd():
@@ -171,7 +171,8 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        size, kernel, convolution, backend = ctx.call
+        input_shape, weight_shape, convolution, backend = ctx.call
+        size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
         _, needs_input, needs_weight, needs_bias, _ = _needed(ctx)
         with use_backend(backend):
             dx = conv_transpose3d_input_grad(grad, weight, size, convolution) if needs_input else None
@@ -350,12 +351,16 @@ def _recording(first: Tensor, second: Tensor, third: Tensor | None = None) -> bo
     return (wanted and torch.is_grad_enabled()) or _forward_mode()  # a tangent is an error there
 
 
+# `_Forward.apply` without what it does for torch.func in Python: `_alone` has ruled that out, and it takes 5 us.
+_record_forward = super(torch.autograd.Function, _Forward).apply
+
+
 def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     """For tensors that our kernels take: see `why_not_ours`."""
     if not _alone(input, weight):
         return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
     if _recording(input, weight, bias):
-        return _Forward.apply(True, input, weight, bias, convolution)
+        return _record_forward(True, input, weight, bias, convolution)
     return executor.forward(input, weight, bias, convolution)
 
 
