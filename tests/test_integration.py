@@ -440,14 +440,13 @@ def test_streams(ours: str) -> None:
     layer = Layer(16, 16, (24, 24, 24), (3, 3, 3))
     x, w, b = layer.operands(torch.float32, ours)
     expected = tconv3d.conv_transpose3d(x, w, b)
-    late = torch.zeros_like(x)
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     results = []
     for stream in streams:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)  # some milliseconds: a kernel on another stream would read zeros
-            input = torch.zeros_like(late)
+            input = torch.zeros_like(x)
             input.copy_(x)
             results.append(tconv3d.conv_transpose3d(input, w, b))
             assert not stream.query(), "the call waited for the GPU"
@@ -507,6 +506,8 @@ def test_host_time_of_a_repeated_call(ours: str) -> None:
 def test_more_than_2_to_31_elements(channels: int, edge: int, ours: str) -> None:
     """Two taps of small integers, exact in float16: y = x + 2 * x one step earlier along every dimension."""
     assert channels * edge**3 > 2**31
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("needs 16 GiB of GPU memory")
     pattern = torch.arange(channels * edge * edge, device=ours, dtype=torch.int32).mul_(2654435761 % 2**31)
     plane = pattern.view(1, channels, 1, edge, edge).bitwise_right_shift_(16).remainder_(13).to(torch.float16)
     del pattern
@@ -533,7 +534,7 @@ def test_more_than_2_to_31_elements(channels: int, edge: int, ours: str) -> None
 def test_extra_memory_of_a_forward_pass(dtype: torch.dtype, ours: str) -> None:
     """The result, and no more than one packed copy of the weight."""
     torch.backends.cudnn.conv.fp32_precision = "tf32"  # type: ignore[attr-defined]  # the fixture restores it
-    for layer in (Layer(64, 64, (16, 16, 16), (3, 3, 3)), Layer(32, 64, (16, 16, 16), (4, 4, 4), (2, 2, 2))):
+    for layer in (Layer(512, 512, (8, 8, 8), (3, 3, 3)), Layer(256, 256, (8, 8, 8), (4, 4, 4), (2, 2, 2))):
         x, w, b = layer.operands(dtype, ours)
         tconv3d.conv_transpose3d(x, w, b, *layer.settings)
         torch.cuda.synchronize()
@@ -542,5 +543,6 @@ def test_extra_memory_of_a_forward_pass(dtype: torch.dtype, ours: str) -> None:
         result = tconv3d.conv_transpose3d(x, w, b, *layer.settings)
         torch.cuda.synchronize()
         extra = torch.cuda.max_memory_allocated() - before
-        allowed = result.nbytes + w.nbytes + 2 * 2**20  # PyTorch rounds large blocks up to 2 MiB
+        allowed = result.nbytes + w.nbytes + 2 * 2**20  # PyTorch hands out blocks up to 1 MiB larger than asked
+        assert w.nbytes > 4 * 2**20  # a second copy would show
         assert extra <= allowed, f"{extra} bytes, allowed {allowed}"
