@@ -15,7 +15,7 @@ from tconv3d.problem import Pass, Problem, mirror
 
 LAYERS = {
     "plain": Layer(8, 12, (3, 4, 5), (3, 3, 3)),
-    "asymmetric, padded": Layer(9, 5, (5, 6, 7), (3, 2, 5), padding=(1, 0, 2)),
+    "asymmetric, padded": Layer(11, 7, (5, 6, 7), (3, 2, 5), padding=(1, 0, 2)),
     "dilated, output padding": Layer(
         8, 8, (4, 5, 6), (2, 3, 2), padding=(1, 0, 1), output_padding=(1, 0, 2), dilation=(2, 1, 3)
     ),
