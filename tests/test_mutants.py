@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -239,6 +240,27 @@ def test_address_sanitizer_sees_a_load_whose_value_is_not_used(tmp_path: Path) -
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert child.returncode != 0
     assert UNSEEN.finding in child.stderr and "direct.cuh" in child.stderr
+
+
+# ---- what make test runs after the tests
+
+
+@pytest.mark.parametrize("lanes, status", [(32, 0), (3, 1)])
+def test_compile_everything_fails_for_a_kernel_that_does_not_compile(lanes: int, status: int, tmp_path: Path) -> None:
+    pytest.importorskip("cuda.core")
+    types = [["Scalar", "float"], ["Acc", "float"]]
+    record = [["reduce", [["kThreads", 256], ["kMinBlocks", 1], *types, ["kLanes", lanes]]]]
+    (tmp_path / "launches-main.json").write_text(json.dumps(record))
+    table = tmp_path / "registers.csv"
+    root = Path(__file__).parents[1]
+    command = [sys.executable, str(root / "tests" / "compile_everything.py"), str(tmp_path), str(table)]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == status, child.stdout + child.stderr
+    assert ("does not compile" in child.stdout) == bool(status)
+    rows = [line.split(",") for line in table.read_text().splitlines()[1:]]
+    assert [row[1] for row in rows] == ["sm_90a", "sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"]
+    assert all((int(row[2]) > 0) if row[2] else status for row in rows)
 
 
 def main() -> None:
