@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import checks, executor, ops, planner
+from .backend import current_backend
 from .checks import Convolution
 from .geometry import Geometry
 from .gpus import DEFAULT_GPU, GPUS, Gpu
@@ -89,7 +90,8 @@ def explain(
     >>> tconv3d.explain(input, weight, bias, stride=2)         # the arguments of conv_transpose3d
     >>> tconv3d.explain(layer, (1, 32, 64, 64, 64), gpu="H200")
 
-    `gpu` is a name (`tconv3d.gpus.GPUS`) or a compute capability ("9.0"); the present GPU if there is one, else H200.
+    `gpu` is a name (`tconv3d.gpus.GPUS`) or a compute capability ("9.0"); the present GPU if there is one, else H200
+    (under use_backend("emulator") what the emulator runs).
     Tensors on the meta device will do.
     """
     if isinstance(layer_or_input, torch.nn.ConvTranspose3d):
@@ -135,6 +137,8 @@ def _call(
 
 def _find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
     """The GPU to plan for, and its ceilings if they are known."""
+    if name is None and current_backend() == "emulator":
+        return executor.EMULATED, None
     if name is None and not torch.cuda.is_available():
         name = DEFAULT_GPU
     if name is None:
