@@ -1,6 +1,7 @@
-"""Plans for the halo kernel: the forward pass on Hopper's tensor cores (kernels/halo.cuh explains the words).
+"""Plans for the halo kernel: forward pass and input gradient on Hopper's tensor cores (kernels/halo.cuh explains the
+words).
 
-Three decisions, each a pure function:
+A pass becomes a `Job`, what the kernel reads and writes. Then three decisions, each a pure function:
 
 - `Program`: which shifts feed which phases, in which order the accumulators' columns stand, and so which matrix
   instructions there are. Follows from the geometry.
@@ -27,7 +28,7 @@ from tconv3d.direct_planner import INT32_MAX, SCALARS
 from tconv3d.geometry import Axis, Geometry, Triple
 from tconv3d.launch import Constants, Launch
 from tconv3d.packing import divider, int32s, int64s, padded
-from tconv3d.problem import Device, Pass, Plan, Problem, mirror
+from tconv3d.problem import Device, Pass, Plan, Problem, Strides
 
 SLAB = 64  # positions of one matrix instruction
 MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
@@ -39,6 +40,8 @@ REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
 MAX_SUMS = 128  # accumulators of a thread
+MAX_PARTS = 4  # phases along w that lie side by side in a row
+MAX_SOURCES = 64  # phase planes of the output gradient
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 SMALL = 8192  # positions in all: below it, one of two builds that a layer may have is the right one
@@ -52,12 +55,98 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+# ---- the job ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """A pass as the kernel sees it: what it reads (x or dy) and writes (y or dx).
+
+    `geometry` has the read channels as its input channels, and the written ones as its output channels. `gather`: a
+    position gathers from all phase planes of what is read, instead of feeding all phases of what is written.
+    """
+
+    geometry: Geometry
+    gather: bool
+    batch: int
+    dtype: str
+    read_size: Triple
+    written_size: Triple
+    read: Strides
+    written: Strides
+    weight: Strides  # read channel, written channel, taps
+    weight_group: int  # from one group's weights to the next one's
+    weight_tap: int = 0  # where tap (0, 0, 0) lies: at the end, where taps are taken in reverse
+    bias: bool = False
+    aligned: bool = True
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def written_last(self) -> bool:
+        """Whether what is written is contiguous along channels, not along w."""
+        return self.written[1] == 1 and self.written[4] != 1
+
+    @property
+    def read_last(self) -> bool:
+        return self.read[1] == 1 and self.read[4] != 1
+
+    @cached_property
+    def positions(self) -> Triple:
+        if self.gather:
+            return self.written_size
+        sizes = zip(self.geometry.axes, self.written_size, strict=True)
+        return tuple(axis.positions(size) for axis, size in sizes)
+
+
+def job_of(problem: Problem) -> Job:
+    g, p = problem.geometry, problem
+    if p.which is Pass.FORWARD:
+        return Job(
+            g, False, p.batch, p.dtype, p.input_size, p.output_size, p.input, p.output, p.weight,
+            g.in_per_group * p.weight[0], 0, p.bias, p.aligned,
+        )  # fmt: skip
+    ci, co, *taps = p.weight
+    swapped = Geometry(g.out_channels, g.in_channels, g.groups, g.axes)
+    gather = Job(
+        swapped, True, p.batch, p.dtype, p.output_size, p.input_size, p.output, p.input, (co, ci, *taps),
+        g.in_per_group * ci, 0, False, p.aligned,
+    )  # fmt: skip
+    axes = mirrored_axes(g)
+    if axes is None:
+        return gather
+    last = sum((kernel - 1) * stride for kernel, stride in zip(g.kernel, taps, strict=True))
+    return replace(
+        gather,
+        geometry=replace(swapped, axes=axes),
+        gather=False,
+        weight=(co, ci, *(-stride for stride in taps)),
+        weight_tap=last,
+    )
+
+
+def mirrored_axes(geometry: Geometry) -> tuple[Axis, Axis, Axis] | None:
+    """Of the forward pass that an input gradient of stride 1 is, taps reversed; None if there is no such pass."""
+    d, h, w = (
+        replace(axis, padding=axis.dilation * (axis.kernel - 1) - axis.padding, output_padding=-axis.output_padding)
+        for axis in geometry.axes
+    )
+    if geometry.phases > 1 or min(axis.padding for axis in (d, h, w)) < 0:
+        return None
+    return d, h, w
+
+
 # ---- the program --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Feed:
-    """One tap of one dimension: input position q + offset feeds output `field` of position q."""
+    """One tap of one dimension: input position q + offset feeds output `field` of position q.
+
+    When gathering, a position has one output, and `field` is the part of the row that is read.
+    """
 
     offset: int
     field: int
@@ -86,6 +175,12 @@ class Dimension:
         """Depth when blocks walk along it: plane i feeds outputs i*stride - padding + tap*dilation."""
         feeds = tuple(Feed(0, t * axis.dilation, t) for t in range(axis.kernel))
         return cls(feeds, max(axis.dilation * (axis.kernel - 1) + 1, axis.stride), 0)
+
+    @classmethod
+    def gathering(cls, axis: Axis, phases: Iterable[int]) -> Dimension:
+        """The taps that read certain phases of dy; each phase is a part."""
+        feeds = tuple(Feed(axis.shift(t), part, t) for part, phase in enumerate(phases) for t in axis.taps(phase))
+        return cls(feeds, 1, 0)
 
     @property
     def origin(self) -> int:
@@ -126,12 +221,15 @@ class Program:
     of its fields that the shift does not feed.
     """
 
-    dimensions: Dimensions
+    sources: tuple[Dimensions, ...]
     fields: tuple[Triple, ...]  # in the order of the columns: output offsets
     unit: int  # fields of one instruction
     patterns: tuple[tuple[int, ...], ...]  # the units that the shifts of a pattern feed
-    shifts: tuple[tuple[Triple, ...], ...]  # of each pattern: displacements from the halo's first row
+    shifts: tuple[tuple[Triple, ...], ...]  # of each source and pattern: displacements of the halo, and the part
     taps: tuple[tuple[Triple | None, ...], ...]  # of each shift: of every field of the units it feeds
+    phases: tuple[Triple, ...] = ((0, 0, 0),)  # of each source: which elements of the tensor it has
+    read_step: Triple = (1, 1, 1)  # from one of them to the next
+    used_parts: int = 1
 
     @classmethod
     def make(cls, dimensions: Dimensions, fields: tuple[Triple, ...], unit: int) -> Program:
@@ -148,13 +246,61 @@ class Program:
             panel = tuple(taps.get(u * unit + i) for u in units for i in range(unit))
             by_pattern.setdefault(units, []).append((displacement, panel))
         return cls(
-            dimensions,
+            (dimensions,),
             fields,
             unit,
             tuple(by_pattern),
-            tuple(tuple(shift for shift, _ in shifts) for shifts in by_pattern.values()),
+            tuple(tuple((*shift, 0) for shift, _ in shifts) for shifts in by_pattern.values()),
             tuple(taps for shifts in by_pattern.values() for _, taps in shifts),
         )
+
+    @classmethod
+    def gathering(cls, axes: tuple[Axis, Axis, Axis]) -> Program:
+        """Of the input gradient: a source for every phase plane along d and h (and w, if a row cannot hold those)."""
+        beside = axes[2].stride <= MAX_PARTS
+        choices: list[list[Triple]] = [
+            [(phase,) for phase in range(axis.stride) if axis.taps(phase)] for axis in axes
+        ]
+        if beside:
+            choices[2] = [tuple(range(axes[2].stride))]
+        sources, phases, shifts, taps = [], [], [], []
+        for d_phases, h_phases, w_phases in product(*choices):
+            d = Dimension.gathering(axes[0], d_phases)
+            h = Dimension.gathering(axes[1], h_phases)
+            w = Dimension.gathering(axes[2], w_phases)
+            own = sorted(
+                ((a.offset - d.origin, b.offset - h.origin, c.offset - w.origin, c.field), (a.tap, b.tap, c.tap))
+                for a, b, c in product(d.feeds, h.feeds, w.feeds)
+            )
+            sources.append((d, h, w))
+            phases.append((d_phases[0], h_phases[0], w_phases[0]))
+            shifts.append(tuple(shift for shift, _ in own))
+            taps += [(tap,) for _, tap in own]
+        return cls(
+            tuple(sources),
+            ((0, 0, 0),),
+            1,
+            ((0,),),
+            tuple(shifts),
+            tuple(taps),
+            tuple(phases),
+            tuple(axis.stride for axis in axes),
+            axes[2].stride if beside else 1,
+        )
+
+    @property
+    def dimensions(self) -> Dimensions:
+        return self.sources[0]
+
+    @cached_property
+    def span(self) -> Triple:
+        """How much larger than a tile its halo is."""
+        return tuple(max(source[axis].span for source in self.sources) for axis in range(3))
+
+    @property
+    def parts(self) -> int:
+        """Into which a row is divided: a power of two."""
+        return 1 << (self.used_parts - 1).bit_length()
 
     @cached_property
     def chunk_fields(self) -> int:
@@ -168,7 +314,8 @@ class Program:
 
     def cycles(self, width: int) -> float:
         """Of one slab and one step of 32 bytes."""
-        instructions = sum(len(s) * len(units) for units, s in zip(self.patterns, self.shifts, strict=True))
+        units = [len(self.patterns[i % len(self.patterns)]) for i in range(len(self.shifts))]
+        instructions = sum(len(shifts) * count for shifts, count in zip(self.shifts, units, strict=True))
         return instructions * instruction_cycles(self.unit * width)
 
 
@@ -182,6 +329,11 @@ def _field_orders(counts: Triple, march: bool) -> Iterator[tuple[Triple, ...]]:
             by_axis = dict(zip(order, phases, strict=True))
             fields.append((by_axis[0], by_axis[1], by_axis[2]))
         yield tuple(fields)
+
+
+@lru_cache(maxsize=256)
+def gather_program(axes: tuple[Axis, Axis, Axis]) -> Program:
+    return Program.gathering(axes)
 
 
 @lru_cache(maxsize=256)
@@ -214,6 +366,7 @@ class Build:
     """What one compilation of the kernel is for."""
 
     geometry: Geometry
+    gather: bool
     dtype: str
     march: bool
     split: Split
@@ -231,6 +384,8 @@ class Build:
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """Of the variants."""
+        if self.gather:
+            return (gather_program(self.geometry.axes),)
         return programs(self.geometry.axes, self.march, self.split, self.out_tile)
 
     @property
@@ -254,9 +409,18 @@ class Build:
     def channel_slots(self) -> int:
         return self.groups_per_tile * self.group_slots if self.groups_per_tile > 1 else self.geometry.in_per_group
 
+    @property
+    def part_bytes(self) -> int:
+        return self.row_bytes // self.program.parts
+
     @cached_property
     def chunks(self) -> int:
-        return ceil_div(self.channel_slots * self.item_bytes, self.row_bytes)
+        return ceil_div(self.channel_slots * self.item_bytes, self.part_bytes)
+
+    @property
+    def stages_filled(self) -> int:
+        """For one tile (for one plane, when marching)."""
+        return self.chunks * len(self.program.sources)
 
     @cached_property
     def steps(self) -> int:
@@ -277,7 +441,8 @@ class Build:
 
     @property
     def chunk_bytes(self) -> int:
-        return self.program.chunk_fields * self.out_tile * self.row_bytes
+        """Panels of one chunk of every source."""
+        return self.program.chunk_fields * self.out_tile * self.part_bytes
 
     @cached_property
     def tile_bytes(self) -> int:
@@ -286,7 +451,7 @@ class Build:
 
     @cached_property
     def slot_bytes(self) -> int:
-        return round_up(self.program.panel_fields * self.out_tile * self.row_bytes, 1024)
+        return round_up(self.program.panel_fields * self.out_tile * self.part_bytes, 1024)
 
     @cached_property
     def panel_bytes(self) -> int:
@@ -295,10 +460,15 @@ class Build:
     @cached_property
     def stage_rows(self) -> int:
         """As many as fit, with 8 bytes of every position that a loader's lane has."""
-        parts = max(1, self.row_bytes // 16 // self.item_bytes)
         left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes
-        per_stage = left // (self.stages * self.row_bytes + 8 * parts) * self.row_bytes
+        per_stage = left // (self.stages * self.row_bytes + 8 * self.shares) * self.row_bytes
         return max(0, per_stage // 1024 * 1024 // self.row_bytes)
+
+    @property
+    def shares(self) -> int:
+        """Batches of a loader for all channels of a chunk: it has 16 items of a position in flight."""
+        in_flight = max(1, 16 * self.item_bytes // 16 // self.program.parts)
+        return max(1, self.part_bytes // 16 // in_flight)
 
     @property
     def sums(self) -> int:
@@ -328,30 +498,33 @@ class Build:
     @cached_property
     def max_passes(self) -> int:
         """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
-        return 1 if self.march or self.stages <= self.chunks else 8
+        return 1 if self.march or self.stages <= self.stages_filled else 8
 
     def __str__(self) -> str:
-        way = "marching along depth" if self.march else "phases together"
+        way = "gathering" if self.gather else "marching along depth" if self.march else "phases together"
         panels = "weights resident" if self.resident else "weights streamed"
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
             f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
         )
 
-    def constants(self, problem: Problem) -> Constants:
+    def constants(self, job: Job) -> Constants:
         g, p = self.geometry, self.program
         d, h, w = p.dimensions
+        origins = p.sources if self.gather else [v.dimensions for v in self.programs]
+        written_step = (1, 1, 1) if self.gather else g.stride
         producer, consumer = self.registers
         return (
             ("kThreads", self.threads),
             ("kMinBlocks", 1),
             ("Scalar", SCALARS[self.dtype]),
             ("Epilogue", "tconv3d::Identity"),
-            ("kWide", _wide(problem)),
-            ("kBias", problem.bias),
-            ("kUnitC", problem.input[1] == 1 and problem.input[4] != 1),
-            ("kVectorInput", _vector_input(problem)),
-            ("kOutputUnitC", problem.output[1] == 1 and problem.output[4] != 1),
+            ("kWide", _wide(job)),
+            ("kBias", job.bias),
+            ("kUnitC", job.read_last),
+            ("kVectorInput", _vector_input(job)),
+            ("kVectorParts", _vector_parts(job, p.used_parts)),
+            ("kOutputUnitC", job.written_last),
             ("kProducers", self.producers),
             ("kConsumers", self.consumers),
             ("kProducerRegisters", producer),
@@ -365,13 +538,18 @@ class Build:
             ("kSlabs", self.slabs),
             *self.layout_constants,
             ("kField", p.fields),
-            ("kPartner", _partners(p.fields, problem.output[4] == 1)),
+            ("kPartner", _partners(p.fields, job.written[4] == 1)),
             ("kStoredByPartner", STORED_BY_PARTNER),
             ("kShift", tuple(shift for shifts in p.shifts for shift in shifts)),
-            ("kStrideD", g.axes[0].stride),
-            ("kStrideH", g.axes[1].stride),
-            ("kStrideW", g.axes[2].stride),
-            ("kOrigin", tuple(tuple(d.origin for d in v.dimensions) for v in self.programs)),
+            ("kStrideD", written_step[0]),
+            ("kStrideH", written_step[1]),
+            ("kStrideW", written_step[2]),
+            ("kUsedParts", p.used_parts),
+            ("kReadStepD", p.read_step[0]),
+            ("kReadStepH", p.read_step[1]),
+            ("kReadStepW", p.read_step[2]),
+            ("kReadPhase", p.phases),
+            ("kOrigin", tuple(tuple(d.origin for d in dimensions) for dimensions in origins)),
             ("kOffset", tuple(tuple(d.offset for d in v.dimensions) for v in self.programs)),
             ("kMarch", self.march),
             ("kPaddingD", g.axes[0].padding),
@@ -393,15 +571,17 @@ class Build:
             ("kOutTiles", self.out_tiles),
             ("kVariants", len(self.programs)),
             ("kRowBytes", self.row_bytes),
+            ("kParts", p.parts),
+            ("kSources", len(p.sources)),
             ("kFields", len(p.fields)),
             ("kPatterns", len(p.patterns)),
             ("kUnitFields", p.unit),
             ("kPatternUnit", _running(len(units) for units in p.patterns)),
-            ("kPatternShift", _running(len(shifts) for shifts in p.shifts)),
+            ("kShiftRange", _running(len(shifts) for shifts in p.shifts)),
             ("kUnit", tuple(unit for units in p.patterns for unit in units)),
         )
 
-    def pack(self, problem: Problem) -> Launch:
+    def pack(self, job: Job) -> Launch:
         g, p = self.geometry, self.program
         _, kernel_h, kernel_w = g.kernel
         table = tuple(
@@ -411,8 +591,8 @@ class Build:
             for taps in variant.taps
         )
         threads = 128
-        pieces = self.column_tiles * self.chunks * self.out_tile * self.row_bytes // 16
-        lines = self.chunk_bytes // (self.out_tile * self.row_bytes)
+        pieces = self.column_tiles * self.chunks * self.out_tile * self.part_bytes // 16
+        lines = self.chunk_bytes // (self.out_tile * self.part_bytes)
         blocks = ceil_div(pieces, threads)
         shares = min(lines, max(1, PACKING_BLOCKS // blocks))  # a small weight is packed by more threads
         return Launch(
@@ -430,7 +610,7 @@ class Build:
             threads=threads,
             shared_bytes=0,
             pointers=("weight", "workspace"),
-            scalars=int64s(*problem.weight, problem.weight_group, problem.weight_tap),
+            scalars=int64s(*job.weight, job.weight_group, job.weight_tap),
         )
 
 
@@ -452,23 +632,31 @@ def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
     return tuple(partners)
 
 
-def _wide(p: Problem) -> bool:
+def _wide(job: Job) -> bool:
     """Whether an offset inside one channel's volume, or to the next channel, may leave 32 bits."""
+    axes = job.geometry.axes
     reach = [
-        size + 2 * axis.kernel * axis.dilation + axis.padding + 64
-        for size, axis in zip(p.input_size, p.geometry.axes, strict=True)
+        size + 2 * axis.kernel * axis.dilation + axis.padding + 64 * axis.stride
+        for size, axis in zip(job.read_size, axes, strict=True)
     ]
-    last = [size + 64 * axis.stride for size, axis in zip(p.output_size, p.geometry.axes, strict=True)]
-    x = sum(size * stride for size, stride in zip(reach, p.input[2:], strict=True))
-    y = sum(size * stride for size, stride in zip(last, p.output[2:], strict=True))
-    return max(x, y, p.input[1]) > INT32_MAX
+    last = [size + 64 * axis.stride for size, axis in zip(job.written_size, axes, strict=True)]
+    x = sum(size * stride for size, stride in zip(reach, job.read[2:], strict=True))
+    y = sum(size * stride for size, stride in zip(last, job.written[2:], strict=True))
+    return max(x, y, job.read[1]) > INT32_MAX
 
 
-def _vector_input(p: Problem) -> bool:
+def _vector_input(job: Job) -> bool:
     """Whether 16 bytes of neighbouring channels can be loaded at once."""
-    items = 16 // p.item_bytes
-    n, c, *rest = p.input
-    return c == 1 and p.aligned and not any(v % items for v in (p.geometry.in_per_group, n, *rest))
+    items = 16 // job.item_bytes
+    n, c, *rest = job.read
+    return c == 1 and job.aligned and not any(v % items for v in (job.geometry.in_per_group, n, *rest))
+
+
+def _vector_parts(job: Job, parts: int) -> bool:
+    """Whether the parts of a position can be loaded at once: all of them are inside, or none."""
+    *outer, w = job.read
+    even = not any(v % parts for v in (*outer, job.read_size[2]))
+    return parts in (2, 4) and w == 1 and job.aligned and even
 
 
 # ---- the tiling ---------------------------------------------------------------------------------------------------
@@ -530,7 +718,7 @@ def _extents(size: int, fixed: Iterable[int]) -> list[int]:
 
 def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
     """All tilings of the volume that fit the build's stages."""
-    d, h, w = build.program.dimensions
+    span_d, span_h, span_w = build.program.span
     per_round = build.slabs * build.consumers
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
@@ -547,12 +735,12 @@ def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
         volume = depth * height * width * items
         if volume > limit or (volume < least and (depth, height, width) != positions):
             continue
-        halo = (1 if build.march else depth + d.span, height + h.span, width + w.span)
+        halo = (1 if build.march else depth + span_d, height + span_h, width + span_w)
         if prod(halo) * items > build.stage_rows:
             continue
         across = (ceil_div(positions[1], height), ceil_div(positions[2], width))
         line, sheet = halo[2] * items, halo[1] * halo[2] * items
-        displacement = (0 if build.march else d.span) * sheet + h.span * line + w.span * items
+        displacement = (0 if build.march else span_d) * sheet + span_h * line + span_w * items
         best: Tiling | None = None
         for slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts((depth, height, width), halo, items):
             sheets = ceil_div(slabs, slabs_w * slabs_h)
@@ -604,73 +792,76 @@ class Costs:
 COSTS = Costs()
 
 
-def _load_cycles(build: Build, tiling: Tiling, problem: Problem, planes: int, costs: Costs) -> float:
+def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Costs) -> float:
     """Of the loaders, for one tile: either warps wait for their batches, or the multiprocessor for its loads."""
     warps = 4 * build.producers - (0 if build.resident else 1)
     groups = ceil_div(tiling.rows, 32)
     pieces = build.row_bytes // 16
-    if problem.input[1] == 1 and problem.input[4] != 1:  # contiguous along channels: loads of 16 bytes
+    reads = build.program.used_parts * len(build.program.sources)
+    if job.read_last:  # contiguous along channels: loads of 16 bytes
         batches = ceil_div(groups * pieces, 4 * warps)
-        loads = groups * build.channel_slots * build.item_bytes / 16
+        loads = groups * build.channel_slots * reads * build.item_bytes / 16
         sectors = loads * 16
     else:
-        batches = ceil_div(groups * max(1, pieces // build.item_bytes), warps)
-        loads = groups * build.channel_slots
+        batches = ceil_div(groups * build.shares, warps)
+        loads = groups * build.channel_slots * reads
         lines = 32 / (tiling.halo[2] if tiling.items == 1 else tiling.items) + (tiling.items == 1)
         sectors = loads * (build.item_bytes + 0.9 * lines)
-    waiting = build.chunks * (batches * costs.batch + costs.stage)
+    waiting = build.stages_filled * (batches * costs.batch + costs.stage)
     return planes * max(waiting, loads * costs.load + sectors * costs.sector)
 
 
-def _store_cycles(build: Build, problem: Problem, rounds: int, planes: int, costs: Costs) -> float:
+def _store_cycles(build: Build, job: Job, rounds: int, planes: int, costs: Costs) -> float:
     """Of the consumers' stores, for one tile."""
     axis = build.geometry.axes[2]
-    last = problem.output[1] == 1 and problem.output[4] != 1
-    pairs = last or (axis.stride > 1 and not build.split[2])
+    last = job.written_last
+    pairs = last or (axis.stride > 1 and not build.split[2] and not build.gather)
     outputs = float(rounds * build.slabs * build.consumers * SLAB * build.columns * planes)
     if build.march:
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
-    odd = pairs and not last and problem.output_size[2] % 2 == 1  # half of the pairs cannot be stored at once
+    odd = pairs and not last and job.written_size[2] % 2 == 1  # half of the pairs cannot be stored at once
     return outputs / 32 / (2 if pairs else 1) * (1.5 if odd else 1.0) * costs.store
 
 
-def _memory_cycles(build: Build, tiling: Tiling, problem: Problem, costs: Costs) -> float:
+def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
     """Of the device memory, for everything."""
     g, item = build.geometry, build.item_bytes
-    last = problem.output[1] == 1 and problem.output[4] != 1
-    width = problem.output_size[2]
-    inputs = problem.batch * g.in_channels * prod(problem.input_size) * item
-    lines = problem.batch * g.out_channels * problem.output_size[0] * problem.output_size[1]
+    last = job.written_last
+    width = job.written_size[2]
+    inputs = job.batch * g.in_channels * prod(job.read_size) * item
+    lines = job.batch * g.out_channels * job.written_size[0] * job.written_size[1]
     outputs = lines * width * item
     if last:  # runs of channels
         shared = 0.0 if build.out_tile * item % 32 == 0 else lines * width / build.out_tile
         return (outputs + inputs) / costs.memory_bytes + shared * costs.run
     torn = build.split[2] and g.axes[2].stride > 1
-    tile = tiling.tile[2] * g.axes[2].stride
+    stride_h, stride_w = (1, 1) if build.gather else g.stride[1:]
+    tile = tiling.tile[2] * stride_w
     aligned = width * item % 32 == 0 and (tile >= width or tile * item % 32 == 0)
     if tile < width:
         runs = float(lines * ceil_div(width, tile))
     else:
-        runs = lines / (1 if build.split[1] else tiling.tile[1] * g.axes[1].stride)
+        runs = lines / (1 if build.split[1] else tiling.tile[1] * stride_h)
     traffic = outputs * (costs.torn if torn else 1.0) + inputs
     return traffic / costs.memory_bytes + (0.0 if aligned else runs * costs.run)
 
 
-def cycles(build: Build, tiling: Tiling, problem: Problem, multiprocessors: int, costs: Costs = COSTS) -> float:
+def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs = COSTS) -> float:
     """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
     rounds = ceil_div(tiling.slabs, build.slabs * build.consumers)
     planes = 1
     if build.march:  # the window's first planes are computed by two blocks
         overlap = ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1
-        planes = min(problem.input_size[0], tiling.tile[0] + overlap)
+        planes = min(job.read_size[0], tiling.tile[0] + overlap)
     panels = len(build.program.taps) * build.chunks * rounds * planes
     multiply = rounds * build.slabs * build.consumers * build.cycles_per_slab * planes * costs.product
     if not build.resident:
         multiply = max(multiply, panels * costs.slot / (build.slots - 1))
-    consume = multiply + panels * costs.panel + _store_cycles(build, problem, rounds, planes, costs)
-    load = _load_cycles(build, tiling, problem, planes, costs)
+    consume = multiply + panels * costs.panel + _store_cycles(build, job, rounds, planes, costs)
+    load = _load_cycles(build, tiling, job, planes, costs)
     streamed = 0 if build.resident else build.tile_bytes * rounds * planes
-    elements = tiling.rows * build.channel_slots * planes
+    reads = build.program.used_parts * len(build.program.sources)
+    elements = tiling.rows * build.channel_slots * reads * planes
     cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
     units = tiling.count * build.column_tiles
     blocks = min(units, multiprocessors)
@@ -679,17 +870,14 @@ def cycles(build: Build, tiling: Tiling, problem: Problem, multiprocessors: int,
     p = costs.overlap
     work = ceil_div(units, blocks) * ((load**p + consume**p + cache**p) ** (1 / p) + costs.tile)
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
-    memory = _memory_cycles(build, tiling, problem, costs)
+    memory = _memory_cycles(build, tiling, job, costs)
     return (work**p + memory**p) ** (1 / p) + costs.start
 
 
-def best_tiling(build: Build, problem: Problem, multiprocessors: int) -> tuple[float, Tiling] | None:
-    positions = tuple(
-        axis.positions(size) for axis, size in zip(problem.geometry.axes, problem.output_size, strict=True)
-    )
+def best_tiling(build: Build, job: Job, multiprocessors: int) -> tuple[float, Tiling] | None:
     best: tuple[float, Tiling] | None = None
-    for tiling in tilings(build, problem.batch, (positions[0], positions[1], positions[2])):
-        cost = cycles(build, tiling, problem, multiprocessors)
+    for tiling in tilings(build, job.batch, job.positions):
+        cost = cycles(build, tiling, job, multiprocessors)
         if best is None or cost < best[0]:
             best = cost, tiling
     return best
@@ -702,15 +890,16 @@ def _splits(axes: tuple[Axis, Axis, Axis], march: bool) -> list[Split]:
     return list(dict.fromkeys(splits))
 
 
-def builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build]:
+def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False) -> Iterator[Build]:
     """All builds worth a look."""
     item_bytes = 4 if dtype == "float32" else 2
     group_bytes = round_up(geometry.in_per_group * item_bytes, STEP_BYTES)
     out = round_up(geometry.out_per_group, 8)
     axes = geometry.axes
     ways = [(march, split) for march in (False, True) for split in _splits(axes, march)]
-    for march, split in ways:
-        counts = [1 if apart else axis.stride for axis, apart in zip(axes, split, strict=True)]
+    row_parts = gather_program(axes).parts if gather else 1
+    for march, split in ways[:1] if gather else ways:
+        counts = [1 if apart or gather else axis.stride for axis, apart in zip(axes, split, strict=True)]
         if march:
             counts[0] = Dimension.marching(axes[0]).fields
         fields = prod(counts)
@@ -721,13 +910,14 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build]
             together += [
                 n
                 for n in range(2, geometry.groups + 1)
-                if geometry.groups % n == 0 and n * group_bytes <= 128 and n * fields * out <= MAX_COLUMNS
+                if geometry.groups % n == 0 and n * group_bytes * row_parts <= 128 and n * fields * out <= MAX_COLUMNS
             ]
         groups = together[-1]
         if groups > 1:
-            rows = [min(r for r in (32, 64, 128) if r >= groups * group_bytes)]
+            rows = [min(r for r in (32, 64, 128) if r >= groups * group_bytes * row_parts)]
         else:
-            rows = [r for r in (128, 64, 32) if r < 2 * group_bytes and (r > 32 or group_bytes == 32)]
+            whole = group_bytes * row_parts
+            rows = [r for r in (128, 64, 32) if 32 * row_parts <= r < 2 * whole and (r > 32 or whole == 32)]
         widest = min(MAX_COLUMNS // (fields * groups) // 8 * 8, out)
         parts = ceil_div(out, widest)
         for out_tile in dict.fromkeys(round_up(ceil_div(out, n), 8) for n in (parts, 2 * parts)):
@@ -737,8 +927,8 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build]
                     continue
                 producers = 2 if slabs * columns <= 192 else 1  # more would leave a consumer too few registers
                 build = Build(
-                    geometry, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages, True, 1,
-                    shared_bytes,
+                    geometry, gather, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages,
+                    True, 1, shared_bytes,
                 )  # fmt: skip
                 if build.tile_bytes > 0.6 * shared_bytes:
                     build = replace(build, resident=False)
@@ -747,20 +937,49 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int) -> Iterator[Build]
                     yield build
 
 
+@dataclass(frozen=True)
+class Nominal:
+    """What a build is chosen for: a pass of a layer, and whether its volume is large or small."""
+
+    geometry: Geometry
+    gather: bool
+    dtype: str
+    written_last: bool
+    small: bool
+
+    @classmethod
+    def of(cls, job: Job) -> Nominal:
+        small = job.batch * prod(job.positions) < SMALL
+        return cls(job.geometry, job.gather, job.dtype, job.written_last, small)
+
+    @property
+    def job(self) -> Job | None:
+        """With a volume of the kind, or nothing, if the layer has no output for it."""
+        batch, size = (2, (8, 8, 8)) if self.small else (8, (32, 64, 64))
+        g = self.geometry
+        output = g.output_size(size)
+        if min(output) < 1:
+            return None
+        c, w = (1, g.out_channels) if self.written_last else (2, 1)
+        strides, ones = (1, c, 1, 1, w), (1, 1, 1, 1, 1)
+        read, written = (output, size) if self.gather else (size, output)
+        return Job(g, self.gather, batch, self.dtype, read, written, strides, strides, ones, 1)
+
+
 @lru_cache(maxsize=1024)
-def choose(
-    geometry: Geometry, dtype: str, output_channels_last: bool, small: bool, shared_bytes: int, multiprocessors: int
-) -> Build | None:
-    """The best build for a nominal volume, large or small. Searched once, then kept in the disk cache."""
+def choose(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build | None:
+    """The best build. Searched once, then kept in the disk cache."""
 
     def search() -> bytes:
-        best = _search(geometry, dtype, output_channels_last, small, shared_bytes, multiprocessors)
-        names = [f.name for f in fields(Build) if f.name not in ("geometry", "dtype")]
+        best = _search(nominal, shared_bytes, multiprocessors)
+        names = [f.name for f in fields(Build) if f.name not in ("geometry", "gather", "dtype")]
         return json.dumps({name: getattr(best, name) for name in names} if best else None).encode()
 
-    settings = repr((geometry, dtype, output_channels_last, small, shared_bytes, multiprocessors))
+    settings = repr((nominal, shared_bytes, multiprocessors))
     found = json.loads(cache.get(cache.key("halo", _sources(), settings), ".json", search))
-    return Build(geometry, dtype, **{**found, "split": tuple(found["split"])}) if found else None
+    if not found:
+        return None
+    return Build(nominal.geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
 
 
 @lru_cache(maxsize=1)
@@ -769,18 +988,11 @@ def _sources() -> bytes:
     return b"".join(Path(module).read_bytes() for module in (__file__, geometry_module.__file__) if module)
 
 
-def _search(
-    geometry: Geometry, dtype: str, output_channels_last: bool, small: bool, shared_bytes: int, multiprocessors: int
-) -> Build | None:
-    batch, size = (2, (8, 8, 8)) if small else (8, (32, 64, 64))
-    output = geometry.output_size(size)
-    if min(output) < 1:
-        return None
-    c, w = (1, geometry.out_channels) if output_channels_last else (2, 1)
-    problem = Problem(Pass.FORWARD, geometry, batch, size, dtype, (1, c, 1, 1, w), (1, 1, 1, 1, 1), (1, c, 1, 1, w))
+def _search(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build | None:
+    job = nominal.job
     best: tuple[float, Build] | None = None
-    for build in builds(geometry, dtype, shared_bytes):
-        found = best_tiling(build, problem, multiprocessors)
+    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather) if job else ():
+        found = best_tiling(build, job, multiprocessors) if job else None
         if found and (best is None or found[0] < best[0]):
             best = found[0], build
     return best[1] if best else None
@@ -811,29 +1023,22 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "tensor cores have no full float32 and the halo kernel no float64"
     if problem.batch == 0:
         return "there is nothing to compute"
-    forward = _as_forward(problem)
-    if forward is None:
-        return "input gradients of strided layers and of paddings beyond the kernel are no forward passes"
-    g = forward.geometry
-    if g.phases * 8 > MAX_COLUMNS:
+    job = job_of(problem)
+    g = job.geometry
+    if not job.gather and g.phases * 8 > MAX_COLUMNS:
         return f"{g.phases} phases are more than a tile's columns hold"
+    if job.gather and g.phases // (g.stride[2] if g.stride[2] <= MAX_PARTS else 1) > MAX_SOURCES:
+        return f"{g.phases} phase planes are too many small products"
     if g.in_per_group < 4 or g.out_per_group < 4 or g.in_per_group * g.out_per_group < 64:
         return "fewer than 4 channels per group, or than 8 x 8, leave tensor cores idle"
-    if g.groups > 1 and g.in_per_group < 16 and problem.dtype == "float32":
-        return "float32 groups of fewer than 16 channels are faster without tensor cores (measured)"
-    if plan_or_none(forward, device) is None:
+    if plan_or_none(job, device) is None:
         return "the halo of one tile does not fit shared memory"
     return None
 
 
-def _as_forward(problem: Problem) -> Problem | None:
-    return problem if problem.which is Pass.FORWARD else mirror(problem)
-
-
 def plan(problem: Problem, device: Device) -> Plan:
     """Packs the weight, every time: a weight may be changed through `.data`, which leaves no trace to go by."""
-    forward = _as_forward(problem)
-    found = plan_or_none(forward, device) if forward else None
+    found = plan_or_none(job_of(problem), device)
     if found is None:
         raise ValueError(why_not(problem, device))
     main = found.main
@@ -843,19 +1048,17 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan("halo", "Hopper's tensor cores", (found.pack, main), found.packed_bytes, tile)
 
 
-def plan_or_none(problem: Problem, device: Device) -> HaloPlan | None:
-    small = problem.batch * prod(problem.output_size) // problem.geometry.phases < SMALL
-    last = problem.output[1] == 1 and problem.output[4] != 1
-    build = choose(problem.geometry, problem.dtype, last, small, device.shared_bytes, device.multiprocessors)
-    return plan_build(build, problem, device) if build else None
+def plan_or_none(job: Job, device: Device) -> HaloPlan | None:
+    build = choose(Nominal.of(job), device.shared_bytes, device.multiprocessors)
+    return plan_build(build, job, device) if build else None
 
 
-def plan_build(build: Build, problem: Problem, device: Device) -> HaloPlan | None:
-    found = best_tiling(build, problem, device.multiprocessors)
-    return assemble(build, found[1], problem, device, found[0]) if found else None
+def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
+    found = best_tiling(build, job, device.multiprocessors)
+    return assemble(build, found[1], job, device, found[0]) if found else None
 
 
-def assemble(build: Build, tiling: Tiling, problem: Problem, device: Device, cost: float = 0.0) -> HaloPlan:
+def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """The launches of a build and a tiling."""
     work = tiling.count * build.column_tiles
     blocks = min(work, device.multiprocessors)
@@ -864,8 +1067,8 @@ def assemble(build: Build, tiling: Tiling, problem: Problem, device: Device, cos
     depth = tiling.tile[0] * (build.geometry.axes[0].stride if build.march else 1)  # marching: outputs
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     scalars = padded(
-        int64s(*problem.input, *problem.output),
-        int32s(*problem.input_size, *problem.output_size, problem.batch),
+        int64s(*job.read, *job.written),
+        int32s(*job.read_size, *job.written_size, job.batch),
         int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.rows, tiling.slabs, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.slabs * build.consumers), work),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
@@ -873,11 +1076,11 @@ def assemble(build: Build, tiling: Tiling, problem: Problem, device: Device, cos
     )
     main = Launch(
         kernel="halo",
-        constants=build.constants(problem),
+        constants=build.constants(job),
         grid=(blocks, 1, 1),
         threads=build.threads,
         shared_bytes=build.shared_bytes,
         pointers=("x", "workspace", "bias", "y"),
         scalars=scalars,
     )
-    return HaloPlan(build, tiling, build.pack(problem), build.column_tiles * build.tile_bytes, main, cost)
+    return HaloPlan(build, tiling, build.pack(job), build.column_tiles * build.tile_bytes, main, cost)

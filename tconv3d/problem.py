@@ -5,7 +5,7 @@ Plain data that the planner's parts share. Knows sizes and strides, never tensor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
@@ -55,20 +55,6 @@ class Problem:
     bias: bool = False
     tf32: bool = False  # float32 products may be rounded to TF32
     aligned: bool = True  # all addresses are multiples of 16 bytes
-    mirrored: bool = False  # see `mirror`
-
-    @property
-    def weight_group(self) -> int:
-        """From one group's weights to the next one's."""
-        g = self.geometry
-        return g.out_per_group * self.weight[1] if self.mirrored else g.in_per_group * self.weight[0]
-
-    @property
-    def weight_tap(self) -> int:
-        """Where tap (0, 0, 0) lies: at the end, where taps are taken in reverse."""
-        if not self.mirrored:
-            return 0
-        return -sum((k - 1) * stride for k, stride in zip(self.geometry.kernel, self.weight[2:], strict=True))
 
     @property
     def output_size(self) -> Triple:
@@ -110,25 +96,3 @@ class Plan:
 def last_offset(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """The offset of a tensor's last element, in elements."""
     return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
-def mirror(problem: Problem) -> Problem | None:
-    """An input gradient as the forward pass it is: channels swapped, taps reversed. For stride 1 alone."""
-    g = problem.geometry
-    axes = tuple(
-        replace(axis, padding=axis.dilation * (axis.kernel - 1) - axis.padding, output_padding=-axis.output_padding)
-        for axis in g.axes
-    )
-    if problem.which is not Pass.INPUT_GRAD or g.phases > 1 or min(axis.padding for axis in axes) < 0:
-        return None
-    ci, co, *taps = problem.weight
-    return replace(
-        problem,
-        which=Pass.FORWARD,
-        geometry=Geometry(g.out_channels, g.in_channels, g.groups, (axes[0], axes[1], axes[2])),
-        input_size=problem.output_size,
-        input=problem.output,
-        weight=(co, ci, *(-stride for stride in taps)),
-        output=problem.input,
-        mirrored=True,
-    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tconv3d import emulator, halo_planner
 from tconv3d.geometry import Geometry, Triple
-from tconv3d.halo_planner import Build, HaloPlan
+from tconv3d.halo_planner import Build, HaloPlan, job_of
 from tconv3d.problem import Device, Pass, Problem
 
 # Few multiprocessors, so that blocks get several tiles and the rings wrap around.
@@ -107,7 +107,9 @@ def build_for(case: Case) -> Build:
     """The planner's build, or the first of its candidates that has what the case wants."""
     g = case.geometry
     if not case.build:
-        build = halo_planner.choose(g, case.dtype, case.channels_last, True, DEVICE.shared_bytes, 132)
+        build = halo_planner.choose(
+            halo_planner.Nominal(g, False, case.dtype, case.channels_last, True), DEVICE.shared_bytes, 132
+        )
         assert build is not None
         return build
     for build in halo_planner.builds(g, case.dtype, DEVICE.shared_bytes):
@@ -121,7 +123,7 @@ CHOSEN = ("march", "split", "row_bytes", "slabs", "groups_per_tile")  # the rest
 
 def check(case: Case, order: str = "forward") -> None:
     tensors = Tensors(case)
-    plan = halo_planner.plan_build(build_for(case), tensors.problem, DEVICE)
+    plan = halo_planner.plan_build(build_for(case), job_of(tensors.problem), DEVICE)
     assert plan is not None
     tensors.run(plan, order)
     assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
@@ -199,7 +201,7 @@ def test_every_tiling_gives_the_same_result(name: str) -> None:
     assert len(tilings) >= 8
     for tiling in tilings[:: max(1, len(tilings) // 24)]:
         tensors.y.fill_(float("nan"))
-        tensors.run(halo_planner.assemble(build, tiling, tensors.problem, DEVICE))
+        tensors.run(halo_planner.assemble(build, tiling, job_of(tensors.problem), DEVICE))
         assert tensors.error < TOLERANCE[case.dtype], tiling
 
 
@@ -210,7 +212,7 @@ def test_input_may_have_any_strides() -> None:
     wide = torch.zeros(2, 24, 3, 9, 7)
     wide[:, ::2, :, 1:5, 2:7] = tensors.x
     tensors.x = wide[:, ::2, :, 1:5, 2:7]
-    plan = halo_planner.plan_build(build_for(case), tensors.problem, DEVICE)
+    plan = halo_planner.plan_build(build_for(case), job_of(tensors.problem), DEVICE)
     assert plan is not None
     tensors.run(plan)
     assert tensors.error < TOLERANCE["float32"]

@@ -1,4 +1,7 @@
-"""The input gradient of stride-1 layers on tensor cores: a forward pass with swapped channels and reversed taps."""
+"""The input gradient on Hopper's tensor cores: it gathers from the phase planes of the output gradient.
+
+With stride 1 it is a forward pass with swapped channels and reversed taps.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from layers import Layer, poisoned, to_tf32
 
 import tconv3d
 from tconv3d.geometry import Geometry
-from tconv3d.problem import Pass, Problem, mirror
+from tconv3d.halo_planner import Job, job_of
+from tconv3d.problem import Pass, Problem
 
 LAYERS = {
     "plain": Layer(8, 12, (3, 4, 5), (3, 3, 3)),
@@ -20,6 +24,21 @@ LAYERS = {
         8, 8, (4, 5, 6), (2, 3, 2), padding=(1, 0, 1), output_padding=(1, 0, 2), dilation=(2, 1, 3)
     ),
     "groups": Layer(32, 48, (4, 5, 6), (3, 3, 3), groups=2),
+    "padding beyond the kernel": Layer(8, 8, (6, 6, 6), (2, 2, 2), padding=(3, 2, 1)),
+    "unet up-convolution": Layer(16, 8, (3, 4, 5), (2, 2, 2), (2, 2, 2)),
+    "gan": Layer(9, 40, (3, 3, 4), (4, 4, 4), (2, 2, 2), (1, 1, 1)),
+    "monai, odd sizes": Layer(12, 20, (2, 3, 5), (3, 3, 3), (2, 2, 2), (1, 1, 1)),
+    "monai, channels last": Layer(8, 40, (2, 3, 5), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1)),
+    "unet, channels last, few channels": Layer(16, 6, (3, 4, 5), (2, 2, 2), (2, 2, 2), output_padding=(1, 0, 1)),
+    "stride 3": Layer(8, 10, (2, 3, 4), (3, 4, 5), (3, 3, 3), (1, 0, 2)),
+    "stride 3, channels last": Layer(8, 16, (2, 3, 4), (3, 4, 5), (3, 3, 3), (1, 0, 2)),
+    "stride 4 along w, 1 along d": Layer(10, 9, (3, 2, 4), (2, 3, 5), (1, 2, 4), (1, 0, 3)),
+    "stride 5 along w": Layer(8, 8, (2, 2, 4), (1, 2, 7), (1, 2, 5), (0, 1, 3), (0, 0, 2)),
+    "dilated, empty phases": Layer(8, 8, (3, 4, 3), (3, 3, 3), (2, 1, 2), (0, 2, 1), (1, 0, 1), dilation=(2, 1, 4)),
+    "kernel smaller than stride": Layer(8, 12, (3, 2, 3), (2, 1, 1), (3, 2, 2), output_padding=(2, 1, 1)),
+    "small groups": Layer(32, 32, (3, 4, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1), groups=4),
+    "small groups, channels last": Layer(32, 32, (3, 4, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1), groups=4),
+    "wide": Layer(72, 136, (3, 3, 3), (3, 3, 3), (1, 2, 2), (1, 1, 1), batch=3),
 }
 
 
@@ -29,7 +48,7 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     layer = replace(LAYERS[name], bias=False)
     x, w = (to_tf32(t) if dtype == torch.float32 else t for t in layer.operands(dtype, ours))
-    if name == "plain":
+    if name == "plain" or "channels last" in name:
         x = x.to(memory_format=torch.channels_last_3d)
     x.requires_grad_()
     explained = tconv3d.explain(x, w, None, *layer.settings, gpu="H200")
@@ -37,6 +56,8 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     y = tconv3d.conv_transpose3d(x, w, None, *layer.settings)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(ours, dtype)
     grad = to_tf32(grad) if dtype == torch.float32 else grad
+    if y.is_contiguous(memory_format=torch.channels_last_3d):
+        grad = grad.to(memory_format=torch.channels_last_3d)
     with poisoned():
         (dx,) = torch.autograd.grad(y, x, grad)
     exact = x.detach().double().requires_grad_()
@@ -50,12 +71,12 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
 
 
 def test_what_is_no_forward_pass() -> None:
-    def problem(**settings: object) -> Problem:
+    def job(**settings: object) -> Job:
         geometry = Geometry.make(8, 8, (3, 3, 3), **settings)  # type: ignore[arg-type]
         five = (1, 1, 1, 1, 1)
-        return Problem(Pass.INPUT_GRAD, geometry, 1, (9, 9, 9), "float16", five, five, five)
+        return job_of(Problem(Pass.INPUT_GRAD, geometry, 1, (9, 9, 9), "float16", five, five, five))
 
-    assert mirror(problem(stride=(1, 2, 1))) is None
-    assert mirror(problem(padding=(3, 0, 0))) is None
-    mirrored = mirror(problem(padding=(1, 2, 0)))
-    assert mirrored is not None and mirrored.output_size == (9, 9, 9)
+    assert job(stride=(1, 2, 1)).gather
+    assert job(padding=(3, 0, 0)).gather
+    mirrored = job(padding=(1, 2, 0))
+    assert not mirrored.gather and mirrored.geometry.output_size(mirrored.read_size) == (9, 9, 9)

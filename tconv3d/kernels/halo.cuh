@@ -1,5 +1,5 @@
-// Forward pass of a transposed 3D convolution on Hopper's tensor cores (sm_90a): one halo tile feeds all
-// phases.
+// Transposed 3D convolution on Hopper's tensor cores (sm_90a), forward pass and input gradient: one halo tile
+// feeds all phases.
 //
 // The algorithm, for one tile of positions q and one tile of output channels:
 //
@@ -19,6 +19,10 @@
 // window of output planes: input plane i feeds output planes i*stride - padding + tap*dilation through one
 // wide instruction per in-plane shift, after which the window's first `stride` planes are complete and the
 // window moves. This makes wide instructions out of few output channels, and reads each input plane once.
+//
+// Input gradient: the sources are the phase planes of dy, a position has one field, and the loops are
+//
+//   for each source, for each chunk: load the halo; for each of the source's shifts: the products
 //
 // Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
 // ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
@@ -105,20 +109,31 @@ struct Halo : HaloLayout<Config> {
   // shared memory.
   using Position = long long;
   static constexpr Position kNowhere = -1;
-  static constexpr int kNoRow = 0xFFFF;
+  static constexpr int kNoRow = 0x1FFF;
   static __device__ __forceinline__ int row_of(Position position) {
-    return static_cast<int>(position) & 0xFFFF;
+    return static_cast<int>(position) & kNoRow;
+  }
+  // How many of the parts are inside: those from the first on.
+  static __device__ __forceinline__ int parts_of(Position position) {
+    if constexpr (Config::kParts == 1) return position >= 0;
+    return position < 0 ? 0 : static_cast<int>(position) >> 13 & 7;
   }
   static __device__ __forceinline__ long long bytes_of(Position position) { return position >> 16; }
 
   // By the position's index, w fastest.
-  static __device__ __forceinline__ Position position(const Args& args, const Place& at, int index) {
+  static __device__ __forceinline__ Position position(const Args& args, const Place& at, int source,
+                                                      int index) {
     const int line = divide(index, args.halo_w), w = index - line * args.halo.w;
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
     const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
-    const int x_d = Config::kMarch ? 0 : at.d + Config::kOrigin(at.variant(), 0) + d;
-    const int x_h = at.h + Config::kOrigin(at.variant(), 1) + h;
-    const int x_w = at.w + Config::kOrigin(at.variant(), 2) + w;
+    const int origin = at.variant() + source;  // either has more than one
+    const int x_d = Config::kMarch ? 0
+                                   : (at.d + Config::kOrigin(origin, 0) + d) * Config::kReadStepD +
+                                         Config::kReadPhase(source, 0);
+    const int x_h =
+        (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
+    const int x_w =
+        (at.w + Config::kOrigin(origin, 2) + w) * Config::kReadStepW + Config::kReadPhase(source, 2);
     if (index >= args.rows) return kNowhere;
     const int row = ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
     if (!(at.n + n < args.batch && inside(x_d, args.input.d) && inside(x_h, args.input.h) &&
@@ -129,7 +144,8 @@ struct Halo : HaloLayout<Config> {
                           static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) +
                           static_cast<Offset>(x_w) * static_cast<Offset>(args.x_stride.w);
     const long long items = (at.n + n) * args.x_stride.n + offset;
-    return items * static_cast<long long>(sizeof(Scalar)) * 65536 + row;
+    const int left = args.input.w - x_w, parts = left < Config::kUsedParts ? left : Config::kUsedParts;
+    return items * static_cast<long long>(sizeof(Scalar)) * 65536 + (parts << 13 | row);
   }
   static __device__ __forceinline__ bool inside(int i, int size) {
     return static_cast<unsigned>(i) < static_cast<unsigned>(size);
@@ -137,21 +153,25 @@ struct Halo : HaloLayout<Config> {
 
   // Where a row of the stage begins; piece i of it is at this address ^ 16 * i.
   static __device__ __forceinline__ unsigned row_start(unsigned stage, int row) {
-    return stage + Layout::swizzle(row * Config::kRowBytes);
+    return stage + Layout::template swizzle<Layout::kRowPieces>(row * Config::kRowBytes);
   }
 
   // A batch is what a lane has in flight: some pieces of the halo, as they are in memory. While one batch is
   // on its way, the one before it is converted and stored. In a turn, a warp takes kRows positions; a batch
-  // has kTurns, and kParts batches take all channels of a chunk.
+  // has kTurns, and kShares batches take all channels of a chunk.
   //
-  // Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels.
+  // Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels: the same
+  // channels of all parts, which are neighbours in memory.
   struct BatchByPosition {
-    static constexpr int kFlight =
-        16 / Layout::kPieceItems;  // pieces of 16 loads: two batches fill the registers
-    static constexpr int kPieces = Layout::kRowPieces < kFlight ? Layout::kRowPieces : kFlight;
-    static constexpr int kParts = Layout::kRowPieces / kPieces;
+    static constexpr int kFlight = 16 / Layout::kPieceItems / Config::kParts;  // two batches fill registers
+    static constexpr int kAtLeast = kFlight < 1 ? 1 : kFlight;
+    static constexpr int kPieces = Layout::kPartPieces < kAtLeast ? Layout::kPartPieces : kAtLeast;
+    static constexpr int kShares = Layout::kPartPieces / kPieces;
     static constexpr int kRows = 32, kTurns = 1;
-    Scalar raw[kPieces][Layout::kPieceItems];
+    struct Parts {
+      Scalar at[Config::kUsedParts];
+    };
+    Parts raw[kPieces][Layout::kPieceItems];
     int row, first_piece;
 
     static __device__ __forceinline__ int row_in_turn(int lane) { return lane; }
@@ -161,9 +181,9 @@ struct Halo : HaloLayout<Config> {
       const Position from = positions[turn * kRows + lane];
       const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
       row = row_of(from);
-      first_piece = turn % kParts * kPieces;
+      first_piece = turn % kShares * kPieces;
       const unsigned char* address = x + bytes_of(from) + first_piece * Layout::kPieceItems * stride;
-      const int left = Layout::kSlots - chunk * Layout::kRowItems - first_piece * Layout::kPieceItems;
+      const int left = Layout::kSlots - chunk * Layout::kPartItems - first_piece * Layout::kPieceItems;
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         const auto channels = Layout::channels(chunk, first_piece + i);
@@ -172,30 +192,48 @@ struct Halo : HaloLayout<Config> {
         }
 #pragma unroll
         for (int c = 0; c < Layout::kPieceItems; ++c, address += stride) {
-          const bool exists = Layout::kWholeRows ? true
-                              : Layout::kDense   ? i * Layout::kPieceItems + c < left
-                                                 : c < channels.count;
-          raw[i][c] = Scalar{};
-          if (from >= 0 && exists) raw[i][c] = load_constant(reinterpret_cast<const Scalar*>(address));
+          const bool exists = Layout::kWholeParts ? true
+                              : Layout::kDense    ? i * Layout::kPieceItems + c < left
+                                                  : c < channels.count;
+          raw[i][c] = gather(args, reinterpret_cast<const Scalar*>(address), exists ? parts_of(from) : 0);
         }
       }
+    }
+    static __device__ __forceinline__ Parts gather(const Args& args, const Scalar* x, int parts) {
+      Parts found{};
+      if constexpr (Config::kVectorParts) {  // all or none, and aligned
+        if (parts > 0) {
+          const auto all = load_vector<Config::kUsedParts>(x);
+#pragma unroll
+          for (int p = 0; p < Config::kUsedParts; ++p) found.at[p] = all.at[p];
+        }
+      } else {
+#pragma unroll
+        for (int p = 0; p < Config::kUsedParts; ++p) {
+          if (p < parts) found.at[p] = load_constant(x + p * args.x_stride.w);
+        }
+      }
+      return found;
     }
     __device__ __forceinline__ void store(unsigned stage) const {
       if (row == kNoRow) return;
       const unsigned start = row_start(stage, row) ^ 16 * first_piece;
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        Piece<Scalar> piece;
+      for (int p = 0; p < Config::kUsedParts; ++p) {
 #pragma unroll
-        for (int c = 0; c < Layout::kPieceItems; ++c) piece.set(c, raw[i][c]);
-        ptx::store_shared(start ^ 16 * i, piece.vector());
+        for (int i = 0; i < kPieces; ++i) {
+          Piece<Scalar> piece;
+#pragma unroll
+          for (int c = 0; c < Layout::kPieceItems; ++c) piece.set(c, raw[i][c].at[p]);
+          ptx::store_shared(start ^ 16 * (p * Layout::kPartPieces + i), piece.vector());
+        }
       }
     }
   };
 
   // Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
   struct BatchByChannel {
-    static constexpr int kParts = 1, kTurns = 4, kRows = 32 / Layout::kRowPieces;
+    static constexpr int kShares = 1, kTurns = 4, kRows = 32 / Layout::kRowPieces;
     uint4 raw[kTurns];
     int row[kTurns], piece;
 
@@ -203,16 +241,18 @@ struct Halo : HaloLayout<Config> {
     __device__ __forceinline__ void load(const Args& args, const unsigned char* x, const Position* positions,
                                          int chunk, unsigned turn, int lane) {
       piece = lane % Layout::kRowPieces;
-      const auto channels = Layout::channels(chunk, piece);
+      const int part = piece / Layout::kPartPieces, in_part = piece % Layout::kPartPieces;
+      const auto channels = Layout::channels(chunk, in_part);
       const int first =
-          Layout::kDense ? piece * Layout::kPieceItems : channels.group * Config::kIn + channels.first;
-      x += first * static_cast<int>(sizeof(Scalar));
+          Layout::kDense ? in_part * Layout::kPieceItems : channels.group * Config::kIn + channels.first;
+      x += (first + (Config::kParts > 1 ? part * args.x_stride.w : 0)) * static_cast<int>(sizeof(Scalar));
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
         const Position from = positions[(turn + i * kLoaderWarps) * kRows + row_in_turn(lane)];
         row[i] = row_of(from);
-        const int count = Layout::kWholeRows ? Layout::kPieceItems : channels.count;
-        raw[i] = gather(reinterpret_cast<const Scalar*>(x + bytes_of(from)), from >= 0 ? count : 0);
+        const int count = Layout::kWholeParts ? Layout::kPieceItems : channels.count;
+        const bool inside = part < parts_of(from);
+        raw[i] = gather(reinterpret_cast<const Scalar*>(x + bytes_of(from)), inside ? count : 0);
       }
     }
     static __device__ __forceinline__ uint4 gather(const Scalar* x, int count) {
@@ -262,7 +302,7 @@ struct Halo : HaloLayout<Config> {
   static constexpr int kScratchStart =
       Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
   static constexpr int kPositionsStart = kScratchStart + kConsumerWarps * kScratchBytes;
-  static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kParts;
+  static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = kLoaderWarps * Batch::kTurns;
   static constexpr int kSharedBytes =
       kPositionsStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
@@ -326,12 +366,12 @@ struct Halo : HaloLayout<Config> {
   struct Course {
     int warp, lane, batches;
     Position* positions;  // of all warps, by turn: a warp reads what itself wrote
-    int work, plane, chunk, batch, planes;
+    int work, plane, source, chunk, batch, planes;
     Place at;
     const unsigned char *plane_start, *x;  // of the plane, of the chunk
 
     __device__ __forceinline__ bool start(const Args& args, int first_work) {
-      plane = chunk = batch = 0;
+      plane = source = chunk = batch = 0;
       for (work = first_work; work < args.work; work += gridDim.x) {
         at = place(args, work);
         planes = fed_planes(args, at);
@@ -347,7 +387,8 @@ struct Halo : HaloLayout<Config> {
 #pragma unroll 1
       for (int turn = warp; turn < batches * Batch::kTurns * kLoaderWarps; turn += kLoaderWarps) {
         const int row = Batch::row_in_turn(lane);
-        positions[turn * Batch::kRows + row] = position(args, at, turn / Batch::kParts * Batch::kRows + row);
+        positions[turn * Batch::kRows + row] =
+            position(args, at, source, turn / Batch::kShares * Batch::kRows + row);
       }
       __syncwarp();
       const long long first = at.first_group() * Config::kIn * args.x_stride.c +
@@ -358,10 +399,16 @@ struct Halo : HaloLayout<Config> {
       if (++batch < batches) return true;
       batch = 0;
       if constexpr (Layout::kDense) {
-        x += Layout::kRowItems * static_cast<int>(sizeof(Scalar)) * args.x_stride.c;
+        x += Layout::kPartItems * static_cast<int>(sizeof(Scalar)) * args.x_stride.c;
       }
       if (++chunk < kChunks) return true;
       chunk = 0;
+      if constexpr (Config::kSources > 1) {
+        if (++source < Config::kSources) {
+          find_positions(args);
+          return true;
+        }
+      }
       x = plane_start += static_cast<int>(sizeof(Scalar)) * args.x_stride.d;
       if (++plane < planes) return true;
       return start(args, work + gridDim.x);
@@ -373,7 +420,7 @@ struct Halo : HaloLayout<Config> {
 
   static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
                                                     int lane) {
-    const int turns = (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kParts;
+    const int turns = (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
     Ring<Config::kStages> ring;
     Course course;
     course.warp = warp;
@@ -427,10 +474,11 @@ struct Halo : HaloLayout<Config> {
       const int rounds = fed_planes(args, at) * args.passes;
       for (int round = 0; round < rounds; ++round) {
         const unsigned char* from = packed(args, at.column_tile);
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
+        for (int chunk = 0; chunk < Config::kSources * kChunks; ++chunk) {
+          const int source = Config::kSources == 1 ? 0 : chunk / kChunks;
           for (int p = 0; p < Config::kPatterns; ++p) {
             const unsigned bytes = Layout::panel_bytes(p);
-            for (int s = 0; s < Layout::shifts(p); ++s, ring.advance(), from += bytes) {
+            for (int s = 0; s < Layout::shifts(source, p); ++s, ring.advance(), from += bytes) {
               ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
               ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
               ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));
@@ -501,7 +549,7 @@ struct Halo : HaloLayout<Config> {
           constexpr int kUnit = Config::kUnit(Config::kPatternUnit(kPattern) + kPlace);
           constexpr int kFirst = kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns;
           const unsigned long long panel =
-              ptx::advance(b, kPlace * Layout::kUnitColumns * Config::kRowBytes + k);
+              ptx::advance(b, kPlace * Layout::kUnitColumns * Layout::kPartBytes + k);
           static_for<Config::kSlabs>([&](auto m) {
             constexpr int kSlab = decltype(m)::value;
             ptx::MatrixMultiply<Layout::kUnitColumns>::template issue<kOperand>(
@@ -521,11 +569,12 @@ struct Halo : HaloLayout<Config> {
     }
   }
 
-  // Adds chunks of so many steps to the sums. The last panel's products may be unfinished in the end.
+  // Adds chunks of a source, of so many steps, to the sums. The last panel's products may be unfinished in
+  // the end.
   template <int kSteps>
   static __device__ __forceinline__ void multiply_chunks(const Args& args, Consumer& me, Sums& sums,
-                                                         const Slab (&slabs)[Config::kSlabs], int first,
-                                                         int end, bool last_pass) {
+                                                         const Slab (&slabs)[Config::kSlabs], int source,
+                                                         int first, int end, bool last_pass) {
     const unsigned group_bytes = args.group_rows * Config::kRowBytes;
     const int line = args.halo.w * args.items, sheet = args.halo.h * line;
     for (int chunk = first; chunk < end; ++chunk, me.stages.advance()) {
@@ -539,24 +588,25 @@ struct Halo : HaloLayout<Config> {
       }
       static_for<Config::kPatterns>([&](auto p) {
         constexpr int kPattern = decltype(p)::value;
-        constexpr int kFirstShift = Config::kPatternShift(kPattern);
+        const int first_shift = Layout::first_shift(source, kPattern);
+        const int last_shift = Layout::first_shift(source, kPattern + 1);
 #pragma unroll 1
-        for (int shift = 0; shift < Layout::shifts(kPattern); ++shift) {
+        for (int shift = first_shift; shift < last_shift; ++shift) {
           unsigned panel;
           if constexpr (Config::kResident) {
-            panel = me.shared.panels() + chunk * Layout::kChunkBytes +
-                    Layout::rows_before(kPattern) * Config::kRowBytes + shift * Layout::panel_bytes(kPattern);
+            panel = me.shared.panels() + Layout::chunk_start(source, chunk) +
+                    Layout::rows_before(source, kPattern) * Layout::kPartBytes +
+                    (shift - first_shift) * Layout::panel_bytes(kPattern);
           } else {
             panel = me.shared.slot(me.slots.index);
             ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);
           }
-          const int rows = Config::kShift(kFirstShift + shift, 0) * sheet +
-                           Config::kShift(kFirstShift + shift, 1) * line +
-                           Config::kShift(kFirstShift + shift, 2) * args.items;
+          const int rows = Config::kShift(shift, 0) * sheet + Config::kShift(shift, 1) * line +
+                           Config::kShift(shift, 2) * args.items;
           ptx::matrix_fence();
           multiply_panel<kPattern, kSteps>(
-              sums, a, ptx::matrix_descriptor<Config::kRowBytes>(panel, 8 * Config::kRowBytes),
-              rows * Config::kRowBytes);
+              sums, a, ptx::matrix_descriptor<Layout::kPartBytes>(panel, 8 * Layout::kPartBytes),
+              rows * Config::kRowBytes + Config::kShift(shift, 3) * Layout::kPartBytes);
           ptx::matrix_commit();
           ptx::matrix_wait<1>();
           me.finished.release(me.shared, me.lane);
@@ -573,13 +623,16 @@ struct Halo : HaloLayout<Config> {
   // Adds all chunks of the tile (of the plane, when marching) to the sums.
   static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& sums,
                                                   const Slab (&slabs)[Config::kSlabs], bool last_pass) {
-    constexpr int kFull = Layout::kLastSteps == Layout::kRowSteps ? kChunks : kChunks - 1;
+    constexpr int kFull = Layout::kLastSteps == Layout::kPartSteps ? kChunks : kChunks - 1;
     pin(sums);
-    if constexpr (kFull > 0) {
-      multiply_chunks<Layout::kRowSteps>(args, me, sums, slabs, 0, kFull, last_pass);
-    }
-    if constexpr (kFull < kChunks) {
-      multiply_chunks<Layout::kLastSteps>(args, me, sums, slabs, kFull, kChunks, last_pass);
+#pragma unroll 1
+    for (int source = 0; source < Config::kSources; ++source) {
+      if constexpr (kFull > 0) {
+        multiply_chunks<Layout::kPartSteps>(args, me, sums, slabs, source, 0, kFull, last_pass);
+      }
+      if constexpr (kFull < kChunks) {
+        multiply_chunks<Layout::kLastSteps>(args, me, sums, slabs, source, kFull, kChunks, last_pass);
+      }
     }
     ptx::matrix_wait<0>();
     pin(sums);

@@ -2,20 +2,25 @@
 // weight lies.
 //
 // Per dimension, output stride*q + phase gathers x[q - shift(tap)]. All phases of a position q are computed
-// together, so a shift (in three dimensions) is one displacement of the input that feeds certain phases. The
-// words:
+// together, so a shift (in three dimensions) is one displacement of the input that feeds certain phases.
+// The input gradient is the same loop the other way round: position q gathers dy[phase][q + shift(tap)] from
+// all phase planes of dy. The words:
 //
 // - field: the output channels of one phase, kOutTile neighbouring columns of the accumulators
 // - unit: the neighbouring fields that one matrix instruction computes
-// - panel: the weights of one shift, a row of kRowBytes input channels for every column of the units it feeds
+// - source: what a halo is loaded from. The forward pass has one, x; the input gradient has the phase planes
+//   along d and h of dy, one after the other, each with shifts of its own
+// - part: the phases along w of a source lie side by side in a row, so that a load uses whole sectors. The
+//   forward pass has one part
+// - panel: the weights of one shift, kPartBytes of input channels for every column of the units it feeds
 // - pattern: the shifts that feed the same units, one loop
-// - chunk: as many input channels as a row holds. K is walked chunk by chunk, 32 bytes (a step) at a time
+// - chunk: as many input channels as a part holds. K is walked chunk by chunk, 32 bytes (a step) at a time
 // - variant: where phases differ only in where they read and write, each can have column tiles of its own
 // - column tile: one group (or several small ones) with kOutTile of its output channels, in one variant
 //
-// Packed weights: [column tile][chunk][pattern, shift in it][unit, field, channel: a row][kRowBytes,
+// Packed weights: [column tile][source][chunk][pattern, shift in it][unit, field, channel: a row][kPartBytes,
 // swizzled], in the order of consumption, so that a panel is one linear copy. Several small groups in one
-// tile share the rows: each has its own steps of the row.
+// tile share the rows: each has its own steps of the part.
 #pragma once
 
 #include "operands.cuh"
@@ -27,12 +32,14 @@ struct HaloLayout {
   using Scalar = typename Config::Scalar;
   static constexpr int kItemBytes = sizeof(Scalar);
   static constexpr int kPieceItems = 16 / kItemBytes;  // a piece: the 16 bytes that a swizzle moves as one
-  static constexpr int kRowItems = Config::kRowBytes / kItemBytes;
   static constexpr int kRowPieces = Config::kRowBytes / 16;
+  static constexpr int kPartBytes = Config::kRowBytes / Config::kParts;
+  static constexpr int kPartItems = kPartBytes / kItemBytes;
+  static constexpr int kPartPieces = kPartBytes / 16;
   static constexpr int kStepItems = 32 / kItemBytes;
   static constexpr int kSlots =
       Config::kGroupsPerTile > 1 ? Config::kGroupsPerTile * Config::kGroupSlots : Config::kIn;
-  static constexpr int kChunks = (kSlots + kRowItems - 1) / kRowItems;
+  static constexpr int kChunks = (kSlots + kPartItems - 1) / kPartItems;
   static constexpr int kColumnTiles =
       Config::kGroups / Config::kGroupsPerTile * Config::kOutTiles * Config::kVariants;
   static constexpr int kGroupColumns = Config::kFields * Config::kOutTile;
@@ -41,6 +48,9 @@ struct HaloLayout {
   static_assert(kItemBytes == 4 || kItemBytes == 2, "TF32 or 16-bit operands");
   static_assert(Config::kRowBytes == 128 || Config::kRowBytes == 64 || Config::kRowBytes == 32,
                 "swizzled rows");
+  static_assert(kPartBytes == 128 || kPartBytes == 64 || kPartBytes == 32, "swizzled panels");
+  static_assert(Config::kSources == 1 || (Config::kPatterns == 1 && Config::kVariants == 1),
+                "sources have their own shifts, and one pattern");
   static_assert(Config::kOutTile % 8 == 0, "a matrix instruction has a multiple of 8 columns");
   static_assert(kColumns <= 256, "accumulators of one slab");
   static_assert(Config::kGroups % Config::kGroupsPerTile == 0, "every tile has as many groups");
@@ -55,19 +65,33 @@ struct HaloLayout {
     return Config::kPatternUnit(pattern + 1) - Config::kPatternUnit(pattern);
   }
   static __device__ constexpr int panel_rows(int pattern) { return units(pattern) * kUnitColumns; }
-  static __device__ constexpr int panel_bytes(int pattern) { return panel_rows(pattern) * Config::kRowBytes; }
-  // Rows of a chunk that lie before a pattern's panels.
-  static __device__ constexpr int rows_before(int pattern) {
+  static __device__ constexpr int panel_bytes(int pattern) { return panel_rows(pattern) * kPartBytes; }
+  // The shifts of a pattern, in a source: from `first_shift` on.
+  static __device__ constexpr int first_shift(int source, int pattern) {
+    return Config::kShiftRange(source * Config::kPatterns + pattern);
+  }
+  static __device__ constexpr int shifts(int source, int pattern) {
+    return first_shift(source, pattern + 1) - first_shift(source, pattern);
+  }
+  // Rows of a source's chunk that lie before a pattern's panels.
+  static __device__ constexpr int rows_before(int source, int pattern) {
     int rows = 0;
-    for (int p = 0; p < pattern; ++p) rows += panel_rows(p) * shifts(p);
+    for (int p = 0; p < pattern; ++p) rows += panel_rows(p) * shifts(source, p);
     return rows;
   }
-  static __device__ constexpr int shifts(int pattern) {
-    return Config::kPatternShift(pattern + 1) - Config::kPatternShift(pattern);
+  static __device__ constexpr int chunk_rows(int source) { return rows_before(source, Config::kPatterns); }
+  // Where the panels of a chunk begin in those of the column tile.
+  static __device__ __forceinline__ int chunk_start(int source, int chunk) {
+    const int before = Config::kSources == 1 ? 0 : kChunks * first_shift(source, 0) * panel_bytes(0);
+    return before + chunk * chunk_rows(source) * kPartBytes;
   }
-  static constexpr int kChunkRows = rows_before(Config::kPatterns);
-  static constexpr int kChunkBytes = kChunkRows * Config::kRowBytes;
-  static constexpr int kTileBytes = kChunks * kChunkBytes;
+  static __device__ constexpr int total_rows() {
+    int rows = 0;
+    for (int source = 0; source < Config::kSources; ++source) rows += chunk_rows(source);
+    return rows;
+  }
+  static constexpr int kRows = total_rows();  // of one chunk of every source
+  static constexpr int kTileBytes = kChunks * kRows * kPartBytes;
 
   // What a column tile computes; its variant is column_tile % kVariants.
   static __device__ __forceinline__ int first_group(int column_tile) {
@@ -78,16 +102,16 @@ struct HaloLayout {
   }
 
   // Steps of a whole chunk, and of the last one.
-  static constexpr int kRowSteps = Config::kRowBytes / 32;
-  static constexpr int kLastSteps = (kSlots - (kChunks - 1) * kRowItems + kStepItems - 1) / kStepItems;
+  static constexpr int kPartSteps = kPartBytes / 32;
+  static constexpr int kLastSteps = (kSlots - (kChunks - 1) * kPartItems + kStepItems - 1) / kStepItems;
 
-  // The channels of a group that a piece of a row holds: `count` from `first` on, of the tile's group
+  // The channels of a group that a piece of a part holds: `count` from `first` on, of the tile's group
   // `group`.
   struct Channels {
     int group, first, count;
   };
   static __device__ __forceinline__ Channels channels(int chunk, int piece) {
-    const int slot = chunk * kRowItems + piece * kPieceItems;
+    const int slot = chunk * kPartItems + piece * kPieceItems;
     const int group = Config::kGroupsPerTile > 1 ? slot / Config::kGroupSlots : 0;
     const int first = slot - group * Config::kGroupSlots;
     const int left = group < Config::kGroupsPerTile ? Config::kIn - first : 0;
@@ -96,11 +120,12 @@ struct HaloLayout {
 
   // Whether slot i of the chunks is channel i of the tile, and whether all slots are channels.
   static constexpr bool kDense = Config::kGroupsPerTile == 1 || Config::kGroupSlots == Config::kIn;
-  static constexpr bool kWholeRows = kDense && kSlots % kRowItems == 0;
+  static constexpr bool kWholeParts = kDense && kSlots % kPartItems == 0;
 
-  // Where a byte of a row lies: the hardware's swizzle, a function of the address.
+  // Where a byte of rows of so many pieces lies: the hardware's swizzle, a function of the address.
+  template <int kPieces>
   static __device__ __forceinline__ int swizzle(int offset) {
-    return offset ^ ((offset >> 7 & (kRowPieces - 1)) << 4);
+    return offset ^ ((offset >> 7 & (kPieces - 1)) << 4);
   }
 };
 
