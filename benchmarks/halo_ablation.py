@@ -33,8 +33,8 @@ UNSTORED = "if (args.batch > 0) {\n} else if constexpr (Config::kOutputUnitC) {\
 # What leaves out a part: text of halo.cuh, and what replaces it. Conditions that never hold keep the code around it.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "loads": (  # from global memory
-        ("if (from >= 0 && exists)", "if (from >= 0 && exists && args.batch < 0)"),
-        ("from >= 0 ? count : 0", "from >= 0 && args.batch < 0 ? count : 0"),
+        ("exists ? parts_of(from) : 0", "exists && args.batch < 0 ? parts_of(from) : 0"),
+        ("inside ? count : 0", "inside && args.batch < 0 ? count : 0"),
     ),
     "staging": (  # to shared memory
         ("if (row == kNoRow) return;", "if (row >= 0) return;"),
@@ -83,15 +83,12 @@ def fastest(table: Path, bench: Bench, name: str, dtype: str, device: Device) ->
     """The plan of the fastest row of a table."""
     rows = [r for r in json.loads(table.read_text()) if (r["layer"], r["dtype"]) == (name, dtype)]
     best = min(rows, key=lambda row: row["ms"])
-    positions = [
-        axis.positions(size) for axis, size in zip(bench.geometry.axes, bench.problem.output_size, strict=True)
-    ]
-    for build in halo_planner.builds(bench.geometry, dtype, device.shared_bytes):
+    for build in halo_planner.builds(bench.job.geometry, dtype, device.shared_bytes):
         if describe(build) != best["build"]:
             continue
-        for tiling in halo_planner.tilings(build, bench.problem.batch, (positions[0], positions[1], positions[2])):
+        for tiling in halo_planner.tilings(build, bench.job.batch, bench.job.positions):
             if str(tiling) == best["tile"]:
-                return halo_planner.assemble(build, tiling, bench.problem, device)
+                return halo_planner.assemble(build, tiling, bench.job, device)
     raise ValueError(f"the planner no longer has {best['build']}; {best['tile']}")
 
 
@@ -114,7 +111,7 @@ def main() -> None:
                 if options.table:
                     plan = fastest(options.table, bench, name, dtype, device)
                 else:
-                    plan = candidates(bench.problem, device, 1)[0]
+                    plan = candidates(bench.job, device, 1)[0]
                 print(f"{name} {dtype}: {describe(plan.build)}; {plan.tiling}", flush=True)
                 list(pool.map(compile_with, [(path, plan.main) for path in kernels.values()]))
                 for variant, path in kernels.items():

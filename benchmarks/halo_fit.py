@@ -23,7 +23,7 @@ from layers import LAYERS
 
 from tconv3d import halo_planner
 from tconv3d.geometry import Triple
-from tconv3d.halo_planner import Build, Costs, Tiling
+from tconv3d.halo_planner import Build, Costs, Job, Tiling
 from tconv3d.problem import Device, Pass, Problem
 
 H200 = Device("H200", (9, 0), 132, 232448)
@@ -37,11 +37,11 @@ class Sample:
     layer: str
     build: Build
     tiling: Tiling
-    problem: Problem
+    job: Job
     ms: float
 
     def model(self, costs: Costs) -> float:
-        return halo_planner.cycles(self.build, self.tiling, self.problem, 132, costs) / GIGAHERTZ / 1e6
+        return halo_planner.cycles(self.build, self.tiling, self.job, 132, costs) / GIGAHERTZ / 1e6
 
 
 def strides(channels: int, size: Triple, channels_last: bool) -> tuple[int, ...]:
@@ -51,34 +51,32 @@ def strides(channels: int, size: Triple, channels_last: bool) -> tuple[int, ...]
     return (channels * d * h * w, d * h * w, h * w, w, 1)
 
 
-def problem_of(name: str, dtype: str, channels_last: bool) -> Problem:
+def job_of(name: str, dtype: str, channels_last: bool, which: str) -> Job:
     layer = LAYERS[name]
     g = geometry_of(layer)
     x = strides(layer.in_channels, layer.size, channels_last)
     y = strides(layer.out_channels, g.output_size(layer.size), channels_last)
-    return Problem(
-        Pass.FORWARD, g, layer.batch, layer.size, dtype, x, strides(g.out_per_group, g.kernel, False), y, True, True
+    w = strides(g.out_per_group, g.kernel, False)
+    return halo_planner.job_of(
+        Problem(Pass(which), g, layer.batch, layer.size, dtype, x, w, y, which == "forward", True)
     )
-
-
-def positions(problem: Problem) -> Triple:
-    d, h, w = (a.positions(s) for a, s in zip(problem.geometry.axes, problem.output_size, strict=True))
-    return d, h, w
 
 
 def read(table: Path) -> list[Sample]:
     samples = []
     for row in json.loads(table.read_text()):
-        p = problem_of(row["layer"], row["dtype"], row["layout"] == "channels_last")
+        which = row.get("which", "forward")
+        job = job_of(row["layer"], row["dtype"], row["layout"] == "channels_last", which)
         found = [
             (build, tiling)
-            for build in halo_planner.builds(p.geometry, p.dtype, H200.shared_bytes)
+            for build in halo_planner.builds(job.geometry, job.dtype, H200.shared_bytes, job.gather)
             if describe(build) == row["build"]
-            for tiling in halo_planner.tilings(build, p.batch, positions(p))
+            for tiling in halo_planner.tilings(build, job.batch, job.positions)
             if str(tiling) == row["tile"]
         ]
         if found:
-            samples.append(Sample(f"{row['layer']} {row['dtype']} {row['layout']}", *found[0], p, row["ms"]))
+            name = f"{row['layer']} {row['dtype']} {row['layout']} {which}"
+            samples.append(Sample(name, *found[0], job, row["ms"]))
         else:
             print("no longer a candidate:", row["layer"], row["build"], row["tile"])
     return samples
@@ -115,7 +113,7 @@ def report(samples: list[Sample], costs: Costs, verbose: bool) -> None:
     for layer, group in by_layer.items():
         chosen, best = min(group, key=lambda s: s.model(costs)), min(group, key=lambda s: s.ms)
         good += chosen.ms <= 1.1 * best.ms
-        print(f"{layer:40} best {best.ms:8.4f} chosen {chosen.ms:8.4f} ({chosen.ms / best.ms:.2f})")
+        print(f"{layer:50} best {best.ms:8.4f} chosen {chosen.ms:8.4f} ({chosen.ms / best.ms:.2f})")
         for s in sorted(group, key=lambda s: s.ms) if verbose else ():
             model = s.model(costs)
             print(f"  {s.ms:8.4f} {model:8.4f} {model / s.ms:5.2f}  {describe(s.build)}; {s.tiling}")

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -42,6 +43,7 @@ class Row:
     layer: str
     dtype: str
     layout: str
+    which: str
     build: str
     tile: str
     model_ms: float
@@ -49,12 +51,12 @@ class Row:
     error: float
 
 
-def candidates(problem: Problem, device: Device, top: int) -> list[halo_planner.HaloPlan]:
+def candidates(job: halo_planner.Job, device: Device, top: int) -> list[halo_planner.HaloPlan]:
     """The builds that the model likes best, each with its best tiling."""
     plans = [
         plan
-        for build in halo_planner.builds(problem.geometry, problem.dtype, device.shared_bytes)
-        if (plan := halo_planner.plan_build(build, problem, device)) is not None
+        for build in halo_planner.builds(job.geometry, job.dtype, device.shared_bytes, job.gather)
+        if (plan := halo_planner.plan_build(build, job, device)) is not None
     ]
     plans.sort(key=lambda plan: plan.cycles)
     families: dict[object, halo_planner.HaloPlan] = {}
@@ -88,45 +90,51 @@ def milliseconds(run: Callable[[], None], flush: torch.Tensor, repeats: int) -> 
 
 
 class Bench:
-    """The tensors of one layer, and PyTorch's result."""
+    """The tensors of one pass of one layer, and PyTorch's result."""
 
-    def __init__(self, layer: Layer, dtype: str, channels_last: bool) -> None:
-        self.geometry = geometry_of(layer)
+    def __init__(self, layer: Layer, dtype: str, channels_last: bool, which: Pass = Pass.FORWARD) -> None:
+        geometry = geometry_of(layer)
         form = torch.channels_last_3d if channels_last else torch.contiguous_format
-        x, self.weight, bias = layer.tensors(TYPES[dtype])
-        assert bias is not None
-        self.x, self.bias = x.contiguous(memory_format=form), bias
+        x, self.weight, self.bias = layer.tensors(TYPES[dtype])
         torch.backends.cudnn.allow_tf32 = False
-        self.reference = F.conv_transpose3d(
-            x.float(), self.weight.float(), bias.float(), layer.stride, layer.padding, layer.output_padding,
-            layer.groups, layer.dilation,
+        x, weight, bias = x.contiguous(memory_format=form), self.weight.float(), self.bias.float()
+        whole = x.float().requires_grad_(which is Pass.INPUT_GRAD)
+        y = F.conv_transpose3d(
+            whole, weight, bias, layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
+        )
+        if which is Pass.INPUT_GRAD:
+            self.read = torch.randn_like(y).to(TYPES[dtype]).contiguous(memory_format=form)
+            (self.reference,) = torch.autograd.grad(y, whole, self.read.float())
+        else:
+            self.read, self.reference = x, y
+        self.written = torch.empty_like(self.reference, dtype=TYPES[dtype]).contiguous(memory_format=form)
+        sides = (self.read, self.written) if which is Pass.FORWARD else (self.written, self.read)
+        problem = Problem(
+            which, geometry, layer.batch, layer.size, dtype, sides[0].stride(), self.weight.stride(),
+            sides[1].stride(), which is Pass.FORWARD, True,
         )  # fmt: skip
-        self.y = torch.empty_like(self.reference, dtype=TYPES[dtype]).contiguous(memory_format=form)
-        self.problem = Problem(
-            Pass.FORWARD, self.geometry, layer.batch, layer.size, dtype, self.x.stride(), self.weight.stride(),
-            self.y.stride(), True, True,
-        )  # fmt: skip
+        self.job = halo_planner.job_of(problem)
 
     def runner(self, plan: halo_planner.HaloPlan) -> Callable[[], None]:
         packed = torch.full((plan.packed_bytes,), 255, dtype=torch.uint8, device="cuda")
         stream = torch.cuda.current_stream().cuda_stream
         launcher.prepare(plan.pack, 0)((self.weight.data_ptr(), packed.data_ptr()), stream)
         run = launcher.prepare(plan.main, 0)
-        addresses = (self.x.data_ptr(), packed.data_ptr(), self.bias.data_ptr(), self.y.data_ptr())
+        addresses = (self.read.data_ptr(), packed.data_ptr(), self.bias.data_ptr(), self.written.data_ptr())
         return lambda: (run(addresses, stream), packed)[0]  # keeps `packed` alive
 
     def error(self, run: Callable[[], None]) -> float:
-        self.y.fill_(float("nan"))
+        self.written.fill_(float("nan"))
         run()
         torch.cuda.synchronize()
-        return ((self.y.float() - self.reference).norm() / self.reference.norm()).item()
+        return ((self.written.float() - self.reference).norm() / self.reference.norm()).item()
 
 
 def measure(
-    name: str, dtype: str, channels_last: bool, top: int, device: Device, pool: ProcessPoolExecutor
+    name: str, dtype: str, channels_last: bool, which: Pass, top: int, device: Device, pool: ProcessPoolExecutor
 ) -> list[Row]:
-    bench = Bench(LAYERS[name], dtype, channels_last)
-    plans = candidates(bench.problem, device, top)
+    bench = Bench(LAYERS[name], dtype, channels_last, which)
+    plans = candidates(bench.job, device, top)
     reports = list(pool.map(compile_launch, [plan.main for plan in plans]))
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
     rows = []
@@ -137,6 +145,7 @@ def measure(
             name,
             dtype,
             layout,
+            which.value,
             describe(plan.build),
             str(plan.tiling),
             plan.cycles / GIGAHERTZ / 1e6,
@@ -157,7 +166,8 @@ def measure(
         )
     best = min(rows, key=lambda row: row.ms)
     print(
-        f"--> {name} {dtype} {best.layout}: best {best.ms:.4f} ms, the model's first {rows[0].ms:.4f} ms", flush=True
+        f"--> {name} {dtype} {best.layout} {best.which}: best {best.ms:.4f}, the model's first {rows[0].ms:.4f} ms",
+        flush=True,
     )
     return rows
 
@@ -167,6 +177,7 @@ def main() -> None:
     parser.add_argument("--layers", default=",".join(LAYERS))
     parser.add_argument("--dtypes", default="float32")
     parser.add_argument("--layouts", default="contiguous", help="contiguous, channels_last or both, with a comma")
+    parser.add_argument("--passes", default="forward", help="forward, input_grad or both, with a comma")
     parser.add_argument("--top", type=int, default=6)
     parser.add_argument("--processes", type=int, default=12, help="that compile")
     parser.add_argument("--out", type=Path)
@@ -177,8 +188,9 @@ def main() -> None:
     with ProcessPoolExecutor(options.processes) as pool:
         for name in options.layers.split(","):
             for dtype in options.dtypes.split(","):
-                for layout in options.layouts.split(","):
-                    rows += measure(name, dtype, layout == "channels_last", options.top, device, pool)
+                for layout, which in product(options.layouts.split(","), options.passes.split(",")):
+                    last = layout == "channels_last"
+                    rows += measure(name, dtype, last, Pass(which), options.top, device, pool)
                     if options.out:
                         options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 

@@ -27,7 +27,8 @@ def geometry_of(layer: Layer) -> Geometry:
 
 def describe(build: Build) -> str:
     panels = "resident" if build.resident else f"{build.slots} slots"
-    how = "march" if build.march else "split " + "".join(n for n, s in zip("dhw", build.split, strict=True) if s)
+    apart = "".join(name for name, apart in zip("dhw", build.split, strict=True) if apart)
+    how = "gather" if build.gather else "march" if build.march else f"split {apart}"
     return (
         f"{how}, {build.columns} columns (unit {build.program.unit} x {build.out_tile}), row {build.row_bytes}, "
         f"{build.slabs} slabs, {build.producers}+{build.consumers}, {build.stages} stages, {panels}"

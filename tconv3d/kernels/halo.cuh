@@ -27,7 +27,8 @@
 // Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
 // ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
 // kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
-// are at the next.
+// are at the next. With two teams (kTeams), each has its own producers, rings and consumer, and its own
+// tiles: while one stores, the other multiplies.
 //
 // The words (field, unit, panel, pattern, chunk, column tile) are explained in halo_layout.cuh.
 #pragma once
@@ -56,6 +57,7 @@ struct Args {
   Extent slab_step;  // rows from slab to slab
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles
+  int vector_lines;  // whether lines of outputs, and of tiles, begin at multiples of a vector
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items;
 };
 
@@ -86,9 +88,18 @@ struct Halo : HaloLayout<Config> {
   using Layout::kColumnTiles;
 
   static constexpr int kProducerThreads = 128 * Config::kProducers;
-  static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
-  static constexpr int kConsumerWarps = 4 * Config::kConsumers;
+  // Of a team.
+  static constexpr int kProducerWarps = 4 * Config::kProducers / Config::kTeams;
+  static constexpr int kLoaderWarps = kProducerWarps - (Config::kResident ? 0 : 1);
+  static constexpr int kConsumers = Config::kConsumers / Config::kTeams;
+  static constexpr int kConsumerWarps = 4 * kConsumers;
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
+  static_assert(Config::kConsumers % Config::kTeams == 0 && kLoaderWarps > 0, "every team has its warps");
+
+  // The tiles of a team: every so many, from its first on. All have the same column tile if panels are
+  // resident: the number of blocks is a multiple of the column tiles then.
+  static __device__ __forceinline__ int first_work(int team) { return blockIdx.x + team * gridDim.x; }
+  static __device__ __forceinline__ int work_step() { return Config::kTeams * gridDim.x; }
 
   // One unit of work: a tile of positions and a column tile.
   struct Place {
@@ -289,36 +300,50 @@ struct Halo : HaloLayout<Config> {
 
   using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
 
-  // Shared memory: halo stages, panels, barriers, scratch, the loaders' positions.
+  // Shared memory: halo stages, panels, barriers, scratch, the loaders' positions. All but resident panels
+  // are a team's own.
   static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
   static constexpr int kPanelBytes =
-      Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
-  static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
-  // A warp's accumulators pass through scratch on their way to contiguous lines: 8 channels, kScratchPitch
-  // apart.
-  static constexpr int kScratchPitch =
-      36;  // 4 past a multiple of 32: neither writing nor reading meets itself
-  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 8 * kScratchPitch * 4;  // of a warp
+      Config::kResident ? Layout::kTileBytes : Config::kTeams * Config::kSlots * Config::kSlotBytes;
+  static constexpr int kTeamBarriers = 2 * Config::kStages + (Config::kResident ? 0 : 2 * Config::kSlots);
+  static constexpr int kBarriers = Config::kTeams * kTeamBarriers + 1;
+
+  // A slab's outputs pass through scratch of their consumer on their way to contiguous lines: 8 channels at a
+  // time, kPitch apart, twice (one is written while the other is read).
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // outputs of the widest store
+  static constexpr int kPitch =
+      64 * (Config::kPaired ? 2 : 1) + kVector;  // neither writing nor reading meets itself
+  static constexpr int kScratchItems = Config::kOutputUnitC ? 0 : 8 * kPitch;
+  static constexpr int kScratchBytes = 2 * kScratchItems * static_cast<int>(sizeof(Scalar));
   static constexpr int kScratchStart =
-      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
-  static constexpr int kPositionsStart = kScratchStart + kConsumerWarps * kScratchBytes;
+      Config::kTeams * Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
+  static constexpr int kPositionsStart = kScratchStart + Config::kConsumers * kScratchBytes;
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = kLoaderWarps * Batch::kTurns;
-  static constexpr int kSharedBytes =
-      kPositionsStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
+  static constexpr int kPositions = (kTurns + kRound - 1) / kRound * kRound * Batch::kRows;  // of a team
+  static constexpr int kSharedBytes = kPositionsStart + Config::kTeams * kPositions * 8;
   static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
   static_assert(kStageBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
 
   struct Shared {
     unsigned base;
-    __device__ __forceinline__ unsigned stage(unsigned i) const { return base + i * kStageBytes; }
-    __device__ __forceinline__ unsigned panels() const { return base + Config::kStages * kStageBytes; }
-    __device__ __forceinline__ unsigned slot(unsigned i) const { return panels() + i * Config::kSlotBytes; }
-    __device__ __forceinline__ unsigned barrier(unsigned i) const { return panels() + kPanelBytes + 8 * i; }
+    int team;
+    __device__ __forceinline__ unsigned stage(unsigned i) const {
+      return base + (team * Config::kStages + i) * kStageBytes;
+    }
+    __device__ __forceinline__ unsigned panels() const {
+      return base + Config::kTeams * Config::kStages * kStageBytes;
+    }
+    __device__ __forceinline__ unsigned slot(unsigned i) const {
+      return panels() + (team * Config::kSlots + i) * Config::kSlotBytes;
+    }
+    __device__ __forceinline__ unsigned panels_full() const { return panels() + kPanelBytes; }
+    __device__ __forceinline__ unsigned barrier(unsigned i) const {
+      return panels_full() + 8 * (1 + team * kTeamBarriers + i);
+    }
     __device__ __forceinline__ unsigned stage_full(unsigned i) const { return barrier(i); }
     __device__ __forceinline__ unsigned stage_empty(unsigned i) const { return barrier(Config::kStages + i); }
-    __device__ __forceinline__ unsigned panels_full() const { return barrier(2 * Config::kStages); }
     __device__ __forceinline__ unsigned slot_full(unsigned i) const {
       return barrier(2 * Config::kStages + i);
     }
@@ -370,9 +395,9 @@ struct Halo : HaloLayout<Config> {
     Place at;
     const unsigned char *plane_start, *x;  // of the plane, of the chunk
 
-    __device__ __forceinline__ bool start(const Args& args, int first_work) {
+    __device__ __forceinline__ bool start(const Args& args, int from) {
       plane = source = chunk = batch = 0;
-      for (work = first_work; work < args.work; work += gridDim.x) {
+      for (work = from; work < args.work; work += work_step()) {
         at = place(args, work);
         planes = fed_planes(args, at);
         if (planes > 0) {
@@ -411,7 +436,7 @@ struct Halo : HaloLayout<Config> {
       }
       x = plane_start += static_cast<int>(sizeof(Scalar)) * args.x_stride.d;
       if (++plane < planes) return true;
-      return start(args, work + gridDim.x);
+      return start(args, work + work_step());
     }
     __device__ __forceinline__ void load(const Args& args, Batch& next) const {
       next.load(args, x, positions, chunk, batch * Batch::kTurns * kLoaderWarps + warp, lane);
@@ -426,8 +451,9 @@ struct Halo : HaloLayout<Config> {
     course.warp = warp;
     course.lane = lane;
     course.batches = (turns + kLoaderWarps * Batch::kTurns - 1) / (kLoaderWarps * Batch::kTurns);
-    course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart);
-    if (!course.start(args, blockIdx.x)) return;
+    course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart) +
+                       shared.team * kPositions;
+    if (!course.start(args, first_work(shared.team))) return;
     // Loads the next batch, then stores the present one. False: there is no next.
     const auto step = [&](const Batch& present, Batch& next) {
       const bool first = course.batch == 0, last = course.batch == course.batches - 1;
@@ -469,7 +495,7 @@ struct Halo : HaloLayout<Config> {
 
   static __device__ __forceinline__ void stream_panels(const Args& args, const Shared& shared) {
     Ring<Config::kSlots> ring;
-    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
+    for (int work = first_work(shared.team); work < args.work; work += work_step()) {
       const Place at = place(args, work);
       const int rounds = fed_planes(args, at) * args.passes;
       for (int round = 0; round < rounds; ++round) {
@@ -528,6 +554,9 @@ struct Halo : HaloLayout<Config> {
     Ring<Config::kStages> stages;
     Ring<Config::kResident ? 1 : Config::kSlots> slots;
     Finished finished;
+    int index, warp;  // among the block's consumers; in the warpgroup
+    Scalar* scratch;  // two, which take turns
+    unsigned scratch_turn = 0;
   };
 
   // The products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
@@ -699,6 +728,7 @@ struct Halo : HaloLayout<Config> {
   struct Target {
     bool exists;
     int d, h, w;
+    int left;  // outputs of the tile from here to the end of the line
     long long item;
   };
   static __device__ __forceinline__ Target target(const Args& args, const Place& at, const Slab& slab,
@@ -714,24 +744,23 @@ struct Halo : HaloLayout<Config> {
                           : (at.d + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
     to.h = (at.h + h) * Config::kStrideH + Config::kOffset(at.variant(), 1);
     to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
+    const int in_tile = (args.tile.w - w) * Config::kStrideW, in_output = args.output.w - to.w;
+    to.left = in_tile < in_output ? in_tile : in_output;
     to.item = (at.n + n) * args.y_stride.n;
     return to;
   }
 
-  static __device__ __forceinline__ void store_one(Scalar* address, float value) {
-    *address = Narrow<Scalar>::from(Config::Epilogue::apply(value));
-  }
   // Two neighbours in memory, by one access if the address allows it.
   static __device__ __forceinline__ void store_pair(Scalar* address, float first, float second, bool both) {
     using Pair = Vector<Scalar, 2>;
     if (both && reinterpret_cast<unsigned long long>(address) % sizeof(Pair) == 0) {
       Pair pair;
-      pair.at[0] = Narrow<Scalar>::from(Config::Epilogue::apply(first));
-      pair.at[1] = Narrow<Scalar>::from(Config::Epilogue::apply(second));
+      pair.at[0] = finish(first);
+      pair.at[1] = finish(second);
       *reinterpret_cast<Pair*>(address) = pair;
     } else {
-      store_one(address, first);
-      if (both) store_one(address + 1, second);
+      *address = finish(first);
+      if (both) address[1] = finish(second);
     }
   }
 
@@ -780,73 +809,159 @@ struct Halo : HaloLayout<Config> {
     });
   }
 
-  // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of 16
-  // positions are 32 neighbours; where a field has no partner, 16 positions of two channels.
-  static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
+  // Contiguous along w: through scratch, so that a store covers neighbours along w. Two phases that are
+  // neighbours pass together. If lines begin at multiples of a vector, or if the slab lies on one line (then
+  // scratch is shifted until they do), a lane stores whole vectors; else a warp stores its own 16 positions,
+  // element by element.
+  struct Way {
+    bool vectors, one_line;
+    Target to;  // of the lane
+    int skip;   // outputs from there to the lane's own
+  };
+  template <int kWidth>  // neighbours that a position has
+  static __device__ __forceinline__ Way way(const Args& args, const Place& at, const Slab& slab, int plane,
+                                            int warp, int lane) {
+    Way found{};
+    int row = 16 * warp + (kWidth == 2 ? lane / 2 : lane % 16);
+    if constexpr (Config::kWholeLines) {
+      const int first = slab.row - divide(slab.row, args.halo_w) * args.halo.w;
+      found.one_line = args.items == 1 && args.group_rows == 8 && first + 64 <= args.halo.w;
+      found.vectors = found.one_line || args.vector_lines;
+      const int own = lane % (64 * kWidth / kVector) * kVector;
+      if (found.vectors) row = found.one_line ? 0 : own / kWidth;
+      found.skip = found.one_line ? own : 0;
+    }
+    found.to = target(args, at, slab, plane, row);
+    return found;
+  }
+
+  // By how many elements an address misses a multiple of 16 bytes.
+  static __device__ __forceinline__ int misalignment(const Scalar* address) {
+    return static_cast<int>(reinterpret_cast<unsigned long long>(address) / sizeof(Scalar)) & (kVector - 1);
+  }
+
+  static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at, Consumer& me,
                                                            const Sums& sums,
-                                                           const Slab (&slabs)[Config::kSlabs], int plane,
-                                                           int warp, int lane, float* scratch) {
+                                                           const Slab (&slabs)[Config::kSlabs], int plane) {
     static_for<Config::kSlabs>([&](auto m) {
       constexpr int kSlab = decltype(m)::value;
-      const Target by_pair = target(args, at, slabs[kSlab], plane, 16 * warp + lane / 2);
-      const Target by_one = target(args, at, slabs[kSlab], plane, 16 * warp + lane % 16);
+      const Way one = way<1>(args, at, slabs[kSlab], plane, me.warp, me.lane);
+      const Way two = way<2>(args, at, slabs[kSlab], plane, me.warp, me.lane);
       static_for<Config::kGroupsPerTile>([&](auto group) {
         constexpr int kGroup = decltype(group)::value;
         static_for<Config::kFields>([&](auto field) {
           constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
           if constexpr (kPartner != Config::kStoredByPartner &&
                         (!Config::kMarch || Config::kField(kField, 0) < Config::kStrideD)) {
-            constexpr bool kPaired = kPartner >= 0;
-            constexpr int kFirst = kGroup * Layout::kGroupColumns / 2;
-            const Target& to = kPaired ? by_pair : by_one;
+            constexpr int kFirst = kGroup * Layout::kGroupColumns / 2, kWidth = kPartner >= 0 ? 2 : 1;
             const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
-            const float* second = &sums[kSlab][kFirst + (kPaired ? kPartner : kField) * Config::kOutTile / 2];
-            store_lines<kPaired>(args, at, to, lane, kGroup, kField, first, second, scratch);
+            const float* second =
+                &sums[kSlab][kFirst + (kPartner >= 0 ? kPartner : kField) * Config::kOutTile / 2];
+            store_lines<kWidth>(args, at, me, kWidth == 2 ? two : one, kGroup, kField, first, second);
           }
         });
       });
     });
   }
 
-  template <bool kPaired>
-  static __device__ __forceinline__ void store_lines(const Args& args, const Place& at, const Target& to,
-                                                     int lane, int group, int field, const float* first,
-                                                     const float* second, float* scratch) {
-    constexpr int kWidth = kPaired ? 2 : 1;  // neighbours that a position has
+  // One field, or two that are neighbours along w, of a slab.
+  template <int kWidth>
+  static __device__ __forceinline__ void store_lines(const Args& args, const Place& at, Consumer& me,
+                                                     const Way& along, int group, int field,
+                                                     const float* first, const float* second) {
+    static_assert(!Config::kWholeLines || kWidth == (Config::kPaired ? 2 : 1), "lines are of one kind");
+    const Target& to = along.to;
     const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
-    const int w = to.w + Config::kField(field, 2) + (kPaired ? lane % 2 : 0);
     const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
-    const bool exists = to.exists && deep && h < args.output.h && w < args.output.w;
-    const int out = at.first_out() + (kPaired ? 0 : lane / 16);
-    const int channel = (at.first_group() + group) * Config::kOut + out;
+    const int left = to.exists && deep && h < args.output.h ? to.left - Config::kField(field, 2) : 0;
+    const int out = at.first_out(), channel = (at.first_group() + group) * Config::kOut + out;
     Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
                 (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
                  static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
-                 static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
+                 static_cast<Offset>(to.w + Config::kField(field, 2)) * static_cast<Offset>(args.y_stride.w));
 #pragma unroll
     for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
-      __syncwarp();  // the lines before these have been read
+      Scalar* const scratch = me.scratch + me.scratch_turn * kScratchItems;
+      me.scratch_turn ^= 1;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int e = 0; e < 2; ++e) {
+        const int c = first_column(me.lane) + e;
+        const int shift = along.one_line ? misalignment(y + c * args.y_stride.c) : 0;
+        Scalar* const own = scratch + c * kPitch + (16 * me.warp + me.lane / 4) * kWidth + shift;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float* own = scratch + (first_column(lane) + e) * kScratchPitch + (8 * half + lane / 4) * kWidth;
-          if constexpr (kPaired) {
-            *reinterpret_cast<Vector<float, 2>*>(own) =
-                Vector<float, 2>{first[4 * j + 2 * half + e], second[4 * j + 2 * half + e]};
+        for (int half = 0; half < 2; ++half) {
+          const int i = 4 * j + 2 * half + e;
+          if constexpr (kWidth == 2) {
+            put_pair(own + 8 * half * kWidth, finish(first[i]), finish(second[i]), shift % 2 == 0);
           } else {
-            *own = first[4 * j + 2 * half + e];
+            own[8 * half * kWidth] = finish(first[i]);
           }
         }
       }
-      __syncwarp();
-      constexpr int kStep = kPaired ? 1 : 2;  // channels that one store covers
+      ptx::sync_threads<128>(1 + me.index);
+      if (Config::kWholeLines && along.vectors) {
+        store_vectors<kWidth>(args, me, along, scratch, y, left, Config::kOut - out - 8 * j);
+      } else {
+        store_elements<kWidth>(args, me, scratch, y, left, Config::kOut - out - 8 * j);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ Scalar finish(float sum) {
+    return Narrow<Scalar>::from(Config::Epilogue::apply(sum));
+  }
+  static __device__ __forceinline__ void put_pair(Scalar* to, Scalar first, Scalar second, bool even) {
+    if (even) {
+      *reinterpret_cast<Vector<Scalar, 2>*>(to) = Vector<Scalar, 2>{first, second};
+    } else {
+      to[0] = first;
+      to[1] = second;
+    }
+  }
+
+  // A warp has two channels of the scratch.
+  template <int kWidth>
+  static __device__ __forceinline__ void store_vectors(const Args& args, const Consumer& me, const Way& along,
+                                                       const Scalar* scratch, Scalar* y, int left,
+                                                       int channels) {
+    constexpr int kVectors = 64 * kWidth / kVector;             // of a channel
+    constexpr int kAtOnce = kVectors < 16 ? 2 : 32 / kVectors;  // channels of a round
+    const int place = me.lane / kVectors, index = me.lane % kVectors * kVector;
 #pragma unroll
-      for (int c = 0; c < 8; c += kStep) {
-        const float value = kPaired ? scratch[c * kScratchPitch + lane]
-                                    : scratch[(c + lane / 16) * kScratchPitch + lane % 16];
-        const bool valid = exists && (Config::kOut % Config::kOutTile == 0 || out + 8 * j + c < Config::kOut);
-        if (valid) store_one(y + c * args.y_stride.c, value);
+    for (int round = 0; round < 2; round += kAtOnce) {
+      const int c = 2 * me.warp + round + place;
+      if (place >= kAtOnce || c >= channels) continue;
+      Scalar* const line = y + c * args.y_stride.c;
+      const Scalar* const from = scratch + c * kPitch;
+      const int shift = along.one_line ? misalignment(line) : 0;
+      const int first = along.skip - shift;
+      if (first >= 0 && first + kVector <= left) {
+        *reinterpret_cast<uint4*>(line + first) = *reinterpret_cast<const uint4*>(from + index);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+          if (first + i >= 0 && first + i < left) line[first + i] = from[index + i];
+        }
+      }
+      if (index == 0 && shift > 0) {  // what the shift has pushed out of the last vector
+        for (int i = 64 * kWidth - shift; i < 64 * kWidth && i < left; ++i) line[i] = from[i + shift];
+      }
+    }
+  }
+
+  // A warp has 16 positions: the two phases of them are 32 neighbours; else 16 positions of two channels.
+  template <int kWidth>
+  static __device__ __forceinline__ void store_elements(const Args& args, const Consumer& me,
+                                                        const Scalar* scratch, Scalar* y, int left,
+                                                        int channels) {
+    constexpr int kStep = 2 / kWidth;  // channels that one store covers
+    const int phase = kWidth == 2 ? me.lane % 2 : 0, place = kWidth == 2 ? 0 : me.lane / 16;
+    const int index = 16 * kWidth * me.warp + me.lane % (16 * kWidth);
+    y += phase * args.y_stride.w;
+#pragma unroll
+    for (int c = 0; c < 8; c += kStep) {
+      if (phase < left && c + place < channels) {
+        y[(c + place) * args.y_stride.c] = scratch[(c + place) * kPitch + index];
       }
     }
   }
@@ -856,11 +971,13 @@ struct Halo : HaloLayout<Config> {
     Consumer me;
     me.shared = shared;
     me.lane = lane;
+    me.warp = warp;
+    me.index = consumer;
+    me.scratch =
+        reinterpret_cast<Scalar*>(dynamic_shared<unsigned char>() + kScratchStart + consumer * kScratchBytes);
     Sums sums;
-    float* scratch = reinterpret_cast<float*>(dynamic_shared<unsigned char>() + kScratchStart +
-                                              (4 * consumer + warp) * kScratchBytes);
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
-    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
+    for (int work = first_work(shared.team); work < args.work; work += work_step()) {
       const Place at = place(args, work);
       const Ring<Config::kStages> first_stage = me.stages;
       for (int pass = 0; pass < args.passes; ++pass) {
@@ -868,7 +985,7 @@ struct Halo : HaloLayout<Config> {
         Slab slabs[Config::kSlabs];
 #pragma unroll
         for (int m = 0; m < Config::kSlabs; ++m) {
-          slabs[m] = slab(args, (pass * Config::kConsumers + consumer) * Config::kSlabs + m);
+          slabs[m] = slab(args, (pass * kConsumers + consumer % kConsumers) * Config::kSlabs + m);
         }
         start_fields(args, at, sums, lane, 0);
         const int fed = fed_planes(args, at);
@@ -877,7 +994,7 @@ struct Halo : HaloLayout<Config> {
           if constexpr (Config::kOutputUnitC) {
             store_by_channel(args, at, sums, slabs, at.first_plane + plane, warp, lane);
           } else {
-            store_by_position(args, at, sums, slabs, at.first_plane + plane, warp, lane, scratch);
+            store_by_position(args, at, me, sums, slabs, at.first_plane + plane);
           }
           if constexpr (Config::kMarch) move_window(args, at, sums, lane);
         }
@@ -889,38 +1006,40 @@ struct Halo : HaloLayout<Config> {
 template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Halo<Config>;
-  const typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
+  typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>()), 0};
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Config::kStages; ++i) {
-      ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
-      ptx::barrier_init(shared.stage_empty(i), Kernel::kConsumerWarps);
-    }
-    if constexpr (Config::kResident) {
-      ptx::barrier_init(shared.panels_full(), 1);
-    } else {
-      for (int i = 0; i < Config::kSlots; ++i) {
+    for (shared.team = 0; shared.team < Config::kTeams; ++shared.team) {
+      for (int i = 0; i < Config::kStages; ++i) {
+        ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
+        ptx::barrier_init(shared.stage_empty(i), Kernel::kConsumerWarps);
+      }
+      for (int i = 0; i < (Config::kResident ? 0 : Config::kSlots); ++i) {
         ptx::barrier_init(shared.slot_full(i), 1);
         ptx::barrier_init(shared.slot_empty(i), Kernel::kConsumerWarps);
       }
     }
+    ptx::barrier_init(shared.panels_full(), 1);
     ptx::fence_barrier_init();
   }
   __syncthreads();
 
   if (threadIdx.x < Kernel::kProducerThreads) {
     ptx::keep_registers<Config::kProducerRegisters>();
+    shared.team = warp / Kernel::kProducerWarps;
+    const int producer = warp % Kernel::kProducerWarps;
     if constexpr (Config::kResident) {
       if (threadIdx.x == 0) Kernel::load_resident_panels(args, shared);
-      Kernel::load_halos(args, shared, warp, lane);
-    } else if (warp == 0) {
+      Kernel::load_halos(args, shared, producer, lane);
+    } else if (producer == 0) {
       if (lane == 0) Kernel::stream_panels(args, shared);
     } else {
-      Kernel::load_halos(args, shared, warp - 1, lane);
+      Kernel::load_halos(args, shared, producer - 1, lane);
     }
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     const int consumer = (static_cast<int>(threadIdx.x) - Kernel::kProducerThreads) / 128;
+    shared.team = consumer / Kernel::kConsumers;
     Kernel::consume(args, shared, consumer, warp % 4, lane);
   }
 }
