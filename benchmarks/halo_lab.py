@@ -33,6 +33,7 @@ from tconv3d.problem import Device, Pass, Problem
 
 GIGAHERTZ = 1.75  # for the model's cycles
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SLOWEST = 1.8  # times the model's best: what is worth a look, whatever the model says
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
 
@@ -63,10 +64,11 @@ def candidates(job: halo_planner.Job, device: Device, top: int) -> list[halo_pla
     shapes: dict[object, halo_planner.HaloPlan] = {}
     for plan in plans:
         b = plan.build
-        families.setdefault((b.march, b.split), plan)
-        shapes.setdefault((b.march, b.split, b.out_tile, b.row_bytes, b.slabs), plan)
+        families.setdefault((b.march, b.split, b.teams, b.stages > 2), plan)
+        shapes.setdefault((b.march, b.split, b.out_tile, b.row_bytes, b.slabs, b.teams), plan)
+    best = plans[0].cycles if plans else 0.0
     chosen = list(shapes.values())[:top]
-    return chosen + [plan for plan in families.values() if plan not in chosen]
+    return chosen + [p for p in families.values() if p not in chosen and p.cycles < SLOWEST * best]
 
 
 def compile_launch(launch: Launch) -> tuple[int, str]:

@@ -172,9 +172,11 @@ SETTINGS = {
     ),
     "two teams, one producer": Case(24, 32, (4, 9, 8), 2, 2, build={**FLAT, "teams": 2, "producers": 1}),
     "lines of vectors": Case(8, 12, (3, 4, 32), 2, 2, build=FLAT),
-    "lines of vectors, stride 1": Case(8, 12, (3, 4, 16), 3, 1, 1, build=FLAT),
+    "lines of vectors, stride 1": Case(8, 12, (3, 4, 16), (3, 3, 1), 1, (1, 1, 0), build=FLAT),
     "lines of vectors, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
-    "lines of vectors, stride 1, float16": Case(16, 12, (2, 4, 32), 3, 1, 1, dtype="float16", build=FLAT),
+    "lines of vectors, stride 1, float16": Case(
+        16, 12, (2, 4, 24), (3, 3, 9), 1, (1, 1, 4), dtype="float16", build=FLAT
+    ),
     "one line in a slab": Case(8, 12, (2, 2, 130), 3, 2, 1, build=MARCH),
     "one line in a slab, stride 1": Case(8, 12, (2, 2, 129), 3, 1, 1, build=MARCH),
     "one line in a slab, bfloat16": Case(16, 12, (2, 2, 131), 3, 2, 1, dtype="bfloat16", build=MARCH),
@@ -202,6 +204,25 @@ def test_setting(name: str) -> None:
 @pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs", "two teams, weights streamed"])
 def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None:
     check(SETTINGS[name], order)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "line" in name])
+def test_lines_are_stored_as_vectors(name: str) -> None:
+    """Tilings whose lines begin at multiples of a vector, or whose slabs lie on one line: shifted until they do."""
+    case = SETTINGS[name]
+    tensors, build = Tensors(case), build_for(case)
+    job = job_of(tensors.problem)
+    tilings = list(halo_planner.tilings(build, case.batch, job.positions))
+    if "of vectors" in name:
+        wanted = [tiling for tiling in tilings if build.vector_lines(job, tiling)]
+    else:
+        wanted = [t for t in tilings if t.items == 1 and t.group_rows == 8 and t.halo[2] >= 64]
+    assert wanted, tilings
+    for tiling in wanted[:: max(1, len(wanted) // 4)]:
+        tensors.y.fill_(float("nan"))
+        tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))
+        assert tensors.error < TOLERANCE[case.dtype], tiling
 
 
 @needs_compiler

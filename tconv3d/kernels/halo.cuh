@@ -938,12 +938,13 @@ struct Halo : HaloLayout<Config> {
       if (first >= 0 && first + kVector <= left) {
         *reinterpret_cast<uint4*>(line + first) = *reinterpret_cast<const uint4*>(from + index);
       } else {
-#pragma unroll
+#pragma unroll 1
         for (int i = 0; i < kVector; ++i) {
           if (first + i >= 0 && first + i < left) line[first + i] = from[index + i];
         }
       }
       if (index == 0 && shift > 0) {  // what the shift has pushed out of the last vector
+#pragma unroll 1
         for (int i = 64 * kWidth - shift; i < 64 * kWidth && i < left; ++i) line[i] = from[i + shift];
       }
     }
