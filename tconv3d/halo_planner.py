@@ -33,7 +33,7 @@ from tconv3d.problem import Device, Pass, Plan, Problem, Strides
 SLAB = 64  # positions of one matrix instruction
 MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
 STEP_BYTES = 32  # of K that one matrix instruction takes
-RESERVED_BYTES = 1024  # for barriers
+RESERVED_BYTES = 1024 + 8 * 1152  # for barriers, and for the scratch of eight consumer warps
 LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
 PACKING_BLOCKS = 1024  # that fill a GPU while it packs
 REGISTERS = 65536  # of a multiprocessor
@@ -459,15 +459,6 @@ class Build:
         return self.tile_bytes if self.resident else self.teams * self.slots * self.slot_bytes
 
     @property
-    def paired(self) -> bool:
-        """Whether outputs that are neighbours along w are computed, and stored, together."""
-        return any(partner >= 0 for partner in _partners(self.program.fields, True))
-
-    @property
-    def scratch_bytes(self) -> int:
-        return self.consumers * 2 * 8 * (SLAB * (2 if self.paired else 1) * self.item_bytes + 16)
-
-    @property
     def team_slabs(self) -> int:
         """That a team computes at a time."""
         return self.slabs * self.consumers // self.teams
@@ -475,7 +466,7 @@ class Build:
     @cached_property
     def stage_rows(self) -> int:
         """As many as fit, with 8 bytes of every position that a loader's lane has."""
-        left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes - self.scratch_bytes
+        left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes
         per_stage = left // self.teams // (self.stages * self.row_bytes + 8 * self.shares) * self.row_bytes
         return max(0, per_stage // 1024 * 1024 // self.row_bytes)
 
@@ -557,8 +548,6 @@ class Build:
             ("kField", p.fields),
             ("kPartner", _partners(p.fields, job.written[4] == 1)),
             ("kStoredByPartner", STORED_BY_PARTNER),
-            ("kPaired", self.paired),
-            ("kWholeLines", self.whole_lines(job)),
             ("kShift", tuple(shift for shifts in p.shifts for shift in shifts)),
             ("kStrideD", written_step[0]),
             ("kStrideH", written_step[1]),
@@ -576,17 +565,14 @@ class Build:
             ("kSheetFields", h.fields * w.fields),
         )
 
-    def whole_lines(self, job: Job) -> bool:
-        """Whether a tile's outputs are neighbours along w: all phases of it in pairs, or a single one."""
-        if job.written[4] != 1 or self.split[2]:
+    def aligned(self, job: Job, tiling: Tiling) -> bool:
+        """Whether rows of outputs, and of tiles, begin at multiples of a sector that 8 positions fill."""
+        stride = 1 if self.gather else self.geometry.stride[2]
+        if job.written[4] != 1 or self.split[2] or stride > 2 or tiling.items > 1:
             return False
-        return self.gather or self.geometry.stride[2] in (1, 2)
-
-    def vector_lines(self, job: Job, tiling: Tiling) -> bool:
-        """Whether lines of outputs, and of tiles, begin at multiples of 16 bytes."""
-        vector, width = 16 // self.item_bytes, 2 if self.paired else 1
-        lines = (*job.written[:4], tiling.tile[2] * width, tiling.halo[2] * width, 8 * width)
-        return self.whole_lines(job) and tiling.items == 1 and not any(length % vector for length in lines)
+        rows = (*job.written[:4], job.written_size[2])
+        in_line = tiling.tile[2] % 8 == 0 and (tiling.group_rows != 8 or tiling.halo[2] % 8 == 0)
+        return 8 * stride * self.item_bytes >= 32 and in_line and not any(row % (8 * stride) for row in rows)
 
     @property
     def layout_constants(self) -> Constants:
@@ -1109,7 +1095,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(*job.read_size, *job.written_size, job.batch),
         int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.rows, tiling.slabs, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.team_slabs), work),
-        int32s(build.vector_lines(job, tiling)),
+        int32s(build.aligned(job, tiling)),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items)),
     )

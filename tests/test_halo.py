@@ -171,16 +171,11 @@ SETTINGS = {
         72, 16, (3, 9, 9), 3, build={**FLAT, "teams": 2, "resident": False, "slots": 2}
     ),
     "two teams, one producer": Case(24, 32, (4, 9, 8), 2, 2, build={**FLAT, "teams": 2, "producers": 1}),
-    "lines of vectors": Case(8, 12, (3, 4, 32), 2, 2, build=FLAT),
-    "lines of vectors, stride 1": Case(8, 12, (3, 4, 16), (3, 3, 1), 1, (1, 1, 0), build=FLAT),
-    "lines of vectors, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
-    "lines of vectors, stride 1, float16": Case(
-        16, 12, (2, 4, 24), (3, 3, 9), 1, (1, 1, 4), dtype="float16", build=FLAT
-    ),
-    "one line in a slab": Case(8, 12, (2, 2, 130), 3, 2, 1, build=MARCH),
-    "one line in a slab, stride 1": Case(8, 12, (2, 2, 129), 3, 1, 1, build=MARCH),
-    "one line in a slab, bfloat16": Case(16, 12, (2, 2, 131), 3, 2, 1, dtype="bfloat16", build=MARCH),
-    "one line in a slab, stride 1, float16": Case(16, 12, (2, 2, 133), 3, 1, 1, dtype="float16", build=MARCH),
+    "aligned rows": Case(8, 12, (3, 4, 32), 2, 2, build=FLAT),
+    "aligned rows, stride 1": Case(8, 12, (3, 4, 16), 3, 1, 1, build=FLAT),
+    "aligned rows, stride 1, in sequence": Case(8, 12, (3, 4, 16), (3, 3, 1), 1, (1, 1, 0), build=FLAT),
+    "aligned rows, march": Case(8, 12, (3, 4, 32), 4, 2, 1, build=MARCH),
+    "aligned rows, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
     "float16": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, dtype="float16", build=FLAT),
     "float16, march": Case(40, 16, (3, 4, 9), 3, 1, 1, dtype="float16", build=MARCH),
     "bfloat16": Case(24, 20, (3, 4, 9), 4, 2, 1, dtype="bfloat16"),
@@ -207,18 +202,13 @@ def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "line" in name])
-def test_lines_are_stored_as_vectors(name: str) -> None:
-    """Tilings whose lines begin at multiples of a vector, or whose slabs lie on one line: shifted until they do."""
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "aligned rows" in name])
+def test_aligned_rows_are_stored_in_place(name: str) -> None:
     case = SETTINGS[name]
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
-    tilings = list(halo_planner.tilings(build, case.batch, job.positions))
-    if "of vectors" in name:
-        wanted = [tiling for tiling in tilings if build.vector_lines(job, tiling)]
-    else:
-        wanted = [t for t in tilings if t.items == 1 and t.group_rows == 8 and t.halo[2] >= 64]
-    assert wanted, tilings
+    wanted = [t for t in halo_planner.tilings(build, case.batch, job.positions) if build.aligned(job, t)]
+    assert wanted
     for tiling in wanted[:: max(1, len(wanted) // 4)]:
         tensors.y.fill_(float("nan"))
         tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))

@@ -57,7 +57,7 @@ struct Args {
   Extent slab_step;  // rows from slab to slab
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles
-  int vector_lines;  // whether lines of outputs, and of tiles, begin at multiples of a vector
+  int aligned;       // whether rows of outputs, and of tiles, begin at multiples of a sector
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items;
 };
 
@@ -308,13 +308,10 @@ struct Halo : HaloLayout<Config> {
   static constexpr int kTeamBarriers = 2 * Config::kStages + (Config::kResident ? 0 : 2 * Config::kSlots);
   static constexpr int kBarriers = Config::kTeams * kTeamBarriers + 1;
 
-  // A slab's outputs pass through scratch of their consumer on their way to contiguous lines: 8 channels at a
-  // time, kPitch apart, twice (one is written while the other is read).
-  static constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));  // outputs of the widest store
-  static constexpr int kPitch =
-      64 * (Config::kPaired ? 2 : 1) + kVector;  // neither writing nor reading meets itself
-  static constexpr int kScratchItems = Config::kOutputUnitC ? 0 : 8 * kPitch;
-  static constexpr int kScratchBytes = 2 * kScratchItems * static_cast<int>(sizeof(Scalar));
+  // Where rows of outputs are not aligned, a warp's sums pass through scratch on their way to contiguous
+  // lines: 8 channels, kPitch apart.
+  static constexpr int kPitch = 36;  // 4 past a multiple of 32: neither writing nor reading meets itself
+  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * 8 * kPitch * 4;  // of a consumer
   static constexpr int kScratchStart =
       Config::kTeams * Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
   static constexpr int kPositionsStart = kScratchStart + Config::kConsumers * kScratchBytes;
@@ -554,9 +551,8 @@ struct Halo : HaloLayout<Config> {
     Ring<Config::kStages> stages;
     Ring<Config::kResident ? 1 : Config::kSlots> slots;
     Finished finished;
-    int index, warp;  // among the block's consumers; in the warpgroup
-    Scalar* scratch;  // two, which take turns
-    unsigned scratch_turn = 0;
+    int warp;        // in the warpgroup
+    float* scratch;  // of the warp
   };
 
   // The products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
@@ -728,7 +724,6 @@ struct Halo : HaloLayout<Config> {
   struct Target {
     bool exists;
     int d, h, w;
-    int left;  // outputs of the tile from here to the end of the line
     long long item;
   };
   static __device__ __forceinline__ Target target(const Args& args, const Place& at, const Slab& slab,
@@ -744,8 +739,6 @@ struct Halo : HaloLayout<Config> {
                           : (at.d + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
     to.h = (at.h + h) * Config::kStrideH + Config::kOffset(at.variant(), 1);
     to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
-    const int in_tile = (args.tile.w - w) * Config::kStrideW, in_output = args.output.w - to.w;
-    to.left = in_tile < in_output ? in_tile : in_output;
     to.item = (at.n + n) * args.y_stride.n;
     return to;
   }
@@ -809,44 +802,13 @@ struct Halo : HaloLayout<Config> {
     });
   }
 
-  // Contiguous along w: through scratch, so that a store covers neighbours along w. Two phases that are
-  // neighbours pass together. If lines begin at multiples of a vector, or if the slab lies on one line (then
-  // scratch is shifted until they do), a lane stores whole vectors; else a warp stores its own 16 positions,
-  // element by element.
-  struct Way {
-    bool vectors, one_line;
-    Target to;  // of the lane
-    int skip;   // outputs from there to the lane's own
-  };
-  template <int kWidth>  // neighbours that a position has
-  static __device__ __forceinline__ Way way(const Args& args, const Place& at, const Slab& slab, int plane,
-                                            int warp, int lane) {
-    Way found{};
-    int row = 16 * warp + (kWidth == 2 ? lane / 2 : lane % 16);
-    if constexpr (Config::kWholeLines) {
-      const int first = slab.row - divide(slab.row, args.halo_w) * args.halo.w;
-      found.one_line = args.items == 1 && args.group_rows == 8 && first + 64 <= args.halo.w;
-      found.vectors = found.one_line || args.vector_lines;
-      const int own = lane % (64 * kWidth / kVector) * kVector;
-      if (found.vectors) row = found.one_line ? 0 : own / kWidth;
-      found.skip = found.one_line ? own : 0;
-    }
-    found.to = target(args, at, slab, plane, row);
-    return found;
-  }
-
-  // By how many elements an address misses a multiple of 16 bytes.
-  static __device__ __forceinline__ int misalignment(const Scalar* address) {
-    return static_cast<int>(reinterpret_cast<unsigned long long>(address) / sizeof(Scalar)) & (kVector - 1);
-  }
-
-  static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at, Consumer& me,
-                                                           const Sums& sums,
+  // Contiguous along w. Two phases that are neighbours along w are stored together.
+  static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
+                                                           const Consumer& me, const Sums& sums,
                                                            const Slab (&slabs)[Config::kSlabs], int plane) {
     static_for<Config::kSlabs>([&](auto m) {
       constexpr int kSlab = decltype(m)::value;
-      const Way one = way<1>(args, at, slabs[kSlab], plane, me.warp, me.lane);
-      const Way two = way<2>(args, at, slabs[kSlab], plane, me.warp, me.lane);
+      const Lines lines(args, at, slabs[kSlab], plane, me);
       static_for<Config::kGroupsPerTile>([&](auto group) {
         constexpr int kGroup = decltype(group)::value;
         static_for<Config::kFields>([&](auto field) {
@@ -857,114 +819,118 @@ struct Halo : HaloLayout<Config> {
             const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
             const float* second =
                 &sums[kSlab][kFirst + (kPartner >= 0 ? kPartner : kField) * Config::kOutTile / 2];
-            store_lines<kWidth>(args, at, me, kWidth == 2 ? two : one, kGroup, kField, first, second);
+            if (args.aligned) {
+              lines.template store_in_place<kWidth>(args, at, me, kGroup, kField, first, second);
+            } else {
+              lines.template store_by_scratch<kWidth>(args, at, me, kGroup, kField, first, second);
+            }
           }
         });
       });
     });
   }
 
-  // One field, or two that are neighbours along w, of a slab.
-  template <int kWidth>
-  static __device__ __forceinline__ void store_lines(const Args& args, const Place& at, Consumer& me,
-                                                     const Way& along, int group, int field,
-                                                     const float* first, const float* second) {
-    static_assert(!Config::kWholeLines || kWidth == (Config::kPaired ? 2 : 1), "lines are of one kind");
-    const Target& to = along.to;
-    const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
-    const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
-    const int left = to.exists && deep && h < args.output.h ? to.left - Config::kField(field, 2) : 0;
-    const int out = at.first_out(), channel = (at.first_group() + group) * Config::kOut + out;
-    Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
-                (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
-                 static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
-                 static_cast<Offset>(to.w + Config::kField(field, 2)) * static_cast<Offset>(args.y_stride.w));
+  // The lines of outputs that a slab has.
+  struct Lines {
+    Target own[2];   // of the lane's two positions
+    Target by_pair;  // of the position of its outputs in scratch, if two of them are neighbours
+    Target by_one;   // if not
+    __device__ __forceinline__ Lines(const Args& args, const Place& at, const Slab& slab, int plane,
+                                     const Consumer& me) {
+      if (args.aligned) {
+        own[0] = target(args, at, slab, plane, 16 * me.warp + me.lane / 4);
+        own[1] = target(args, at, slab, plane, 16 * me.warp + me.lane / 4 + 8);
+      } else {
+        by_pair = target(args, at, slab, plane, 16 * me.warp + me.lane / 2);
+        by_one = target(args, at, slab, plane, 16 * me.warp + me.lane % 16);
+      }
+    }
+
+    // Where the field of a position lies, and how many outputs of it (neighbours along w) exist.
+    static __device__ __forceinline__ Scalar* address(const Args& args, const Place& at, const Target& to,
+                                                      int group, int field, int* exist) {
+      const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
+      const int w = to.w + Config::kField(field, 2);
+      const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
+      *exist = to.exists && deep && h < args.output.h ? args.output.w - w : 0;
+      const int channel = (at.first_group() + group) * Config::kOut + at.first_out();
+      return static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
+             (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
+              static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
+              static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
+    }
+    static __device__ __forceinline__ bool channel_exists(const Place& at, int out) {
+      return Config::kOut % Config::kOutTile == 0 || at.first_out() + out < Config::kOut;
+    }
+
+    // Rows of outputs begin at multiples of a sector: 8 lanes fill one, or two, where they are.
+    template <int kWidth>
+    __device__ __forceinline__ void store_in_place(const Args& args, const Place& at, const Consumer& me,
+                                                   int group, int field, const float* first,
+                                                   const float* second) const {
 #pragma unroll
-    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
-      Scalar* const scratch = me.scratch + me.scratch_turn * kScratchItems;
-      me.scratch_turn ^= 1;
+      for (int half = 0; half < 2; ++half) {
+        int exist;
+        Scalar* y =
+            address(args, at, own[half], group, field, &exist) + first_column(me.lane) * args.y_stride.c;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int c = first_column(me.lane) + e;
-        const int shift = along.one_line ? misalignment(y + c * args.y_stride.c) : 0;
-        Scalar* const own = scratch + c * kPitch + (16 * me.warp + me.lane / 4) * kWidth + shift;
+        for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int i = 4 * j + 2 * half + e;
-          if constexpr (kWidth == 2) {
-            put_pair(own + 8 * half * kWidth, finish(first[i]), finish(second[i]), shift % 2 == 0);
-          } else {
-            own[8 * half * kWidth] = finish(first[i]);
+          for (int e = 0; e < 2; ++e) {
+            const int i = 4 * j + 2 * half + e;
+            if (exist <= 0 || !channel_exists(at, 8 * j + first_column(me.lane) + e)) continue;
+            Scalar* const to = y + e * args.y_stride.c;
+            if constexpr (kWidth == 2) {  // an even number of outputs: both exist
+              *reinterpret_cast<Vector<Scalar, 2>*>(to) =
+                  Vector<Scalar, 2>{finish(first[i]), finish(second[i])};
+            } else {
+              *to = finish(first[i]);
+            }
           }
         }
       }
-      ptx::sync_threads<128>(1 + me.index);
-      if (Config::kWholeLines && along.vectors) {
-        store_vectors<kWidth>(args, me, along, scratch, y, left, Config::kOut - out - 8 * j);
-      } else {
-        store_elements<kWidth>(args, me, scratch, y, left, Config::kOut - out - 8 * j);
+    }
+
+    // Else through scratch, so that a store covers neighbours along w: the two phases of 16 positions are 32
+    // neighbours; where a field has no partner, 16 positions of two channels.
+    template <int kWidth>
+    __device__ __forceinline__ void store_by_scratch(const Args& args, const Place& at, const Consumer& me,
+                                                     int group, int field, const float* first,
+                                                     const float* second) const {
+      constexpr int kStep = 2 / kWidth;  // channels that one store covers
+      const int phase = kWidth == 2 ? me.lane % 2 : 0, place = kWidth == 2 ? 0 : me.lane / 16;
+      int exist;
+      Scalar* y = address(args, at, kWidth == 2 ? by_pair : by_one, group, field, &exist) +
+                  phase * args.y_stride.w + place * args.y_stride.c;
+#pragma unroll
+      for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
+        __syncwarp();  // the lines before these have been read
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int i = 4 * j + 2 * half + e;
+            float* own =
+                me.scratch + (first_column(me.lane) + e) * kPitch + (8 * half + me.lane / 4) * kWidth;
+            if constexpr (kWidth == 2) {
+              *reinterpret_cast<Vector<float, 2>*>(own) = Vector<float, 2>{first[i], second[i]};
+            } else {
+              *own = first[i];
+            }
+          }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int c = 0; c < 8; c += kStep) {
+          const float sum = me.scratch[(c + place) * kPitch + me.lane % (16 * kWidth)];
+          if (phase < exist && channel_exists(at, 8 * j + c + place)) y[c * args.y_stride.c] = finish(sum);
+        }
       }
     }
-  }
+  };
 
   static __device__ __forceinline__ Scalar finish(float sum) {
     return Narrow<Scalar>::from(Config::Epilogue::apply(sum));
-  }
-  static __device__ __forceinline__ void put_pair(Scalar* to, Scalar first, Scalar second, bool even) {
-    if (even) {
-      *reinterpret_cast<Vector<Scalar, 2>*>(to) = Vector<Scalar, 2>{first, second};
-    } else {
-      to[0] = first;
-      to[1] = second;
-    }
-  }
-
-  // A warp has two channels of the scratch.
-  template <int kWidth>
-  static __device__ __forceinline__ void store_vectors(const Args& args, const Consumer& me, const Way& along,
-                                                       const Scalar* scratch, Scalar* y, int left,
-                                                       int channels) {
-    constexpr int kVectors = 64 * kWidth / kVector;             // of a channel
-    constexpr int kAtOnce = kVectors < 16 ? 2 : 32 / kVectors;  // channels of a round
-    const int place = me.lane / kVectors, index = me.lane % kVectors * kVector;
-#pragma unroll
-    for (int round = 0; round < 2; round += kAtOnce) {
-      const int c = 2 * me.warp + round + place;
-      if (place >= kAtOnce || c >= channels) continue;
-      Scalar* const line = y + c * args.y_stride.c;
-      const Scalar* const from = scratch + c * kPitch;
-      const int shift = along.one_line ? misalignment(line) : 0;
-      const int first = along.skip - shift;
-      if (first >= 0 && first + kVector <= left) {
-        *reinterpret_cast<uint4*>(line + first) = *reinterpret_cast<const uint4*>(from + index);
-      } else {
-#pragma unroll 1
-        for (int i = 0; i < kVector; ++i) {
-          if (first + i >= 0 && first + i < left) line[first + i] = from[index + i];
-        }
-      }
-      if (index == 0 && shift > 0) {  // what the shift has pushed out of the last vector
-#pragma unroll 1
-        for (int i = 64 * kWidth - shift; i < 64 * kWidth && i < left; ++i) line[i] = from[i + shift];
-      }
-    }
-  }
-
-  // A warp has 16 positions: the two phases of them are 32 neighbours; else 16 positions of two channels.
-  template <int kWidth>
-  static __device__ __forceinline__ void store_elements(const Args& args, const Consumer& me,
-                                                        const Scalar* scratch, Scalar* y, int left,
-                                                        int channels) {
-    constexpr int kStep = 2 / kWidth;  // channels that one store covers
-    const int phase = kWidth == 2 ? me.lane % 2 : 0, place = kWidth == 2 ? 0 : me.lane / 16;
-    const int index = 16 * kWidth * me.warp + me.lane % (16 * kWidth);
-    y += phase * args.y_stride.w;
-#pragma unroll
-    for (int c = 0; c < 8; c += kStep) {
-      if (phase < left && c + place < channels) {
-        y[(c + place) * args.y_stride.c] = scratch[(c + place) * kPitch + index];
-      }
-    }
   }
 
   static __device__ __forceinline__ void consume(const Args& args, const Shared& shared, int consumer,
@@ -973,9 +939,8 @@ struct Halo : HaloLayout<Config> {
     me.shared = shared;
     me.lane = lane;
     me.warp = warp;
-    me.index = consumer;
-    me.scratch =
-        reinterpret_cast<Scalar*>(dynamic_shared<unsigned char>() + kScratchStart + consumer * kScratchBytes);
+    me.scratch = reinterpret_cast<float*>(dynamic_shared<unsigned char>() + kScratchStart +
+                                          consumer * kScratchBytes + warp * (kScratchBytes / 4));
     Sums sums;
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
     for (int work = first_work(shared.team); work < args.work; work += work_step()) {

@@ -56,12 +56,6 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A barrier for some of a block's warps, kThreads in all, by number (1 to 15: __syncthreads has 0).
-template <int kThreads>
-__device__ __forceinline__ void sync_threads(int number) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "n"(kThreads) : "memory");
-}
-
 // ---- Barriers in shared memory (mbarrier): `count` arrivals and all announced bytes complete a phase; the
 // parity of the completed phase is what a waiter asks for.
 

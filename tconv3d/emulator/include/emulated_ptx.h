@@ -96,24 +96,6 @@ inline void barrier_init(unsigned address, unsigned count) {
   barrier.parity = 0;
 }
 
-// Barriers by number: how many threads have come, and how many times each has let them through.
-struct NumberedBarriers {
-  unsigned arrived[16] = {}, generation[16] = {};
-};
-
-template <int kThreads>
-inline void sync_threads(int number) {
-  if (number < 1 || number > 15) emulator::fail("a block has no barrier %d for some of its threads", number);
-  NumberedBarriers& barriers = emulator::block_state<NumberedBarriers>();
-  unsigned& generation = barriers.generation[number];
-  const unsigned mine = generation;
-  if (++barriers.arrived[number] == kThreads) {
-    barriers.arrived[number] = 0;
-    generation += 1;
-  }
-  emulator::wait_until([&] { return generation != mine; }, "sync_threads");
-}
-
 inline void barrier_arrive_expect(unsigned address, unsigned bytes) {
   EmulatedBarrier& barrier = emulated_barrier(address);
   if (barrier.missing == 0) emulator::fail("more arrivals at the barrier at %u than it counts", address);
