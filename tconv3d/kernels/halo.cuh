@@ -806,9 +806,19 @@ struct Halo : HaloLayout<Config> {
   static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
                                                            const Consumer& me, const Sums& sums,
                                                            const Slab (&slabs)[Config::kSlabs], int plane) {
+    if (args.aligned) {
+      store_slabs<InPlace>(args, at, me, sums, slabs, plane);
+    } else {
+      store_slabs<ByScratch>(args, at, me, sums, slabs, plane);
+    }
+  }
+  template <class Way>
+  static __device__ __forceinline__ void store_slabs(const Args& args, const Place& at, const Consumer& me,
+                                                     const Sums& sums, const Slab (&slabs)[Config::kSlabs],
+                                                     int plane) {
     static_for<Config::kSlabs>([&](auto m) {
       constexpr int kSlab = decltype(m)::value;
-      const Lines lines(args, at, slabs[kSlab], plane, me);
+      const Way way(args, at, slabs[kSlab], plane, me);
       static_for<Config::kGroupsPerTile>([&](auto group) {
         constexpr int kGroup = decltype(group)::value;
         static_for<Config::kFields>([&](auto field) {
@@ -819,55 +829,41 @@ struct Halo : HaloLayout<Config> {
             const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
             const float* second =
                 &sums[kSlab][kFirst + (kPartner >= 0 ? kPartner : kField) * Config::kOutTile / 2];
-            if (args.aligned) {
-              lines.template store_in_place<kWidth>(args, at, me, kGroup, kField, first, second);
-            } else {
-              lines.template store_by_scratch<kWidth>(args, at, me, kGroup, kField, first, second);
-            }
+            way.template store<kWidth>(args, at, me, kGroup, kField, first, second);
           }
         });
       });
     });
   }
 
-  // The lines of outputs that a slab has.
-  struct Lines {
-    Target own[2];   // of the lane's two positions
-    Target by_pair;  // of the position of its outputs in scratch, if two of them are neighbours
-    Target by_one;   // if not
-    __device__ __forceinline__ Lines(const Args& args, const Place& at, const Slab& slab, int plane,
-                                     const Consumer& me) {
-      if (args.aligned) {
-        own[0] = target(args, at, slab, plane, 16 * me.warp + me.lane / 4);
-        own[1] = target(args, at, slab, plane, 16 * me.warp + me.lane / 4 + 8);
-      } else {
-        by_pair = target(args, at, slab, plane, 16 * me.warp + me.lane / 2);
-        by_one = target(args, at, slab, plane, 16 * me.warp + me.lane % 16);
-      }
-    }
+  // Where the field of a position lies, and how many outputs of it (neighbours along w) exist.
+  static __device__ __forceinline__ Scalar* address(const Args& args, const Place& at, const Target& to,
+                                                    int group, int field, int* exist) {
+    const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
+    const int w = to.w + Config::kField(field, 2);
+    const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
+    *exist = to.exists && deep && h < args.output.h ? args.output.w - w : 0;
+    const int channel = (at.first_group() + group) * Config::kOut + at.first_out();
+    return static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
+           (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
+            static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
+            static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
+  }
+  static __device__ __forceinline__ bool channel_exists(const Place& at, int out) {
+    return Config::kOut % Config::kOutTile == 0 || at.first_out() + out < Config::kOut;
+  }
 
-    // Where the field of a position lies, and how many outputs of it (neighbours along w) exist.
-    static __device__ __forceinline__ Scalar* address(const Args& args, const Place& at, const Target& to,
-                                                      int group, int field, int* exist) {
-      const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
-      const int w = to.w + Config::kField(field, 2);
-      const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
-      *exist = to.exists && deep && h < args.output.h ? args.output.w - w : 0;
-      const int channel = (at.first_group() + group) * Config::kOut + at.first_out();
-      return static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
-             (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
-              static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
-              static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
+  // Rows of outputs begin at multiples of a sector: 8 lanes fill one, or two, where they are.
+  struct InPlace {
+    Target own[2];
+    __device__ __forceinline__ InPlace(const Args& args, const Place& at, const Slab& slab, int plane,
+                                       const Consumer& me) {
+      own[0] = target(args, at, slab, plane, 16 * me.warp + me.lane / 4);
+      own[1] = target(args, at, slab, plane, 16 * me.warp + me.lane / 4 + 8);
     }
-    static __device__ __forceinline__ bool channel_exists(const Place& at, int out) {
-      return Config::kOut % Config::kOutTile == 0 || at.first_out() + out < Config::kOut;
-    }
-
-    // Rows of outputs begin at multiples of a sector: 8 lanes fill one, or two, where they are.
     template <int kWidth>
-    __device__ __forceinline__ void store_in_place(const Args& args, const Place& at, const Consumer& me,
-                                                   int group, int field, const float* first,
-                                                   const float* second) const {
+    __device__ __forceinline__ void store(const Args& args, const Place& at, const Consumer& me, int group,
+                                          int field, const float* first, const float* second) const {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         int exist;
@@ -890,13 +886,20 @@ struct Halo : HaloLayout<Config> {
         }
       }
     }
+  };
 
-    // Else through scratch, so that a store covers neighbours along w: the two phases of 16 positions are 32
-    // neighbours; where a field has no partner, 16 positions of two channels.
+  // Else through scratch, so that a store covers neighbours along w: the two phases of 16 positions are 32
+  // neighbours; where a field has no partner, 16 positions of two channels.
+  struct ByScratch {
+    Target by_pair, by_one;
+    __device__ __forceinline__ ByScratch(const Args& args, const Place& at, const Slab& slab, int plane,
+                                         const Consumer& me) {
+      by_pair = target(args, at, slab, plane, 16 * me.warp + me.lane / 2);
+      by_one = target(args, at, slab, plane, 16 * me.warp + me.lane % 16);
+    }
     template <int kWidth>
-    __device__ __forceinline__ void store_by_scratch(const Args& args, const Place& at, const Consumer& me,
-                                                     int group, int field, const float* first,
-                                                     const float* second) const {
+    __device__ __forceinline__ void store(const Args& args, const Place& at, const Consumer& me, int group,
+                                          int field, const float* first, const float* second) const {
       constexpr int kStep = 2 / kWidth;  // channels that one store covers
       const int phase = kWidth == 2 ? me.lane % 2 : 0, place = kWidth == 2 ? 0 : me.lane / 16;
       int exist;
