@@ -566,13 +566,15 @@ class Build:
         )
 
     def aligned(self, job: Job, tiling: Tiling) -> bool:
-        """Whether rows of outputs, and of tiles, begin at multiples of a sector that 8 positions fill."""
+        """Whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes."""
         stride = 1 if self.gather else self.geometry.stride[2]
         if job.written[4] != 1 or self.split[2] or stride > 2 or tiling.items > 1:
             return False
-        rows = (*job.written[:4], job.written_size[2])
-        in_line = tiling.tile[2] % 8 == 0 and (tiling.group_rows != 8 or tiling.halo[2] % 8 == 0)
-        return 8 * stride * self.item_bytes >= 32 and in_line and not any(row % (8 * stride) for row in rows)
+        vector = 16 // self.item_bytes
+        rows = [*job.written[:4], job.written_size[2], tiling.tile[2] * stride]
+        if tiling.group_rows == 8:  # rows of the halo in sequence: lines must not begin inside of a vector
+            rows.append(tiling.halo[2] * stride)
+        return not any(row % vector for row in rows)
 
     @property
     def layout_constants(self) -> Constants:

@@ -175,6 +175,7 @@ SETTINGS = {
     "aligned rows, stride 1": Case(8, 12, (3, 4, 16), 3, 1, 1, build=FLAT),
     "aligned rows, stride 1, in sequence": Case(8, 12, (3, 4, 16), (3, 3, 1), 1, (1, 1, 0), build=FLAT),
     "aligned rows, march": Case(8, 12, (3, 4, 32), 4, 2, 1, build=MARCH),
+    "aligned rows, stride 1, float16": Case(16, 12, (3, 4, 16), (3, 3, 1), 1, (1, 1, 0), dtype="float16", build=FLAT),
     "aligned rows, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
     "float16": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, dtype="float16", build=FLAT),
     "float16, march": Case(40, 16, (3, 4, 9), 3, 1, 1, dtype="float16", build=MARCH),
@@ -203,7 +204,7 @@ def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None
 
 @needs_compiler
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "aligned rows" in name])
-def test_aligned_rows_are_stored_in_place(name: str) -> None:
+def test_aligned_rows_are_stored_as_vectors(name: str) -> None:
     case = SETTINGS[name]
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)

@@ -57,7 +57,7 @@ struct Args {
   Extent slab_step;  // rows from slab to slab
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles
-  int aligned;       // whether rows of outputs, and of tiles, begin at multiples of a sector
+  int aligned;       // whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items;
 };
 
@@ -308,8 +308,7 @@ struct Halo : HaloLayout<Config> {
   static constexpr int kTeamBarriers = 2 * Config::kStages + (Config::kResident ? 0 : 2 * Config::kSlots);
   static constexpr int kBarriers = Config::kTeams * kTeamBarriers + 1;
 
-  // Where rows of outputs are not aligned, a warp's sums pass through scratch on their way to contiguous
-  // lines: 8 channels, kPitch apart.
+  // A warp's sums pass through scratch on their way to contiguous lines: 8 channels, kPitch apart.
   static constexpr int kPitch = 36;  // 4 past a multiple of 32: neither writing nor reading meets itself
   static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * 8 * kPitch * 4;  // of a consumer
   static constexpr int kScratchStart =
@@ -325,19 +324,20 @@ struct Halo : HaloLayout<Config> {
 
   struct Shared {
     unsigned base;
-    int team;
+    int number;  // of the team
+    __device__ __forceinline__ int team() const { return Config::kTeams == 1 ? 0 : number; }
     __device__ __forceinline__ unsigned stage(unsigned i) const {
-      return base + (team * Config::kStages + i) * kStageBytes;
+      return base + (team() * Config::kStages + i) * kStageBytes;
     }
     __device__ __forceinline__ unsigned panels() const {
       return base + Config::kTeams * Config::kStages * kStageBytes;
     }
     __device__ __forceinline__ unsigned slot(unsigned i) const {
-      return panels() + (team * Config::kSlots + i) * Config::kSlotBytes;
+      return panels() + (team() * Config::kSlots + i) * Config::kSlotBytes;
     }
     __device__ __forceinline__ unsigned panels_full() const { return panels() + kPanelBytes; }
     __device__ __forceinline__ unsigned barrier(unsigned i) const {
-      return panels_full() + 8 * (1 + team * kTeamBarriers + i);
+      return panels_full() + 8 * (1 + team() * kTeamBarriers + i);
     }
     __device__ __forceinline__ unsigned stage_full(unsigned i) const { return barrier(i); }
     __device__ __forceinline__ unsigned stage_empty(unsigned i) const { return barrier(Config::kStages + i); }
@@ -449,8 +449,8 @@ struct Halo : HaloLayout<Config> {
     course.lane = lane;
     course.batches = (turns + kLoaderWarps * Batch::kTurns - 1) / (kLoaderWarps * Batch::kTurns);
     course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart) +
-                       shared.team * kPositions;
-    if (!course.start(args, first_work(shared.team))) return;
+                       shared.team() * kPositions;
+    if (!course.start(args, first_work(shared.team()))) return;
     // Loads the next batch, then stores the present one. False: there is no next.
     const auto step = [&](const Batch& present, Batch& next) {
       const bool first = course.batch == 0, last = course.batch == course.batches - 1;
@@ -492,7 +492,7 @@ struct Halo : HaloLayout<Config> {
 
   static __device__ __forceinline__ void stream_panels(const Args& args, const Shared& shared) {
     Ring<Config::kSlots> ring;
-    for (int work = first_work(shared.team); work < args.work; work += work_step()) {
+    for (int work = first_work(shared.team()); work < args.work; work += work_step()) {
       const Place at = place(args, work);
       const int rounds = fed_planes(args, at) * args.passes;
       for (int round = 0; round < rounds; ++round) {
@@ -802,23 +802,17 @@ struct Halo : HaloLayout<Config> {
     });
   }
 
-  // Contiguous along w. Two phases that are neighbours along w are stored together.
+  // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of a
+  // warp's 16 positions are 32 neighbours; where a field has no partner, 16 positions of two channels.
   static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
                                                            const Consumer& me, const Sums& sums,
                                                            const Slab (&slabs)[Config::kSlabs], int plane) {
-    if (args.aligned) {
-      store_slabs<InPlace>(args, at, me, sums, slabs, plane);
-    } else {
-      store_slabs<ByScratch>(args, at, me, sums, slabs, plane);
-    }
-  }
-  template <class Way>
-  static __device__ __forceinline__ void store_slabs(const Args& args, const Place& at, const Consumer& me,
-                                                     const Sums& sums, const Slab (&slabs)[Config::kSlabs],
-                                                     int plane) {
     static_for<Config::kSlabs>([&](auto m) {
       constexpr int kSlab = decltype(m)::value;
-      const Way way(args, at, slabs[kSlab], plane, me);
+      const Target by_pair =
+          target(args, at, slabs[kSlab], plane, 16 * me.warp + stored_position<2>(args, me));
+      const Target by_one =
+          target(args, at, slabs[kSlab], plane, 16 * me.warp + stored_position<1>(args, me));
       static_for<Config::kGroupsPerTile>([&](auto group) {
         constexpr int kGroup = decltype(group)::value;
         static_for<Config::kFields>([&](auto field) {
@@ -826,111 +820,101 @@ struct Halo : HaloLayout<Config> {
           if constexpr (kPartner != Config::kStoredByPartner &&
                         (!Config::kMarch || Config::kField(kField, 0) < Config::kStrideD)) {
             constexpr int kFirst = kGroup * Layout::kGroupColumns / 2, kWidth = kPartner >= 0 ? 2 : 1;
+            const Target& to = kWidth == 2 ? by_pair : by_one;
             const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
             const float* second =
                 &sums[kSlab][kFirst + (kPartner >= 0 ? kPartner : kField) * Config::kOutTile / 2];
-            way.template store<kWidth>(args, at, me, kGroup, kField, first, second);
+            store_lines<kWidth>(args, at, me, to, kGroup, kField, first, second);
           }
         });
       });
     });
   }
 
-  // Where the field of a position lies, and how many outputs of it (neighbours along w) exist.
-  static __device__ __forceinline__ Scalar* address(const Args& args, const Place& at, const Target& to,
-                                                    int group, int field, int* exist) {
+  // Outputs of a store of 16 bytes, and how many of them a channel of a warp has.
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));
+  template <int kWidth>
+  static constexpr int kVectors = 16 * kWidth / kVector;
+
+  // The (first) position, of the warp's 16, whose outputs this lane stores.
+  template <int kWidth>
+  static __device__ __forceinline__ int stored_position(const Args& args, const Consumer& me) {
+    return args.aligned ? me.lane % kVectors<kWidth> * (kVector / kWidth)
+                        : (kWidth == 2 ? me.lane / 2 : me.lane % 16);
+  }
+
+  template <int kWidth>
+  static __device__ __forceinline__ void store_lines(const Args& args, const Place& at, const Consumer& me,
+                                                     const Target& to, int group, int field,
+                                                     const float* first, const float* second) {
     const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
     const int w = to.w + Config::kField(field, 2);
     const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
-    *exist = to.exists && deep && h < args.output.h ? args.output.w - w : 0;
+    const int exist = to.exists && deep && h < args.output.h ? args.output.w - w : 0;
     const int channel = (at.first_group() + group) * Config::kOut + at.first_out();
-    return static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
-           (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
-            static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
-            static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
-  }
-  static __device__ __forceinline__ bool channel_exists(const Place& at, int out) {
-    return Config::kOut % Config::kOutTile == 0 || at.first_out() + out < Config::kOut;
-  }
-
-  // Rows of outputs begin at multiples of a sector: 8 lanes fill one, or two, where they are.
-  struct InPlace {
-    Target own[2];
-    __device__ __forceinline__ InPlace(const Args& args, const Place& at, const Slab& slab, int plane,
-                                       const Consumer& me) {
-      own[0] = target(args, at, slab, plane, 16 * me.warp + me.lane / 4);
-      own[1] = target(args, at, slab, plane, 16 * me.warp + me.lane / 4 + 8);
-    }
-    template <int kWidth>
-    __device__ __forceinline__ void store(const Args& args, const Place& at, const Consumer& me, int group,
-                                          int field, const float* first, const float* second) const {
+    Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
+                (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
+                 static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
+                 static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
+#pragma unroll
+    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
+      __syncwarp();  // the lines before these have been read
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        int exist;
-        Scalar* y =
-            address(args, at, own[half], group, field, &exist) + first_column(me.lane) * args.y_stride.c;
 #pragma unroll
-        for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int i = 4 * j + 2 * half + e;
-            if (exist <= 0 || !channel_exists(at, 8 * j + first_column(me.lane) + e)) continue;
-            Scalar* const to = y + e * args.y_stride.c;
-            if constexpr (kWidth == 2) {  // an even number of outputs: both exist
-              *reinterpret_cast<Vector<Scalar, 2>*>(to) =
-                  Vector<Scalar, 2>{finish(first[i]), finish(second[i])};
-            } else {
-              *to = finish(first[i]);
-            }
+        for (int e = 0; e < 2; ++e) {
+          const int i = 4 * j + 2 * half + e;
+          float* own = me.scratch + (first_column(me.lane) + e) * kPitch + (8 * half + me.lane / 4) * kWidth;
+          if constexpr (kWidth == 2) {
+            *reinterpret_cast<Vector<float, 2>*>(own) = Vector<float, 2>{first[i], second[i]};
+          } else {
+            *own = first[i];
           }
         }
       }
+      __syncwarp();
+      const int channels = Config::kOut % Config::kOutTile == 0 ? 8 : Config::kOut - at.first_out() - 8 * j;
+      if (args.aligned) {
+        store_vectors<kWidth>(args, me, y, exist > 0 ? channels : 0);
+      } else {
+        store_elements<kWidth>(args, me, y, exist, channels);
+      }
     }
-  };
+  }
 
-  // Else through scratch, so that a store covers neighbours along w: the two phases of 16 positions are 32
-  // neighbours; where a field has no partner, 16 positions of two channels.
-  struct ByScratch {
-    Target by_pair, by_one;
-    __device__ __forceinline__ ByScratch(const Args& args, const Place& at, const Slab& slab, int plane,
-                                         const Consumer& me) {
-      by_pair = target(args, at, slab, plane, 16 * me.warp + me.lane / 2);
-      by_one = target(args, at, slab, plane, 16 * me.warp + me.lane % 16);
-    }
-    template <int kWidth>
-    __device__ __forceinline__ void store(const Args& args, const Place& at, const Consumer& me, int group,
-                                          int field, const float* first, const float* second) const {
-      constexpr int kStep = 2 / kWidth;  // channels that one store covers
-      const int phase = kWidth == 2 ? me.lane % 2 : 0, place = kWidth == 2 ? 0 : me.lane / 16;
-      int exist;
-      Scalar* y = address(args, at, kWidth == 2 ? by_pair : by_one, group, field, &exist) +
-                  phase * args.y_stride.w + place * args.y_stride.c;
+  // Rows of outputs begin at multiples of 16 bytes, and end there: vectors of 8 channels.
+  template <int kWidth>
+  static __device__ __forceinline__ void store_vectors(const Args& args, const Consumer& me, Scalar* y,
+                                                       int channels) {
+    constexpr int kAtOnce = 32 / kVectors<kWidth>;  // channels
+    const int c = me.lane / kVectors<kWidth>;
 #pragma unroll
-      for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
-        __syncwarp();  // the lines before these have been read
+    for (int first = 0; first < 8; first += kAtOnce) {
+      if (first + c >= channels || c >= 8) continue;
+      const float* from = me.scratch + (first + c) * kPitch + me.lane % kVectors<kWidth> * kVector;
+      Vector<Scalar, kVector> vector;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < kVector; i += 4) {
+        const auto four = load_vector<4>(from + i);
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int i = 4 * j + 2 * half + e;
-            float* own =
-                me.scratch + (first_column(me.lane) + e) * kPitch + (8 * half + me.lane / 4) * kWidth;
-            if constexpr (kWidth == 2) {
-              *reinterpret_cast<Vector<float, 2>*>(own) = Vector<float, 2>{first[i], second[i]};
-            } else {
-              *own = first[i];
-            }
-          }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int c = 0; c < 8; c += kStep) {
-          const float sum = me.scratch[(c + place) * kPitch + me.lane % (16 * kWidth)];
-          if (phase < exist && channel_exists(at, 8 * j + c + place)) y[c * args.y_stride.c] = finish(sum);
-        }
+        for (int k = 0; k < 4; ++k) vector.at[i + k] = finish(four.at[k]);
       }
+      *reinterpret_cast<Vector<Scalar, kVector>*>(y + (first + c) * args.y_stride.c) = vector;
     }
-  };
+  }
+
+  template <int kWidth>
+  static __device__ __forceinline__ void store_elements(const Args& args, const Consumer& me, Scalar* y,
+                                                        int exist, int channels) {
+    constexpr int kAtOnce = 2 / kWidth;  // channels
+    const int phase = kWidth == 2 ? me.lane % 2 : 0, c = kWidth == 2 ? 0 : me.lane / 16;
+    y += phase * args.y_stride.w + c * args.y_stride.c;
+#pragma unroll
+    for (int first = 0; first < 8; first += kAtOnce) {
+      const float sum = me.scratch[(first + c) * kPitch + me.lane % (16 * kWidth)];
+      if (phase < exist && first + c < channels) y[first * args.y_stride.c] = finish(sum);
+    }
+  }
 
   static __device__ __forceinline__ Scalar finish(float sum) {
     return Narrow<Scalar>::from(Config::Epilogue::apply(sum));
@@ -946,7 +930,7 @@ struct Halo : HaloLayout<Config> {
                                           consumer * kScratchBytes + warp * (kScratchBytes / 4));
     Sums sums;
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
-    for (int work = first_work(shared.team); work < args.work; work += work_step()) {
+    for (int work = first_work(shared.team()); work < args.work; work += work_step()) {
       const Place at = place(args, work);
       const Ring<Config::kStages> first_stage = me.stages;
       for (int pass = 0; pass < args.passes; ++pass) {
@@ -978,7 +962,7 @@ __device__ void run(const Args& args) {
   typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>()), 0};
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
-    for (shared.team = 0; shared.team < Config::kTeams; ++shared.team) {
+    for (shared.number = 0; shared.number < Config::kTeams; ++shared.number) {
       for (int i = 0; i < Config::kStages; ++i) {
         ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
         ptx::barrier_init(shared.stage_empty(i), Kernel::kConsumerWarps);
@@ -995,7 +979,7 @@ __device__ void run(const Args& args) {
 
   if (threadIdx.x < Kernel::kProducerThreads) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    shared.team = warp / Kernel::kProducerWarps;
+    shared.number = warp / Kernel::kProducerWarps;
     const int producer = warp % Kernel::kProducerWarps;
     if constexpr (Config::kResident) {
       if (threadIdx.x == 0) Kernel::load_resident_panels(args, shared);
@@ -1008,7 +992,7 @@ __device__ void run(const Args& args) {
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     const int consumer = (static_cast<int>(threadIdx.x) - Kernel::kProducerThreads) / 128;
-    shared.team = consumer / Kernel::kConsumers;
+    shared.number = consumer / Kernel::kConsumers;
     Kernel::consume(args, shared, consumer, warp % 4, lane);
   }
 }
