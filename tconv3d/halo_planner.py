@@ -566,15 +566,17 @@ class Build:
         )
 
     def aligned(self, job: Job, tiling: Tiling) -> bool:
-        """Whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes."""
+        """Whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes, and a warp's are neighbours.
+
+        On shorter lines, or where phases are not neighbours, stores of single elements are faster (measured).
+        """
         stride = 1 if self.gather else self.geometry.stride[2]
         if job.written[4] != 1 or self.split[2] or stride > 2 or tiling.items > 1:
             return False
+        in_sequence = tiling.group_rows == 8 and tiling.tile[2] % 16 == 0 and tiling.halo[2] % 16 == 0
+        rows = (*job.written[:4], job.written_size[2])
         vector = 16 // self.item_bytes
-        rows = [*job.written[:4], job.written_size[2], tiling.tile[2] * stride]
-        if tiling.group_rows == 8:  # rows of the halo in sequence: lines must not begin inside of a vector
-            rows.append(tiling.halo[2] * stride)
-        return not any(row % vector for row in rows)
+        return in_sequence and (stride == 2 or self.item_bytes == 2) and not any(row % vector for row in rows)
 
     @property
     def layout_constants(self) -> Constants:
