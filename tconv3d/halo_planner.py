@@ -37,8 +37,8 @@ RESERVED_BYTES = 1024 + 8 * 1152  # for barriers, and for the scratch of eight c
 LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
 PACKING_BLOCKS = 1024  # that fill a GPU while it packs
 REGISTERS = 65536  # of a multiprocessor
-CONSUMER_REGISTERS = 80  # at least, beside the accumulators, and 8 more for a ring of panels
-PRODUCER_REGISTERS = 80  # what loaders have use for, with three batches on their way; consumers get the rest
+CONSUMER_REGISTERS = 80  # at least, beside the accumulators
+PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
 MAX_SUMS = 128  # accumulators of a thread
 MAX_PARTS = 4  # phases along w that lie side by side in a row
 MAX_SOURCES = 64  # phase planes of the output gradient
@@ -490,7 +490,7 @@ class Build:
         """Of a producer's and of a consumer's thread, together what the kernel starts with."""
         start = REGISTERS // self.threads // 8 * 8
         total = start * self.threads // 128
-        needed = round_up(self.sums + CONSUMER_REGISTERS + (0 if self.resident or self.gather else 8), 8)
+        needed = round_up(self.sums + CONSUMER_REGISTERS, 8)
         spare = (total - PRODUCER_REGISTERS * self.producers) // self.consumers // 8 * 8
         consumer = min(max(needed, spare), 232)
         left = total - self.consumers * consumer
@@ -534,7 +534,6 @@ class Build:
             ("kOutputUnitC", job.written_last),
             ("kTeams", self.teams),
             ("kProducers", self.producers),
-            ("kBatches", 3 if self.resident and not self.gather and producer >= PRODUCER_REGISTERS else 2),
             ("kConsumers", self.consumers),
             ("kProducerRegisters", producer),
             ("kConsumerRegisters", consumer),

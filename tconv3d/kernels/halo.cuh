@@ -451,46 +451,24 @@ struct Halo : HaloLayout<Config> {
     course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart) +
                        shared.team() * kPositions;
     if (!course.start(args, first_work(shared.team()))) return;
-    bool more = true;
-    int ahead = 0, stored = 0;  // batches on their way; batches of the present stage
-    const auto load = [&](Batch& next) {
-      if (!more) return;
-      course.load(args, next);
-      ++ahead;
-      more = course.advance(args);
-    };
-    const auto store = [&](const Batch& present) {  // false: it was the last
-      if (stored == 0) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
+    // Loads the next batch, then stores the present one. False: there is no next.
+    const auto step = [&](const Batch& present, Batch& next) {
+      const bool first = course.batch == 0, last = course.batch == course.batches - 1;
+      const bool more = course.advance(args);
+      if (more) course.load(args, next);
+      if (first) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
       present.store(shared.stage(ring.index));
-      if (++stored == course.batches) {
-        stored = 0;
+      if (last) {
         ptx::fence_async_proxy();
         __syncwarp();
         if (lane == 0) ptx::barrier_arrive(shared.stage_full(ring.index));
         ring.advance();
       }
-      return --ahead > 0;
+      return more;
     };
-    Batch a, b;  // several names, so that nothing is copied while it is on its way
-    load(a);
-    if constexpr (Config::kBatches == 2) {
-      do {
-        load(b);
-        if (!store(a)) break;
-        load(a);
-      } while (store(b));
-    } else {
-      static_assert(Config::kBatches == 3, "two or three batches are on their way");
-      Batch c;
-      load(b);
-      while (true) {
-        load(c);
-        if (!store(a)) break;
-        load(a);
-        if (!store(b)) break;
-        load(b);
-        if (!store(c)) break;
-      }
+    Batch even, odd;  // two names, so that nothing is copied while it is on its way
+    course.load(args, even);
+    while (step(even, odd) && step(odd, even)) {
     }
   }
 
