@@ -31,5 +31,5 @@ def describe(build: Build) -> str:
     how = "gather" if build.gather else "march" if build.march else f"split {apart}"
     return (
         f"{how}, {build.columns} columns (unit {build.program.unit} x {build.out_tile}), row {build.row_bytes}, "
-        f"{build.slabs} slabs, {build.teams} x {build.producers}+{build.consumers}, {build.stages} stages, {panels}"
+        f"{build.slabs} slabs, {build.producers}+{build.consumers}, {build.stages} stages, {panels}"
     )

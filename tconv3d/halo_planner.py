@@ -376,7 +376,6 @@ class Build:
     slabs: int  # per consumer
     consumers: int
     producers: int
-    teams: int  # that share producers and consumers, each with its own tiles
     stages: int
     resident: bool
     slots: int
@@ -456,18 +455,18 @@ class Build:
 
     @cached_property
     def panel_bytes(self) -> int:
-        return self.tile_bytes if self.resident else self.teams * self.slots * self.slot_bytes
+        return self.tile_bytes if self.resident else self.slots * self.slot_bytes
 
     @property
-    def team_slabs(self) -> int:
-        """That a team computes at a time."""
-        return self.slabs * self.consumers // self.teams
+    def round_slabs(self) -> int:
+        """That the consumers compute at a time."""
+        return self.slabs * self.consumers
 
     @cached_property
     def stage_rows(self) -> int:
         """As many as fit, with 8 bytes of every position that a loader's lane has."""
         left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes
-        per_stage = left // self.teams // (self.stages * self.row_bytes + 8 * self.shares) * self.row_bytes
+        per_stage = left // (self.stages * self.row_bytes + 8 * self.shares) * self.row_bytes
         return max(0, per_stage // 1024 * 1024 // self.row_bytes)
 
     @property
@@ -511,8 +510,7 @@ class Build:
         panels = "weights resident" if self.resident else "weights streamed"
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
-            f"{'two teams, ' if self.teams > 1 else ''}{self.stages} stages, "
-            f"{self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
+            f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
         )
 
     def constants(self, job: Job) -> Constants:
@@ -532,7 +530,6 @@ class Build:
             ("kVectorInput", _vector_input(job)),
             ("kVectorParts", _vector_parts(job, p.used_parts)),
             ("kOutputUnitC", job.written_last),
-            ("kTeams", self.teams),
             ("kProducers", self.producers),
             ("kConsumers", self.consumers),
             ("kProducerRegisters", producer),
@@ -740,7 +737,7 @@ def _extents(size: int, fixed: Iterable[int]) -> list[int]:
 def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
     """All tilings of the volume that fit the build's stages."""
     span_d, span_h, span_w = build.program.span
-    per_round = build.team_slabs
+    per_round = build.round_slabs
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
     depths = [1] if build.march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
@@ -815,7 +812,7 @@ COSTS = Costs()
 
 def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Costs) -> float:
     """Of the loaders, for one tile: either warps wait for their batches, or the multiprocessor for its loads."""
-    warps = 4 * build.producers // build.teams - (0 if build.resident else 1)
+    warps = 4 * build.producers - (0 if build.resident else 1)
     groups = ceil_div(tiling.rows, 32)
     pieces = build.row_bytes // 16
     reads = build.program.used_parts * len(build.program.sources)
@@ -837,7 +834,7 @@ def _store_cycles(build: Build, job: Job, rounds: int, planes: int, costs: Costs
     axis = build.geometry.axes[2]
     last = job.written_last
     pairs = last or (axis.stride > 1 and not build.split[2] and not build.gather)
-    outputs = float(rounds * build.team_slabs * SLAB * build.columns * planes)
+    outputs = float(rounds * build.round_slabs * SLAB * build.columns * planes)
     if build.march:
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
     odd = pairs and not last and job.written_size[2] % 2 == 1  # half of the pairs cannot be stored at once
@@ -869,13 +866,13 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
 
 def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs = COSTS) -> float:
     """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
-    rounds = ceil_div(tiling.slabs, build.team_slabs)
+    rounds = ceil_div(tiling.slabs, build.round_slabs)
     planes = 1
     if build.march:  # the window's first planes are computed by two blocks
         overlap = ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1
         planes = min(job.read_size[0], tiling.tile[0] + overlap)
     panels = len(build.program.taps) * build.chunks * rounds * planes
-    multiply = rounds * build.team_slabs * build.cycles_per_slab * planes * costs.product
+    multiply = rounds * build.round_slabs * build.cycles_per_slab * planes * costs.product
     if not build.resident:
         multiply = max(multiply, panels * costs.slot / (build.slots - 1))
     multiply += panels * costs.panel
@@ -886,15 +883,12 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     elements = tiling.rows * build.channel_slots * reads * planes
     cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
     units = tiling.count * build.column_tiles
-    blocks = min(ceil_div(units, build.teams), multiprocessors)
+    blocks = min(units, multiprocessors)
     if build.resident:
         blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
     p = costs.overlap
-    if build.teams == 1:
-        tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
-    else:  # two tiles at a time: what one team stores, the other does not wait for
-        tile = 2 * (load**p + multiply**p + store**p + cache**p) ** (1 / p)
-    work = ceil_div(units, blocks * build.teams) * (tile + costs.tile)
+    tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
+    work = ceil_div(units, blocks) * (tile + costs.tile)
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
     memory = _memory_cycles(build, tiling, job, costs)
     return (work**p + memory**p) ** (1 / p) + costs.start
@@ -948,19 +942,17 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = Fal
         parts = ceil_div(out, widest)
         for out_tile in dict.fromkeys(round_up(ceil_div(out, n), 8) for n in (parts, 2 * parts)):
             columns = fields * groups * out_tile
-            for row_bytes, slabs, stages, teams in product(rows, (1, 2, 3, 4), (2, 3, 4), (1, 2)):
+            for row_bytes, slabs, stages in product(rows, (1, 2, 3, 4), (2, 3)):
                 if slabs * columns > 2 * MAX_SUMS or (columns < 64 and slabs == 1):
                     continue
                 producers = 2 if slabs * columns <= 192 else 1  # more would leave a consumer too few registers
                 build = Build(
-                    geometry, gather, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, teams,
-                    stages, True, 1, shared_bytes,
+                    geometry, gather, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages,
+                    True, 1, shared_bytes,
                 )  # fmt: skip
                 if build.tile_bytes > 0.6 * shared_bytes:
-                    if teams > producers:
-                        continue
                     build = replace(build, resident=False)
-                    build = replace(build, slots=max(2, min(8, 64 * 1024 // teams // build.slot_bytes)))
+                    build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
                 if build.stage_rows >= 64:
                     yield build
 
@@ -1089,7 +1081,7 @@ def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """The launches of a build and a tiling."""
     work = tiling.count * build.column_tiles
-    blocks = min(ceil_div(work, build.teams), device.multiprocessors)
+    blocks = min(work, device.multiprocessors)
     if build.resident:  # a block keeps the panels of one column tile
         blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
     depth = tiling.tile[0] * (build.geometry.axes[0].stride if build.march else 1)  # marching: outputs
@@ -1098,7 +1090,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
         int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.rows, tiling.slabs, tiling.group_rows),
-        int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.team_slabs), work),
+        int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
         int32s(build.aligned(job, tiling)),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items)),

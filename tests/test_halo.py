@@ -118,7 +118,7 @@ def build_for(case: Case) -> Build:
     raise AssertionError(f"no build has {case.build}")
 
 
-CHOSEN = ("march", "split", "row_bytes", "slabs", "groups_per_tile", "teams")  # the rest is replaced
+CHOSEN = ("march", "split", "row_bytes", "slabs", "groups_per_tile")  # the rest is replaced
 
 
 def check(case: Case, order: str = "forward") -> None:
@@ -165,12 +165,6 @@ SETTINGS = {
     "weights streamed": Case(72, 16, (3, 4, 5), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2}),
     "weights streamed, march": Case(40, 16, (4, 4, 5), 3, 1, 1, build={**MARCH, "resident": False, "slots": 3}),
     "several slabs": Case(16, 16, (6, 12, 17), 3, 1, 1, build={**FLAT, "slabs": 3}),
-    "two teams": Case(16, 16, (6, 9, 10), 3, 1, 1, build={**FLAT, "teams": 2}),
-    "two teams, march": Case(16, 8, (4, 9, 9), 3, 2, 1, build={**MARCH, "teams": 2}),
-    "two teams, weights streamed": Case(
-        72, 16, (3, 9, 9), 3, build={**FLAT, "teams": 2, "resident": False, "slots": 2}
-    ),
-    "two teams, one producer": Case(24, 32, (4, 9, 8), 2, 2, build={**FLAT, "teams": 2, "producers": 1}),
     "aligned rows": Case(8, 12, (3, 4, 32), 2, 2, build=FLAT),
     "aligned rows, march": Case(8, 12, (3, 4, 32), (4, 4, 2), 2, (1, 1, 0), build=MARCH),
     "aligned rows, stride 1, float16": Case(16, 12, (3, 4, 16), (3, 3, 1), 1, (1, 1, 0), dtype="float16", build=FLAT),
@@ -195,7 +189,7 @@ def test_setting(name: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("order", ["reversed", "shuffled:1", "shuffled:2"])
-@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs", "two teams, weights streamed"])
+@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs"])
 def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None:
     check(SETTINGS[name], order)
 

@@ -27,8 +27,7 @@
 // Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
 // ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
 // kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
-// are at the next. With two teams (kTeams), each has its own producers, rings and consumer, and its own
-// tiles: while one stores, the other multiplies.
+// are at the next.
 //
 // The words (field, unit, panel, pattern, chunk, column tile) are explained in halo_layout.cuh.
 #pragma once
@@ -88,18 +87,9 @@ struct Halo : HaloLayout<Config> {
   using Layout::kColumnTiles;
 
   static constexpr int kProducerThreads = 128 * Config::kProducers;
-  // Of a team.
-  static constexpr int kProducerWarps = 4 * Config::kProducers / Config::kTeams;
-  static constexpr int kLoaderWarps = kProducerWarps - (Config::kResident ? 0 : 1);
-  static constexpr int kConsumers = Config::kConsumers / Config::kTeams;
-  static constexpr int kConsumerWarps = 4 * kConsumers;
+  static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
+  static constexpr int kConsumerWarps = 4 * Config::kConsumers;
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
-  static_assert(Config::kConsumers % Config::kTeams == 0 && kLoaderWarps > 0, "every team has its warps");
-
-  // The tiles of a team: every so many, from its first on. All have the same column tile if panels are
-  // resident: the number of blocks is a multiple of the column tiles then.
-  static __device__ __forceinline__ int first_work(int team) { return blockIdx.x + team * gridDim.x; }
-  static __device__ __forceinline__ int work_step() { return Config::kTeams * gridDim.x; }
 
   // One unit of work: a tile of positions and a column tile.
   struct Place {
@@ -300,47 +290,35 @@ struct Halo : HaloLayout<Config> {
 
   using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
 
-  // Shared memory: halo stages, panels, barriers, scratch, the loaders' positions. All but resident panels
-  // are a team's own.
+  // Shared memory: halo stages, panels, barriers, scratch, the loaders' positions.
   static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
   static constexpr int kPanelBytes =
-      Config::kResident ? Layout::kTileBytes : Config::kTeams * Config::kSlots * Config::kSlotBytes;
-  static constexpr int kTeamBarriers = 2 * Config::kStages + (Config::kResident ? 0 : 2 * Config::kSlots);
-  static constexpr int kBarriers = Config::kTeams * kTeamBarriers + 1;
+      Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
+  static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
 
   // A warp's sums pass through scratch on their way to contiguous lines: 8 channels, kPitch apart.
   static constexpr int kPitch = 36;  // 4 past a multiple of 32: neither writing nor reading meets itself
   static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * 8 * kPitch * 4;  // of a consumer
   static constexpr int kScratchStart =
-      Config::kTeams * Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
+      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
   static constexpr int kPositionsStart = kScratchStart + Config::kConsumers * kScratchBytes;
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = kLoaderWarps * Batch::kTurns;
-  static constexpr int kPositions = (kTurns + kRound - 1) / kRound * kRound * Batch::kRows;  // of a team
-  static constexpr int kSharedBytes = kPositionsStart + Config::kTeams * kPositions * 8;
+  static constexpr int kSharedBytes =
+      kPositionsStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
   static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
   static_assert(kStageBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
 
   struct Shared {
     unsigned base;
-    int number;  // of the team
-    __device__ __forceinline__ int team() const { return Config::kTeams == 1 ? 0 : number; }
-    __device__ __forceinline__ unsigned stage(unsigned i) const {
-      return base + (team() * Config::kStages + i) * kStageBytes;
-    }
-    __device__ __forceinline__ unsigned panels() const {
-      return base + Config::kTeams * Config::kStages * kStageBytes;
-    }
-    __device__ __forceinline__ unsigned slot(unsigned i) const {
-      return panels() + (team() * Config::kSlots + i) * Config::kSlotBytes;
-    }
-    __device__ __forceinline__ unsigned panels_full() const { return panels() + kPanelBytes; }
-    __device__ __forceinline__ unsigned barrier(unsigned i) const {
-      return panels_full() + 8 * (1 + team() * kTeamBarriers + i);
-    }
+    __device__ __forceinline__ unsigned stage(unsigned i) const { return base + i * kStageBytes; }
+    __device__ __forceinline__ unsigned panels() const { return base + Config::kStages * kStageBytes; }
+    __device__ __forceinline__ unsigned slot(unsigned i) const { return panels() + i * Config::kSlotBytes; }
+    __device__ __forceinline__ unsigned barrier(unsigned i) const { return panels() + kPanelBytes + 8 * i; }
     __device__ __forceinline__ unsigned stage_full(unsigned i) const { return barrier(i); }
     __device__ __forceinline__ unsigned stage_empty(unsigned i) const { return barrier(Config::kStages + i); }
+    __device__ __forceinline__ unsigned panels_full() const { return barrier(2 * Config::kStages); }
     __device__ __forceinline__ unsigned slot_full(unsigned i) const {
       return barrier(2 * Config::kStages + i);
     }
@@ -394,7 +372,7 @@ struct Halo : HaloLayout<Config> {
 
     __device__ __forceinline__ bool start(const Args& args, int from) {
       plane = source = chunk = batch = 0;
-      for (work = from; work < args.work; work += work_step()) {
+      for (work = from; work < args.work; work += gridDim.x) {
         at = place(args, work);
         planes = fed_planes(args, at);
         if (planes > 0) {
@@ -433,7 +411,7 @@ struct Halo : HaloLayout<Config> {
       }
       x = plane_start += static_cast<int>(sizeof(Scalar)) * args.x_stride.d;
       if (++plane < planes) return true;
-      return start(args, work + work_step());
+      return start(args, work + gridDim.x);
     }
     __device__ __forceinline__ void load(const Args& args, Batch& next) const {
       next.load(args, x, positions, chunk, batch * Batch::kTurns * kLoaderWarps + warp, lane);
@@ -448,9 +426,8 @@ struct Halo : HaloLayout<Config> {
     course.warp = warp;
     course.lane = lane;
     course.batches = (turns + kLoaderWarps * Batch::kTurns - 1) / (kLoaderWarps * Batch::kTurns);
-    course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart) +
-                       shared.team() * kPositions;
-    if (!course.start(args, first_work(shared.team()))) return;
+    course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart);
+    if (!course.start(args, blockIdx.x)) return;
     // Loads the next batch, then stores the present one. False: there is no next.
     const auto step = [&](const Batch& present, Batch& next) {
       const bool first = course.batch == 0, last = course.batch == course.batches - 1;
@@ -492,7 +469,7 @@ struct Halo : HaloLayout<Config> {
 
   static __device__ __forceinline__ void stream_panels(const Args& args, const Shared& shared) {
     Ring<Config::kSlots> ring;
-    for (int work = first_work(shared.team()); work < args.work; work += work_step()) {
+    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
       const Place at = place(args, work);
       const int rounds = fed_planes(args, at) * args.passes;
       for (int round = 0; round < rounds; ++round) {
@@ -930,7 +907,7 @@ struct Halo : HaloLayout<Config> {
                                           consumer * kScratchBytes + warp * (kScratchBytes / 4));
     Sums sums;
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
-    for (int work = first_work(shared.team()); work < args.work; work += work_step()) {
+    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
       const Place at = place(args, work);
       const Ring<Config::kStages> first_stage = me.stages;
       for (int pass = 0; pass < args.passes; ++pass) {
@@ -938,7 +915,7 @@ struct Halo : HaloLayout<Config> {
         Slab slabs[Config::kSlabs];
 #pragma unroll
         for (int m = 0; m < Config::kSlabs; ++m) {
-          slabs[m] = slab(args, (pass * kConsumers + consumer % kConsumers) * Config::kSlabs + m);
+          slabs[m] = slab(args, (pass * Config::kConsumers + consumer) * Config::kSlabs + m);
         }
         start_fields(args, at, sums, lane, 0);
         const int fed = fed_planes(args, at);
@@ -959,40 +936,38 @@ struct Halo : HaloLayout<Config> {
 template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Halo<Config>;
-  typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>()), 0};
+  const typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
-    for (shared.number = 0; shared.number < Config::kTeams; ++shared.number) {
-      for (int i = 0; i < Config::kStages; ++i) {
-        ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
-        ptx::barrier_init(shared.stage_empty(i), Kernel::kConsumerWarps);
-      }
-      for (int i = 0; i < (Config::kResident ? 0 : Config::kSlots); ++i) {
+    for (int i = 0; i < Config::kStages; ++i) {
+      ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
+      ptx::barrier_init(shared.stage_empty(i), Kernel::kConsumerWarps);
+    }
+    if constexpr (Config::kResident) {
+      ptx::barrier_init(shared.panels_full(), 1);
+    } else {
+      for (int i = 0; i < Config::kSlots; ++i) {
         ptx::barrier_init(shared.slot_full(i), 1);
         ptx::barrier_init(shared.slot_empty(i), Kernel::kConsumerWarps);
       }
     }
-    ptx::barrier_init(shared.panels_full(), 1);
     ptx::fence_barrier_init();
   }
   __syncthreads();
 
   if (threadIdx.x < Kernel::kProducerThreads) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    shared.number = warp / Kernel::kProducerWarps;
-    const int producer = warp % Kernel::kProducerWarps;
     if constexpr (Config::kResident) {
       if (threadIdx.x == 0) Kernel::load_resident_panels(args, shared);
-      Kernel::load_halos(args, shared, producer, lane);
-    } else if (producer == 0) {
+      Kernel::load_halos(args, shared, warp, lane);
+    } else if (warp == 0) {
       if (lane == 0) Kernel::stream_panels(args, shared);
     } else {
-      Kernel::load_halos(args, shared, producer - 1, lane);
+      Kernel::load_halos(args, shared, warp - 1, lane);
     }
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     const int consumer = (static_cast<int>(threadIdx.x) - Kernel::kProducerThreads) / 128;
-    shared.number = consumer / Kernel::kConsumers;
     Kernel::consume(args, shared, consumer, warp % 4, lane);
   }
 }
