@@ -790,21 +790,21 @@ class Costs:
     Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
     """
 
-    start: float = 9200.0  # of a launch
-    tile: float = 960.0  # of a tile: what nothing hides
-    batch: float = 1480.0  # of a loader warp, per batch of loads
-    stage: float = 460.0  # of filling a stage: barriers
-    load: float = 2.6  # of a load by a warp, whoever issues it
-    sector: float = 1.9  # of a sector that it touches
-    product: float = 0.84  # of a cycle that tensor cores should take
-    panel: float = 18.0  # of a panel: barriers, and the drain of the tensor cores
-    slot: float = 770.0  # from a slot's release to its next panel's arrival
-    store: float = 17.2  # of a store by a warp
-    cache_bytes: float = 23.8  # per cycle, from L2
-    memory_bytes: float = 1340.0  # per cycle, of the whole device memory
-    run: float = 0.157  # of the device memory, per run of outputs whose ends share sectors with other tiles
-    torn: float = 3.2  # bytes of traffic per byte of an output whose neighbours come from another column tile
-    overlap: float = 2.6  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
+    start: float = 12100.0  # of a launch
+    tile: float = 1150.0  # of a tile: what nothing hides
+    batch: float = 1300.0  # of a loader warp, per batch of loads
+    stage: float = 219.0  # of filling a stage: barriers
+    load: float = 3.11  # of a load by a warp, whoever issues it
+    sector: float = 1.65  # of a sector that it touches
+    product: float = 0.961  # of a cycle that tensor cores should take
+    panel: float = 112.0  # of a panel: barriers, and the drain of the tensor cores
+    slot: float = 1020.0  # from a slot's release to its next panel's arrival
+    store: float = 8.12  # of a store by a warp
+    cache_bytes: float = 33.1  # per cycle, from L2
+    memory_bytes: float = 1620.0  # per cycle, of the whole device memory
+    run: float = 0.0473  # of the device memory, per run of outputs whose ends share sectors with other tiles
+    torn: float = 1.0  # bytes of traffic per byte of an output whose neighbours come from another column tile
+    overlap: float = 3.59  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
 
 COSTS = Costs()
@@ -829,16 +829,13 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Cos
     return planes * max(waiting, loads * costs.load + sectors * costs.sector)
 
 
-def _store_cycles(build: Build, job: Job, rounds: int, planes: int, costs: Costs) -> float:
+def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: int, costs: Costs) -> float:
     """Of the consumers' stores, for one tile."""
-    axis = build.geometry.axes[2]
-    last = job.written_last
-    pairs = last or (axis.stride > 1 and not build.split[2] and not build.gather)
     outputs = float(rounds * build.round_slabs * SLAB * build.columns * planes)
     if build.march:
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
-    odd = pairs and not last and job.written_size[2] % 2 == 1  # half of the pairs cannot be stored at once
-    return outputs / 32 / (2 if pairs else 1) * (1.5 if odd else 1.0) * costs.store
+    at_once = 2 if job.written_last else 16 // build.item_bytes if build.aligned(job, tiling) else 1
+    return outputs / 32 / at_once**0.5 * costs.store
 
 
 def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
@@ -876,7 +873,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     if not build.resident:
         multiply = max(multiply, panels * costs.slot / (build.slots - 1))
     multiply += panels * costs.panel
-    store = _store_cycles(build, job, rounds, planes, costs)
+    store = _store_cycles(build, tiling, job, rounds, planes, costs)
     load = _load_cycles(build, tiling, job, planes, costs)
     streamed = 0 if build.resident else build.tile_bytes * rounds * planes
     reads = build.program.used_parts * len(build.program.sources)
