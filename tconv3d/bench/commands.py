@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import shlex
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +102,38 @@ def _bench(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         budget_s=arguments.budget,
         seed=arguments.input_seed,
+        command=_command(arguments),
     )
-    return _finish(arguments, lambda console: run.bench(chosen, options, console, sources))
+    return _finish(arguments, lambda console, keep: run.bench(chosen, options, console, sources, keep))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     chosen = _selection(arguments)
-    options = run.Options(dtypes=arguments.dtype, layouts=arguments.layout, seed=arguments.input_seed)
-    return _finish(arguments, lambda console: run.verify(chosen, options, console))
+    options = run.Options(
+        dtypes=arguments.dtype,
+        layouts=arguments.layout,
+        seed=arguments.input_seed,
+        command=_command(arguments),
+    )
+    return _finish(arguments, lambda console, keep: run.verify(chosen, options, console, keep))
 
 
-def _finish(arguments: argparse.Namespace, work: Callable[[Console], results.Results]) -> int:
-    """Runs, shows and writes. 0: all right; 1: something is wrong or failed; 130: interrupted."""
+def _command(arguments: argparse.Namespace) -> str:
+    return shlex.join(["tconv3d", *arguments.words])
+
+
+def _finish(arguments: argparse.Namespace, work: Callable[[Console, run.Keep], results.Results]) -> int:
+    """Runs, shows and writes. 0: all right; 1: something is wrong or failed; 130: interrupted or terminated."""
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"there is no directory {arguments.json.parent} to write {arguments.json.name} in")
     console = Console()
-    found = work(console)
+
+    def keep(found: results.Results) -> None:
+        if arguments.json is not None:
+            found.write(arguments.json)
+
+    with _interruptible():
+        found = work(console, keep)
     table.show(found, console)
     if arguments.json is not None:
         found.write(arguments.json)
@@ -121,6 +141,19 @@ def _finish(arguments: argparse.Namespace, work: Callable[[Console], results.Res
     if found.interrupted:
         return 130
     return 0 if found.ok else 1
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A polite request to end, from `timeout` or a batch system, is an interruption: what was found is shown."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -196,6 +196,8 @@ _SETTINGS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"kernel": 5, "stride": 2, "padding": 2, "output_padding": 1}),
     (1, {"kernel": (1, 5, 5), "padding": (0, 2, 2)}),
     (1, {"kernel": 4, "stride": 4}),
+    (1, {"kernel": 3, "stride": 3}),
+    (1, {"kernel": (3, 5, 5), "stride": (2, 3, 3), "padding": 1}),
     (1, {"kernel": 3, "padding": 2, "dilation": 2}),
     (1, {"kernel": 1}),
 )

@@ -106,7 +106,7 @@ def _view(kind: Kind, rows: Sequence[Row], numbers: dict[str, int], results: Res
 
 
 def _tiles(rows: Sequence[Row]) -> str:
-    slower = sum(1 for row in rows if row.gain_over_best is not None and row.gain_over_best < 1)
+    slower = sum(row.slower for row in rows)
     compared = sum(1 for row in rows if row.gain_over_best is not None)
     tiles = [
         (ratio_text(geometric_mean(row.gain_over_best for row in rows)), "over PyTorch&rsquo;s best, geometric mean"),
@@ -148,7 +148,7 @@ def _table_row(number: int, row: Row) -> str:
     best = row.best or ("", None)
     name = f'<span class="number">{number}</span>{escape(row.layer)}<small>{escape(row.text)}</small>'
     wrong = ' class="wrong"' if row.right is False else ""
-    slower = ' class="slower"' if row.gain_over_best is not None and row.gain_over_best < 1 else ""
+    slower = ' class="slower"' if row.slower else ""
     cells = [
         ("", name),
         ("", escape(row.kernel)),
