@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from . import layers, models, report, results, run, table
+from . import layers, models, picture, report, results, run, table
 from .layers import Layer
 from .precision import DTYPES, LAYOUTS
 
@@ -37,7 +37,16 @@ def add(commands: Any) -> None:
 
     page = commands.add_parser("report", help="one self-contained page with charts, out of bench's results")
     page.add_argument("results", type=Path, metavar="RESULTS.json")
-    page.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default report.html")
+    page.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        help="a page, or a picture (.svg); default report.html",
+    )
+    page.add_argument("--dtype", choices=DTYPES, help="that a picture shows; default: the first in the results")
+    page.add_argument("--layout", choices=LAYOUTS, help="likewise")
+    page.add_argument("--pass", dest="which", choices=results.PASSES, help="likewise")
     page.set_defaults(run=_report)
 
 
@@ -157,9 +166,16 @@ def _interruptible() -> Iterator[None]:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    page = report.page(results.read(arguments.results))
+    found = results.read(arguments.results)
+    view = arguments.dtype, arguments.layout, arguments.which
+    if arguments.output.suffix == ".svg":
+        text = picture.picture(found, *view)
+    elif any(view):
+        raise ValueError("--dtype, --layout and --pass choose what a picture (.svg) shows; a page shows everything")
+    else:
+        text = report.page(found)
     try:
-        arguments.output.write_text(page, encoding="utf-8")
+        arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {arguments.output}: {error.strerror}") from None
     print(f"wrote {arguments.output}")

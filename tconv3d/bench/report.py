@@ -99,7 +99,7 @@ def _view(kind: Kind, rows: Sequence[Row], numbers: dict[str, int], results: Res
             "Roofline",
             "Numbered dots: this library. Rings: PyTorch as it comes. The lines above are the copy bandwidth and "
             "the matrix rate that were measured in the same run.",
-            charts.roofline(numbered, results.ceilings, dtype),
+            _within("roofline", charts.roofline(numbered, results.ceilings, dtype)),
         )
         + f"{_table(numbered)}</section>"
     )
@@ -115,6 +115,10 @@ def _tiles(rows: Sequence[Row]) -> str:
         (f"{compared - slower} of {compared}", "layers not slower than PyTorch&rsquo;s best"),
     ]
     return "".join(f"<div><strong>{value}</strong><span>{text}</span></div>" for value, text in tiles)
+
+
+def _within(name: str, chart: str) -> str:
+    return f'<div class="{name}">{chart}</div>' if chart else ""
 
 
 def _figure(name: str, title: str, text: str, chart: str) -> str:
