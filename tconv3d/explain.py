@@ -103,12 +103,10 @@ def explain(
 
 
 def launches(
-    layer: torch.nn.ConvTranspose3d, input: Tensor, passes: Collection[Pass] = tuple(Pass), gpu: str | None = None
+    layer: torch.nn.ConvTranspose3d, input: Tensor, device: Device, passes: Collection[Pass] = tuple(Pass)
 ) -> tuple[Launch, ...]:
-    """The kernel launches of a layer's passes: what to compile before its first call. `gpu` as for `explain`."""
-    tensors = _call_of_layer(layer, input)
-    device, _ = _find_gpu(gpu, tensors[0])
-    problems = [problem for problem in _problems(*tensors) if problem.which in passes]
+    """The kernel launches of a layer's passes: what to compile before its first call."""
+    problems = [problem for problem in _problems(*_call_of_layer(layer, input)) if problem.which in passes]
     return tuple(launch for problem in problems for launch in planner.plan(problem, device).launches)
 
 

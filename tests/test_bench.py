@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from itertools import product
 from math import isnan, prod
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from tconv3d.bench import accuracy, ahead, cases, layers, models, report, result
 from tconv3d.bench.layers import LAYERS, Layer, layer
 from tconv3d.bench.precision import LAYOUTS, TOLERANCE, precision
 from tconv3d.explain import launches
+from tconv3d.gpus import GPUS
 from tconv3d.problem import Pass
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
@@ -147,28 +149,26 @@ def test_names_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kernels_are_known_before_a_layer_runs() -> None:
-    """The kernels compiled ahead are those that the plan of a call launches."""
-    kinds = [(dtype, layout) for dtype in ("tf32", "bfloat16") for layout in LAYOUTS]
-    chosen = {"small": SMALL, "block": BLOCK, "impossible": layer(1, 2, 2, 1, 1, padding=3)}
-    forward = list(ahead.kernels(chosen, kinds, [Pass.FORWARD], "H200"))
-    every = list(ahead.kernels(chosen, kinds, tuple(Pass), "H200"))
-    assert len(set(every)) == len(every) > len(set(forward)) == len(forward) > 0
-    for which in (SMALL, BLOCK):
-        for dtype, layout in kinds:
-            with precision(dtype):
-                case = cases.build(which, dtype, layout, "cpu")
-                for launch in launches(case.convolution, case.x, [Pass.FORWARD], "H200"):
-                    assert (launch.kernel, launch.constants) in forward
+    """The kernels compiled ahead are those that a call would launch, of the passes that are asked for."""
+    device = GPUS["H200"].device
+    for which, dtype, layout in product((SMALL, BLOCK), ("tf32", "bfloat16"), LAYOUTS):
+        forward, every = (ahead.kernels(which, dtype, layout, passes, device) for passes in ([Pass.FORWARD], Pass))
+        assert 0 < len(set(forward)) < len(set(every))
+        case = cases.build(which, dtype, layout, "cpu")
+        with precision(dtype):
+            assert forward == launches(case.convolution, case.x, device, [Pass.FORWARD])
 
 
 def test_compiling_ahead_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cuda.core")
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path))
-    wanted = [*ahead.kernels({"small": SMALL}, [("float32", "contiguous")], [Pass.FORWARD], "H200"), ("absent", ())]
-    told: list[tuple[int, int]] = []
-    assert ahead.compile_all(wanted, "sm_90a", lambda done, total: told.append((done, total))) == len(wanted)
-    assert told[-1] == (len(wanted), len(wanted))
-    assert len(list(tmp_path.glob("*.cubin"))) == len(wanted) - 1, "the kernel that is none costs only itself"
+    device, done = GPUS["H200"].device, []
+    work = [(each, "float32", "contiguous") for each in (SMALL, layer(1, 2, 2, 1, 1, padding=3))]
+    found = ahead.compile_all(work, [Pass.FORWARD], device, lambda: done.append(1))
+    expected = {(each.kernel, each.constants) for each in ahead.kernels(*work[0], [Pass.FORWARD], device)}
+    assert found == expected, "the layer that is none costs only itself"
+    assert len(done) == 2
+    assert len(list(tmp_path.glob("*.cubin"))) == len(expected)
 
 
 # ---- models

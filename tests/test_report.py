@@ -196,6 +196,12 @@ def test_layers_stand_where_the_roofline_has_them(invented: Results) -> None:
     assert min(float(y) for _, y in ours) > min(heights), "no layer is above the roof"
 
 
+def test_a_roof_that_is_not_seen_has_no_name(invented: Results) -> None:
+    rows = [(1, invented.rows[1])]
+    assert "TB/s" not in charts.roofline(rows, CEILINGS, "tf32"), "2000 FLOP per byte: the memory roof is far left"
+    assert "4.00 TB/s" in charts.roofline(rows, {**CEILINGS, "tf32_TFLOPS": 40000.0}, "tf32")
+
+
 def test_without_ceilings_there_is_no_roofline(invented: Results) -> None:
     assert charts.roofline([(1, invented.rows[0])], {}, "tf32") == ""
     invented.ceilings = {}

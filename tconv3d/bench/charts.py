@@ -124,7 +124,7 @@ def achieved(row: Row, ms: float) -> float:
 def _axes(drawn: Sequence[tuple[int, Row]], copy: float, rate: float) -> tuple[LogScale, LogScale]:
     intensities = [intensity(row) for _, row in drawn]
     speeds = [achieved(row, ms) for _, row in drawn for ms in (row.ours_ms, row.default_ms) if ms]
-    x = LogScale(_below(min(intensities)), _above(max([*intensities, 1.5 * rate / copy])))
+    x = LogScale(_below(min(intensities)), _above(1.05 * max([*intensities, 1.5 * rate / copy])))
     return x, LogScale(_below(min(speeds)), _above(1.05 * rate))
 
 
@@ -170,10 +170,10 @@ def _roof_names(x: LogScale, y: LogScale, copy: float, rate: float, dtype: str) 
     middle = (max(y.least, copy * x.least) * rate) ** 0.5
     left, up = x.clipped(middle / copy), 100 - y(middle)
     beside = 'dx="-10" dy="-4" text-anchor="end"' if left > 25 else 'dx="12" dy="16"'
-    return (
-        f'<text class="roofname" x="100%" y="{height}%" dy="-8" text-anchor="end">{rate:.0f} TFLOP/s {dtype}</text>'
-        f'<text class="roofname" x="{left}%" y="{up}%" {beside}>{copy:.2f} TB/s</text>'
-    )
+    top = f'<text class="roofname" x="100%" y="{height}%" dy="-8" text-anchor="end">{rate:.0f} TFLOP/s {dtype}</text>'
+    if copy * x.least >= rate:  # every layer is right of the ridge: there is no memory roof to name
+        return top
+    return top + f'<text class="roofname" x="{left}%" y="{up}%" {beside}>{copy:.2f} TB/s</text>'
 
 
 def _points(number: int, row: Row, x: LogScale, y: LogScale) -> str:

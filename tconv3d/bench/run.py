@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 import tconv3d
-from tconv3d import emulator, fusing
+from tconv3d import emulator, executor, fusing
 from tconv3d.backend import Backend
 from tconv3d.explain import Explanation
 from tconv3d.problem import Pass
@@ -129,7 +129,7 @@ def measure(
     ]
     try:
         if place.device == "cuda":
-            _compile(layers, kinds, tuple(Pass) if options.backward else (Pass.FORWARD,), console, results)
+            _compile([(layer, *kind) for layer in layers.values() for kind in kinds], options, console, results)
         with _progress(console) as progress:
             bar = progress.add_task("ceilings", total=len(steps))
             _prepare(results, options, place)
@@ -146,22 +146,16 @@ def measure(
     return results
 
 
-def _compile(
-    layers: Mapping[str, Layer],
-    kinds: Sequence[tuple[str, str]],
-    passes: Sequence[Pass],
-    console: Console,
-    results: Results,
-) -> None:
+def _compile(work: Sequence[ahead.Work], options: Options, console: Console, results: Results) -> None:
     """All kernels, before anything is timed."""
+    if len(work) < ahead.WORTH_IT:
+        return
     started = time.monotonic()
+    passes = tuple(Pass) if options.backward else (Pass.FORWARD,)
+    device = executor.device_of(torch.empty(0, device="cuda"))
     with _progress(console) as progress:
-        bar = progress.add_task("compiling", total=None)
-        results.compiled = ahead.compile_all(
-            ahead.kernels(layers, kinds, passes),
-            ahead.architecture(),
-            lambda done, total: progress.update(bar, completed=done, total=total),
-        )
+        bar = progress.add_task("planning and compiling", total=len(work))
+        results.compiled = len(ahead.compile_all(work, passes, device, lambda: progress.advance(bar)))
     results.compile_s = time.monotonic() - started
 
 
