@@ -210,9 +210,9 @@ def main() -> int:
     settings = Settings(steps=arguments.steps, size=arguments.size, batch=arguments.batch)
     with tconv3d.use_backend("cuda"):
         found = compare(settings, "cuda")
-    show(found, Console())
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    show(found, Console())
     return 0 if found["bitwise"] and found["agree"] else 1
 
 

@@ -45,6 +45,15 @@ class Layer:
         return "relu_group_norm" if self.norm_groups else ""
 
     @property
+    def settings(self) -> tuple[Triple, Triple, Triple, int, Triple]:
+        """As `conv_transpose3d` takes them after the tensors."""
+        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.in_channels, self.out_channels // self.groups, *self.kernel)
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         return (self.batch, self.in_channels, *self.size)
 
