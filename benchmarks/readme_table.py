@@ -31,12 +31,13 @@ def read(name: str) -> Results:
 
 def source(name: str, found: Results) -> str:
     """Where a table comes from, in words."""
-    machine = found.machine
+    machine, command = found.machine, found.settings["command"]
     versions = f"driver {machine['driver']}, CUDA {machine['cuda']}, PyTorch {machine['torch']}"
     return (
         f"One {machine['gpu']}, {versions}, commit {(machine['commit'] or 'unknown')[:7]}, "
-        f"{machine['measured'][:10]}; "
-        f"`{found.settings['command']}` wrote [{Path(name).name}]({{up}}{name})."
+        f"{machine['measured'][:10]}. Data: [{Path(name).name}]({{up}}{name})"
+        + (f", written by `{command}`" if command else "")
+        + (". The run was interrupted: not all layers were measured." if found.interrupted else ".")
     )
 
 
@@ -116,7 +117,7 @@ def _summaries(found: Results) -> list[str]:
 def errors() -> str:
     """The largest errors over all layers, by type and pass."""
     found = read(ERRORS)
-    lines = ["| type | pass | layers | ours, largest | PyTorch's, largest | layers where ours is larger |"]
+    lines = ["| type | pass | checks | ours, largest | PyTorch's, largest | checks where ours is larger |"]
     lines.append("| --- |" + " --- |" * 5)
     checked = [row for row in found.rows if row.error is not None and row.torch_error is not None]
     for dtype, which in dict.fromkeys((row.dtype, row.which) for row in checked):

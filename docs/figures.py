@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
 # Charts: the results file and the pass that is shown.
-CHARTS: dict[str, tuple[str, str]] = {}
+CHARTS = {"forward": ("h200.json", "forward"), "backward": ("h200.json", "backward")}
 
 STYLE = """
 text { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #15181e; }

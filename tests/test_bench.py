@@ -301,7 +301,7 @@ def test_verify_without_a_gpu(tmp_path: Path) -> None:
     assert "depthwise_64" in done.stdout and "layer" in done.stdout
     found = results.read(file)
     assert found.kind == "verify" and found.ok
-    assert found.settings["command"] == shlex.join(["tconv3d", "verify", *words])
+    assert found.settings["command"] == shlex.join(["tconv3d", "verify", *words[:-1], "found.json"])
     assert found.machine["measured"] and found.seconds > 0
     assert [(row.layer, row.which) for row in found.rows] == [
         (name, which) for name in ("depthwise_64", "layer") for which in results.PASSES

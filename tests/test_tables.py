@@ -54,9 +54,8 @@ def test_times(results_file: None) -> None:
     text = "\n".join(lines)
     assert "forward, tf32, contiguous, 2 layers" in text and "slower than it: slow" in text
     assert "10 / 20 without gradients, 30 / 40 with" in text
-    assert (
-        "Invented GPU, driver 1, CUDA 13, PyTorch 2, commit 0123456, 2000-01-01; `tconv3d bench --backward`" in text
-    )
+    assert "Invented GPU, driver 1, CUDA 13, PyTorch 2, commit 0123456, 2000-01-01. Data" in text
+    assert text.endswith("h200.json), written by `tconv3d bench --backward`.")
 
 
 def test_means_and_errors(results_file: None) -> None:

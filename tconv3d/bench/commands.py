@@ -128,7 +128,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    return shlex.join(["tconv3d", *arguments.words])
+    """What was typed, without the directory of the file it writes: the file will be moved."""
+    words = [arguments.json.name if word == str(arguments.json) else word for word in arguments.words]
+    return shlex.join(["tconv3d", *words])
 
 
 def _finish(arguments: argparse.Namespace, work: Callable[[Console, run.Keep], results.Results]) -> int:
