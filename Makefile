@@ -1,5 +1,6 @@
 # make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
 # make test     every check: ruff, clang-format, mypy, the test suite, and its kernels compiled for every GPU
+# make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts
 # make format   rewrite Python, CUDA and C++ sources in the house format
 # make clean    remove what the commands above made
 #
@@ -35,7 +36,7 @@ else
   if_present = $(3)
 endif
 
-.PHONY: demo test check format clean
+.PHONY: demo test check results format clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -51,6 +52,15 @@ check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff format --check .)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
+
+results: $(READY)
+	$(PY) -m tconv3d bench --dtype tf32 bfloat16 float16 --layout contiguous channels_last_3d --backward --host --budget 0.03 --json benchmarks/results/h200.json
+	$(PY) -m tconv3d bench --random 60 --seed 1 --backward --budget 0.03 --json benchmarks/results/h200-random.json
+	$(PY) -m tconv3d verify --dtype tf32 float32 float16 bfloat16 float64 --json benchmarks/results/h200-verify.json
+	$(PY) benchmarks/train_unet.py --json benchmarks/results/h200-train.json
+	$(PY) benchmarks/distil.py benchmarks/results/h200.json
+	$(PY) benchmarks/readme_table.py
+	$(PY) docs/figures.py
 
 format: $(READY)
 	$(PY) -m ruff check --fix .

@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from halo_lab import Bench, candidates, milliseconds
 from halo_names import describe
-from layers import LAYERS
 
 from tconv3d import compiler, halo_planner, launcher
+from tconv3d.bench.layers import LAYERS
 from tconv3d.launch import Launch
 from tconv3d.problem import Device
 

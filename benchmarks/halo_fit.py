@@ -19,9 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from halo_names import describe, geometry_of
-from layers import LAYERS
 
 from tconv3d import halo_planner
+from tconv3d.bench.layers import LAYERS
 from tconv3d.geometry import Triple
 from tconv3d.halo_planner import Build, Costs, Job, Tiling
 from tconv3d.problem import Device, Pass, Problem

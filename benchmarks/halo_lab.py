@@ -25,9 +25,9 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from halo_names import describe, geometry_of
-from layers import LAYERS, Layer
 
 from tconv3d import compiler, halo_planner, launcher
+from tconv3d.bench.layers import LAYERS, Layer
 from tconv3d.launch import Launch
 from tconv3d.problem import Device, Pass, Problem
 
@@ -90,13 +90,13 @@ class Bench:
     def __init__(self, layer: Layer, dtype: str, channels_last: bool, which: Pass = Pass.FORWARD) -> None:
         geometry = geometry_of(layer)
         form = torch.channels_last_3d if channels_last else torch.contiguous_format
-        x, self.weight, self.bias = layer.tensors(TYPES[dtype])
-        torch.backends.cudnn.allow_tf32 = False
-        x, weight, bias = x.contiguous(memory_format=form), self.weight.float(), self.bias.float()
-        whole = x.float().requires_grad_(which is Pass.INPUT_GRAD)
-        y = F.conv_transpose3d(
-            whole, weight, bias, layer.stride, layer.padding, layer.output_padding, layer.groups, layer.dilation
+        x = layer.input(TYPES[dtype], "cuda").contiguous(memory_format=form)
+        self.weight, self.bias = (
+            torch.randn(shape, device="cuda").to(TYPES[dtype]) for shape in (layer.weight_shape, layer.out_channels)
         )
+        torch.backends.cudnn.allow_tf32 = False
+        whole = x.float().requires_grad_(which is Pass.INPUT_GRAD)
+        y = F.conv_transpose3d(whole, self.weight.float(), self.bias.float(), *layer.settings)
         if which is Pass.INPUT_GRAD:
             self.read = torch.randn_like(y).to(TYPES[dtype]).contiguous(memory_format=form)
             (self.reference,) = torch.autograd.grad(y, whole, self.read.float())

@@ -1,4 +1,4 @@
-"""Names and geometries of the halo benches' layers and builds. Needs neither a GPU nor PyTorch."""
+"""Names and geometries of the halo benches' layers and builds. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from layers import Layer
-
-from tconv3d.geometry import Geometry, Triple
+from tconv3d.bench.layers import Layer
+from tconv3d.geometry import Geometry
 from tconv3d.halo_planner import Build
 
 
-def triple(value: int | Triple) -> Triple:
-    return (value, value, value) if isinstance(value, int) else value
-
-
 def geometry_of(layer: Layer) -> Geometry:
-    stride, padding, output_padding = (triple(v) for v in (layer.stride, layer.padding, layer.output_padding))
-    return Geometry.make(
-        layer.in_channels, layer.out_channels, triple(layer.kernel), stride, padding, output_padding, layer.groups,
-        triple(layer.dilation),
-    )  # fmt: skip
+    return Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
 
 
 def describe(build: Build) -> str:

@@ -9,8 +9,12 @@ every kind of layer. Needs `pip install monai einops`.
 from __future__ import annotations
 
 import torch
-from monai.networks.nets import DynUNet, MedNeXt, SwinUNETR, UNet, VNet
 from torch import Tensor, nn
+
+try:
+    from monai.networks.nets import DynUNet, MedNeXt, SwinUNETR, UNet, VNet
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"MONAI's networks need `pip install monai einops`: {error}", name=error.name) from None
 
 Network = tuple[nn.Module, Tensor]
 

@@ -1,74 +1,163 @@
-"""Writes the README's performance table from a file of benchmarks/gpu_check.py.
+"""Fills the tables of README.md and docs/ from files of benchmarks/results.
 
-python benchmarks/readme_table.py benchmarks/results/h200-tf32.json
+    python benchmarks/readme_table.py
+
+What stands between the marks of a table is replaced. A test makes every table again and compares.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tconv3d.bench import results
+from tconv3d.bench.results import Results, Row, Summary
+from tconv3d.bench.table import ratio
 
 ROOT = Path(__file__).resolve().parent.parent
-BEGIN, END = "<!-- performance:begin (filled from benchmarks/results) -->", "<!-- performance:end -->"
+TIMES = "benchmarks/results/h200.json"
+RANDOM = "benchmarks/results/h200-random.json"
+ERRORS = "benchmarks/results/h200-verify.json"
 
 
-def best(row: dict[str, Any], backward: bool) -> float:
-    return min(v for k, v in row["torch"].items() if k.endswith("_backward") == backward)
+def read(name: str) -> Results:
+    return results.read(ROOT / name)
 
 
-def table(result: dict[str, Any], source: str) -> str:
-    lines = [
-        f"TF32, contiguous tensors, milliseconds on one {result['device']} (PyTorch {result['torch']}, CUDA "
-        f"{result['cuda']}, commit {result['commit']}), medians with L2 flushed, both sides in one process. "
-        "*PyTorch* is as it comes; *best* the fastest of as it comes, `cudnn.benchmark` and `channels_last_3d` "
-        "inputs. The floor is the larger of moving every tensor once and the useful arithmetic, at ceilings "
-        "measured in the same run.",
-        "",
-        "| layer | kernel | floor | ours | PyTorch | best | speed-up over best | backward | best backward |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in result["rows"]:
-        forward = best(row, False)
-        lines.append(
-            f"| {row['layer']} | {row['kernel']} | {row['floor_ms']:.3f} | {row['ms']:.3f} | "
-            f"{row['torch']['default']:.3f} | {forward:.3f} | {forward / row['ms']:.2f} | "
-            f"{row['backward_ms']:.2f} | {best(row, True):.2f} |"
-        )
-    # Measured again in another run after it was improved, and copied from what that run printed.
-    host = result.get("host_later", result["host"])
-    after = (
-        f" (another, later run at commit {host['commit']}, copied from its printed output in "
-        "[h200-tasks.txt](benchmarks/results/h200-tasks.txt); the table's own run read "
-        f"{result['host']['ours_us']:.0f} / {result['host']['torch_us']:.0f} and "
-        f"{result['host']['ours_grad_us']:.0f} / {result['host']['torch_grad_us']:.0f} before the improvement)"
-        if "host_later" in result
-        else ""
+def source(name: str, found: Results) -> str:
+    """Where a table comes from, in words."""
+    machine, command = found.machine, found.settings["command"]
+    versions = f"driver {machine['driver']}, CUDA {machine['cuda']}, PyTorch {machine['torch']}"
+    return (
+        f"One {machine['gpu']}, {versions}, commit {(machine['commit'] or 'unknown')[:7]}, "
+        f"{machine['measured'][:10]}. Data: [{Path(name).name}]({{up}}{name})"
+        + (f", written by `{command}`" if command else "")
+        + (". The run was interrupted: not all layers were measured." if found.interrupted else ".")
     )
-    slower = [row["layer"] for row in result["rows"] if best(row, False) < row["ms"]]
-    slower_backward = [row["layer"] for row in result["rows"] if best(row, True) < row["backward_ms"]]
-    lines += [
+
+
+# ---- README: times
+
+
+def times() -> str:
+    """TF32, contiguous: forward and backward side by side."""
+    found = read(TIMES)
+    rows = {(row.layer, row.which): row for row in found.rows if (row.dtype, row.layout) == ("tf32", "contiguous")}
+    names = dict.fromkeys(layer for layer, _ in rows)
+    lines = [
+        "| layer | kernel | floor | ours | PyTorch | best | over best "
+        "| backward: floor | ours | PyTorch | best | over best |",
+        "| --- |" + " --- |" * 11,
+        *(
+            f"| {name} | {_times(rows[name, 'forward'])} | {_times(rows[name, 'backward'], False)} |"
+            for name in names
+        ),
         "",
-        f"Slower than PyTorch's best today: forward {', '.join(slower) or 'none'}; backward "
-        f"{', '.join(slower_backward) or 'none'}. Input gradients of strided layers do not run on tensor cores yet.",
-        "",
-        f"Host time of a repeated call, microseconds, ours / `nn.ConvTranspose3d`: {host['ours_us']:.0f} / "
-        f"{host['torch_us']:.0f} without gradients, {host['ours_grad_us']:.0f} / "
-        f"{host['torch_grad_us']:.0f} with{after}. "
-        f"Data: [{source}]({source}); made by `{result['command']}`. One run each: differences of a few percent are "
-        "noise, and single layers have read a third higher once (depthwise_64: 0.271 in three other runs).",
+        *(_means(summary) for summary in results.summarize(found.rows) if summary.dtype == "tf32"),
     ]
-    return "\n".join(lines)
+    if found.host_us:
+        lines += ["", _host(found)]
+    return "\n".join([*lines, "", source(TIMES, found)])
+
+
+def _times(row: Row, kernel: bool = True) -> str:
+    if row.failed or row.ours_ms is None or row.best is None or row.default_ms is None:
+        return " | ".join([*(["failed"] if kernel else []), *[""] * 5])
+    cells = [row.kernel] if kernel else []
+    cells += [f"{ms:.3f}" for ms in (row.floor_ms or 0.0, row.ours_ms, row.default_ms, row.best[1])]
+    over = ratio(row.gain_over_best)
+    return " | ".join([*cells, over if not row.slower else f"**{over}**"])
+
+
+def _means(summary: Summary) -> str:
+    slower = f"; slower than it: {', '.join(summary.slower)}" if summary.slower else ""
+    return (
+        f"- {summary.which}, {summary.dtype}, {summary.layout}, {summary.layers} layers: geometric mean "
+        f"{ratio(summary.over_floor)} the floor, {ratio(summary.gain)} as fast as PyTorch as it comes, "
+        f"{ratio(summary.gain_over_best)} as fast as its best{slower}"
+    )
+
+
+def _host(found: Results) -> str:
+    us = found.host_us
+    return (
+        f"Host time of a repeated call, microseconds, ours / `nn.ConvTranspose3d`: {us['ours_us']:.0f} / "
+        f"{us['torch_us']:.0f} without gradients, {us['ours_grad_us']:.0f} / {us['torch_grad_us']:.0f} with."
+    )
+
+
+# ---- docs: means of all kinds, random layers, errors
+
+
+def means() -> str:
+    found = read(TIMES)
+    return "\n".join([*_summaries(found), "", source(TIMES, found)])
+
+
+def random_layers() -> str:
+    found = read(RANDOM)
+    return "\n".join([*_summaries(found), "", source(RANDOM, found)])
+
+
+def _summaries(found: Results) -> list[str]:
+    lines = ["| type | layout | pass | layers | x floor | over PyTorch | over its best | slower than its best |"]
+    lines.append("| --- |" + " --- |" * 7)
+    for each in results.summarize(found.rows):
+        cells = [each.dtype, each.layout, each.which, str(each.layers)]
+        cells += [ratio(value) for value in (each.over_floor, each.gain, each.gain_over_best)]
+        lines.append(f"| {' | '.join([*cells, str(len(each.slower))])} |")
+    return lines
+
+
+def errors() -> str:
+    """The largest errors over all layers, by type and pass."""
+    found = read(ERRORS)
+    lines = ["| type | pass | checks | ours, largest | PyTorch's, largest | checks where ours is larger |"]
+    lines.append("| --- |" + " --- |" * 5)
+    checked = [row for row in found.rows if row.error is not None and row.torch_error is not None]
+    for dtype, which in dict.fromkeys((row.dtype, row.which) for row in checked):
+        pairs = [(row.error, row.torch_error) for row in checked if (row.dtype, row.which) == (dtype, which)]
+        worse = sum(ours > theirs for ours, theirs in pairs if ours is not None and theirs is not None)
+        largest = [max(pair[side] or 0.0 for pair in pairs) for side in (0, 1)]
+        lines.append(f"| {dtype} | {which} | {len(pairs)} | {largest[0]:.1e} | {largest[1]:.1e} | {worse} |")
+    return "\n".join([*lines, "", source(ERRORS, found)])
+
+
+@dataclass(frozen=True)
+class Table:
+    """A place in a document, and what fills it."""
+
+    document: str
+    name: str
+    fill: Callable[[], str]
+
+    def filled(self, text: str) -> str:
+        begin, end = f"<!-- {self.name}:begin (filled from benchmarks/results) -->", f"<!-- {self.name}:end -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        if len(pattern.findall(text)) != 1:
+            raise ValueError(f"{self.document} has no place for {self.name}: {begin} ... {end}")
+        up = "../" * self.document.count("/")
+        return pattern.sub(lambda _: f"{begin}\n{self.fill().replace('{up}', up)}\n{end}", text)
+
+
+TABLES = (
+    Table("README.md", "performance", times),
+    Table("docs/performance.md", "means", means),
+    Table("docs/performance.md", "random", random_layers),
+    Table("docs/numerics.md", "errors", errors),
+)
 
 
 def main() -> None:
-    source = Path(sys.argv[1]).resolve()
-    readme = ROOT / "README.md"
-    text = table(json.loads(source.read_text()), source.relative_to(ROOT).as_posix())
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
-    readme.write_text(pattern.sub(lambda _: f"{BEGIN}\n{text}\n{END}", readme.read_text()))
+    for table in TABLES:
+        path = ROOT / table.document
+        path.write_text(table.filled(path.read_text()))
+        print(f"filled {table.name} of {table.document}")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.chan
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
-    arguments = parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(words, argparse.Namespace(words=words))
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
         return run(arguments)

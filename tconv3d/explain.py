@@ -5,7 +5,7 @@ Needs no GPU and launches nothing. Asks the planner the questions the executor a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from .backend import current_backend
 from .checks import Convolution
 from .geometry import Geometry
 from .gpus import DEFAULT_GPU, GPUS, Gpu
+from .launch import Launch
 from .modules import resolved_output_padding
 from .problem import Device, Pass, Problem
 
@@ -101,6 +102,14 @@ def explain(
     return _explain(*call, _find_gpu(gpu, call[0]))
 
 
+def launches(
+    layer: torch.nn.ConvTranspose3d, input: Tensor, device: Device, passes: Collection[Pass] = tuple(Pass)
+) -> tuple[Launch, ...]:
+    """The kernel launches of a layer's passes: what to compile before its first call."""
+    problems = [problem for problem in _problems(*_call_of_layer(layer, input)) if problem.which in passes]
+    return tuple(launch for problem in problems for launch in planner.plan(problem, device).launches)
+
+
 Call = tuple[Tensor, Tensor, Tensor | None, Convolution]
 
 
@@ -158,26 +167,19 @@ def _explain(
     input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, found: tuple[Device, Gpu | None]
 ) -> Explanation:
     device, gpu = found
-    if input.is_meta or weight.is_meta:  # a shape in place of a tensor has no device of its own
-        input, weight = input.to("meta"), weight.to("meta")
-        bias = None if bias is None else bias.to("meta")
-    geometry = checks.check_forward(input, weight, bias, convolution)
-    dtype = str(input.dtype).removeprefix("torch.")
-    if input.dtype not in executor.DTYPES:
-        raise NotImplementedError(f"PyTorch's operator runs dtype {dtype}: tconv3d has no kernel for it")
-    tf32 = dtype == "float32" and executor.tf32_allowed()
-    output_strides = executor.output_strides(geometry, input, weight)
-    output_shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
+    problems = _problems(input, weight, bias, convolution)
+    geometry, dtype = problems[0].geometry, problems[0].dtype
+    output_shape = (input.shape[0], geometry.out_channels, *problems[0].output_size)
     return Explanation(
         layer=_describe(geometry, bias is not None),
         input_shape=tuple(input.shape),
         output_shape=output_shape,
         dtype=dtype,
-        precision="TF32 products allowed" if tf32 else f"{dtype} products",
+        precision="TF32 products allowed" if problems[0].tf32 else f"{dtype} products",
         layout="channels_last_3d" if executor.suggests_channels_last(input) else "contiguous",
         gpu=f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})",
         ceilings="not known" if gpu is None else f"{gpu.copy} TB/s, {gpu.source}",
-        here=_here(input),
+        here=_here(input, weight),
         taps=geometry.taps,
         phases=geometry.phases,
         empty_phases=geometry.empty_phases,
@@ -188,17 +190,21 @@ def _explain(
             )
             for name, axis in zip(("depth", "height", "width"), geometry.axes, strict=True)
         ),
-        passes=tuple(
-            _explain_pass(problem, device, gpu)
-            for problem in _problems(geometry, input, weight, bias, output_strides, tf32)
-        ),
+        passes=tuple(_explain_pass(problem, device, gpu) for problem in problems),
     )
 
 
-def _problems(
-    geometry: Geometry, input: Tensor, weight: Tensor, bias: Tensor | None, output: tuple[int, ...], tf32: bool
-) -> list[Problem]:
+def _problems(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> list[Problem]:
     """The four passes as a training step would ask for them."""
+    if input.is_meta or weight.is_meta:  # a shape in place of a tensor has no device of its own
+        input, weight = input.to("meta"), weight.to("meta")
+        bias = None if bias is None else bias.to("meta")
+    geometry = checks.check_forward(input, weight, bias, convolution)
+    if input.dtype not in executor.DTYPES:
+        dtype = str(input.dtype).removeprefix("torch.")
+        raise NotImplementedError(f"PyTorch's operator runs dtype {dtype}: tconv3d has no kernel for it")
+    output = executor.output_strides(geometry, input, weight)
+    tf32 = input.dtype is torch.float32 and executor.tf32_allowed()
     passes = [which for which in Pass if which is not Pass.BIAS_GRAD or bias is not None]
     return [
         Problem(
@@ -208,7 +214,7 @@ def _problems(
             tuple(input.shape[2:]),
             executor.DTYPES[input.dtype],
             input.stride(),
-            weight.stride(),
+            executor.contiguous_strides(weight.shape) if which is Pass.WEIGHT_GRAD else weight.stride(),
             output,
             bias=which is Pass.FORWARD and bias is not None,
             tf32=tf32,
@@ -238,8 +244,8 @@ def _explain_pass(problem: Problem, device: Device, gpu: Gpu | None) -> PassExpl
     )
 
 
-def _here(input: Tensor) -> str:
-    if input.is_meta:
+def _here(input: Tensor, weight: Tensor) -> str:
+    if input.is_meta or weight.is_meta:
         return "nothing runs: the tensors are on the meta device"
     try:
         reason = ops.why_not_ours(input)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import types
 from collections.abc import Callable
+from itertools import product
 from math import isnan, prod
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,12 @@ from torch import Tensor, nn
 
 import tconv3d
 from tconv3d import cli, emulator, gains, tasks
-from tconv3d.bench import accuracy, cases, layers, models, report, results, rivals, run, table, timing
+from tconv3d.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table, timing
 from tconv3d.bench.layers import LAYERS, Layer, layer
 from tconv3d.bench.precision import LAYOUTS, TOLERANCE, precision
+from tconv3d.explain import launches
+from tconv3d.gpus import GPUS
+from tconv3d.problem import Pass
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 needs_gpu = pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")
@@ -82,6 +88,8 @@ def test_random_layers_follow_the_seed() -> None:
     assert dict(list(first.items())[:10]) == layers.random_layers(10, 1)
     assert len(set(first.values()) & set(layers.random_layers(60, 2).values())) < 10
     assert any(each.groups > 1 for each in first.values())
+    assert {max(each.stride) for each in first.values()} >= {1, 2, 3}
+    assert any(max(each.dilation) > 1 for each in first.values())
     assert any(len(set(each.kernel)) > 1 for each in first.values())
     assert any(each.out_channels <= 4 for each in first.values())
     assert max(prod(each.output_shape) for each in first.values()) <= 2**28
@@ -135,6 +143,32 @@ def test_names_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", "large_volume", "larger_volume"]) == 1
     printed = capsys.readouterr().err
     assert "'larger_volume'" in printed and "gan_64_1_32" in printed
+
+
+# ---- compiling ahead
+
+
+def test_kernels_are_known_before_a_layer_runs() -> None:
+    """The kernels compiled ahead are those that a call would launch, of the passes that are asked for."""
+    device = GPUS["H200"].device
+    for which, dtype, layout in product((SMALL, BLOCK), ("tf32", "bfloat16"), LAYOUTS):
+        forward, every = (ahead.kernels(which, dtype, layout, passes, device) for passes in ([Pass.FORWARD], Pass))
+        assert 0 < len(set(forward)) < len(set(every))
+        case = cases.build(which, dtype, layout, "cpu")
+        with precision(dtype):
+            assert forward == launches(case.convolution, case.x, device, [Pass.FORWARD])
+
+
+def test_compiling_ahead_fills_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.core")
+    monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path))
+    device, done = GPUS["H200"].device, []
+    work = [(each, "float32", "contiguous") for each in (SMALL, layer(1, 2, 2, 1, 1, padding=3))]
+    found = ahead.compile_all(work, [Pass.FORWARD], device, lambda: done.append(1))
+    expected = {(each.kernel, each.constants) for each in ahead.kernels(*work[0], [Pass.FORWARD], device)}
+    assert found == expected, "the layer that is none costs only itself"
+    assert len(done) == 2
+    assert len(list(tmp_path.glob("*.cubin"))) == len(expected)
 
 
 # ---- models
@@ -267,6 +301,8 @@ def test_verify_without_a_gpu(tmp_path: Path) -> None:
     assert "depthwise_64" in done.stdout and "layer" in done.stdout
     found = results.read(file)
     assert found.kind == "verify" and found.ok
+    assert found.settings["command"] == shlex.join(["tconv3d", "verify", *words[:-1], "found.json"])
+    assert found.machine["measured"] and found.seconds > 0
     assert [(row.layer, row.which) for row in found.rows] == [
         (name, which) for name in ("depthwise_64", "layer") for which in results.PASSES
     ]
@@ -418,6 +454,7 @@ def test_the_run_becomes_a_table_a_file_a_page_and_a_prediction(
     found.write(tmp_path / "found.json")
     again = results.read(tmp_path / "found.json")
     assert again.as_dict() == json.loads(json.dumps(found.as_dict()))
+    assert [(each["layers"], each["slower"]) for each in again.as_dict()["summary"]] == [(2, [])] * 8
     assert "small" in report.page(again)
     distilled = gains.distil(found.as_dict())
     assert [(row["layer"], row["forward"], row["backward"]) for row in distilled["rows"]] == [("small", 1, 1)] * 4
@@ -427,7 +464,7 @@ def test_slower_and_wrong_are_said_in_the_table(found: results.Results, capsys: 
     row = results.Row(**{**vars(found.rows[0]), "ours_ms": 2.0, "right": False, "error": float("nan")})
     table.show(results.Results("bench", {"gpu": "none"}, {}, rows=[row], interrupted=True), Console(width=200))
     printed = capsys.readouterr().out
-    assert "Slower than PyTorch's best: small tf32 contiguous forward" in printed
+    assert "Slower than PyTorch's best, tf32 contiguous forward, 1 of 1: small" in printed
     assert "Not within the tolerance of float64: small tf32 contiguous forward" in printed
     assert "nan" in printed and "interrupted" in printed
 
@@ -442,24 +479,29 @@ def test_ratios(found: results.Results) -> None:
 
 
 @needs_emulator
+@pytest.mark.parametrize("how", ["interrupted", "terminated"])
 def test_an_interruption_keeps_what_there_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measure_layer = run.measure_layer
 
     def interrupted(name: str, *rest: Any) -> list[results.Row]:
         if name == "layer_2":
-            raise KeyboardInterrupt
+            before = results.read(file)  # what was found is on disk already
+            assert [row.layer for row in before.rows] == ["layer_1"] * 2 and not before.interrupted
+            os.kill(os.getpid(), signal.SIGINT if how == "interrupted" else signal.SIGTERM)
         return measure_layer(name, *rest)
 
     monkeypatch.setattr(run, "measure_layer", interrupted)
     monkeypatch.setattr(run, "have_gpu", lambda: False)
+    handler = signal.getsignal(signal.SIGTERM)
     file = tmp_path / "found.json"
     words = [word for size in (2, 3, 4) for word in ("--layer", f"2, 2, 1, size={size}")]
     assert cli.main(["verify", *words, "--json", str(file)]) == 130
     kept = results.read(file)
     assert kept.interrupted and [row.layer for row in kept.rows] == ["layer_1"] * 2
     assert "interrupted" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 @needs_emulator
@@ -482,8 +524,14 @@ def test_results_say_where_they_come_from() -> None:
     assert (machine["gpu"] is None) == (not torch.cuda.is_available())
 
 
-def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
+def test_the_commit_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TCONV3D_COMMIT", raising=False)
     assert results.commit(tmp_path) is None
+    monkeypatch.setenv("TCONV3D_COMMIT", "0123abc")
+    assert results.commit(tmp_path) == "0123abc", "a copy without .git can be told"
+    (tmp_path / ".git").write_text("gitdir: nowhere")
+    assert results.commit(tmp_path) == "0123abc", "nor is a .git that leads nowhere one"
+    (tmp_path / ".git").unlink()
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
     try:
         subprocess.run([*git, "init", "--quiet"], check=True)
@@ -492,6 +540,7 @@ def test_the_commit_of_a_checkout(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a")
     subprocess.run([*git, "add", "file"], check=True)
     subprocess.run([*git, "commit", "--quiet", "-m", "a"], check=True)
+    monkeypatch.setenv("TCONV3D_COMMIT", "elsewhere")
     clean = results.commit(tmp_path)
     assert clean is not None and len(clean) == 40
     (tmp_path / "file").write_text("b")

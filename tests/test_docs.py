@@ -1,17 +1,22 @@
-"""What the documents say is so: links lead somewhere, code runs, commands are understood."""
+"""What the documents say is so: links lead somewhere, code runs, commands run."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tconv3d import cli
+from tconv3d.bench import run
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -52,7 +57,9 @@ def slug(heading: str) -> str:
 
 def test_the_documents_are_there() -> None:
     names = {identify(document) for document in DOCUMENTS}
-    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/architecture.md"}
+    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    assert names >= {f"docs/{name}.md" for name in ("architecture", "kernel", "numerics", "performance")}
+    assert names >= {f"docs/{name}.md" for name in ("benchmarking", "quickstart", "swapping", "troubleshooting")}
     assert "TERMS AND CONDITIONS" in (ROOT / "LICENSE").read_text()
     assert len(blocks("python")) >= 1
     assert len(commands()) >= 6
@@ -79,42 +86,123 @@ def test_python_runs(document: Path, code: str, capsys: pytest.CaptureFixture[st
         assert capsys.readouterr().out.strip()
 
 
+def run_once(call: Callable[[], Any]) -> float:
+    call()
+    return 1.0
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to run commands in, with what they speak of, and stand-ins for what they would take minutes for.
+
+    `bench` and `verify` run as they are, but one layer at most, on a reduced volume, with PyTorch's operator in the
+    kernels' place and a clock that runs everything once. test_bench.py runs them on the kernels.
+    """
+    monkeypatch.chdir(tmp_path)
+    measure = run.measure
+
+    def reduced(layers: Any, options: Any, console: Any, place: Any, *rest: Any, **keywords: Any) -> Any:
+        few = {name: layers[name].reduced() for name in list(layers)[:1]}
+        clock = None if place.clock is None else run_once
+        return measure(few, options, console, run.Place("cpu", "torch", clock), *rest, **keywords)
+
+    monkeypatch.setattr(run, "measure", reduced)
+    monkeypatch.setattr(run, "have_gpu", lambda: True)
+    monkeypatch.setattr(run, "Clock", lambda budget: object())
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "networks.py").write_text(
+        "import torch\n\ndef make_unet():\n    return torch.nn.ConvTranspose3d(1, 1, 2, stride=2)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert cli.main(["bench", "--layer", "2, 2, 2, size=3", "--json", "results.json"]) == 0
+    return tmp_path
+
+
 @pytest.mark.parametrize(("document", "command"), commands(), ids=identify)
-def test_commands_are_understood(
-    document: Path, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path))
+def test_commands_run(document: Path, command: str, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
-    if words[0] == "make":
+    if words[0] == "make":  # this is what `make test` runs
         assert_succeeds(["make", "--dry-run", *words[1:]])
-    elif words[0] == "pip":
-        (extra,) = re.findall(r"^\.\[(\w+)\]$", words[-1])
-        assert extra in PROJECT["project"]["optional-dependencies"]
+    elif words[0] == "pip":  # installing what is installed: the extra must exist
+        assert_extra(words)
     elif words[0] == "tconv3d":
-        assert_command_line(words[1:])
+        assert_command_line(words[1:], monkeypatch)
     elif words[0].endswith("python") and words[1:3] == ["-m", "tconv3d"]:
-        assert_command_line(words[3:])
+        assert_command_line(words[3:], monkeypatch)
     elif words[0].endswith("python") and words[1:3] == ["-m", "pytest"]:
         alone = re.sub(r" -n \d+", "", " ".join(words[1:])).split()  # collecting needs no processes
         assert_succeeds([sys.executable, *alone, "--collect-only", "--quiet"])
-    elif words[0].endswith("python"):
-        assert (ROOT / words[1]).is_file(), f"{command} runs a file that is not there"
+    elif words[0] == "python" and words[1] in NEED_A_GPU:
+        done = run_alone([sys.executable, *words[1:]])
+        assert done.returncode == 2 and "none is visible" in done.stderr, "it understands its flags"
     else:
-        pytest.fail(f"this test does not know how to check {command!r} of {identify(document)}")
+        pytest.fail(f"no test knows how to run {command!r} of {identify(document)}")
 
 
-def assert_command_line(words: list[str]) -> None:
-    # Minutes, a GPU or a file of results: test_cli.py, test_bench.py and test_report.py run them.
-    if words[0] in ("demo", "bench", "verify", "report"):
+NEED_A_GPU = ("benchmarks/train_unet.py",)
+
+
+def assert_extra(words: list[str]) -> None:
+    (extra,) = re.findall(r"^\.\[(\w+)\]$", words[-1])
+    assert extra in PROJECT["project"]["optional-dependencies"]
+
+
+def assert_command_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if words[0] == "demo":  # minutes in the emulator: test_cli.py runs it
         cli.parser().parse_args(words)
-    else:
-        assert cli.main(words) == 0
+        return
+    if "benchmarks.monai_networks:dynunet" in words:
+        networks = pytest.importorskip("benchmarks.monai_networks", reason="the networks come with the extra `monai`")
+        monkeypatch.setattr(networks, "dynunet", functools.partial(networks.dynunet, tiny=True))
+    if words[0] == "cache":  # `cache clear` must not cost anybody their kernels
+        monkeypatch.setenv("TCONV3D_CACHE_DIR", "cache")
+    assert cli.main(words) == 0
+    for flag in ("-o", "--json"):
+        if flag in words and words[words.index(flag) + 1 :]:
+            assert Path(words[words.index(flag) + 1]).stat().st_size > 0
 
 
 def assert_succeeds(command: list[str]) -> None:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "PYTEST"))}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = run_alone(command)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run_alone(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, in the checkout, without a GPU."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "PYTEST"))}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def mentions() -> list[tuple[Path, str]]:
+    """Commands in the midst of a sentence."""
+    pattern = re.compile(r"`((?:tconv3d|make|pip|(?:\S*/)?python) [^`]+)`")
+    return [
+        (document, mention)
+        for document in DOCUMENTS
+        for mention in dict.fromkeys(pattern.findall(BLOCK.sub("", document.read_text())))
+        if not mention.startswith("tconv3d leaves this")  # a warning's text
+    ]
+
+
+@pytest.mark.parametrize(("document", "mention"), mentions(), ids=identify)
+def test_commands_that_are_mentioned_exist(document: Path, mention: str) -> None:
+    """Mentioned with some of its words: the program, the command and the flags must be there."""
+    words = shlex.split(mention)
+    flags = [word for word in words if word.startswith("--")]
+    if words[0] == "make":
+        assert_succeeds(["make", "--dry-run", *words[1:]])
+    elif words[0] == "pip":
+        assert_extra(words)
+    elif words[0] == "tconv3d":
+        (choices,) = (a.choices for a in cli.parser()._actions if isinstance(a, argparse._SubParsersAction))
+        assert set(flags) <= set(choices[words[1]]._option_string_actions)
+    elif words[0] == "python":
+        source = (ROOT / words[1]).read_text()
+        assert all(f'"{flag}"' in source for flag in flags)
+    else:
+        pytest.fail(f"no test knows {mention!r} of {identify(document)}")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identify)

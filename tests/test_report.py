@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import browser
 import pytest
@@ -195,10 +196,59 @@ def test_layers_stand_where_the_roofline_has_them(invented: Results) -> None:
     assert min(float(y) for _, y in ours) > min(heights), "no layer is above the roof"
 
 
+def test_a_roof_that_is_not_seen_has_no_name(invented: Results) -> None:
+    rows = [(1, invented.rows[1])]
+    assert "TB/s" not in charts.roofline(rows, CEILINGS, "tf32"), "2000 FLOP per byte: the memory roof is far left"
+    assert "4.00 TB/s" in charts.roofline(rows, {**CEILINGS, "tf32_TFLOPS": 40000.0}, "tf32")
+
+
 def test_without_ceilings_there_is_no_roofline(invented: Results) -> None:
     assert charts.roofline([(1, invented.rows[0])], {}, "tf32") == ""
     invented.ceilings = {}
     assert "roofline-figure" not in re.sub(r"<style>.*</style>", "", report.page(invented), flags=re.DOTALL)
+
+
+# ---- pictures
+
+
+@pytest.mark.parametrize("which", results.PASSES)
+def test_a_picture_is_one_view_of_the_page(which: str, invented: Results, file: Path, tmp_path: Path) -> None:
+    target = tmp_path / "picture.svg"
+    assert cli.main(["report", str(file), "-o", str(target), "--pass", which, "--dtype", "bfloat16"]) == 0
+    root = ElementTree.fromstring(target.read_text())
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = [element.text for element in root.iter(f"{svg}text")]
+    assert f"{which.capitalize()}, bfloat16, contiguous, Invented GPU" in texts
+    assert set(NAMES) <= set(texts), "names are escaped, and all there"
+    shown = [row for row in invented.rows if (row.dtype, row.which) == ("bfloat16", which)]
+    assert [f"{row.gain_over_best:.2f}\u00d7" for row in shown] == [
+        element.text for element in root.iter(f"{svg}text") if element.get("class") == "strong"
+    ]
+    bars = [element for element in root.iter(f"{svg}rect") if element.get("class", "").startswith("best")]
+    widths = [float(bar.get("width", "nan")) for bar in bars if "slower" not in bar.get("class", "")]
+    assert len(bars) == len(shown) and widths == sorted(widths, reverse=True), "the invented gains fall"
+    assert len([e for e in root.iter(f"{svg}circle") if e.get("class") == "ours"]) == len(shown)
+    size = [float(root.get(name, "nan")) for name in ("width", "height")]
+    for element in [*root.findall(f"{svg}text"), *root.findall(f"{svg}rect")]:
+        x, y = float(element.get("x", "0")), float(element.get("y", "0"))
+        assert 0 <= x <= size[0] and 0 <= y <= size[1]
+    assert "@import" not in target.read_text() and "url(" not in target.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-o", "picture.svg", "--dtype", "float64"], "no times of float64"),
+        (["-o", "page.html", "--pass", "backward"], "a page shows everything"),
+    ],
+)
+def test_a_picture_of_nothing(
+    words: list[str], message: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words[1] = str(tmp_path / words[1])
+    assert cli.main(["report", str(file), *words]) == 1
+    assert message in capsys.readouterr().err
+    assert not Path(words[1]).exists()
 
 
 # ---- the page in a browser

@@ -33,16 +33,24 @@ class LogScale:
 # ---- speed-ups
 
 
-def speedups(rows: Sequence[tuple[int, Row]]) -> str:
-    """A bar per layer: solid to the gain over PyTorch's best, pale to the gain over PyTorch as it comes."""
-    gains = [gain for _, row in rows for gain in (row.gain, row.gain_over_best) if gain]
-    if not gains:
-        return ""
+def speedup_scale(gains: Sequence[float]) -> tuple[LogScale, list[float]]:
+    """The axis that shows these gains, and its ticks."""
     least = max((tick for tick in TICKS if tick <= min([*gains, 1]) and tick < 1), default=TICKS[0])
     least = 0.8 if min(gains) >= 1 else least
     most = min((tick for tick in TICKS if tick >= max([*gains, 2])), default=TICKS[-1])
-    scale = LogScale(least, most)
-    ticks = [tick for tick in TICKS if least <= tick <= most]
+    return LogScale(least, most), [tick for tick in TICKS if least <= tick <= most]
+
+
+def all_gains(rows: Sequence[tuple[int, Row]]) -> list[float]:
+    return [gain for _, row in rows for gain in (row.gain, row.gain_over_best) if gain]
+
+
+def speedups(rows: Sequence[tuple[int, Row]]) -> str:
+    """A bar per layer: solid to the gain over PyTorch's best, pale to the gain over PyTorch as it comes."""
+    gains = all_gains(rows)
+    if not gains:
+        return ""
+    scale, ticks = speedup_scale(gains)
     lines = "".join(f'<i class="{"one" if tick == 1 else ""}" style="left:{scale(tick)}%"></i>' for tick in ticks)
     numbers = "".join(f'<span style="left:{scale(tick)}%">{tick:g}&times;</span>' for tick in ticks)
     bars = "".join(_bar(number, row, scale) for number, row in rows)
@@ -100,10 +108,7 @@ def roofline(rows: Sequence[tuple[int, Row]], ceilings: Mapping[str, float], dty
     )
     marks += _roof_names(x, y, copy, rate, dtype)
     marks += "".join(_points(number, row, x, y) for number, row in drawn)
-    return (
-        '<div class="roofline"><svg role="img" aria-label="Roofline: every layer under the ceilings of the GPU">'
-        f"{marks}</svg></div>"
-    )
+    return f'<svg role="img" aria-label="Roofline: every layer under the ceilings of the GPU">{marks}</svg>'
 
 
 def intensity(row: Row) -> float:
@@ -119,7 +124,7 @@ def achieved(row: Row, ms: float) -> float:
 def _axes(drawn: Sequence[tuple[int, Row]], copy: float, rate: float) -> tuple[LogScale, LogScale]:
     intensities = [intensity(row) for _, row in drawn]
     speeds = [achieved(row, ms) for _, row in drawn for ms in (row.ours_ms, row.default_ms) if ms]
-    x = LogScale(_below(min(intensities)), _above(max([*intensities, 1.5 * rate / copy])))
+    x = LogScale(_below(min(intensities)), _above(1.05 * max([*intensities, 1.5 * rate / copy])))
     return x, LogScale(_below(min(speeds)), _above(1.05 * rate))
 
 
@@ -165,10 +170,10 @@ def _roof_names(x: LogScale, y: LogScale, copy: float, rate: float, dtype: str) 
     middle = (max(y.least, copy * x.least) * rate) ** 0.5
     left, up = x.clipped(middle / copy), 100 - y(middle)
     beside = 'dx="-10" dy="-4" text-anchor="end"' if left > 25 else 'dx="12" dy="16"'
-    return (
-        f'<text class="roofname" x="100%" y="{height}%" dy="-8" text-anchor="end">{rate:.0f} TFLOP/s {dtype}</text>'
-        f'<text class="roofname" x="{left}%" y="{up}%" {beside}>{copy:.2f} TB/s</text>'
-    )
+    top = f'<text class="roofname" x="100%" y="{height}%" dy="-8" text-anchor="end">{rate:.0f} TFLOP/s {dtype}</text>'
+    if copy * x.least >= rate:  # every layer is right of the ridge: there is no memory roof to name
+        return top
+    return top + f'<text class="roofname" x="{left}%" y="{up}%" {beside}>{copy:.2f} TB/s</text>'
 
 
 def _points(number: int, row: Row, x: LogScale, y: LogScale) -> str:

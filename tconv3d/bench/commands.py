@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import shlex
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from . import layers, models, report, results, run, table
+from . import layers, models, picture, report, results, run, table
 from .layers import Layer
 from .precision import DTYPES, LAYOUTS
 
@@ -33,7 +37,16 @@ def add(commands: Any) -> None:
 
     page = commands.add_parser("report", help="one self-contained page with charts, out of bench's results")
     page.add_argument("results", type=Path, metavar="RESULTS.json")
-    page.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="default report.html")
+    page.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        help="a page, or a picture (.svg); default report.html",
+    )
+    page.add_argument("--dtype", choices=DTYPES, help="that a picture shows; default: the first in the results")
+    page.add_argument("--layout", choices=LAYOUTS, help="likewise")
+    page.add_argument("--pass", dest="which", choices=results.PASSES, help="likewise")
     page.set_defaults(run=_report)
 
 
@@ -98,22 +111,40 @@ def _bench(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         budget_s=arguments.budget,
         seed=arguments.input_seed,
+        command=_command(arguments),
     )
-    return _finish(arguments, lambda console: run.bench(chosen, options, console, sources))
+    return _finish(arguments, lambda console, keep: run.bench(chosen, options, console, sources, keep))
 
 
 def _verify(arguments: argparse.Namespace) -> int:
     chosen = _selection(arguments)
-    options = run.Options(dtypes=arguments.dtype, layouts=arguments.layout, seed=arguments.input_seed)
-    return _finish(arguments, lambda console: run.verify(chosen, options, console))
+    options = run.Options(
+        dtypes=arguments.dtype,
+        layouts=arguments.layout,
+        seed=arguments.input_seed,
+        command=_command(arguments),
+    )
+    return _finish(arguments, lambda console, keep: run.verify(chosen, options, console, keep))
 
 
-def _finish(arguments: argparse.Namespace, work: Callable[[Console], results.Results]) -> int:
-    """Runs, shows and writes. 0: all right; 1: something is wrong or failed; 130: interrupted."""
+def _command(arguments: argparse.Namespace) -> str:
+    """What was typed, without the directory of the file it writes: the file will be moved."""
+    words = [arguments.json.name if word == str(arguments.json) else word for word in arguments.words]
+    return shlex.join(["tconv3d", *words])
+
+
+def _finish(arguments: argparse.Namespace, work: Callable[[Console, run.Keep], results.Results]) -> int:
+    """Runs, shows and writes. 0: all right; 1: something is wrong or failed; 130: interrupted or terminated."""
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"there is no directory {arguments.json.parent} to write {arguments.json.name} in")
     console = Console()
-    found = work(console)
+
+    def keep(found: results.Results) -> None:
+        if arguments.json is not None:
+            found.write(arguments.json)
+
+    with _interruptible():
+        found = work(console, keep)
     table.show(found, console)
     if arguments.json is not None:
         found.write(arguments.json)
@@ -123,10 +154,30 @@ def _finish(arguments: argparse.Namespace, work: Callable[[Console], results.Res
     return 0 if found.ok else 1
 
 
-def _report(arguments: argparse.Namespace) -> int:
-    page = report.page(results.read(arguments.results))
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A polite request to end, from `timeout` or a batch system, is an interruption: what was found is shown."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        arguments.output.write_text(page, encoding="utf-8")
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    found = results.read(arguments.results)
+    view = arguments.dtype, arguments.layout, arguments.which
+    if arguments.output.suffix == ".svg":
+        text = picture.picture(found, *view)
+    elif any(view):
+        raise ValueError("--dtype, --layout and --pass choose what a picture (.svg) shows; a page shows everything")
+    else:
+        text = report.page(found)
+    try:
+        arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {arguments.output}: {error.strerror}") from None
     print(f"wrote {arguments.output}")

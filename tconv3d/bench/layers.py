@@ -45,6 +45,15 @@ class Layer:
         return "relu_group_norm" if self.norm_groups else ""
 
     @property
+    def settings(self) -> tuple[Triple, Triple, Triple, int, Triple]:
+        """As `conv_transpose3d` takes them after the tensors."""
+        return self.stride, self.padding, self.output_padding, self.groups, self.dilation
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return (self.in_channels, self.out_channels // self.groups, *self.kernel)
+
+    @property
     def input_shape(self) -> tuple[int, ...]:
         return (self.batch, self.in_channels, *self.size)
 
@@ -196,6 +205,8 @@ _SETTINGS: tuple[tuple[int, dict[str, Any]], ...] = (
     (1, {"kernel": 5, "stride": 2, "padding": 2, "output_padding": 1}),
     (1, {"kernel": (1, 5, 5), "padding": (0, 2, 2)}),
     (1, {"kernel": 4, "stride": 4}),
+    (1, {"kernel": 3, "stride": 3}),
+    (1, {"kernel": (3, 5, 5), "stride": (2, 3, 3), "padding": 1}),
     (1, {"kernel": 3, "padding": 2, "dilation": 2}),
     (1, {"kernel": 1}),
 )

@@ -99,14 +99,14 @@ def _view(kind: Kind, rows: Sequence[Row], numbers: dict[str, int], results: Res
             "Roofline",
             "Numbered dots: this library. Rings: PyTorch as it comes. The lines above are the copy bandwidth and "
             "the matrix rate that were measured in the same run.",
-            charts.roofline(numbered, results.ceilings, dtype),
+            _within("roofline", charts.roofline(numbered, results.ceilings, dtype)),
         )
         + f"{_table(numbered)}</section>"
     )
 
 
 def _tiles(rows: Sequence[Row]) -> str:
-    slower = sum(1 for row in rows if row.gain_over_best is not None and row.gain_over_best < 1)
+    slower = sum(row.slower for row in rows)
     compared = sum(1 for row in rows if row.gain_over_best is not None)
     tiles = [
         (ratio_text(geometric_mean(row.gain_over_best for row in rows)), "over PyTorch&rsquo;s best, geometric mean"),
@@ -115,6 +115,10 @@ def _tiles(rows: Sequence[Row]) -> str:
         (f"{compared - slower} of {compared}", "layers not slower than PyTorch&rsquo;s best"),
     ]
     return "".join(f"<div><strong>{value}</strong><span>{text}</span></div>" for value, text in tiles)
+
+
+def _within(name: str, chart: str) -> str:
+    return f'<div class="{name}">{chart}</div>' if chart else ""
 
 
 def _figure(name: str, title: str, text: str, chart: str) -> str:
@@ -148,7 +152,7 @@ def _table_row(number: int, row: Row) -> str:
     best = row.best or ("", None)
     name = f'<span class="number">{number}</span>{escape(row.layer)}<small>{escape(row.text)}</small>'
     wrong = ' class="wrong"' if row.right is False else ""
-    slower = ' class="slower"' if row.gain_over_best is not None and row.gain_over_best < 1 else ""
+    slower = ' class="slower"' if row.slower else ""
     cells = [
         ("", name),
         ("", escape(row.kernel)),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from math import exp, isfinite, log
 from pathlib import Path
@@ -70,6 +71,11 @@ class Row:
         return _ratio(self.best[1] if self.best else None, self.ours_ms)
 
     @property
+    def slower(self) -> bool:
+        """Than PyTorch's best."""
+        return self.gain_over_best is not None and self.gain_over_best < 1
+
+    @property
     def ok(self) -> bool:
         return not self.failed and self.right is not False
 
@@ -105,6 +111,9 @@ class Results:
     rows: list[Row] = field(default_factory=list)
     models: list[ModelRow] = field(default_factory=list)
     host_us: dict[str, float] = field(default_factory=dict)  # of one call, where it was asked for
+    compiled: int = 0  # kernels, before anything was timed
+    compile_s: float = 0.0
+    seconds: float = 0.0  # the whole run
     interrupted: bool = False
 
     @property
@@ -115,10 +124,43 @@ class Results:
         found = asdict(self)
         for row in found["rows"]:
             row["pass"] = row.pop("which")
-        return {"format": FORMAT, **_without_nan(found)}
+        means = [asdict(summary) for summary in summarize(self.rows)]
+        return {"format": FORMAT, **_without_nan(found), "summary": means}
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Geometric means over the layers of one precision, layout and pass, and the layers that PyTorch runs faster."""
+
+    dtype: str
+    layout: str
+    which: str
+    layers: int
+    over_floor: float | None
+    gain: float | None
+    gain_over_best: float | None
+    slower: list[str]
+
+
+def summarize(rows: Sequence[Row]) -> list[Summary]:
+    """Of the rows that were timed."""
+    timed = [row for row in rows if row.ours_ms is not None]
+    kinds = dict.fromkeys((row.dtype, row.layout, row.which) for row in timed)
+    return [_summary(kind, [row for row in timed if (row.dtype, row.layout, row.which) == kind]) for kind in kinds]
+
+
+def _summary(kind: tuple[str, str, str], rows: Sequence[Row]) -> Summary:
+    return Summary(
+        *kind,
+        layers=len(rows),
+        over_floor=geometric_mean(row.over_floor for row in rows),
+        gain=geometric_mean(row.gain for row in rows),
+        gain_over_best=geometric_mean(row.gain_over_best for row in rows),
+        slower=[row.layer for row in rows if row.slower],
+    )
 
 
 def read(path: Path) -> Results:
@@ -134,7 +176,7 @@ def read(path: Path) -> Results:
     try:
         rows = [Row(**_with_nan({**row, "which": row["pass"]}, drop="pass")) for row in data["rows"]]
         models = [ModelRow(**_with_nan(row)) for row in data["models"]]
-        rest = {key: data[key] for key in ("kind", "machine", "settings", "ceilings", "host_us", "interrupted")}
+        rest = {key: data[key] for key in data.keys() - {"format", "rows", "models", "summary"}}
         return Results(**rest, rows=rows, models=models)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
@@ -168,9 +210,10 @@ def describe_machine() -> dict[str, Any]:
 
 
 def commit(root: Path) -> str | None:
-    """The commit of a checkout, with a plus if its files differ from it; None outside of one."""
+    """The commit of a checkout, with a plus if its files differ from it; elsewhere TCONV3D_COMMIT, or None."""
+    said = os.environ.get("TCONV3D_COMMIT") or None
     if not (root / ".git").exists():
-        return None
+        return said
     try:
         git = ["git", "-C", str(root)]
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
@@ -178,7 +221,7 @@ def commit(root: Path) -> str | None:
             [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
         ).stdout
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return said
     return head.strip() + ("+" if changes.strip() else "")
 
 

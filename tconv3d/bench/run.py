@@ -7,8 +7,10 @@ GPU.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,11 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import nn
 
 import tconv3d
-from tconv3d import emulator, fusing
+from tconv3d import emulator, executor, fusing
 from tconv3d.backend import Backend
 from tconv3d.explain import Explanation
+from tconv3d.problem import Pass
 
-from . import accuracy, cases, models, rivals
+from . import accuracy, ahead, cases, models, rivals
 from .host import host_times
 from .layers import Layer
 from .precision import precision
@@ -41,6 +44,7 @@ class Options:
     host: bool = False  # time the launching too
     budget_s: float = 0.15  # for one timing
     seed: int | None = None  # of parameters and inputs; None: a new one, which the results name
+    command: str = ""  # the words that asked for it
 
 
 @dataclass(frozen=True)
@@ -61,61 +65,117 @@ class Source:
     example_input: Any
 
 
+Keep = Callable[[Results], None]
+
+
 def have_gpu() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def bench(layers: Mapping[str, Layer], options: Options, console: Console, sources: Sequence[Source] = ()) -> Results:
+def bench(
+    layers: Mapping[str, Layer],
+    options: Options,
+    console: Console,
+    sources: Sequence[Source] = (),
+    keep: Keep = lambda results: None,
+) -> Results:
     """Checks and times on the GPU."""
     if not have_gpu():
         raise RuntimeError(
             "bench measures on a CUDA GPU of compute capability 8.0 or newer, and none is visible. "
             "`tconv3d verify` checks the same layers without one"
         )
-    return measure(layers, options, console, Place("cuda", "cuda", Clock(options.budget_s)), sources)
+    return measure(layers, options, console, Place("cuda", "cuda", Clock(options.budget_s)), sources, keep)
 
 
-def verify(layers: Mapping[str, Layer], options: Options, console: Console) -> Results:
+def verify(
+    layers: Mapping[str, Layer], options: Options, console: Console, keep: Keep = lambda results: None
+) -> Results:
     """Checks the output and all gradients: on the GPU, or at reduced size in the emulator."""
     options = replace(options, backward=True)
     if have_gpu():
-        return measure(layers, options, console, Place("cuda", "cuda", None))
+        return measure(layers, options, console, Place("cuda", "cuda", None), keep=keep)
     if not emulator.available():
         raise RuntimeError("verify needs a CUDA GPU, or a C++ compiler for the emulator, and there is neither")
     reduced = {name: layer.reduced() for name, layer in layers.items()}
-    return measure(reduced, options, console, Place("cpu", "emulator", None))
+    return measure(reduced, options, console, Place("cpu", "emulator", None), keep=keep)
 
 
 def measure(
-    layers: Mapping[str, Layer], options: Options, console: Console, place: Place, sources: Sequence[Source] = ()
+    layers: Mapping[str, Layer],
+    options: Options,
+    console: Console,
+    place: Place,
+    sources: Sequence[Source] = (),
+    keep: Keep = lambda results: None,
 ) -> Results:
-    """Every layer in every precision and layout; then the models. An interruption keeps what there is."""
+    """Every layer in every precision and layout; then the models. An interruption keeps what there is.
+
+    `keep` gets the results after each layer: what was found is not lost when the process is.
+    """
+    started = time.monotonic()
     options = replace(options, seed=_seed(options.seed))
     results = Results("bench" if place.clock else "verify", describe_machine(), _settings(options, place))
     kinds = [(dtype, layout) for dtype in options.dtypes for layout in options.layouts]
-    todo = [(name, kind) for name in layers for kind in kinds]
-    with _progress(console) as progress:
-        bar = progress.add_task("ceilings", total=len(todo) + len(sources) * len(kinds))
-        try:
-            if place.clock is not None:
-                results.ceilings = measure_ceilings(place.clock, options.dtypes, place.device)
-            if options.host:
-                with tconv3d.use_backend(place.backend):
-                    results.host_us = host_times(place.device)
-            for name, kind in todo:
-                progress.update(bar, description=" ".join((name, *kind)))
-                results.rows += measure_layer(name, layers[name], kind, options, place, results.ceilings)
+    steps: list[tuple[str, Callable[[], Any]]] = [
+        (" ".join((name, *kind)), functools.partial(_add_layer, results, name, layers[name], kind, options, place))
+        for name in layers
+        for kind in kinds
+    ]
+    steps += [
+        (" ".join((source.spec, *kind)), functools.partial(_add_model, results, source, kind, options, place))
+        for source in sources
+        for kind in kinds
+    ]
+    try:
+        if place.device == "cuda":
+            _compile([(layer, *kind) for layer in layers.values() for kind in kinds], options, console, results)
+        with _progress(console) as progress:
+            bar = progress.add_task("ceilings", total=len(steps))
+            _prepare(results, options, place)
+            for description, step in steps:
+                progress.update(bar, description=description)
+                step()
                 _free(place)
                 progress.advance(bar)
-            for source in sources:
-                for kind in kinds:
-                    progress.update(bar, description=" ".join((source.spec, *kind)))
-                    results.models.append(_measure_model(source, kind, options, place))
-                    _free(place)
-                    progress.advance(bar)
-        except KeyboardInterrupt:
-            results.interrupted = True
+                results.seconds = time.monotonic() - started
+                keep(results)
+    except KeyboardInterrupt:
+        results.interrupted = True
+    results.seconds = time.monotonic() - started
     return results
+
+
+def _compile(work: Sequence[ahead.Work], options: Options, console: Console, results: Results) -> None:
+    """All kernels, before anything is timed."""
+    if len(work) < ahead.WORTH_IT:
+        return
+    started = time.monotonic()
+    passes = tuple(Pass) if options.backward else (Pass.FORWARD,)
+    device = executor.device_of(torch.empty(0, device="cuda"))
+    with _progress(console) as progress:
+        bar = progress.add_task("planning and compiling", total=len(work))
+        results.compiled = len(ahead.compile_all(work, passes, device, lambda: progress.advance(bar)))
+    results.compile_s = time.monotonic() - started
+
+
+def _prepare(results: Results, options: Options, place: Place) -> None:
+    """What times are compared with."""
+    if place.clock is not None:
+        results.ceilings = measure_ceilings(place.clock, options.dtypes, place.device)
+    if options.host:
+        with tconv3d.use_backend(place.backend):
+            results.host_us = host_times(place.device)
+
+
+def _add_layer(
+    results: Results, name: str, layer: Layer, kind: tuple[str, str], options: Options, place: Place
+) -> None:
+    results.rows += measure_layer(name, layer, kind, options, place, results.ceilings)
+
+
+def _add_model(results: Results, source: Source, kind: tuple[str, str], options: Options, place: Place) -> None:
+    results.models.append(_measure_model(source, kind, options, place))
 
 
 def measure_layer(
@@ -198,6 +258,7 @@ def _measure_model(source: Source, kind: tuple[str, str], options: Options, plac
 
 def _settings(options: Options, place: Place) -> dict[str, Any]:
     return {
+        "command": options.command,
         "dtypes": list(options.dtypes),
         "layouts": list(options.layouts),
         "backward": options.backward,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .results import ModelRow, Results, Row, geometric_mean
+from .results import ModelRow, Results, Row, summarize
 
 
 def show(results: Results, console: Console) -> None:
@@ -29,6 +29,9 @@ def show(results: Results, console: Console) -> None:
     for model in results.models:
         if model.failed:
             console.print(f"failed: {model.model} {model.dtype} {model.layout}: {model.failed}", markup=False)
+    if results.seconds:
+        compiled = f", {results.compiled} kernels compiled in {results.compile_s:.0f} s" if results.compiled else ""
+        console.print(f"{results.seconds:.0f} s in all{compiled}", highlight=False)
     if results.interrupted:
         console.print("interrupted: this is what was measured until then")
 
@@ -97,20 +100,18 @@ def _models(rows: Sequence[ModelRow]) -> Table:
 def _summary(results: Results) -> list[str]:
     """Geometric means, and what is wrong or slower."""
     lines = []
-    timed = [row for row in results.rows if row.ours_ms is not None]
-    for dtype, layout, which in dict.fromkeys((row.dtype, row.layout, row.which) for row in timed):
-        rows = [row for row in timed if (row.dtype, row.layout, row.which) == (dtype, layout, which)]
-        gain = geometric_mean(row.gain for row in rows)
-        over_best = geometric_mean(row.gain_over_best for row in rows)
-        floor = ratio(geometric_mean(row.over_floor for row in rows))
-        text = f"{dtype} {layout} {which}, geometric mean of {len(rows)}: {floor} the floor"
-        if gain is not None:
-            text += f", gain {ratio(gain)}, over PyTorch's best {ratio(over_best)}"
+    found = summarize(results.rows)
+    for each in found:
+        text = f"{each.dtype} {each.layout} {each.which}, geometric mean of {each.layers}: "
+        text += f"{ratio(each.over_floor)} the floor"
+        if each.gain is not None:
+            text += f", gain {ratio(each.gain)}, over PyTorch's best {ratio(each.gain_over_best)}"
         lines.append(text)
-    slower = [row for row in timed if row.gain_over_best is not None and row.gain_over_best < 1]
-    if slower:
-        names = ", ".join(f"{row.layer} {row.dtype} {row.layout} {row.which}" for row in slower)
-        lines.append(f"[yellow]Slower than PyTorch's best: {names}[/]")
+    for each in found:
+        if each.slower:
+            kind = f"{each.dtype} {each.layout} {each.which}"
+            names = f"{len(each.slower)} of {each.layers}: {', '.join(each.slower)}"
+            lines.append(f"[yellow]Slower than PyTorch's best, {kind}, {names}[/]")
     wrong = [row for row in results.rows if row.right is False]
     if wrong:
         names = ", ".join(f"{row.layer} {row.dtype} {row.layout} {row.which}" for row in wrong)
