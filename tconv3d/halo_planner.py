@@ -6,7 +6,7 @@ A pass becomes a `Job`, what the kernel reads and writes. Then three decisions, 
 - `Program`: which shifts feed which phases, in which order the accumulators' columns stand, and so which matrix
   instructions there are. Follows from the geometry.
 - `Build`: what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout, GPU and
-  whether the volume is small, so that a new volume does not recompile.
+  whether the volume is small, medium or large, so that a new volume of the kind does not recompile.
 - `Tiling`: how the volume is cut. Run-time arguments.
 
 Knows sizes and strides, never tensors.
@@ -44,7 +44,13 @@ MAX_PARTS = 4  # phases along w that lie side by side in a row
 MAX_SOURCES = 64  # phase planes of the output gradient
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
-SMALL = 8192  # positions in all: below it, one of two builds that a layer may have is the right one
+HOPELESS = 2.0  # times the cost of the best build: not looked at for other volumes
+KINDS = (8192, 300_000)  # positions in all from which a volume is of the next kind: a layer has a build for each
+VOLUMES = (  # batch, depth, height and width: what the kinds stand for
+    ((2, 4, 4), (2, 8, 8), (4, 8, 16)),
+    ((8, 16, 16), (2, 32, 32), (4, 32, 32)),
+    ((16, 32, 32), (4, 64, 64), (4, 96, 96)),
+)
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -790,21 +796,22 @@ class Costs:
     Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
     """
 
-    start: float = 12100.0  # of a launch
-    tile: float = 1150.0  # of a tile: what nothing hides
-    batch: float = 1300.0  # of a loader warp, per batch of loads
-    stage: float = 219.0  # of filling a stage: barriers
-    load: float = 3.11  # of a load by a warp, whoever issues it
-    sector: float = 1.65  # of a sector that it touches
-    product: float = 0.961  # of a cycle that tensor cores should take
-    panel: float = 112.0  # of a panel: barriers, and the drain of the tensor cores
-    slot: float = 1020.0  # from a slot's release to its next panel's arrival
-    store: float = 8.12  # of a store by a warp
-    cache_bytes: float = 33.1  # per cycle, from L2
-    memory_bytes: float = 1620.0  # per cycle, of the whole device memory
-    run: float = 0.0473  # of the device memory, per run of outputs whose ends share sectors with other tiles
+    start: float = 11100.0  # of a launch
+    tile: float = 1590.0  # of a tile: what nothing hides
+    batch: float = 1360.0  # of a loader warp, per batch of loads
+    stage: float = 176.0  # of filling a stage: barriers
+    load: float = 3.46  # of a load by a warp, whoever issues it
+    sector: float = 1.63  # of a sector that it touches
+    product: float = 0.94  # of a cycle that tensor cores should take
+    panel: float = 110.0  # of a panel: barriers, and the drain of the tensor cores
+    streamed: float = 160.0  # the same, of a panel out of the ring
+    slot: float = 980.0  # from a slot's release to its next panel's arrival
+    store: float = 5.7  # of a store by a warp
+    cache_bytes: float = 38.0  # per cycle, from L2
+    memory_bytes: float = 1615.0  # per cycle, of the whole device memory
+    run: float = 0.028  # of the device memory, per run of outputs whose ends share sectors with other tiles
     torn: float = 1.0  # bytes of traffic per byte of an output whose neighbours come from another column tile
-    overlap: float = 3.59  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
+    overlap: float = 3.7  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
 
 COSTS = Costs()
@@ -872,7 +879,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     multiply = rounds * build.round_slabs * build.cycles_per_slab * planes * costs.product
     if not build.resident:
         multiply = max(multiply, panels * costs.slot / (build.slots - 1))
-    multiply += panels * costs.panel
+    multiply += panels * (costs.panel if build.resident else costs.streamed)
     store = _store_cycles(build, tiling, job, rounds, planes, costs)
     load = _load_cycles(build, tiling, job, planes, costs)
     streamed = 0 if build.resident else build.tile_bytes * rounds * planes
@@ -956,31 +963,37 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = Fal
 
 @dataclass(frozen=True)
 class Nominal:
-    """What a build is chosen for: a pass of a layer, and whether its volume is large or small."""
+    """What a build is chosen for: a pass of a layer, and the kind of its volume."""
 
     geometry: Geometry
     gather: bool
     dtype: str
     written_last: bool
-    small: bool
+    kind: int  # of volume: small, medium or large
 
     @classmethod
     def of(cls, job: Job) -> Nominal:
-        small = job.batch * prod(job.positions) < SMALL
-        return cls(job.geometry, job.gather, job.dtype, job.written_last, small)
+        kind = sum(job.batch * prod(job.positions) >= size for size in KINDS)
+        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind)
 
     @property
-    def job(self) -> Job | None:
-        """With a volume of the kind, or nothing, if the layer has no output for it."""
-        batch, size = (2, (8, 8, 8)) if self.small else (8, (32, 64, 64))
+    def jobs(self) -> list[Job]:
+        """Volumes of the kind, as far as the layer has outputs for them."""
+        volumes = VOLUMES[self.kind]
+        return [job for batch, depth, width in volumes if (job := self.job(batch, (depth, width, width)))]
+
+    def job(self, batch: int, size: Triple) -> Job | None:
         g = self.geometry
         output = g.output_size(size)
         if min(output) < 1:
             return None
-        c, w = (1, g.out_channels) if self.written_last else (2, 1)
-        strides, ones = (1, c, 1, 1, w), (1, 1, 1, 1, 1)
         read, written = (output, size) if self.gather else (size, output)
-        return Job(g, self.gather, batch, self.dtype, read, written, strides, strides, ones, 1)
+        # Other strides do not matter to the model, but for whether rows are aligned: as if they were contiguous.
+        inputs, outputs = (
+            (c * d * h * w, 1, h * w * c, w * c, c) if self.written_last else (c * d * h * w, d * h * w, h * w, w, 1)
+            for c, (d, h, w) in ((g.in_channels, read), (g.out_channels, written))
+        )
+        return Job(g, self.gather, batch, self.dtype, read, written, inputs, outputs, (1, 1, 1, 1, 1), 1)
 
 
 @lru_cache(maxsize=1024)
@@ -1006,13 +1019,14 @@ def _sources() -> bytes:
 
 
 def _search(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build | None:
-    job = nominal.job
-    best: tuple[float, Build] | None = None
-    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather) if job else ():
-        found = best_tiling(build, job, multiprocessors) if job else None
-        if found and (best is None or found[0] < best[0]):
-            best = found[0], build
-    return best[1] if best else None
+    """The build that is least slower than the best of each volume, on the average of several."""
+    slower = dict.fromkeys(builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather), 0.0)
+    for job in nominal.jobs:
+        found = {build: best_tiling(build, job, multiprocessors) for build in slower}
+        costs = {build: tiling[0] for build, tiling in found.items() if tiling}
+        least = min(costs.values(), default=0.0)
+        slower = {build: slower[build] + cost / least for build, cost in costs.items() if cost < HOPELESS * least}
+    return min(slower, key=lambda build: slower[build], default=None)
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------------
