@@ -1,0 +1,359 @@
+// Few channels in, many out, on tensor cores: the forward pass of layers with few input channels, and the
+// input gradient of layers with few output channels.
+//
+// Both gather (geometry.py, Gather): output step_out*q + phase is the sum over channels r and the phase's
+// taps of x[step_in*q + offset(tap)][r] * w[tap][r]. A matrix product with one row for every position q, one
+// column for every output channel, and K = (tap, channel r): few channels times all taps are enough of K.
+//
+// The result is what takes the time, so it must be written once and at the speed of memory. A block owns a
+// tile of positions (a box of the volume, its shape a run-time matter) and up to kBlockOut output channels,
+// and walks from tile to tile. The part of x that a tile needs is small: it is copied to shared memory, and
+// while one tile is computed the next one is on its way. Fragments of the first operand are gathered out of
+// that copy: the address of a word is the place of its row plus the place of its K, and both are known before
+// the walk. Fragments of the weights wait in shared memory, as the instruction wants them.
+//
+// A lane's two rows of a fragment are neighbours along w, and with two phases along w they are computed
+// together: a lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors.
+#pragma once
+
+#include "operands.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  const void* w;
+  const void* bias;  // null: no bias
+  void* y;
+  Strides x_strides, y_strides;
+  Strides w_strides;  // n: reduced channel, c: output channel, both of the group; d, h, w: tap
+  long long w_group_stride;
+  Extent x_size, y_size;
+  Extent grid;                   // positions q per dimension
+  Extent tile;                   // positions of a tile
+  Extent part;                   // lines of x that a tile needs along d and h, elements along w
+  int line_pitch;                // of such a line in shared memory
+  int tiles;                     // in all
+  Divider by_d, by_h, by_w;      // how many tiles the volume has
+  Divider part_by_d, part_by_h;  // lines
+};
+
+template <class C>
+struct FewInputs {
+  using Scalar = typename C::Scalar;
+  using Index = typename IndexType<C::kWide>::type;
+  using Operand = OperandOf<Scalar>;
+
+  static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
+  static constexpr int kRows = kWarps * C::kRowTiles * 16;
+  static constexpr int kItemBytes = static_cast<int>(sizeof(Scalar));
+  static constexpr int kWordItems = 4 / kItemBytes;   // operands in a register
+  static constexpr int kStepItems = 32 / kItemBytes;  // K of one instruction
+  static constexpr bool kAsync = kWordItems == 1;     // copies move words
+  static constexpr int kSteps = C::kFirstStep(C::kPhases);
+  static constexpr int kBlocksOut = (C::kOutPerGroup + C::kBlockOut - 1) / C::kBlockOut;
+  static constexpr int kKinds = C::kGroups * kBlocksOut;  // blocks that differ in their output channels
+  static constexpr int kTiles = C::kBlockOut / 8;         // of columns
+  static constexpr int kPasses = kTiles / C::kPassTiles;
+  static_assert(C::kBlockOut % (8 * C::kPassTiles) == 0, "whole passes");
+  static_assert(C::kPhases % C::kTogether == 0 && (C::kTogether == 1 || C::kOutputStepW == C::kTogether),
+                "phases that are computed together are all those along w");
+
+  // Shared memory: the weights as [step][column tile][lane][2], where each K lies in the copied part of x,
+  // the bias, and two copies of parts.
+  static constexpr int kPlaces = kSteps * kTiles * kLanes * 2;
+  static constexpr int kBias = kPlaces + kSteps * kStepItems;
+  static constexpr int kParts = (kBias + C::kBlockOut + 3) / 4 * 4;
+
+  const Args& args;
+  unsigned* shared;
+  int lane, warp, group, first_out;
+  int row_place[C::kRowTiles][2];                                     // of this lane's rows in the part of x
+  int row_d[C::kRowTiles], row_h[C::kRowTiles], row_w[C::kRowTiles];  // in the tile; d < 0: no such row
+  float sum[C::kTogether][C::kRowTiles][C::kPassTiles][4];
+
+  struct Tile {
+    int n, d, h, w;  // first position
+  };
+  __device__ __forceinline__ Tile tile_at(int index) const {
+    const int rest_w = divide(index, args.by_w), rest_h = divide(rest_w, args.by_h);
+    const int n = divide(rest_h, args.by_d);
+    return Tile{n, (rest_h - n * static_cast<int>(args.by_d.divisor)) * args.tile.d,
+                (rest_w - rest_h * static_cast<int>(args.by_h.divisor)) * args.tile.h,
+                (index - rest_w * static_cast<int>(args.by_w.divisor)) * args.tile.w};
+  }
+
+  __device__ __forceinline__ int part_items() const {
+    return C::kReduced * args.part.d * args.part.h * args.line_pitch;
+  }
+  __device__ __forceinline__ Scalar* part_at(int buffer) const {
+    // Parts begin at a multiple of 16 bytes: line_pitch is one of 8 elements.
+    return reinterpret_cast<Scalar*>(shared + kParts) + buffer * part_items();
+  }
+
+  __device__ __forceinline__ void locate() {
+    lane = threadIdx.x % kLanes;
+    warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / kLanes, 0);
+    const int kind = static_cast<int>(blockIdx.x) % kKinds;
+    group = kind / kBlocksOut;
+    first_out = kind % kBlocksOut * C::kBlockOut;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      const int row = (warp * C::kRowTiles + m) * 16 + lane / 4 * 2;
+      const int line = row / args.tile.w;
+      row_w[m] = row - line * args.tile.w;
+      row_h[m] = line % args.tile.h;
+      row_d[m] = line / args.tile.h < args.tile.d ? line / args.tile.h : -1;
+      const int d = row_d[m] < 0 ? 0 : row_d[m];
+      row_place[m][0] = (d * C::kInputStepD * args.part.h + row_h[m] * C::kInputStepH) * args.line_pitch +
+                        row_w[m] * C::kInputStepW;
+      row_place[m][1] = row_place[m][0] + C::kInputStepW;  // tiles have an even width
+    }
+  }
+
+  // ---- What the walk needs of the layer.
+
+  __device__ __forceinline__ unsigned weight_bits(const Scalar* w, int f, int k, int out) const {
+    const int tap = C::kFirstTap(f) + k / C::kReduced, r = k % C::kReduced;
+    if (tap >= C::kFirstTap(f + 1) || out >= C::kOutPerGroup) return 0;
+    return Operand::bits(load_constant(w + r * args.w_strides.n + out * args.w_strides.c +
+                                       C::kTapD(tap) * args.w_strides.d + C::kTapH(tap) * args.w_strides.h +
+                                       C::kTapW(tap) * args.w_strides.w));
+  }
+
+  __device__ __forceinline__ void stage_weights() {
+    const Scalar* w = static_cast<const Scalar*>(args.w) + group * args.w_group_stride;
+    for (int f = 0; f < C::kPhases; ++f) {
+      const int first = C::kFirstStep(f), steps = C::kFirstStep(f + 1) - first;
+      for (int i = warp; i < steps * kTiles; i += kWarps) {
+        const int step = i / kTiles, out = first_out + i % kTiles * 8 + lane / 4;
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          unsigned bits = 0;
+#pragma unroll
+          for (int item = 0; item < kWordItems; ++item) {
+            const int k = step * kStepItems + (lane % 4 + 4 * part) * kWordItems + item;
+            bits |= weight_bits(w, f, k, out) << (16 * item);
+          }
+          shared[((first * kTiles + i) * kLanes + lane) * 2 + part] = bits;
+        }
+      }
+      int* places = reinterpret_cast<int*>(shared) + kPlaces;
+      for (int k = threadIdx.x; k < steps * kStepItems; k += C::kThreads) {
+        const int tap = C::kFirstTap(f) + k / C::kReduced, r = k % C::kReduced;
+        const bool exists = tap < C::kFirstTap(f + 1);
+        const int t = exists ? tap : 0;
+        const int line = (r * args.part.d + C::kOffsetD(t)) * args.part.h + C::kOffsetH(t);
+        places[first * kStepItems + k] = exists ? line * args.line_pitch + C::kOffsetW(t) : -1;
+      }
+    }
+    const Scalar* bias = static_cast<const Scalar*>(args.bias);
+    for (int o = threadIdx.x; o < C::kBlockOut; o += C::kThreads) {
+      const bool exists = bias != nullptr && first_out + o < C::kOutPerGroup;
+      reinterpret_cast<float*>(shared)[kBias + o] =
+          exists ? widen<float>(load_constant(bias + group * C::kOutPerGroup + first_out + o)) : 0.0f;
+    }
+  }
+
+  // ---- The part of x that a tile needs.
+
+  // body(address in x, inside or not, place in the part) for everything this thread copies: lines are the
+  // warp's, elements of a line the lane's.
+  template <class Body>
+  __device__ __forceinline__ void for_each_item(const Tile& tile, Body&& body) const {
+    const int first_d = tile.d * C::kInputStepD + C::kOriginD,
+              first_h = tile.h * C::kInputStepH + C::kOriginH;
+    const int first_w = tile.w * C::kInputStepW + C::kOriginW;
+    const Scalar* x = static_cast<const Scalar*>(args.x) + tile.n * args.x_strides.n +
+                      static_cast<long long>(group) * C::kReduced * args.x_strides.c;
+    const int lines = C::kReduced * args.part.d * args.part.h;
+#pragma unroll 2
+    for (int line = warp; line < lines; line += kWarps) {
+      const int rest = divide(line, args.part_by_h), r = divide(rest, args.part_by_d);
+      const int h = first_h + line - rest * args.part.h, d = first_d + rest - r * args.part.d;
+      const bool inside = h >= 0 && h < args.x_size.h && d >= 0 && d < args.x_size.d;
+      const Scalar* from = x + r * args.x_strides.c + (inside ? d * args.x_strides.d : 0) +
+                           (inside ? h * args.x_strides.h : 0);
+      for (int i = lane; i < args.part.w; i += kLanes) {
+        const int w = first_w + i;
+        const bool there = inside && w >= 0 && w < args.x_size.w;
+        body(from + (there ? w * args.x_strides.w : 0), there, line * args.line_pitch + i);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void copy(const Tile& tile, Scalar* part) const {
+    for_each_item(tile, [&](const Scalar* from, bool inside, int place) {
+      if constexpr (kAsync) {
+        ptx::copy_words<1>(part + place, from, inside);
+      } else {
+        part[place] = inside ? load_constant(from) : Scalar{};
+      }
+    });
+    ptx::copy_commit();
+  }
+
+  // Words that the copy brought are rounded in place, each by the thread that copied it.
+  __device__ __forceinline__ void round(const Tile& tile, Scalar* part) const {
+    ptx::copy_wait<0>();
+    if constexpr (kAsync) {
+      for_each_item(tile, [&](const Scalar*, bool, int place) {
+        part[place] = ptx::bits_to_float(Operand::bits(part[place]));
+      });
+    }
+  }
+
+  // ---- The product.
+
+  __device__ __forceinline__ unsigned operand(const Scalar* part, int row, const int* places) const {
+    if constexpr (kWordItems == 1) {
+      return places[0] < 0 ? 0u : ptx::float_to_bits(part[row + places[0]]);
+    } else {
+      const unsigned low = places[0] < 0 ? 0u : part[row + places[0]].bits;
+      const unsigned high = places[1] < 0 ? 0u : part[row + places[1]].bits;
+      return low | high << 16;
+    }
+  }
+
+  // Adds phase f to its sums, for the columns of one pass.
+  __device__ __forceinline__ void multiply(const Scalar* part, int f, int pass,
+                                           float (&total)[C::kRowTiles][C::kPassTiles][4]) {
+    const int last = C::kFirstStep(f + 1);
+#pragma unroll 2
+    for (int step = C::kFirstStep(f); step < last; ++step) {
+      unsigned a[C::kRowTiles][4];
+      const int* places = reinterpret_cast<const int*>(shared) + kPlaces + step * kStepItems;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // K: lane%4, in words, and 4 words further
+        const auto k = load_vector<kWordItems>(places + (lane % 4 + 4 * half) * kWordItems);
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m) {
+          a[m][2 * half] = operand(part, row_place[m][0], k.at);
+          a[m][2 * half + 1] = operand(part, row_place[m][1], k.at);
+        }
+      }
+      const unsigned* weights = shared + ((step * kTiles + pass * C::kPassTiles) * kLanes + lane) * 2;
+#pragma unroll
+      for (int tile = 0; tile < C::kPassTiles; ++tile) {
+        const auto b = load_vector<2>(weights + tile * kLanes * 2);
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m)
+          ptx::warp_multiply<Operand::kOperand>(total[m][tile], a[m], b.at);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void start_from_bias(int pass) {
+#pragma unroll
+    for (int tile = 0; tile < C::kPassTiles; ++tile) {
+      const float* bias = reinterpret_cast<const float*>(shared) + kBias;
+      const auto start = load_vector<2>(bias + (pass * C::kPassTiles + tile) * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int together = 0; together < C::kTogether; ++together) {
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[together][m][tile][i] = start.at[i % 2];
+        }
+      }
+    }
+  }
+
+  // ---- The outputs.
+
+  // `count` (at most kRun) neighbouring outputs of a channel.
+  template <int kRun>
+  static __device__ __forceinline__ void store_run(Scalar* y, const Vector<Scalar, kRun>& values, int count) {
+    if (count >= kRun && reinterpret_cast<unsigned long long>(y) % sizeof(values) == 0) {
+      *reinterpret_cast<Vector<Scalar, kRun>*>(y) = values;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        if (i < count) y[i] = values.at[i];
+      }
+    }
+  }
+
+  // Two rows (neighbours along w) of one tile of rows, phases f to f + kTogether, the channels of a pass.
+  __device__ __forceinline__ void store_rows(const Tile& tile, int m, int f, int pass) {
+    constexpr int kPhasesHW = C::kOutputStepH * C::kOutputStepW;
+    const int d = (tile.d + row_d[m]) * C::kOutputStepD + f / kPhasesHW;
+    const int h = (tile.h + row_h[m]) * C::kOutputStepH + f / C::kOutputStepW % C::kOutputStepH;
+    const int w = (tile.w + row_w[m]) * C::kOutputStepW + f % C::kOutputStepW;
+    if (row_d[m] < 0 || d >= args.y_size.d || h >= args.y_size.h || w >= args.y_size.w) return;
+    const int out = first_out + pass * C::kPassTiles * 8 + lane % 4 * 2;
+    const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
+    Scalar* y = static_cast<Scalar*>(args.y) + tile.n * static_cast<Index>(args.y_strides.n) +
+                (group * C::kOutPerGroup + out) * step_c + d * static_cast<Index>(args.y_strides.d) +
+                h * static_cast<Index>(args.y_strides.h) + w * step_w;
+    const int room = args.y_size.w - w;
+#pragma unroll
+    for (int column = 0; column < C::kPassTiles; ++column) {
+      Scalar* const at = y + column * 8 * step_c;
+      const int channels = C::kOutPerGroup - out - column * 8;
+      if constexpr (C::kRunAlongW) {  // contiguous, and either one phase or all phases together
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          Vector<Scalar, 2 * C::kTogether> values;
+#pragma unroll
+          for (int i = 0; i < 2 * C::kTogether; ++i)
+            values.at[i] = Narrow<Scalar>::from(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
+          if (e < channels) store_run(at + e * step_c, values, room);
+        }
+      } else {
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+#pragma unroll
+          for (int together = 0; together < C::kTogether; ++together) {
+            const int further = row * C::kOutputStepW + together;
+            if (further >= room || channels < 1) continue;
+            const float* values = sum[together][m][column] + 2 * row;
+            const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
+            Scalar* const place = at + further * step_w;
+            if (C::kUnitC) {
+              store_run(place, both, channels);
+            } else {
+              place[0] = both.at[0];
+              if (channels > 1) place[step_c] = both.at[1];
+            }
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void compute() {
+    shared = dynamic_shared<unsigned>();
+    locate();
+    stage_weights();
+    const int step = gridDim.x / kKinds;
+    int index = blockIdx.x / kKinds, buffer = 0;
+    if (index < args.tiles) copy(tile_at(index), part_at(0));
+    for (; index < args.tiles; index += step) {
+      const Tile tile = tile_at(index);
+      const Scalar* part = part_at(buffer);
+      round(tile, part_at(buffer));
+      __syncthreads();  // the part is there for all, and all have left the other one
+      buffer ^= 1;
+      if (index + step < args.tiles) copy(tile_at(index + step), part_at(buffer));
+      for (int f = 0; f < C::kPhases; f += C::kTogether) {
+        for (int pass = 0; pass < kPasses; ++pass) {
+          start_from_bias(pass);
+#pragma unroll
+          for (int together = 0; together < C::kTogether; ++together)
+            multiply(part, f + together, pass, sum[together]);
+#pragma unroll
+          for (int m = 0; m < C::kRowTiles; ++m) store_rows(tile, m, f, pass);
+        }
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  FewInputs<Config> kernel{args};
+  kernel.compute();
+}
+
+}  // namespace tconv3d
