@@ -16,7 +16,7 @@
 // together: a lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors.
 #pragma once
 
-#include "operands.cuh"
+#include "few_channels.cuh"
 
 namespace tconv3d {
 
@@ -29,13 +29,8 @@ struct Args {
   Strides w_strides;  // n: reduced channel, c: output channel, both of the group; d, h, w: tap
   long long w_group_stride;
   Extent x_size, y_size;
-  Extent grid;                   // positions q per dimension
-  Extent tile;                   // positions of a tile
-  Extent part;                   // lines of x that a tile needs along d and h, elements along w
-  int line_pitch;                // of such a line in shared memory
-  int tiles;                     // in all
-  Divider by_d, by_h, by_w;      // how many tiles the volume has
-  Divider part_by_d, part_by_h;  // lines
+  Extent grid;  // positions q per dimension
+  Tiles tiles;
 };
 
 template <class C>
@@ -49,7 +44,6 @@ struct FewInputs {
   static constexpr int kItemBytes = static_cast<int>(sizeof(Scalar));
   static constexpr int kWordItems = 4 / kItemBytes;   // operands in a register
   static constexpr int kStepItems = 32 / kItemBytes;  // K of one instruction
-  static constexpr bool kAsync = kWordItems == 1;     // copies move words
   static constexpr int kSteps = C::kFirstStep(C::kPhases);
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kBlockOut - 1) / C::kBlockOut;
   static constexpr int kKinds = C::kGroups * kBlocksOut;  // blocks that differ in their output channels
@@ -72,23 +66,13 @@ struct FewInputs {
   int row_d[C::kRowTiles], row_h[C::kRowTiles], row_w[C::kRowTiles];  // in the tile; d < 0: no such row
   float sum[C::kTogether][C::kRowTiles][C::kPassTiles][4];
 
-  struct Tile {
-    int n, d, h, w;  // first position
-  };
-  __device__ __forceinline__ Tile tile_at(int index) const {
-    const int rest_w = divide(index, args.by_w), rest_h = divide(rest_w, args.by_h);
-    const int n = divide(rest_h, args.by_d);
-    return Tile{n, (rest_h - n * static_cast<int>(args.by_d.divisor)) * args.tile.d,
-                (rest_w - rest_h * static_cast<int>(args.by_h.divisor)) * args.tile.h,
-                (index - rest_w * static_cast<int>(args.by_w.divisor)) * args.tile.w};
-  }
-
-  __device__ __forceinline__ int part_items() const {
-    return C::kReduced * args.part.d * args.part.h * args.line_pitch;
+  __device__ __forceinline__ FewPart<C> part() const {
+    const Scalar* first =
+        static_cast<const Scalar*>(args.x) + static_cast<long long>(group) * C::kReduced * args.x_strides.c;
+    return FewPart<C>{args.tiles, args.x_size, args.x_strides, first, lane, warp};
   }
   __device__ __forceinline__ Scalar* part_at(int buffer) const {
-    // Parts begin at a multiple of 16 bytes: line_pitch is one of 8 elements.
-    return reinterpret_cast<Scalar*>(shared + kParts) + buffer * part_items();
+    return reinterpret_cast<Scalar*>(shared + kParts) + buffer * part().items();
   }
 
   __device__ __forceinline__ void locate() {
@@ -100,13 +84,11 @@ struct FewInputs {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
       const int row = (warp * C::kRowTiles + m) * 16 + lane / 4 * 2;
-      const int line = row / args.tile.w;
-      row_w[m] = row - line * args.tile.w;
-      row_h[m] = line % args.tile.h;
-      row_d[m] = line / args.tile.h < args.tile.d ? line / args.tile.h : -1;
-      const int d = row_d[m] < 0 ? 0 : row_d[m];
-      row_place[m][0] = (d * C::kInputStepD * args.part.h + row_h[m] * C::kInputStepH) * args.line_pitch +
-                        row_w[m] * C::kInputStepW;
+      const int line = row / args.tiles.tile.w;
+      row_w[m] = row - line * args.tiles.tile.w;
+      row_h[m] = line % args.tiles.tile.h;
+      row_d[m] = line / args.tiles.tile.h < args.tiles.tile.d ? line / args.tiles.tile.h : -1;
+      row_place[m][0] = part().position_place(row_d[m] < 0 ? 0 : row_d[m], row_h[m], row_w[m]);
       row_place[m][1] = row_place[m][0] + C::kInputStepW;  // tiles have an even width
     }
   }
@@ -142,9 +124,7 @@ struct FewInputs {
       for (int k = threadIdx.x; k < steps * kStepItems; k += C::kThreads) {
         const int tap = C::kFirstTap(f) + k / C::kReduced, r = k % C::kReduced;
         const bool exists = tap < C::kFirstTap(f + 1);
-        const int t = exists ? tap : 0;
-        const int line = (r * args.part.d + C::kOffsetD(t)) * args.part.h + C::kOffsetH(t);
-        places[first * kStepItems + k] = exists ? line * args.line_pitch + C::kOffsetW(t) : -1;
+        places[first * kStepItems + k] = exists ? part().tap_place(tap, r) : -1;
       }
     }
     const Scalar* bias = static_cast<const Scalar*>(args.bias);
@@ -155,65 +135,7 @@ struct FewInputs {
     }
   }
 
-  // ---- The part of x that a tile needs.
-
-  // body(address in x, inside or not, place in the part) for everything this thread copies: lines are the
-  // warp's, elements of a line the lane's.
-  template <class Body>
-  __device__ __forceinline__ void for_each_item(const Tile& tile, Body&& body) const {
-    const int first_d = tile.d * C::kInputStepD + C::kOriginD,
-              first_h = tile.h * C::kInputStepH + C::kOriginH;
-    const int first_w = tile.w * C::kInputStepW + C::kOriginW;
-    const Scalar* x = static_cast<const Scalar*>(args.x) + tile.n * args.x_strides.n +
-                      static_cast<long long>(group) * C::kReduced * args.x_strides.c;
-    const int lines = C::kReduced * args.part.d * args.part.h;
-#pragma unroll 2
-    for (int line = warp; line < lines; line += kWarps) {
-      const int rest = divide(line, args.part_by_h), r = divide(rest, args.part_by_d);
-      const int h = first_h + line - rest * args.part.h, d = first_d + rest - r * args.part.d;
-      const bool inside = h >= 0 && h < args.x_size.h && d >= 0 && d < args.x_size.d;
-      const Scalar* from = x + r * args.x_strides.c + (inside ? d * args.x_strides.d : 0) +
-                           (inside ? h * args.x_strides.h : 0);
-      for (int i = lane; i < args.part.w; i += kLanes) {
-        const int w = first_w + i;
-        const bool there = inside && w >= 0 && w < args.x_size.w;
-        body(from + (there ? w * args.x_strides.w : 0), there, line * args.line_pitch + i);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void copy(const Tile& tile, Scalar* part) const {
-    for_each_item(tile, [&](const Scalar* from, bool inside, int place) {
-      if constexpr (kAsync) {
-        ptx::copy_words<1>(part + place, from, inside);
-      } else {
-        part[place] = inside ? load_constant(from) : Scalar{};
-      }
-    });
-    ptx::copy_commit();
-  }
-
-  // Words that the copy brought are rounded in place, each by the thread that copied it.
-  __device__ __forceinline__ void round(const Tile& tile, Scalar* part) const {
-    ptx::copy_wait<0>();
-    if constexpr (kAsync) {
-      for_each_item(tile, [&](const Scalar*, bool, int place) {
-        part[place] = ptx::bits_to_float(Operand::bits(part[place]));
-      });
-    }
-  }
-
   // ---- The product.
-
-  __device__ __forceinline__ unsigned operand(const Scalar* part, int row, const int* places) const {
-    if constexpr (kWordItems == 1) {
-      return places[0] < 0 ? 0u : ptx::float_to_bits(part[row + places[0]]);
-    } else {
-      const unsigned low = places[0] < 0 ? 0u : part[row + places[0]].bits;
-      const unsigned high = places[1] < 0 ? 0u : part[row + places[1]].bits;
-      return low | high << 16;
-    }
-  }
 
   // Adds phase f to its sums, for the columns of one pass.
   __device__ __forceinline__ void multiply(const Scalar* part, int f, int pass,
@@ -228,8 +150,8 @@ struct FewInputs {
         const auto k = load_vector<kWordItems>(places + (lane % 4 + 4 * half) * kWordItems);
 #pragma unroll
         for (int m = 0; m < C::kRowTiles; ++m) {
-          a[m][2 * half] = operand(part, row_place[m][0], k.at);
-          a[m][2 * half + 1] = operand(part, row_place[m][1], k.at);
+          a[m][2 * half] = FewPart<C>::operand(part + row_place[m][0], k.at);
+          a[m][2 * half + 1] = FewPart<C>::operand(part + row_place[m][1], k.at);
         }
       }
       const unsigned* weights = shared + ((step * kTiles + pass * C::kPassTiles) * kLanes + lane) * 2;
@@ -275,7 +197,7 @@ struct FewInputs {
   }
 
   // Two rows (neighbours along w) of one tile of rows, phases f to f + kTogether, the channels of a pass.
-  __device__ __forceinline__ void store_rows(const Tile& tile, int m, int f, int pass) {
+  __device__ __forceinline__ void store_rows(const TileOrigin& tile, int m, int f, int pass) {
     constexpr int kPhasesHW = C::kOutputStepH * C::kOutputStepW;
     const int d = (tile.d + row_d[m]) * C::kOutputStepD + f / kPhasesHW;
     const int h = (tile.h + row_h[m]) * C::kOutputStepH + f / C::kOutputStepW % C::kOutputStepH;
@@ -322,26 +244,32 @@ struct FewInputs {
     }
   }
 
+  __device__ __forceinline__ void copy(int index, int buffer) const {
+    part().copy(tile_at(index, args.tiles), part_at(buffer));
+    ptx::copy_commit();
+  }
+
   __device__ __forceinline__ void compute() {
     shared = dynamic_shared<unsigned>();
     locate();
     stage_weights();
     const int step = gridDim.x / kKinds;
     int index = blockIdx.x / kKinds, buffer = 0;
-    if (index < args.tiles) copy(tile_at(index), part_at(0));
-    for (; index < args.tiles; index += step) {
-      const Tile tile = tile_at(index);
-      const Scalar* part = part_at(buffer);
-      round(tile, part_at(buffer));
+    if (index < args.tiles.count) copy(index, buffer);
+    for (; index < args.tiles.count; index += step) {
+      const TileOrigin tile = tile_at(index, args.tiles);
+      const Scalar* copied = part_at(buffer);
+      ptx::copy_wait<0>();
+      part().round(tile, part_at(buffer));
       __syncthreads();  // the part is there for all, and all have left the other one
       buffer ^= 1;
-      if (index + step < args.tiles) copy(tile_at(index + step), part_at(buffer));
+      if (index + step < args.tiles.count) copy(index + step, buffer);
       for (int f = 0; f < C::kPhases; f += C::kTogether) {
         for (int pass = 0; pass < kPasses; ++pass) {
           start_from_bias(pass);
 #pragma unroll
           for (int together = 0; together < C::kTogether; ++together)
-            multiply(part, f + together, pass, sum[together]);
+            multiply(copied, f + together, pass, sum[together]);
 #pragma unroll
           for (int m = 0; m < C::kRowTiles; ++m) store_rows(tile, m, f, pass);
         }
