@@ -171,7 +171,9 @@ class Tile:
     def blocks(self, device: Device) -> int:
         """That a multiprocessor has room for."""
         by_shared = (device.shared_bytes + 1024) // (self.shared_bytes + 1024)
-        return min(by_shared, REGISTERS // (self.registers * 32 * _up(self.warps, 4)))  # allotted to four warps at a time
+        return min(
+            by_shared, REGISTERS // (self.registers * 32 * _up(self.warps, 4))
+        )  # allotted to four warps at a time
 
     def fits(self, device: Device) -> bool:
         few = self.row_tiles * self.layer.column_tiles * 4 <= MAX_SUMS

@@ -29,7 +29,6 @@ struct Args {
   Strides w_strides;  // n: reduced channel, c: output channel, both of the group; d, h, w: tap
   long long w_group_stride;
   Extent x_size, y_size;
-  Extent grid;  // positions q per dimension
   Tiles tiles;
 };
 
