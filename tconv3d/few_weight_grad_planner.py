@@ -23,6 +23,8 @@ SUMS = 64  # accumulators of a thread
 ROW_TILES = 4  # of 16 channels, that a block has at most
 BUFFER_BYTES = 40 * 1024  # of the tensor with many channels, in shared memory: two to a block, two blocks
 MAX_ROWS = 256  # positions of a tile
+LINE_BYTES = 32  # that beginning a new line costs, in bytes of a long one
+BARRIER_BYTES = 8 * 1024  # likewise
 WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 
 
@@ -119,8 +121,11 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
     layout = Layout(Taps.of(few_side(problem)))
 
     def work(tile: Tile) -> float:
-        """In elements: what is multiplied and copied, and a barrier."""
-        return layout.rows * layout.taps.phases * 16 * layout.row_tiles + 2 * tile.lines * tile.line_pitch + 2048
+        """In bytes: what is copied of both tensors, short lines being dearer than their length, and a barrier."""
+        (d, h, w), steps = tile.size, [gather.output_step for gather in layout.side.gathers]
+        lines = 16 * layout.row_tiles * d * steps[0] * h * steps[1]
+        line = w * steps[2] * problem.item_bytes + LINE_BYTES
+        return lines * line + 2 * tile.lines * (tile.part[2] * problem.item_bytes + LINE_BYTES) + BARRIER_BYTES
 
     found = []
     for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # one block alone waits at its barriers
