@@ -16,6 +16,7 @@ from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, last_offset
 
 HEIGHTS, WIDTHS = (4, 8, 16), (8, 16, 32, 64)  # of tiles, in positions
+MIN_IN = 8  # channels per group; with fewer, K is not filled
 MAX_OUT = 4  # channels per group; with more, columns of channels fill the tensor cores
 MAX_SUMS = 96  # accumulators of a thread in the product
 MAX_TOTALS = 48  # and in the outputs of a position
@@ -236,8 +237,10 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "tensor cores round products to TF32 or 16 bits"
     if g.out_per_group > MAX_OUT:
         return f"more than {MAX_OUT} output channels per group"
-    if g.in_per_group < 8:
-        return "fewer than 8 input channels per group"
+    if device.capability < (8, 0):
+        return f"needs compute capability 8.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if g.in_per_group < MIN_IN:
+        return f"fewer than {MIN_IN} input channels per group"
     if g.stride[1] * g.stride[2] * g.out_per_group > MAX_TOTALS:
         return "the outputs of a position do not fit the registers"
     if not tiles(problem, device):
