@@ -10,6 +10,7 @@ from functools import lru_cache
 from types import ModuleType
 
 from . import (
+    depthwise_planner,
     direct_planner,
     few_inputs_planner,
     few_outputs_planner,
@@ -25,6 +26,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("few_weight_grad", few_weight_grad_planner),
     ("halo", halo_planner),
     ("tensor_weight_grad", weight_grad_planner),
+    ("depthwise", depthwise_planner),
     ("direct", direct_planner),
 )
 
