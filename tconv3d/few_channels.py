@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, product
-from math import prod
+from math import gcd, prod
 
 from .direct_planner import Side
 from .geometry import Gather, Triple
@@ -71,6 +71,7 @@ class Tile:
 
     side: Side
     size: Triple
+    vector: int  # elements that a copy of the part moves; 0: one by one, through registers
 
     @property
     def part(self) -> Triple:
@@ -85,8 +86,14 @@ class Tile:
         return self.side.reduced * self.part[0] * self.part[1]
 
     @property
+    def line_vectors(self) -> int:
+        """Copies of a line, from one vector's beginning to another's end."""
+        vector = max(1, self.vector)
+        return -(-(origin(self.side.gathers[2]) % vector + self.part[2]) // vector)
+
+    @property
     def line_pitch(self) -> int:
-        return -(-self.part[2] // LINE_ITEMS) * LINE_ITEMS
+        return -(-self.line_vectors * max(1, self.vector) // LINE_ITEMS) * LINE_ITEMS
 
     @property
     def part_bytes(self) -> int:
@@ -104,20 +111,35 @@ class Tile:
 
     def scalars(self) -> bytes:
         """`struct Tiles`."""
-        sizes = int32s(*self.size, *self.part, self.line_pitch, self.count)
-        return sizes + dividers(self.counts) + divider(self.part[0]) + divider(self.part[1])
+        sizes = int32s(*self.size, *self.part, self.line_pitch, self.line_vectors, self.count)
+        by_part = divider(self.part[0]) + divider(self.part[1]) + divider(self.line_vectors)
+        return sizes + dividers(self.counts) + by_part
 
     def __str__(self) -> str:
         return " x ".join(map(str, self.size)) + " positions per tile"
 
 
+def part_vector(side: Side) -> int:
+    """Elements that a copy of a part may move: lines of the tensor are multiples of it, and tiles will be."""
+    p, per_word = side.problem, 4 // side.problem.item_bytes
+    *others, w = side.x
+    if p.aligned and w == 1:
+        for vector in (16 // p.item_bytes, 8 // p.item_bytes, per_word):
+            if not any(v % vector for v in (*others, side.x_size[2])):
+                return vector
+    return 1 if per_word == 1 else 0
+
+
 def tiles(side: Side, rows: int, multiple: int, part_limit: int) -> list[Tile]:
     """Boxes of up to `rows` positions, a multiple along w, whose part takes at most `part_limit` bytes."""
+    vector = part_vector(side)
+    step = max(1, vector) // gcd(side.gathers[2].input_step, max(1, vector))
+    multiple = max(multiple, step)  # both are powers of two
     d, h, w = (max(1, size) for size in side.grid)
     widths = {-(-(-(-w // cuts)) // multiple) * multiple for cuts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
     widths |= {rows >> i for i in range(5)}
     found = [
-        Tile(side, (max(1, min(d, rows // (width * height))), height, width))
+        Tile(side, (max(1, min(d, rows // (width * height))), height, width), vector)
         for width in sorted(widths)
         if width % multiple == 0 and 0 < width <= min(rows, w + multiple - 1)
         for height in range(1, min(h, rows // width) + 1)

@@ -19,6 +19,7 @@ from .problem import Device, Pass, Plan, Problem
 MAX_REDUCED = 4  # channels per group; with more, K of channels fills the tensor cores tap by tap
 MAX_STRIDED = 8  # for input gradients of strided layers: the channels of a phase plane do not lie together
 MIN_OUT = 8  # and columns, too, are to be filled
+MIN_RATIO = 4  # channels out for one in: a gathered operand is to be used more than once
 WARPS = 8
 SUMS = 64  # accumulators of a thread
 WEIGHT_BYTES = 64 * 1024  # of weights that a block keeps in shared memory
@@ -94,9 +95,11 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
     layout = Layout(Taps.of(Side.of(problem)))
 
     def work(tile: Tile) -> float:
-        """In rows: products and stores, lines that a warp copies, a barrier."""
-        lines = -(-tile.lines // WARPS)
-        return layout.rows + 2 * lines * (4 + -(-tile.part[2] // 32)) + 64
+        """Instructions of a warp: products and stores of all its rows, copies, a barrier."""
+        steps = layout.steps * layout.side.outs / 8 * layout.row_tiles
+        stores = layout.taps.phases * layout.side.outs * layout.row_tiles
+        copies = -(-tile.lines * tile.line_vectors // (32 * WARPS))
+        return 3 * steps + 2 * stores + 50 * copies + 200
 
     found = []
     for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # one block alone waits at its barriers
@@ -122,8 +125,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     most = MAX_STRIDED if strided else MAX_REDUCED
     if side.reduced > most:
         return f"more than {most} channels per group to add up"
-    if side.outs < MIN_OUT:
-        return f"fewer than {MIN_OUT} channels per group to compute"
+    if side.outs < max(MIN_OUT, MIN_RATIO * side.reduced):
+        return f"fewer than {max(MIN_OUT, MIN_RATIO * side.reduced)} channels per group to compute"
     if side.positions >= 2**31:
         return "the volume is too large"
     if choose(problem, device) is None:
@@ -144,7 +147,7 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     walkers = min(tile.count, max(1, device.multiprocessors * blocks // layout.kinds))
     launch = Launch(
         kernel="few_inputs",
-        constants=_constants(layout),
+        constants=_constants(layout, tile),
         grid=(walkers * layout.kinds, 1, 1),
         threads=32 * WARPS,
         shared_bytes=layout.table_bytes + 2 * tile.part_bytes,
@@ -158,7 +161,7 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     return Plan("few_inputs", "tensor cores, K = taps and channels", (launch,), tile=str(tile))
 
 
-def _constants(layout: Layout) -> Constants:
+def _constants(layout: Layout, tile: Tile) -> Constants:
     side = layout.side
     return (
         ("kThreads", 32 * WARPS),
@@ -174,5 +177,7 @@ def _constants(layout: Layout) -> Constants:
         ("kRowTiles", layout.row_tiles),
         ("kTogether", layout.together),
         ("kFirstStep", layout.first_step),
+        ("kRagged", any(n * side.reduced % layout.step for n in layout.taps.counts)),
+        ("kPartVector", tile.vector),
         *layout.taps.constants(),
     )

@@ -125,7 +125,8 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
         (d, h, w), steps = tile.size, [gather.output_step for gather in layout.side.gathers]
         lines = 16 * layout.row_tiles * d * steps[0] * h * steps[1]
         line = w * steps[2] * problem.item_bytes + LINE_BYTES
-        return lines * line + 2 * tile.lines * (tile.part[2] * problem.item_bytes + LINE_BYTES) + BARRIER_BYTES
+        part = tile.part[2] * problem.item_bytes + LINE_BYTES
+        return lines * line + 2 * tile.lines * part + BARRIER_BYTES
 
     found = []
     for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # one block alone waits at its barriers
@@ -180,7 +181,7 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     names = {Pass.INPUT_GRAD: ("x", "dy"), Pass.FORWARD: ("dy", "x")}[p.which]
     main = Launch(
         kernel="few_weight_grad",
-        constants=_constants(layout, vector, channel_lanes),
+        constants=_constants(layout, tile, vector, channel_lanes),
         grid=(splits * layout.kinds, 1, 1),
         threads=32 * WARPS,
         shared_bytes=layout.shared_bytes(tile),
@@ -222,7 +223,7 @@ def _channel_lanes(side: Side) -> int:
     return 8 if side.y[1] == 1 and side.y[4] != 1 else 1
 
 
-def _constants(layout: Layout, vector: int, channel_lanes: int) -> Constants:
+def _constants(layout: Layout, tile: Tile, vector: int, channel_lanes: int) -> Constants:
     side = layout.side
     p, g = side.problem, side.problem.geometry
     many_is_input = p.which is Pass.INPUT_GRAD
@@ -234,8 +235,9 @@ def _constants(layout: Layout, vector: int, channel_lanes: int) -> Constants:
         ("kThreads", 32 * WARPS),
         ("kMinBlocks", 2),
         ("Scalar", SCALARS[p.dtype]),
-        ("kWide", wide),
+        ("kWide", wide or side.wide),
         ("kVector", vector),
+        ("kPartVector", tile.vector),
         ("kChannelLanes", channel_lanes),
         ("kGroups", g.groups),
         ("kManyPerGroup", side.outs),

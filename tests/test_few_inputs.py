@@ -49,6 +49,7 @@ def few_inputs(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     families = (("few_inputs", few_inputs_planner), ("direct", direct_planner))
     monkeypatch.setattr(planner, "FAMILIES", families)
     monkeypatch.setattr(few_inputs_planner, "MIN_OUT", 1)
+    monkeypatch.setattr(few_inputs_planner, "MIN_RATIO", 0)
     monkeypatch.setattr(few_inputs_planner, "MAX_REDUCED", 8)
     monkeypatch.setattr(executor, "_tasks", {})
     planner.plan.cache_clear()
@@ -213,6 +214,7 @@ def test_what_it_refuses_and_why() -> None:
         (problem(Layer(32, 9, (4, 4, 4), T3, T2), Pass.INPUT_GRAD), H200, "more than 8"),
         (problem(Layer(32, 5, (4, 4, 4), T3), Pass.INPUT_GRAD), H200, "more than 4"),
         (problem(Layer(7, 1, (4, 4, 4), T3), Pass.INPUT_GRAD), H200, "fewer than 8"),
+        (problem(Layer(15, 4, (4, 4, 4), T3), Pass.INPUT_GRAD), H200, "fewer than 16"),
         (problem(Layer(8, 1, (4, 4, 90), (2, 2, 2), dilation=(90, 90, 90)), Pass.INPUT_GRAD), H200, "reach"),
     ):
         assert reason in (few_inputs_planner.why_not(refused, device) or "")
@@ -221,7 +223,7 @@ def test_what_it_refuses_and_why() -> None:
 def test_a_new_volume_or_batch_compiles_nothing() -> None:
     for which, layer in ((Pass.INPUT_GRAD, LAYERS["gan"]), (Pass.FORWARD, swapped(LAYERS["monai"]))):
         first = few_inputs_planner.plan(problem(layer, which, size=(64, 64, 64)), H200)
-        for size, batch in (((4, 8, 16), 1), ((1, 1, 5), 2), ((7, 65, 33), 3)):
+        for size, batch in (((4, 8, 16), 1), ((1, 1, 4), 2), ((7, 65, 32), 3)):
             other = few_inputs_planner.plan(problem(replace(layer, batch=batch), which, size=size), H200)
             assert other.launches[0].constants == first.launches[0].constants
 

@@ -11,12 +11,13 @@
 namespace tconv3d {
 
 struct Tiles {
-  Extent tile;                   // positions of a tile
-  Extent part;                   // lines that a tile reads along d and h, elements along w
-  int line_pitch;                // of a line in shared memory, a multiple of 8 elements
-  int count;                     // tiles in all
-  Divider by_d, by_h, by_w;      // how many tiles the volume has
-  Divider part_by_d, part_by_h;  // lines
+  Extent tile;               // positions of a tile
+  Extent part;               // lines that a tile reads along d and h, elements along w
+  int line_pitch;            // of a line in shared memory, a multiple of 8 elements
+  int line_vectors;          // copies of a line
+  int count;                 // tiles in all
+  Divider by_d, by_h, by_w;  // how many tiles the volume has
+  Divider part_by_d, part_by_h, by_line_vectors;
 };
 
 struct TileOrigin {
@@ -30,20 +31,23 @@ __device__ __forceinline__ TileOrigin tile_at(int index, const Tiles& tiles) {
                     (index - rest_w * static_cast<int>(tiles.by_w.divisor)) * tiles.tile.w};
 }
 
-// C: Scalar, kThreads, kReduced (the few channels), kInputStep, kOrigin (the first element that position 0
-// reads) and, for each tap of every phase, kOffset from there.
+// C: Scalar, kThreads, kWide, kReduced (the few channels), kInputStep, kOrigin (the first element that
+// position 0 reads) and, for each tap of every phase, kOffset from there; kPartVector elements that one copy
+// moves (0: elements pass through registers one by one), which tiles and lines of the tensor are multiples
+// of.
 template <class C>
 struct FewPart {
   using Scalar = typename C::Scalar;
   using Operand = OperandOf<Scalar>;
-  static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
-  static constexpr bool kAsync = sizeof(Scalar) == 4;  // asynchronous copies move words
+  using Index = typename IndexType<C::kWide>::type;
+  static constexpr int kVector = C::kPartVector > 0 ? C::kPartVector : 1;
+  static constexpr int kLead = ((C::kOriginW % kVector) + kVector) % kVector;  // from a vector's beginning
+  static_assert(C::kPartVector == 0 || kVector * sizeof(Scalar) % 4 == 0, "asynchronous copies move words");
 
   const Tiles& tiles;
   const Extent& size;      // of the tensor
   const Strides& strides;  // likewise
   const Scalar* group;     // the first channel of the block's group
-  int lane, warp;
 
   __device__ __forceinline__ int items() const {
     return C::kReduced * tiles.part.d * tiles.part.h * tiles.line_pitch;
@@ -55,59 +59,64 @@ struct FewPart {
   }
   __device__ __forceinline__ int tap_place(int tap, int r) const {
     const int line = (r * tiles.part.d + C::kOffsetD(tap)) * tiles.part.h + C::kOffsetH(tap);
-    return line * tiles.line_pitch + C::kOffsetW(tap);
+    return line * tiles.line_pitch + kLead + C::kOffsetW(tap);
   }
 
-  // body(address, inside or not, place in the part) for everything this thread copies: lines are the warp's,
-  // elements of a line the lane's.
+  // body(line, vector of the line) for everything this thread copies.
   template <class Body>
-  __device__ __forceinline__ void for_each_item(const TileOrigin& tile, Body&& body) const {
-    const int first_d = tile.d * C::kInputStepD + C::kOriginD,
-              first_h = tile.h * C::kInputStepH + C::kOriginH;
-    const int first_w = tile.w * C::kInputStepW + C::kOriginW;
-    const Scalar* sample = group + tile.n * strides.n;
-    const int lines = C::kReduced * tiles.part.d * tiles.part.h;
-#pragma unroll 2
-    for (int line = warp; line < lines; line += kWarps) {
-      const int rest = divide(line, tiles.part_by_h), r = divide(rest, tiles.part_by_d);
-      const int h = first_h + line - rest * tiles.part.h, d = first_d + rest - r * tiles.part.d;
-      const bool inside = h >= 0 && h < size.h && d >= 0 && d < size.d;
-      const Scalar* from =
-          sample + r * strides.c + (inside ? d * strides.d : 0) + (inside ? h * strides.h : 0);
-      for (int i = lane; i < tiles.part.w; i += kLanes) {
-        const int w = first_w + i;
-        const bool there = inside && w >= 0 && w < size.w;
-        body(from + (there ? w * strides.w : 0), there, line * tiles.line_pitch + i);
-      }
+  __device__ __forceinline__ void for_each_vector(Body&& body) const {
+    const int vectors = C::kReduced * tiles.part.d * tiles.part.h * tiles.line_vectors;
+    for (int i = threadIdx.x; i < vectors; i += C::kThreads) {
+      const int line = divide(i, tiles.by_line_vectors);
+      body(line, i - line * tiles.line_vectors);
     }
   }
 
   __device__ __forceinline__ void copy(const TileOrigin& tile, Scalar* part) const {
-    for_each_item(tile, [&](const Scalar* from, bool inside, int place) {
-      if constexpr (kAsync) {
-        ptx::copy_words<1>(part + place, from, inside);
+    const int first_d = tile.d * C::kInputStepD + C::kOriginD,
+              first_h = tile.h * C::kInputStepH + C::kOriginH;
+    const int first_w = tile.w * C::kInputStepW + C::kOriginW - kLead;
+    const Scalar* sample = group + tile.n * strides.n;
+    for_each_vector([&](int line, int vector) {
+      const int rest = divide(line, tiles.part_by_h), r = divide(rest, tiles.part_by_d);
+      const int h = first_h + line - rest * tiles.part.h, d = first_d + rest - r * tiles.part.d;
+      const int w = first_w + vector * kVector;
+      const bool inside = h >= 0 && h < size.h && d >= 0 && d < size.d && w >= 0 && w < size.w;
+      const Index offset = r * static_cast<Index>(strides.c) + d * static_cast<Index>(strides.d) +
+                           h * static_cast<Index>(strides.h) + w * static_cast<Index>(strides.w);
+      const Scalar* from = sample + (inside ? offset : Index(0));
+      Scalar* to = part + line * tiles.line_pitch + vector * kVector;
+      if constexpr (C::kPartVector > 0) {
+        ptx::copy_words<kVector * sizeof(Scalar) / 4>(to, from, inside);
       } else {
-        part[place] = inside ? load_constant(from) : Scalar{};
+        *to = inside ? load_constant(from) : Scalar{};
       }
     });
   }
 
   // Rounds what this thread has copied to what tensor cores take, after its copies have finished.
-  __device__ __forceinline__ void round(const TileOrigin& tile, Scalar* part) const {
-    if constexpr (kAsync) {
-      for_each_item(tile, [&](const Scalar*, bool, int place) {
-        part[place] = ptx::bits_to_float(Operand::bits(part[place]));
+  __device__ __forceinline__ void round(Scalar* part) const {
+    if constexpr (sizeof(Scalar) == 4) {
+      for_each_vector([&](int line, int vector) {
+        auto* at =
+            reinterpret_cast<Vector<Scalar, kVector>*>(part + line * tiles.line_pitch + vector * kVector);
+        Vector<Scalar, kVector> values = *at;
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) values.at[i] = ptx::bits_to_float(Operand::bits(values.at[i]));
+        *at = values;
       });
     }
   }
 
-  // The operands at one or two places, as a register of a fragment. Places below zero hold zeros.
+  // The operands at one or two places, as a register of a fragment. Where it is checked, places below zero
+  // hold zeros.
+  template <bool kChecked = false>
   static __device__ __forceinline__ unsigned operand(const Scalar* first, const int* places) {
     if constexpr (sizeof(Scalar) == 4) {
-      return places[0] < 0 ? 0u : ptx::float_to_bits(first[places[0]]);
+      return kChecked && places[0] < 0 ? 0u : ptx::float_to_bits(first[places[0]]);
     } else {
-      const unsigned low = places[0] < 0 ? 0u : first[places[0]].bits;
-      const unsigned high = places[1] < 0 ? 0u : first[places[1]].bits;
+      const unsigned low = kChecked && places[0] < 0 ? 0u : first[places[0]].bits;
+      const unsigned high = kChecked && places[1] < 0 ? 0u : first[places[1]].bits;
       return low | high << 16;
     }
   }

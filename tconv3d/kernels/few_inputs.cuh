@@ -61,14 +61,14 @@ struct FewInputs {
   const Args& args;
   unsigned* shared;
   int lane, warp, group, first_out;
-  int row_place[C::kRowTiles][2];                                     // of this lane's rows in the part of x
+  int row_place[C::kRowTiles];  // of the first of this lane's two rows in the part of x
   int row_d[C::kRowTiles], row_h[C::kRowTiles], row_w[C::kRowTiles];  // in the tile; d < 0: no such row
   float sum[C::kTogether][C::kRowTiles][C::kPassTiles][4];
 
   __device__ __forceinline__ FewPart<C> part() const {
     const Scalar* first =
         static_cast<const Scalar*>(args.x) + static_cast<long long>(group) * C::kReduced * args.x_strides.c;
-    return FewPart<C>{args.tiles, args.x_size, args.x_strides, first, lane, warp};
+    return FewPart<C>{args.tiles, args.x_size, args.x_strides, first};
   }
   __device__ __forceinline__ Scalar* part_at(int buffer) const {
     return reinterpret_cast<Scalar*>(shared + kParts) + buffer * part().items();
@@ -87,8 +87,7 @@ struct FewInputs {
       row_w[m] = row - line * args.tiles.tile.w;
       row_h[m] = line % args.tiles.tile.h;
       row_d[m] = line / args.tiles.tile.h < args.tiles.tile.d ? line / args.tiles.tile.h : -1;
-      row_place[m][0] = part().position_place(row_d[m] < 0 ? 0 : row_d[m], row_h[m], row_w[m]);
-      row_place[m][1] = row_place[m][0] + C::kInputStepW;  // tiles have an even width
+      row_place[m] = part().position_place(row_d[m] < 0 ? 0 : row_d[m], row_h[m], row_w[m]);
     }
   }
 
@@ -136,32 +135,40 @@ struct FewInputs {
 
   // ---- The product.
 
-  // Adds phase f to its sums, for the columns of one pass.
-  __device__ __forceinline__ void multiply(const Scalar* part, int f, int pass,
-                                           float (&total)[C::kRowTiles][C::kPassTiles][4]) {
-    const int last = C::kFirstStep(f + 1);
-#pragma unroll 2
-    for (int step = C::kFirstStep(f); step < last; ++step) {
-      unsigned a[C::kRowTiles][4];
-      const int* places = reinterpret_cast<const int*>(shared) + kPlaces + step * kStepItems;
+  // Adds one step of K to the sums of a phase, for the columns of one pass.
+  template <bool kChecked>
+  __device__ __forceinline__ void multiply_step(const Scalar* part, int step, int pass,
+                                                float (&total)[C::kRowTiles][C::kPassTiles][4]) {
+    unsigned a[C::kRowTiles][4];
+    const int* places = reinterpret_cast<const int*>(shared) + kPlaces + step * kStepItems;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // K: lane%4, in words, and 4 words further
-        const auto k = load_vector<kWordItems>(places + (lane % 4 + 4 * half) * kWordItems);
+    for (int half = 0; half < 2; ++half) {  // K: lane%4, in words, and 4 words further
+      const auto k = load_vector<kWordItems>(places + (lane % 4 + 4 * half) * kWordItems);
 #pragma unroll
-        for (int m = 0; m < C::kRowTiles; ++m) {
-          a[m][2 * half] = FewPart<C>::operand(part + row_place[m][0], k.at);
-          a[m][2 * half + 1] = FewPart<C>::operand(part + row_place[m][1], k.at);
-        }
-      }
-      const unsigned* weights = shared + ((step * kTiles + pass * C::kPassTiles) * kLanes + lane) * 2;
-#pragma unroll
-      for (int tile = 0; tile < C::kPassTiles; ++tile) {
-        const auto b = load_vector<2>(weights + tile * kLanes * 2);
-#pragma unroll
-        for (int m = 0; m < C::kRowTiles; ++m)
-          ptx::warp_multiply<Operand::kOperand>(total[m][tile], a[m], b.at);
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        a[m][2 * half] = FewPart<C>::template operand<kChecked>(part + row_place[m], k.at);
+        a[m][2 * half + 1] =
+            FewPart<C>::template operand<kChecked>(part + row_place[m] + C::kInputStepW, k.at);
       }
     }
+    const unsigned* weights = shared + ((step * kTiles + pass * C::kPassTiles) * kLanes + lane) * 2;
+#pragma unroll
+    for (int tile = 0; tile < C::kPassTiles; ++tile) {
+      const auto b = load_vector<2>(weights + tile * kLanes * 2);
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m)
+        ptx::warp_multiply<Operand::kOperand>(total[m][tile], a[m], b.at);
+    }
+  }
+
+  // Adds phase f to its sums. Only the last step of a phase can have places without a tap.
+  __device__ __forceinline__ void multiply(const Scalar* part, int f, int pass,
+                                           float (&total)[C::kRowTiles][C::kPassTiles][4]) {
+    const int items = (C::kFirstTap(f + 1) - C::kFirstTap(f)) * C::kReduced;
+    const int first = C::kFirstStep(f), last = first + items / kStepItems;
+#pragma unroll 2
+    for (int step = first; step < last; ++step) multiply_step<false>(part, step, pass, total);
+    if (C::kRagged && items % kStepItems != 0) multiply_step<true>(part, last, pass, total);
   }
 
   __device__ __forceinline__ void start_from_bias(int pass) {
@@ -182,10 +189,11 @@ struct FewInputs {
 
   // ---- The outputs.
 
-  // `count` (at most kRun) neighbouring outputs of a channel.
+  // kRun neighbouring outputs of a channel: together, or as many as there are one by one.
   template <int kRun>
-  static __device__ __forceinline__ void store_run(Scalar* y, const Vector<Scalar, kRun>& values, int count) {
-    if (count >= kRun && reinterpret_cast<unsigned long long>(y) % sizeof(values) == 0) {
+  static __device__ __forceinline__ void store_run(Scalar* y, const Vector<Scalar, kRun>& values, bool whole,
+                                                   int count) {
+    if (whole) {
       *reinterpret_cast<Vector<Scalar, kRun>*>(y) = values;
     } else {
 #pragma unroll
@@ -207,37 +215,53 @@ struct FewInputs {
     Scalar* y = static_cast<Scalar*>(args.y) + tile.n * static_cast<Index>(args.y_strides.n) +
                 (group * C::kOutPerGroup + out) * step_c + d * static_cast<Index>(args.y_strides.d) +
                 h * static_cast<Index>(args.y_strides.h) + w * step_w;
-    const int room = args.y_size.w - w;
+    if constexpr (C::kRunAlongW) {
+      store_along_w(y, m, C::kOutPerGroup - out, args.y_size.w - w);
+    } else {
+      store_along_c(y, m, C::kOutPerGroup - out, args.y_size.w - w);
+    }
+  }
+
+  // Outputs are contiguous along w, and there is one phase along w or all are together.
+  __device__ __forceinline__ void store_along_w(Scalar* y, int m, int channels, int room) {
+    constexpr int kRun = 2 * C::kTogether;
+    const Index step_c = static_cast<Index>(args.y_strides.c);
+    const bool whole = room >= kRun && step_c % kRun == 0 &&
+                       reinterpret_cast<unsigned long long>(y) % sizeof(Vector<Scalar, kRun>) == 0;
 #pragma unroll
     for (int column = 0; column < C::kPassTiles; ++column) {
-      Scalar* const at = y + column * 8 * step_c;
-      const int channels = C::kOutPerGroup - out - column * 8;
-      if constexpr (C::kRunAlongW) {  // contiguous, and either one phase or all phases together
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          Vector<Scalar, 2 * C::kTogether> values;
+      for (int e = 0; e < 2; ++e) {
+        Vector<Scalar, kRun> values;
 #pragma unroll
-          for (int i = 0; i < 2 * C::kTogether; ++i)
-            values.at[i] = Narrow<Scalar>::from(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
-          if (e < channels) store_run(at + e * step_c, values, room);
-        }
-      } else {
+        for (int i = 0; i < kRun; ++i)
+          values.at[i] = Narrow<Scalar>::from(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
+        const bool exists = C::kOutPerGroup % (8 * C::kPassTiles) == 0 || column * 8 + e < channels;
+        if (exists) store_run(y + (column * 8 + e) * step_c, values, whole, room);
+      }
+    }
+  }
+
+  // Otherwise: two neighbouring channels at a time.
+  __device__ __forceinline__ void store_along_c(Scalar* y, int m, int channels, int room) {
+    const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
+    const bool aligned = C::kUnitC && step_w % 2 == 0 &&
+                         reinterpret_cast<unsigned long long>(y) % sizeof(Vector<Scalar, 2>) == 0;
 #pragma unroll
-        for (int row = 0; row < 2; ++row) {
+    for (int column = 0; column < C::kPassTiles; ++column) {
 #pragma unroll
-          for (int together = 0; together < C::kTogether; ++together) {
-            const int further = row * C::kOutputStepW + together;
-            if (further >= room || channels < 1) continue;
-            const float* values = sum[together][m][column] + 2 * row;
-            const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
-            Scalar* const place = at + further * step_w;
-            if (C::kUnitC) {
-              store_run(place, both, channels);
-            } else {
-              place[0] = both.at[0];
-              if (channels > 1) place[step_c] = both.at[1];
-            }
-          }
+      for (int i = 0; i < 2 * C::kTogether; ++i) {
+        const int row = i / C::kTogether, together = i % C::kTogether;
+        const int further = row * C::kOutputStepW + together, rest = channels - column * 8;
+        if (further >= room || rest < 1) continue;
+        const float* values = sum[together][m][column] + 2 * row;
+        const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
+        Scalar* const at = y + column * 8 * step_c + further * step_w;
+        if (aligned && rest > 1) {
+          *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
+        } else {
+          at[0] = both.at[0];
+          if (rest > 1) at[step_c] = both.at[1];
         }
       }
     }
@@ -259,7 +283,7 @@ struct FewInputs {
       const TileOrigin tile = tile_at(index, args.tiles);
       const Scalar* copied = part_at(buffer);
       ptx::copy_wait<0>();
-      part().round(tile, part_at(buffer));
+      part().round(part_at(buffer));
       __syncthreads();  // the part is there for all, and all have left the other one
       buffer ^= 1;
       if (index + step < args.tiles.count) copy(index + step, buffer);

@@ -79,7 +79,7 @@ struct FewWeightGrad {
   __device__ __forceinline__ FewPart<C> part() const {
     const Scalar* first = static_cast<const Scalar*>(args.few) +
                           static_cast<long long>(group) * C::kReduced * args.few_strides.c;
-    return FewPart<C>{args.tiles, args.few_size, args.few_strides, first, lane, warp};
+    return FewPart<C>{args.tiles, args.few_size, args.few_strides, first};
   }
   __device__ __forceinline__ Scalar* many_at(int buffer) const {
     return reinterpret_cast<Scalar*>(shared + kBuffers + buffer * kManyWords);
@@ -304,7 +304,7 @@ struct FewWeightGrad {
     if (index < args.tiles.count) copy(index, buffer);
     for (; index < args.tiles.count; index += step) {
       ptx::copy_wait<0>();
-      part().round(tile_at(index, args.tiles), part_at(buffer));
+      part().round(part_at(buffer));
       __syncthreads();  // the tile is there for all, and all have left the other one
       if (index + step < args.tiles.count) copy(index + step, buffer ^ 1);
       multiply(many_at(buffer), part_at(buffer));
