@@ -21,7 +21,7 @@ MAX_OUT = 4  # channels per group; with more, columns of channels fill the tenso
 MAX_SUMS = 96  # accumulators of a thread in the product
 MAX_TOTALS = 48  # and in the outputs of a position
 MAX_WARPS = 16
-KEPT_COPIES = 8  # of a thread and a chunk, whose places wait in registers
+KEPT_COPIES = 16  # of a helper and a chunk, whose places wait in registers
 
 # What a multiprocessor does per cycle, for choosing between tiles.
 CYCLES_PER_MULTIPLY = 8.0  # of one of the four schedulers
@@ -98,6 +98,7 @@ class Tile:
     h: int
     w: int
     row_tiles: int  # tiles of 16 rows per warp
+    helpers: int  # warps that copy and store while the others multiply
     chunk: int  # input channels that are copied at a time
     stages: int  # chunks in shared memory
 
@@ -120,6 +121,10 @@ class Tile:
     @property
     def warps(self) -> int:
         return -(-self.halo_h * self.halo_w // (16 * self.row_tiles))
+
+    @property
+    def all_warps(self) -> int:
+        return self.warps + self.helpers
 
     @property
     def rows(self) -> int:
@@ -151,10 +156,10 @@ class Tile:
 
     @property
     def copies(self) -> int:
-        """Of a thread and a chunk."""
+        """Of a helper's thread and a chunk."""
         line = self.halo_w if self.layer.channels_last else self.row_items
         elements = self.halo_h * line * self.chunk // max(1, self.layer.vector)
-        return -(-elements // (32 * self.warps))
+        return -(-elements // (32 * self.helpers))
 
     @property
     def shared_bytes(self) -> int:
@@ -167,18 +172,18 @@ class Tile:
         sums = self.row_tiles * self.layer.column_tiles * 4
         totals = self.layer.geometry.stride[1] * self.layer.geometry.stride[2] * self.layer.geometry.out_per_group
         kept = 2 * self.copies if self.copies <= KEPT_COPIES else 0
-        return _up(max(sums + 4 * self.row_tiles + kept, sums + totals) + 40, 8)
+        return _up(max(sums + 4 * self.row_tiles + 48, kept + totals + 56), 8)
 
     def blocks(self, device: Device) -> int:
         """That a multiprocessor has room for."""
         by_shared = (device.shared_bytes + 1024) // (self.shared_bytes + 1024)
         return min(
-            by_shared, REGISTERS // (self.registers * 32 * _up(self.warps, 4))
+            by_shared, REGISTERS // (self.registers * 32 * _up(self.all_warps, 4))
         )  # allotted to four warps at a time
 
     def fits(self, device: Device) -> bool:
         few = self.row_tiles * self.layer.column_tiles * 4 <= MAX_SUMS
-        return few and self.warps <= MAX_WARPS and self.blocks(device) >= 1
+        return few and self.all_warps <= MAX_WARPS and self.blocks(device) >= 1
 
     def cycles(self, device: Device) -> float:
         """Predicted cycles of a multiprocessor for a position and an input plane."""
@@ -212,7 +217,7 @@ class Tile:
         return (max(parts) + 0.3 / blocks * (sum(parts) - max(parts)) + idle) / positions
 
     def __str__(self) -> str:
-        return f"{self.h} x {self.w} positions per block of {self.warps} warps, walking along depth"
+        return f"{self.h} x {self.w} positions per block of {self.warps} + {self.helpers} warps, walking along depth"
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
@@ -221,9 +226,11 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     width = problem.geometry.axes[2].positions(problem.output_size[2])
     widest = max(WIDTHS[0], power_of_two_up(width))
     found = [
-        Tile(layer, h, w, row_tiles, steps * layer.step, stages)
-        for h, w, row_tiles, steps, stages in product(HEIGHTS, WIDTHS, (1, 2, 3), (1, 2), (2, 3, 4))
-        if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
+        Tile(layer, h, w, row_tiles, helpers, steps * layer.step, stages)
+        for h, w, row_tiles, helpers, steps, stages in product(
+            HEIGHTS, WIDTHS, (1, 2, 3), (1, 2, 4), (1, 2, 4), (2, 3, 4)
+        )
+        if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step * steps // 2)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
     return sorted(fitting, key=lambda tile: (tile.cycles(device), -tile.stages))
@@ -265,7 +272,7 @@ def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
         kernel="few_outputs",
         constants=_constants(problem, tile, device),
         grid=(flat * parts, 1, 1),
-        threads=32 * tile.warps,
+        threads=32 * tile.all_warps,
         shared_bytes=tile.shared_bytes,
         pointers=("x", "weight", "bias", "y"),
         scalars=padded(
@@ -286,7 +293,7 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
     taps = list(product(range(h.kernel), range(w.kernel)))
     chunk = last_offset((tile.chunk, *problem.input_size[1:]), (problem.input[1], *problem.input[3:]))
     return (
-        ("kThreads", 32 * tile.warps),
+        ("kThreads", 32 * tile.all_warps),
         ("kMinBlocks", tile.blocks(device)),
         ("Scalar", SCALARS[problem.dtype]),
         ("kWide", chunk > INT32_MAX),
@@ -305,6 +312,7 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kChunk", tile.chunk),
         ("kStages", tile.stages),
         ("kRowTiles", tile.row_tiles),
+        ("kHelpers", tile.helpers),
         ("kWindow", layer.window),
         ("kStrideD", d.stride),
         ("kPaddingD", d.padding),

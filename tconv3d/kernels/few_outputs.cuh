@@ -14,9 +14,9 @@
 // what its positions need and stores it, and the window moves.
 //
 // The tile of x with its halo comes in chunks of channels through a ring in shared memory, copied
-// asynchronously in the caller's layout, kStages - 1 chunks ahead of the products, across planes. The sums
-// and stores of a plane are done between the chunks of the next one, so that some warps store while others
-// multiply.
+// asynchronously in the caller's layout, kStages - 1 chunks ahead of the products, across planes. Most warps
+// only multiply. A few helpers copy, and add up and store a plane's outputs while the next plane is
+// multiplied.
 #pragma once
 
 #include "operands.cuh"
@@ -42,7 +42,8 @@ struct FewOutputs {
   using Index = typename IndexType<C::kWide>::type;
   using Operand = OperandOf<Scalar>;
 
-  static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
+  static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes - C::kHelpers;  // that multiply
+  static constexpr int kHelperThreads = C::kHelpers * kLanes;
   static constexpr int kPhases = C::kStrideH * C::kStrideW;
   static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
   static constexpr int kPlaneColumns = kPlaneTaps * C::kOut;  // of one output plane
@@ -72,22 +73,22 @@ struct FewOutputs {
       C::kChannelsLast ? C::kChunk / kVector * C::kHaloW : (kLead + C::kHaloW + kVector - 1) / kVector;
   static constexpr int kRowItems = kRowVectors * kVector;
   static constexpr int kVectors = C::kHaloH * kRowVectors * (C::kChannelsLast ? 1 : C::kChunk);
-  static constexpr int kCopies = (kVectors + C::kThreads - 1) / C::kThreads;
+  static constexpr int kCopies = (kVectors + kHelperThreads - 1) / kHelperThreads;  // of a helper
   static constexpr int kStageItems = C::kChannelsLast ? kHalo * C::kItemPitch : C::kChunk * C::kItemPitch;
 
-  // Rounds in which the block's threads gather the outputs of a plane, done after the first kGatherChunks
-  // chunks of the next plane: before the last one, whose products then overwrite the columns.
-  static constexpr int kRounds = (C::kStrideD * kPositions + C::kThreads - 1) / C::kThreads;
+  // Rounds in which helpers gather the outputs of a plane, done during the first kGatherChunks chunks of the
+  // next plane: before the last one, whose products then overwrite the columns.
+  static constexpr int kRounds = (C::kStrideD * kPositions + kHelperThreads - 1) / kHelperThreads;
   static constexpr int kGatherChunks = kChunks > 1 ? kChunks - 1 : 1;
 
-  // What a thread copies of a chunk: found once where the registers allow, else every time.
-  static constexpr int kKeptCopies = kCopies <= 8 ? kCopies : 0;
+  // What a helper copies of a chunk: found once where the registers allow, else every time.
+  static constexpr int kKeptCopies = kCopies <= 16 ? kCopies : 0;
   struct Copy {
     Index from;  // offset in a chunk of a plane of x; -1: zeros
     int to;      // in a stage; -1: nothing
   };
 
-  static_assert(C::kThreads % kLanes == 0, "whole warps");
+  static_assert(C::kThreads % kLanes == 0 && C::kHelpers > 0 && kWarps > 0, "whole warps");
   static_assert(kRows >= kHalo, "the warps' rows cover the halo");
   static_assert(C::kPitch >= kRows && C::kPitch % 32 == 4,
                 "columns of c: room for all rows, and stores of fragments without bank conflicts");
@@ -106,6 +107,7 @@ struct FewOutputs {
   const Scalar* x;    // the first plane of the block's input
   int n, group, tile_h, tile_w, first_output, last_output, first_plane;
   int lane, warp;
+  int helper;                 // number of a helper's thread
   int rows[C::kRowTiles][2];  // where the rows of this lane's fragments lie in a stage
   Copy kept[kKeptCopies > 0 ? kKeptCopies : 1];
   int copy_stage, copy_chunk, copy_plane;  // of the next copy
@@ -114,6 +116,7 @@ struct FewOutputs {
   __device__ __forceinline__ void locate() {
     lane = threadIdx.x % kLanes;
     warp = threadIdx.x / kLanes;
+    helper = static_cast<int>(threadIdx.x) - kWarps * kLanes;
     int rest = blockIdx.x;
     int next = divide(rest, args.tiles_w);
     tile_w = (rest - next * static_cast<int>(args.tiles_w.divisor)) * C::kTileW;
@@ -152,12 +155,12 @@ struct FewOutputs {
 
   // The channel, within its chunk, of this thread's i-th vector.
   __device__ __forceinline__ int copy_channel(int i) const {
-    const int vector = threadIdx.x + i * C::kThreads;
+    const int vector = helper + i * kHelperThreads;
     return C::kChannelsLast ? vector % (C::kChunk / kVector) * kVector : vector / (C::kHaloH * kRowVectors);
   }
 
   __device__ __forceinline__ Copy copy_of(int i) const {
-    const int vector = threadIdx.x + i * C::kThreads;
+    const int vector = helper + i * kHelperThreads;
     const int h = vector / kRowVectors % C::kHaloH, place = vector % kRowVectors;
     const int channel = copy_channel(i);
     const int w = C::kChannelsLast ? place / (C::kChunk / kVector) : place * kVector - kLead;
@@ -220,7 +223,7 @@ struct FewOutputs {
   __device__ __forceinline__ void stage_weights() {
     const Scalar* w =
         static_cast<const Scalar*>(args.w) + static_cast<long long>(group) * C::kIn * args.w_strides.n;
-    for (int i = warp; i < kSteps * kTiles; i += kWarps) {
+    for (int i = warp; i < kSteps * kTiles; i += C::kThreads / kLanes) {
       const int step = i / kTiles, tile = i % kTiles;
       const int column = tile % kGroupTiles * 8 + lane / 4;
       const int plane = tile / kGroupTiles * C::kStrideD + column / kPlaneColumns;
@@ -356,15 +359,12 @@ struct FewOutputs {
 
   // The rounds that belong to one chunk, of a plane whose columns are in shared memory.
   __device__ __forceinline__ void gather_rounds(int chunk, int step, int plane) {
-    for (int round = chunk; round < kRounds; round += step) gather(threadIdx.x + round * C::kThreads, plane);
+    for (int round = chunk; round < kRounds; round += step) gather(helper + round * kHelperThreads, plane);
   }
 
-  __device__ __forceinline__ void compute() {
-    locate();
-    start_ring();
-    stage_weights();
-#pragma unroll
-    for (int i = 0; i < C::kStages - 1; ++i) copy_next();
+  // ---- The two roles. They meet equally often: after every meeting a stage is there.
+
+  __device__ __forceinline__ void multiply_planes(int last_plane) {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -373,29 +373,57 @@ struct FewOutputs {
         for (int i = 0; i < 4; ++i) sum[m][tile][i] = 0.0f;
       }
     }
-    const int last_plane = (last_output - 1 + C::kPaddingD) / C::kStrideD;
     int stage = 0;
+    for (int plane = first_plane; plane <= last_plane; ++plane) {
+      if (plane < args.x_size.d) {
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          ptx::meet<C::kThreads>();
+          multiply(ring + stage * kStageItems, chunk);
+          stage = stage + 1 < C::kStages ? stage + 1 : 0;
+        }
+        if (kChunks == 1) ptx::meet<C::kThreads>();
+      } else {
+        ptx::meet<C::kThreads>();
+        ptx::meet<C::kThreads>();
+      }
+      exchange();
+    }
+    ptx::meet<C::kThreads>();
+  }
+
+  __device__ __forceinline__ void help(int last_plane) {
+    start_ring();
+#pragma unroll
+    for (int i = 0; i < C::kStages - 1; ++i) copy_next();
     for (int plane = first_plane; plane <= last_plane; ++plane) {
       const bool waiting = plane > first_plane;  // the outputs of the plane before are still to be gathered
       if (plane < args.x_size.d) {
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           ptx::copy_wait<C::kStages - 2>();
-          __syncthreads();  // the stage is there for all, and all have left the one before
+          ptx::meet<C::kThreads>();  // the stage is there for all, and all have left the one before
           copy_next();
-          multiply(ring + stage * kStageItems, chunk);
-          stage = stage + 1 < C::kStages ? stage + 1 : 0;
           if (waiting && chunk < kGatherChunks) gather_rounds(chunk, kGatherChunks, plane - 1);
         }
-        if (kChunks == 1) __syncthreads();
-      } else {  // planes past the input only complete outputs
-        __syncthreads();
+        if (kChunks == 1) ptx::meet<C::kThreads>();  // the columns have been read
+      } else {                                       // planes past the input only complete outputs
+        ptx::meet<C::kThreads>();
         if (waiting) gather_rounds(0, 1, plane - 1);
-        __syncthreads();
+        ptx::meet<C::kThreads>();
       }
-      exchange();
     }
-    __syncthreads();
+    ptx::meet<C::kThreads>();
     gather_rounds(0, 1, last_plane);
+  }
+
+  __device__ __forceinline__ void compute() {
+    locate();
+    stage_weights();
+    const int last_plane = (last_output - 1 + C::kPaddingD) / C::kStrideD;
+    if (warp < kWarps) {
+      multiply_planes(last_plane);
+    } else {
+      help(last_plane);
+    }
   }
 };
 
