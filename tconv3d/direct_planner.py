@@ -312,7 +312,7 @@ def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Devi
 def _reduce(dtype: str, count: int, splits: int, result: str, sizes: Triple, strides: tuple[int, int, int]) -> Launch:
     """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
     threads, acc_bytes = 256, accumulator(dtype)[1]
-    lanes = 32 if splits >= 32 and count < 2**16 else 8 if splits >= 8 and count < 2**19 else 1
+    lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
     outer, middle, inner = strides
     return Launch(
         kernel="reduce",
