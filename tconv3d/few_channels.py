@@ -136,7 +136,8 @@ def tiles(side: Side, rows: int, multiple: int, part_limit: int) -> list[Tile]:
     step = max(1, vector) // gcd(side.gathers[2].input_step, max(1, vector))
     multiple = max(multiple, step)  # both are powers of two
     d, h, w = (max(1, size) for size in side.grid)
-    widths = {-(-(-(-w // cuts)) // multiple) * multiple for cuts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)}
+    pieces = [-(-w // cuts) for cuts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
+    widths = {-(-piece // multiple) * multiple for piece in pieces}
     widths |= {rows >> i for i in range(5)}
     found = [
         Tile(side, (max(1, min(d, rows // (width * height))), height, width), vector)

@@ -56,12 +56,6 @@ __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// A barrier of all the block's threads, which warps may reach at different places of the code.
-template <int kThreads>
-__device__ __forceinline__ void meet() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
-}
-
 // ---- Barriers in shared memory (mbarrier): `count` arrivals and all announced bytes complete a phase; the
 // parity of the completed phase is what a waiter asks for.
 

@@ -68,21 +68,6 @@ inline void store_shared(unsigned address, uint4 value) {
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 
-struct EmulatedMeeting {
-  unsigned arrived = 0, number = 0;
-};
-template <int kThreads>
-inline void meet() {
-  auto& meeting = emulator::block_state<EmulatedMeeting>();
-  const unsigned number = meeting.number;
-  if (++meeting.arrived == kThreads) {
-    meeting.arrived = 0;
-    ++meeting.number;
-  } else {
-    emulator::wait_until([&] { return meeting.number != number; }, "meet");
-  }
-}
-
 // ---- Barriers in shared memory.
 
 struct EmulatedBarrier {
