@@ -311,7 +311,8 @@ def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Devi
 
 def _reduce(dtype: str, count: int, splits: int, result: str, sizes: Triple, strides: tuple[int, int, int]) -> Launch:
     """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
-    threads, lanes = 256, 32 if count < 4096 else 1
+    threads, acc_bytes = 256, accumulator(dtype)[1]
+    lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
     outer, middle, inner = strides
     return Launch(
         kernel="reduce",
@@ -324,7 +325,7 @@ def _reduce(dtype: str, count: int, splits: int, result: str, sizes: Triple, str
         ),
         grid=(-(-count * lanes // threads), 1, 1),
         threads=threads,
-        shared_bytes=0,
+        shared_bytes=threads * acc_bytes if lanes > 1 else 0,
         pointers=("workspace", result),
         scalars=padded(int64s(outer, 0, middle, 0, inner, count), int32s(splits), walk((sizes[1], 1, sizes[2]), 1)),
     )
@@ -415,13 +416,14 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
             ("kWide", wide),
             ("kUnitW", p.output[4] == 1),
             ("kLanesArePositions", lanes_are_positions),
+            ("kDense", lanes_are_positions and p.output[2:] == (h * w, w, 1)),
         ),
         grid=(-(-splits * units // 4), 1, 1),
         threads=128,
         shared_bytes=0,
         pointers=("dy", "workspace"),
         scalars=padded(
-            int64s(*p.output, positions),
+            int64s(*p.output, positions, d * h * w),
             int32s(splits, channels),
             walk((d, h, w), 32 if lanes_are_positions else 1),
         ),

@@ -1,52 +1,34 @@
-"""Plans for kernels/few_outputs.cuh: the forward pass with few output channels, products first, shifts afterwards."""
+"""Plans for kernels/few_outputs.cuh: the forward pass with few output channels, products first, shifts afterwards.
+
+Chooses the tile of positions, how many rows of the product a warp has, and the ring of input chunks, by a count of
+what a multiprocessor has to do for a position.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
-from .direct_planner import INT32_MAX, SCALARS
+from .direct_planner import INT32_MAX, SCALARS, power_of_two_up
 from .geometry import Gather, Geometry
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, last_offset
 
-TILES = ((8, 16), (8, 32), (16, 16), (4, 32), (8, 8), (4, 16))  # positions along h and w
+HEIGHTS, LINES = (2, 4, 8, 16), (16, 32, 64)  # of tiles: positions along h, rows of the product along w
+MIN_IN = 8  # channels per group; with fewer, K is not filled
 MAX_OUT = 4  # channels per group; with more, columns of channels fill the tensor cores
 MAX_SUMS = 96  # accumulators of a thread in the product
-MAX_WINDOW = 48  # and in its window of output planes
-SHARED_BYTES = 100 * 1024  # so that two blocks share a multiprocessor
+MAX_TOTALS = 48  # and in the outputs of a position
+MAX_WARPS = 16
 
-
-@dataclass(frozen=True)
-class Tile:
-    """A block's positions with their halo, and how its warps share the rows of the product."""
-
-    h: int
-    w: int
-    halo_h: int
-    halo_w: int
-
-    @property
-    def warps(self) -> int:
-        return self.h * self.w // 32
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of 16 rows per warp."""
-        tiles = -(-self.halo_h * self.halo_w // 16)
-        return -(-tiles // self.warps)
-
-    @property
-    def rows(self) -> int:
-        return self.row_tiles * self.warps * 16
-
-    @property
-    def pitch(self) -> int:
-        """Of a column in shared memory: 4 past a multiple of 32, so that fragments are stored without conflicts."""
-        return self.rows + (4 - self.rows) % 32
-
-    def __str__(self) -> str:
-        return f"{self.h} x {self.w} positions per block, walking along depth"
+# What a multiprocessor does per cycle, for choosing between tiles.
+CYCLES_PER_MULTIPLY = 6.0  # of one of the four schedulers
+BYTES_PER_CYCLE = 18.0  # out of memory
+L2_BYTES_PER_CYCLE = 26.0
+SECTOR_BYTES = 32
+BARRIER_CYCLES = 300.0  # until all warps are under way again, twice a plane
+REGISTERS = 65536
 
 
 def _offsets(gather: Gather) -> list[int]:
@@ -57,35 +39,204 @@ def _span(gather: Gather) -> int:
     return max(_offsets(gather)) - min(_offsets(gather))
 
 
-def _columns(g: Geometry) -> int:
-    return -(-g.taps * g.out_per_group // 8) * 8
+def _up(value: int, multiple: int, rest: int = 0) -> int:
+    """The least number from `value` on that leaves `rest` when divided by `multiple`."""
+    return value + (rest - value) % multiple
 
 
-def _steps(problem: Problem) -> int:
-    return -(-problem.geometry.in_per_group // (32 // problem.item_bytes))
+@dataclass(frozen=True)
+class Layer:
+    """What the kernel is compiled for, besides the tile."""
+
+    geometry: Geometry
+    item_bytes: int
+    channels_last: bool
+    vector: int  # elements that a copy moves; 0: elements one by one, through registers
+
+    @classmethod
+    def of(cls, problem: Problem) -> Layer:
+        n, c, d, h, w = problem.input
+        channels_last = c == 1 and w != 1
+        per_word = 4 // problem.item_bytes
+        contiguous, others = (c, (n, d, h, w)) if channels_last else (w, (n, c, d, h))
+        length = problem.geometry.in_per_group if channels_last else problem.input_size[2]
+        for vector in (16 // problem.item_bytes, 8 // problem.item_bytes, per_word):
+            if contiguous == 1 and problem.aligned and not any(v % vector for v in (*others, length)):
+                return cls(problem.geometry, problem.item_bytes, channels_last, vector)
+        return cls(problem.geometry, problem.item_bytes, channels_last, 1 if per_word == 1 else 0)
+
+    @property
+    def window(self) -> int:
+        d = self.geometry.axes[0]
+        return max(d.dilation * (d.kernel - 1) + 1, d.stride)
+
+    @property
+    def group_tiles(self) -> int:
+        """Column tiles of as many output planes as an input plane completes."""
+        _, h, w = self.geometry.kernel
+        return -(-self.geometry.stride[0] * h * w * self.geometry.out_per_group // 8)
+
+    @property
+    def column_tiles(self) -> int:
+        stride, (_, h, w) = self.geometry.stride[0], self.geometry.kernel
+        groups = -(-self.window // stride)
+        rest = self.window - (groups - 1) * stride
+        return (groups - 1) * self.group_tiles + -(-rest * h * w * self.geometry.out_per_group // 8)
+
+    @property
+    def step(self) -> int:
+        """Input channels of a matrix instruction."""
+        return 32 // self.item_bytes
 
 
-def _window(g: Geometry) -> int:
-    d = g.axes[0]
-    return max(d.dilation * (d.kernel - 1) + 1, d.stride)
+@dataclass(frozen=True)
+class Tile:
+    """A block's positions, the lines of x that it reads, how its warps share them, and a warp's ring."""
+
+    layer: Layer
+    h: int
+    line: int  # elements of x along w: a multiple of 16 rows of the product
+    whole: bool  # a line is all there is along w, without a halo
+    row_tiles: int  # tiles of 16 rows per warp
+    chunk: int  # input channels that are copied at a time
+    stages: int  # chunks in shared memory
+
+    @property
+    def origin_w(self) -> int:
+        return 0 if self.whole else min(_offsets(self.layer.geometry.axes[2].scatter))
+
+    @property
+    def halo_w(self) -> int:
+        return self.w + (0 if self.whole else _span(self.layer.geometry.axes[2].scatter))
+
+    @property
+    def w(self) -> int:
+        """Positions along w: what a line has room for, whole vectors."""
+        if self.whole:
+            return self.line
+        vector = 1 if self.layer.channels_last else max(1, self.layer.vector)
+        lead = self.origin_w % vector
+        return (self.line - lead - _span(self.layer.geometry.axes[2].scatter)) // vector * vector
+
+    @property
+    def halo_h(self) -> int:
+        return self.h + _span(self.layer.geometry.axes[1].scatter)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.layer.geometry.in_per_group // self.chunk)
+
+    @property
+    def steps(self) -> int:
+        return self.chunks * self.chunk // self.layer.step
+
+    @property
+    def warps(self) -> int:
+        return -(-self.halo_h * self.line // (16 * self.row_tiles))
+
+    @property
+    def rows(self) -> int:
+        return self.row_tiles * self.warps * 16
+
+    @property
+    def pitch(self) -> int:
+        """Of a column in shared memory: 4 past a multiple of 32, so that fragments are stored without conflicts."""
+        return _up(self.rows, 32, 4)
+
+    @property
+    def item_pitch(self) -> int:
+        """Of a channel in a stage, or, channels-last, of a position: fragments are loaded without conflicts."""
+        if self.layer.channels_last:
+            return self.chunk + 16 // self.layer.item_bytes
+        return 16 * self.row_tiles + 8
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of a warp."""
+        lines = 16 * self.row_tiles if self.layer.channels_last else self.chunk
+        return lines * self.item_pitch * self.layer.item_bytes
+
+    @property
+    def copies(self) -> int:
+        """Of a lane and a chunk."""
+        return self.row_tiles * self.chunk // (2 * max(1, self.layer.vector))
+
+    @property
+    def shared_bytes(self) -> int:
+        weights = self.steps * self.layer.column_tiles * 256
+        columns = self.layer.group_tiles * 8 * self.pitch * 4
+        return weights + columns + self.warps * self.stages * self.stage_bytes
+
+    @property
+    def registers(self) -> int:
+        g = self.layer.geometry
+        sums = self.row_tiles * self.layer.column_tiles * 4
+        totals = g.stride[1] * g.stride[2] * g.out_per_group
+        return _up(sums + max(6 * self.row_tiles, totals) + 48, 8)
+
+    def blocks(self, device: Device) -> int:
+        """That a multiprocessor has room for. Registers are allotted to four warps at a time."""
+        by_shared = (device.shared_bytes + 1024) // (self.shared_bytes + 1024)
+        return min(by_shared, REGISTERS // (self.registers * 32 * _up(self.warps, 4)))
+
+    def fits(self, device: Device) -> bool:
+        few = self.row_tiles * self.layer.column_tiles * 4 <= MAX_SUMS and self.w > 0
+        even = not self.layer.channels_last or self.chunk <= 32 * max(1, self.layer.vector)
+        return few and even and self.warps <= MAX_WARPS and self.blocks(device) >= 1
+
+    def cycles(self, device: Device) -> float:
+        """Predicted cycles of a multiprocessor for a position and an input plane."""
+        layer, g = self.layer, self.layer.geometry
+        blocks, positions = self.blocks(device), self.h * self.w
+        multiplies = self.warps * self.row_tiles * layer.column_tiles * self.steps
+        item = layer.item_bytes
+        line = self.line * (g.in_per_group if layer.channels_last else 1) * item
+        fetched = (
+            self.halo_h
+            * (line + (0 if self.whole else SECTOR_BYTES))
+            * (1 if layer.channels_last else g.in_per_group)
+        )
+        group = layer.group_tiles * 8
+        shared = (
+            self.rows * g.in_per_group * item / 128
+            + self.warps * self.steps * (4 * self.row_tiles + 2 * layer.column_tiles)
+            + (self.rows + positions) * group / 32
+        )
+        instructions = (
+            multiplies
+            + self.warps * self.steps * (layer.column_tiles + self.row_tiles * 12)
+            + self.warps * self.chunks * (self.copies * 8 + 20)
+            + (2 * self.rows + 3 * positions) * group / 32
+        )
+        parts = (
+            multiplies * CYCLES_PER_MULTIPLY / 4,
+            instructions / 4,
+            shared,
+            fetched / L2_BYTES_PER_CYCLE,
+            positions * g.in_per_group * item / BYTES_PER_CYCLE,
+        )
+        idle = 2 * BARRIER_CYCLES / blocks
+        return (max(parts) + 0.3 / blocks * (sum(parts) - max(parts)) + idle) / positions
+
+    def __str__(self) -> str:
+        return f"{self.h} x {self.w} positions per block of {self.warps} warps, walking along depth"
 
 
-def _shared_bytes(problem: Problem, tile: Tile) -> int:
-    columns = _columns(problem.geometry)
-    return _steps(problem) * columns // 8 * 256 + columns * tile.pitch * 4
-
-
-def _choose_tile(problem: Problem) -> Tile | None:
-    """The tile whose product has the fewest rows per position, of those that fit. Never depends on the volume."""
-    g = problem.geometry
-    spans = [_span(axis.scatter) for axis in g.axes[1:]]
-    tiles = [Tile(h, w, h + spans[0], w + spans[1]) for h, w in TILES]
-    fit = [
-        tile
-        for tile in tiles
-        if tile.row_tiles * _columns(g) // 2 <= MAX_SUMS and _shared_bytes(problem, tile) <= SHARED_BYTES
+def tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Every tile that fits, the predicted fastest first. Of the volume, only a width of up to 64 matters."""
+    layer, axis = Layer.of(problem), problem.geometry.axes[2]
+    width = max(problem.input_size[2], axis.positions(problem.output_size[2]))
+    whole = min((line for line in LINES if line >= width), default=None)
+    lines = [(line, False) for line in LINES if line <= max(LINES[0], power_of_two_up(width))]
+    found = [
+        Tile(layer, h, line, is_whole, row_tiles, steps * layer.step, stages)
+        for (line, is_whole), h, row_tiles, steps, stages in product(
+            lines + ([(whole, True)] if whole else []), HEIGHTS, (1, 2, 3), (1, 2), (2, 3, 4)
+        )
+        if steps == 1 or problem.geometry.in_per_group > layer.step
     ]
-    return min(fit, key=lambda tile: tile.rows / (tile.h * tile.w), default=None)
+    fitting = [tile for tile in found if tile.fits(device)]
+    return sorted(fitting, key=lambda tile: (tile.cycles(device), -tile.stages))
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -96,67 +247,36 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "tensor cores round products to TF32 or 16 bits"
     if g.out_per_group > MAX_OUT:
         return f"more than {MAX_OUT} output channels per group"
-    if g.in_per_group < 8:
-        return "fewer than 8 input channels per group"
-    if _window(g) * g.stride[1] * g.stride[2] * g.out_per_group > MAX_WINDOW:
-        return "the window of output planes does not fit the registers"
-    if _choose_tile(problem) is None:
+    if device.capability < (8, 0):
+        return f"needs compute capability 8.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if g.in_per_group < MIN_IN:
+        return f"fewer than {MIN_IN} input channels per group"
+    if g.stride[1] * g.stride[2] * g.out_per_group > MAX_TOTALS:
+        return "the outputs of a position do not fit the registers"
+    if not tiles(problem, device):
         return "the products of all taps do not fit a multiprocessor"
     return None
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    g, tile = problem.geometry, _choose_tile(problem)
-    assert tile is not None, "why_not was not asked"
-    d, h, w = g.axes
-    tap_phase = [h.phase(th) * w.stride + w.phase(tw) for th in range(h.kernel) for tw in range(w.kernel)]
-    origin_h, origin_w = min(_offsets(h.scatter)), min(_offsets(w.scatter))
-    tap_offset = [
-        (-h.shift(th) - origin_h) * tile.halo_w + (-w.shift(tw) - origin_w)
-        for th in range(h.kernel)
-        for tw in range(w.kernel)
-    ]
-    plane = last_offset((*problem.input_size[1:],), problem.input[3:])
-    constants: Constants = (
-        ("kThreads", tile.h * tile.w),
-        ("kMinBlocks", 3 if tile.row_tiles * _columns(g) // 2 < MAX_SUMS else 2),
-        ("Scalar", SCALARS[problem.dtype]),
-        ("kWide", plane > INT32_MAX),
-        ("kUnitW", problem.input[4] == 1),
-        ("kIn", g.in_per_group),
-        ("kOut", g.out_per_group),
-        ("kTileH", tile.h),
-        ("kTileW", tile.w),
-        ("kHaloH", tile.halo_h),
-        ("kHaloW", tile.halo_w),
-        ("kOriginH", origin_h),
-        ("kOriginW", origin_w),
-        ("kPitch", tile.pitch),
-        ("kRowTiles", tile.row_tiles),
-        ("kWindow", _window(g)),
-        ("kStrideD", d.stride),
-        ("kPaddingD", d.padding),
-        ("kDilationD", d.dilation),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
-        ("kStrideH", h.stride),
-        ("kStrideW", w.stride),
-        ("kPairs", w.stride == 2 and problem.output[4] == 1),
-        ("kTapPhase", tuple(tap_phase)),
-        ("kTapOffset", tuple(tap_offset)),
-    )
+    return plan_tile(problem, device, tiles(problem, device)[0])
+
+
+def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
+    """The plan with a given tile: what a benchmark compares."""
+    g, (_, h, w) = problem.geometry, problem.geometry.axes
     out_d, out_h, out_w = problem.output_size
     tiles_h = -(-h.positions(out_h) // tile.h)
     tiles_w = -(-w.positions(out_w) // tile.w)
     flat = problem.batch * g.groups * tiles_h * tiles_w
-    parts = _parts(out_d, flat, device)
-    planes = -(-out_d // parts)
+    planes = _planes(problem, flat, tile, device)
     parts = -(-out_d // planes)
     launch = Launch(
         kernel="few_outputs",
-        constants=constants,
+        constants=_constants(problem, tile, device),
         grid=(flat * parts, 1, 1),
-        threads=tile.h * tile.w,
-        shared_bytes=_shared_bytes(problem, tile),
+        threads=32 * tile.warps,
+        shared_bytes=tile.shared_bytes,
         pointers=("x", "weight", "bias", "y"),
         scalars=padded(
             int64s(*problem.input, *problem.output, *problem.weight),
@@ -169,7 +289,56 @@ def plan(problem: Problem, device: Device) -> Plan:
     return Plan("few_outputs", "tensor cores, a column for every tap", (launch,), tile=str(tile))
 
 
-def _parts(planes: int, flat: int, device: Device) -> int:
-    """Into how many parts the depth is cut: enough blocks for a few waves, but parts long against their halo."""
-    wanted = -(-device.multiprocessors * 6 // max(flat, 1))
-    return max(1, min(wanted, planes // 12))
+def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
+    g, layer = problem.geometry, tile.layer
+    d, h, w = g.axes
+    origin_h = min(_offsets(h.scatter))
+    taps = list(product(range(h.kernel), range(w.kernel)))
+    chunk = last_offset((tile.chunk, *problem.input_size[1:]), (problem.input[1], *problem.input[3:]))
+    return (
+        ("kThreads", 32 * tile.warps),
+        ("kMinBlocks", tile.blocks(device)),
+        ("Scalar", SCALARS[problem.dtype]),
+        ("kWide", chunk > INT32_MAX),
+        ("kChannelsLast", layer.channels_last),
+        ("kVector", layer.vector),
+        ("kIn", g.in_per_group),
+        ("kOut", g.out_per_group),
+        ("kTileH", tile.h),
+        ("kTileW", tile.w),
+        ("kHaloH", tile.halo_h),
+        ("kHaloW", tile.halo_w),
+        ("kLineW", tile.line),
+        ("kWholeLines", tile.whole),
+        ("kOriginH", origin_h),
+        ("kOriginW", tile.origin_w),
+        ("kPitch", tile.pitch),
+        ("kItemPitch", tile.item_pitch),
+        ("kChunk", tile.chunk),
+        ("kStages", tile.stages),
+        ("kRowTiles", tile.row_tiles),
+        ("kWindow", layer.window),
+        ("kStrideD", d.stride),
+        ("kPaddingD", d.padding),
+        ("kDilationD", d.dilation),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        ("kStrideH", h.stride),
+        ("kStrideW", w.stride),
+        ("kPairs", w.stride == 2 and problem.output[4] == 1),
+        ("kTapPhase", tuple(h.phase(th) * w.stride + w.phase(tw) for th, tw in taps)),
+        ("kTapShiftH", tuple(-h.shift(th) - origin_h for th, _ in taps)),
+        ("kTapShiftW", tuple(-w.shift(tw) - tile.origin_w for _, tw in taps)),
+    )
+
+
+def _planes(problem: Problem, flat: int, tile: Tile, device: Device) -> int:
+    """Output planes of a block: what fills the GPU with the least left over, and the least halo along depth."""
+    out, axis = problem.output_size[0], problem.geometry.axes[0]
+    slots = device.multiprocessors * tile.blocks(device)
+
+    def cost(parts: int) -> float:
+        planes = -(-out // parts)
+        steps = (planes + axis.dilation * (axis.kernel - 1)) / axis.stride
+        return -(-flat * -(-out // planes) // slots) * (steps + 1)
+
+    return -(-out // min(range(1, max(1, min(out, 64)) + 1), key=cost))

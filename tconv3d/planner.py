@@ -9,13 +9,24 @@ from __future__ import annotations
 from functools import lru_cache
 from types import ModuleType
 
-from . import direct_planner, few_outputs_planner, halo_planner, weight_grad_planner
+from . import (
+    depthwise_planner,
+    direct_planner,
+    few_inputs_planner,
+    few_outputs_planner,
+    few_weight_grad_planner,
+    halo_planner,
+    weight_grad_planner,
+)
 from .problem import Device, Plan, Problem
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("few_outputs", few_outputs_planner),
+    ("few_inputs", few_inputs_planner),
+    ("few_weight_grad", few_weight_grad_planner),
     ("halo", halo_planner),
     ("tensor_weight_grad", weight_grad_planner),
+    ("depthwise", depthwise_planner),
     ("direct", direct_planner),
 )
 

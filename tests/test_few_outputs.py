@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
-from layers import Layer, check, to_tf32
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import TRAPS, Layer, check, to_tf32
+from test_few_inputs import A100, H200, axis, problem
 
 import tconv3d
+from tconv3d import compiler, direct_planner, executor, few_outputs_planner, planner
+from tconv3d.geometry import Geometry
+from tconv3d.problem import Pass
 
 T3, T2, T1 = (3, 3, 3), (2, 2, 2), (1, 1, 1)
 
@@ -20,7 +29,25 @@ LAYERS = {
     "empty phases": Layer(8, 2, (3, 4, 5), T3, T2, (3, 2, 2), T1, T2),
     "flat": Layer(16, 4, (9, 4, 5), (1, 3, 3), (1, 2, 2), (0, 1, 1)),
     "padding beyond the kernel": Layer(8, 1, (7, 7, 7), T2, T1, T3),
+    "outputs that no plane feeds": Layer(8, 1, (2, 3, 3), T1, (3, 3, 3), T1),
+    "deep dilation": Layer(8, 1, (5, 3, 4), (3, 2, 2), (2, 1, 1), (1, 0, 0), (0, 0, 0), (3, 1, 1)),
+    "wide, whole vectors": Layer(40, 1, (2, 9, 64), T3, T2, T1, T1, batch=1),
 }
+
+
+@pytest.fixture
+def few_outputs(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Everything that the family can compute goes to it; the direct family has the rest."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    families = (("few_outputs", few_outputs_planner), ("direct", direct_planner))
+    monkeypatch.setattr(planner, "FAMILIES", families)
+    monkeypatch.setattr(few_outputs_planner, "MIN_IN", 1)
+    monkeypatch.setattr(executor, "_tasks", {})
+    planner.plan.cache_clear()
+    yield ours
+    planner.plan.cache_clear()
+    torch.backends.cudnn.conv.fp32_precision = before
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -34,11 +61,65 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     check(LAYERS[name], dtype, ours, operands, forward_only=True)
 
 
-def test_channels_last(ours: str) -> None:
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-    operands = [to_tf32(operand) for operand in LAYERS["monai"].operands(torch.float32, ours)]
+def exact(layer: Layer, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Operands whose products on tensor cores are exact."""
+    operands = layer.operands(dtype, device)
+    return [to_tf32(operand) for operand in operands] if dtype == torch.float32 else operands
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["gan", "monai", "odd channels", "wide, whole vectors"])
+def test_channels_last(name: str, dtype: torch.dtype, few_outputs: str) -> None:
+    operands = exact(LAYERS[name], dtype, few_outputs)
     operands[0] = operands[0].to(memory_format=torch.channels_last_3d)
-    check(LAYERS["monai"], torch.float32, ours, operands, forward_only=True)
+    check(LAYERS[name], dtype, few_outputs, operands, forward_only=True)
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps(name: str, few_outputs: str) -> None:
+    layer = replace(TRAPS[name], batch=1)
+    check(layer, torch.float32, few_outputs, exact(layer, torch.float32, few_outputs), forward_only=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_unaligned_and_strided_operands(dtype: torch.dtype, few_outputs: str) -> None:
+    layer = replace(LAYERS["monai"], size=(3, 4, 8))
+    x, *others = exact(layer, dtype, few_outputs)
+    shifted = torch.empty(x.numel() + 1, dtype=dtype, device=few_outputs)[1:].view(x.shape).copy_(x)
+    turned = x.permute(4, 2, 0, 3, 1).contiguous().permute(2, 4, 1, 3, 0)
+    for one in (shifted, turned, x[:, :, :1].expand(x.shape)):
+        check(layer, dtype, few_outputs, [one, *others], forward_only=True)
+
+
+@settings(max_examples=25)
+@given(
+    axes=st.tuples(axis, axis, axis),
+    size=st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 20)),
+    few=st.integers(1, 3),
+    many=st.integers(1, 20),
+    half=st.booleans(),
+    last=st.booleans(),
+)
+def test_generated_geometries(
+    axes: tuple[tuple[int, ...], ...],
+    size: tuple[int, int, int],
+    few: int,
+    many: int,
+    half: bool,
+    last: bool,
+    few_outputs: str,
+) -> None:
+    kernel, stride, padding, dilation, extra = (tuple(v) for v in zip(*axes, strict=True))
+    output_padding = tuple(min(e, max(s, d) - 1) for e, s, d in zip(extra, stride, dilation, strict=True))
+    geometry = Geometry.make(many, few, kernel, stride, padding, output_padding, 1, dilation)
+    if min(geometry.output_size(size)) < 1:
+        return
+    layer = Layer(many, few, size, kernel, stride, padding, output_padding, dilation, batch=1)  # type: ignore[arg-type]
+    dtype = torch.bfloat16 if half else torch.float32
+    operands = exact(layer, dtype, few_outputs)
+    if last:
+        operands[0] = operands[0].to(memory_format=torch.channels_last_3d)
+    check(layer, dtype, few_outputs, operands, forward_only=True)
 
 
 def test_float32_is_rounded_to_nearest(ours: str) -> None:
@@ -47,3 +128,38 @@ def test_float32_is_rounded_to_nearest(ours: str) -> None:
     x = torch.full((1, 8, 2, 2, 2), 1 + 3 * 2**-12, device=ours)
     w = torch.ones(8, 1, 1, 1, 1, device=ours)
     assert torch.equal(tconv3d.conv_transpose3d(x, w), torch.full((1, 1, 2, 2, 2), 8 * (1 + 2**-10), device=ours))
+
+
+def test_what_it_refuses_and_why() -> None:
+    taken = problem(LAYERS["monai"], Pass.FORWARD)
+    assert few_outputs_planner.why_not(taken, H200) is None
+    assert few_outputs_planner.why_not(taken, A100) is None
+    for refused, device, reason in (
+        (replace(taken, which=Pass.INPUT_GRAD), H200, "forward"),
+        (replace(taken, tf32=False), H200, "TF32"),
+        (taken, replace(A100, capability=(7, 5)), "8.0"),
+        (problem(Layer(32, 5, (4, 4, 4), T3, T2), Pass.FORWARD), H200, "more than 4"),
+        (problem(Layer(7, 1, (4, 4, 4), T3), Pass.FORWARD), H200, "fewer than 8"),
+        (problem(Layer(8, 1, (4, 4, 4), (9, 9, 9), T1, (4, 4, 4)), Pass.FORWARD), H200, "products"),
+    ):
+        assert reason in (few_outputs_planner.why_not(refused, device) or "")
+
+
+def test_a_new_depth_height_or_batch_compiles_nothing() -> None:
+    layer = LAYERS["gan"]
+    first = few_outputs_planner.plan(problem(layer, Pass.FORWARD, size=(64, 64, 64)), H200)
+    for size, batch in (((4, 8, 64), 1), ((1, 1, 96), 2), ((7, 65, 128), 3)):
+        other = few_outputs_planner.plan(problem(replace(layer, batch=batch), Pass.FORWARD, size=size), H200)
+        assert other.launches[0].constants == first.launches[0].constants
+
+
+@pytest.mark.parametrize("name", ["gan", "monai", "flat"])
+def test_compiles_without_spills(name: str) -> None:
+    try:
+        compiler.version()
+    except compiler.MissingCompilerError:
+        pytest.skip("NVRTC is not installed")
+    for dtype in ("float32", "float16"):
+        launch = few_outputs_planner.plan(problem(LAYERS[name], Pass.FORWARD, dtype), H200).launches[0]
+        report = compiler.compile(launch.kernel, launch.constants, "sm_90a").report
+        assert report.spill_stores == 0 and report.stack_bytes == 0

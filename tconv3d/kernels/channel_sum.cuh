@@ -1,8 +1,8 @@
 // The bias gradient: the sum of dy over batch and volume for every channel.
 //
-// A warp works alone on one part of the positions. Its lanes are 32 neighbouring positions of one channel,
-// or, for channels-last tensors, one position of 32 neighbouring channels. reduce.cuh adds the parts in a
-// fixed order.
+// A warp works alone on one part of the positions. Its lanes are 32 neighbouring positions of one channel, in
+// vectors of 16 bytes where the volume of a channel is one contiguous run (kDense), or, for channels-last
+// tensors, one position of 32 neighbouring channels. reduce.cuh adds the parts in a fixed order.
 #pragma once
 
 #include "cursor.cuh"
@@ -14,10 +14,30 @@ struct Args {
   void* parts;  // [splits][channels]
   Strides dy_strides;
   long long positions;
+  long long volume;  // positions of a sample
   int splits;
   int channels;
   Walk walk;
 };
+
+// The lane's share of the sum of a contiguous run.
+template <class Acc, class Scalar, class Index>
+__device__ __forceinline__ Acc sum_run(const Scalar* run, Index length, int lane) {
+  constexpr int kLanes = 32, kItems = 16 / static_cast<int>(sizeof(Scalar));
+  const int past = static_cast<int>(reinterpret_cast<unsigned long long>(run) / sizeof(Scalar) % kItems);
+  const Index wanted = (kItems - past) % kItems, head = wanted < length ? wanted : length;
+  const Index vectors = (length - head) / kItems;
+  Acc sum = lane < head ? widen<Acc>(run[lane]) : Acc(0);
+  const Scalar* aligned = run + head;
+#pragma unroll 4
+  for (Index i = lane; i < vectors; i += kLanes) {
+    const auto vector = load_vector<kItems>(aligned + i * kItems);
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) sum += widen<Acc>(vector.at[k]);
+  }
+  const Index tail = head + vectors * kItems + lane;
+  return tail < length ? sum + widen<Acc>(run[tail]) : sum;
+}
 
 template <class C>
 __device__ void run(const Args& args) {
@@ -35,16 +55,26 @@ __device__ void run(const Args& args) {
 
   const Scalar* dy = static_cast<const Scalar*>(args.dy) + channel * static_cast<Index>(args.dy_strides.c);
   const Part<Index> part(static_cast<Index>(args.positions), args.splits, split);
-  const Index first = part.begin + (C::kLanesArePositions ? lane : 0);
-  Cursor<Index> i(first, args.walk);
   Acc sum = 0;
+  if constexpr (C::kDense) {
+    const Index volume = static_cast<Index>(args.volume);
+    for (Index position = part.begin; position < part.end;) {
+      const Index n = position / volume, offset = position - n * volume;
+      const Index length = part.end - position < volume - offset ? part.end - position : volume - offset;
+      sum += sum_run<Acc>(dy + (n * static_cast<Index>(args.dy_strides.n) + offset), length, lane);
+      position += length;
+    }
+  } else {
+    const Index first = part.begin + (C::kLanesArePositions ? lane : 0);
+    Cursor<Index> i(first, args.walk);
 #pragma unroll 4
-  for (Index position = first; position < part.end; position += C::kLanesArePositions ? kLanes : 1) {
-    const Index step_w = C::kUnitW ? 1 : static_cast<Index>(args.dy_strides.w);
-    sum += widen<Acc>(
-        dy[i.n * static_cast<Index>(args.dy_strides.n) + i.d * static_cast<Index>(args.dy_strides.d) +
-           i.h * static_cast<Index>(args.dy_strides.h) + i.w * step_w]);
-    i.advance(args.walk);
+    for (Index position = first; position < part.end; position += C::kLanesArePositions ? kLanes : 1) {
+      const Index step_w = C::kUnitW ? 1 : static_cast<Index>(args.dy_strides.w);
+      sum += widen<Acc>(
+          dy[i.n * static_cast<Index>(args.dy_strides.n) + i.d * static_cast<Index>(args.dy_strides.d) +
+             i.h * static_cast<Index>(args.dy_strides.h) + i.w * step_w]);
+      i.advance(args.walk);
+    }
   }
   if constexpr (C::kLanesArePositions) sum = warp_sum(sum);
   if (!C::kLanesArePositions || lane == 0) {

@@ -1,5 +1,6 @@
 // Adds the parts that split kernels leave, always in the same order, and writes the result in the caller's
-// format. kLanes threads (1 or a warp) share one element: a warp where there are many parts and few elements.
+// format. kLanes threads share one element, where there are many parts and few elements; neighbouring threads
+// have neighbouring elements all the same.
 #pragma once
 
 #include "cursor.cuh"
@@ -18,16 +19,25 @@ struct Args {
 template <class C>
 __device__ void run(const Args& args) {
   using Acc = typename C::Acc;
-  static_assert(C::kLanes == 1 || C::kLanes == 32, "one thread or one warp to an element");
-  const long long element = (static_cast<long long>(blockIdx.x) * C::kThreads + threadIdx.x) / C::kLanes;
-  if (element >= args.count) return;
-  const int lane = threadIdx.x % C::kLanes;
+  static_assert(C::kThreads % C::kLanes == 0, "every element has its lanes");
+  constexpr int kElements = C::kThreads / C::kLanes;  // of a block
+  const int lane = static_cast<int>(threadIdx.x) / kElements;
+  const long long element = static_cast<long long>(blockIdx.x) * kElements + threadIdx.x % kElements;
   const Acc* part = static_cast<const Acc*>(args.parts) + element;
   Acc sum = 0;
+  if (element < args.count) {
 #pragma unroll 4
-  for (int split = lane; split < args.splits; split += C::kLanes) sum += part[split * args.count];
-  if constexpr (C::kLanes > 1) sum = warp_sum(sum);
-  if (lane != 0) return;
+    for (int split = lane; split < args.splits; split += C::kLanes) sum += part[split * args.count];
+  }
+  if constexpr (C::kLanes > 1) {
+    Acc* sums = dynamic_shared<Acc>();
+    sums[threadIdx.x] = sum;
+    __syncthreads();
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < C::kLanes; ++i) sum += sums[i * kElements + threadIdx.x % kElements];
+  }
+  if (lane != 0 || element >= args.count) return;
   const Cursor<long long> i(element, args.walk);
   static_cast<typename C::Scalar*>(args.result)[i.n * args.strides.n + i.d * args.strides.d +
                                                 i.h * args.strides.h + i.w * args.strides.w] =

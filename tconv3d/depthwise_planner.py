@@ -1,0 +1,215 @@
+"""Plans for depthwise layers (kernels/depthwise.cuh, depthwise_weight_grad.cuh): threads that walk along depth.
+
+All types but float64, in exact float32 arithmetic. What is compiled in depends on the layer and its format alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from .direct_planner import SCALARS, Side, _reduce
+from .geometry import Triple
+from .launch import Constants, Launch
+from .packing import divider, int32s, int64s, padded
+from .problem import Device, Pass, Plan, Problem
+
+THREADS = 128
+REGISTERS = 65536  # of a multiprocessor
+MAX_REGISTERS = 200  # of a thread
+MAX_LOADS = 32
+WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The taps of a walk along depth: which plane of a step each reads, and which position of the window it feeds."""
+
+    side: Side
+    first_lag: int
+    last_lags: tuple[int, ...]  # of each phase along depth
+    slots: int  # positions along depth that a step feeds, of one phase
+    taps: tuple[tuple[Triple, int, int, int, int, int], ...]  # tap, plane, slot, phase along d, phase, load
+    loads: tuple[tuple[int, int], ...]  # offsets along h and w
+
+    @classmethod
+    def of(cls, side: Side) -> Walk:
+        d, h, w = side.gathers
+        depth = [
+            (d.tap(f, j), f, *divmod(d.offset(f, j), d.input_step))
+            for f in range(d.phases)
+            for j in range(d.count[f])
+        ]
+        plane = [
+            ((h.tap(fh, jh), w.tap(fw, jw)), fh * w.phases + fw, (h.offset(fh, jh), w.offset(fw, jw)))
+            for fh, fw in product(range(h.phases), range(w.phases))
+            for jh, jw in product(range(h.count[fh]), range(w.count[fw]))
+        ]
+        # A phase without taps is stored, too: as if by a tap without a lag.
+        lags = [[lag for _, of, lag, _ in depth if of == f] or [0] for f in range(d.phases)]
+        last = tuple(max(found) for found in lags)
+        loads = sorted({offset for _, _, offset in plane})
+        taps = tuple(
+            ((tap_d, *tap), plane_of, last[phase_d] - lag, phase_d, phase, loads.index(offset))
+            for (tap_d, phase_d, lag, plane_of), (tap, phase, offset) in product(depth, plane)
+        )
+        slots = max(max(found) - min(found) for found in lags) + 1
+        return cls(side, min(map(min, lags)), last, slots, taps, tuple(loads))
+
+    @property
+    def phases(self) -> Triple:
+        d, h, w = self.side.gathers
+        return d.phases, h.phases, w.phases
+
+    def registers(self, which: Pass) -> int:
+        """About what a thread needs."""
+        if which is Pass.WEIGHT_GRAD:
+            return -(-len(self.taps) // 32) * 32 + 2 * len(self.loads) + self.slots + 24
+        return len(self.taps) + (self.slots + 4) * prod(self.phases) + 2 * len(self.loads) + 24
+
+    def constants(self, channel_lanes: bool) -> Constants:
+        side = self.side
+        d, h, w = side.gathers
+        return (
+            ("kWide", side.wide),
+            ("kUnitW", side.x[4] == 1),
+            ("kChannelLanes", channel_lanes),
+            ("kGroups", side.problem.geometry.groups),
+            ("kTaps", len(self.taps)),
+            *((f"kTap{n}", tuple(tap[0][i] for tap in self.taps)) for i, n in enumerate("DHW")),
+            ("kTapPlane", tuple(tap[1] for tap in self.taps)),
+            ("kTapSlot", tuple(tap[2] for tap in self.taps)),
+            ("kTapLoad", tuple(tap[5] for tap in self.taps)),
+            ("kFirstLag", self.first_lag),
+            ("kLastLag", self.last_lags),
+            ("kEndLag", max(self.last_lags)),
+            ("kSlots", self.slots),
+            ("kLoads", len(self.loads)),
+            ("kLoadH", tuple(offset[0] for offset in self.loads)),
+            ("kLoadW", tuple(offset[1] for offset in self.loads)),
+            *((f"kInputStep{n}", gather.input_step) for n, gather in zip("DHW", (d, h, w), strict=True)),
+        )
+
+
+def _walk(problem: Problem) -> Walk:
+    """The weight gradient walks over dy, as the input gradient does."""
+    which = Pass.INPUT_GRAD if problem.which is Pass.WEIGHT_GRAD else problem.which
+    return Walk.of(Side.of(replace(problem, which=which)))
+
+
+def _channel_lanes(walk: Walk) -> bool:
+    """Neighbouring threads have neighbouring channels, where these are what is contiguous in memory."""
+    y = walk.side.y
+    return y[1] == 1 and y[4] != 1
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    g = problem.geometry
+    if problem.which is Pass.BIAS_GRAD:
+        return "it computes no bias gradients"
+    if g.in_per_group != 1 or g.out_per_group != 1:
+        return "more than one channel per group"
+    if problem.dtype == "float64":
+        return "it adds up in float32"
+    if min(sum(gather.count) for axis in g.axes for gather in (axis.scatter,)) == 0:
+        return "no tap reaches the output"
+    walk = _walk(problem)
+    if len(walk.loads) > MAX_LOADS or walk.registers(problem.which) > MAX_REGISTERS:
+        return "the taps do not fit the registers"
+    if walk.side.positions * g.groups >= 2**31:
+        return "the volume is too large"
+    if problem.which is Pass.WEIGHT_GRAD:
+        taps = -(-len(walk.taps) // 32)
+        if taps & (taps - 1):
+            return "the sums of the taps have no halves"
+        if _channel_lanes(walk):
+            return "channels-last positions have too many channels for a block"
+        blocks = -(-walk.side.grid[1] * walk.side.grid[2] // THREADS)
+        if problem.batch * blocks * g.groups * g.taps * 4 > WORKSPACE_BYTES:
+            return "the parts do not fit the workspace"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    walk = _walk(problem)
+    g, side, channel_lanes = problem.geometry, walk.side, _channel_lanes(walk)
+    depth, plane = side.grid[0], side.grid[1] * side.grid[2]
+    blocks = -(-plane * (g.groups if channel_lanes else 1) // THREADS)
+    flat = blocks * problem.batch * (1 if channel_lanes else g.groups)
+    resident = max(1, REGISTERS // (walk.registers(problem.which) * THREADS))
+    most = depth
+    if problem.which is Pass.WEIGHT_GRAD:
+        most = min(depth, WORKSPACE_BYTES // (max(1, problem.batch) * blocks * g.groups * g.taps * 4))
+    length = _length(depth, most, walk.slots, flat, device.multiprocessors * resident)
+    parts = -(-depth // length)
+    march = int64s(*side.x) + int32s(*side.x_size, *side.grid, length, problem.batch)
+    march = padded(march, divider(side.grid[2]), divider(blocks), divider(parts))
+    tile = f"each thread one position, walking {length} along depth"
+    constants: Constants = (
+        ("kThreads", THREADS),
+        ("kMinBlocks", resident),
+        ("Scalar", SCALARS[problem.dtype]),
+        *walk.constants(channel_lanes),
+    )
+    if problem.which is Pass.WEIGHT_GRAD:
+        return _plan_weight_grad(
+            problem, walk, constants, march, (flat * parts, problem.batch * blocks * parts), tile
+        )
+    _, h, w = side.gathers
+    launch = Launch(
+        kernel="depthwise",
+        constants=(
+            *constants,
+            ("kTapPhaseD", tuple(tap[3] for tap in walk.taps)),
+            ("kTapPhase", tuple(tap[4] for tap in walk.taps)),
+            ("kPhasesD", walk.phases[0]),
+            ("kPhases", h.phases * w.phases),
+            *((f"kOutputStep{n}", gather.output_step) for n, gather in zip("DHW", side.gathers, strict=True)),
+            ("kPairs", w.phases == 2 and side.y[4] == 1),
+        ),
+        grid=(flat * parts, 1, 1),
+        threads=THREADS,
+        shared_bytes=0,
+        pointers=("x", "weight", "bias", "y") if problem.which is Pass.FORWARD else ("dy", "weight", "null", "dx"),
+        scalars=padded(march, int64s(*side.y, *problem.weight), int32s(*side.y_size)),
+    )
+    return Plan("depthwise", "multiply-adds, walking along depth", (launch,), tile=tile)
+
+
+def _plan_weight_grad(
+    p: Problem, walk: Walk, constants: Constants, march: bytes, blocks: tuple[int, int], tile: str
+) -> Plan:
+    g, splits = p.geometry, max(1, blocks[1])
+    main = Launch(
+        kernel="depthwise_weight_grad",
+        constants=(
+            *constants,
+            ("kTapIndex", tuple((t[0] * g.kernel[1] + t[1]) * g.kernel[2] + t[2] for t, *_ in walk.taps)),
+        ),
+        grid=(blocks[0], 1, 1),
+        threads=THREADS,
+        shared_bytes=THREADS // 32 * -(-len(walk.taps) // 32) * 128,
+        pointers=("x", "dy", "workspace"),
+        scalars=padded(march, int64s(*p.input)),
+    )
+    count = g.groups * g.taps
+    ci, co, _, _, tap = p.weight
+    reduce = _reduce(p.dtype, count, splits if blocks[0] else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
+    return Plan(
+        "depthwise_weight_grad",
+        "multiply-adds, walking along depth",
+        (main, reduce),
+        splits * count * 4,
+        f"{tile}, {splits} parts",
+    )
+
+
+def _length(depth: int, most: int, slots: int, flat: int, resident: int) -> int:
+    """Positions along depth of a block: what fills the GPU with the least left over, and the least repeated."""
+
+    def cost(parts: int) -> int:
+        length = -(-depth // parts)
+        return -(-flat * -(-depth // length) // resident) * (length + slots)
+
+    return -(-depth // min(range(1, max(1, min(most, 64)) + 1), key=cost))

@@ -1,0 +1,310 @@
+// Few channels in, many out, on tensor cores: the forward pass of layers with few input channels, and the
+// input gradient of layers with few output channels.
+//
+// Both gather (geometry.py, Gather): output step_out*q + phase is the sum over channels r and the phase's
+// taps of x[step_in*q + offset(tap)][r] * w[tap][r]. A matrix product with one row for every position q, one
+// column for every output channel, and K = (tap, channel r): few channels times all taps are enough of K.
+//
+// The result is what takes the time, so it must be written once and at the speed of memory. A block owns a
+// tile of positions (a box of the volume, its shape a run-time matter) and up to kBlockOut output channels,
+// and walks from tile to tile. The part of x that a tile needs is small: it is copied to shared memory, and
+// while one tile is computed the next one is on its way. Fragments of the first operand are gathered out of
+// that copy: the address of a word is the place of its row plus the place of its K, and both are known before
+// the walk. Fragments of the weights wait in shared memory, as the instruction wants them.
+//
+// A lane's two rows of a fragment are neighbours along w, and with two phases along w they are computed
+// together: a lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors.
+#pragma once
+
+#include "few_channels.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  const void* w;
+  const void* bias;  // null: no bias
+  void* y;
+  Strides x_strides, y_strides;
+  Strides w_strides;  // n: reduced channel, c: output channel, both of the group; d, h, w: tap
+  long long w_group_stride;
+  Extent x_size, y_size;
+  Tiles tiles;
+};
+
+template <class C>
+struct FewInputs {
+  using Scalar = typename C::Scalar;
+  using Index = typename IndexType<C::kWide>::type;
+  using Operand = OperandOf<Scalar>;
+
+  static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
+  static constexpr int kRows = kWarps * C::kRowTiles * 16;
+  static constexpr int kItemBytes = static_cast<int>(sizeof(Scalar));
+  static constexpr int kWordItems = 4 / kItemBytes;   // operands in a register
+  static constexpr int kStepItems = 32 / kItemBytes;  // K of one instruction
+  static constexpr int kSteps = C::kFirstStep(C::kPhases);
+  static constexpr int kBlocksOut = (C::kOutPerGroup + C::kBlockOut - 1) / C::kBlockOut;
+  static constexpr int kKinds = C::kGroups * kBlocksOut;  // blocks that differ in their output channels
+  static constexpr int kTiles = C::kBlockOut / 8;         // of columns
+  static constexpr int kPasses = kTiles / C::kPassTiles;
+  static_assert(C::kBlockOut % (8 * C::kPassTiles) == 0, "whole passes");
+  static_assert(C::kPhases % C::kTogether == 0 && (C::kTogether == 1 || C::kOutputStepW == C::kTogether),
+                "phases that are computed together are all those along w");
+
+  // Shared memory: the weights as [step][column tile][lane][2], where each K lies in the copied part of x,
+  // the bias, and two copies of parts.
+  static constexpr int kPlaces = kSteps * kTiles * kLanes * 2;
+  static constexpr int kBias = kPlaces + kSteps * kStepItems;
+  static constexpr int kParts = (kBias + C::kBlockOut + 3) / 4 * 4;
+
+  const Args& args;
+  unsigned* shared;
+  int lane, warp, group, first_out;
+  int row_place[C::kRowTiles];  // of the first of this lane's two rows in the part of x
+  int row_d[C::kRowTiles], row_h[C::kRowTiles], row_w[C::kRowTiles];  // in the tile; d < 0: no such row
+  float sum[C::kTogether][C::kRowTiles][C::kPassTiles][4];
+
+  __device__ __forceinline__ FewPart<C> part() const {
+    const Scalar* first =
+        static_cast<const Scalar*>(args.x) + static_cast<long long>(group) * C::kReduced * args.x_strides.c;
+    return FewPart<C>{args.tiles, args.x_size, args.x_strides, first};
+  }
+  __device__ __forceinline__ Scalar* part_at(int buffer) const {
+    return reinterpret_cast<Scalar*>(shared + kParts) + buffer * part().items();
+  }
+
+  __device__ __forceinline__ void locate() {
+    lane = threadIdx.x % kLanes;
+    warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / kLanes, 0);
+    const int kind = static_cast<int>(blockIdx.x) % kKinds;
+    group = kind / kBlocksOut;
+    first_out = kind % kBlocksOut * C::kBlockOut;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+      const int row = (warp * C::kRowTiles + m) * 16 + lane / 4 * 2;
+      const int line = row / args.tiles.tile.w;
+      row_w[m] = row - line * args.tiles.tile.w;
+      row_h[m] = line % args.tiles.tile.h;
+      row_d[m] = line / args.tiles.tile.h < args.tiles.tile.d ? line / args.tiles.tile.h : -1;
+      row_place[m] = part().position_place(row_d[m] < 0 ? 0 : row_d[m], row_h[m], row_w[m]);
+    }
+  }
+
+  // ---- What the walk needs of the layer.
+
+  __device__ __forceinline__ unsigned weight_bits(const Scalar* w, int f, int k, int out) const {
+    const int tap = C::kFirstTap(f) + k / C::kReduced, r = k % C::kReduced;
+    if (tap >= C::kFirstTap(f + 1) || out >= C::kOutPerGroup) return 0;
+    return Operand::bits(load_constant(w + r * args.w_strides.n + out * args.w_strides.c +
+                                       C::kTapD(tap) * args.w_strides.d + C::kTapH(tap) * args.w_strides.h +
+                                       C::kTapW(tap) * args.w_strides.w));
+  }
+
+  __device__ __forceinline__ void stage_weights() {
+    const Scalar* w = static_cast<const Scalar*>(args.w) + group * args.w_group_stride;
+    for (int f = 0; f < C::kPhases; ++f) {
+      const int first = C::kFirstStep(f), steps = C::kFirstStep(f + 1) - first;
+      for (int i = warp; i < steps * kTiles; i += kWarps) {
+        const int step = i / kTiles, out = first_out + i % kTiles * 8 + lane / 4;
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          unsigned bits = 0;
+#pragma unroll
+          for (int item = 0; item < kWordItems; ++item) {
+            const int k = step * kStepItems + (lane % 4 + 4 * part) * kWordItems + item;
+            bits |= weight_bits(w, f, k, out) << (16 * item);
+          }
+          shared[((first * kTiles + i) * kLanes + lane) * 2 + part] = bits;
+        }
+      }
+      int* places = reinterpret_cast<int*>(shared) + kPlaces;
+      for (int k = threadIdx.x; k < steps * kStepItems; k += C::kThreads) {
+        const int tap = C::kFirstTap(f) + k / C::kReduced, r = k % C::kReduced;
+        const bool exists = tap < C::kFirstTap(f + 1);
+        places[first * kStepItems + k] = exists ? part().tap_place(tap, r) : -1;
+      }
+    }
+    const Scalar* bias = static_cast<const Scalar*>(args.bias);
+    for (int o = threadIdx.x; o < C::kBlockOut; o += C::kThreads) {
+      const bool exists = bias != nullptr && first_out + o < C::kOutPerGroup;
+      reinterpret_cast<float*>(shared)[kBias + o] =
+          exists ? widen<float>(load_constant(bias + group * C::kOutPerGroup + first_out + o)) : 0.0f;
+    }
+  }
+
+  // ---- The product.
+
+  // Adds one step of K to the sums of a phase, for the columns of one pass.
+  template <bool kChecked>
+  __device__ __forceinline__ void multiply_step(const Scalar* part, int step, int pass,
+                                                float (&total)[C::kRowTiles][C::kPassTiles][4]) {
+    unsigned a[C::kRowTiles][4];
+    const int* places = reinterpret_cast<const int*>(shared) + kPlaces + step * kStepItems;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // K: lane%4, in words, and 4 words further
+      const auto k = load_vector<kWordItems>(places + (lane % 4 + 4 * half) * kWordItems);
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m) {
+        a[m][2 * half] = FewPart<C>::template operand<kChecked>(part + row_place[m], k.at);
+        a[m][2 * half + 1] =
+            FewPart<C>::template operand<kChecked>(part + row_place[m] + C::kInputStepW, k.at);
+      }
+    }
+    const unsigned* weights = shared + ((step * kTiles + pass * C::kPassTiles) * kLanes + lane) * 2;
+#pragma unroll
+    for (int tile = 0; tile < C::kPassTiles; ++tile) {
+      const auto b = load_vector<2>(weights + tile * kLanes * 2);
+#pragma unroll
+      for (int m = 0; m < C::kRowTiles; ++m)
+        ptx::warp_multiply<Operand::kOperand>(total[m][tile], a[m], b.at);
+    }
+  }
+
+  // Adds phase f to its sums. Only the last step of a phase can have places without a tap.
+  __device__ __forceinline__ void multiply(const Scalar* part, int f, int pass,
+                                           float (&total)[C::kRowTiles][C::kPassTiles][4]) {
+    const int items = (C::kFirstTap(f + 1) - C::kFirstTap(f)) * C::kReduced;
+    const int first = C::kFirstStep(f), last = first + items / kStepItems;
+#pragma unroll 2
+    for (int step = first; step < last; ++step) multiply_step<false>(part, step, pass, total);
+    if (C::kRagged && items % kStepItems != 0) multiply_step<true>(part, last, pass, total);
+  }
+
+  __device__ __forceinline__ void start_from_bias(int pass) {
+#pragma unroll
+    for (int tile = 0; tile < C::kPassTiles; ++tile) {
+      const float* bias = reinterpret_cast<const float*>(shared) + kBias;
+      const auto start = load_vector<2>(bias + (pass * C::kPassTiles + tile) * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int together = 0; together < C::kTogether; ++together) {
+#pragma unroll
+        for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sum[together][m][tile][i] = start.at[i % 2];
+        }
+      }
+    }
+  }
+
+  // ---- The outputs.
+
+  // kRun neighbouring outputs of a channel: together, or as many as there are one by one.
+  template <int kRun>
+  static __device__ __forceinline__ void store_run(Scalar* y, const Vector<Scalar, kRun>& values, bool whole,
+                                                   int count) {
+    if (whole) {
+      *reinterpret_cast<Vector<Scalar, kRun>*>(y) = values;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        if (i < count) y[i] = values.at[i];
+      }
+    }
+  }
+
+  // Two rows (neighbours along w) of one tile of rows, phases f to f + kTogether, the channels of a pass.
+  __device__ __forceinline__ void store_rows(const TileOrigin& tile, int m, int f, int pass) {
+    constexpr int kPhasesHW = C::kOutputStepH * C::kOutputStepW;
+    const int d = (tile.d + row_d[m]) * C::kOutputStepD + f / kPhasesHW;
+    const int h = (tile.h + row_h[m]) * C::kOutputStepH + f / C::kOutputStepW % C::kOutputStepH;
+    const int w = (tile.w + row_w[m]) * C::kOutputStepW + f % C::kOutputStepW;
+    if (row_d[m] < 0 || d >= args.y_size.d || h >= args.y_size.h || w >= args.y_size.w) return;
+    const int out = first_out + pass * C::kPassTiles * 8 + lane % 4 * 2;
+    const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
+    Scalar* y = static_cast<Scalar*>(args.y) + tile.n * static_cast<Index>(args.y_strides.n) +
+                (group * C::kOutPerGroup + out) * step_c + d * static_cast<Index>(args.y_strides.d) +
+                h * static_cast<Index>(args.y_strides.h) + w * step_w;
+    if constexpr (C::kRunAlongW) {
+      store_along_w(y, m, C::kOutPerGroup - out, args.y_size.w - w);
+    } else {
+      store_along_c(y, m, C::kOutPerGroup - out, args.y_size.w - w);
+    }
+  }
+
+  // Outputs are contiguous along w, and there is one phase along w or all are together.
+  __device__ __forceinline__ void store_along_w(Scalar* y, int m, int channels, int room) {
+    constexpr int kRun = 2 * C::kTogether;
+    const Index step_c = static_cast<Index>(args.y_strides.c);
+    const bool whole = room >= kRun && step_c % kRun == 0 &&
+                       reinterpret_cast<unsigned long long>(y) % sizeof(Vector<Scalar, kRun>) == 0;
+#pragma unroll
+    for (int column = 0; column < C::kPassTiles; ++column) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        Vector<Scalar, kRun> values;
+#pragma unroll
+        for (int i = 0; i < kRun; ++i)
+          values.at[i] = Narrow<Scalar>::from(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
+        const bool exists = C::kOutPerGroup % (8 * C::kPassTiles) == 0 || column * 8 + e < channels;
+        if (exists) store_run(y + (column * 8 + e) * step_c, values, whole, room);
+      }
+    }
+  }
+
+  // Otherwise: two neighbouring channels at a time.
+  __device__ __forceinline__ void store_along_c(Scalar* y, int m, int channels, int room) {
+    const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
+    const bool aligned = C::kUnitC && step_w % 2 == 0 &&
+                         reinterpret_cast<unsigned long long>(y) % sizeof(Vector<Scalar, 2>) == 0;
+#pragma unroll
+    for (int column = 0; column < C::kPassTiles; ++column) {
+#pragma unroll
+      for (int i = 0; i < 2 * C::kTogether; ++i) {
+        const int row = i / C::kTogether, together = i % C::kTogether;
+        const int further = row * C::kOutputStepW + together, rest = channels - column * 8;
+        if (further >= room || rest < 1) continue;
+        const float* values = sum[together][m][column] + 2 * row;
+        const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
+        Scalar* const at = y + column * 8 * step_c + further * step_w;
+        if (aligned && rest > 1) {
+          *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
+        } else {
+          at[0] = both.at[0];
+          if (rest > 1) at[step_c] = both.at[1];
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void copy(int index, int buffer) const {
+    part().copy(tile_at(index, args.tiles), part_at(buffer));
+    ptx::copy_commit();
+  }
+
+  __device__ __forceinline__ void compute() {
+    shared = dynamic_shared<unsigned>();
+    locate();
+    stage_weights();
+    const int step = gridDim.x / kKinds;
+    int index = blockIdx.x / kKinds, buffer = 0;
+    if (index < args.tiles.count) copy(index, buffer);
+    for (; index < args.tiles.count; index += step) {
+      const TileOrigin tile = tile_at(index, args.tiles);
+      const Scalar* copied = part_at(buffer);
+      ptx::copy_wait<0>();
+      part().round(part_at(buffer));
+      __syncthreads();  // the part is there for all, and all have left the other one
+      buffer ^= 1;
+      if (index + step < args.tiles.count) copy(index + step, buffer);
+      for (int f = 0; f < C::kPhases; f += C::kTogether) {
+        for (int pass = 0; pass < kPasses; ++pass) {
+          start_from_bias(pass);
+#pragma unroll
+          for (int together = 0; together < C::kTogether; ++together)
+            multiply(copied, f + together, pass, sum[together]);
+#pragma unroll
+          for (int m = 0; m < C::kRowTiles; ++m) store_rows(tile, m, f, pass);
+        }
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  FewInputs<Config> kernel{args};
+  kernel.compute();
+}
+
+}  // namespace tconv3d

@@ -1,0 +1,118 @@
+"""Depthwise layers, all passes, against float64: threads that walk along depth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import TRAPS, Layer, check
+from test_few_inputs import H200, T1, T2, T3, axis, problem
+from test_weight_grad import tensors, weight_grad
+
+from tconv3d import compiler, depthwise_planner, executor, planner
+from tconv3d.geometry import Geometry
+from tconv3d.problem import Pass
+
+LAYERS = {
+    "gan": Layer(6, 6, (5, 4, 7), (4, 4, 4), T2, T1, groups=6),
+    "stride one": Layer(3, 3, (4, 5, 6), T3, padding=T1, groups=3),
+    "many blocks": Layer(2, 2, (9, 12, 19), T3, T2, T1, T1, groups=2, batch=1),
+    "one channel": Layer(1, 1, (3, 4, 5), T3, T2, T1),
+    "dilated, three phases": Layer(4, 4, (4, 3, 5), (2, 3, 2), (3, 2, 3), (1, 2, 1), (1, 0, 2), (2, 3, 1), 4),
+    "empty phases": Layer(5, 5, (3, 4, 4), T3, T2, (3, 2, 2), T1, T2, 5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
+    for which in (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+        plan = planner.plan(problem(LAYERS[name], which, tf32=False), H200)
+        assert plan.kernel == ("depthwise_weight_grad" if which is Pass.WEIGHT_GRAD else "depthwise")
+    check(LAYERS[name], dtype, ours)
+
+
+@pytest.mark.parametrize("name", ["gan", "dilated, three phases"])
+def test_channels_last(name: str, ours: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x, *others = LAYERS[name].operands(dtype, ours)
+        check(LAYERS[name], dtype, ours, [x.to(memory_format=torch.channels_last_3d), *others])
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_traps(name: str, ours: str) -> None:
+    layer = replace(TRAPS[name], in_channels=2, out_channels=2, groups=2)
+    check(layer, torch.float32, ours)
+
+
+def test_unaligned_and_strided_operands(ours: str) -> None:
+    layer = LAYERS["gan"]
+    for dtype in (torch.float32, torch.float16):
+        x, *others = layer.operands(dtype, ours)
+        shifted = torch.empty(x.numel() + 1, dtype=dtype, device=ours)[1:].view(x.shape).copy_(x)
+        turned = x.permute(4, 2, 0, 3, 1).contiguous().permute(2, 4, 1, 3, 0)
+        for one in (shifted, turned):
+            check(layer, dtype, ours, [one, *others])
+
+
+@settings(max_examples=20)
+@given(
+    axes=st.tuples(axis, axis, axis),
+    size=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 9)),
+    channels=st.integers(1, 3),
+    half=st.booleans(),
+)
+def test_generated_geometries(
+    axes: tuple[tuple[int, ...], ...], size: tuple[int, int, int], channels: int, half: bool, ours: str
+) -> None:
+    kernel, stride, padding, dilation, extra = (tuple(v) for v in zip(*axes, strict=True))
+    output_padding = tuple(min(e, max(s, d) - 1) for e, s, d in zip(extra, stride, dilation, strict=True))
+    geometry = Geometry.make(channels, channels, kernel, stride, padding, output_padding, channels, dilation)
+    if min(geometry.output_size(size)) < 1:
+        return
+    layer = Layer(channels, channels, size, kernel, stride, padding, output_padding, dilation, channels, batch=1)  # type: ignore[arg-type]
+    check(layer, torch.bfloat16 if half else torch.float32, ours)
+
+
+def test_bitwise_reproducible(ours: str) -> None:
+    x, dy = tensors(LAYERS["many blocks"], torch.float32, ours)
+    first = weight_grad(LAYERS["many blocks"], x, dy)
+    assert torch.equal(weight_grad(LAYERS["many blocks"], x, dy), first)
+    assert not weight_grad(LAYERS["many blocks"], x[:0], dy[:0]).any()
+
+
+def test_what_it_refuses_and_why() -> None:
+    taken = problem(LAYERS["gan"], Pass.WEIGHT_GRAD)
+    assert depthwise_planner.why_not(taken, H200) is None
+    last = executor.channels_last_strides((2, 6, *LAYERS["gan"].size))
+    for refused, reason in (
+        (replace(taken, which=Pass.BIAS_GRAD), "bias"),
+        (replace(taken, dtype="float64"), "float32"),
+        (problem(Layer(4, 8, (3, 3, 3), T3, groups=4), Pass.FORWARD), "one channel"),
+        (problem(Layer(2, 2, (3, 3, 3), (7, 7, 7), padding=T3, groups=2), Pass.FORWARD), "registers"),
+        (replace(taken, input=last), "channels-last"),
+    ):
+        assert reason in (depthwise_planner.why_not(refused, H200) or "")
+
+
+def test_a_new_volume_or_batch_compiles_nothing() -> None:
+    for which in (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+        first = depthwise_planner.plan(problem(LAYERS["gan"], which, size=(64, 64, 64)), H200)
+        for size, batch in (((4, 8, 17), 1), ((1, 1, 5), 2), ((7, 65, 33), 3)):
+            other = depthwise_planner.plan(problem(replace(LAYERS["gan"], batch=batch), which, size=size), H200)
+            assert [one.constants for one in other.launches] == [one.constants for one in first.launches]
+
+
+@pytest.mark.parametrize("which", [Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD], ids=str)
+def test_compiles_without_spills(which: Pass) -> None:
+    try:
+        compiler.version()
+    except compiler.MissingCompilerError:
+        pytest.skip("NVRTC is not installed")
+    for dtype in ("float32", "float16"):
+        launch = depthwise_planner.plan(problem(LAYERS["gan"], which, dtype), H200).launches[0]
+        report = compiler.compile(launch.kernel, launch.constants, "sm_90a").report
+        assert report.spill_stores == 0 and report.stack_bytes == 0
