@@ -9,12 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 from types import ModuleType
 
-from . import direct_planner, few_outputs_planner, halo_planner, weight_grad_planner
+from . import direct_planner, few_outputs_planner, halo_planner, hopper_weight_grad_planner, weight_grad_planner
 from .problem import Device, Plan, Problem
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("few_outputs", few_outputs_planner),
     ("halo", halo_planner),
+    ("hopper_weight_grad", hopper_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),
     ("direct", direct_planner),
 )

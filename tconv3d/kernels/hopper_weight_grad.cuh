@@ -1,0 +1,576 @@
+// The weight gradient on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16):
+//   dw[ci][co][t] = sum over n, i of  x[n][ci][i] * dy[n][co][stride*i + t*dilation - padding]
+//
+// With the positions i as K this is a matrix product: the rows are (tap, co), the columns ci. x is the same
+// for all taps and goes to tensor cores straight out of shared memory; dy goes through registers, where a
+// tap's shift along w selects other words, and shifts along d and h are an address. A block owns a tile of
+// channels and some taps, and walks over its part of the volume in steps, each a box of positions:
+//
+//   producers, for each step:
+//     copy x[ci][box] to the next stage: K along 128-byte rows, swizzled
+//     copy the sheets of dy (all taps along h and w reach) that the step before did not have: along d the
+//     block marches, so a sheet is copied once for all taps along d
+//
+//   consumers, for each step, for each chunk of 16 words of K, for each of their tiles of 64 rows:
+//     load the words of dy that the taps along w need, once
+//     for each tap along w:  sums[tile][tap] += dy shifted by the tap  (x)  x
+//
+// A word is one TF32 number or two 16-bit ones. Four words along w are a segment, and a chunk is four
+// segments, one for each lane of a quad: of what a lane has, words 2s and 2s + 1 are columns lane%4 and
+// lane%4 + 4 of K in step s of the chunk. K may be permuted at will if both operands are, so x is stored in
+// that order. Lane g's rows g and g + 8 are two channels, a pair, that lie side by side in shared memory: one
+// 16-byte load is one operand.
+//
+// dy is stored in one plane per phase, so that neighbouring positions are neighbours for every tap. Parts are
+// written side by side and added by reduce.cuh in a fixed order.
+#pragma once
+
+#include "cursor.cuh"
+#include "operands.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  const void* dy;
+  void* parts;  // [splits][taps][out_channels / groups][in_channels]
+  Strides x_strides, dy_strides;
+  Extent x_size, dy_size;
+  Extent box;  // positions along d and h, segments along w
+  int steps;   // boxes of the volume
+  int splits;
+  int ahead;                 // groups of sheets, box.d each, that a step needs beyond its own
+  int groups;                // that the ring of sheets has
+  int lines;                 // of a plane of dy
+  int line_words;            // words of a line that taps reach
+  int line_pitch;            // from line to line, in words of one channel
+  int plane_pitch;           // from plane to plane, likewise
+  int pair_pitch;            // from pair to pair, in words
+  Divider by_d, by_h, by_w;  // how many boxes the volume has
+  Divider by_jobs;           // of one plane of dy along d
+};
+
+template <class C>
+struct HopperWeightGrad {
+  using Scalar = typename C::Scalar;
+  using Index = typename IndexType<C::kWide>::type;
+
+  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));  // positions
+  static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+  static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
+  static constexpr int kSegment = 4;      // words: what a lane has of a chunk
+  static constexpr int kRowWords = 32;    // of K in a row of x
+  static constexpr int kRowSegments = 8;  // two chunks
+  static constexpr int kRowBytes = 128;
+  static constexpr int kChunkBytes = 64;
+  static constexpr int kStepBytes = 32;
+  static constexpr int kPairs = C::kOutTile / 2;  // channels p and p + kPairs
+  static constexpr int kRows = C::kRowsD * C::kRowsH;
+  static constexpr int kSums = C::kColumns / 2;
+  static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
+  static constexpr int kJobChannels = 8;
+  static constexpr int kJobsX = C::kColumns / kJobChannels;                  // per row segment
+  static constexpr int kJobsY = (kPairs + kJobChannels - 1) / kJobChannels;  // per 16 slots
+  static constexpr int kBlocksIn = (C::kInPerGroup + C::kColumns - 1) / C::kColumns;
+  static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
+  static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
+  static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
+  static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
+
+  static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
+  static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
+  static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
+  static_assert(C::kStages >= 2);
+  static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
+
+  // What distinguishes blocks that walk over the same positions.
+  struct Kind {
+    int group, first_in, first_out, d, h;
+  };
+  // Where a word of a plane of dy comes from, relative to the box's first, and where it goes.
+  struct Slot {
+    short h, w;
+    int place;
+  };
+  // Four words of K: where their dy begins, and where in the box they are.
+  struct Segment {
+    int place, d, h, w;
+  };
+  // Steps along d, one after the other.
+  struct Run {
+    int n, h, w;
+    int first, count;
+  };
+  struct Ring {
+    int index = 0;
+    unsigned parity = 0;
+    __device__ __forceinline__ void advance(int count) {
+      if (++index == count) {
+        index = 0;
+        parity ^= 1u;
+      }
+    }
+  };
+
+  const Args& args;
+  Kind kind;
+  Part<int> part;
+  int warp, lane;
+  unsigned char* stages;
+  int stage_bytes;
+  unsigned* ring;
+  int sheet_words;
+  Slot* slots;
+  Segment* segments;
+  unsigned barriers;
+
+  __device__ __forceinline__ HopperWeightGrad(const Args& arguments)
+      : args(arguments),
+        kind(find_kind()),
+        part(arguments.steps, arguments.splits, static_cast<int>(blockIdx.x) / kKinds),
+        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
+        lane(static_cast<int>(threadIdx.x) % 32) {
+    stages = dynamic_shared<unsigned char>();
+    stage_bytes = row_segments() * C::kColumns * kRowBytes;
+    ring = reinterpret_cast<unsigned*>(stages + C::kStages * stage_bytes);
+    sheet_words = kPairs * args.pair_pitch;
+    slots = reinterpret_cast<Slot*>(ring + args.groups * args.box.d * sheet_words);
+    segments = reinterpret_cast<Segment*>(slots + slot_count());
+    barriers = ptx::shared_address(segments + row_segments() * kRowSegments);
+  }
+
+  static __device__ __forceinline__ Kind find_kind() {
+    // Blocks that share positions follow each other, so that L2 serves what they share.
+    int rest = static_cast<int>(blockIdx.x) % kKinds;
+    Kind found;
+    found.h = rest % C::kKindsH;
+    rest /= C::kKindsH;
+    found.d = rest % C::kKindsD;
+    rest /= C::kKindsD;
+    found.first_out = rest % kBlocksOut * C::kOutTile;
+    rest /= kBlocksOut;
+    found.first_in = rest % kBlocksIn * C::kColumns;
+    found.group = rest / kBlocksIn;
+    return found;
+  }
+
+  __device__ __forceinline__ int segment_count() const { return args.box.d * args.box.h * args.box.w; }
+  __device__ __forceinline__ int row_segments() const {
+    return (segment_count() + kRowSegments - 1) / kRowSegments;
+  }
+  // An even number of them: what follows is aligned.
+  __device__ __forceinline__ int slot_count() const {
+    return (C::kPlanesH * args.lines * C::kPlanesW * args.line_words + 1) / 2 * 2;
+  }
+  __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
+  __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
+  __device__ __forceinline__ unsigned stage_empty(int stage) const {
+    return barriers + 8 * (2 * args.groups + stage);
+  }
+
+  __device__ __forceinline__ void prepare() {
+    const int line_slots = C::kPlanesW * args.line_words;
+    for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
+      // Phases along w alternate as they do in memory.
+      const int line = i / line_slots, rest = i % line_slots;
+      const int plane_w = rest % C::kPlanesW, word = rest / C::kPlanesW;
+      const int plane_h = line / args.lines, h = line % args.lines;
+      const bool exists = plane_h < C::kPlanesCountH(kind.h);
+      Slot slot;
+      slot.h = static_cast<short>(h * C::kStrideH + (exists ? C::kPlaneOffsetH(kind.h, plane_h) : 0));
+      slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w));
+      slot.place = (plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word;
+      if (!exists) slot.place = -1;
+      slots[i] = slot;
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < row_segments() * kRowSegments; i += C::kThreads) {
+      const int line = i / args.box.w, w = i % args.box.w;
+      Segment segment{2 * (line % args.box.h * args.line_pitch + w * kSegment), line / args.box.h,
+                      line % args.box.h, w * kSegment * kPerWord};
+      if (i >= segment_count()) segment = Segment{0, 0, kNowhere, 0};  // x is zero there
+      segments[i] = segment;
+    }
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < args.groups; ++i) {
+        ptx::barrier_init(full(i), kProducerWarps);
+        ptx::barrier_init(empty(i), kConsumerWarps);
+      }
+      for (int i = 0; i < C::kStages; ++i) ptx::barrier_init(stage_empty(i), kConsumerWarps);
+      ptx::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+
+  // The steps from `index` on that follow each other along d.
+  __device__ __forceinline__ Run run_at(int index) const {
+    const int column = divide(index, args.by_d), rest = divide(column, args.by_w),
+              n = divide(rest, args.by_h);
+    const int steps = static_cast<int>(args.by_d.divisor);
+    Run run;
+    run.n = n;
+    run.h = (rest - n * static_cast<int>(args.by_h.divisor)) * args.box.h;
+    run.w = (column - rest * static_cast<int>(args.by_w.divisor)) * args.box.w * kSegment * kPerWord;
+    run.first = index - column * steps;
+    run.count = min(steps - run.first, part.end - index);
+    return run;
+  }
+
+  static __device__ __forceinline__ bool inside(int i, int size) {
+    return static_cast<unsigned>(i) < static_cast<unsigned>(size);
+  }
+
+  // ---- Producers.
+
+  // One word, zero if it is not inside. `step` elements lie between the two of a 16-bit word.
+  template <bool kElements>
+  static __device__ __forceinline__ void copy(unsigned* to, const Scalar* from, Index step, bool first,
+                                              bool second) {
+    if constexpr (kElements) {
+      const unsigned low = first ? from->bits : 0u, high = second ? from[step].bits : 0u;
+      *to = low | high << 16;
+    } else {
+      ptx::copy_words<1>(to, from, first);
+    }
+  }
+  static __device__ __forceinline__ void round(unsigned* word) {
+    if constexpr (kRounded) *word = OperandOf<float>::bits(ptx::bits_to_float(*word));
+  }
+
+  // Copies x of a step to a stage, or rounds what this thread has copied there. A warp has a row of K (32
+  // words) of eight channels at a time.
+  template <bool kCopy>
+  __device__ __forceinline__ void walk_x(int stage, const Run& run, int step) const {
+    unsigned* const first_row = reinterpret_cast<unsigned*>(stages + stage * stage_bytes) + lane / 4 % 4;
+    const int piece = lane / 16 * 4 + lane % 4;  // of 16 bytes: one word of each of four segments
+    for (int job = warp; job < row_segments() * kJobsX; job += kProducerWarps) {
+      const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
+      unsigned* const to = first_row + (row_segment * C::kColumns + channel) * kRowWords;
+      const Scalar* from = static_cast<const Scalar*>(args.x);
+      bool first = false, second = false;
+      int in_group = 0;
+      if constexpr (kCopy) {
+        const Segment segment = segments[row_segment * kRowSegments + lane / 4];
+        const int d = step * args.box.d + segment.d, h = run.h + segment.h;
+        const int w = run.w + segment.w + lane % 4 * kPerWord;
+        const bool line = d < args.x_size.d && h < args.x_size.h;
+        first = line && w < args.x_size.w;
+        second = C::kElementsX && line && w + 1 < args.x_size.w;
+        in_group = min(kind.first_in + channel, C::kInPerGroup - 1);
+        if (first) {
+          from += run.n * static_cast<Index>(args.x_strides.n) + d * static_cast<Index>(args.x_strides.d) +
+                  h * static_cast<Index>(args.x_strides.h) + w * static_cast<Index>(args.x_strides.w) +
+                  (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        unsigned* const word = to + k * kRowWords + (piece ^ k) * 4;
+        if constexpr (kCopy) {
+          copy<C::kElementsX>(word, from, static_cast<Index>(args.x_strides.w), first, second);
+          // Channels past the last read it again: their sums are never written.
+          if (first && in_group + k + 1 < C::kInPerGroup) from += args.x_strides.c;
+        } else {
+          round(word);
+        }
+      }
+    }
+  }
+
+  // The same for a group of sheets of dy. A warp has 16 words of eight pairs at a time.
+  template <bool kCopy>
+  __device__ __forceinline__ void walk_dy(int group, const Run& run, int step) const {
+    const int half = lane / 16, planes = C::kPlanesCountD(kind.d);
+    const int jobs = args.box.d * planes * static_cast<int>(args.by_jobs.divisor);
+    for (int job = warp; job < jobs; job += kProducerWarps) {
+      const int plane = divide(job, args.by_jobs),
+                rest = job - plane * static_cast<int>(args.by_jobs.divisor);
+      const int sheet = plane / planes, plane_d = plane % planes;
+      const int index = rest / kJobsY * 16 + lane % 16, pair = rest % kJobsY * kJobChannels;
+      const Slot slot = slots[min(index, slot_count() - 1)];
+      const bool exists = index < slot_count() && slot.place >= 0;
+      unsigned* to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
+                     2 * (plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch + slot.place) + half;
+      const Scalar* from = static_cast<const Scalar*>(args.dy);
+      bool first = false, second = false;
+      int in_group = 0;
+      if constexpr (kCopy) {
+        const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
+        const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
+        const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
+        first = line && inside(w, args.dy_size.w);
+        second = C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w);
+        in_group = min(kind.first_out + half * kPairs + pair, C::kOutPerGroup - 1);
+        if (first || second) {
+          from += run.n * static_cast<Index>(args.dy_strides.n) + d * static_cast<Index>(args.dy_strides.d) +
+                  h * static_cast<Index>(args.dy_strides.h) + w * static_cast<Index>(args.dy_strides.w) +
+                  (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c);
+        }
+      }
+      if (!exists) continue;
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (kPairs % kJobChannels != 0 && pair + k >= kPairs) break;
+        if constexpr (kCopy) {
+          copy<C::kElementsY>(to, from, C::kStrideW * static_cast<Index>(args.dy_strides.w), first, second);
+          if ((first || second) && in_group + k + 1 < C::kOutPerGroup) from += args.dy_strides.c;
+        } else {
+          round(to);
+        }
+        to += args.pair_pitch;
+      }
+    }
+  }
+
+  // What a delivery brings: a group of sheets and, but for the first of a run, a stage of x.
+  struct Delivery {
+    int group, stage;
+  };
+  template <int kPending>
+  __device__ __forceinline__ void finish(const Delivery& delivery) const {
+    ptx::copy_wait<kPending>();
+    if constexpr (kRounded) {
+      const Run nowhere{};
+      if (delivery.stage >= 0) walk_x<false>(delivery.stage, nowhere, 0);
+      walk_dy<false>(delivery.group, nowhere, 0);
+    }
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(full(delivery.group));
+  }
+
+  __device__ __forceinline__ void produce() const {
+    Ring group, stage;
+    Delivery before{-1, -1};
+    for (int index = part.begin; index < part.end;) {
+      const Run run = run_at(index);
+      for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
+        Delivery next{group.index, -1};
+        ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
+        if (i >= args.ahead) {
+          next.stage = stage.index;
+          ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
+          walk_x<true>(stage.index, run, run.first + i - args.ahead);
+          stage.advance(C::kStages);
+        }
+        walk_dy<true>(group.index, run, run.first + i);
+        ptx::copy_commit();
+        if (before.group >= 0) finish<1>(before);
+        before = next;
+      }
+      index += run.count;
+    }
+    if (before.group >= 0) finish<0>(before);
+  }
+
+  // ---- Consumers.
+
+  // Words of dy as tensor cores want them: word 2i of both channels of a pair, then word 2i + 1.
+  struct Fragments {
+    unsigned loaded[C::kLoads][4];
+    unsigned joined[C::kJoins > 0 ? C::kJoins : 1][4];
+  };
+  // Which of the loaded has a word of a plane.
+  static constexpr int load_of(int plane, int word) {
+    for (int i = 0; i < C::kLoads; ++i) {
+      if (C::kLoadPlane(i) == plane && C::kLoadWord(i) == word / 2 * 2) return i;
+    }
+    return -1;
+  }
+
+  struct Consumer {
+    float sums[C::kRowTiles][C::kTaps][kSums];
+    int place[C::kRowTiles];  // of this lane's pair and row of taps in a sheet
+    int sheet[C::kRowTiles];  // that the row of taps reads, relative to the position's
+  };
+
+  __device__ __forceinline__ void locate(Consumer& me, int consumer) const {
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const int index =
+          min(((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4, kRows * kPairs - 1);
+      const int row = index / kPairs, pair = index % kPairs;
+      const int d = min(row / C::kRowsH, C::kCountD(kind.d) - 1),
+                h = min(row % C::kRowsH, C::kCountH(kind.h) - 1);
+      const int plane = (C::kPlaneD(kind.d, d) * C::kPlanesH + C::kPlaneH(kind.h, h)) * C::kPlanesW;
+      me.place[r] =
+          pair * args.pair_pitch + 2 * (plane * args.plane_pitch + C::kShiftH(kind.h, h) * args.line_pitch);
+      me.sheet[r] = C::kShiftD(kind.d, d);
+    }
+  }
+
+  // The words that row tile r needs of a chunk. `first_sheet`: that of the step.
+  __device__ __forceinline__ void load(Fragments& to, const Consumer& me, int r, int chunk,
+                                       int first_sheet) const {
+    const Segment& segment = segments[4 * chunk + lane % 4];
+    const int sheets = args.groups * args.box.d;
+    int sheet = first_sheet + segment.d + me.sheet[r];
+    if (sheet >= sheets) sheet -= sheets;
+    const unsigned* const from = ring + sheet * sheet_words + me.place[r] + segment.place;
+    static_for<C::kLoads>([&](auto i) {
+      constexpr int kI = decltype(i)::value;
+      const Vector<unsigned, 4> words =
+          load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) to.loaded[kI][e] = words.at[e];
+    });
+    static_for<C::kJoins>([&](auto j) {
+      constexpr int kJ = decltype(j)::value;
+      static_for<4>([&](auto e) {
+        constexpr int kE = decltype(e)::value, kPlane = C::kJoinPlane(kJ), kWord = C::kJoinWord(kJ) + kE / 2;
+        constexpr int kLoad = load_of(kPlane, kWord);
+        const unsigned word = to.loaded[kLoad][kWord % 2 * 2 + kE % 2];
+        if constexpr (C::kJoinOdd(kJ) == 0) {
+          to.joined[kJ][kE] = word;
+        } else {
+          constexpr int kNext = load_of(kPlane, kWord + 1);
+          to.joined[kJ][kE] = word >> 16 | to.loaded[kNext][(kWord + 1) % 2 * 2 + kE % 2] << 16;
+        }
+      });
+    });
+  }
+
+  template <int kRowTile>
+  __device__ __forceinline__ void multiply(Consumer& me, const Fragments& a, unsigned long long b) const {
+    ptx::matrix_fence();
+    static_for<2>([&](auto s) {
+      constexpr int kStep = decltype(s)::value;
+      static_for<C::kTaps>([&](auto t) {
+        constexpr int kTap = decltype(t)::value, kOperandIndex = C::kOperandOf(kTap, kStep);
+        const auto& operand = kOperandIndex >= 0 ? a.loaded[kOperandIndex >= 0 ? kOperandIndex : 0]
+                                                 : a.joined[kOperandIndex < 0 ? -1 - kOperandIndex : 0];
+        ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(me.sums[kRowTile][kTap], operand,
+                                                                   ptx::advance(b, kStep * kStepBytes));
+      });
+    });
+    ptx::matrix_commit();
+  }
+
+  // One row of K, two chunks, for all row tiles. With two sets of fragments, the next ones are loaded while
+  // products run; the first are there already.
+  __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&fragments)[C::kDepth], int row,
+                                               unsigned long long b, int first_sheet) const {
+    constexpr int kItems = 2 * C::kRowTiles;
+    static_for<kItems>([&](auto item) {
+      constexpr int kItem = decltype(item)::value, kNext = kItem + 1;
+      Fragments& present = fragments[kItem % C::kDepth];
+      if constexpr (C::kDepth == 1) {
+        load(present, me, kItem % C::kRowTiles, 2 * row + kItem / C::kRowTiles, first_sheet);
+      }
+      multiply<kItem % C::kRowTiles>(me, present, ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
+      ptx::matrix_wait<C::kDepth - 1>();
+      if constexpr (C::kDepth == 2) {
+        const int chunk = 2 * row + kNext / C::kRowTiles;
+        if (kNext < kItems || row + 1 < row_segments()) {
+          load(fragments[kNext % 2], me, kNext % C::kRowTiles, chunk, first_sheet);
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group) const {
+    const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
+    const int first_sheet = group * args.box.d;
+    Fragments fragments[C::kDepth];
+    if constexpr (C::kDepth == 2) load(fragments[0], me, 0, 0, first_sheet);
+#pragma unroll 1
+    for (int row = 0; row < row_segments(); ++row) {
+      multiply_row(me, fragments, row,
+                   ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes),
+                   first_sheet);
+    }
+    ptx::matrix_wait<0>();
+  }
+
+  __device__ __forceinline__ void consume(int consumer) const {
+    Consumer me;
+    locate(me, consumer);
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+      for (int t = 0; t < C::kTaps; ++t) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) me.sums[r][t][i] = 0.0f;
+      }
+    }
+    Ring group, arriving, stage;  // of the step; of the last group that it needs
+    for (int index = part.begin; index < part.end;) {
+      const Run run = run_at(index);
+      for (int i = 0; i < args.ahead; ++i) arriving.advance(args.groups);
+#pragma unroll 1
+      for (int step = 0; step < run.count; ++step) {
+        // Producers deliver in order: with this group, all before it are there.
+        ptx::barrier_wait(full(arriving.index), arriving.parity);
+        multiply_step(me, stage.index, group.index);
+        __syncwarp();
+        if (lane == 0) {
+          ptx::barrier_arrive(empty(group.index));
+          ptx::barrier_arrive(stage_empty(stage.index));
+        }
+        group.advance(args.groups);
+        arriving.advance(args.groups);
+        stage.advance(C::kStages);
+      }
+      // The groups that only this run's last step needed.
+      for (int i = 0; i < args.ahead; ++i) {
+        if (lane == 0) ptx::barrier_arrive(empty(group.index));
+        group.advance(args.groups);
+      }
+      index += run.count;
+    }
+    store(me, consumer);
+  }
+
+  __device__ __forceinline__ void store(const Consumer& me, int consumer) const {
+    constexpr int kIn = C::kGroups * C::kInPerGroup;
+    float* const parts = static_cast<float*>(args.parts) +
+                         static_cast<int>(blockIdx.x) / kKinds * (kTapsAll * C::kOutPerGroup * kIn);
+    const int in = kind.first_in + lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
+      const int row = index / kPairs, d = row / C::kRowsH, h = row % C::kRowsH;
+      if (row >= kRows || d >= C::kCountD(kind.d) || h >= C::kCountH(kind.h)) continue;
+      const int tap = (C::kTapD(kind.d, d) * C::kKernelH + C::kTapH(kind.h, h)) * C::kKernelW;
+#pragma unroll
+      for (int t = 0; t < C::kTaps; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int out = kind.first_out + index % kPairs + half * kPairs;
+          if (out >= C::kOutPerGroup) continue;
+          float* const to = parts +
+                            (static_cast<long long>(tap + C::kTapW(t)) * C::kOutPerGroup + out) * kIn +
+                            kind.group * C::kInPerGroup + in;
+#pragma unroll
+          for (int j = 0; j < C::kColumns / 8; ++j) {
+            const float* const sums = &me.sums[r][t][4 * j + 2 * half];
+            if constexpr (C::kInPerGroup % 2 == 0) {
+              if (in + 8 * j < C::kInPerGroup) {
+                *reinterpret_cast<Vector<float, 2>*>(to + 8 * j) = Vector<float, 2>{sums[0], sums[1]};
+              }
+            } else {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                if (in + 8 * j + e < C::kInPerGroup) to[8 * j + e] = sums[e];
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  HopperWeightGrad<Config> kernel(args);
+  kernel.prepare();
+  if (kernel.warp < kernel.kProducerWarps) {
+    ptx::keep_registers<Config::kProducerRegisters>();
+    kernel.produce();
+  } else {
+    ptx::claim_registers<Config::kConsumerRegisters>();
+    kernel.consume(kernel.warp / 4 - Config::kProducers);
+  }
+}
+
+}  // namespace tconv3d
