@@ -30,7 +30,7 @@ OTHER_REGISTERS = 34  # of a consumer: addresses, counters
 MIN_EFFICIENCY = 0.25  # of the products that count
 
 # Warpgroups that multiply and that copy, with the registers of their threads.
-TEAMS = ((2, 1, 224, 56), (2, 2, 216, 40), (3, 1, 152, 56))
+TEAMS = ((2, 1, 224, 56), (2, 2, 208, 48), (3, 1, 152, 56))
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
