@@ -398,14 +398,17 @@ struct HopperWeightGrad {
     }
   }
 
-  // The words that row tile r needs of a chunk. `first_sheet`: that of the step.
-  __device__ __forceinline__ void load(Fragments& to, const Consumer& me, int r, int chunk,
-                                       int first_sheet) const {
+  // Where this lane's words of a chunk begin, for row tile r. `first_sheet`: that of the step.
+  __device__ __forceinline__ const unsigned* find(const Consumer& me, int r, int chunk,
+                                                  int first_sheet) const {
     const Segment& segment = segments[4 * chunk + lane % 4];
     const int sheets = args.groups * args.box.d;
     int sheet = first_sheet + segment.d + me.sheet[r];
     if (sheet >= sheets) sheet -= sheets;
-    const unsigned* const from = ring + sheet * sheet_words + me.place[r] + segment.place;
+    return ring + sheet * sheet_words + me.place[r] + segment.place;
+  }
+
+  __device__ __forceinline__ void load(Fragments& to, const unsigned* from) const {
     static_for<C::kLoads>([&](auto i) {
       constexpr int kI = decltype(i)::value;
       const Vector<unsigned, 4> words =
@@ -445,38 +448,36 @@ struct HopperWeightGrad {
     ptx::matrix_commit();
   }
 
-  // One row of K, two chunks, for all row tiles. With two sets of fragments, the next ones are loaded while
-  // products run; the first are there already.
+  // One row of K, two chunks, for all row tiles; `from` is where the first one's words are, and then where
+  // the next row's are. With two sets of fragments, the next are loaded while products run (the first are
+  // there already); with one, at least they have been found.
   __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&fragments)[C::kDepth], int row,
-                                               unsigned long long b, int first_sheet) const {
+                                               unsigned long long b, int first_sheet,
+                                               const unsigned*& from) const {
     constexpr int kItems = 2 * C::kRowTiles;
     static_for<kItems>([&](auto item) {
       constexpr int kItem = decltype(item)::value, kNext = kItem + 1;
       Fragments& present = fragments[kItem % C::kDepth];
-      if constexpr (C::kDepth == 1) {
-        load(present, me, kItem % C::kRowTiles, 2 * row + kItem / C::kRowTiles, first_sheet);
-      }
+      if constexpr (C::kDepth == 1) load(present, from);
       multiply<kItem % C::kRowTiles>(me, present, ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
+      const bool more = kNext < kItems || row + 1 < row_segments();
+      if (more) from = find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet);
       ptx::matrix_wait<C::kDepth - 1>();
-      if constexpr (C::kDepth == 2) {
-        const int chunk = 2 * row + kNext / C::kRowTiles;
-        if (kNext < kItems || row + 1 < row_segments()) {
-          load(fragments[kNext % 2], me, kNext % C::kRowTiles, chunk, first_sheet);
-        }
-      }
+      if (C::kDepth == 2 && more) load(fragments[kNext % C::kDepth], from);
     });
   }
 
   __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group) const {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
     const int first_sheet = group * args.box.d;
+    const unsigned* from = find(me, 0, 0, first_sheet);
     Fragments fragments[C::kDepth];
-    if constexpr (C::kDepth == 2) load(fragments[0], me, 0, 0, first_sheet);
+    if constexpr (C::kDepth == 2) load(fragments[0], from);
 #pragma unroll 1
     for (int row = 0; row < row_segments(); ++row) {
       multiply_row(me, fragments, row,
                    ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes),
-                   first_sheet);
+                   first_sheet, from);
     }
     ptx::matrix_wait<0>();
   }
