@@ -128,6 +128,8 @@ class Layer:
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
     elements_y: bool
+    unit_c_x: bool  # channels are contiguous
+    unit_c_y: bool
 
     @property
     def per_word(self) -> int:
@@ -431,10 +433,12 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
 def _layer(p: Problem) -> Layer:
     words = 4 // p.item_bytes
     even_x, even_y = (
-        p.aligned and not any(v % words for v in (*strides[:4], size[2]))
+        p.aligned and strides[4] == 1 and not any(v % words for v in (*strides[:4], size[2]))
         for strides, size in ((p.input, p.input_size), (p.output, p.output_size))
     )
-    return Layer(p.geometry, p.dtype, not even_x, not even_y or (words > 1 and p.geometry.stride[2] > 1))
+    separate_x, separate_y = (words > 1 and not even for even in (even_x, even_y and p.geometry.stride[2] == 1))
+    unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
+    return Layer(p.geometry, p.dtype, separate_x, separate_y, unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -447,8 +451,6 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "float32 products must stay exact (TF32 is off)"
     if device.capability[0] != 9:
         return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
-    if p.input[4] != 1 or p.output[4] != 1:
-        return "w is not contiguous"
     if any(size > 2**20 for size in p.input_size) or p.batch * max(p.input_size) >= 2**30:
         return "the volume is too long"
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
@@ -568,6 +570,8 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
         ("kElementsY", layer.elements_y),
+        ("kUnitCX", layer.unit_c_x),
+        ("kUnitCY", layer.unit_c_y),
         ("kConsumers", tiling.consumers),
         ("kProducers", tiling.producers),
         ("kConsumerRegisters", consumer),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from layers import TABLE, TRAPS, UNIT, Layer, passes, poisoned
 from torch import Tensor
 
-from tconv3d import compiler, emulator, executor, planner, weight_grad_planner
+from tconv3d import compiler, emulator, executor, hopper_weight_grad_planner, planner, weight_grad_planner
 from tconv3d.geometry import Axis, Geometry
 from tconv3d.launch import Constants
 from tconv3d.problem import Device, Pass, Plan, Problem
@@ -37,18 +37,30 @@ LAYERS = {
 }
 
 
-@pytest.fixture
-def tensor_cores(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Everything that the family can compute goes to it, few channels too."""
+FAMILIES = {"warp": weight_grad_planner, "warpgroup": hopper_weight_grad_planner}
+
+
+@pytest.fixture(params=FAMILIES)
+def tensor_cores(request: pytest.FixtureRequest, ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Everything that a family can compute goes to it, few channels too; another family does not stand in."""
+    family = FAMILIES[request.param]
+    if ours != "cpu" and request.param == "warpgroup" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("warpgroup matrix instructions need compute capability 9.0")
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr(planner, "FAMILIES", (("tensor_weight_grad", weight_grad_planner),))
-    monkeypatch.setattr(weight_grad_planner, "MIN_EFFICIENCY", 0.0)
+    monkeypatch.setattr(planner, "FAMILIES", ((request.param, family),))
+    monkeypatch.setattr(family, "MIN_EFFICIENCY", 0.0)
     monkeypatch.setattr(executor, "_tasks", {})
     planner.plan.cache_clear()
+    hopper_weight_grad_planner.tilings.cache_clear()
     yield ours
     planner.plan.cache_clear()
+    hopper_weight_grad_planner.tilings.cache_clear()
     torch.backends.cudnn.conv.fp32_precision = before
+
+
+warp_only = pytest.mark.parametrize("tensor_cores", ["warp"], indirect=True)
+warpgroup_only = pytest.mark.parametrize("tensor_cores", ["warpgroup"], indirect=True)
 
 
 def weight_grad(layer: Layer, x: Tensor, dy: Tensor) -> Tensor:

@@ -219,56 +219,70 @@ struct HopperWeightGrad {
     return static_cast<unsigned>(i) < static_cast<unsigned>(size);
   }
 
-  // ---- Producers.
+  // ---- Producers. A job is 32 words of eight channels of x, or 16 words of eight pairs of dy: eight copies
+  // of a warp. Where w is contiguous, lanes have neighbouring words and the copies are channels; where
+  // channels are, the lanes have neighbouring channels and the copies are words.
+
+  // Where a word comes from; of a 16-bit one, whether its two elements are inside.
+  struct Source {
+    const Scalar* from;
+    bool first, second;
+  };
 
   // One word, zero if it is not inside. `step` elements lie between the two of a 16-bit word.
   template <bool kElements>
-  static __device__ __forceinline__ void copy(unsigned* to, const Scalar* from, Index step, bool first,
-                                              bool second) {
+  static __device__ __forceinline__ void copy(unsigned* to, const Source& source, Index step) {
     if constexpr (kElements) {
-      const unsigned low = first ? from->bits : 0u, high = second ? from[step].bits : 0u;
+      const unsigned low = source.first ? source.from->bits : 0u;
+      const unsigned high = source.second ? source.from[step].bits : 0u;
       *to = low | high << 16;
     } else {
-      ptx::copy_words<1>(to, from, first);
+      ptx::copy_words<1>(to, source.from, source.first);
     }
   }
   static __device__ __forceinline__ void round(unsigned* word) {
     if constexpr (kRounded) *word = OperandOf<float>::bits(ptx::bits_to_float(*word));
   }
 
-  // Copies x of a step to a stage, or rounds what this thread has copied there. A warp has a row of K (32
-  // words) of eight channels at a time.
+  // Channels past the last read it again: their sums are never written.
+  __device__ __forceinline__ Source find_x(const Run& run, int step, const Segment& segment, int word,
+                                           int channel) const {
+    const int d = step * args.box.d + segment.d, h = run.h + segment.h,
+              w = run.w + segment.w + word * kPerWord;
+    const bool line = d < args.x_size.d && h < args.x_size.h;
+    Source source{static_cast<const Scalar*>(args.x), line && w < args.x_size.w,
+                  C::kElementsX && line && w + 1 < args.x_size.w};
+    if (source.first) {
+      const int in_group = min(kind.first_in + channel, C::kInPerGroup - 1);
+      source.from += run.n * static_cast<Index>(args.x_strides.n) + d * static_cast<Index>(args.x_strides.d) +
+                     h * static_cast<Index>(args.x_strides.h) + w * static_cast<Index>(args.x_strides.w) +
+                     (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c);
+    }
+    return source;
+  }
+
+  // Copies x of a step to a stage, or rounds what this thread has copied there.
   template <bool kCopy>
   __device__ __forceinline__ void walk_x(int stage, const Run& run, int step) const {
-    unsigned* const first_row = reinterpret_cast<unsigned*>(stages + stage * stage_bytes) + lane / 4 % 4;
-    const int piece = lane / 16 * 4 + lane % 4;  // of 16 bytes: one word of each of four segments
+    unsigned* const rows = reinterpret_cast<unsigned*>(stages + stage * stage_bytes);
     for (int job = warp; job < row_segments() * kJobsX; job += kProducerWarps) {
       const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
-      unsigned* const to = first_row + (row_segment * C::kColumns + channel) * kRowWords;
-      const Scalar* from = static_cast<const Scalar*>(args.x);
-      bool first = false, second = false;
-      int in_group = 0;
-      if constexpr (kCopy) {
-        const Segment segment = segments[row_segment * kRowSegments + lane / 4];
-        const int d = step * args.box.d + segment.d, h = run.h + segment.h;
-        const int w = run.w + segment.w + lane % 4 * kPerWord;
-        const bool line = d < args.x_size.d && h < args.x_size.h;
-        first = line && w < args.x_size.w;
-        second = C::kElementsX && line && w + 1 < args.x_size.w;
-        in_group = min(kind.first_in + channel, C::kInPerGroup - 1);
-        if (first) {
-          from += run.n * static_cast<Index>(args.x_strides.n) + d * static_cast<Index>(args.x_strides.d) +
-                  h * static_cast<Index>(args.x_strides.h) + w * static_cast<Index>(args.x_strides.w) +
-                  (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c);
-        }
-      }
+      unsigned* const to = rows + (row_segment * C::kColumns + channel) * kRowWords;
+      const Segment* const found = segments + row_segment * kRowSegments;
+      // A piece of 16 bytes is one word of each of four segments.
+      Source source{};
+      if constexpr (kCopy && !C::kUnitCX) source = find_x(run, step, found[lane / 4], lane % 4, channel);
 #pragma unroll
       for (int k = 0; k < kJobChannels; ++k) {
-        unsigned* const word = to + k * kRowWords + (piece ^ k) * 4;
+        const int row = C::kUnitCX ? lane / 4 : k, piece = C::kUnitCX ? k : lane / 16 * 4 + lane % 4;
+        unsigned* const word = to + row * kRowWords + (piece ^ row) * 4 + (C::kUnitCX ? lane : lane / 4) % 4;
         if constexpr (kCopy) {
-          copy<C::kElementsX>(word, from, static_cast<Index>(args.x_strides.w), first, second);
-          // Channels past the last read it again: their sums are never written.
-          if (first && in_group + k + 1 < C::kInPerGroup) from += args.x_strides.c;
+          if constexpr (C::kUnitCX) {
+            source = find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4, channel + lane / 4);
+          }
+          copy<C::kElementsX>(word, source, static_cast<Index>(args.x_strides.w));
+          const bool more = source.first && kind.first_in + channel + k + 1 < C::kInPerGroup;
+          if (!C::kUnitCX && more) source.from += args.x_strides.c;
         } else {
           round(word);
         }
@@ -276,47 +290,66 @@ struct HopperWeightGrad {
     }
   }
 
-  // The same for a group of sheets of dy. A warp has 16 words of eight pairs at a time.
+  __device__ __forceinline__ Source find_dy(const Run& run, int d, const Slot& slot, int channel) const {
+    const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
+    const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
+    Source source{static_cast<const Scalar*>(args.dy), line && inside(w, args.dy_size.w),
+                  C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
+    if (source.first || source.second) {
+      const int in_group = min(kind.first_out + channel, C::kOutPerGroup - 1);
+      source.from += run.n * static_cast<Index>(args.dy_strides.n) +
+                     d * static_cast<Index>(args.dy_strides.d) + h * static_cast<Index>(args.dy_strides.h) +
+                     w * static_cast<Index>(args.dy_strides.w) +
+                     (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c);
+    }
+    return source;
+  }
+
+  // The same for a group of sheets of dy.
   template <bool kCopy>
   __device__ __forceinline__ void walk_dy(int group, const Run& run, int step) const {
-    const int half = lane / 16, planes = C::kPlanesCountD(kind.d);
-    const int jobs = args.box.d * planes * static_cast<int>(args.by_jobs.divisor);
-    for (int job = warp; job < jobs; job += kProducerWarps) {
-      const int plane = divide(job, args.by_jobs),
-                rest = job - plane * static_cast<int>(args.by_jobs.divisor);
+    const int planes = C::kPlanesCountD(kind.d), jobs_of_plane = static_cast<int>(args.by_jobs.divisor);
+    const Index between = C::kStrideW * static_cast<Index>(args.dy_strides.w);
+    for (int job = warp; job < args.box.d * planes * jobs_of_plane; job += kProducerWarps) {
+      const int plane = divide(job, args.by_jobs), rest = job - plane * jobs_of_plane;
       const int sheet = plane / planes, plane_d = plane % planes;
-      const int index = rest / kJobsY * 16 + lane % 16, pair = rest % kJobsY * kJobChannels;
-      const Slot slot = slots[min(index, slot_count() - 1)];
-      const bool exists = index < slot_count() && slot.place >= 0;
-      unsigned* to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
-                     2 * (plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch + slot.place) + half;
-      const Scalar* from = static_cast<const Scalar*>(args.dy);
-      bool first = false, second = false;
-      int in_group = 0;
-      if constexpr (kCopy) {
-        const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
-        const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
-        const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
-        first = line && inside(w, args.dy_size.w);
-        second = C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w);
-        in_group = min(kind.first_out + half * kPairs + pair, C::kOutPerGroup - 1);
-        if (first || second) {
-          from += run.n * static_cast<Index>(args.dy_strides.n) + d * static_cast<Index>(args.dy_strides.d) +
-                  h * static_cast<Index>(args.dy_strides.h) + w * static_cast<Index>(args.dy_strides.w) +
-                  (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c);
-        }
-      }
-      if (!exists) continue;
+      const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
+      const int first_slot = rest / kJobsY * 16, pair = rest % kJobsY * kJobChannels;
+      unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
+                           2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
+      if constexpr (C::kUnitCY) {
+        const int own = lane / 4, half = lane % 2;
+        if (pair + own >= kPairs) continue;
 #pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        if (kPairs % kJobChannels != 0 && pair + k >= kPairs) break;
-        if constexpr (kCopy) {
-          copy<C::kElementsY>(to, from, C::kStrideW * static_cast<Index>(args.dy_strides.w), first, second);
-          if ((first || second) && in_group + k + 1 < C::kOutPerGroup) from += args.dy_strides.c;
-        } else {
-          round(to);
+        for (int k = 0; k < kJobChannels; ++k) {
+          const int index = first_slot + 2 * k + lane / 2 % 2;
+          const Slot slot = slots[min(index, slot_count() - 1)];
+          if (index >= slot_count() || slot.place < 0) continue;
+          unsigned* const word = to + own * args.pair_pitch + 2 * slot.place + half;
+          if constexpr (kCopy) {
+            copy<C::kElementsY>(word, find_dy(run, d, slot, half * kPairs + pair + own), between);
+          } else {
+            round(word);
+          }
         }
-        to += args.pair_pitch;
+      } else {
+        const int index = first_slot + lane % 16, half = lane / 16;
+        const Slot slot = slots[min(index, slot_count() - 1)];
+        if (index >= slot_count() || slot.place < 0) continue;
+        unsigned* word = to + 2 * slot.place + half;
+        Source source{};
+        if constexpr (kCopy) source = find_dy(run, d, slot, half * kPairs + pair);
+#pragma unroll
+        for (int k = 0; k < kJobChannels; ++k, word += args.pair_pitch) {
+          if (kPairs % kJobChannels != 0 && pair + k >= kPairs) break;
+          if constexpr (kCopy) {
+            copy<C::kElementsY>(word, source, between);
+            const bool more = kind.first_out + half * kPairs + pair + k + 1 < C::kOutPerGroup;
+            if ((source.first || source.second) && more) source.from += args.dy_strides.c;
+          } else {
+            round(word);
+          }
+        }
       }
     }
   }
