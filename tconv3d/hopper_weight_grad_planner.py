@@ -7,7 +7,7 @@ many parts the steps are split. What is compiled in depends on the layer alone, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from itertools import product
@@ -26,18 +26,19 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
-OTHER_REGISTERS = 34  # of a consumer: addresses, counters
+OTHER_REGISTERS = 26  # of a consumer: addresses, counters
 MIN_EFFICIENCY = 0.25  # of the products that count
 
 # Warpgroups that multiply and that copy, with the registers of their threads.
-TEAMS = ((2, 1, 224, 56), (2, 2, 208, 48), (3, 1, 152, 56))
+TEAMS = ((2, 1, 224, 56), (2, 2, 200, 56), (3, 1, 152, 56))
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
 MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
 STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
 BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
-JOB_CYCLES = 120.0  # that a job takes a producer warp, besides what it waits for
+ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
+JOB_CYCLES_X, JOB_CYCLES_Y = 500.0, 200.0  # that a job takes a producer warp
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,12 @@ class Rows:
     shifts: tuple[int, ...]  # per tap: how far it reads from the position, in positions
 
     @classmethod
-    def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1) -> Rows:
-        """Planes begin at a multiple of `align` outputs, where the stride is 1."""
+    def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1, together: bool = False) -> Rows:
+        """Planes begin at a multiple of `align` outputs, where the stride is 1; at the same position if `together`."""
         phases = sorted({axis.phase(t) for t in taps})
         first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
+        if together:
+            first = dict.fromkeys(phases, min(first.values()))
         if axis.stride == 1:
             first = {phase: shift - shift % align for phase, shift in first.items()}
         return cls(
@@ -86,6 +89,7 @@ class Words:
 
     rows: Rows
     per_word: int
+    paired: bool  # two phases are copied together, out of one word of memory each
 
     @cached_property
     def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -128,6 +132,8 @@ class Layer:
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
     elements_y: bool
+    pairable_y: bool  # two phases lie side by side in a word of memory
+    vector_x: int  # words of x that one load brings
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
 
@@ -136,8 +142,9 @@ class Layer:
         return 4 // ITEM_BYTES[self.dtype]
 
     def words(self, taps: tuple[int, ...]) -> Words:
-        align = 1 if self.elements_y else self.per_word
-        return Words(Rows.of(self.geometry.axes[2], taps, align), self.per_word)
+        axis, align = self.geometry.axes[2], 1 if self.elements_y else self.per_word
+        paired = self.pairable_y and len({axis.phase(t) for t in taps}) == 2
+        return Words(Rows.of(axis, taps, align, paired), self.per_word, paired)
 
 
 @dataclass(frozen=True)
@@ -167,6 +174,10 @@ class Tiling:
     def planes(self) -> tuple[int, int, int]:
         w = max(len(piece.rows.offsets) for piece in self.pieces)
         return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
+
+    @cached_property
+    def paired(self) -> bool:
+        return self.pieces[0].paired
 
     @cached_property
     def reach(self) -> tuple[int, int, int]:
@@ -237,7 +248,9 @@ class Buffers:
 
     @cached_property
     def plane_pitch(self) -> int:
-        return self.lines * self.line_pitch
+        """Where phases along w alternate, half of the banks more than a multiple: two planes' words meet in none."""
+        words = self.lines * self.line_pitch
+        return words + (8 - words) % 16 if self.tiling.planes[2] > 1 else words
 
     @cached_property
     def pair_pitch(self) -> int:
@@ -255,14 +268,14 @@ class Buffers:
 
     @cached_property
     def slots(self) -> int:
-        """Words of a plane along d that are copied."""
+        """Words of a plane along d that are copied (of two planes together, if they are)."""
         _, h, w = self.tiling.planes
-        return h * self.lines * w * self.line_words
+        return h * self.lines * (1 if self.tiling.paired else w) * self.line_words
 
     def bytes(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
         tables = 8 * (self.slots + self.slots % 2) + 16 * self.box.k_rows * ROW_SEGMENTS
-        return stages + 4 * groups * self.box.d * self.sheet_words + tables + 8 * (2 * groups + self.tiling.stages)
+        return stages + 4 * groups * self.box.d * self.sheet_words + tables + 8 * (2 * groups + 2 * self.tiling.stages)
 
     def groups(self, room: int) -> int:
         """Groups of sheets that fit, no more than are of use; 0 if there is no room for those at work and coming."""
@@ -302,34 +315,37 @@ def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
 class StepWork:
     """What the step of one launch keeps busy."""
 
-    tensor: float
-    shared: float
-    copying: float  # of the producers' instructions
+    products: float  # tensor cores, and what keeps them from shared memory
+    copying: float  # the producers' instructions
     l2: float
 
     @property
     def cycles(self) -> float:
-        parts = (self.tensor, self.shared, self.copying, self.l2)
-        return max(parts) + 0.2 * (sum(parts) - max(parts)) + STEP_OVERHEAD
+        parts = (self.products, self.copying, self.l2)
+        return max(parts) + 0.1 * (sum(parts) - max(parts)) + STEP_OVERHEAD
 
 
 def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     tiling, box = made.tiling, made.box
-    chunks = 2 * box.k_rows * tiling.consumers * tiling.row_tiles
-    products = 2 * len(piece.rows.taps)
+    items = 2 * box.k_rows * tiling.consumers * tiling.row_tiles
     planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
     words_x = box.k_rows * 32 * tiling.columns
-    words_y = box.d * planes_d * made.slots * tiling.out_tile
-    touched = words_x * (3 if layer.dtype == "float32" else 1) + words_y * (3 if layer.dtype == "float32" else 1)
-    jobs = box.k_rows * tiling.columns // JOB_CHANNELS
-    jobs += box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
-    passes = 2 if layer.dtype == "float32" else 3 if layer.elements_y else 1
+    words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
+    jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
+    jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    slow_x = 2 if layer.elements_x or layer.unit_c_x else 1
+    slow_y = 4 if piece.paired or layer.elements_y else 2 if layer.unit_c_y else 1
     return StepWork(
-        tensor=chunks * products * max(tiling.columns / 2, MIN_PRODUCT_CYCLES),
-        shared=chunks * (16 * len(piece.loads) * made.conflicts + products * tiling.columns / 4) + touched / 32,
-        copying=jobs * JOB_CYCLES * passes / (4 * tiling.producers),
+        products=items * item_cycles(piece, tiling.columns, made.conflicts) + (words_x + words_y) / 32,
+        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * tiling.producers),
         l2=4 * (words_x + words_y) / L2_BYTES_PER_CYCLE,
     )
+
+
+def item_cycles(piece: Words, columns: int, conflicts: float = 1.0) -> float:
+    """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
+    products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
+    return products + 16 * len(piece.loads) * conflicts + ITEM_OVERHEAD
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -382,9 +398,12 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     axis = layer.geometry.axes[2]
     count = -(-axis.kernel // MAX_TAPS_W)
     size = -(-axis.kernel // count)
-    yield tuple(
+    whole = tuple(
         layer.words(tuple(range(first, min(first + size, axis.kernel)))) for first in range(0, axis.kernel, size)
     )
+    if len({piece.paired for piece in whole}) > 1:  # a last piece of one tap
+        whole = tuple(replace(layer, pairable_y=False).words(piece.rows.taps) for piece in whole)
+    yield whole
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
     if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1:
         yield tuple(layer.words(taps) for taps in phases)
@@ -418,10 +437,7 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
             cost = 0.0
             for piece in pieces:
-                products = 2 * len(piece.rows.taps)
-                tensor = tiles * products * max(columns / 2, MIN_PRODUCT_CYCLES)
-                shared = tiles * (16 * len(piece.loads) + products * columns / 4)
-                cost += max(tensor, shared, copied) + 0.2 * (tensor + shared + copied)
+                cost += max(tiles * item_cycles(piece, columns), copied) + 0.1 * copied
             depth = 2 if free >= 2 * fragments else 1
             number += 1
             yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, consumers, producers, depth)
@@ -430,15 +446,21 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
 # ---- The family.
 
 
+def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
+    """Words that a load may bring: none may straddle the end of a line. 0: 16-bit elements one by one."""
+    per_word = 4 // p.item_bytes
+    for words in (4, 2, 1):
+        if p.aligned and strides[4] == 1 and not any(v % (words * per_word) for v in (*strides[:4], width)):
+            return words
+    return 1 if per_word == 1 else 0
+
+
 def _layer(p: Problem) -> Layer:
-    words = 4 // p.item_bytes
-    even_x, even_y = (
-        p.aligned and strides[4] == 1 and not any(v % words for v in (*strides[:4], size[2]))
-        for strides, size in ((p.input, p.input_size), (p.output, p.output_size))
-    )
-    separate_x, separate_y = (words > 1 and not even for even in (even_x, even_y and p.geometry.stride[2] == 1))
+    x, y = _vector(p, p.input, p.input_size[2]), _vector(p, p.output, p.output_size[2])
+    elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
+    pairable = y > 0 and p.item_bytes == 2 and p.geometry.stride[2] == 2
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
-    return Layer(p.geometry, p.dtype, separate_x, separate_y, unit_c_x, unit_c_y)
+    return Layer(p.geometry, p.dtype, x == 0, elements_y, pairable, max(x, 1), unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -520,7 +542,7 @@ def _wide(p: Problem) -> bool:
 def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
     groups = made.groups(device.shared_bytes)
-    jobs = -(-(made.slots + made.slots % 2) // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    jobs = -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
@@ -569,7 +591,9 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
-        ("kElementsY", layer.elements_y),
+        ("kElementsY", layer.elements_y and not piece.paired),
+        ("kPairedY", piece.paired),
+        ("kVectorX", layer.vector_x),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", tiling.consumers),

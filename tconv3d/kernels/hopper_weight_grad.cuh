@@ -75,13 +75,18 @@ struct HopperWeightGrad {
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
   static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
+  // Two phases of 16-bit elements lie side by side in a word of memory: a slot is a word of each.
+  static constexpr int kSlotPlanes = C::kPairedY ? 1 : C::kPlanesW;
+  static constexpr bool kSeparateY = C::kElementsY || C::kPairedY;
   static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
 
   static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
   static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
   static_assert(C::kStages >= 2);
-  static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
+  static_assert(!(C::kElementsX || kSeparateY) || kPerWord == 2);
+  static_assert(!C::kPairedY || (C::kPlanesW == 2 && C::kStrideW == 2 && !C::kUnitCY && !C::kElementsY));
+  static_assert(C::kVectorX == 1 || !(C::kElementsX || C::kUnitCX), "words that are neighbours in memory");
 
   // What distinguishes blocks that walk over the same positions.
   struct Kind {
@@ -135,7 +140,7 @@ struct HopperWeightGrad {
     ring = reinterpret_cast<unsigned*>(stages + C::kStages * stage_bytes);
     sheet_words = kPairs * args.pair_pitch;
     slots = reinterpret_cast<Slot*>(ring + args.groups * args.box.d * sheet_words);
-    segments = reinterpret_cast<Segment*>(slots + slot_count());
+    segments = reinterpret_cast<Segment*>(slots + (most_slots() + 1) / 2 * 2);
     barriers = ptx::shared_address(segments + row_segments() * kRowSegments);
   }
 
@@ -158,29 +163,33 @@ struct HopperWeightGrad {
   __device__ __forceinline__ int row_segments() const {
     return (segment_count() + kRowSegments - 1) / kRowSegments;
   }
-  // An even number of them: what follows is aligned.
+  // Of a plane along d: for the kind that has most, and for this one.
+  __device__ __forceinline__ int most_slots() const {
+    return C::kPlanesH * args.lines * kSlotPlanes * args.line_words;
+  }
   __device__ __forceinline__ int slot_count() const {
-    return (C::kPlanesH * args.lines * C::kPlanesW * args.line_words + 1) / 2 * 2;
+    return C::kPlanesCountH(kind.h) * args.lines * kSlotPlanes * args.line_words;
   }
   __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
   __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
-  __device__ __forceinline__ unsigned stage_empty(int stage) const {
+  __device__ __forceinline__ unsigned stage_full(int stage) const {
     return barriers + 8 * (2 * args.groups + stage);
+  }
+  __device__ __forceinline__ unsigned stage_empty(int stage) const {
+    return barriers + 8 * (2 * args.groups + C::kStages + stage);
   }
 
   __device__ __forceinline__ void prepare() {
-    const int line_slots = C::kPlanesW * args.line_words;
+    const int line_slots = kSlotPlanes * args.line_words;
     for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
       // Phases along w alternate as they do in memory.
       const int line = i / line_slots, rest = i % line_slots;
-      const int plane_w = rest % C::kPlanesW, word = rest / C::kPlanesW;
+      const int plane_w = rest % kSlotPlanes, word = rest / kSlotPlanes;
       const int plane_h = line / args.lines, h = line % args.lines;
-      const bool exists = plane_h < C::kPlanesCountH(kind.h);
       Slot slot;
-      slot.h = static_cast<short>(h * C::kStrideH + (exists ? C::kPlaneOffsetH(kind.h, plane_h) : 0));
+      slot.h = static_cast<short>(h * C::kStrideH + C::kPlaneOffsetH(kind.h, plane_h));
       slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w));
       slot.place = (plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word;
-      if (!exists) slot.place = -1;
       slots[i] = slot;
     }
     for (int i = static_cast<int>(threadIdx.x); i < row_segments() * kRowSegments; i += C::kThreads) {
@@ -192,10 +201,13 @@ struct HopperWeightGrad {
     }
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.groups; ++i) {
-        ptx::barrier_init(full(i), kProducerWarps);
+        ptx::barrier_init(full(i), 32 * kProducerWarps);
         ptx::barrier_init(empty(i), kConsumerWarps);
       }
-      for (int i = 0; i < C::kStages; ++i) ptx::barrier_init(stage_empty(i), kConsumerWarps);
+      for (int i = 0; i < C::kStages; ++i) {
+        ptx::barrier_init(stage_full(i), kProducerWarps);
+        ptx::barrier_init(stage_empty(i), kConsumerWarps);
+      }
       ptx::fence_barrier_init();
     }
     __syncthreads();
@@ -219,29 +231,22 @@ struct HopperWeightGrad {
     return static_cast<unsigned>(i) < static_cast<unsigned>(size);
   }
 
-  // ---- Producers. A job is 32 words of eight channels of x, or 16 words of eight pairs of dy: eight copies
-  // of a warp. Where w is contiguous, lanes have neighbouring words and the copies are channels; where
-  // channels are, the lanes have neighbouring channels and the copies are words.
+  // ---- Producers. A job is 32 words of eight channels of x, or 16 words of eight pairs of dy: eight words
+  // of each lane. Where w is contiguous, lanes have neighbouring words; where channels are, neighbouring
+  // channels.
 
   // Where a word comes from; of a 16-bit one, whether its two elements are inside.
   struct Source {
     const Scalar* from;
     bool first, second;
   };
-
-  // One word, zero if it is not inside. `step` elements lie between the two of a 16-bit word.
-  template <bool kElements>
-  static __device__ __forceinline__ void copy(unsigned* to, const Source& source, Index step) {
-    if constexpr (kElements) {
-      const unsigned low = source.first ? source.from->bits : 0u;
-      const unsigned high = source.second ? source.from[step].bits : 0u;
-      *to = low | high << 16;
-    } else {
-      ptx::copy_words<1>(to, source.from, source.first);
+  static __device__ __forceinline__ unsigned load_elements(const Source& source, Index step) {
+    if constexpr (kPerWord == 2) {
+      const unsigned low = source.first ? load_constant(source.from).bits : 0u;
+      const unsigned high = source.second ? load_constant(source.from + step).bits : 0u;
+      return low | high << 16;
     }
-  }
-  static __device__ __forceinline__ void round(unsigned* word) {
-    if constexpr (kRounded) *word = OperandOf<float>::bits(ptx::bits_to_float(*word));
+    return 0u;
   }
 
   // Channels past the last read it again: their sums are never written.
@@ -261,32 +266,58 @@ struct HopperWeightGrad {
     return source;
   }
 
-  // Copies x of a step to a stage, or rounds what this thread has copied there.
-  template <bool kCopy>
-  __device__ __forceinline__ void walk_x(int stage, const Run& run, int step) const {
-    unsigned* const rows = reinterpret_cast<unsigned*>(stages + stage * stage_bytes);
-    for (int job = warp; job < row_segments() * kJobsX; job += kProducerWarps) {
-      const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
-      unsigned* const to = rows + (row_segment * C::kColumns + channel) * kRowWords;
-      const Segment* const found = segments + row_segment * kRowSegments;
-      // A piece of 16 bytes is one word of each of four segments.
-      Source source{};
-      if constexpr (kCopy && !C::kUnitCX) source = find_x(run, step, found[lane / 4], lane % 4, channel);
+  // x passes through registers: tensor cores take it as it lies in shared memory, so it must be rounded.
+  struct JobX {
+    // A lane has kLoadsX times kVectorX words: of channels kVectorX apart, or (channels contiguous) one
+    // word each of all eight segments' words.
+    static constexpr int kLoadsX = kJobChannels / C::kVectorX, kSlots = kRowWords / C::kVectorX;
+    unsigned words[kJobChannels];
+  };
+  __device__ __forceinline__ void load_x(JobX& to, const Run& run, int step, int job) const {
+    const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
+    const Segment* const found = segments + row_segment * kRowSegments;
+    const Index between = static_cast<Index>(args.x_strides.w);
+    if constexpr (C::kUnitCX) {
 #pragma unroll
       for (int k = 0; k < kJobChannels; ++k) {
-        const int row = C::kUnitCX ? lane / 4 : k, piece = C::kUnitCX ? k : lane / 16 * 4 + lane % 4;
-        unsigned* const word = to + row * kRowWords + (piece ^ row) * 4 + (C::kUnitCX ? lane : lane / 4) % 4;
-        if constexpr (kCopy) {
-          if constexpr (C::kUnitCX) {
-            source = find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4, channel + lane / 4);
-          }
-          copy<C::kElementsX>(word, source, static_cast<Index>(args.x_strides.w));
-          const bool more = source.first && kind.first_in + channel + k + 1 < C::kInPerGroup;
-          if (!C::kUnitCX && more) source.from += args.x_strides.c;
+        const Source source = find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4, channel + lane / 4);
+        if constexpr (C::kElementsX) {
+          to.words[k] = load_elements(source, between);
         } else {
-          round(word);
+          to.words[k] = source.first ? __ldg(reinterpret_cast<const unsigned*>(source.from)) : 0u;
         }
       }
+    } else {
+      const int word = lane % JobX::kSlots * C::kVectorX, own = channel + lane / JobX::kSlots;
+      Source source = find_x(run, step, found[word / kSegment], word % kSegment, own);
+#pragma unroll
+      for (int i = 0; i < JobX::kLoadsX; ++i) {
+        if constexpr (C::kElementsX) {
+          to.words[i] = load_elements(source, between);
+        } else {
+          Vector<unsigned, C::kVectorX> loaded{};
+          if (source.first) loaded = load_vector<C::kVectorX>(reinterpret_cast<const unsigned*>(source.from));
+#pragma unroll
+          for (int e = 0; e < C::kVectorX; ++e) to.words[i * C::kVectorX + e] = loaded.at[e];
+        }
+        const bool more = kind.first_in + own + (i + 1) * C::kVectorX < C::kInPerGroup;
+        if (source.first && more) source.from += C::kVectorX * args.x_strides.c;
+      }
+    }
+  }
+  __device__ __forceinline__ void store_x(const JobX& from, int stage, int job) const {
+    const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
+    unsigned* const to = reinterpret_cast<unsigned*>(stages + stage * stage_bytes) +
+                         (row_segment * C::kColumns + channel) * kRowWords;
+#pragma unroll
+    for (int k = 0; k < kJobChannels; ++k) {
+      // A piece of 16 bytes is one word of each of four segments.
+      const int word = lane % JobX::kSlots * C::kVectorX + k % C::kVectorX;
+      const int segment = C::kUnitCX ? k / 4 * 4 + lane % 4 : word / kSegment;
+      const int row = C::kUnitCX ? lane / 4 : k / C::kVectorX * C::kVectorX + lane / JobX::kSlots;
+      const int piece = segment / 4 * 4 + (C::kUnitCX ? k : word) % kSegment;
+      to[row * kRowWords + (piece ^ row) * 4 + segment % 4] =
+          kRounded ? OperandOf<float>::bits(ptx::bits_to_float(from.words[k])) : from.words[k];
     }
   }
 
@@ -294,7 +325,7 @@ struct HopperWeightGrad {
     const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
     const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
     Source source{static_cast<const Scalar*>(args.dy), line && inside(w, args.dy_size.w),
-                  C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
+                  kSeparateY && line && inside(w + C::kStrideW, args.dy_size.w)};
     if (source.first || source.second) {
       const int in_group = min(kind.first_out + channel, C::kOutPerGroup - 1);
       source.from += run.n * static_cast<Index>(args.dy_strides.n) +
@@ -305,11 +336,45 @@ struct HopperWeightGrad {
     return source;
   }
 
-  // The same for a group of sheets of dy.
-  template <bool kCopy>
-  __device__ __forceinline__ void walk_dy(int group, const Run& run, int step) const {
+  // Eight words of dy (or, kPairedY, of each of two planes), past the registers where words are whole in
+  // memory.
+  template <class FindWord, class FindSource>
+  __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, int count) const {
+    if constexpr (kSeparateY) {
+      unsigned words[kJobChannels], pairs[kJobChannels];
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        const Source found = source(k);
+        if constexpr (C::kPairedY) {
+          words[k] = found.first ? __ldg(reinterpret_cast<const unsigned*>(found.from)) : 0u;
+          pairs[k] = found.second ? __ldg(reinterpret_cast<const unsigned*>(found.from) + 1) : 0u;
+        } else {
+          words[k] = load_elements(found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        if constexpr (C::kPairedY) {
+          word(k)[0] = (words[k] & 0xFFFFu) | pairs[k] << 16;
+          word(k)[2 * args.plane_pitch] = words[k] >> 16 | (pairs[k] & 0xFFFF0000u);
+        } else {
+          *word(k) = words[k];
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        const Source found = source(k);
+        if (k < count) ptx::copy_words<1>(word(k), found.from, found.first);
+      }
+    }
+  }
+
+  // A group of sheets.
+  __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
     const int planes = C::kPlanesCountD(kind.d), jobs_of_plane = static_cast<int>(args.by_jobs.divisor);
-    const Index between = C::kStrideW * static_cast<Index>(args.dy_strides.w);
+    const int count = slot_count();
     for (int job = warp; job < args.box.d * planes * jobs_of_plane; job += kProducerWarps) {
       const int plane = divide(job, args.by_jobs), rest = job - plane * jobs_of_plane;
       const int sheet = plane / planes, plane_d = plane % planes;
@@ -318,81 +383,65 @@ struct HopperWeightGrad {
       unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
                            2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
       if constexpr (C::kUnitCY) {
-        const int own = lane / 4, half = lane % 2;
+        const int own = lane / 4, half = lane % 2, index = first_slot + lane / 2 % 2;
         if (pair + own >= kPairs) continue;
-#pragma unroll
-        for (int k = 0; k < kJobChannels; ++k) {
-          const int index = first_slot + 2 * k + lane / 2 % 2;
-          const Slot slot = slots[min(index, slot_count() - 1)];
-          if (index >= slot_count() || slot.place < 0) continue;
-          unsigned* const word = to + own * args.pair_pitch + 2 * slot.place + half;
-          if constexpr (kCopy) {
-            copy<C::kElementsY>(word, find_dy(run, d, slot, half * kPairs + pair + own), between);
-          } else {
-            round(word);
-          }
-        }
+        copy_dy([&](int k) { return to + own * args.pair_pitch + 2 * slots[index + 2 * k].place + half; },
+                [&](int k) {
+                  return find_dy(run, d, slots[min(index + 2 * k, count - 1)], half * kPairs + pair + own);
+                },
+                (count - index + 1) / 2);
       } else {
         const int index = first_slot + lane % 16, half = lane / 16;
-        const Slot slot = slots[min(index, slot_count() - 1)];
-        if (index >= slot_count() || slot.place < 0) continue;
-        unsigned* word = to + 2 * slot.place + half;
-        Source source{};
-        if constexpr (kCopy) source = find_dy(run, d, slot, half * kPairs + pair);
-#pragma unroll
-        for (int k = 0; k < kJobChannels; ++k, word += args.pair_pitch) {
-          if (kPairs % kJobChannels != 0 && pair + k >= kPairs) break;
-          if constexpr (kCopy) {
-            copy<C::kElementsY>(word, source, between);
-            const bool more = kind.first_out + half * kPairs + pair + k + 1 < C::kOutPerGroup;
-            if ((source.first || source.second) && more) source.from += args.dy_strides.c;
-          } else {
-            round(word);
-          }
-        }
+        if (index >= count) continue;
+        const Slot slot = slots[index];
+        unsigned* const first = to + 2 * slot.place + half;
+        Source next = find_dy(run, d, slot, half * kPairs + pair);
+        copy_dy([&](int k) { return first + k * args.pair_pitch; },
+                [&](int k) {
+                  const Source found = next;
+                  const bool more = kind.first_out + half * kPairs + pair + k + 1 < C::kOutPerGroup;
+                  if ((found.first || found.second) && more) next.from += args.dy_strides.c;
+                  return found;
+                },
+                kPairs - pair);
       }
     }
-  }
-
-  // What a delivery brings: a group of sheets and, but for the first of a run, a stage of x.
-  struct Delivery {
-    int group, stage;
-  };
-  template <int kPending>
-  __device__ __forceinline__ void finish(const Delivery& delivery) const {
-    ptx::copy_wait<kPending>();
-    if constexpr (kRounded) {
-      const Run nowhere{};
-      if (delivery.stage >= 0) walk_x<false>(delivery.stage, nowhere, 0);
-      walk_dy<false>(delivery.group, nowhere, 0);
+    if constexpr (kSeparateY) {
+      ptx::barrier_arrive(full(group));
+    } else {
+      ptx::copy_arrive(full(group));
     }
-    ptx::fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(full(delivery.group));
   }
 
+  // A delivery is a group of sheets and, but for the first of a run, a stage of x.
   __device__ __forceinline__ void produce() const {
     Ring group, stage;
-    Delivery before{-1, -1};
+    const int jobs = row_segments() * kJobsX;
     for (int index = part.begin; index < part.end;) {
       const Run run = run_at(index);
       for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
-        Delivery next{group.index, -1};
-        ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
-        if (i >= args.ahead) {
-          next.stage = stage.index;
+        const bool with_x = i >= args.ahead;
+        const int step = run.first + i - args.ahead;
+        JobX present, next;
+        if (with_x) {
           ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
-          walk_x<true>(stage.index, run, run.first + i - args.ahead);
-          stage.advance(C::kStages);
+          if (warp < jobs) load_x(present, run, step, warp);
         }
-        walk_dy<true>(group.index, run, run.first + i);
-        ptx::copy_commit();
-        if (before.group >= 0) finish<1>(before);
-        before = next;
+        ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
+        copy_group(group.index, run, run.first + i);
+        if (!with_x) continue;
+        for (int job = warp; job < jobs; job += kProducerWarps) {
+          if (job + kProducerWarps < jobs) load_x(next, run, step, job + kProducerWarps);
+          store_x(present, stage.index, job);
+          present = next;
+        }
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
+        stage.advance(C::kStages);
       }
       index += run.count;
     }
-    if (before.group >= 0) finish<0>(before);
   }
 
   // ---- Consumers.
@@ -447,7 +496,9 @@ struct HopperWeightGrad {
       const Vector<unsigned, 4> words =
           load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) to.loaded[kI][e] = words.at[e];
+      for (int e = 0; e < 4; ++e) {
+        to.loaded[kI][e] = kRounded ? OperandOf<float>::bits(ptx::bits_to_float(words.at[e])) : words.at[e];
+      }
     });
     static_for<C::kJoins>([&](auto j) {
       constexpr int kJ = decltype(j)::value;
@@ -534,6 +585,7 @@ struct HopperWeightGrad {
       for (int step = 0; step < run.count; ++step) {
         // Producers deliver in order: with this group, all before it are there.
         ptx::barrier_wait(full(arriving.index), arriving.parity);
+        ptx::barrier_wait(stage_full(stage.index), stage.parity);
         multiply_step(me, stage.index, group.index);
         __syncwarp();
         if (lane == 0) {

@@ -319,6 +319,11 @@ __device__ __forceinline__ void copy_words(void* to, const void* from, bool insi
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
+// Arrives at a barrier in shared memory when all copies that this thread has begun are done.
+__device__ __forceinline__ void copy_arrive(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Waits until at most kPending committed groups of this thread's copies are unfinished.
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {

@@ -357,21 +357,32 @@ inline void copy_commit() {
   copies.committed[copies.groups++] = copies.size;
 }
 
-template <int kPending>
-inline void copy_wait() {
-  auto& copies = emulator::thread_state<EmulatedCopies>();
-  if (copies.groups <= kPending) return;
-  const unsigned finished = copies.groups - kPending, end = copies.committed[finished - 1];
+inline void execute_copies(EmulatedCopies& copies, unsigned end) {
   for (unsigned i = 0; i < end; ++i) {
     std::uint32_t word = 0;
     if (copies.queue[i].from) std::memcpy(&word, copies.queue[i].from, sizeof word);
     *copies.queue[i].to = word;
   }
+}
+
+template <int kPending>
+inline void copy_wait() {
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  if (copies.groups <= kPending) return;
+  const unsigned finished = copies.groups - kPending, end = copies.committed[finished - 1];
+  execute_copies(copies, end);
   for (unsigned i = end; i < copies.size; ++i) copies.queue[i - end] = copies.queue[i];
   copies.size -= end;
   for (unsigned i = finished; i < copies.groups; ++i)
     copies.committed[i - finished] = copies.committed[i] - end;
   copies.groups -= finished;
+}
+
+inline void copy_arrive(unsigned address) {
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  execute_copies(copies, copies.size);
+  copies.size = copies.groups = 0;
+  barrier_arrive(address);
 }
 
 }  // namespace tconv3d::ptx
