@@ -28,6 +28,7 @@ MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
 OTHER_REGISTERS = 26  # of a consumer: addresses, counters
 MIN_EFFICIENCY = 0.25  # of the products that count
+TURNED_COUNT = 2**17  # weights from which the sum of the parts is worth turning in shared memory
 
 # Warpgroups that multiply and that copy, with the registers of their threads.
 TEAMS = ((2, 1, 224, 56), (2, 2, 200, 56), (3, 1, 152, 56))
@@ -52,7 +53,7 @@ class Rows:
 
     @classmethod
     def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1, together: bool = False) -> Rows:
-        """Planes begin at a multiple of `align` outputs, where the stride is 1; at the same position if `together`."""
+        """Planes begin at a multiple of `align` outputs if the stride is 1, at the same position if `together`."""
         phases = sorted({axis.phase(t) for t in taps})
         first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
         if together:
@@ -198,8 +199,8 @@ class Tiling:
         d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
         w = " + ".join(str(len(piece.rows.taps)) for piece in self.pieces)
         return (
-            f"{self.consumers} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} outputs "
-            f"x {d} x {h} x {w} taps, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}"
+            f"{self.consumers} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
+            f"outputs x {d} x {h} x {w} taps, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}"
             f"{', fragments ahead' if self.depth == 2 else ''}"
         )
 
@@ -275,7 +276,8 @@ class Buffers:
     def bytes(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
         tables = 8 * (self.slots + self.slots % 2) + 16 * self.box.k_rows * ROW_SEGMENTS
-        return stages + 4 * groups * self.box.d * self.sheet_words + tables + 8 * (2 * groups + 2 * self.tiling.stages)
+        barriers = 16 * (groups + self.tiling.stages)
+        return stages + 4 * groups * self.box.d * self.sheet_words + tables + barriers
 
     def groups(self, room: int) -> int:
         """Groups of sheets that fit, no more than are of use; 0 if there is no room for those at work and coming."""
@@ -411,8 +413,8 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
 
 def _divisions(channels: int, multiple: int, most: int) -> list[int]:
     """Sizes of tiles, multiples of `multiple`, that divide channels evenly."""
-    found = {-(-(-(-channels // parts)) // multiple) * multiple for parts in range(1, -(-channels // multiple) + 1)}
-    return sorted(size for size in found if size <= most)
+    units = -(-channels // multiple)
+    return sorted({size for parts in range(1, units + 1) if (size := -(-units // parts) * multiple) <= most})
 
 
 def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
@@ -439,8 +441,9 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             for piece in pieces:
                 cost += max(tiles * item_cycles(piece, columns), copied) + 0.1 * copied
             depth = 2 if free >= 2 * fragments else 1
+            tiling = Tiling(columns, out_tile, rows_d, rows_h, pieces, consumers, producers, depth)
             number += 1
-            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, consumers, producers, depth)
+            yield cost * blocks, number, tiling
 
 
 # ---- The family.
@@ -501,12 +504,32 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     count = g.in_channels * g.out_per_group * g.taps
     splits = _splits(p, device, layer, made, count)
     mains = tuple(_main(p, device, layer, made, piece, splits) for piece in tiling.pieces)
-    ci, co, _, _, tap = p.weight
-    reduce = _reduce(p.dtype, count, splits, "dw", (g.taps, g.out_per_group, g.in_channels), (tap, co, ci))
+    reduce = _turning_reduce(p, count, splits) if count >= TURNED_COUNT else _plain_reduce(p, count, splits)
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
         "hopper_weight_grad", "positions as K on warpgroup tensor cores", (*mains, reduce), splits * count * 4, tile
+    )
+
+
+def _plain_reduce(p: Problem, count: int, splits: int) -> Launch:
+    """For few elements: parallel over them and their parts."""
+    g, (ci, co, _, _, tap) = p.geometry, p.weight
+    return _reduce(p.dtype, count, splits, "dw", (g.taps, g.out_per_group, g.in_channels), (tap, co, ci))
+
+
+def _turning_reduce(p: Problem, count: int, splits: int) -> Launch:
+    """For many elements: reads and writes whole lines."""
+    g, (ci, co, _, _, tap) = p.geometry, p.weight
+    taps, threads = 32 if g.taps <= 32 else 64, 256
+    return Launch(
+        kernel="reduce_taps",
+        constants=(("kThreads", threads), ("kMinBlocks", 1), ("Scalar", SCALARS[p.dtype]), ("kTaps", taps)),
+        grid=(-(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group, 1, 1),
+        threads=threads,
+        shared_bytes=0,
+        pointers=("workspace", "dw"),
+        scalars=padded(int64s(ci, co, tap, count), int32s(splits, g.taps, g.out_per_group, g.in_channels)),
     )
 
 
