@@ -480,10 +480,11 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "the volume is too long"
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
         return "the taps reach too far"
-    found = tilings(_layer(p), device)
-    if not found:
+    layer = _layer(p)
+    found = tilings(layer, device)
+    if not found and next(_candidates(layer), None) is None:
         return "no tiling has enough products that count and few enough registers"
-    if best_buffers(_layer(p), found[0], p.input_size, device.shared_bytes) is None:
+    if not found or best_buffers(layer, found[0], p.input_size, device.shared_bytes) is None:
         return "the taps reach too far for shared memory"
     return None
 
