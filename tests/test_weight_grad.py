@@ -226,7 +226,7 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
         for tiling in hopper_weight_grad_planner.tilings(hopper_layer(layer, dtype), device, 200):
             way = (tiling.consumers, tiling.producers, tiling.depth, len(tiling.pieces), len(tiling.rows_d))
             seen.setdefault((way, min(tiling.row_tiles, 2)), tiling)
-        assert len(seen) >= 4
+        assert len(seen) >= 3
         original = hopper_weight_grad_planner.plan_tiling
         for tiling in list(seen.values())[:12]:
             with monkeypatch.context() as context:
