@@ -16,6 +16,7 @@ from . import (
     few_outputs_planner,
     few_weight_grad_planner,
     halo_planner,
+    hopper_weight_grad_planner,
     weight_grad_planner,
 )
 from .problem import Device, Plan, Problem
@@ -25,6 +26,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("few_inputs", few_inputs_planner),
     ("few_weight_grad", few_weight_grad_planner),
     ("halo", halo_planner),
+    ("hopper_weight_grad", hopper_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),
     ("depthwise", depthwise_planner),
     ("direct", direct_planner),

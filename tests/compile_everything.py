@@ -29,8 +29,8 @@ from tconv3d.launch import Constants
 
 HOPPER = "sm_90a"
 ARCHITECTURES = (HOPPER, "sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")
-HOPPER_ONLY = ("halo",)  # kernels that need wgmma, by the beginning of their names
-DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce")
+HOPPER_ONLY = ("halo", "hopper")  # kernels that need wgmma, by the beginning of their names
+DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce", "reduce_taps")
 SPILL_LIMIT = 512  # bytes of loads and stores on Hopper: some values that wait, none of an inner loop's own
 MOST_OF_A_KIND = 40
 WORKERS = 2  # NVRTC works without Python's lock

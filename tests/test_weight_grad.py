@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from layers import TABLE, TRAPS, UNIT, Layer, passes, poisoned
 from torch import Tensor
 
-from tconv3d import compiler, emulator, executor, planner, weight_grad_planner
+from tconv3d import compiler, emulator, executor, hopper_weight_grad_planner, planner, weight_grad_planner
 from tconv3d.geometry import Axis, Geometry
 from tconv3d.launch import Constants
 from tconv3d.problem import Device, Pass, Plan, Problem
@@ -37,18 +38,30 @@ LAYERS = {
 }
 
 
-@pytest.fixture
-def tensor_cores(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Everything that the family can compute goes to it, few channels too."""
+FAMILIES = {"warp": weight_grad_planner, "warpgroup": hopper_weight_grad_planner}
+
+
+@pytest.fixture(params=FAMILIES)
+def tensor_cores(request: pytest.FixtureRequest, ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Everything that a family can compute goes to it, few channels too; another family does not stand in."""
+    family = FAMILIES[request.param]
+    if ours != "cpu" and request.param == "warpgroup" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("warpgroup matrix instructions need compute capability 9.0")
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr(planner, "FAMILIES", (("tensor_weight_grad", weight_grad_planner),))
-    monkeypatch.setattr(weight_grad_planner, "MIN_EFFICIENCY", 0.0)
+    monkeypatch.setattr(planner, "FAMILIES", ((request.param, family),))
+    monkeypatch.setattr(family, "MIN_EFFICIENCY", 0.0)
     monkeypatch.setattr(executor, "_tasks", {})
     planner.plan.cache_clear()
+    hopper_weight_grad_planner.tilings.cache_clear()
     yield ours
     planner.plan.cache_clear()
+    hopper_weight_grad_planner.tilings.cache_clear()
     torch.backends.cudnn.conv.fp32_precision = before
+
+
+warp_only = pytest.mark.parametrize("tensor_cores", ["warp"], indirect=True)
+warpgroup_only = pytest.mark.parametrize("tensor_cores", ["warpgroup"], indirect=True)
 
 
 def weight_grad(layer: Layer, x: Tensor, dy: Tensor) -> Tensor:
@@ -163,6 +176,7 @@ def test_bitwise_reproducible(name: str, tensor_cores: str) -> None:
     assert all(torch.equal(weight_grad(LAYERS[name], x, dy), first) for _ in range(2))
 
 
+@warp_only
 @pytest.mark.parametrize("name", ["many tiles", "gan"])
 def test_both_ways_of_copying_agree_to_the_bit(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, dy = tensors(LAYERS[name], torch.float32, tensor_cores)
@@ -178,6 +192,65 @@ def test_both_ways_of_copying_agree_to_the_bit(name: str, tensor_cores: str, mon
     monkeypatch.setattr(executor, "_tasks", {})
     planner.plan.cache_clear()
     assert torch.equal(weight_grad(LAYERS[name], x, dy), first)
+
+
+# Every way in which x and dy come to the warpgroup kernel: words or single elements, phases alone or in pairs.
+ODD_AND_EVEN = {
+    "even lines": Layer(16, 8, (3, 2, 8), T3, padding=T1),
+    "odd lines": Layer(16, 8, (3, 2, 7), T3),
+    "even lines of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 4), T2, (0, 0, 1)),
+    "odd lines of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 4), T2, (0, 0, 1), (0, 0, 1)),
+    "one of two phases": Layer(16, 8, (3, 2, 8), (2, 3, 2), T2, (0, 0, 1), dilation=(1, 1, 2)),
+    "three phases": Layer(16, 8, (3, 2, 8), (2, 3, 4), (1, 2, 3), (0, 0, 2)),
+    "vectors of two": Layer(16, 8, (3, 2, 10), T3),
+    "vectors of four": Layer(12, 8, (3, 2, 16), T3),
+}
+
+
+@warpgroup_only
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("name", ODD_AND_EVEN)
+def test_every_way_of_copying(name: str, dtype: torch.dtype, tensor_cores: str) -> None:
+    check(ODD_AND_EVEN[name], *tensors(ODD_AND_EVEN[name], dtype, tensor_cores))
+
+
+@warpgroup_only
+@pytest.mark.parametrize("name", ["gan", "groups of twelve", "five taps along w"])
+def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each team, depth of fragments and division of taps one tiling, for two types."""
+    layer = LAYERS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        operands = tensors(layer, dtype, tensor_cores)
+        device = executor.device_of(operands[0])
+        seen = {}
+        for tiling in hopper_weight_grad_planner.tilings(hopper_layer(layer, dtype), device, 200):
+            way = (tiling.consumers, tiling.producers, tiling.depth, len(tiling.pieces), len(tiling.rows_d))
+            seen.setdefault((way, min(tiling.row_tiles, 2)), tiling)
+        assert len(seen) >= 3
+        original = hopper_weight_grad_planner.plan_tiling
+        for tiling in list(seen.values())[:12]:
+            with monkeypatch.context() as context:
+                chosen = partial(original, tiling=tiling)
+                context.setattr(hopper_weight_grad_planner, "plan", chosen)
+                context.setattr(executor, "_tasks", {})
+                planner.plan.cache_clear()
+                check(layer, *operands)
+
+
+@warpgroup_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_turned_sum_of_parts(dtype: torch.dtype, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What large weights get: both sums add the same parts in the same order."""
+    for name in ("two tiles and a rest", "groups of twelve", "five taps along w"):
+        x, dy = tensors(LAYERS[name], dtype, tensor_cores)
+        plain = weight_grad(LAYERS[name], x, dy)
+        with monkeypatch.context() as context:
+            context.setattr(hopper_weight_grad_planner, "TURNED_COUNT", 0)
+            context.setattr(executor, "_tasks", {})
+            planner.plan.cache_clear()
+            assert torch.equal(check(LAYERS[name], x, dy), plain)
+        planner.plan.cache_clear()
+        executor._tasks.clear()
 
 
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
@@ -222,6 +295,28 @@ def problem(layer: Layer, dtype: str = "float32", tf32: bool = True, size: tuple
     return Problem(Pass.WEIGHT_GRAD, geometry, layer.batch, size, dtype, x, w, y, tf32=tf32)
 
 
+def hopper_layer(layer: Layer, dtype: torch.dtype) -> hopper_weight_grad_planner.Layer:
+    return hopper_weight_grad_planner._layer(problem(layer, str(dtype).removeprefix("torch.")))
+
+
+def test_what_the_warpgroup_kernel_refuses_and_why() -> None:
+    taken = problem(Layer(64, 32, (4, 4, 16), T3))
+    assert hopper_weight_grad_planner.why_not(taken, H200) is None
+    assert planner.plan(taken, H200).kernel == "hopper_weight_grad"
+    assert planner.plan(taken, A100).kernel == "tensor_weight_grad"
+    for refused, device, reason in (
+        (replace(taken, which=Pass.FORWARD), H200, "pass"),
+        (replace(taken, tf32=False), H200, "TF32"),
+        (replace(taken, dtype="float64"), H200, "float64"),
+        (taken, A100, "9.0"),
+        (taken, replace(H200, capability=(10, 0)), "9.0"),
+        (problem(Layer(1, 1, (4, 4, 4), T3)), H200, "products"),
+        (problem(Layer(64, 32, (4, 4, 9000), (1, 1, 2), dilation=(1, 1, 8000))), H200, "reach"),
+        (problem(Layer(64, 32, (4, 4, 2**21), T3)), H200, "long"),
+    ):
+        assert reason in (hopper_weight_grad_planner.why_not(refused, device) or "")
+
+
 def test_what_it_refuses_and_why() -> None:
     taken = problem(LAYERS["one tile"])
     assert weight_grad_planner.why_not(taken, H200) is None
@@ -241,34 +336,42 @@ def constants(plan: Plan) -> list[Constants]:
     return [launch.constants for launch in plan.launches]
 
 
-def test_a_new_volume_or_batch_compiles_nothing() -> None:
-    layer = Layer(48, 24, (96, 96, 96), T3, batch=8)
-    first = weight_grad_planner.plan(problem(layer), H200)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stride", [T1, T2], ids=str)
+def test_a_new_volume_or_batch_compiles_nothing(family: str, stride: tuple[int, int, int]) -> None:
+    layer = Layer(48, 24, (96, 96, 96), T3, stride, batch=8)
+    first = FAMILIES[family].plan(problem(layer), H200)
     for size, batch in (((4, 8, 16), 1), ((1, 1, 4), 2), ((7, 64, 32), 3)):
-        other = weight_grad_planner.plan(problem(replace(layer, batch=batch), size=size), H200)
+        other = FAMILIES[family].plan(problem(replace(layer, batch=batch), size=size), H200)
         assert constants(other) == constants(first)
 
 
-@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.name)
+BOTH = [("warp", H200), ("warp", A100), ("warpgroup", H200)]
+
+
+@pytest.mark.parametrize(("family", "device"), BOTH, ids=lambda value: getattr(value, "name", value))
 @pytest.mark.parametrize("name", LAYERS)
-def test_plans_stay_within_bounds(name: str, device: Device) -> None:
+def test_plans_stay_within_bounds(name: str, family: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_weight_grad_planner, "MIN_EFFICIENCY", 0.0)
+    hopper_weight_grad_planner.tilings.cache_clear()
     layer = replace(LAYERS[name], size=(64, 64, 64), batch=16)
     for dtype in ("float32", "float16"):
-        plan = weight_grad_planner.plan(problem(layer, dtype), device)
+        plan = FAMILIES[family].plan(problem(layer, dtype), device)
         assert plan.workspace_bytes <= weight_grad_planner.WORKSPACE_BYTES
         assert all(launch.shared_bytes <= device.shared_bytes for launch in plan.launches)
         assert "parts" in plan.tile
 
 
 @pytest.mark.parametrize("name", ["one tile", "gan", "groups of eight", "five taps along w"])
-def test_compiles_without_spills(name: str) -> None:
+def test_compiles_without_spills(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         compiler.version()
     except compiler.MissingCompilerError:
         pytest.skip("NVRTC is not installed")
-    for device in (H200, A100):
-        plan = weight_grad_planner.plan(problem(LAYERS[name]), device)
-        main = plan.launches[0]
+    monkeypatch.setattr(hopper_weight_grad_planner, "MIN_EFFICIENCY", 0.0)
+    hopper_weight_grad_planner.tilings.cache_clear()
+    for family, device in BOTH:
+        main = FAMILIES[family].plan(problem(LAYERS[name]), device).launches[0]
         report = compiler.compile(main.kernel, main.constants, compiler.architecture(device.capability)).report
         assert report.spill_stores == 0 and report.stack_bytes == 0
 

@@ -131,6 +131,7 @@ __device__ __forceinline__ unsigned long long advance(unsigned long long descrip
 
 // The value is in a register here: neither computed later nor copied from elsewhere.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+__device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
 
 __device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void matrix_commit() {
@@ -145,7 +146,8 @@ __device__ __forceinline__ void matrix_wait() {
 
 // MatrixMultiply<N>::issue<operand>(sums, a, b): 64 rows of A times N rows of B, 32 bytes of each, added to
 // `sums` (N / 2 registers per thread: 4 for every 8 columns, rows lane/4 and lane/4 + 8 of the warp's 16,
-// columns 2*(lane%4) and the next).
+// columns 2*(lane%4) and the next). Instead of a descriptor, A may be four words per lane in registers, laid
+// out as in warp_multiply for the warp's 16 rows: they must stay as they are until the product is waited for.
 template <int kColumns>
 struct MatrixMultiply;
 
@@ -216,58 +218,65 @@ struct MatrixMultiply;
 #define TCONV3D_SUMS_256 TCONV3D_SUMS_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 // clang-format on
 
-#define TCONV3D_ISSUE(N, A, B, SHAPE, FLAGS)                                                                \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" TCONV3D_NAMES_##N "}, %" #A ", %" #B FLAGS \
-               : TCONV3D_SUMS_##N                                                                           \
-               : "l"(a), "l"(b))
-#define TCONV3D_MATRIX_MULTIPLY(N, A, B)                                                                 \
-  template <>                                                                                            \
-  struct MatrixMultiply<N> {                                                                             \
-    template <Operand kOperand>                                                                          \
-    static __device__ __forceinline__ void issue(float* d, unsigned long long a, unsigned long long b) { \
-      if constexpr (kOperand == Operand::kTf32) {                                                        \
-        TCONV3D_ISSUE(N, A, B, "k8.f32.tf32.tf32", ", 1, 1, 1;");                                        \
-      } else if constexpr (kOperand == Operand::kFloat16) {                                              \
-        TCONV3D_ISSUE(N, A, B, "k16.f32.f16.f16", ", 1, 1, 1, 0, 0;");                                   \
-      } else {                                                                                           \
-        TCONV3D_ISSUE(N, A, B, "k16.f32.bf16.bf16", ", 1, 1, 1, 0, 0;");                                 \
-      }                                                                                                  \
-    }                                                                                                    \
+#define TCONV3D_ISSUE(N, OPERANDS, SHAPE, FLAGS, ...)                                                   \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N SHAPE " {" TCONV3D_NAMES_##N "}, " OPERANDS FLAGS \
+               : TCONV3D_SUMS_##N                                                                       \
+               : __VA_ARGS__)
+#define TCONV3D_ISSUE_ANY(N, OPERANDS, A_FLAG, ...)                                          \
+  if constexpr (kOperand == Operand::kTf32) {                                                \
+    TCONV3D_ISSUE(N, OPERANDS, "k8.f32.tf32.tf32", ", 1, 1, 1;", __VA_ARGS__);               \
+  } else if constexpr (kOperand == Operand::kFloat16) {                                      \
+    TCONV3D_ISSUE(N, OPERANDS, "k16.f32.f16.f16", ", 1, 1, 1" A_FLAG ", 0;", __VA_ARGS__);   \
+  } else {                                                                                   \
+    TCONV3D_ISSUE(N, OPERANDS, "k16.f32.bf16.bf16", ", 1, 1, 1" A_FLAG ", 0;", __VA_ARGS__); \
+  }
+#define TCONV3D_MATRIX_MULTIPLY(N, A, B, C, D, E)                                                          \
+  template <>                                                                                              \
+  struct MatrixMultiply<N> {                                                                               \
+    template <Operand kOperand>                                                                            \
+    static __device__ __forceinline__ void issue(float* d, unsigned long long a, unsigned long long b) {   \
+      TCONV3D_ISSUE_ANY(N, "%" #A ", %" #B, ", 0", "l"(a), "l"(b))                                         \
+    }                                                                                                      \
+    template <Operand kOperand>                                                                            \
+    static __device__ __forceinline__ void issue(float* d, const unsigned (&a)[4], unsigned long long b) { \
+      TCONV3D_ISSUE_ANY(N, "{%" #A ", %" #B ", %" #C ", %" #D "}, %" #E, "", "r"(a[0]), "r"(a[1]),         \
+                        "r"(a[2]), "r"(a[3]), "l"(b))                                                      \
+    }                                                                                                      \
   }
 
 // clang-format off
-TCONV3D_MATRIX_MULTIPLY(8, 4, 5);
-TCONV3D_MATRIX_MULTIPLY(16, 8, 9);
-TCONV3D_MATRIX_MULTIPLY(24, 12, 13);
-TCONV3D_MATRIX_MULTIPLY(32, 16, 17);
-TCONV3D_MATRIX_MULTIPLY(40, 20, 21);
-TCONV3D_MATRIX_MULTIPLY(48, 24, 25);
-TCONV3D_MATRIX_MULTIPLY(56, 28, 29);
-TCONV3D_MATRIX_MULTIPLY(64, 32, 33);
-TCONV3D_MATRIX_MULTIPLY(72, 36, 37);
-TCONV3D_MATRIX_MULTIPLY(80, 40, 41);
-TCONV3D_MATRIX_MULTIPLY(88, 44, 45);
-TCONV3D_MATRIX_MULTIPLY(96, 48, 49);
-TCONV3D_MATRIX_MULTIPLY(104, 52, 53);
-TCONV3D_MATRIX_MULTIPLY(112, 56, 57);
-TCONV3D_MATRIX_MULTIPLY(120, 60, 61);
-TCONV3D_MATRIX_MULTIPLY(128, 64, 65);
-TCONV3D_MATRIX_MULTIPLY(136, 68, 69);
-TCONV3D_MATRIX_MULTIPLY(144, 72, 73);
-TCONV3D_MATRIX_MULTIPLY(152, 76, 77);
-TCONV3D_MATRIX_MULTIPLY(160, 80, 81);
-TCONV3D_MATRIX_MULTIPLY(168, 84, 85);
-TCONV3D_MATRIX_MULTIPLY(176, 88, 89);
-TCONV3D_MATRIX_MULTIPLY(184, 92, 93);
-TCONV3D_MATRIX_MULTIPLY(192, 96, 97);
-TCONV3D_MATRIX_MULTIPLY(200, 100, 101);
-TCONV3D_MATRIX_MULTIPLY(208, 104, 105);
-TCONV3D_MATRIX_MULTIPLY(216, 108, 109);
-TCONV3D_MATRIX_MULTIPLY(224, 112, 113);
-TCONV3D_MATRIX_MULTIPLY(232, 116, 117);
-TCONV3D_MATRIX_MULTIPLY(240, 120, 121);
-TCONV3D_MATRIX_MULTIPLY(248, 124, 125);
-TCONV3D_MATRIX_MULTIPLY(256, 128, 129);
+TCONV3D_MATRIX_MULTIPLY(8, 4, 5, 6, 7, 8);
+TCONV3D_MATRIX_MULTIPLY(16, 8, 9, 10, 11, 12);
+TCONV3D_MATRIX_MULTIPLY(24, 12, 13, 14, 15, 16);
+TCONV3D_MATRIX_MULTIPLY(32, 16, 17, 18, 19, 20);
+TCONV3D_MATRIX_MULTIPLY(40, 20, 21, 22, 23, 24);
+TCONV3D_MATRIX_MULTIPLY(48, 24, 25, 26, 27, 28);
+TCONV3D_MATRIX_MULTIPLY(56, 28, 29, 30, 31, 32);
+TCONV3D_MATRIX_MULTIPLY(64, 32, 33, 34, 35, 36);
+TCONV3D_MATRIX_MULTIPLY(72, 36, 37, 38, 39, 40);
+TCONV3D_MATRIX_MULTIPLY(80, 40, 41, 42, 43, 44);
+TCONV3D_MATRIX_MULTIPLY(88, 44, 45, 46, 47, 48);
+TCONV3D_MATRIX_MULTIPLY(96, 48, 49, 50, 51, 52);
+TCONV3D_MATRIX_MULTIPLY(104, 52, 53, 54, 55, 56);
+TCONV3D_MATRIX_MULTIPLY(112, 56, 57, 58, 59, 60);
+TCONV3D_MATRIX_MULTIPLY(120, 60, 61, 62, 63, 64);
+TCONV3D_MATRIX_MULTIPLY(128, 64, 65, 66, 67, 68);
+TCONV3D_MATRIX_MULTIPLY(136, 68, 69, 70, 71, 72);
+TCONV3D_MATRIX_MULTIPLY(144, 72, 73, 74, 75, 76);
+TCONV3D_MATRIX_MULTIPLY(152, 76, 77, 78, 79, 80);
+TCONV3D_MATRIX_MULTIPLY(160, 80, 81, 82, 83, 84);
+TCONV3D_MATRIX_MULTIPLY(168, 84, 85, 86, 87, 88);
+TCONV3D_MATRIX_MULTIPLY(176, 88, 89, 90, 91, 92);
+TCONV3D_MATRIX_MULTIPLY(184, 92, 93, 94, 95, 96);
+TCONV3D_MATRIX_MULTIPLY(192, 96, 97, 98, 99, 100);
+TCONV3D_MATRIX_MULTIPLY(200, 100, 101, 102, 103, 104);
+TCONV3D_MATRIX_MULTIPLY(208, 104, 105, 106, 107, 108);
+TCONV3D_MATRIX_MULTIPLY(216, 108, 109, 110, 111, 112);
+TCONV3D_MATRIX_MULTIPLY(224, 112, 113, 114, 115, 116);
+TCONV3D_MATRIX_MULTIPLY(232, 116, 117, 118, 119, 120);
+TCONV3D_MATRIX_MULTIPLY(240, 120, 121, 122, 123, 124);
+TCONV3D_MATRIX_MULTIPLY(248, 124, 125, 126, 127, 128);
+TCONV3D_MATRIX_MULTIPLY(256, 128, 129, 130, 131, 132);
 // clang-format on
 
 // ---- Warp matrix instructions (sm_80).
@@ -309,6 +318,11 @@ __device__ __forceinline__ void copy_words(void* to, const void* from, bool insi
 }
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Arrives at a barrier in shared memory when all copies that this thread has begun are done.
+__device__ __forceinline__ void copy_arrive(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
 
 // Waits until at most kPending committed groups of this thread's copies are unfinished.
 template <int kPending>

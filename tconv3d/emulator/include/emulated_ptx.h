@@ -146,6 +146,7 @@ inline unsigned long long advance(unsigned long long descriptor, unsigned bytes)
 
 struct EmulatedMultiply {
   float* sums;
+  const unsigned* fragment;  // A in registers; null: it is where the descriptor says
   unsigned long long a, b;
   int columns;
   Operand operand;
@@ -201,11 +202,43 @@ inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand
   return count;
 }
 
+// What the lanes of each warp of a block have put on the table.
+struct EmulatedFragments {
+  std::uint32_t a[32][32][4];
+  std::uint32_t b[32][32][2];
+};
+
+// Part `item` of a word of operands. Tensor cores see the upper 19 bits of a TF32.
+inline float operand_of_word(std::uint32_t word, unsigned item, Operand operand) {
+  if (operand == Operand::kTf32) return bits_to_float(word & 0xFFFFE000u);
+  const auto bits = static_cast<unsigned short>(word >> (16u * item));
+  return operand == Operand::kFloat16 ? half_to_float(bits) : bits_to_float(std::uint32_t{bits} << 16);
+}
+
+// Rows lane/4 and lane/4 + 8 of a warp's 16, out of the registers of the lanes that share them.
+inline void read_fragment_rows(const unsigned* fragment, Operand operand, float (&rows)[2][16]) {
+  auto& table = emulator::block_state<EmulatedFragments>();
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
+  const unsigned per_word = operand == Operand::kTf32 ? 1 : 2;
+  std::memcpy(table.a[warp][lane], fragment, sizeof table.a[warp][lane]);
+  __syncwarp();
+  for (unsigned half = 0; half < 2; ++half)
+    for (unsigned word = 0; word < 8; ++word)
+      for (unsigned item = 0; item < per_word; ++item)
+        rows[half][word * per_word + item] =
+            operand_of_word(table.a[warp][lane / 4u * 4u + word % 4u][half + word / 4u * 2u], item, operand);
+  __syncwarp();
+}
+
 inline void execute(const EmulatedMultiply& item) {
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u % 4u;
   float rows[2][16], column[16];
-  for (unsigned half = 0; half < 2; ++half)
-    read_operand_row(item.a, 16u * warp + lane / 4u + 8u * half, item.operand, rows[half]);
+  if (item.fragment) {
+    read_fragment_rows(item.fragment, item.operand, rows);
+  } else {
+    for (unsigned half = 0; half < 2; ++half)
+      read_operand_row(item.a, 16u * warp + lane / 4u + 8u * half, item.operand, rows[half]);
+  }
   for (int j = 0; j < item.columns / 8; ++j)
     for (unsigned e = 0; e < 2; ++e) {
       const int count = read_operand_row(item.b, 8u * static_cast<unsigned>(j) + 2u * (lane % 4u) + e,
@@ -219,6 +252,7 @@ inline void execute(const EmulatedMultiply& item) {
 }
 
 inline void pin(float&) {}
+inline void pin(unsigned&) {}
 inline void matrix_fence() {}
 
 inline void matrix_commit() {
@@ -246,24 +280,15 @@ struct MatrixMultiply {
   static_assert(kColumns % 8 == 0 && 8 <= kColumns && kColumns <= 256, "columns that wgmma has");
   template <Operand kOperand>
   static void issue(float* sums, unsigned long long a, unsigned long long b) {
-    emulator::thread_state<EmulatedMultiplies>().push({sums, a, b, kColumns, kOperand});
+    emulator::thread_state<EmulatedMultiplies>().push({sums, nullptr, a, b, kColumns, kOperand});
+  }
+  template <Operand kOperand>
+  static void issue(float* sums, const unsigned (&a)[4], unsigned long long b) {
+    emulator::thread_state<EmulatedMultiplies>().push({sums, a, 0, b, kColumns, kOperand});
   }
 };
 
 // ---- Warp matrix instructions.
-
-// The fragments that the lanes of each warp of a block have put on the table.
-struct EmulatedFragments {
-  std::uint32_t a[32][32][4];
-  std::uint32_t b[32][32][2];
-};
-
-// Part `item` of a word of operands. Tensor cores see the upper 19 bits of a TF32.
-inline float operand_of_word(std::uint32_t word, unsigned item, Operand operand) {
-  if (operand == Operand::kTf32) return bits_to_float(word & 0xFFFFE000u);
-  const auto bits = static_cast<unsigned short>(word >> (16u * item));
-  return operand == Operand::kFloat16 ? half_to_float(bits) : bits_to_float(std::uint32_t{bits} << 16);
-}
 
 template <Operand kOperand>
 inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
@@ -332,21 +357,32 @@ inline void copy_commit() {
   copies.committed[copies.groups++] = copies.size;
 }
 
-template <int kPending>
-inline void copy_wait() {
-  auto& copies = emulator::thread_state<EmulatedCopies>();
-  if (copies.groups <= kPending) return;
-  const unsigned finished = copies.groups - kPending, end = copies.committed[finished - 1];
+inline void execute_copies(EmulatedCopies& copies, unsigned end) {
   for (unsigned i = 0; i < end; ++i) {
     std::uint32_t word = 0;
     if (copies.queue[i].from) std::memcpy(&word, copies.queue[i].from, sizeof word);
     *copies.queue[i].to = word;
   }
+}
+
+template <int kPending>
+inline void copy_wait() {
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  if (copies.groups <= kPending) return;
+  const unsigned finished = copies.groups - kPending, end = copies.committed[finished - 1];
+  execute_copies(copies, end);
   for (unsigned i = end; i < copies.size; ++i) copies.queue[i - end] = copies.queue[i];
   copies.size -= end;
   for (unsigned i = finished; i < copies.groups; ++i)
     copies.committed[i - finished] = copies.committed[i] - end;
   copies.groups -= finished;
+}
+
+inline void copy_arrive(unsigned address) {
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  execute_copies(copies, copies.size);
+  copies.size = copies.groups = 0;
+  barrier_arrive(address);
 }
 
 }  // namespace tconv3d::ptx

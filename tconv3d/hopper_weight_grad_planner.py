@@ -1,0 +1,651 @@
+"""Plans for the weight gradient on Hopper's warpgroup matrix instructions (kernels/hopper_weight_grad.cuh).
+
+Chooses which channels and taps a block owns, how its warps share them, the box of positions of a step, and into how
+many parts the steps are split. What is compiled in depends on the layer alone, never on the volume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from heapq import nsmallest
+from itertools import product
+from math import prod
+
+from .direct_planner import INT32_MAX, SCALARS, _reduce
+from .geometry import Axis, Geometry, Triple
+from .launch import Constants, Launch
+from .packing import divider, dividers, int32s, int64s, padded
+from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
+from .weight_grad_planner import OPERANDS, WORKSPACE_BYTES
+
+SEGMENT = 4  # words of 32 bits along w
+ROW_SEGMENTS = 8  # of a row of K in shared memory
+JOB_CHANNELS = 8  # that a producer warp copies at a time
+MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
+MAX_GROUPS = 12  # of sheets in shared memory
+MAX_ROW_TILES = 4
+OTHER_REGISTERS = 26  # of a consumer: addresses, counters
+MIN_EFFICIENCY = 0.25  # of the products that count
+TURNED_COUNT = 2**17  # weights from which the sum of the parts is worth turning in shared memory
+
+# Warpgroups that multiply and that copy, with the registers of their threads.
+TEAMS = ((2, 1, 224, 56), (2, 2, 200, 56), (3, 1, 152, 56))
+
+# What a multiprocessor does per cycle, for choosing between tilings.
+L2_BYTES_PER_CYCLE = 28.0
+MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
+STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
+BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
+ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
+JOB_CYCLES_X, JOB_CYCLES_Y = 500.0, 200.0  # that a job takes a producer warp
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Taps along one dimension that a block has, and the phase planes that they read."""
+
+    taps: tuple[int, ...]
+    offsets: tuple[int, ...]  # per plane: the output of the first position
+    planes: tuple[int, ...]  # per tap
+    shifts: tuple[int, ...]  # per tap: how far it reads from the position, in positions
+
+    @classmethod
+    def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1, together: bool = False) -> Rows:
+        """Planes begin at a multiple of `align` outputs if the stride is 1, at the same position if `together`."""
+        phases = sorted({axis.phase(t) for t in taps})
+        first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
+        if together:
+            first = dict.fromkeys(phases, min(first.values()))
+        if axis.stride == 1:
+            first = {phase: shift - shift % align for phase, shift in first.items()}
+        return cls(
+            taps,
+            tuple(axis.stride * first[phase] + phase for phase in phases),
+            tuple(phases.index(axis.phase(t)) for t in taps),
+            tuple(axis.shift(t) - first[axis.phase(t)] for t in taps),
+        )
+
+    @cached_property
+    def reach(self) -> int:
+        return max(self.shifts)
+
+
+def row_choices(axis: Axis) -> Iterator[tuple[Rows, ...]]:
+    """Ways to divide the taps of a dimension among blocks: all together, or so many of a phase."""
+    taps = tuple(range(axis.kernel))
+    yield (Rows.of(axis, taps),)
+    phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
+    most = max(len(phase) for phase in phases)
+    for size in range(1, most + 1):
+        pieces = [phase[i : i + size] for phase in phases for i in range(0, len(phase), size)]
+        if len(pieces) > 1 and (size == most or most % size == 0 or size == 1):
+            yield tuple(Rows.of(axis, piece) for piece in pieces)
+
+
+@dataclass(frozen=True)
+class Words:
+    """How the taps along w read a chunk: which words are loaded, which operands are put together of them."""
+
+    rows: Rows
+    per_word: int
+    paired: bool  # two phases are copied together, out of one word of memory each
+
+    @cached_property
+    def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+        """Per tap and step of a chunk: plane, first word, whether it is between two words."""
+        return tuple(
+            tuple((plane, 2 * step + shift // self.per_word, shift % self.per_word) for step in range(2))
+            for plane, shift in zip(self.rows.planes, self.rows.shifts, strict=True)
+        )
+
+    @cached_property
+    def loads(self) -> tuple[tuple[int, int], ...]:
+        """Plane and word, an even one."""
+        found = set()
+        for plane, word, odd in (read for tap in self.reads for read in tap):
+            found |= {(plane, w - w % 2) for w in range(word, word + 2 + odd)}
+        return tuple(sorted(found))
+
+    @cached_property
+    def joins(self) -> tuple[tuple[int, int, int], ...]:
+        return tuple(sorted({read for tap in self.reads for read in tap if read[1] % 2 or read[2]}))
+
+    def operand(self, read: tuple[int, int, int]) -> int:
+        return -1 - self.joins.index(read) if read in self.joins else self.loads.index(read[:2])
+
+    @cached_property
+    def reach(self) -> int:
+        """Words of a line past the box that taps read."""
+        return max(-(-shift // self.per_word) for shift in self.rows.shifts)
+
+    @property
+    def registers(self) -> int:
+        return 4 * (len(self.loads) + len(self.joins))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the kernel is compiled for, besides the tiling."""
+
+    geometry: Geometry
+    dtype: str
+    elements_x: bool  # 16-bit elements are copied one by one
+    elements_y: bool
+    pairable_y: bool  # two phases lie side by side in a word of memory
+    vector_x: int  # words of x that one load brings
+    unit_c_x: bool  # channels are contiguous
+    unit_c_y: bool
+
+    @property
+    def per_word(self) -> int:
+        return 4 // ITEM_BYTES[self.dtype]
+
+    def words(self, taps: tuple[int, ...]) -> Words:
+        axis, align = self.geometry.axes[2], 1 if self.elements_y else self.per_word
+        paired = self.pairable_y and len({axis.phase(t) for t in taps}) == 2
+        return Words(Rows.of(axis, taps, align, paired), self.per_word, paired)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks and warps divide channels and taps. Everything here is compiled in."""
+
+    columns: int  # input channels of a block
+    out_tile: int  # output channels of a block
+    rows_d: tuple[Rows, ...]  # per kind of block
+    rows_h: tuple[Rows, ...]
+    pieces: tuple[Words, ...]  # taps along w, one launch each
+    consumers: int
+    producers: int
+    depth: int  # sets of fragments
+    stages: int = 2
+
+    @cached_property
+    def block_rows(self) -> int:
+        """Rows of taps, along d and h."""
+        return max(len(rows.taps) for rows in self.rows_d) * max(len(rows.taps) for rows in self.rows_h)
+
+    @cached_property
+    def row_tiles(self) -> int:
+        return -(-self.block_rows * (self.out_tile // 2) // (32 * self.consumers))
+
+    @cached_property
+    def planes(self) -> tuple[int, int, int]:
+        w = max(len(piece.rows.offsets) for piece in self.pieces)
+        return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
+
+    @cached_property
+    def paired(self) -> bool:
+        return self.pieces[0].paired
+
+    @cached_property
+    def reach(self) -> tuple[int, int, int]:
+        d, h = max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
+        return d, h, max(piece.reach for piece in self.pieces)
+
+    def kinds(self, g: Geometry) -> int:
+        """Blocks that together have all channels and taps along d and h."""
+        channels = -(-g.in_per_group // self.columns) * -(-g.out_per_group // self.out_tile)
+        return g.groups * channels * len(self.rows_d) * len(self.rows_h)
+
+    @property
+    def sums(self) -> int:
+        """Registers per thread."""
+        return self.row_tiles * max(len(piece.rows.taps) for piece in self.pieces) * self.columns // 2
+
+    def __str__(self) -> str:
+        d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
+        w = " + ".join(str(len(piece.rows.taps)) for piece in self.pieces)
+        return (
+            f"{self.consumers} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
+            f"outputs x {d} x {h} x {w} taps, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}"
+            f"{', fragments ahead' if self.depth == 2 else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class Box:
+    """The positions of a step: run-time values, chosen for the volume."""
+
+    d: int
+    h: int
+    w: int  # segments
+
+    @property
+    def segments(self) -> int:
+        return self.d * self.h * self.w
+
+    @property
+    def k_rows(self) -> int:
+        return -(-self.segments // ROW_SEGMENTS)
+
+    def count(self, size: Triple, per_word: int) -> Triple:
+        """Boxes along d, h, w."""
+        extents = (self.d, self.h, self.w * SEGMENT * per_word)
+        return tuple(-(-extent // box) for extent, box in zip(size, extents, strict=True))
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory of a tiling with a box. Pitches in words."""
+
+    tiling: Tiling
+    box: Box
+    pad: int  # words that lengthen a line, against bank conflicts
+
+    @cached_property
+    def lines(self) -> int:
+        return self.box.h + self.tiling.reach[1]
+
+    @cached_property
+    def line_words(self) -> int:
+        return self.box.w * SEGMENT + self.tiling.reach[2]
+
+    @cached_property
+    def line_pitch(self) -> int:
+        return self.line_words + self.line_words % 2 + self.pad
+
+    @cached_property
+    def plane_pitch(self) -> int:
+        """Where phases along w alternate, half of the banks more than a multiple: two planes' words meet in none."""
+        words = self.lines * self.line_pitch
+        return words + (8 - words) % 16 if self.tiling.planes[2] > 1 else words
+
+    @cached_property
+    def pair_pitch(self) -> int:
+        """4 words more than a multiple of 8: the two pairs that a load takes together meet in no bank."""
+        words = 2 * prod(self.tiling.planes) * self.plane_pitch
+        return words + (4 - words) % 8
+
+    @cached_property
+    def sheet_words(self) -> int:
+        return self.tiling.out_tile // 2 * self.pair_pitch
+
+    @property
+    def ahead(self) -> int:
+        return -(-self.tiling.reach[0] // self.box.d)
+
+    @cached_property
+    def slots(self) -> int:
+        """Words of a plane along d that are copied (of two planes together, if they are)."""
+        _, h, w = self.tiling.planes
+        return h * self.lines * (1 if self.tiling.paired else w) * self.line_words
+
+    def bytes(self, groups: int) -> int:
+        stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
+        tables = 8 * (self.slots + self.slots % 2) + 16 * self.box.k_rows * ROW_SEGMENTS
+        barriers = 16 * (groups + self.tiling.stages)
+        return stages + 4 * groups * self.box.d * self.sheet_words + tables + barriers
+
+    def groups(self, room: int) -> int:
+        """Groups of sheets that fit, no more than are of use; 0 if there is no room for those at work and coming."""
+        least, most = self.ahead + 2, min(self.ahead + 3, MAX_GROUPS)
+        return next((groups for groups in range(most, least - 1, -1) if self.bytes(groups) <= room), 0)
+
+    @cached_property
+    def conflicts(self) -> float:
+        """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
+        if self.box.w % 4 == 0:
+            return 1.0  # segments of one line
+        total, chunks = 0, range(0, self.box.segments, 4)
+        for chunk in chunks:
+            banks = [0] * 8
+            for segment in range(chunk, min(chunk + 4, self.box.segments)):
+                line, w = divmod(segment, self.box.w)
+                d, h = divmod(line, self.box.h)
+                place = d * self.sheet_words + 2 * (h * self.line_pitch + w * SEGMENT)
+                for pair in range(2):
+                    banks[(place + pair * self.pair_pitch) // 4 % 8] += 1
+            total += max(banks)
+        return total / len(chunks)
+
+
+@lru_cache(maxsize=8192)
+def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
+    """With the pad that avoids most conflicts; None if nothing fits."""
+    pads = (0,) if box.w % 4 == 0 else range(0, 16, 2)
+    fitting = [made for made in (Buffers(tiling, box, pad) for pad in pads) if made.groups(room)]
+    return min(fitting, key=lambda made: (made.conflicts, made.pad), default=None)
+
+
+# ---- Predicted times, in cycles of a multiprocessor.
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What the step of one launch keeps busy."""
+
+    products: float  # tensor cores, and what keeps them from shared memory
+    copying: float  # the producers' instructions
+    l2: float
+
+    @property
+    def cycles(self) -> float:
+        parts = (self.products, self.copying, self.l2)
+        return max(parts) + 0.1 * (sum(parts) - max(parts)) + STEP_OVERHEAD
+
+
+def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
+    tiling, box = made.tiling, made.box
+    items = 2 * box.k_rows * tiling.consumers * tiling.row_tiles
+    planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
+    words_x = box.k_rows * 32 * tiling.columns
+    words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
+    jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
+    jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    slow_x = 2 if layer.elements_x or layer.unit_c_x else 1
+    slow_y = 4 if piece.paired or layer.elements_y else 2 if layer.unit_c_y else 1
+    return StepWork(
+        products=items * item_cycles(piece, tiling.columns, made.conflicts) + (words_x + words_y) / 32,
+        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * tiling.producers),
+        l2=4 * (words_x + words_y) / L2_BYTES_PER_CYCLE,
+    )
+
+
+def item_cycles(piece: Words, columns: int, conflicts: float = 1.0) -> float:
+    """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
+    products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
+    return products + 16 * len(piece.loads) * conflicts + ITEM_OVERHEAD
+
+
+def boxes(size: Triple, per_word: int) -> Iterator[Box]:
+    """Boxes for a volume of `size`: whole lines or parts of them, of 32 to 1024 words."""
+    depth, height, width = (max(extent, 1) for extent in size)
+    whole = -(-width // (SEGMENT * per_word))
+    for w in sorted({whole if whole <= 16 else 0, -(-whole // 2), 8, 4} - {0}):
+        if w > whole:
+            continue
+        for h in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32):
+            for d in (1, 2, 4, 8):
+                if (h > height or d > depth) and h * d > 1:
+                    continue
+                if d > 1 and h < height:
+                    continue
+                if w * h * d <= 128:
+                    yield Box(d, h, w)
+
+
+def box_cost(layer: Layer, made: Buffers, size: Triple) -> float:
+    """Predicted cycles that one batch item of a volume takes all blocks of one kind."""
+    d, h, w = made.box.count(size, layer.per_word)
+    works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
+    # A run along d begins with sheets that no step hides.
+    return h * w * sum(d * work.cycles + made.ahead * (max(work.copying, work.l2) + 300) for work in works)
+
+
+@lru_cache(maxsize=4096)
+def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
+    found = [made for made in (buffers(tiling, box, room) for box in boxes(size, layer.per_word)) if made]
+    return min(found, key=lambda made: box_cost(layer, made, size), default=None)
+
+
+NOMINAL = (64, 64, 64)  # the volume that tilings are chosen for
+NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
+
+
+@lru_cache(maxsize=1024)
+def tilings(layer: Layer, device: Device, count: int = 1) -> tuple[Tiling, ...]:
+    """The tilings that promise most, the best first."""
+    costs: dict[Tiling, float] = {}
+    for _, _, tiling in nsmallest(max(24, 2 * count), _candidates(layer)):
+        made = [found for box in NOMINAL_BOXES if (found := buffers(tiling, box, device.shared_bytes))]
+        if made:
+            costs[tiling] = min(box_cost(layer, m, NOMINAL) for m in made) * tiling.kinds(layer.geometry)
+    return tuple(sorted(costs, key=lambda tiling: costs[tiling])[:count])
+
+
+def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
+    axis = layer.geometry.axes[2]
+    count = -(-axis.kernel // MAX_TAPS_W)
+    size = -(-axis.kernel // count)
+    whole = tuple(
+        layer.words(tuple(range(first, min(first + size, axis.kernel)))) for first in range(0, axis.kernel, size)
+    )
+    if len({piece.paired for piece in whole}) > 1:  # a last piece of one tap
+        whole = tuple(replace(layer, pairable_y=False).words(piece.rows.taps) for piece in whole)
+    yield whole
+    phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
+    if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1:
+        yield tuple(layer.words(taps) for taps in phases)
+
+
+def _divisions(channels: int, multiple: int, most: int) -> list[int]:
+    """Sizes of tiles, multiples of `multiple`, that divide channels evenly."""
+    units = -(-channels // multiple)
+    return sorted({size for parts in range(1, units + 1) if (size := -(-units // parts) * multiple) <= most})
+
+
+def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
+    """Tilings that fit the registers, each with a rough cost per position (halos left out) and a number."""
+    g, number = layer.geometry, 0
+    channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
+    for pieces, rows_d, rows_h in product(_pieces(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
+        taps, fragments = max(len(piece.rows.taps) for piece in pieces), max(piece.registers for piece in pieces)
+        rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
+        kinds = g.groups * len(rows_d) * len(rows_h)
+        planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, [p.rows for p in pieces]))
+        useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
+        for (columns, out_tile), (consumers, producers, registers, _) in product(channels, TEAMS):
+            row_tiles = -(-rows * (out_tile // 2) // (32 * consumers))
+            free = registers - row_tiles * (taps * columns // 2 + 2) - OTHER_REGISTERS
+            if row_tiles > MAX_ROW_TILES or free < fragments:
+                continue
+            blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
+            tiles = consumers * row_tiles
+            if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
+                continue
+            copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
+            cost = 0.0
+            for piece in pieces:
+                cost += max(tiles * item_cycles(piece, columns), copied) + 0.1 * copied
+            depth = 2 if free >= 2 * fragments else 1
+            tiling = Tiling(columns, out_tile, rows_d, rows_h, pieces, consumers, producers, depth)
+            number += 1
+            yield cost * blocks, number, tiling
+
+
+# ---- The family.
+
+
+def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
+    """Words that a load may bring: none may straddle the end of a line. 0: 16-bit elements one by one."""
+    per_word = 4 // p.item_bytes
+    for words in (4, 2, 1):
+        if p.aligned and strides[4] == 1 and not any(v % (words * per_word) for v in (*strides[:4], width)):
+            return words
+    return 1 if per_word == 1 else 0
+
+
+def _layer(p: Problem) -> Layer:
+    x, y = _vector(p, p.input, p.input_size[2]), _vector(p, p.output, p.output_size[2])
+    elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
+    pairable = y > 0 and p.item_bytes == 2 and p.geometry.stride[2] == 2
+    unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
+    return Layer(p.geometry, p.dtype, x == 0, elements_y, pairable, max(x, 1), unit_c_x, unit_c_y)
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, g = problem, problem.geometry
+    if p.which is not Pass.WEIGHT_GRAD:
+        return f"computes weight gradients, not the pass {p.which.value}"
+    if p.dtype not in OPERANDS:
+        return f"{p.dtype} has no matrix instruction here"
+    if p.dtype == "float32" and not p.tf32:
+        return "float32 products must stay exact (TF32 is off)"
+    if device.capability[0] != 9:
+        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if any(size > 2**20 for size in p.input_size) or p.batch * max(p.input_size) >= 2**30:
+        return "the volume is too long"
+    if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
+        return "the taps reach too far"
+    layer = _layer(p)
+    found = tilings(layer, device)
+    if not found and next(_candidates(layer), None) is None:
+        return "no tiling has enough products that count and few enough registers"
+    if not found or best_buffers(layer, found[0], p.input_size, device.shared_bytes) is None:
+        return "the taps reach too far for shared memory"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    return plan_tiling(problem, device, tilings(_layer(problem), device)[0])
+
+
+def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    made = best_buffers(_layer(p), tiling, p.input_size, device.shared_bytes)
+    assert made is not None, "plan() of a problem that why_not() refuses"
+    return plan_buffers(p, device, made)
+
+
+def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
+    g, layer, tiling = p.geometry, _layer(p), made.tiling
+    count = g.in_channels * g.out_per_group * g.taps
+    splits = _splits(p, device, layer, made, count)
+    mains = tuple(_main(p, device, layer, made, piece, splits) for piece in tiling.pieces)
+    reduce = _turning_reduce(p, count, splits) if count >= TURNED_COUNT else _plain_reduce(p, count, splits)
+    box = made.box
+    tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
+    return Plan(
+        "hopper_weight_grad", "positions as K on warpgroup tensor cores", (*mains, reduce), splits * count * 4, tile
+    )
+
+
+def _plain_reduce(p: Problem, count: int, splits: int) -> Launch:
+    """For few elements: parallel over them and their parts."""
+    g, (ci, co, _, _, tap) = p.geometry, p.weight
+    return _reduce(p.dtype, count, splits, "dw", (g.taps, g.out_per_group, g.in_channels), (tap, co, ci))
+
+
+def _turning_reduce(p: Problem, count: int, splits: int) -> Launch:
+    """For many elements: reads and writes whole lines."""
+    g, (ci, co, _, _, tap) = p.geometry, p.weight
+    taps, threads = 32 if g.taps <= 32 else 64, 256
+    return Launch(
+        kernel="reduce_taps",
+        constants=(("kThreads", threads), ("kMinBlocks", 1), ("Scalar", SCALARS[p.dtype]), ("kTaps", taps)),
+        grid=(-(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group, 1, 1),
+        threads=threads,
+        shared_bytes=0,
+        pointers=("workspace", "dw"),
+        scalars=padded(int64s(ci, co, tap, count), int32s(splits, g.taps, g.out_per_group, g.in_channels)),
+    )
+
+
+def _steps(p: Problem, layer: Layer, box: Box) -> int:
+    return p.batch * prod(box.count(p.input_size, layer.per_word))
+
+
+def _splits(p: Problem, device: Device, layer: Layer, made: Buffers, count: int) -> int:
+    """Into how many parts the steps are split: what fills the GPU with the least left over at the end."""
+    kinds, steps = made.tiling.kinds(p.geometry), _steps(p, layer, made.box)
+    most = max(1, min(steps, WORKSPACE_BYTES // (count * 4), -(-4 * device.multiprocessors // kinds)))
+    cycles = max(step_work(layer, made, piece).cycles for piece in made.tiling.pieces)
+
+    def cost(splits: int) -> float:
+        adding = splits * count * 8 / (16 * device.multiprocessors)
+        waves = -(-kinds * splits // device.multiprocessors)
+        return waves * ((-(-steps // splits) + made.ahead) * cycles + BLOCK_OVERHEAD) + adding
+
+    return min(range(1, most + 1), key=cost)
+
+
+def _wide(p: Problem) -> bool:
+    """Whether an offset, or an intermediate value of one, may leave 32 bits."""
+    g = p.geometry
+    reach = tuple(
+        size + 128 * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
+        for size, axis in zip(p.output_size, g.axes, strict=True)
+    )
+    x = last_offset((p.batch + 1, g.in_channels, *(size + 128 * 8 for size in p.input_size)), p.input)
+    return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
+
+
+def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
+    g, tiling, box = p.geometry, made.tiling, made.box
+    groups = made.groups(device.shared_bytes)
+    jobs = -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    return Launch(
+        kernel="hopper_weight_grad",
+        constants=_constants(p, layer, tiling, piece),
+        grid=(tiling.kinds(g) * splits, 1, 1),
+        threads=128 * (tiling.consumers + tiling.producers),
+        shared_bytes=made.bytes(groups),
+        pointers=("x", "dy", "workspace"),
+        scalars=padded(
+            int64s(*p.input, *p.output),
+            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _steps(p, layer, box), splits),
+            int32s(made.ahead, groups, made.lines, made.line_words, made.line_pitch),
+            int32s(made.plane_pitch, made.pair_pitch),
+            dividers(box.count(p.input_size, layer.per_word)),
+            divider(jobs),
+        ),
+    )
+
+
+def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
+    """Tables by kind of block, filled up to one length with what is never used."""
+    taps, planes = max(len(rows.taps) for rows in kinds), max(len(rows.offsets) for rows in kinds)
+
+    def table(values: list[tuple[int, ...]], length: int) -> tuple[tuple[int, ...], ...]:
+        return tuple((*row, *([0] * (length - len(row)))) for row in values)
+
+    return (
+        (f"kKinds{name}", len(kinds)),
+        (f"kRows{name}", taps),
+        (f"kPlanes{name}", planes),
+        (f"kCount{name}", tuple(len(rows.taps) for rows in kinds)),
+        (f"kPlanesCount{name}", tuple(len(rows.offsets) for rows in kinds)),
+        (f"kPlaneOffset{name}", table([rows.offsets for rows in kinds], planes)),
+        (f"kTap{name}", table([rows.taps for rows in kinds], taps)),
+        (f"kPlane{name}", table([rows.planes for rows in kinds], taps)),
+        (f"kShift{name}", table([rows.shifts for rows in kinds], taps)),
+    )
+
+
+def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Constants:
+    g = p.geometry
+    registers = {(c, q): (consumer, producer) for c, q, consumer, producer in TEAMS}
+    consumer, producer = registers[tiling.consumers, tiling.producers]
+    return (
+        ("kThreads", 128 * (tiling.consumers + tiling.producers)),
+        ("kMinBlocks", 1),
+        ("Scalar", SCALARS[p.dtype]),
+        ("kWide", _wide(p)),
+        ("kElementsX", layer.elements_x),
+        ("kElementsY", layer.elements_y and not piece.paired),
+        ("kPairedY", piece.paired),
+        ("kVectorX", layer.vector_x),
+        ("kUnitCX", layer.unit_c_x),
+        ("kUnitCY", layer.unit_c_y),
+        ("kConsumers", tiling.consumers),
+        ("kProducers", tiling.producers),
+        ("kConsumerRegisters", consumer),
+        ("kProducerRegisters", producer),
+        ("kStages", tiling.stages),
+        ("kDepth", tiling.depth),
+        ("kGroups", g.groups),
+        ("kInPerGroup", g.in_per_group),
+        ("kOutPerGroup", g.out_per_group),
+        ("kColumns", tiling.columns),
+        ("kOutTile", tiling.out_tile),
+        ("kRowTiles", tiling.row_tiles),
+        *_rows_constants("D", tiling.rows_d),
+        *_rows_constants("H", tiling.rows_h),
+        ("kPlanesW", tiling.planes[2]),
+        ("kPlaneOffsetW", (*piece.rows.offsets, *([0] * (tiling.planes[2] - len(piece.rows.offsets))))),
+        ("kTaps", len(piece.rows.taps)),
+        ("kTapW", piece.rows.taps),
+        ("kLoads", len(piece.loads)),
+        ("kLoadPlane", tuple(plane for plane, _ in piece.loads)),
+        ("kLoadWord", tuple(word for _, word in piece.loads)),
+        ("kJoins", len(piece.joins)),
+        ("kJoinPlane", tuple(plane for plane, _, _ in piece.joins)),
+        ("kJoinWord", tuple(word for _, word, _ in piece.joins)),
+        ("kJoinOdd", tuple(odd for _, _, odd in piece.joins)),
+        ("kOperandOf", tuple(tuple(piece.operand(read) for read in tap) for tap in piece.reads)),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
+    )

@@ -1,0 +1,662 @@
+// The weight gradient on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16):
+//   dw[ci][co][t] = sum over n, i of  x[n][ci][i] * dy[n][co][stride*i + t*dilation - padding]
+//
+// With the positions i as K this is a matrix product: the rows are (tap, co), the columns ci. x is the same
+// for all taps and goes to tensor cores straight out of shared memory; dy goes through registers, where a
+// tap's shift along w selects other words, and shifts along d and h are an address. A block owns a tile of
+// channels and some taps, and walks over its part of the volume in steps, each a box of positions:
+//
+//   producers, for each step:
+//     copy x[ci][box] to the next stage: K along 128-byte rows, swizzled
+//     copy the sheets of dy (all taps along h and w reach) that the step before did not have: along d the
+//     block marches, so a sheet is copied once for all taps along d
+//
+//   consumers, for each step, for each chunk of 16 words of K, for each of their tiles of 64 rows:
+//     load the words of dy that the taps along w need, once
+//     for each tap along w:  sums[tile][tap] += dy shifted by the tap  (x)  x
+//
+// A word is one TF32 number or two 16-bit ones. Four words along w are a segment, and a chunk is four
+// segments, one for each lane of a quad: of what a lane has, words 2s and 2s + 1 are columns lane%4 and
+// lane%4 + 4 of K in step s of the chunk. K may be permuted at will if both operands are, so x is stored in
+// that order. Lane g's rows g and g + 8 are two channels, a pair, that lie side by side in shared memory: one
+// 16-byte load is one operand.
+//
+// dy is stored in one plane per phase, so that neighbouring positions are neighbours for every tap. Parts are
+// written side by side and added by reduce.cuh in a fixed order.
+#pragma once
+
+#include "cursor.cuh"
+#include "operands.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  const void* dy;
+  void* parts;  // [splits][taps][out_channels / groups][in_channels]
+  Strides x_strides, dy_strides;
+  Extent x_size, dy_size;
+  Extent box;  // positions along d and h, segments along w
+  int steps;   // boxes of the volume
+  int splits;
+  int ahead;                 // groups of sheets, box.d each, that a step needs beyond its own
+  int groups;                // that the ring of sheets has
+  int lines;                 // of a plane of dy
+  int line_words;            // words of a line that taps reach
+  int line_pitch;            // from line to line, in words of one channel
+  int plane_pitch;           // from plane to plane, likewise
+  int pair_pitch;            // from pair to pair, in words
+  Divider by_d, by_h, by_w;  // how many boxes the volume has
+  Divider by_jobs;           // of one plane of dy along d
+};
+
+template <class C>
+struct HopperWeightGrad {
+  using Scalar = typename C::Scalar;
+  using Index = typename IndexType<C::kWide>::type;
+
+  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));  // positions
+  static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+  static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
+  static constexpr int kSegment = 4;      // words: what a lane has of a chunk
+  static constexpr int kRowWords = 32;    // of K in a row of x
+  static constexpr int kRowSegments = 8;  // two chunks
+  static constexpr int kRowBytes = 128;
+  static constexpr int kChunkBytes = 64;
+  static constexpr int kStepBytes = 32;
+  static constexpr int kPairs = C::kOutTile / 2;  // channels p and p + kPairs
+  static constexpr int kRows = C::kRowsD * C::kRowsH;
+  static constexpr int kSums = C::kColumns / 2;
+  static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
+  static constexpr int kJobChannels = 8;
+  static constexpr int kJobsX = C::kColumns / kJobChannels;                  // per row segment
+  static constexpr int kJobsY = (kPairs + kJobChannels - 1) / kJobChannels;  // per 16 slots
+  static constexpr int kBlocksIn = (C::kInPerGroup + C::kColumns - 1) / C::kColumns;
+  static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
+  static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
+  static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
+  // Two phases of 16-bit elements lie side by side in a word of memory: a slot is a word of each.
+  static constexpr int kSlotPlanes = C::kPairedY ? 1 : C::kPlanesW;
+  static constexpr bool kSeparateY = C::kElementsY || C::kPairedY;
+  static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
+
+  static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
+  static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
+  static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
+  static_assert(C::kStages >= 2);
+  static_assert(!(C::kElementsX || kSeparateY) || kPerWord == 2);
+  static_assert(!C::kPairedY || (C::kPlanesW == 2 && C::kStrideW == 2 && !C::kUnitCY && !C::kElementsY));
+  static_assert(C::kVectorX == 1 || !(C::kElementsX || C::kUnitCX), "words that are neighbours in memory");
+
+  // What distinguishes blocks that walk over the same positions.
+  struct Kind {
+    int group, first_in, first_out, d, h;
+  };
+  // Where a word of a plane of dy comes from, relative to the box's first, and where it goes.
+  struct Slot {
+    short h, w;
+    int place;
+  };
+  // Four words of K: where their dy begins, and where in the box they are.
+  struct Segment {
+    int place, d, h, w;
+  };
+  // Steps along d, one after the other.
+  struct Run {
+    int n, h, w;
+    int first, count;
+  };
+  struct Ring {
+    int index = 0;
+    unsigned parity = 0;
+    __device__ __forceinline__ void advance(int count) {
+      if (++index == count) {
+        index = 0;
+        parity ^= 1u;
+      }
+    }
+  };
+
+  const Args& args;
+  Kind kind;
+  Part<int> part;
+  int warp, lane;
+  unsigned char* stages;
+  int stage_bytes;
+  unsigned* ring;
+  int sheet_words;
+  Slot* slots;
+  Segment* segments;
+  unsigned barriers;
+
+  __device__ __forceinline__ HopperWeightGrad(const Args& arguments)
+      : args(arguments),
+        kind(find_kind()),
+        part(arguments.steps, arguments.splits, static_cast<int>(blockIdx.x) / kKinds),
+        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
+        lane(static_cast<int>(threadIdx.x) % 32) {
+    stages = dynamic_shared<unsigned char>();
+    stage_bytes = row_segments() * C::kColumns * kRowBytes;
+    ring = reinterpret_cast<unsigned*>(stages + C::kStages * stage_bytes);
+    sheet_words = kPairs * args.pair_pitch;
+    slots = reinterpret_cast<Slot*>(ring + args.groups * args.box.d * sheet_words);
+    segments = reinterpret_cast<Segment*>(slots + (most_slots() + 1) / 2 * 2);
+    barriers = ptx::shared_address(segments + row_segments() * kRowSegments);
+  }
+
+  static __device__ __forceinline__ Kind find_kind() {
+    // Blocks that share positions follow each other, so that L2 serves what they share.
+    int rest = static_cast<int>(blockIdx.x) % kKinds;
+    Kind found;
+    found.h = rest % C::kKindsH;
+    rest /= C::kKindsH;
+    found.d = rest % C::kKindsD;
+    rest /= C::kKindsD;
+    found.first_out = rest % kBlocksOut * C::kOutTile;
+    rest /= kBlocksOut;
+    found.first_in = rest % kBlocksIn * C::kColumns;
+    found.group = rest / kBlocksIn;
+    return found;
+  }
+
+  __device__ __forceinline__ int segment_count() const { return args.box.d * args.box.h * args.box.w; }
+  __device__ __forceinline__ int row_segments() const {
+    return (segment_count() + kRowSegments - 1) / kRowSegments;
+  }
+  // Of a plane along d: for the kind that has most, and for this one.
+  __device__ __forceinline__ int most_slots() const {
+    return C::kPlanesH * args.lines * kSlotPlanes * args.line_words;
+  }
+  __device__ __forceinline__ int slot_count() const {
+    return C::kPlanesCountH(kind.h) * args.lines * kSlotPlanes * args.line_words;
+  }
+  __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
+  __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
+  __device__ __forceinline__ unsigned stage_full(int stage) const {
+    return barriers + 8 * (2 * args.groups + stage);
+  }
+  __device__ __forceinline__ unsigned stage_empty(int stage) const {
+    return barriers + 8 * (2 * args.groups + C::kStages + stage);
+  }
+
+  __device__ __forceinline__ void prepare() {
+    const int line_slots = kSlotPlanes * args.line_words;
+    for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
+      // Phases along w alternate as they do in memory.
+      const int line = i / line_slots, rest = i % line_slots;
+      const int plane_w = rest % kSlotPlanes, word = rest / kSlotPlanes;
+      const int plane_h = line / args.lines, h = line % args.lines;
+      Slot slot;
+      slot.h = static_cast<short>(h * C::kStrideH + C::kPlaneOffsetH(kind.h, plane_h));
+      slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w));
+      slot.place = (plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word;
+      slots[i] = slot;
+    }
+    for (int i = static_cast<int>(threadIdx.x); i < row_segments() * kRowSegments; i += C::kThreads) {
+      const int line = i / args.box.w, w = i % args.box.w;
+      Segment segment{2 * (line % args.box.h * args.line_pitch + w * kSegment), line / args.box.h,
+                      line % args.box.h, w * kSegment * kPerWord};
+      if (i >= segment_count()) segment = Segment{0, 0, kNowhere, 0};  // x is zero there
+      segments[i] = segment;
+    }
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < args.groups; ++i) {
+        ptx::barrier_init(full(i), 32 * kProducerWarps);
+        ptx::barrier_init(empty(i), kConsumerWarps);
+      }
+      for (int i = 0; i < C::kStages; ++i) {
+        ptx::barrier_init(stage_full(i), kProducerWarps);
+        ptx::barrier_init(stage_empty(i), kConsumerWarps);
+      }
+      ptx::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+
+  // The steps from `index` on that follow each other along d.
+  __device__ __forceinline__ Run run_at(int index) const {
+    const int column = divide(index, args.by_d), rest = divide(column, args.by_w),
+              n = divide(rest, args.by_h);
+    const int steps = static_cast<int>(args.by_d.divisor);
+    Run run;
+    run.n = n;
+    run.h = (rest - n * static_cast<int>(args.by_h.divisor)) * args.box.h;
+    run.w = (column - rest * static_cast<int>(args.by_w.divisor)) * args.box.w * kSegment * kPerWord;
+    run.first = index - column * steps;
+    run.count = min(steps - run.first, part.end - index);
+    return run;
+  }
+
+  static __device__ __forceinline__ bool inside(int i, int size) {
+    return static_cast<unsigned>(i) < static_cast<unsigned>(size);
+  }
+
+  // ---- Producers. A job is 32 words of eight channels of x, or 16 words of eight pairs of dy: eight words
+  // of each lane. Where w is contiguous, lanes have neighbouring words; where channels are, neighbouring
+  // channels.
+
+  // Where a word comes from; of a 16-bit one, whether its two elements are inside.
+  struct Source {
+    const Scalar* from;
+    bool first, second;
+  };
+  static __device__ __forceinline__ unsigned load_elements(const Source& source, Index step) {
+    if constexpr (kPerWord == 2) {
+      const unsigned low = source.first ? load_constant(source.from).bits : 0u;
+      const unsigned high = source.second ? load_constant(source.from + step).bits : 0u;
+      return low | high << 16;
+    }
+    return 0u;
+  }
+
+  // Channels past the last read it again: their sums are never written.
+  __device__ __forceinline__ Source find_x(const Run& run, int step, const Segment& segment, int word,
+                                           int channel) const {
+    const int d = step * args.box.d + segment.d, h = run.h + segment.h,
+              w = run.w + segment.w + word * kPerWord;
+    const bool line = d < args.x_size.d && h < args.x_size.h;
+    Source source{static_cast<const Scalar*>(args.x), line && w < args.x_size.w,
+                  C::kElementsX && line && w + 1 < args.x_size.w};
+    if (source.first) {
+      const int in_group = min(kind.first_in + channel, C::kInPerGroup - 1);
+      source.from += run.n * static_cast<Index>(args.x_strides.n) + d * static_cast<Index>(args.x_strides.d) +
+                     h * static_cast<Index>(args.x_strides.h) + w * static_cast<Index>(args.x_strides.w) +
+                     (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c);
+    }
+    return source;
+  }
+
+  // x passes through registers: tensor cores take it as it lies in shared memory, so it must be rounded.
+  struct JobX {
+    // A lane has kLoadsX times kVectorX words: of channels kVectorX apart, or (channels contiguous) one
+    // word each of all eight segments' words.
+    static constexpr int kLoadsX = kJobChannels / C::kVectorX, kSlots = kRowWords / C::kVectorX;
+    unsigned words[kJobChannels];
+  };
+  __device__ __forceinline__ void load_x(JobX& to, const Run& run, int step, int job) const {
+    const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
+    const Segment* const found = segments + row_segment * kRowSegments;
+    const Index between = static_cast<Index>(args.x_strides.w);
+    if constexpr (C::kUnitCX) {
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        const Source source = find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4, channel + lane / 4);
+        if constexpr (C::kElementsX) {
+          to.words[k] = load_elements(source, between);
+        } else {
+          to.words[k] = source.first ? __ldg(reinterpret_cast<const unsigned*>(source.from)) : 0u;
+        }
+      }
+    } else {
+      const int word = lane % JobX::kSlots * C::kVectorX, own = channel + lane / JobX::kSlots;
+      Source source = find_x(run, step, found[word / kSegment], word % kSegment, own);
+#pragma unroll
+      for (int i = 0; i < JobX::kLoadsX; ++i) {
+        if constexpr (C::kElementsX) {
+          to.words[i] = load_elements(source, between);
+        } else {
+          Vector<unsigned, C::kVectorX> loaded{};
+          if (source.first) loaded = load_vector<C::kVectorX>(reinterpret_cast<const unsigned*>(source.from));
+#pragma unroll
+          for (int e = 0; e < C::kVectorX; ++e) to.words[i * C::kVectorX + e] = loaded.at[e];
+        }
+        const bool more = kind.first_in + own + (i + 1) * C::kVectorX < C::kInPerGroup;
+        if (source.first && more) source.from += C::kVectorX * args.x_strides.c;
+      }
+    }
+  }
+  __device__ __forceinline__ void store_x(const JobX& from, int stage, int job) const {
+    const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
+    unsigned* const to = reinterpret_cast<unsigned*>(stages + stage * stage_bytes) +
+                         (row_segment * C::kColumns + channel) * kRowWords;
+#pragma unroll
+    for (int k = 0; k < kJobChannels; ++k) {
+      // A piece of 16 bytes is one word of each of four segments.
+      const int word = lane % JobX::kSlots * C::kVectorX + k % C::kVectorX;
+      const int segment = C::kUnitCX ? k / 4 * 4 + lane % 4 : word / kSegment;
+      const int row = C::kUnitCX ? lane / 4 : k / C::kVectorX * C::kVectorX + lane / JobX::kSlots;
+      const int piece = segment / 4 * 4 + (C::kUnitCX ? k : word) % kSegment;
+      to[row * kRowWords + (piece ^ row) * 4 + segment % 4] =
+          kRounded ? OperandOf<float>::bits(ptx::bits_to_float(from.words[k])) : from.words[k];
+    }
+  }
+
+  __device__ __forceinline__ Source find_dy(const Run& run, int d, const Slot& slot, int channel) const {
+    const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
+    const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
+    Source source{static_cast<const Scalar*>(args.dy), line && inside(w, args.dy_size.w),
+                  kSeparateY && line && inside(w + C::kStrideW, args.dy_size.w)};
+    if (source.first || source.second) {
+      const int in_group = min(kind.first_out + channel, C::kOutPerGroup - 1);
+      source.from += run.n * static_cast<Index>(args.dy_strides.n) +
+                     d * static_cast<Index>(args.dy_strides.d) + h * static_cast<Index>(args.dy_strides.h) +
+                     w * static_cast<Index>(args.dy_strides.w) +
+                     (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c);
+    }
+    return source;
+  }
+
+  // Eight words of dy (or, kPairedY, of each of two planes), past the registers where words are whole in
+  // memory.
+  template <class FindWord, class FindSource>
+  __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, int count) const {
+    if constexpr (kSeparateY) {
+      unsigned words[kJobChannels], pairs[kJobChannels];
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        const Source found = source(k);
+        if constexpr (C::kPairedY) {
+          words[k] = found.first ? __ldg(reinterpret_cast<const unsigned*>(found.from)) : 0u;
+          pairs[k] = found.second ? __ldg(reinterpret_cast<const unsigned*>(found.from) + 1) : 0u;
+        } else {
+          words[k] = load_elements(found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        if constexpr (C::kPairedY) {
+          word(k)[0] = (words[k] & 0xFFFFu) | pairs[k] << 16;
+          word(k)[2 * args.plane_pitch] = words[k] >> 16 | (pairs[k] & 0xFFFF0000u);
+        } else {
+          *word(k) = words[k];
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        const Source found = source(k);
+        if (k < count) ptx::copy_words<1>(word(k), found.from, found.first);
+      }
+    }
+  }
+
+  // A group of sheets.
+  __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
+    const int planes = C::kPlanesCountD(kind.d), jobs_of_plane = static_cast<int>(args.by_jobs.divisor);
+    const int count = slot_count();
+    for (int job = warp; job < args.box.d * planes * jobs_of_plane; job += kProducerWarps) {
+      const int plane = divide(job, args.by_jobs), rest = job - plane * jobs_of_plane;
+      const int sheet = plane / planes, plane_d = plane % planes;
+      const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
+      const int first_slot = rest / kJobsY * 16, pair = rest % kJobsY * kJobChannels;
+      unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
+                           2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
+      if constexpr (C::kUnitCY) {
+        const int own = lane / 4, half = lane % 2, index = first_slot + lane / 2 % 2;
+        if (pair + own >= kPairs) continue;
+        copy_dy([&](int k) { return to + own * args.pair_pitch + 2 * slots[index + 2 * k].place + half; },
+                [&](int k) {
+                  return find_dy(run, d, slots[min(index + 2 * k, count - 1)], half * kPairs + pair + own);
+                },
+                (count - index + 1) / 2);
+      } else {
+        const int index = first_slot + lane % 16, half = lane / 16;
+        if (index >= count) continue;
+        const Slot slot = slots[index];
+        unsigned* const first = to + 2 * slot.place + half;
+        Source next = find_dy(run, d, slot, half * kPairs + pair);
+        copy_dy([&](int k) { return first + k * args.pair_pitch; },
+                [&](int k) {
+                  const Source found = next;
+                  const bool more = kind.first_out + half * kPairs + pair + k + 1 < C::kOutPerGroup;
+                  if ((found.first || found.second) && more) next.from += args.dy_strides.c;
+                  return found;
+                },
+                kPairs - pair);
+      }
+    }
+    if constexpr (kSeparateY) {
+      ptx::barrier_arrive(full(group));
+    } else {
+      ptx::copy_arrive(full(group));
+    }
+  }
+
+  // A delivery is a group of sheets and, but for the first of a run, a stage of x.
+  __device__ __forceinline__ void produce() const {
+    Ring group, stage;
+    const int jobs = row_segments() * kJobsX;
+    for (int index = part.begin; index < part.end;) {
+      const Run run = run_at(index);
+      for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
+        const bool with_x = i >= args.ahead;
+        const int step = run.first + i - args.ahead;
+        JobX present, next;
+        if (with_x) {
+          ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
+          if (warp < jobs) load_x(present, run, step, warp);
+        }
+        ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
+        copy_group(group.index, run, run.first + i);
+        if (!with_x) continue;
+        for (int job = warp; job < jobs; job += kProducerWarps) {
+          if (job + kProducerWarps < jobs) load_x(next, run, step, job + kProducerWarps);
+          store_x(present, stage.index, job);
+          present = next;
+        }
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
+        stage.advance(C::kStages);
+      }
+      index += run.count;
+    }
+  }
+
+  // ---- Consumers.
+
+  // Words of dy as tensor cores want them: word 2i of both channels of a pair, then word 2i + 1.
+  struct Fragments {
+    unsigned loaded[C::kLoads][4];
+    unsigned joined[C::kJoins > 0 ? C::kJoins : 1][4];
+  };
+  // Which of the loaded has a word of a plane.
+  static constexpr int load_of(int plane, int word) {
+    for (int i = 0; i < C::kLoads; ++i) {
+      if (C::kLoadPlane(i) == plane && C::kLoadWord(i) == word / 2 * 2) return i;
+    }
+    return -1;
+  }
+
+  struct Consumer {
+    float sums[C::kRowTiles][C::kTaps][kSums];
+    int place[C::kRowTiles];  // of this lane's pair and row of taps in a sheet
+    int sheet[C::kRowTiles];  // that the row of taps reads, relative to the position's
+  };
+
+  __device__ __forceinline__ void locate(Consumer& me, int consumer) const {
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const int index =
+          min(((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4, kRows * kPairs - 1);
+      const int row = index / kPairs, pair = index % kPairs;
+      const int d = min(row / C::kRowsH, C::kCountD(kind.d) - 1),
+                h = min(row % C::kRowsH, C::kCountH(kind.h) - 1);
+      const int plane = (C::kPlaneD(kind.d, d) * C::kPlanesH + C::kPlaneH(kind.h, h)) * C::kPlanesW;
+      me.place[r] =
+          pair * args.pair_pitch + 2 * (plane * args.plane_pitch + C::kShiftH(kind.h, h) * args.line_pitch);
+      me.sheet[r] = C::kShiftD(kind.d, d);
+    }
+  }
+
+  // Where this lane's words of a chunk begin, for row tile r. `first_sheet`: that of the step.
+  __device__ __forceinline__ const unsigned* find(const Consumer& me, int r, int chunk,
+                                                  int first_sheet) const {
+    const Segment& segment = segments[4 * chunk + lane % 4];
+    const int sheets = args.groups * args.box.d;
+    int sheet = first_sheet + segment.d + me.sheet[r];
+    if (sheet >= sheets) sheet -= sheets;
+    return ring + sheet * sheet_words + me.place[r] + segment.place;
+  }
+
+  __device__ __forceinline__ void load(Fragments& to, const unsigned* from) const {
+    static_for<C::kLoads>([&](auto i) {
+      constexpr int kI = decltype(i)::value;
+      const Vector<unsigned, 4> words =
+          load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        to.loaded[kI][e] = kRounded ? OperandOf<float>::bits(ptx::bits_to_float(words.at[e])) : words.at[e];
+      }
+    });
+    static_for<C::kJoins>([&](auto j) {
+      constexpr int kJ = decltype(j)::value;
+      static_for<4>([&](auto e) {
+        constexpr int kE = decltype(e)::value, kPlane = C::kJoinPlane(kJ), kWord = C::kJoinWord(kJ) + kE / 2;
+        constexpr int kLoad = load_of(kPlane, kWord);
+        const unsigned word = to.loaded[kLoad][kWord % 2 * 2 + kE % 2];
+        if constexpr (C::kJoinOdd(kJ) == 0) {
+          to.joined[kJ][kE] = word;
+        } else {
+          constexpr int kNext = load_of(kPlane, kWord + 1);
+          to.joined[kJ][kE] = word >> 16 | to.loaded[kNext][(kWord + 1) % 2 * 2 + kE % 2] << 16;
+        }
+      });
+    });
+  }
+
+  template <int kRowTile>
+  __device__ __forceinline__ void multiply(Consumer& me, const Fragments& a, unsigned long long b) const {
+    ptx::matrix_fence();
+    static_for<2>([&](auto s) {
+      constexpr int kStep = decltype(s)::value;
+      static_for<C::kTaps>([&](auto t) {
+        constexpr int kTap = decltype(t)::value, kOperandIndex = C::kOperandOf(kTap, kStep);
+        const auto& operand = kOperandIndex >= 0 ? a.loaded[kOperandIndex >= 0 ? kOperandIndex : 0]
+                                                 : a.joined[kOperandIndex < 0 ? -1 - kOperandIndex : 0];
+        ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(me.sums[kRowTile][kTap], operand,
+                                                                   ptx::advance(b, kStep * kStepBytes));
+      });
+    });
+    ptx::matrix_commit();
+  }
+
+  // One row of K, two chunks, for all row tiles; `from` is where the first one's words are, and then where
+  // the next row's are. With two sets of fragments, the next are loaded while products run (the first are
+  // there already); with one, at least they have been found.
+  __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&fragments)[C::kDepth], int row,
+                                               unsigned long long b, int first_sheet,
+                                               const unsigned*& from) const {
+    constexpr int kItems = 2 * C::kRowTiles;
+    static_for<kItems>([&](auto item) {
+      constexpr int kItem = decltype(item)::value, kNext = kItem + 1;
+      Fragments& present = fragments[kItem % C::kDepth];
+      if constexpr (C::kDepth == 1) load(present, from);
+      multiply<kItem % C::kRowTiles>(me, present, ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
+      const bool more = kNext < kItems || row + 1 < row_segments();
+      if (more) from = find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet);
+      ptx::matrix_wait<C::kDepth - 1>();
+      if (C::kDepth == 2 && more) load(fragments[kNext % C::kDepth], from);
+    });
+  }
+
+  __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group) const {
+    const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
+    const int first_sheet = group * args.box.d;
+    const unsigned* from = find(me, 0, 0, first_sheet);
+    Fragments fragments[C::kDepth];
+    if constexpr (C::kDepth == 2) load(fragments[0], from);
+#pragma unroll 1
+    for (int row = 0; row < row_segments(); ++row) {
+      multiply_row(me, fragments, row,
+                   ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes),
+                   first_sheet, from);
+    }
+    ptx::matrix_wait<0>();
+  }
+
+  __device__ __forceinline__ void consume(int consumer) const {
+    Consumer me;
+    locate(me, consumer);
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+#pragma unroll
+      for (int t = 0; t < C::kTaps; ++t) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) me.sums[r][t][i] = 0.0f;
+      }
+    }
+    Ring group, arriving, stage;  // of the step; of the last group that it needs
+    for (int index = part.begin; index < part.end;) {
+      const Run run = run_at(index);
+      for (int i = 0; i < args.ahead; ++i) arriving.advance(args.groups);
+#pragma unroll 1
+      for (int step = 0; step < run.count; ++step) {
+        // Producers deliver in order: with this group, all before it are there.
+        ptx::barrier_wait(full(arriving.index), arriving.parity);
+        ptx::barrier_wait(stage_full(stage.index), stage.parity);
+        multiply_step(me, stage.index, group.index);
+        __syncwarp();
+        if (lane == 0) {
+          ptx::barrier_arrive(empty(group.index));
+          ptx::barrier_arrive(stage_empty(stage.index));
+        }
+        group.advance(args.groups);
+        arriving.advance(args.groups);
+        stage.advance(C::kStages);
+      }
+      // The groups that only this run's last step needed.
+      for (int i = 0; i < args.ahead; ++i) {
+        if (lane == 0) ptx::barrier_arrive(empty(group.index));
+        group.advance(args.groups);
+      }
+      index += run.count;
+    }
+    store(me, consumer);
+  }
+
+  __device__ __forceinline__ void store(const Consumer& me, int consumer) const {
+    constexpr int kIn = C::kGroups * C::kInPerGroup;
+    float* const parts = static_cast<float*>(args.parts) +
+                         static_cast<int>(blockIdx.x) / kKinds * (kTapsAll * C::kOutPerGroup * kIn);
+    const int in = kind.first_in + lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
+      const int row = index / kPairs, d = row / C::kRowsH, h = row % C::kRowsH;
+      if (row >= kRows || d >= C::kCountD(kind.d) || h >= C::kCountH(kind.h)) continue;
+      const int tap = (C::kTapD(kind.d, d) * C::kKernelH + C::kTapH(kind.h, h)) * C::kKernelW;
+#pragma unroll
+      for (int t = 0; t < C::kTaps; ++t) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int out = kind.first_out + index % kPairs + half * kPairs;
+          if (out >= C::kOutPerGroup) continue;
+          float* const to = parts +
+                            (static_cast<long long>(tap + C::kTapW(t)) * C::kOutPerGroup + out) * kIn +
+                            kind.group * C::kInPerGroup + in;
+#pragma unroll
+          for (int j = 0; j < C::kColumns / 8; ++j) {
+            const float* const sums = &me.sums[r][t][4 * j + 2 * half];
+            if constexpr (C::kInPerGroup % 2 == 0) {
+              if (in + 8 * j < C::kInPerGroup) {
+                *reinterpret_cast<Vector<float, 2>*>(to + 8 * j) = Vector<float, 2>{sums[0], sums[1]};
+              }
+            } else {
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                if (in + 8 * j + e < C::kInPerGroup) to[8 * j + e] = sums[e];
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  HopperWeightGrad<Config> kernel(args);
+  kernel.prepare();
+  if (kernel.warp < kernel.kProducerWarps) {
+    ptx::keep_registers<Config::kProducerRegisters>();
+    kernel.produce();
+  } else {
+    ptx::claim_registers<Config::kConsumerRegisters>();
+    kernel.consume(kernel.warp / 4 - Config::kProducers);
+  }
+}
+
+}  // namespace tconv3d
