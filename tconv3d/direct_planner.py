@@ -252,6 +252,7 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
         ("kMinBlocks", 512 // MAX_THREADS),  # at most 128 registers a thread
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
+        ("Epilogue", p.activation),
         ("kWide", side.wide),
         ("kUnitW", side.x[4] == 1),
         ("kUnitC", side.x[1] == 1),
@@ -309,7 +310,15 @@ def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Devi
     return max(1, min(wanted, positions // 256, WORKSPACE_BYTES // (count * acc_bytes)))
 
 
-def _reduce(dtype: str, count: int, splits: int, result: str, sizes: Triple, strides: tuple[int, int, int]) -> Launch:
+def _reduce(
+    dtype: str,
+    count: int,
+    splits: int,
+    result: str,
+    sizes: Triple,
+    strides: tuple[int, int, int],
+    parts: str = "workspace",
+) -> Launch:
     """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
     threads, lanes = 256, 32 if count < 4096 else 1
     outer, middle, inner = strides
@@ -325,7 +334,7 @@ def _reduce(dtype: str, count: int, splits: int, result: str, sizes: Triple, str
         grid=(-(-count * lanes // threads), 1, 1),
         threads=threads,
         shared_bytes=0,
-        pointers=("workspace", result),
+        pointers=(parts, result),
         scalars=padded(int64s(outer, 0, middle, 0, inner, count), int32s(splits), walk((sizes[1], 1, sizes[2]), 1)),
     )
 

@@ -121,6 +121,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         ("kThreads", tile.h * tile.w),
         ("kMinBlocks", 3 if tile.row_tiles * _columns(g) // 2 < MAX_SUMS else 2),
         ("Scalar", SCALARS[problem.dtype]),
+        ("Epilogue", problem.activation),
         ("kWide", plane > INT32_MAX),
         ("kUnitW", problem.input[4] == 1),
         ("kIn", g.in_per_group),

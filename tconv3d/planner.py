@@ -1,7 +1,8 @@
 """Geometry, type, layout and GPU -> which kernel, which tile. A pure function of plain data, explainable.
 
 A kernel family is a module with `why_not(problem, device)` (a reason, or None if it takes the problem) and
-`plan(problem, device)`. The first family of `FAMILIES` that takes a problem gets it.
+`plan(problem, device)`. The first family of `FAMILIES` that takes a problem gets it. Statistics for a norm that
+follows are added here: a family only says whether its kernel leaves the moments they are made of.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from types import ModuleType
 
-from . import direct_planner, few_outputs_planner, halo_planner, weight_grad_planner
+from . import direct_planner, few_outputs_planner, halo_planner, norm_planner, weight_grad_planner
 from .problem import Device, Plan, Problem
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
@@ -26,7 +27,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     for name, family in FAMILIES:
         refusal = family.why_not(problem, device)
         if refusal is None:
-            return family.plan(problem, device)
+            found = family.plan(problem, device)
+            return norm_planner.with_statistics(found, problem, device) if problem.norm else found
         refusals.append(f"{name}: {refusal}")
     raise NotImplementedError(f"no kernel takes {problem} on {device}: " + "; ".join(refusals))
 

@@ -14,6 +14,7 @@
 // layout, straight into fragments.
 #pragma once
 
+#include "epilogue.cuh"
 #include "operands.cuh"
 
 namespace tconv3d {
@@ -198,6 +199,10 @@ struct FewOutputs {
     }
   }
 
+  __device__ __forceinline__ Scalar result(int j, int f, int co) const {
+    return Narrow<Scalar>::from(C::Epilogue::apply(window[j][f][co]));
+  }
+
   __device__ __forceinline__ void store(int plane) {
     const int qh = tile_h + static_cast<int>(threadIdx.x) / C::kTileW;
     const int qw = tile_w + static_cast<int>(threadIdx.x) % C::kTileW;
@@ -216,8 +221,7 @@ struct FewOutputs {
           Scalar* at =
               y + co * args.y_strides.c + d * args.y_strides.d + h * args.y_strides.h + w * args.y_strides.w;
           if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
-            const Vector<Scalar, 2> both{Narrow<Scalar>::from(window[j][f][co]),
-                                         Narrow<Scalar>::from(window[j][f + 1][co])};
+            const Vector<Scalar, 2> both{result(j, f, co), result(j, f + 1, co)};
             const bool second = w + 1 < args.y_size.w;
             if (second && reinterpret_cast<unsigned long long>(at) % sizeof(both) == 0) {
               *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
@@ -226,7 +230,7 @@ struct FewOutputs {
               if (second) at[1] = both.at[1];
             }
           } else {
-            *at = Narrow<Scalar>::from(window[j][f][co]);
+            *at = result(j, f, co);
           }
         }
       }

@@ -1,0 +1,70 @@
+// The moments of every channel of an activation, strip by strip: for kernels that do not leave them
+// themselves.
+//
+// The shift of a strip is its first value of the channel: one of the values themselves, so that what the
+// subtraction of squares may lose is bounded by the strip's length, whatever the mean.
+#pragma once
+
+#include "moments.cuh"
+#include "sweep.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  void* moments;  // [batch][channels][slots]
+  Strips strips;
+};
+
+template <class C>
+struct ChannelMoments {
+  using Scalar = typename C::Scalar;
+  using Acc = typename C::Acc;
+  using Items = Vector<Scalar, C::kVector>;
+
+  const Args& args;
+  const Sweep<C>& sweep;
+  Acc shift[Sweep<C>::kOwn];
+  Acc sums[Sweep<C>::kOwn][2];  // of deviations, of their squares
+
+  __device__ __forceinline__ Items load(long long at) const {
+    return load_items<C::kVector, Scalar>(args.x, at, sweep.begin, sweep.end);
+  }
+  __device__ __forceinline__ void use(long long at, const Items& items) {
+#pragma unroll
+    for (int i = 0; i < C::kVector; ++i) {
+      const int own = C::kChannelsLast ? i : 0;
+      const bool inside = C::kChannelsLast || (at + i >= sweep.begin && at + i < sweep.end);
+      const Acc deviation = inside ? widen<Acc>(items.at[i]) - shift[own] : Acc(0);
+      sums[own][0] += deviation;
+      sums[own][1] += deviation * deviation;
+    }
+  }
+};
+
+template <class C>
+__device__ void run(const Args& args) {
+  using Acc = typename C::Acc;
+  using Scalar = typename C::Scalar;
+  const Sweep<C> sweep(args.strips, blockIdx.x);
+  ChannelMoments<C> moments{args, sweep, {}, {}};
+#pragma unroll
+  for (int i = 0; i < Sweep<C>::kOwn; ++i) {
+    if (sweep.exists) moments.shift[i] = widen<Acc>(static_cast<const Scalar*>(args.x)[sweep.origin + i]);
+  }
+  sweep.run(moments);
+  sweep.add_up(moments.sums, dynamic_shared<Acc>());
+  if (!sweep.speaks) return;
+  const long long first = static_cast<long long>(sweep.slot) * args.strips.length;
+  const long long left = args.strips.volume - first;
+  const Acc count = static_cast<Acc>(left < args.strips.length ? left : args.strips.length);
+  Moments<Acc>* to = static_cast<Moments<Acc>*>(args.moments);
+#pragma unroll
+  for (int i = 0; i < Sweep<C>::kOwn; ++i) {
+    const long long row = static_cast<long long>(sweep.n) * args.strips.channels + sweep.channel + i;
+    to[row * args.strips.slots + sweep.slot] =
+        Moments<Acc>{count, moments.shift[i], moments.sums[i][0], moments.sums[i][1]};
+  }
+}
+
+}  // namespace tconv3d
