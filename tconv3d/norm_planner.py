@@ -84,7 +84,7 @@ class Strips:
         acc, acc_bytes = accumulator(a.dtype)
         constants: Constants = (
             ("kThreads", THREADS),
-            ("kMinBlocks", 4),
+            ("kMinBlocks", 4 if kernel == "normalize" and not a.channels_last else 2),  # as the registers want it
             ("Scalar", SCALARS[a.dtype]),
             ("Acc", acc),
             *((name, SCALARS[dtype]) for name, dtype in types.items()),

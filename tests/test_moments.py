@@ -13,7 +13,7 @@ from test_halo import DEVICE, SETTINGS, Case, Tensors, build_for, needs_compiler
 from torch import Tensor
 
 from tconv3d import emulator, halo_planner
-from tconv3d.halo_planner import HaloPlan
+from tconv3d.halo_planner import HaloPlan, Job, job_of
 from tconv3d.launch import Launch
 from tconv3d.packing import int32s, padded
 from tconv3d.problem import Norm
@@ -66,15 +66,15 @@ def check(tensors: Tensors, plan: HaloPlan, groups: int, order: str = "forward")
     return moments
 
 
-def problem_of(tensors: Tensors, groups: int) -> halo_planner.Problem:
-    return replace(tensors.problem, relu=True, norm=Norm(groups, EPS))
+def job(tensors: Tensors, groups: int) -> Job:
+    return job_of(replace(tensors.problem, relu=True, norm=Norm(groups, EPS)))
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", SETTINGS)
 def test_setting(name: str) -> None:
     tensors, groups = Tensors(SETTINGS[name]), groups_of(name)
-    plan = halo_planner.plan_build(build_for(tensors.case), problem_of(tensors, groups), DEVICE)
+    plan = halo_planner.plan_build(build_for(tensors.case), job(tensors, groups), DEVICE)
     assert plan is not None
     check(tensors, plan, groups)
 
@@ -88,9 +88,9 @@ BANDS = {1: 24, 2: 12, 4: 6, 8: 3, 24: 1}  # channels of a band: norm groups of 
 def test_every_width_of_a_band(band: int, channels_last: bool) -> None:
     case = replace(SETTINGS["kernel equals stride"], channels_last=channels_last)
     tensors, build = Tensors(case), build_for(case)
-    problem = problem_of(tensors, BANDS[band])
-    assert halo_planner.moment_band(build, problem) == band
-    plan = halo_planner.plan_build(build, problem, DEVICE)
+    wanted = job(tensors, BANDS[band])
+    assert halo_planner.moment_band(build, wanted) == band
+    plan = halo_planner.plan_build(build, wanted, DEVICE)
     assert plan is not None
     check(tensors, plan, BANDS[band])
 
@@ -100,21 +100,20 @@ def test_every_width_of_a_band(band: int, channels_last: bool) -> None:
 def test_every_tiling_leaves_the_moments_of_everything(name: str) -> None:
     case = SETTINGS[name]
     tensors, build = Tensors(case), build_for(case)
-    problem = problem_of(tensors, 4)
-    positions = [a.positions(s) for a, s in zip(case.geometry.axes, problem.output_size, strict=True)]
-    tilings = list(halo_planner.tilings(build, case.batch, (positions[0], positions[1], positions[2])))
+    wanted = job(tensors, 4)
+    tilings = list(halo_planner.tilings(build, case.batch, wanted.positions))
     if build.march:
         tilings = [tiling for tiling in tilings if tiling.items == 1]
     assert len(tilings) >= 8
     for tiling in tilings[:: max(1, len(tilings) // 12)]:
-        check(tensors, halo_planner.assemble(build, tiling, problem, DEVICE), 4)
+        check(tensors, halo_planner.assemble(build, tiling, wanted, DEVICE), 4)
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["march", "several slabs"])
 def test_moments_do_not_depend_on_who_runs_first(name: str) -> None:
     tensors = Tensors(SETTINGS[name])
-    plan = halo_planner.plan_build(build_for(tensors.case), problem_of(tensors, 2), DEVICE)
+    plan = halo_planner.plan_build(build_for(tensors.case), job(tensors, 2), DEVICE)
     assert plan is not None
     first = check(tensors, plan, 2)
     for order in ("reversed", "shuffled:1"):
@@ -124,8 +123,8 @@ def test_moments_do_not_depend_on_who_runs_first(name: str) -> None:
 def test_a_march_with_moments_has_one_batch_item_per_tile() -> None:
     case = Case(16, 8, (2, 2, 2), 3, 1, 1, batch=64, build={"march": True})
     tensors = Tensors(case)
-    plain = halo_planner.plan_build(build_for(case), tensors.problem, DEVICE)
-    plan = halo_planner.plan_build(build_for(case), problem_of(tensors, 2), DEVICE)
+    plain = halo_planner.plan_build(build_for(case), job_of(tensors.problem), DEVICE)
+    plan = halo_planner.plan_build(build_for(case), job(tensors, 2), DEVICE)
     assert plain is not None and plan is not None
     assert plain.tiling.items > 1 and plan.tiling.items == 1
 

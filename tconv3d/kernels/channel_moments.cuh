@@ -20,22 +20,21 @@ template <class C>
 struct ChannelMoments {
   using Scalar = typename C::Scalar;
   using Acc = typename C::Acc;
-  using Items = Vector<Scalar, C::kVector>;
 
-  const Args& args;
-  const Sweep<C>& sweep;
+  const Scalar* x;  // the strip's
   Acc shift[Sweep<C>::kOwn];
   Acc sums[Sweep<C>::kOwn][2];  // of deviations, of their squares
 
-  __device__ __forceinline__ Items load(long long at) const {
-    return load_items<C::kVector, Scalar>(args.x, at, sweep.begin, sweep.end);
+  template <int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> load(int at) const {
+    return load_vector<kCount>(x + at);
   }
-  __device__ __forceinline__ void use(long long at, const Items& items) {
+  template <int kCount>
+  __device__ __forceinline__ void use(int, const Vector<Scalar, kCount>& items) {
 #pragma unroll
-    for (int i = 0; i < C::kVector; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int own = C::kChannelsLast ? i : 0;
-      const bool inside = C::kChannelsLast || (at + i >= sweep.begin && at + i < sweep.end);
-      const Acc deviation = inside ? widen<Acc>(items.at[i]) - shift[own] : Acc(0);
+      const Acc deviation = widen<Acc>(items.at[i]) - shift[own];
       sums[own][0] += deviation;
       sums[own][1] += deviation * deviation;
     }
@@ -45,19 +44,16 @@ struct ChannelMoments {
 template <class C>
 __device__ void run(const Args& args) {
   using Acc = typename C::Acc;
-  using Scalar = typename C::Scalar;
   const Sweep<C> sweep(args.strips, blockIdx.x);
-  ChannelMoments<C> moments{args, sweep, {}, {}};
+  ChannelMoments<C> moments{static_cast<const typename C::Scalar*>(args.x) + sweep.start, {}, {}};
 #pragma unroll
   for (int i = 0; i < Sweep<C>::kOwn; ++i) {
-    if (sweep.exists) moments.shift[i] = widen<Acc>(static_cast<const Scalar*>(args.x)[sweep.origin + i]);
+    if (sweep.exists) moments.shift[i] = widen<Acc>(moments.x[i]);
   }
   sweep.run(moments);
   sweep.add_up(moments.sums, dynamic_shared<Acc>());
   if (!sweep.speaks) return;
-  const long long first = static_cast<long long>(sweep.slot) * args.strips.length;
-  const long long left = args.strips.volume - first;
-  const Acc count = static_cast<Acc>(left < args.strips.length ? left : args.strips.length);
+  const Acc count = static_cast<Acc>(sweep.positions(args.strips));
   Moments<Acc>* to = static_cast<Moments<Acc>*>(args.moments);
 #pragma unroll
   for (int i = 0; i < Sweep<C>::kOwn; ++i) {

@@ -20,10 +20,8 @@ struct Identity {
 
 struct Relu {
   static constexpr bool kLeavesMoments = false;
-  template <class Acc>
-  static __device__ __forceinline__ Acc apply(Acc sum) {
-    return sum < Acc(0) ? Acc(0) : sum;  // NaN stays NaN
-  }
+  static __device__ __forceinline__ float apply(float sum) { return ptx::max_or_nan(sum, 0.0f); }
+  static __device__ __forceinline__ double apply(double sum) { return sum < 0 ? 0 : sum; }  // NaN stays NaN
 };
 
 template <class Activation>

@@ -26,13 +26,17 @@ struct HaloMoments {
   static_assert(kBand == 1 || kBand == 2 || kBand == 4 || kBand % 8 == 0, "a part of 8 columns, or whole 8s");
   static_assert(Config::kOut % kBand == 0 && Config::kOutTile % kBand == 0, "bands do not cross tiles");
 
+  static constexpr int kTileBands = Config::kGroupsPerTile * kLaneBands;  // of a lane
+
   // Over the lanes that share a band: those of other positions, and of its other columns.
-  static __device__ __forceinline__ float band_sum(float value) {
+  template <int kCount>
+  static __device__ __forceinline__ void add_lanes(float (&values)[kCount]) {
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) {
-      if (distance >= 4 || 2 * distance < kBand) value += __shfl_xor_sync(0xFFFFFFFFu, value, distance);
+      if (distance < 4 && 2 * distance >= kBand) continue;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) values[i] += __shfl_xor_sync(0xFFFFFFFFu, values[i], distance);
     }
-    return value;
   }
 
   // Bit (2 * slab + half) * kFields + field: whether the lane stores that output, and of this batch item.
@@ -57,44 +61,29 @@ struct HaloMoments {
     return mask;
   }
 
-  // Calls f(value) for every value of a band that the lane stores.
-  template <int kGroup, int kLaneBand, class Function>
-  static __device__ __forceinline__ void for_band(const Sums& sums, Mask mask, Function&& f) {
+  // Calls f(i, value, is) for all values of bands kFirst + i; `is`: whether the lane stores it.
+  template <int kFirst, int kCount, class Function>
+  static __device__ __forceinline__ void for_bands(const Sums& sums, Mask mask, Function&& f) {
     static_for<2 * Config::kSlabs * Config::kFields>([&](auto bit) {
       constexpr int kBit = decltype(bit)::value;
       constexpr int kHalfSlab = kBit / Config::kFields, kField = kBit % Config::kFields;
       if constexpr (Kernel::complete(kField)) {
-        constexpr int kFirst = (kGroup * Kernel::Layout::kGroupColumns + kField * Config::kOutTile) / 2;
-        const float* own = &sums[kHalfSlab / 2][kFirst + kHalfSlab % 2 * 2];
         const bool is = mask >> kBit & 1;
 #pragma unroll
-        for (int i = 0; i < kBandSums; ++i) {
-          const int column = kLaneBand * kBandSums + i;  // of the lane's: two of every 8
-          const float value = Config::Epilogue::apply(own[column / 2 * 4 + column % 2]);
-          if (is) f(value);
+        for (int i = 0; i < kCount * kBandSums; ++i) {
+          const int group = (kFirst * kBandSums + i) / (kLaneBands * kBandSums);
+          const int column =
+              (kFirst * kBandSums + i) % (kLaneBands * kBandSums);  // of the lane's: two of every 8
+          const int field = group * Kernel::Layout::kGroupColumns + kField * Config::kOutTile;
+          const float sum = sums[kHalfSlab / 2][field / 2 + column / 2 * 4 + kHalfSlab % 2 * 2 + column % 2];
+          f(i / kBandSums, Config::Epilogue::apply(sum), is);
         }
       }
     });
   }
 
-  template <int kGroup, int kLaneBand>
-  static __device__ __forceinline__ Moments<float> band_moments(const Sums& sums, Mask mask, float count) {
-    Moments<float> moments{count, 0, 0, 0};
-    for_band<kGroup, kLaneBand>(sums, mask, [&](float value) { moments.shift += value; });
-    moments.shift = band_sum(moments.shift) / count;  // the mean, but for rounding
-    for_band<kGroup, kLaneBand>(sums, mask, [&](float value) {
-      const float deviation = value - moments.shift;
-      moments.sum += deviation;
-      moments.squares += deviation * deviation;
-    });
-    moments.sum = band_sum(moments.sum);
-    moments.squares = band_sum(moments.squares);
-    return moments;
-  }
-
   // The moments of a warp's bands, each band's in one of the lanes that share it.
   static constexpr int kSharers = kBand < 4 ? 8 : kBand == 4 ? 16 : 32;
-  static constexpr int kTileBands = Config::kGroupsPerTile * kLaneBands;  // of a lane
   static constexpr int kKept = (kTileBands + kSharers - 1) / kSharers;
   static __device__ __forceinline__ int place_among_sharers(int lane) {
     return kBand < 4 ? lane / 4 : kBand == 4 ? lane / 4 * 2 + lane % 2 : lane;
@@ -110,6 +99,7 @@ struct HaloMoments {
   static __device__ __forceinline__ void add(const Args& args, const Place& at, const Sums& sums,
                                              const Slab (&slabs)[Config::kSlabs], int plane, int item,
                                              int warp, int lane, Kept& kept) {
+    ptx::pin(lane);  // or the mask's divisions, the same for all planes of a march, would keep registers busy
     const Mask mask = stored_mask(args, at, slabs, plane, warp, lane, item);
     int outputs = __popcll(mask);  // of each channel: of this lane, then of the warp
 #pragma unroll
@@ -117,14 +107,36 @@ struct HaloMoments {
       outputs += __shfl_xor_sync(0xFFFFFFFFu, outputs, distance);
     }
     if (outputs == 0) return;
-    const float count = static_cast<float>(outputs * kBand);
-    static_for<Config::kGroupsPerTile>([&](auto group) {
-      constexpr int kGroup = decltype(group)::value;
-      static_for<kLaneBands>([&](auto band) {
-        constexpr int kLaneBand = decltype(band)::value;
-        kept.add(kGroup * kLaneBands + kLaneBand, lane, band_moments<kGroup, kLaneBand>(sums, mask, count));
-      });
+    constexpr int kAtOnce = kTileBands < 4 ? kTileBands : 4;
+    static_for<(kTileBands + kAtOnce - 1) / kAtOnce>([&](auto part) {
+      constexpr int kFirst = decltype(part)::value * kAtOnce;
+      constexpr int kCount = kTileBands - kFirst < kAtOnce ? kTileBands - kFirst : kAtOnce;
+      add_bands<kFirst, kCount>(sums, mask, static_cast<float>(outputs * kBand), lane, kept);
     });
+  }
+
+  // Several bands together, so that their shuffles overlap.
+  template <int kFirst, int kCount>
+  static __device__ __forceinline__ void add_bands(const Sums& sums, Mask mask, float count, int lane,
+                                                   Kept& kept) {
+    float shift[kCount] = {}, sum[kCount] = {}, squares[kCount] = {};
+    for_bands<kFirst, kCount>(sums, mask,
+                              [&](int i, float value, bool is) { shift[i] += is ? value : 0.0f; });
+    add_lanes(shift);
+    const float share = 1 / count;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) shift[i] *= share;  // the mean, but for rounding
+    for_bands<kFirst, kCount>(sums, mask, [&](int i, float value, bool is) {
+      const float deviation = is ? value - shift[i] : 0.0f;
+      sum[i] += deviation;
+      squares[i] += deviation * deviation;
+    });
+    add_lanes(sum);
+    add_lanes(squares);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      kept.add(kFirst + i, lane, Moments<float>{count, shift[i], sum[i], squares[i]});
+    }
   }
 
   static __device__ __forceinline__ void store(const Args& args, const Place& at, int n, long long slot,

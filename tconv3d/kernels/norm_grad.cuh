@@ -26,17 +26,19 @@ struct NormGrad {
   using Scalar = typename C::Scalar;
   using Gradient = typename C::Gradient;
   using Acc = typename C::Acc;
+  template <int kCount>
   struct Items {
-    Vector<Gradient, C::kVector> dy;
-    Vector<Scalar, C::kVector> x;
+    Vector<Gradient, kCount> dy;
+    Vector<Scalar, kCount> x;
   };
 
-  const Args& args;
-  const Sweep<C>& sweep;
+  const Gradient* dy;  // the strip's
+  const Scalar* x;
+  Scalar* dz;
   Acc mean[Sweep<C>::kOwn], scale[Sweep<C>::kOwn], slope[Sweep<C>::kOwn], constant[Sweep<C>::kOwn];
   Acc sums[Sweep<C>::kOwn][1];
 
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void prepare(const Args& args, const Sweep<C>& sweep) {
     const long long norm_groups = static_cast<long long>(args.strips.batch) * args.groups;
     const Acc* statistics = static_cast<const Acc*>(args.statistics);
     const Acc* coefficients = static_cast<const Acc*>(args.coefficients);
@@ -53,23 +55,24 @@ struct NormGrad {
       constant[i] = coefficients[norm_groups + group];
     }
   }
-  __device__ __forceinline__ Items load(long long at) const {
-    return {load_items<C::kVector, Gradient>(args.dy, at, sweep.begin, sweep.end),
-            load_items<C::kVector, Scalar>(args.x, at, sweep.begin, sweep.end)};
+  template <int kCount>
+  __device__ __forceinline__ Items<kCount> load(int at) const {
+    return {load_vector<kCount>(dy + at), load_vector<kCount>(x + at)};
   }
-  __device__ __forceinline__ void use(long long at, const Items& items) {
-    Vector<Scalar, C::kVector> results;
+  template <int kCount>
+  __device__ __forceinline__ void use(int at, const Items<kCount>& items) {
+    Vector<Scalar, kCount> results;
 #pragma unroll
-    for (int i = 0; i < C::kVector; ++i) {  // outside of the strip x is zero, and so is dz
+    for (int i = 0; i < kCount; ++i) {
       const int own = C::kChannelsLast ? i : 0;
-      const Acc x = widen<Acc>(items.x.at[i]);
+      const Acc value = widen<Acc>(items.x.at[i]);
       const Acc whole =
-          widen<Acc>(items.dy.at[i]) * scale[own] + ((x - mean[own]) * slope[own] + constant[own]);
-      const Acc dz = x <= Acc(0) ? Acc(0) : whole;  // NaN passes, as in PyTorch
-      results.at[i] = Narrow<Scalar>::from(dz);
-      sums[own][0] += dz;
+          widen<Acc>(items.dy.at[i]) * scale[own] + ((value - mean[own]) * slope[own] + constant[own]);
+      const Acc passed = value <= Acc(0) ? Acc(0) : whole;  // NaN passes, as in PyTorch
+      results.at[i] = Narrow<Scalar>::from(passed);
+      sums[own][0] += passed;
     }
-    store_items<C::kVector, Scalar>(args.dz, at, sweep.begin, sweep.end, results);
+    *reinterpret_cast<Vector<Scalar, kCount>*>(dz + at) = results;
   }
 };
 
@@ -78,8 +81,15 @@ __device__ void run(const Args& args) {
   using Acc = typename C::Acc;
   // From the end: what the first pass read last may still be in the cache.
   const Sweep<C> sweep(args.strips, gridDim.x - 1 - blockIdx.x);
-  NormGrad<C> body{args, sweep, {}, {}, {}, {}, {}};
-  body.prepare();
+  NormGrad<C> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
+                   static_cast<const typename C::Scalar*>(args.x) + sweep.start,
+                   static_cast<typename C::Scalar*>(args.dz) + sweep.start,
+                   {},
+                   {},
+                   {},
+                   {},
+                   {}};
+  body.prepare(args, sweep);
   sweep.run(body);
   if (args.sums == nullptr) return;
   sweep.add_up(body.sums, dynamic_shared<Acc>());

@@ -20,27 +20,29 @@ struct NormSums {
   using Scalar = typename C::Scalar;
   using Gradient = typename C::Gradient;
   using Acc = typename C::Acc;
+  template <int kCount>
   struct Items {
-    Vector<Gradient, C::kVector> dy;
-    Vector<Scalar, C::kVector> x;
+    Vector<Gradient, kCount> dy;
+    Vector<Scalar, kCount> x;
   };
 
-  const Args& args;
-  const Sweep<C>& sweep;
+  const Gradient* dy;  // the strip's
+  const Scalar* x;
   Acc mean[Sweep<C>::kOwn];
   Acc sums[Sweep<C>::kOwn][2];  // of dy, of dy * (x - mean)
 
-  __device__ __forceinline__ Items load(long long at) const {
-    return {load_items<C::kVector, Gradient>(args.dy, at, sweep.begin, sweep.end),
-            load_items<C::kVector, Scalar>(args.x, at, sweep.begin, sweep.end)};
+  template <int kCount>
+  __device__ __forceinline__ Items<kCount> load(int at) const {
+    return {load_vector<kCount>(dy + at), load_vector<kCount>(x + at)};
   }
-  __device__ __forceinline__ void use(long long, const Items& items) {
+  template <int kCount>
+  __device__ __forceinline__ void use(int, const Items<kCount>& items) {
 #pragma unroll
-    for (int i = 0; i < C::kVector; ++i) {  // outside of the strip dy is zero
+    for (int i = 0; i < kCount; ++i) {
       const int own = C::kChannelsLast ? i : 0;
-      const Acc dy = widen<Acc>(items.dy.at[i]);
-      sums[own][0] += dy;
-      sums[own][1] += dy * (widen<Acc>(items.x.at[i]) - mean[own]);
+      const Acc gradient = widen<Acc>(items.dy.at[i]);
+      sums[own][0] += gradient;
+      sums[own][1] += gradient * (widen<Acc>(items.x.at[i]) - mean[own]);
     }
   }
 };
@@ -49,7 +51,10 @@ template <class C>
 __device__ void run(const Args& args) {
   using Acc = typename C::Acc;
   const Sweep<C> sweep(args.strips, blockIdx.x);
-  NormSums<C> body{args, sweep, {}, {}};
+  NormSums<C> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
+                   static_cast<const typename C::Scalar*>(args.x) + sweep.start,
+                   {},
+                   {}};
   const Acc* means = static_cast<const Acc*>(args.statistics);
   const Acc* rstds = means + static_cast<long long>(args.strips.batch) * args.groups;
   const auto group = [&](int i) {

@@ -18,14 +18,15 @@ struct Args {
 
 template <class C>
 struct Normalize {
-  using Items = Vector<typename C::Scalar, C::kVector>;
+  using Scalar = typename C::Scalar;
+  using Result = typename C::Result;
   using Acc = typename C::Acc;
 
-  const Args& args;
-  const Sweep<C>& sweep;
+  const Scalar* x;  // the strip's
+  Result* y;
   Acc mean[Sweep<C>::kOwn], scale[Sweep<C>::kOwn], bias[Sweep<C>::kOwn];
 
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void prepare(const Args& args, const Sweep<C>& sweep) {
     const Acc* means = static_cast<const Acc*>(args.statistics);
     const Acc* rstds = means + static_cast<long long>(args.strips.batch) * args.groups;
 #pragma unroll
@@ -40,18 +41,19 @@ struct Normalize {
       if (args.bias) bias[i] = widen<Acc>(static_cast<const typename C::Parameter*>(args.bias)[channel]);
     }
   }
-  __device__ __forceinline__ Items load(long long at) const {
-    return load_items<C::kVector, typename C::Scalar>(args.x, at, sweep.begin, sweep.end);
+  template <int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> load(int at) const {
+    return load_vector<kCount>(x + at);
   }
-  __device__ __forceinline__ void use(long long at, const Items& items) const {
-    using Result = typename C::Result;
-    Vector<Result, C::kVector> results;
+  template <int kCount>
+  __device__ __forceinline__ void use(int at, const Vector<Scalar, kCount>& items) const {
+    Vector<Result, kCount> results;
 #pragma unroll
-    for (int i = 0; i < C::kVector; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       const int own = C::kChannelsLast ? i : 0;
       results.at[i] = Narrow<Result>::from((widen<Acc>(items.at[i]) - mean[own]) * scale[own] + bias[own]);
     }
-    store_items<C::kVector, Result>(args.y, at, sweep.begin, sweep.end, results);
+    *reinterpret_cast<Vector<Result, kCount>*>(y + at) = results;
   }
 };
 
@@ -60,8 +62,12 @@ __device__ void run(const Args& args) {
   // From the end: what was written last may still be in the cache.
   const Sweep<C> sweep(args.strips, gridDim.x - 1 - blockIdx.x);
   if (!sweep.exists) return;
-  Normalize<C> normalize{args, sweep, {}, {}, {}};
-  normalize.prepare();
+  Normalize<C> normalize{static_cast<const typename C::Scalar*>(args.x) + sweep.start,
+                         static_cast<typename C::Result*>(args.y) + sweep.start,
+                         {},
+                         {},
+                         {}};
+  normalize.prepare(args, sweep);
   sweep.run(normalize);
 }
 

@@ -20,34 +20,6 @@ struct Strips {
   int length;  // positions of a strip
 };
 
-// Of tensors whose addresses are multiples of 16 bytes, or one by one: items of [begin, end) at a vector's
-// place, zero for the others.
-template <int kVector, class Scalar>
-__device__ __forceinline__ Vector<Scalar, kVector> load_items(const void* tensor, long long at,
-                                                              long long begin, long long end) {
-  const Scalar* address = static_cast<const Scalar*>(tensor) + at;
-  if (at >= begin && at + kVector <= end) return load_vector<kVector>(address);
-  Vector<Scalar, kVector> items{};
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if (at + i >= begin && at + i < end) items.at[i] = address[i];
-  }
-  return items;
-}
-template <int kVector, class Scalar>
-__device__ __forceinline__ void store_items(void* tensor, long long at, long long begin, long long end,
-                                            const Vector<Scalar, kVector>& items) {
-  Scalar* address = static_cast<Scalar*>(tensor) + at;
-  if (at >= begin && at + kVector <= end) {
-    *reinterpret_cast<Vector<Scalar, kVector>*>(address) = items;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < kVector; ++i) {
-    if (at + i >= begin && at + i < end) address[i] = items.at[i];
-  }
-}
-
 template <class C>
 struct Sweep {
   static constexpr int kVector = C::kVector;
@@ -57,63 +29,83 @@ struct Sweep {
   int n, channel, slot;   // of the strip; `channel` is the first of this thread
   bool exists;            // whether the thread has anything to do
   bool speaks;            // whether it reports the strip's sums
-  long long begin, end;   // items that belong to the strip, or to its batch item
-  long long first, step;  // a thread's first vector, and from one to the next
-  long long origin;       // the item of `channel` at the strip's first position
+  long long start;        // the strip's first item, or its first of the thread's channels
+  int first, step, last;  // items from there: a thread's first vector, from one to the next, the vectors' end
+  int head, tail;         // contiguous: single items before the vectors, and behind them
   int across;             // channels-last: threads of a position
 
   // `unit` is the block, counted from either end.
   __device__ __forceinline__ Sweep(const Strips& strips, int unit) {
-    const long long volume = strips.volume;
     if constexpr (C::kChannelsLast) {
-      const int vectors = (strips.channels + kVector - 1) / kVector;  // of a position
-      across = vectors < C::kThreads ? vectors : C::kThreads;
-      const int blocks = (vectors + across - 1) / across, lanes = C::kThreads / across;
-      const int place = threadIdx.x % across + unit % blocks * across, lane = threadIdx.x / across;
-      slot = unit / blocks % strips.slots;
-      n = unit / blocks / strips.slots;
-      channel = place * kVector;
-      exists = place < vectors && lane < lanes;
-      speaks = exists && lane == 0;
-      const long long last = static_cast<long long>(slot + 1) * strips.length;
-      begin = n * volume * strips.channels;
-      end = begin + (last < volume ? last : volume) * strips.channels;
-      origin = begin + static_cast<long long>(slot) * strips.length * strips.channels + channel;
-      first = origin + static_cast<long long>(lane) * strips.channels;
-      step = static_cast<long long>(lanes) * strips.channels;
+      by_position(strips, unit);
     } else {
-      const int lane = threadIdx.x % 32;
-      const long long warp = static_cast<long long>(unit) * (C::kThreads / 32) + threadIdx.x / 32;
-      const long long row = warp / strips.slots;
-      slot = static_cast<int>(warp % strips.slots);
-      n = static_cast<int>(row / strips.channels);
-      channel = static_cast<int>(row % strips.channels);
-      exists = n < strips.batch;
-      speaks = exists && lane == 0;
-      const long long last = static_cast<long long>(slot + 1) * strips.length;
-      begin = row * volume + static_cast<long long>(slot) * strips.length;
-      end = row * volume + (last < volume ? last : volume);
-      origin = begin;
-      across = 0;
-      first = begin / kVector * kVector + lane * kVector;
-      step = 32 * kVector;
+      by_channel(strips, unit);
     }
-    if (!exists) first = end;
+    if (!exists) first = last = head = tail = 0;
   }
 
-  // Body: `Items load(at)` for every vector of the strip, then `use(at, items)`.
+  __device__ __forceinline__ void by_position(const Strips& strips, int unit) {
+    const int vectors = (strips.channels + kVector - 1) / kVector;  // of a position
+    across = vectors < C::kThreads ? vectors : C::kThreads;
+    const int blocks = (vectors + across - 1) / across, lanes = C::kThreads / across;
+    const int place = threadIdx.x % across + unit % blocks * across, lane = threadIdx.x / across;
+    slot = unit / blocks % strips.slots;
+    n = unit / blocks / strips.slots;
+    channel = place * kVector;
+    exists = place < vectors && lane < lanes;
+    speaks = exists && lane == 0;
+    start = (n * strips.volume + static_cast<long long>(slot) * strips.length) * strips.channels + channel;
+    first = lane * strips.channels;
+    step = lanes * strips.channels;
+    last = positions(strips) * strips.channels;
+    head = tail = 0;
+  }
+
+  __device__ __forceinline__ void by_channel(const Strips& strips, int unit) {
+    const int lane = threadIdx.x % 32;
+    const unsigned warp = static_cast<unsigned>(unit) * (C::kThreads / 32) + threadIdx.x / 32;
+    const unsigned row = warp / strips.slots;
+    slot = static_cast<int>(warp % strips.slots);
+    n = static_cast<int>(row / strips.channels);
+    channel = static_cast<int>(row % strips.channels);
+    exists = n < strips.batch;
+    speaks = exists && lane == 0;
+    start = row * strips.volume + static_cast<long long>(slot) * strips.length;
+    const int count = positions(strips), before = static_cast<int>(-start & (kVector - 1));
+    head = before < count ? before : count;
+    last = head + (count - head) / kVector * kVector;
+    tail = count - last;
+    first = head + lane * kVector;
+    step = 32 * kVector;
+    across = 0;
+  }
+
+  // Of the strip.
+  __device__ __forceinline__ int positions(const Strips& strips) const {
+    const long long left = strips.volume - static_cast<long long>(slot) * strips.length;
+    return left < strips.length ? static_cast<int>(left) : strips.length;
+  }
+
+  // For every vector of the strip, and every single item: Body has `load<kCount>(at)`, which returns items,
+  // and `use<kCount>(at, items)`. Loads of several vectors come before their use: x and y may be one tensor.
   template <class Body>
   __device__ __forceinline__ void run(Body& body) const {
-    for (long long at = first; at < end; at += kFlight * step) {
-      typename Body::Items items[kFlight];
+    using Items = decltype(body.template load<kVector>(0));
+    for (int at = first; at < last; at += kFlight * step) {
+      Items items[kFlight];
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
-        if (at + i * step < end) items[i] = body.load(at + i * step);
+        if (at + i * step < last) items[i] = body.template load<kVector>(at + i * step);
       }
 #pragma unroll
       for (int i = 0; i < kFlight; ++i) {
-        if (at + i * step < end) body.use(at + i * step, items[i]);
+        if (at + i * step < last) body.template use<kVector>(at + i * step, items[i]);
       }
+    }
+    if constexpr (!C::kChannelsLast && kVector > 1) {
+      const int lane = threadIdx.x % 32;
+      if (lane < head) body.template use<1>(lane, body.template load<1>(lane));
+      if (lane < tail) body.template use<1>(last + lane, body.template load<1>(last + lane));
     }
   }
 
