@@ -20,6 +20,7 @@ SCALARS = {
     "float32": "float",
     "float64": "double",
 }
+HAS_EPILOGUE = True
 MAX_THREADS = 256
 STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a time
 WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take

@@ -10,6 +10,7 @@ from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, last_offset
 
+HAS_EPILOGUE = True
 TILES = ((8, 16), (8, 32), (16, 16), (4, 32), (8, 8), (4, 16))  # positions along h and w
 MAX_OUT = 4  # channels per group; with more, columns of channels fill the tensor cores
 MAX_SUMS = 96  # accumulators of a thread in the product

@@ -30,6 +30,7 @@ from tconv3d.launch import Constants, Launch
 from tconv3d.packing import divider, int32s, int64s, padded
 from tconv3d.problem import Device, Norm, Pass, Plan, Problem, Strides
 
+HAS_EPILOGUE = True
 SLAB = 64  # positions of one matrix instruction
 MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
 STEP_BYTES = 32  # of K that one matrix instruction takes

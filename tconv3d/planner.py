@@ -2,7 +2,8 @@
 
 A kernel family is a module with `why_not(problem, device)` (a reason, or None if it takes the problem) and
 `plan(problem, device)`. The first family of `FAMILIES` that takes a problem gets it. Statistics for a norm that
-follows are added here: a family only says whether its kernel leaves the moments they are made of.
+follows are added here: a family only says whether its kernel has an epilogue (`HAS_EPILOGUE`: it applies
+`Problem.activation`), and in its plan whether the kernel leaves the moments that statistics are made of.
 """
 
 from __future__ import annotations
@@ -21,11 +22,18 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
 )
 
 
+def _why_not(family: ModuleType, problem: Problem, device: Device) -> str | None:
+    refusal: str | None = family.why_not(problem, device)
+    if refusal is None and problem.relu and not getattr(family, "HAS_EPILOGUE", False):
+        return "its kernel has no epilogue for a ReLU"
+    return refusal
+
+
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device) -> Plan:
     refusals = []
     for name, family in FAMILIES:
-        refusal = family.why_not(problem, device)
+        refusal = _why_not(family, problem, device)
         if refusal is None:
             found = family.plan(problem, device)
             return norm_planner.with_statistics(found, problem, device) if problem.norm else found
@@ -37,7 +45,7 @@ def refusals(problem: Problem, device: Device) -> dict[str, str]:
     """Why each family that comes before the chosen one was passed over."""
     passed = {}
     for name, family in FAMILIES:
-        refusal = family.why_not(problem, device)
+        refusal = _why_not(family, problem, device)
         if refusal is None:
             break
         passed[name] = refusal
