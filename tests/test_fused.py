@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layers import Layer, poisoned, to_tf32
+from test_emulator import libasan
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tconv3d
-from tconv3d import executor, norm_executor, planner
+from tconv3d import emulator, executor, norm_executor, planner
 from tconv3d.backend import Backend
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -653,3 +658,52 @@ def test_peak_memory_of_a_training_step(ours: str) -> None:
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[0] <= peaks[1] * 1.01, peaks
+
+
+# ---- under sanitizers, and in every order of threads
+
+SANITIZED = ("plain", "one channel per group", "tensor cores, groups", "tensor cores, march")
+
+
+def all_passes(name: str) -> list[Tensor]:
+    """In the emulator, in both formats."""
+    block = BLOCKS[name]
+    torch.manual_seed(4)
+    module, x = block.module("cpu"), block.input("cpu")
+    with tconv3d.use_backend("emulator"):
+        return [t for form in FORMATS.values() for t in run(module, x.contiguous(memory_format=form))]
+
+
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+def test_sanitizers_find_nothing() -> None:
+    library = libasan()
+    if not library:
+        pytest.skip("the compiler has no AddressSanitizer")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path(__file__).parent))),
+        "LD_PRELOAD": library,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TCONV3D_EMULATOR_SANITIZE": "address,undefined",
+        "TCONV3D_EMULATOR_DEBUG": "1",  # optimizing what sanitizers make of unrolled loops takes minutes
+    }
+    child = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split("\n")[:-1] == [f"{name}: run" for name in SANITIZED]
+
+
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("name", SANITIZED)
+def test_the_order_of_threads_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for order in ("forward", "reversed", "shuffled:1"):
+        monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", order)
+        monkeypatch.setattr(executor, "_tasks", {})
+        results.append(all_passes(name))
+    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
+
+
+if __name__ == "__main__":
+    for each in SANITIZED:
+        all_passes(each)
+        print(f"{each}: run", flush=True)
