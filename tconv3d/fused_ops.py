@@ -167,11 +167,28 @@ def _block(
     dtype: torch.dtype,
     convolution: Convolution,
 ) -> Tensor:
-    """Without gradients: what was normalized is not kept, so its memory becomes the result's."""
+    """Without gradients."""
+    if why_not_ours(input) is None:
+        return _ours(input, weight, bias, norm_weight, norm_bias, groups, eps, dtype, convolution)
     result, statistics = _statistics(input, weight, bias, groups, eps, convolution)
-    if result.dtype is dtype and why_not_ours(input) is None:
-        return norm_executor.normalize(result, statistics, norm_weight, norm_bias, result, dtype)
     return _normalize(result, statistics, norm_weight, norm_bias, dtype)
+
+
+def _ours(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    groups: int,
+    eps: float,
+    dtype: torch.dtype,
+    convolution: Convolution,
+) -> Tensor:
+    """What is normalized is not kept, so its memory becomes the result's."""
+    result, statistics = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
+    out = result if result.dtype is dtype else None
+    return norm_executor.normalize(result, statistics, norm_weight, norm_bias, out, dtype)
 
 
 # ---- autograd: a node for each step
@@ -436,7 +453,7 @@ def conv_transpose3d_relu_group_norm(
         )
     if _recording(input, weight, bias, *norm):
         return _record_block(True, input, weight, bias, *norm, groups, eps, input.dtype, convolution)
-    return _block(input, weight, bias, *norm, groups, eps, input.dtype, convolution)
+    return _ours(input, weight, bias, *norm, groups, eps, input.dtype, convolution)
 
 
 _record_statistics = super(torch.autograd.Function, _Statistics).apply
