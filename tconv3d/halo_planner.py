@@ -1131,5 +1131,5 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
 
 def _moment_slots(build: Build, tiling: Tiling) -> int:
     """Moments that all tiles leave of a band of channels: every consumer warp once in each pass."""
-    passes = ceil_div(tiling.slabs, build.team_slabs)
-    return prod(tiling.tiles[1:]) * len(build.programs) * passes * 4 * (build.consumers // build.teams)
+    passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
+    return prod(tiling.tiles[1:]) * len(build.programs) * passes * 4 * build.consumers

@@ -941,7 +941,7 @@ struct Halo : HaloLayout<Config> {
             store_by_position(args, at, me, sums, slabs, at.first_plane + plane);
           }
           if constexpr (Config::Epilogue::kLeavesMoments) {
-            const long long slot = AllMoments::slot(args, at, work, pass, 4 * (consumer % kConsumers) + warp);
+            const long long slot = AllMoments::slot(args, at, work, pass, 4 * consumer + warp);
             if constexpr (Config::kMarch) {
               AllMoments::add(args, at, sums, slabs, at.first_plane + plane, 0, warp, lane, moments);
               if (plane == at.planes - 1) AllMoments::store(args, at, at.n, slot, lane, moments);
