@@ -115,7 +115,7 @@ class Bench:
         stream = torch.cuda.current_stream().cuda_stream
         launcher.prepare(plan.pack, 0)((self.weight.data_ptr(), packed.data_ptr()), stream)
         run = launcher.prepare(plan.main, 0)
-        addresses = (self.read.data_ptr(), packed.data_ptr(), self.bias.data_ptr(), self.written.data_ptr())
+        addresses = (self.read.data_ptr(), packed.data_ptr(), self.bias.data_ptr(), self.written.data_ptr(), 0)
         return lambda: (run(addresses, stream), packed)[0]  # keeps `packed` alive
 
     def error(self, run: Callable[[], None]) -> float:

@@ -3,16 +3,20 @@
 from .accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
 from .backend import current_backend, use_backend
 from .explain import Explanation, explain
-from .functional import conv_transpose3d
-from .modules import ConvTranspose3d
+from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
+from .modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
 
 __all__ = [
     "ConvTranspose3d",
+    "ConvTranspose3dReLU",
+    "ConvTranspose3dReLUGroupNorm",
     "Explanation",
     "LayerSwap",
     "SwapReport",
     "accelerate",
     "conv_transpose3d",
+    "conv_transpose3d_relu",
+    "conv_transpose3d_relu_group_norm",
     "current_backend",
     "explain",
     "plan_swaps",

@@ -170,8 +170,6 @@ def _set_base(layer: nn.Module, base: type[nn.Module]) -> None:
 
 
 def _to_be_fused(model: nn.Module) -> set[nn.Module]:
-    if fusing.fused_class() is None:
-        return set()
     kinds = (nn.ConvTranspose3d, ConvTranspose3d)
     found = (layer for sequence in model.modules() for layer in fusing.triples(sequence, kinds).values())
     return {layer for layer in found if type(layer) is ConvTranspose3d or why_left(layer) is None}

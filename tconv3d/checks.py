@@ -154,6 +154,52 @@ def check_sizes(geometry: Geometry, input_size: tuple[int, ...]) -> None:
         )
 
 
+def check_norm(
+    input: Tensor,
+    weight: Tensor,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    num_groups: int,
+    convolution: Convolution,
+) -> None:
+    """A GroupNorm of the convolution's result. input [N, C_in, D, H, W], norm_weight and norm_bias [C_out]."""
+    channels = weight.shape[1] * convolution[3]
+    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected {name} to be a Tensor, but got {name} of type {type(tensor).__name__}")
+        if tuple(tensor.shape) != (channels,):
+            raise RuntimeError(
+                f"Expected {name} to be a vector of size equal to the number of channels of the convolution, but got "
+                f"{name} of shape {list(tensor.shape)} and {channels} channels"
+            )
+        if tensor.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
+            raise RuntimeError(f"Input type ({input.dtype}) and {name} type ({tensor.dtype}) should be the same")
+        if tensor.device != input.device:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but Input is on {input.device} and {name} is on "
+                f"{tensor.device}"
+            )
+    check_norm_groups(channels, num_groups)
+    if input.shape[0] == 1 and channels == num_groups:
+        size = check_channels(weight, convolution).output_size(tuple(input.shape[2:]))
+        if size == (1, 1, 1):
+            raise ValueError(
+                f"Expected more than 1 value per channel when training, got input size {[1, num_groups, *size]}"
+            )
+
+
+def check_norm_groups(channels: int, num_groups: int) -> None:
+    if num_groups <= 0:
+        raise RuntimeError(f"Expected num groups to be greater than 0, got {num_groups}")
+    if channels % num_groups:
+        raise RuntimeError(
+            f"Expected number of channels in input to be divisible by num_groups, but got {channels} channels and "
+            f"num_groups={num_groups}"
+        )
+
+
 def check_grad_output(
     geometry: Geometry, grad_output: Tensor, input_size: tuple[int, ...], batch: int | None = None
 ) -> None:

@@ -20,6 +20,7 @@ SCALARS = {
     "float32": "float",
     "float64": "double",
 }
+HAS_EPILOGUE = True
 MAX_THREADS = 256
 STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a time
 WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
@@ -252,6 +253,7 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
         ("kMinBlocks", 512 // MAX_THREADS),  # at most 128 registers a thread
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
+        ("Epilogue", p.activation),
         ("kWide", side.wide),
         ("kUnitW", side.x[4] == 1),
         ("kUnitC", side.x[1] == 1),
@@ -309,7 +311,15 @@ def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Devi
     return max(1, min(wanted, positions // 256, WORKSPACE_BYTES // (count * acc_bytes)))
 
 
-def _reduce(dtype: str, count: int, splits: int, result: str, sizes: Triple, strides: tuple[int, int, int]) -> Launch:
+def _reduce(
+    dtype: str,
+    count: int,
+    splits: int,
+    result: str,
+    sizes: Triple,
+    strides: tuple[int, int, int],
+    parts: str = "workspace",
+) -> Launch:
     """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
     threads, acc_bytes = 256, accumulator(dtype)[1]
     lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
@@ -326,7 +336,7 @@ def _reduce(dtype: str, count: int, splits: int, result: str, sizes: Triple, str
         grid=(-(-count * lanes // threads), 1, 1),
         threads=threads,
         shared_bytes=threads * acc_bytes if lanes > 1 else 0,
-        pointers=("workspace", result),
+        pointers=(parts, result),
         scalars=padded(int64s(outer, 0, middle, 0, inner, count), int32s(splits), walk((sizes[1], 1, sizes[2]), 1)),
     )
 

@@ -19,7 +19,7 @@ from . import checks, planner
 from .checks import Convolution
 from .geometry import Geometry, Triple
 from .launch import Launch
-from .problem import Device, Pass, Problem, Strides
+from .problem import Device, Norm, Pass, Plan, Problem, Strides
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
 DTYPES = {
@@ -42,32 +42,42 @@ class Task:
     strides: tuple[int, ...]
     workspace_bytes: int
     calls: tuple[tuple[Call, tuple[int, ...]], ...]
+    regions: tuple[int, ...] = ()  # places in the workspace that are operands too
 
     def run(self, like: Tensor, addresses: Addresses) -> Tensor:
         """Operands are `addresses`, then null, the result, the workspace (see `OPERANDS`)."""
         result = torch.empty_strided(self.shape, self.strides, dtype=like.dtype, device=like.device)
-        stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
-        operands = (*addresses, 0, result.data_ptr())
-        if self.workspace_bytes:
-            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
-            operands = (*operands, workspace.data_ptr())
-        for call, indices in self.calls:
-            call(tuple([operands[i] for i in indices]), stream)
+        self.launch(like, (*addresses, 0, result.data_ptr()))
         return result
 
+    def launch(self, like: Tensor, operands: Addresses) -> None:
+        """Operands are those given, then the workspace and its regions."""
+        stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
+        if self.workspace_bytes:
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
+            start = workspace.data_ptr()
+            operands = (*operands, start, *[start + region for region in self.regions])
+        for call, indices in self.calls:
+            call(tuple([operands[i] for i in indices]), stream)
 
-# The names planners use for the operands of a pass, in the order of `Task.run`.
+
+# The names planners use for the operands of a pass, in the order of `Task.run` and `Task.launch`.
 OPERANDS = {
     Pass.FORWARD: ("x", "weight", "bias", "null", "y", "workspace"),
     Pass.INPUT_GRAD: ("dy", "weight", "null", "dx", "workspace"),
     Pass.WEIGHT_GRAD: ("dy", "x", "null", "dw", "workspace"),
     Pass.BIAS_GRAD: ("dy", "null", "db", "workspace"),
 }
+WITH_STATISTICS = ("x", "weight", "bias", "null", "y", "statistics", "workspace")
 
 _tasks: dict[tuple[Any, ...], Task] = {}
 
 
-def _remember(key: tuple[Any, ...], task: Task) -> Task:
+def known(key: tuple[Any, ...]) -> Task | None:
+    return _tasks.get(key)
+
+
+def remember(key: tuple[Any, ...], task: Task) -> Task:
     if len(_tasks) >= MAX_TASKS:
         _tasks.clear()
     _tasks[key] = task
@@ -87,32 +97,59 @@ def _key(which: Pass, first: Tensor, second: Tensor | None, *rest: Any) -> tuple
     return (which, first.dtype, first.device, tf32, *operands, *rest)
 
 
-def forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+def forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool = False
+) -> Tensor:
     """input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] or None."""
-    kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
-    key = _key(Pass.FORWARD, input, weight, kind, convolution)
-    task = _tasks.get(key)
-    if task is None:
-        geometry = checks.check_forward(input, weight, bias, convolution)
-        y_strides = output_strides(geometry, input, weight)
-        problem = Problem(
-            Pass.FORWARD,
-            geometry,
-            input.shape[0],
-            tuple(input.shape[2:]),
-            DTYPES[input.dtype],
-            input.stride(),
-            weight.stride(),
-            y_strides,
-            bias=bias is not None,
-            tf32=key[3],
-            aligned=input.data_ptr() % 16 == 0,
-        )
-        shape = (input.shape[0], geometry.out_channels, *problem.output_size)
-        task = _remember(key, _prepare(problem, shape, y_strides, input))
+    task = _forward_task(input, weight, bias, convolution, relu, None)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
     return task.run(input, (input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()))
+
+
+def forward_with_statistics(
+    input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
+) -> tuple[Tensor, Tensor]:
+    """The ReLU of the forward pass, and its statistics: [2, N, groups], means and reciprocal deviations."""
+    task = _forward_task(input, weight, bias, convolution, True, Norm(groups, eps))
+    result = torch.empty_strided(task.shape, task.strides, dtype=input.dtype, device=input.device)
+    statistics = input.new_empty((2, input.shape[0], groups), dtype=statistics_dtype(input.dtype))
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    addresses = input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    task.launch(input, (*addresses, 0, result.data_ptr(), statistics.data_ptr()))
+    return result, statistics
+
+
+def _forward_task(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool, norm: Norm | None
+) -> Task:
+    kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
+    key = _key(Pass.FORWARD, input, weight, kind, convolution, relu, norm)
+    task = _tasks.get(key)
+    if task is not None:
+        return task
+    geometry = checks.check_forward(input, weight, bias, convolution)
+    if norm is not None:
+        checks.check_norm_groups(geometry.out_channels, norm.groups)
+    y_strides = output_strides(geometry, input, weight)
+    problem = Problem(
+        Pass.FORWARD,
+        geometry,
+        input.shape[0],
+        tuple(input.shape[2:]),
+        DTYPES[input.dtype],
+        input.stride(),
+        weight.stride(),
+        y_strides,
+        bias=bias is not None,
+        tf32=key[3],
+        aligned=input.data_ptr() % 16 == 0,
+        relu=relu,
+        norm=norm,
+    )
+    shape = (input.shape[0], geometry.out_channels, *problem.output_size)
+    return remember(key, _prepare(problem, shape, y_strides, input))
 
 
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
@@ -137,7 +174,7 @@ def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolut
             tf32=key[3],
             aligned=grad_output.data_ptr() % 16 == 0,
         )
-        task = _remember(key, _prepare(problem, shape, strides, grad_output))
+        task = remember(key, _prepare(problem, shape, strides, grad_output))
     return task.run(grad_output, (grad_output.data_ptr(), weight.data_ptr()))
 
 
@@ -166,7 +203,7 @@ def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution:
             tf32=key[3],
             aligned=input.data_ptr() % 16 == 0 and grad_output.data_ptr() % 16 == 0,
         )
-        task = _remember(key, _prepare(problem, shape, strides, input))
+        task = remember(key, _prepare(problem, shape, strides, input))
     return task.run(grad_output, (grad_output.data_ptr(), input.data_ptr()))
 
 
@@ -188,19 +225,31 @@ def bias_grad(grad_output: Tensor) -> Tensor:
             none,
             grad_output.stride(),
         )
-        task = _remember(key, _prepare(problem, (channels,), (1,), grad_output))
+        task = remember(key, _prepare(problem, (channels,), (1,), grad_output))
     return task.run(grad_output, (grad_output.data_ptr(),))
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _prepare(problem: Problem, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Task:
     plan = planner.plan(problem, device_of(like))
-    names = OPERANDS[problem.which]
+    names = WITH_STATISTICS if problem.norm else OPERANDS[problem.which]
+    return make_task(plan, names, shape, strides, like)
+
+
+def make_task(
+    plan: Plan, names: tuple[str, ...], shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor
+) -> Task:
+    """`names`: of the operands, in the order in which the task will get them."""
+    names = (*names, *(name for name, _ in plan.regions))
     calls = tuple(
         (_prepare_launch(launch, like), tuple(names.index(name) for name in launch.pointers))
         for launch in plan.launches
         if min(launch.grid) > 0  # a batch of zero has nothing to compute
     )
-    return Task(shape, strides, plan.workspace_bytes, calls)
+    return Task(shape, strides, plan.workspace_bytes, calls, tuple(start for _, start in plan.regions))
 
 
 def _prepare_launch(launch: Launch, like: Tensor) -> Call:

@@ -6,20 +6,22 @@ Needs no GPU and launches nothing. Asks the planner the questions the executor a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, executor, ops, planner
+from . import checks, executor, norm_planner, ops, planner
 from .backend import current_backend
 from .checks import Convolution
 from .geometry import Geometry
 from .gpus import DEFAULT_GPU, GPUS, Gpu
 from .launch import Launch
-from .modules import resolved_output_padding
-from .problem import Device, Pass, Problem
+from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
+from .norm_planner import Activation, NormProblem, Wanted
+from .problem import Device, Norm, Pass, Plan, Problem
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,10 @@ class Explanation:
 
 
 def explain(
-    layer_or_input: torch.nn.ConvTranspose3d | Tensor, *arguments: Any, gpu: str | None = None, **keywords: Any
+    layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | Tensor,
+    *arguments: Any,
+    gpu: str | None = None,
+    **keywords: Any,
 ) -> Explanation:
     """Says which kernels a layer or a call would run, and why.
 
@@ -95,6 +100,8 @@ def explain(
     (under use_backend("emulator") what the emulator runs).
     Tensors on the meta device will do.
     """
+    if isinstance(layer_or_input, (ConvTranspose3dReLUGroupNorm, ConvTranspose3dReLU)):
+        return _explain_fused(layer_or_input, _call_of(layer_or_input, *arguments, **keywords), gpu)
     if isinstance(layer_or_input, torch.nn.ConvTranspose3d):
         call = _call_of_layer(layer_or_input, *arguments, **keywords)
     else:
@@ -241,6 +248,67 @@ def _explain_pass(problem: Problem, device: Device, gpu: Gpu | None) -> PassExpl
         flops=problem.flops,
         floor_ms=None if gpu is None else gpu.floor_ms(problem),
         bound_by=bound,
+    )
+
+
+# ---- layers with what follows them
+
+
+def _call_of(layer: ConvTranspose3dReLUGroupNorm | ConvTranspose3dReLU, *arguments: Any, **keywords: Any) -> Call:
+    convolution = layer.conv_transpose if isinstance(layer, ConvTranspose3dReLUGroupNorm) else layer
+    return _call_of_layer(convolution, *arguments, **keywords)
+
+
+def _explain_fused(
+    layer: ConvTranspose3dReLUGroupNorm | ConvTranspose3dReLU, call: Call, gpu: str | None
+) -> Explanation:
+    """The convolution's explanation, with the passes that differ."""
+    device, ceilings = _find_gpu(gpu, call[0])
+    plain = _explain(*call, (device, ceilings))
+    norm = layer.group_norm if isinstance(layer, ConvTranspose3dReLUGroupNorm) else None
+    problem = _activated_problem(call, norm)
+    forward = _explain_pass(problem, device, ceilings)
+    if norm is None:
+        return replace(plain, layer=f"{plain.layer}, ReLU", passes=(forward, *plain.passes[1:]))
+    activation = Activation(
+        problem.batch, problem.geometry.out_channels, prod(problem.output_size), problem.dtype,
+        problem.output[1] == 1 and problem.output[4] != 1,
+    )  # fmt: skip
+    normed = NormProblem(activation, problem.dtype, problem.dtype, norm.num_groups)
+    wanted = Wanted(True, norm.affine, problem.bias)
+    moved = activation.bytes
+    passes = (
+        forward,
+        _explain_sweep("normalize", norm_planner.plan_normalize(normed, device), 2 * moved, ceilings),
+        _explain_sweep("norm_grad", norm_planner.plan_gradient(normed, wanted, device), 5 * moved, ceilings),
+        *(each for each in plain.passes[1:] if each.name != Pass.BIAS_GRAD.value),  # it comes with norm_grad
+    )
+    text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"
+    return replace(plain, layer=text, passes=passes)
+
+
+def _activated_problem(call: Call, norm: torch.nn.GroupNorm | None) -> Problem:
+    forward = _problems(*call)[0]
+    if norm is None:
+        return replace(forward, relu=True)
+    checks.check_norm_groups(forward.geometry.out_channels, norm.num_groups)
+    return replace(forward, relu=True, norm=Norm(norm.num_groups, norm.eps))
+
+
+def _explain_sweep(name: str, plan: Plan, moved: int, gpu: Gpu | None) -> PassExplanation:
+    """A pass over memory: no arithmetic to speak of."""
+    return PassExplanation(
+        name=name,
+        kernel=plan.kernel,
+        why=plan.why,
+        passed_over={},
+        tile=plan.tile,
+        launches=len(plan.launches),
+        workspace_bytes=plan.workspace_bytes,
+        bytes=moved,
+        flops=0,
+        floor_ms=None if gpu is None else moved / gpu.copy / 1e9,
+        bound_by=None if gpu is None else "memory",
     )
 
 

@@ -15,6 +15,7 @@ from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, last_offset
 
+HAS_EPILOGUE = True
 HEIGHTS, LINES = (2, 4, 8, 16), (16, 32, 64)  # of tiles: positions along h, rows of the product along w
 MIN_IN = 8  # channels per group; with fewer, K is not filled
 MAX_OUT = 4  # channels per group; with more, columns of channels fill the tensor cores
@@ -299,6 +300,7 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kThreads", 32 * tile.warps),
         ("kMinBlocks", tile.blocks(device)),
         ("Scalar", SCALARS[problem.dtype]),
+        ("Epilogue", problem.activation),
         ("kWide", chunk > INT32_MAX),
         ("kChannelsLast", layer.channels_last),
         ("kVector", layer.vector),

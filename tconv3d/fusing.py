@@ -6,21 +6,13 @@ sequence's `forward` changes. A layer that somebody listens to through a hook is
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from .modules import ConvTranspose3d
-
-BLOCK = "ConvTranspose3dReLUGroupNorm"
-
-
-def fused_class() -> Any | None:
-    """The package's fused block, if it has one."""
-    return getattr(sys.modules[__package__], BLOCK, None)
+from .modules import ConvTranspose3d, ConvTranspose3dReLUGroupNorm
 
 
 def triples(sequence: nn.Module, kinds: tuple[type[nn.Module], ...] = (ConvTranspose3d,)) -> dict[int, nn.Module]:
@@ -34,7 +26,7 @@ def triples(sequence: nn.Module, kinds: tuple[type[nn.Module], ...] = (ConvTrans
 def fuse(sequence: nn.Sequential) -> None:
     """Makes the sequence run its triples as fused blocks. Does nothing where there are none."""
     found = triples(sequence)
-    if found and fused_class() is not None:
+    if found:
         layers = list(sequence._modules.values())
         sequence.__class__ = FusedSequential
         blocks = {i: _block(layers[i], layers[i + 2]) for i in found}
@@ -54,7 +46,7 @@ class FusedSequential(nn.Sequential):
     The blocks stand in a plain dictionary, not among the children: they only lead to the children's parameters.
     """
 
-    _fused_blocks: dict[int, Any] = {}  # noqa: RUF012  # replaced, never changed
+    _fused_blocks: dict[int, ConvTranspose3dReLUGroupNorm] = {}  # noqa: RUF012  # replaced, never changed
 
     def forward(self, input: Tensor) -> Tensor:
         layers = list(self._modules.values())
@@ -81,7 +73,7 @@ def _fits(layers: Sequence[nn.Module]) -> bool:
     )
 
 
-def _unchanged(block: Any, layers: Sequence[nn.Module | None]) -> bool:
+def _unchanged(block: ConvTranspose3dReLUGroupNorm, layers: Sequence[nn.Module | None]) -> bool:
     """Whether these are still the layers that the block was made of, and nobody listens to them."""
     return (
         len(layers) == 3
@@ -98,18 +90,17 @@ def _has_hooks(layer: nn.Module) -> bool:
     )
 
 
-def _block(convolution: nn.Module, norm: nn.Module) -> Any:
+def _block(convolution: nn.Module, norm: nn.Module) -> ConvTranspose3dReLUGroupNorm:
     """The fused block over the layers themselves: built empty, then given them."""
-    assert isinstance(convolution, nn.ConvTranspose3d) and isinstance(norm, nn.GroupNorm)
-    make = fused_class()
-    assert make is not None
-    block = make(
+    assert isinstance(convolution, ConvTranspose3d) and isinstance(norm, nn.GroupNorm)
+    padding: Any = convolution.padding  # declared for all convolutions; "same" is for others
+    block = ConvTranspose3dReLUGroupNorm(
         convolution.in_channels,
         convolution.out_channels,
         convolution.kernel_size,
         norm.num_groups,
         stride=convolution.stride,
-        padding=convolution.padding,
+        padding=padding,
         output_padding=convolution.output_padding,
         groups=convolution.groups,
         bias=convolution.bias is not None,

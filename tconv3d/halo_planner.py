@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import permutations, product
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 
 from tconv3d import cache
@@ -28,8 +28,9 @@ from tconv3d.direct_planner import INT32_MAX, SCALARS
 from tconv3d.geometry import Axis, Geometry, Triple
 from tconv3d.launch import Constants, Launch
 from tconv3d.packing import divider, int32s, int64s, padded
-from tconv3d.problem import Device, Pass, Plan, Problem, Strides
+from tconv3d.problem import Device, Norm, Pass, Plan, Problem, Strides
 
+HAS_EPILOGUE = True
 SLAB = 64  # positions of one matrix instruction
 MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
 STEP_BYTES = 32  # of K that one matrix instruction takes
@@ -42,6 +43,7 @@ PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
 MAX_SUMS = 128  # accumulators of a thread
 MAX_PARTS = 4  # phases along w that lie side by side in a row
 MAX_SOURCES = 64  # phase planes of the output gradient
+MOMENT_BYTES = 16  # struct Moments<float>
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 HOPELESS = 2.0  # times the cost of the best build: not looked at for other volumes
@@ -85,6 +87,8 @@ class Job:
     weight_tap: int = 0  # where tap (0, 0, 0) lies: at the end, where taps are taken in reverse
     bias: bool = False
     aligned: bool = True
+    activation: str = "tconv3d::Identity"  # of what is written
+    norm: Norm | None = None  # moments of what is written are left for it
 
     @property
     def item_bytes(self) -> int:
@@ -112,7 +116,7 @@ def job_of(problem: Problem) -> Job:
     if p.which is Pass.FORWARD:
         return Job(
             g, False, p.batch, p.dtype, p.input_size, p.output_size, p.input, p.output, p.weight,
-            g.in_per_group * p.weight[0], 0, p.bias, p.aligned,
+            g.in_per_group * p.weight[0], 0, p.bias, p.aligned, p.activation, p.norm,
         )  # fmt: skip
     ci, co, *taps = p.weight
     swapped = Geometry(g.out_channels, g.in_channels, g.groups, g.axes)
@@ -529,7 +533,8 @@ class Build:
             ("kThreads", self.threads),
             ("kMinBlocks", 1),
             ("Scalar", SCALARS[self.dtype]),
-            ("Epilogue", "tconv3d::Identity"),
+            ("Epilogue", f"tconv3d::LeavingMoments<{job.activation}>" if job.norm else job.activation),
+            ("kMomentBand", moment_band(self, job)),
             ("kWide", _wide(job)),
             ("kBias", job.bias),
             ("kUnitC", job.read_last),
@@ -636,6 +641,14 @@ class Build:
             pointers=("weight", "workspace"),
             scalars=int64s(*job.weight, job.weight_group, job.weight_tap),
         )
+
+
+def moment_band(build: Build, job: Job) -> int:
+    """Neighbouring output channels whose moments are kept together: of one norm group and one tile."""
+    if job.norm is None:
+        return 1
+    band = gcd(job.geometry.out_channels // job.norm.groups, build.geometry.out_per_group, build.out_tile)
+    return band if band % 8 == 0 else band & -band
 
 
 def _running(counts: Iterable[int]) -> tuple[int, ...]:
@@ -901,6 +914,8 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
 def best_tiling(build: Build, job: Job, multiprocessors: int) -> tuple[float, Tiling] | None:
     best: tuple[float, Tiling] | None = None
     for tiling in tilings(build, job.batch, job.positions):
+        if job.norm and build.march and tiling.items > 1:
+            continue  # a march adds up the moments of one batch item
         cost = cycles(build, tiling, job, multiprocessors)
         if best is None or cost < best[0]:
             best = cost, tiling
@@ -1042,6 +1057,7 @@ class HaloPlan:
     packed_bytes: int
     main: Launch
     cycles: float  # of the model
+    moments: int = 0  # that the kernel leaves of each norm group of a batch item
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -1074,9 +1090,14 @@ def plan(problem: Problem, device: Device) -> Plan:
         raise ValueError(why_not(problem, device))
     main = found.main
     if problem.which is Pass.INPUT_GRAD:
-        main = replace(main, pointers=("dy", "workspace", "null", "dx"))
+        main = replace(main, pointers=("dy", "workspace", "null", "dx", "null"))
     tile = f"{found.build}; tiles of {found.tiling}"
-    return Plan("halo", "Hopper's tensor cores", (found.pack, main), found.packed_bytes, tile)
+    plan = Plan("halo", "Hopper's tensor cores", (found.pack, main), found.packed_bytes, tile)
+    if problem.norm is None:
+        return plan
+    start = round_up(found.packed_bytes, 256)
+    size = problem.batch * problem.norm.groups * found.moments * MOMENT_BYTES
+    return replace(plan, workspace_bytes=start + size, moments=found.moments, regions=(("moments", start),))
 
 
 def plan_or_none(job: Job, device: Device) -> HaloPlan | None:
@@ -1097,6 +1118,8 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
     depth = tiling.tile[0] * (build.geometry.axes[0].stride if build.march else 1)  # marching: outputs
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
+    packed_bytes = build.column_tiles * build.tile_bytes
+    slots = _moment_slots(build, tiling)
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
@@ -1105,14 +1128,22 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(build.aligned(job, tiling)),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items)),
-    )
+    ) + int64s(slots)
     main = Launch(
         kernel="halo",
         constants=build.constants(job),
         grid=(blocks, 1, 1),
         threads=build.threads,
         shared_bytes=build.shared_bytes,
-        pointers=("x", "workspace", "bias", "y"),
+        pointers=("x", "workspace", "bias", "y", "moments" if job.norm else "null"),
         scalars=scalars,
     )
-    return HaloPlan(build, tiling, build.pack(job), build.column_tiles * build.tile_bytes, main, cost)
+    bands = build.geometry.out_channels // moment_band(build, job)
+    moments = slots * bands // job.norm.groups if job.norm else 0
+    return HaloPlan(build, tiling, build.pack(job), packed_bytes, main, cost, moments)
+
+
+def _moment_slots(build: Build, tiling: Tiling) -> int:
+    """Moments that all tiles leave of a band of channels: every consumer warp once in each pass."""
+    passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
+    return prod(tiling.tiles[1:]) * len(build.programs) * passes * 4 * build.consumers

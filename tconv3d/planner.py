@@ -1,7 +1,9 @@
 """Geometry, type, layout and GPU -> which kernel, which tile. A pure function of plain data, explainable.
 
 A kernel family is a module with `why_not(problem, device)` (a reason, or None if it takes the problem) and
-`plan(problem, device)`. The first family of `FAMILIES` that takes a problem gets it.
+`plan(problem, device)`. The first family of `FAMILIES` that takes a problem gets it. Statistics for a norm that
+follows are added here: a family only says whether its kernel has an epilogue (`HAS_EPILOGUE`: it applies
+`Problem.activation`), and in its plan whether the kernel leaves the moments that statistics are made of.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from . import (
     few_weight_grad_planner,
     halo_planner,
     hopper_weight_grad_planner,
+    norm_planner,
     weight_grad_planner,
 )
 from .problem import Device, Plan, Problem
@@ -33,13 +36,21 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
 )
 
 
+def _why_not(family: ModuleType, problem: Problem, device: Device) -> str | None:
+    refusal: str | None = family.why_not(problem, device)
+    if refusal is None and problem.relu and not getattr(family, "HAS_EPILOGUE", False):
+        return "its kernel has no epilogue for a ReLU"
+    return refusal
+
+
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device) -> Plan:
     refusals = []
     for name, family in FAMILIES:
-        refusal = family.why_not(problem, device)
+        refusal = _why_not(family, problem, device)
         if refusal is None:
-            return family.plan(problem, device)
+            found = family.plan(problem, device)
+            return norm_planner.with_statistics(found, problem, device) if problem.norm else found
         refusals.append(f"{name}: {refusal}")
     raise NotImplementedError(f"no kernel takes {problem} on {device}: " + "; ".join(refusals))
 
@@ -48,7 +59,7 @@ def refusals(problem: Problem, device: Device) -> dict[str, str]:
     """Why each family that comes before the chosen one was passed over."""
     passed = {}
     for name, family in FAMILIES:
-        refusal = family.why_not(problem, device)
+        refusal = _why_not(family, problem, device)
         if refusal is None:
             break
         passed[name] = refusal

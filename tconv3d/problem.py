@@ -37,6 +37,14 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A GroupNorm that follows, as far as its statistics go."""
+
+    groups: int
+    eps: float
+
+
+@dataclass(frozen=True)
 class Problem:
     """One pass of one layer over tensors of known size, type and strides.
 
@@ -55,6 +63,13 @@ class Problem:
     bias: bool = False
     tf32: bool = False  # float32 products may be rounded to TF32
     aligned: bool = True  # all addresses are multiples of 16 bytes
+    relu: bool = False  # a forward pass that stores the ReLU of its result
+    norm: Norm | None = None  # a forward pass that also computes the statistics of what it stores
+
+    @property
+    def activation(self) -> str:
+        """The epilogue's name in kernels/epilogue.cuh."""
+        return "tconv3d::Relu" if self.relu else "tconv3d::Identity"
 
     @property
     def output_size(self) -> Triple:
@@ -91,6 +106,8 @@ class Plan:
     launches: tuple[Launch, ...]
     workspace_bytes: int = 0
     tile: str = ""
+    regions: tuple[tuple[str, int], ...] = ()  # names of places in the workspace, and where they start
+    moments: int = 0  # that the kernel leaves in region "moments" of each norm group of a batch item
 
 
 def last_offset(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

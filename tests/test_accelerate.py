@@ -505,53 +505,6 @@ def test_without_measurements_there_is_no_prediction(model: Decoder, monkeypatch
 # ---- the fused block
 
 
-class Block(nn.Module):
-    """The fused block as the package promises it: its constructor, its submodules, its result."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Any,
-        num_groups: int,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        bias: bool = True,
-        dilation: Any = 1,
-        padding_mode: str = "zeros",
-        eps: float = 1e-5,
-        affine: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-    ) -> None:
-        super().__init__()
-        settings: Any = (
-            kernel_size,
-            stride,
-            padding,
-            output_padding,
-            groups,
-            bias,
-            dilation,
-            padding_mode,
-            device,
-            dtype,
-        )
-        self.conv_transpose = tconv3d.ConvTranspose3d(in_channels, out_channels, *settings)
-        self.group_norm = nn.GroupNorm(num_groups, out_channels, eps, affine, device, dtype)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.group_norm(torch.relu(self.conv_transpose(input)))
-
-
-@pytest.fixture
-def block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package has a fused block: its own, or until then one made of PyTorch's layers."""
-    monkeypatch.setattr(tconv3d, fusing.BLOCK, getattr(tconv3d, fusing.BLOCK, Block), raising=False)
-
-
 def sequence() -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(
@@ -582,16 +535,8 @@ def fused_runs(model: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch)
     return len(ran)
 
 
-def test_without_a_fused_block_only_the_convolution_is_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(tconv3d, fusing.BLOCK, raising=False)
-    model = sequence()
-    assert not any(layer.fused for layer in tconv3d.plan_swaps(model).layers)
-    assert type(tconv3d.accelerate(model)) is nn.Sequential
-    assert type(model[1]) is tconv3d.ConvTranspose3d
-
-
 @needs_kernels
-def test_triples_run_as_one_block(block: None, ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triples_run_as_one_block(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = sequence().to(ours)
     before, names = kinds(model), list(model.state_dict())
     x = torch.randn(2, 1, 3, 2, 3, device=ours)
@@ -606,14 +551,14 @@ def test_triples_run_as_one_block(block: None, ours: str, monkeypatch: pytest.Mo
     assert_same_results(gradients(model, x), expected)
 
 
-def test_a_block_follows_its_layers_to_another_type(block: None) -> None:
+def test_a_block_follows_its_layers_to_another_type() -> None:
     model = tconv3d.accelerate(sequence()).double()
     y = model(torch.randn(1, 1, 2, 2, 2, dtype=torch.float64))
     assert y.dtype == torch.float64
 
 
 @pytest.mark.parametrize("again", [copied, pickled, saved])
-def test_copies_of_a_fused_sequence(block: None, again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_a_fused_sequence(again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tconv3d.accelerate(sequence())
     x = torch.randn(1, 1, 2, 2, 2)
     expected = model(x)
@@ -625,7 +570,7 @@ def test_copies_of_a_fused_sequence(block: None, again: Any, monkeypatch: pytest
     assert type(tconv3d.restore(other)) is nn.Sequential
 
 
-def test_a_layer_with_a_hook_is_called_as_itself(block: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_with_a_hook_is_called_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tconv3d.accelerate(sequence())
     heard: list[nn.Module] = []
     x = torch.randn(1, 1, 2, 2, 2)
@@ -636,7 +581,7 @@ def test_a_layer_with_a_hook_is_called_as_itself(block: None, monkeypatch: pytes
     assert fused_runs(model, x, monkeypatch) == 2
 
 
-def test_a_layer_that_is_replaced_afterwards_counts(block: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_replaced_afterwards_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tconv3d.accelerate(sequence())
     model[1] = nn.ConvTranspose3d(4, 6, 1)
     model[5] = nn.Identity()
@@ -667,7 +612,7 @@ NO_TRIPLES: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", NO_TRIPLES)
-def test_what_is_no_triple(name: str, block: None) -> None:
+def test_what_is_no_triple(name: str) -> None:
     model = NO_TRIPLES[name]().eval()
     kind = type(model)
     x = torch.randn(1, 2, 2, 2, 2)
@@ -679,7 +624,7 @@ def test_what_is_no_triple(name: str, block: None) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="fullgraph through the block is the block's own test there")
-def test_torch_compile_of_a_fused_sequence(block: None) -> None:
+def test_torch_compile_of_a_fused_sequence() -> None:
     model = tconv3d.accelerate(sequence())
     x = torch.randn(1, 1, 2, 2, 2)
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)

@@ -135,7 +135,9 @@ def test_a_new_volume_or_batch_compiles_nothing() -> None:
         first = few_weight_grad_planner.plan(problem(layer, Pass.WEIGHT_GRAD, size=(64, 64, 64)), H200)
         assert first.workspace_bytes <= few_weight_grad_planner.WORKSPACE_BYTES
         for size, batch in (((4, 8, 16), 1), ((1, 1, 4), 2), ((7, 65, 32), 3)):
-            other = few_weight_grad_planner.plan(problem(replace(layer, batch=batch), Pass.WEIGHT_GRAD, size=size), H200)
+            other = few_weight_grad_planner.plan(
+                problem(replace(layer, batch=batch), Pass.WEIGHT_GRAD, size=size), H200
+            )
             assert other.launches[0].constants == first.launches[0].constants
 
 

@@ -83,7 +83,7 @@ class Tensors:
         packed = torch.full((plan.packed_bytes // 4,), float("nan"))
         emulator.prepare(plan.pack, order)((self.weight.data_ptr(), packed.data_ptr()))
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        addresses = (self.x.data_ptr(), packed.data_ptr(), bias, self.y.data_ptr())
+        addresses = (self.x.data_ptr(), packed.data_ptr(), bias, self.y.data_ptr(), 0)
         emulator.prepare(plan.main, order)(addresses)
 
     @property

@@ -15,7 +15,7 @@
 // format. Small volumes get smaller blocks: the number of threads is a run-time matter, kThreads its maximum.
 #pragma once
 
-#include "common.cuh"
+#include "epilogue.cuh"
 
 namespace tconv3d {
 
@@ -233,6 +233,10 @@ struct Direct {
     }
   }
 
+  __device__ __forceinline__ Scalar result(int p, int f, int o) const {
+    return Narrow<Scalar>::from(C::Epilogue::apply(sum[p][f][o]));
+  }
+
   // The outputs of one position and one phase pair or phase: kPair neighbours along w, of every channel of
   // the tile.
   template <int kPair>
@@ -252,8 +256,7 @@ struct Direct {
       if (out + o >= C::kOutPerGroup) continue;
       const Index step = o * static_cast<Index>(args.y_strides.c);
       if constexpr (kPair == 2) {
-        const Vector<Scalar, 2> both{Narrow<Scalar>::from(sum[p][f][o]),
-                                     Narrow<Scalar>::from(sum[p][f + 1][o])};
+        const Vector<Scalar, 2> both{result(p, f, o), result(p, f + 1, o)};
         if (w + 1 < args.y_size.w && (offset + step) % 2 == 0) {
           *reinterpret_cast<Vector<Scalar, 2>*>(y + step) = both;
         } else {
@@ -263,7 +266,7 @@ struct Direct {
       } else {
         Vector<Scalar, C::kStoreVector> values;
 #pragma unroll
-        for (int v = 0; v < C::kStoreVector; ++v) values.at[v] = Narrow<Scalar>::from(sum[p][f][o + v]);
+        for (int v = 0; v < C::kStoreVector; ++v) values.at[v] = result(p, f, o + v);
         *reinterpret_cast<Vector<Scalar, C::kStoreVector>*>(y + step) = values;
       }
     }

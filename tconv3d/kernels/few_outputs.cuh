@@ -20,6 +20,7 @@
 // outputs of the plane before and then multiply, the others the other way round.
 #pragma once
 
+#include "epilogue.cuh"
 #include "operands.cuh"
 
 namespace tconv3d {
@@ -330,6 +331,10 @@ struct FewOutputs {
     store(total, d, (tile_h + qh) * C::kStrideH, (tile_w + qw) * C::kStrideW);
   }
 
+  static __device__ __forceinline__ Scalar result(float total) {
+    return Narrow<Scalar>::from(C::Epilogue::apply(total));
+  }
+
   __device__ __forceinline__ void store(const float (&total)[kPhases][C::kOut], int d, int first_h,
                                         int first_w) {
     Scalar* y = static_cast<Scalar*>(args.y) + n * args.y_strides.n +
@@ -342,8 +347,7 @@ struct FewOutputs {
       for (int co = 0; co < C::kOut; ++co) {
         Scalar* at = y + co * args.y_strides.c + h * args.y_strides.h + w * args.y_strides.w;
         if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
-          const Vector<Scalar, 2> both{Narrow<Scalar>::from(total[f][co]),
-                                       Narrow<Scalar>::from(total[f + 1][co])};
+          const Vector<Scalar, 2> both{result(total[f][co]), result(total[f + 1][co])};
           const bool second = w + 1 < args.y_size.w;
           if (second && reinterpret_cast<unsigned long long>(at) % sizeof(both) == 0) {
             *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
@@ -352,7 +356,7 @@ struct FewOutputs {
             if (second) at[1] = both.at[1];
           }
         } else {
-          *at = Narrow<Scalar>::from(total[f][co]);
+          *at = result(total[f][co]);
         }
       }
     }

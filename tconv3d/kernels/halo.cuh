@@ -32,7 +32,9 @@
 // The words (field, unit, panel, pattern, chunk, column tile) are explained in halo_layout.cuh.
 #pragma once
 
+#include "epilogue.cuh"
 #include "halo_layout.cuh"
+#include "halo_moments.cuh"
 
 namespace tconv3d {
 
@@ -41,6 +43,7 @@ struct Args {
   const void* packed;
   const void* bias;
   void* y;
+  void* moments;  // null: none
   Strides x_stride, y_stride;
   Extent input, output;
   int batch;
@@ -58,11 +61,8 @@ struct Args {
   int work;          // tiles times column tiles
   int aligned;       // whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items;
-};
 
-// What happens to a finished sum before it is stored.
-struct Identity {
-  static __device__ __forceinline__ float apply(float sum) { return sum; }
+  long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
 };
 
 // A position in a ring of buffers, and the parity of its barriers' phase.
@@ -700,6 +700,7 @@ struct Halo : HaloLayout<Config> {
   // The outputs of one position of a slab: which, and where phase 0 of them lies.
   struct Target {
     bool exists;
+    int n;  // of the tile's batch items
     int d, h, w;
     long long item;
   };
@@ -712,12 +713,25 @@ struct Halo : HaloLayout<Config> {
     Target to;
     to.exists = slab.exists && slab.first + step < args.run && at.n + n < args.batch && w < args.tile.w &&
                 h < args.tile.h && sheet < (Config::kMarch ? 1 : args.tile.d);
+    to.n = n;
     to.d = Config::kMarch ? plane * Config::kStrideD - Config::kPaddingD
                           : (at.d + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
     to.h = (at.h + h) * Config::kStrideH + Config::kOffset(at.variant(), 1);
     to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
     to.item = (at.n + n) * args.y_stride.n;
     return to;
+  }
+
+  // Whether the output of a field is one, and this tile's to store. A march stores the window's first planes.
+  static __device__ __forceinline__ bool stored(const Args& args, const Place& at, const Target& to,
+                                                int field) {
+    const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
+    const int w = to.w + Config::kField(field, 2);
+    const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
+    return to.exists && deep && h < args.output.h && w < args.output.w;
+  }
+  static __device__ constexpr bool complete(int field) {
+    return !Config::kMarch || Config::kField(field, 0) < Config::kStrideD;
   }
 
   // Two neighbours in memory, by one access if the address allows it.
@@ -737,10 +751,9 @@ struct Halo : HaloLayout<Config> {
   // One field of one position: a lane's channels.
   static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
                                                      int lane, int group, int field, const float* sums) {
+    if (!stored(args, at, to, field)) return;
     const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
     const int w = to.w + Config::kField(field, 2);
-    const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
-    if (!(to.exists && deep && h < args.output.h && w < args.output.w)) return;
     const int out = at.first_out() + first_column(lane);
     const int channel = (at.first_group() + group) * Config::kOut + out;
     Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel +
@@ -769,7 +782,7 @@ struct Halo : HaloLayout<Config> {
           constexpr int kFirst = kGroup * Layout::kGroupColumns / 2 + 2 * kHalf;
           static_for<Config::kFields>([&](auto field) {
             constexpr int kField = decltype(field)::value;
-            if constexpr (!Config::kMarch || Config::kField(kField, 0) < Config::kStrideD) {
+            if constexpr (complete(kField)) {
               store_field(args, at, to, lane, kGroup, kField,
                           &sums[kSlab][kFirst + kField * Config::kOutTile / 2]);
             }
@@ -794,8 +807,7 @@ struct Halo : HaloLayout<Config> {
         constexpr int kGroup = decltype(group)::value;
         static_for<Config::kFields>([&](auto field) {
           constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
-          if constexpr (kPartner != Config::kStoredByPartner &&
-                        (!Config::kMarch || Config::kField(kField, 0) < Config::kStrideD)) {
+          if constexpr (kPartner != Config::kStoredByPartner && complete(kField)) {
             constexpr int kFirst = kGroup * Layout::kGroupColumns / 2, kWidth = kPartner >= 0 ? 2 : 1;
             const Target& to = kWidth == 2 ? by_pair : by_one;
             const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
@@ -899,6 +911,7 @@ struct Halo : HaloLayout<Config> {
 
   static __device__ __forceinline__ void consume(const Args& args, const Shared& shared, int consumer,
                                                  int warp, int lane) {
+    using AllMoments = HaloMoments<Config, Halo, Args>;
     Consumer me;
     me.shared = shared;
     me.lane = lane;
@@ -919,12 +932,22 @@ struct Halo : HaloLayout<Config> {
         }
         start_fields(args, at, sums, lane, 0);
         const int fed = fed_planes(args, at);
+        typename AllMoments::Kept moments;  // of a march's planes
         for (int plane = 0; plane < at.planes; ++plane) {
           if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
           if constexpr (Config::kOutputUnitC) {
             store_by_channel(args, at, sums, slabs, at.first_plane + plane, warp, lane);
           } else {
             store_by_position(args, at, me, sums, slabs, at.first_plane + plane);
+          }
+          if constexpr (Config::Epilogue::kLeavesMoments) {
+            const long long slot = AllMoments::slot(args, at, work, pass, 4 * consumer + warp);
+            if constexpr (Config::kMarch) {
+              AllMoments::add(args, at, sums, slabs, at.first_plane + plane, 0, warp, lane, moments);
+              if (plane == at.planes - 1) AllMoments::store(args, at, at.n, slot, lane, moments);
+            } else {
+              AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
+            }
           }
           if constexpr (Config::kMarch) move_window(args, at, sums, lane);
         }

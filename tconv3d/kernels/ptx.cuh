@@ -29,6 +29,13 @@ __device__ __forceinline__ unsigned short float_to_bfloat16(float value) {
   return bits;
 }
 
+// The larger one, or NaN if either is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
 // Rounds to the nearest TF32 (a float whose last 13 bits are zero), ties away from zero. Tensor cores ignore
 // those bits, so an operand that was not rounded is truncated.
 __device__ __forceinline__ unsigned float_to_tf32(float value) {
@@ -132,6 +139,7 @@ __device__ __forceinline__ unsigned long long advance(unsigned long long descrip
 // The value is in a register here: neither computed later nor copied from elsewhere.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
+__device__ __forceinline__ void pin(int& value) { asm volatile("" : "+r"(value)); }
 
 __device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void matrix_commit() {

@@ -16,23 +16,24 @@ REDUCED = (1, 64, 2, 3, 5)
 class Model(nn.Module):
     """Transposed 3D convolution, ReLU, GroupNorm: PyTorch's. `groups` is the GroupNorm's."""
 
-    Layer: type[nn.ConvTranspose3d] = nn.ConvTranspose3d
-
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, groups: int, bias: bool = False
     ) -> None:
         super().__init__()
-        self.conv_transpose = self.Layer(in_channels, out_channels, kernel_size, bias=bias)
+        self.conv_transpose = nn.ConvTranspose3d(in_channels, out_channels, kernel_size, bias=bias)
         self.group_norm = nn.GroupNorm(groups, out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.group_norm(torch.relu(self.conv_transpose(x)))
 
 
-class ModelNew(Model):
-    """The same model with this library's convolution; ReLU and GroupNorm are PyTorch's."""
+class ModelNew(tconv3d.ConvTranspose3dReLUGroupNorm):
+    """The same model as this library's block."""
 
-    Layer = tconv3d.ConvTranspose3d
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, groups: int, bias: bool = False
+    ) -> None:
+        super().__init__(in_channels, out_channels, kernel_size, num_groups=groups, bias=bias)
 
 
 def get_inputs(shape: tuple[int, ...] = SHAPE) -> list[Tensor]:

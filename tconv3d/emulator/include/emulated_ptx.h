@@ -49,6 +49,11 @@ inline unsigned short float_to_bfloat16(float value) {
   return static_cast<unsigned short>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
+inline float max_or_nan(float a, float b) {
+  if (a != a || b != b) return bits_to_float(0x7FFFFFFFu);
+  return a > b ? a : b;
+}
+
 // Ties away from zero, as cvt.rna does.
 inline unsigned float_to_tf32(float value) {
   const std::uint32_t bits = float_to_bits(value);
@@ -253,6 +258,7 @@ inline void execute(const EmulatedMultiply& item) {
 
 inline void pin(float&) {}
 inline void pin(unsigned&) {}
+inline void pin(int&) {}
 inline void matrix_fence() {}
 
 inline void matrix_commit() {

@@ -1,0 +1,32 @@
+// What happens to a finished sum before it is rounded and stored: the kernels of the forward pass take one of
+// these as Config::Epilogue.
+//
+// An epilogue is an activation (`apply`), and says whether the kernel also leaves the moments of what it
+// stores (moments.cuh): a norm that follows needs them, and here they cost no pass over memory. Another
+// activation is another struct.
+#pragma once
+
+#include "common.cuh"
+
+namespace tconv3d {
+
+struct Identity {
+  static constexpr bool kLeavesMoments = false;
+  template <class Acc>
+  static __device__ __forceinline__ Acc apply(Acc sum) {
+    return sum;
+  }
+};
+
+struct Relu {
+  static constexpr bool kLeavesMoments = false;
+  static __device__ __forceinline__ float apply(float sum) { return ptx::max_or_nan(sum, 0.0f); }
+  static __device__ __forceinline__ double apply(double sum) { return sum < 0 ? 0 : sum; }  // NaN stays NaN
+};
+
+template <class Activation>
+struct LeavingMoments : Activation {
+  static constexpr bool kLeavesMoments = true;
+};
+
+}  // namespace tconv3d

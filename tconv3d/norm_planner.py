@@ -1,0 +1,238 @@
+"""Plans for GroupNorm behind a convolution: its statistics, normalizing, and its gradient with the ReLU's.
+
+The kernels are passes over dense activations (kernels/sweep.cuh) and small reductions between them. The statistics
+come from moments, which the convolution's kernel leaves, or a pass over its result.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from .direct_planner import SCALARS, _reduce, accumulator
+from .launch import Constants, Launch
+from .packing import int32s, int64s, padded
+from .problem import ITEM_BYTES, Device, Plan, Problem
+
+THREADS = 256
+VECTORS_PER_THREAD = 16  # of a strip; fewer where that leaves multiprocessors without work
+FLIGHT = 4  # vectors that a thread has on their way (kernels/sweep.cuh)
+STATISTICS_THREADS = 512
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Dense activations of one shape and format: what a convolution writes, and tensors like it."""
+
+    batch: int
+    channels: int
+    volume: int
+    dtype: str
+    channels_last: bool
+    aligned: bool = True  # all addresses are multiples of 16 bytes
+
+    @property
+    def vector(self) -> int:
+        """Items of one access."""
+        if not self.aligned:
+            return 1
+        most = 16 // ITEM_BYTES[self.dtype]
+        return min(most, self.channels & -self.channels) if self.channels_last else most
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.channels * self.volume * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Strips:
+    """How a sweep is divided: `struct Strips`, and the blocks for it."""
+
+    activation: Activation
+    slots: int
+    length: int
+    blocks: int
+
+    @classmethod
+    def of(cls, a: Activation, device: Device) -> Strips:
+        rows = a.batch * a.channels
+        if a.channels_last:
+            vectors = ceil_div(a.channels, a.vector)
+            across = min(vectors, THREADS)
+            quantum, parallel = THREADS // across, a.batch * ceil_div(vectors, across) * (THREADS // 32)
+        else:
+            quantum, parallel = 32 * a.vector, rows
+        wanted = ceil_div(device.multiprocessors * 64, max(parallel, 1))  # strips of a channel that fill the GPU
+        slots = max(
+            ceil_div(a.volume, quantum * VECTORS_PER_THREAD), min(wanted, ceil_div(a.volume, quantum * FLIGHT))
+        )
+        length = ceil_div(ceil_div(a.volume, slots), quantum) * quantum
+        slots = ceil_div(a.volume, length)
+        if a.channels_last:
+            return cls(a, slots, length, a.batch * slots * ceil_div(vectors, across))
+        return cls(a, slots, length, ceil_div(rows * slots, THREADS // 32))
+
+    def launch(self, kernel: str, sums: int, pointers: tuple[str, ...], scalars: bytes = b"", **types: str) -> Launch:
+        """`sums`: numbers that the kernel adds up for each channel. `types`: of the tensors beside the activation."""
+        a = self.activation
+        acc, acc_bytes = accumulator(a.dtype)
+        constants: Constants = (
+            ("kThreads", THREADS),
+            ("kMinBlocks", 4 if kernel == "normalize" and not a.channels_last else 2),  # as the registers want it
+            ("Scalar", SCALARS[a.dtype]),
+            ("Acc", acc),
+            *((name, SCALARS[dtype]) for name, dtype in types.items()),
+            ("kVector", a.vector),
+            ("kChannelsLast", a.channels_last),
+        )
+        return Launch(
+            kernel=kernel,
+            constants=constants,
+            grid=(self.blocks, 1, 1),
+            threads=THREADS,
+            shared_bytes=THREADS * a.vector * sums * acc_bytes if a.channels_last else 0,
+            pointers=pointers,
+            scalars=padded(int64s(a.volume), int32s(a.batch, a.channels, self.slots, self.length), scalars),
+        )
+
+
+# ---- statistics, behind the convolution
+
+
+def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
+    """The plan of a convolution, and the statistics of its result."""
+    assert problem.norm is not None
+    channels, groups = problem.geometry.out_channels, problem.norm.groups
+    acc, acc_bytes = accumulator(problem.dtype)
+    if plan.moments:
+        plan = replace(plan, tile=f"{plan.tile}; leaves the moments of its result")
+    else:
+        last = problem.output[1] == 1 and problem.output[4] != 1
+        activation = Activation(problem.batch, channels, prod(problem.output_size), problem.dtype, last)
+        strips = Strips.of(activation, device)
+        start = ceil_div(plan.workspace_bytes, 256) * 256
+        plan = replace(
+            plan,
+            launches=(*plan.launches, strips.launch("channel_moments", 2, ("y", "moments"))),
+            workspace_bytes=start + problem.batch * channels * strips.slots * 4 * acc_bytes,
+            regions=(*plan.regions, ("moments", start)),
+            moments=channels // groups * strips.slots,
+            tile=f"{plan.tile}; a pass over its result leaves the moments",
+        )
+    statistics = Launch(
+        kernel="statistics",
+        constants=(("kThreads", STATISTICS_THREADS), ("kMinBlocks", 1), ("Acc", acc)),
+        grid=(problem.batch * groups, 1, 1),
+        threads=STATISTICS_THREADS,
+        shared_bytes=STATISTICS_THREADS // 32 * 8,
+        pointers=("moments", "statistics"),
+        scalars=padded(struct.pack("d", problem.norm.eps), int32s(plan.moments)),
+    )
+    return replace(plan, launches=(*plan.launches, statistics))
+
+
+# ---- the passes over memory
+
+
+@dataclass(frozen=True)
+class NormProblem:
+    """GroupNorm of activations whose statistics are known: `result` is the type of y and dy."""
+
+    activation: Activation
+    result: str
+    parameter: str  # the type of weight and bias, where there are any
+    groups: int
+
+    @property
+    def _norm_scalars(self) -> bytes:
+        return int32s(self.groups, self.activation.channels // self.groups)
+
+    @property
+    def result_bytes(self) -> int:
+        return self.activation.bytes // ITEM_BYTES[self.activation.dtype] * ITEM_BYTES[self.result]
+
+
+@lru_cache(maxsize=1024)
+def plan_normalize(p: NormProblem, device: Device) -> Plan:
+    strips = Strips.of(p.activation, device)
+    launch = strips.launch(
+        "normalize", 0, ("x", "statistics", "weight", "bias", "y"), p._norm_scalars,
+        Result=p.result, Parameter=p.parameter,
+    )  # fmt: skip
+    return Plan("normalize", "one read and one write", (launch,), tile=_describe(strips))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients: of what went into the ReLU, of the norm's parameters, of the convolution's bias."""
+
+    input: bool
+    parameters: bool
+    bias: bool
+
+
+@lru_cache(maxsize=1024)
+def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
+    a = p.activation
+    strips = Strips.of(a, device)
+    acc_bytes = accumulator(a.dtype)[1]
+    sizes = {
+        "sums": a.batch * a.channels * strips.slots * 2 * acc_bytes,
+        "by_channel": a.batch * 2 * a.channels * acc_bytes,
+        "coefficients": 2 * a.batch * p.groups * acc_bytes,
+        "bias_sums": a.batch * strips.slots * a.channels * acc_bytes if wanted.bias else 0,
+    }
+    regions, end = [], 256  # never nothing, not for a batch of zero either
+    for name, size in sizes.items():
+        regions.append((name, end))
+        end += ceil_div(size, 256) * 256
+    launches = [
+        strips.launch("norm_sums", 2, ("dy", "x", "statistics", "sums"), p._norm_scalars, Gradient=p.result),
+        _coefficients(p, strips),
+    ]
+    if wanted.parameters:
+        count = 2 * a.channels
+        launches.append(_reduce(p.parameter, count, a.batch, "dparameters", (1, 1, count), (0, 0, 1), "by_channel"))
+    if wanted.input or wanted.bias:
+        sums = "bias_sums" if wanted.bias else "null"
+        pointers = ("dy", "x", "statistics", "coefficients", "weight", "dz", sums)
+        launches.append(
+            strips.launch("norm_grad", 1, pointers, p._norm_scalars, Gradient=p.result, Parameter=p.parameter)
+        )
+    if wanted.bias:
+        splits = a.batch * strips.slots
+        launches.append(_reduce(a.dtype, a.channels, splits, "dbias", (1, 1, a.channels), (0, 0, 1), "bias_sums"))
+    return Plan(
+        "norm_grad", "two reads of the gradient and of what was normalized, one write", tuple(launches), end,
+        _describe(strips), tuple(regions),
+    )  # fmt: skip
+
+
+def _coefficients(p: NormProblem, strips: Strips) -> Launch:
+    a = p.activation
+    return Launch(
+        kernel="norm_coefficients",
+        constants=(
+            ("kThreads", THREADS),
+            ("kMinBlocks", 1),
+            ("Acc", accumulator(a.dtype)[0]),
+            ("Parameter", SCALARS[p.parameter]),
+        ),
+        grid=(a.batch * p.groups, 1, 1),
+        threads=THREADS,
+        shared_bytes=THREADS // 32 * 16,
+        pointers=("sums", "statistics", "weight", "by_channel", "coefficients"),
+        scalars=padded(int64s(a.volume), int32s(a.batch, a.channels, strips.slots, p.groups, a.channels // p.groups)),
+    )
+
+
+def _describe(strips: Strips) -> str:
+    a = strips.activation
+    unit = "positions of a block" if a.channels_last else "values of a warp"
+    return f"strips of {strips.length} {unit}, vectors of {a.vector}"

@@ -1,0 +1,184 @@
+"""The moments that the halo kernel leaves, for every kind of build, and the statistics that are made of moments."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from math import nan
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_halo import DEVICE, SETTINGS, Case, Tensors, build_for, needs_compiler, operand
+from torch import Tensor
+
+from tconv3d import emulator, halo_planner
+from tconv3d.halo_planner import HaloPlan, Job, job_of
+from tconv3d.launch import Launch
+from tconv3d.packing import int32s, padded
+from tconv3d.problem import Norm
+
+EPS = 1e-5
+
+
+def divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def groups_of(name: str) -> int:
+    """One norm group, one channel each, or something between: all of them over the settings."""
+    found = divisors(SETTINGS[name].out_channels)
+    return (found[0], found[-1], found[len(found) // 2], found[-2])[list(SETTINGS).index(name) % 4]
+
+
+def leave(tensors: Tensors, plan: HaloPlan, groups: int, order: str = "forward") -> Tensor:
+    """Runs the kernel: moments [batch, norm groups, count, 4]."""
+    packed = torch.full((plan.packed_bytes // 4,), nan)
+    moments = torch.full((tensors.case.batch, groups, plan.moments, 4), nan)
+    emulator.prepare(plan.pack, order)((tensors.weight.data_ptr(), packed.data_ptr()))
+    bias = 0 if tensors.bias is None else tensors.bias.data_ptr()
+    addresses = (tensors.x.data_ptr(), packed.data_ptr(), bias, tensors.y.data_ptr(), moments.data_ptr())
+    emulator.prepare(plan.main, order)(addresses)
+    return moments
+
+
+def expected(tensors: Tensors) -> Tensor:
+    c = tensors.case
+    bias = None if tensors.bias is None else tensors.bias.double()
+    settings = (c.stride, c.padding, c.output_padding, c.groups, c.dilation)
+    return torch.relu(F.conv_transpose3d(operand(tensors.x), operand(tensors.weight), bias, *settings))
+
+
+def check(tensors: Tensors, plan: HaloPlan, groups: int, order: str = "forward") -> Tensor:
+    """The moments of every norm group, each slot written, against the values themselves."""
+    moments = leave(tensors, plan, groups, order)
+    values = expected(tensors).reshape(tensors.case.batch, groups, -1)
+    count, shift, total, squares = moments.double().unbind(3)
+    assert torch.equal(count.sum(2), torch.full_like(count[..., 0], values.shape[2])), (plan.build, plan.tiling)
+    mean = ((count * shift + total).sum(2) / values.shape[2])[..., None]
+    step = shift - mean
+    variance = (squares + step * (2 * total + count * step)).sum(2) / values.shape[2]
+    scale = values.abs().amax(2) + 1e-30  # the values have been rounded in float32
+    assert ((mean[..., 0] - values.mean(2)).abs() < 2e-6 * scale).all()
+    assert ((variance - values.var(2, correction=0)).abs() < 2e-6 * scale.square()).all()
+    error = (tensors.y.double() - expected(tensors)).norm() / expected(tensors).norm().clamp(min=1e-30)
+    assert error < (1e-6 if tensors.y.dtype == torch.float32 else 3e-3)
+    return moments
+
+
+def job(tensors: Tensors, groups: int) -> Job:
+    return job_of(replace(tensors.problem, relu=True, norm=Norm(groups, EPS)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SETTINGS)
+def test_setting(name: str) -> None:
+    tensors, groups = Tensors(SETTINGS[name]), groups_of(name)
+    plan = halo_planner.plan_build(build_for(tensors.case), job(tensors, groups), DEVICE)
+    assert plan is not None
+    check(tensors, plan, groups)
+
+
+BANDS = {1: 24, 2: 12, 4: 6, 8: 3, 24: 1}  # channels of a band: norm groups of 24 channels
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("band", BANDS)
+def test_every_width_of_a_band(band: int, channels_last: bool) -> None:
+    case = replace(SETTINGS["kernel equals stride"], channels_last=channels_last)
+    tensors, build = Tensors(case), build_for(case)
+    wanted = job(tensors, BANDS[band])
+    assert halo_planner.moment_band(build, wanted) == band
+    plan = halo_planner.plan_build(build, wanted, DEVICE)
+    assert plan is not None
+    check(tensors, plan, BANDS[band])
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["kernel 3, stride 2", "march", "batch in the rows"])
+def test_every_tiling_leaves_the_moments_of_everything(name: str) -> None:
+    case = SETTINGS[name]
+    tensors, build = Tensors(case), build_for(case)
+    wanted = job(tensors, 4)
+    tilings = list(halo_planner.tilings(build, case.batch, wanted.positions))
+    if build.march:
+        tilings = [tiling for tiling in tilings if tiling.items == 1]
+    assert len(tilings) >= 8
+    for tiling in tilings[:: max(1, len(tilings) // 12)]:
+        check(tensors, halo_planner.assemble(build, tiling, wanted, DEVICE), 4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["march", "several slabs"])
+def test_moments_do_not_depend_on_who_runs_first(name: str) -> None:
+    tensors = Tensors(SETTINGS[name])
+    plan = halo_planner.plan_build(build_for(tensors.case), job(tensors, 2), DEVICE)
+    assert plan is not None
+    first = check(tensors, plan, 2)
+    for order in ("reversed", "shuffled:1"):
+        assert torch.equal(first, check(tensors, plan, 2, order)), "bits"
+
+
+def test_a_march_with_moments_has_one_batch_item_per_tile() -> None:
+    case = Case(16, 8, (2, 2, 2), 3, 1, 1, batch=64, build={"march": True})
+    tensors = Tensors(case)
+    plain = halo_planner.plan_build(build_for(case), job_of(tensors.problem), DEVICE)
+    plan = halo_planner.plan_build(build_for(case), job(tensors, 2), DEVICE)
+    assert plain is not None and plan is not None
+    assert plain.tiling.items > 1 and plan.tiling.items == 1
+
+
+# ---- moments -> mean and reciprocal deviation
+
+
+def statistics(moments: Tensor) -> tuple[Tensor, Tensor]:
+    """[norm groups, count, 4] -> the kernel's means and reciprocal deviations."""
+    kind = "double" if moments.dtype == torch.float64 else "float"
+    launch = Launch(
+        kernel="statistics",
+        constants=(("kThreads", 64), ("kMinBlocks", 1), ("Acc", kind)),
+        grid=(moments.shape[0], 1, 1),
+        threads=64,
+        shared_bytes=16,
+        pointers=("moments", "statistics"),
+        scalars=padded(struct.pack("d", EPS), int32s(moments.shape[1])),
+    )
+    result = torch.full((2, moments.shape[0]), nan, dtype=moments.dtype)
+    emulator.prepare(launch)((moments.data_ptr(), result.data_ptr()))
+    return result[0], result[1]
+
+
+def moments_of(values: Tensor, parts: int, shift: float) -> Tensor:
+    """[norm groups, n] -> [norm groups, parts, 4], some of them empty."""
+    found = []
+    for part in values.double().chunk(parts, 1):
+        deviation = part - shift
+        count = torch.full(part.shape[:1], part.shape[1], dtype=torch.float64)
+        found += [torch.stack([count, count * 0 + shift, deviation.sum(1), deviation.square().sum(1)], 1)]
+        found += [torch.zeros_like(found[-1])]
+    return torch.stack(found, 1).to(values.dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("mean", "shift"), [(0.0, 0.0), (1e4, 1e4), (1e4, 9997.0), (-3e6, -3e6)])
+def test_statistics_survive_large_means(mean: float, shift: float, dtype: torch.dtype) -> None:
+    values = (torch.randn(3, 1000, generator=torch.Generator().manual_seed(1)) + mean).to(dtype)
+    means, rstds = statistics(moments_of(values, 100, shift))
+    exact = values.double()
+    unit = 1e-6 if dtype == torch.float32 else 1e-11  # of the reference too
+    assert ((means.double() - exact.mean(1)).abs() < unit * (1 + abs(mean) / 10)).all()
+    reference = 1 / (exact.var(1, correction=0) + EPS).sqrt()
+    assert ((rstds.double() - reference).abs() < 10 * unit * reference).all()
+
+
+@needs_compiler
+def test_statistics_of_equal_values_and_of_nan() -> None:
+    values = torch.full((2, 64), 1234.5)
+    means, rstds = statistics(moments_of(values, 4, 1234.5))
+    assert torch.equal(means, values[:, 0])
+    torch.testing.assert_close(rstds, torch.full((2,), EPS**-0.5))
+    values[1, 7] = nan
+    means, rstds = statistics(moments_of(values, 4, 1234.5))
+    assert means.isnan().tolist() == rstds.isnan().tolist() == [False, True]
