@@ -36,12 +36,13 @@ MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
 STEP_BYTES = 32  # of K that one matrix instruction takes
 RESERVED_BYTES = 1024 + 8 * 1152  # for barriers, and for the scratch of eight consumer warps
 LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
-PACKING_BLOCKS = 1024  # that fill a GPU while it packs
+PACKING_BYTES = 48 * 1024  # of shared memory, for a block that packs: so that several share a multiprocessor
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
 MAX_SUMS = 128  # accumulators of a thread
 MAX_PARTS = 4  # phases along w that lie side by side in a row
+MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
 STORED_BY_PARTNER = -2
@@ -619,25 +620,24 @@ class Build:
             for variant in self.programs
             for taps in variant.taps
         )
-        threads = 128
-        pieces = self.column_tiles * self.chunks * self.out_tile * self.part_bytes // 16
-        lines = self.chunk_bytes // (self.out_tile * self.part_bytes)
-        blocks = ceil_div(pieces, threads)
-        shares = min(lines, max(1, PACKING_BLOCKS // blocks))  # a small weight is packed by more threads
+        per_column = 4 * g.taps * (self.part_bytes // self.item_bytes + 1)
+        columns = next((n for n in (8, 4, 2) if n * per_column <= PACKING_BYTES), 1)
+        threads = 256
         return Launch(
             kernel="pack",
             constants=(
                 ("kThreads", threads),
                 ("kMinBlocks", 1),
                 ("Scalar", SCALARS[self.dtype]),
-                ("kKernelH", kernel_h),
-                ("kKernelW", kernel_w),
+                *((f"kKernel{name}", size) for name, size in zip("DHW", g.kernel, strict=True)),
+                ("kColumnsAtOnce", columns),
+                ("kSharedBytes", columns * per_column),
                 *self.layout_constants,
                 ("kTap", table),
             ),
-            grid=(blocks, shares, 1),
+            grid=(self.column_tiles // len(self.programs) * self.chunks * (self.out_tile // columns), 1, 1),
             threads=threads,
-            shared_bytes=0,
+            shared_bytes=columns * per_column,
             pointers=("weight", "workspace"),
             scalars=int64s(*job.weight, job.weight_group, job.weight_tap),
         )
@@ -1078,6 +1078,10 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"{g.phases} phase planes are too many small products"
     if g.in_per_group < 4 or g.out_per_group < 4 or g.in_per_group * g.out_per_group < 64:
         return "fewer than 4 channels per group, or than 8 x 8, leave tensor cores idle"
+    if g.taps > MAX_TAPS:
+        return f"{g.taps} taps are more than a block that packs the weight holds"
+    if job.gather and g.groups > 1 and g.in_per_group < 16 and job.dtype == "float32":
+        return "input gradients of small float32 groups are faster without tensor cores (measured)"
     if plan_or_none(job, device) is None:
         return "the halo of one tile does not fit shared memory"
     return None

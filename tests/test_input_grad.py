@@ -52,7 +52,8 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
         x = x.to(memory_format=torch.channels_last_3d)
     x.requires_grad_()
     explained = tconv3d.explain(x, w, None, *layer.settings, gpu="H200")
-    assert {p.name: p.kernel for p in explained.passes}["input_grad"] == "halo"
+    small = dtype == torch.float32 and name.startswith("small groups")
+    assert {p.name: p.kernel for p in explained.passes}["input_grad"] == ("direct" if small else "halo")
     y = tconv3d.conv_transpose3d(x, w, None, *layer.settings)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(ours, dtype)
     grad = to_tf32(grad) if dtype == torch.float32 else grad

@@ -135,7 +135,9 @@ struct Piece {
   static constexpr int kItems = 16 / sizeof(Scalar);
   unsigned words[4] = {0, 0, 0, 0};
   __device__ __forceinline__ void set(int item, Scalar value) {
-    const unsigned bits = OperandOf<Scalar>::bits(value);
+    set_bits(item, OperandOf<Scalar>::bits(value));
+  }
+  __device__ __forceinline__ void set_bits(int item, unsigned bits) {
     if constexpr (sizeof(Scalar) == 4) {
       words[item] = bits;
     } else {
