@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from .direct_planner import SCALARS, Side, _reduce
+from .direct_planner import SCALARS, Side, _reduce, even_pairs
 from .geometry import Triple
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
@@ -167,6 +167,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kPhases", h.phases * w.phases),
             *((f"kOutputStep{n}", gather.output_step) for n, gather in zip("DHW", side.gathers, strict=True)),
             ("kPairs", w.phases == 2 and side.y[4] == 1),
+            ("kAligned", even_pairs(side.y, side.y_size)),
         ),
         grid=(flat * parts, 1, 1),
         threads=THREADS,
