@@ -173,7 +173,7 @@ class Tile:
         g = self.layer.geometry
         sums = self.row_tiles * self.layer.column_tiles * 4
         totals = g.stride[1] * g.stride[2] * g.out_per_group
-        return _up(sums + max(6 * self.row_tiles, 4 * totals) + 48, 8)
+        return _up(sums + max(6 * self.row_tiles, 3 * totals) + 48, 8)
 
     def blocks(self, device: Device) -> int:
         """That a multiprocessor has room for. Registers are allotted to four warps at a time."""

@@ -153,7 +153,7 @@ def test_a_new_depth_height_or_batch_compiles_nothing() -> None:
         assert other.launches[0].constants == first.launches[0].constants
 
 
-@pytest.mark.parametrize("name", ["gan", "monai", "flat"])
+@pytest.mark.parametrize("name", ["gan", "monai", "wide, whole vectors"])
 def test_compiles_without_spills(name: str) -> None:
     try:
         compiler.version()
