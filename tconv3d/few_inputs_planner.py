@@ -180,6 +180,7 @@ def _constants(layout: Layout, tile: Tile) -> Constants:
         ("kPassTiles", layout.pass_tiles),
         ("kRowTiles", layout.row_tiles),
         ("kTogether", layout.together),
+        ("kPairedTiles", side.y[1] == 1 and not layout.contiguous and layout.pass_tiles % 2 == 0),
         ("kFirstStep", layout.first_step),
         ("kRagged", any(n * side.reduced % layout.step for n in layout.taps.counts)),
         ("kPartVector", tile.vector),
