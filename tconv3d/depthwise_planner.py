@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 
-from .direct_planner import SCALARS, Side, _reduce
+from .direct_planner import SCALARS, Side, _reduce, even_pairs
 from .geometry import Triple
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
@@ -66,7 +66,8 @@ class Walk:
         """About what a thread needs."""
         if which is Pass.WEIGHT_GRAD:
             return -(-len(self.taps) // 32) * 32 + 2 * len(self.loads) + self.slots + 24
-        return len(self.taps) + (self.slots + 4) * prod(self.phases) + 2 * len(self.loads) + 24
+        simple = self.side.problem.item_bytes == 4 and self.side.x[4] == 1  # addresses and values are what they are
+        return len(self.taps) + (self.slots + 4) * prod(self.phases) + 2 * len(self.loads) + (24 if simple else 40)
 
     def constants(self, channel_lanes: bool) -> Constants:
         side = self.side
@@ -167,6 +168,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kPhases", h.phases * w.phases),
             *((f"kOutputStep{n}", gather.output_step) for n, gather in zip("DHW", side.gathers, strict=True)),
             ("kPairs", w.phases == 2 and side.y[4] == 1),
+            ("kAligned", even_pairs(side.y, side.y_size)),
         ),
         grid=(flat * parts, 1, 1),
         threads=THREADS,

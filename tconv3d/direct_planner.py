@@ -37,6 +37,11 @@ def accumulator(dtype: str) -> tuple[str, int]:
     return ("double", 8) if dtype == "float64" else ("float", 4)
 
 
+def even_pairs(strides: Strides, size: Triple) -> bool:
+    """Whether a new tensor's elements 2*i and 2*i + 1 along w are always both there, and aligned as a pair."""
+    return strides[4] == 1 and not any(v % 2 for v in (*strides[:4], size[2]))
+
+
 def why_not(problem: Problem, device: Device) -> str | None:
     """The direct family takes everything."""
     return None
@@ -412,7 +417,7 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
     d, h, w = p.output_size
     positions = p.batch * d * h * w
     acc, acc_bytes = accumulator(p.dtype)
-    lanes_are_positions = _lanes_are_positions(p.output)
+    lanes_are_positions = _lanes_are_positions(p.output) or channels < 16  # too few to share among lanes
     units = channels if lanes_are_positions else -(-channels // 32)
     splits = _splits(units, channels, acc_bytes, positions, device)
     wide = max(last_offset((p.batch + 1, channels, d + 1, h + 1, w + 1), p.output), positions + 2**16) > INT32_MAX

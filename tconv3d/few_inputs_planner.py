@@ -22,6 +22,8 @@ MIN_OUT = 8  # and columns, too, are to be filled
 MIN_RATIO = 4  # channels out for one in: a gathered operand is to be used more than once
 WARPS = 8
 SUMS = 64  # accumulators of a thread
+LINE_BYTES = 32  # that beginning a new line costs, in bytes of a long one
+BARRIER_BYTES = 8 * 1024  # likewise
 WEIGHT_BYTES = 64 * 1024  # of weights that a block keeps in shared memory
 
 
@@ -95,11 +97,13 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
     layout = Layout(Taps.of(Side.of(problem)))
 
     def work(tile: Tile) -> float:
-        """Instructions of a warp: products and stores of all its rows, copies, a barrier."""
-        steps = layout.steps * layout.side.outs / 8 * layout.row_tiles
-        stores = layout.taps.phases * layout.side.outs * layout.row_tiles
-        copies = -(-tile.lines * tile.line_vectors // (32 * WARPS))
-        return 3 * steps + 2 * stores + 50 * copies + 200
+        """Bytes: results, whose short lines are dearer than their length, what is copied, and a barrier."""
+        (d, h, w), steps = tile.size, [gather.output_step for gather in layout.side.gathers]
+        line = w * steps[2] * problem.item_bytes + LINE_BYTES
+        results = min(layout.side.outs, layout.block_out) * d * steps[0] * h * steps[1] * line
+        copies = tile.lines * (tile.line_vectors * max(1, tile.vector) * problem.item_bytes + LINE_BYTES)
+        one_by_one = 8 if tile.vector * problem.item_bytes < 4 else 4 if tile.vector == 1 else 2
+        return results + one_by_one * copies + BARRIER_BYTES
 
     found = []
     for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # one block alone waits at its barriers
@@ -176,6 +180,7 @@ def _constants(layout: Layout, tile: Tile) -> Constants:
         ("kPassTiles", layout.pass_tiles),
         ("kRowTiles", layout.row_tiles),
         ("kTogether", layout.together),
+        ("kPairedTiles", side.y[1] == 1 and not layout.contiguous and layout.pass_tiles % 2 == 0),
         ("kFirstStep", layout.first_step),
         ("kRagged", any(n * side.reduced % layout.step for n in layout.taps.counts)),
         ("kPartVector", tile.vector),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from .direct_planner import INT32_MAX, SCALARS, power_of_two_up
+from .direct_planner import INT32_MAX, SCALARS, even_pairs, power_of_two_up
 from .geometry import Gather, Geometry
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
@@ -173,7 +173,7 @@ class Tile:
         g = self.layer.geometry
         sums = self.row_tiles * self.layer.column_tiles * 4
         totals = g.stride[1] * g.stride[2] * g.out_per_group
-        return _up(sums + max(6 * self.row_tiles, totals) + 48, 8)
+        return _up(sums + max(6 * self.row_tiles, 3 * totals) + 48, 8)
 
     def blocks(self, device: Device) -> int:
         """That a multiprocessor has room for. Registers are allotted to four warps at a time."""
@@ -327,6 +327,7 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kStrideH", h.stride),
         ("kStrideW", w.stride),
         ("kPairs", w.stride == 2 and problem.output[4] == 1),
+        ("kAligned", even_pairs(problem.output, problem.output_size)),
         ("kTapPhase", tuple(h.phase(th) * w.stride + w.phase(tw) for th, tw in taps)),
         ("kTapShiftH", tuple(-h.shift(th) - origin_h for th, _ in taps)),
         ("kTapShiftW", tuple(-w.shift(tw) - tile.origin_w for _, tw in taps)),

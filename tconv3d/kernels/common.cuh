@@ -60,6 +60,17 @@ __device__ __forceinline__ Vector<T, N> load_vector(const T* address) {
   return *reinterpret_cast<const Vector<T, N>*>(address);
 }
 
+// Two neighbours, or only the first. kAligned: always two, whose address is a multiple of their size.
+template <bool kAligned, class Scalar>
+__device__ __forceinline__ void store_pair(Scalar* to, const Vector<Scalar, 2>& both, bool second) {
+  if (kAligned || (second && reinterpret_cast<unsigned long long>(to) % sizeof(both) == 0)) {
+    *reinterpret_cast<Vector<Scalar, 2>*>(to) = both;
+  } else {
+    to[0] = both.at[0];
+    if (second) to[1] = both.at[1];
+  }
+}
+
 // The strides of a 5-D tensor in elements. Always 64 bits here: kernels narrow them when the planner has
 // proved that every offset fits 32 bits.
 struct Strides {

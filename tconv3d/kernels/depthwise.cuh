@@ -54,11 +54,12 @@ struct Depthwise {
   }
 
   template <int kPlane>
-  __device__ __forceinline__ void accumulate(const float (&values)[C::kLoads]) {
+  __device__ __forceinline__ void accumulate(const Scalar (&values)[C::kLoads]) {
     static_for<C::kTaps>([&](auto t) {
       constexpr int kSlot = C::kTapSlot(t), kPhaseD = C::kTapPhaseD(t), kPhase = C::kTapPhase(t);
       constexpr int kLoad = C::kTapLoad(t);
-      if constexpr (C::kTapPlane(t) == kPlane) sum[kSlot][kPhaseD][kPhase] += weight[t] * values[kLoad];
+      if constexpr (C::kTapPlane(t) == kPlane)
+        sum[kSlot][kPhaseD][kPhase] += weight[t] * widen<float>(values[kLoad]);
     });
   }
 
@@ -78,13 +79,7 @@ struct Depthwise {
       const float* values = &sum[0][f / C::kPhases][f % C::kPhases];
       if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
         const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
-        const bool second = w + 1 < args.y_size.w;
-        if (second && reinterpret_cast<unsigned long long>(to) % sizeof(both) == 0) {
-          *reinterpret_cast<Vector<Scalar, 2>*>(to) = both;
-        } else {
-          to[0] = both.at[0];
-          if (second) to[1] = both.at[1];
-        }
+        store_pair<C::kAligned>(to, both, w + 1 < args.y_size.w);
       } else {
         *to = Narrow<Scalar>::from(values[0]);
       }
@@ -104,7 +99,7 @@ struct Depthwise {
   __device__ __forceinline__ void compute() {
     prepare();
     // Position q is fed by steps q + lag, from the least lag, kFirstLag, to the largest, kEndLag.
-    float values[2][C::kLoads];  // of one plane, and of the next, on its way
+    Scalar values[2][C::kLoads];  // of one plane, and of the next, on its way
     int step = at.first + C::kFirstLag;
     at.load(step * C::kInputStepD, values[0]);
 #pragma unroll 1  // registers are for weights and sums

@@ -39,10 +39,10 @@ struct DepthwiseWeightGrad {
   }
 
   template <int kPlane>
-  __device__ __forceinline__ void accumulate(const float (&values)[C::kLoads]) {
+  __device__ __forceinline__ void accumulate(const Scalar (&values)[C::kLoads]) {
     static_for<C::kTaps>([&](auto t) {
       constexpr int kSlot = C::kTapSlot(t), kLoad = C::kTapLoad(t);
-      if constexpr (C::kTapPlane(t) == kPlane) sum[t] += window[kSlot] * values[kLoad];
+      if constexpr (C::kTapPlane(t) == kPlane) sum[t] += window[kSlot] * widen<float>(values[kLoad]);
     });
   }
 
@@ -88,7 +88,7 @@ struct DepthwiseWeightGrad {
   __device__ __forceinline__ void compute() {
 #pragma unroll
     for (int i = 0; i < kValues; ++i) sum[i] = 0.0f;
-    float values[2][C::kLoads];  // of one plane, and of the next, on its way
+    Scalar values[2][C::kLoads];  // of one plane, and of the next, on its way
     int step = at.first + C::kFirstLag;
     at.load(step * C::kInputStepD, values[0]);
     // Slot s of the window belongs to position step - kEndLag + s.

@@ -13,7 +13,8 @@
 // the walk. Fragments of the weights wait in shared memory, as the instruction wants them.
 //
 // A lane's two rows of a fragment are neighbours along w, and with two phases along w they are computed
-// together: a lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors.
+// together: a lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors. Where channels
+// are what is contiguous, two tiles of columns share 16 channels so that a lane has 4 neighbours of them.
 #pragma once
 
 #include "few_channels.cuh"
@@ -57,6 +58,13 @@ struct FewInputs {
   static constexpr int kPlaces = kSteps * kTiles * kLanes * 2;
   static constexpr int kBias = kPlaces + kSteps * kStepItems;
   static constexpr int kParts = (kBias + C::kBlockOut + 3) / 4 * 4;
+
+  static_assert(!C::kPairedTiles || C::kPassTiles % 2 == 0, "a pass has both tiles of a pair");
+
+  // The output channel, from the block's first, of a column of a tile.
+  static __device__ __forceinline__ int channel_of(int tile, int column) {
+    return C::kPairedTiles ? tile / 2 * 16 + column / 2 * 4 + tile % 2 * 2 + column % 2 : tile * 8 + column;
+  }
 
   const Args& args;
   unsigned* shared;
@@ -106,7 +114,7 @@ struct FewInputs {
     for (int f = 0; f < C::kPhases; ++f) {
       const int first = C::kFirstStep(f), steps = C::kFirstStep(f + 1) - first;
       for (int i = warp; i < steps * kTiles; i += kWarps) {
-        const int step = i / kTiles, out = first_out + i % kTiles * 8 + lane / 4;
+        const int step = i / kTiles, out = first_out + channel_of(i % kTiles, lane / 4);
 #pragma unroll
         for (int part = 0; part < 2; ++part) {
           unsigned bits = 0;
@@ -175,7 +183,7 @@ struct FewInputs {
 #pragma unroll
     for (int tile = 0; tile < C::kPassTiles; ++tile) {
       const float* bias = reinterpret_cast<const float*>(shared) + kBias;
-      const auto start = load_vector<2>(bias + (pass * C::kPassTiles + tile) * 8 + lane % 4 * 2);
+      const auto start = load_vector<2>(bias + channel_of(pass * C::kPassTiles + tile, lane % 4 * 2));
 #pragma unroll
       for (int together = 0; together < C::kTogether; ++together) {
 #pragma unroll
@@ -210,7 +218,7 @@ struct FewInputs {
     const int h = (tile.h + row_h[m]) * C::kOutputStepH + f / C::kOutputStepW % C::kOutputStepH;
     const int w = (tile.w + row_w[m]) * C::kOutputStepW + f % C::kOutputStepW;
     if (row_d[m] < 0 || d >= args.y_size.d || h >= args.y_size.h || w >= args.y_size.w) return;
-    const int out = first_out + pass * C::kPassTiles * 8 + lane % 4 * 2;
+    const int out = first_out + pass * C::kPassTiles * 8 + channel_of(0, lane % 4 * 2);
     const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
     Scalar* y = static_cast<Scalar*>(args.y) + tile.n * static_cast<Index>(args.y_strides.n) +
                 (group * C::kOutPerGroup + out) * step_c + d * static_cast<Index>(args.y_strides.d) +
@@ -242,26 +250,31 @@ struct FewInputs {
     }
   }
 
-  // Otherwise: two neighbouring channels at a time.
+  // Otherwise: two neighbouring channels at a time, or four, out of a pair of tiles.
   __device__ __forceinline__ void store_along_c(Scalar* y, int m, int channels, int room) {
+    constexpr int kTilesAtOnce = C::kPairedTiles ? 2 : 1, kRun = 2 * kTilesAtOnce;
     const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
-    const bool aligned = C::kUnitC && step_w % 2 == 0 &&
-                         reinterpret_cast<unsigned long long>(y) % sizeof(Vector<Scalar, 2>) == 0;
+    const bool aligned = C::kUnitC && step_w % kRun == 0 &&
+                         reinterpret_cast<unsigned long long>(y) % sizeof(Vector<Scalar, kRun>) == 0;
 #pragma unroll
-    for (int column = 0; column < C::kPassTiles; ++column) {
+    for (int column = 0; column < C::kPassTiles; column += kTilesAtOnce) {
 #pragma unroll
       for (int i = 0; i < 2 * C::kTogether; ++i) {
         const int row = i / C::kTogether, together = i % C::kTogether;
         const int further = row * C::kOutputStepW + together, rest = channels - column * 8;
         if (further >= room || rest < 1) continue;
-        const float* values = sum[together][m][column] + 2 * row;
-        const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
+        Vector<Scalar, kRun> values;
+#pragma unroll
+        for (int e = 0; e < kRun; ++e)
+          values.at[e] = Narrow<Scalar>::from(sum[together][m][column + e / 2][2 * row + e % 2]);
         Scalar* const at = y + column * 8 * step_c + further * step_w;
-        if (aligned && rest > 1) {
-          *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
+        if (aligned && rest >= kRun) {
+          *reinterpret_cast<Vector<Scalar, kRun>*>(at) = values;
         } else {
-          at[0] = both.at[0];
-          if (rest > 1) at[step_c] = both.at[1];
+#pragma unroll
+          for (int e = 0; e < kRun; ++e) {
+            if (e < rest) at[e * step_c] = values.at[e];
+          }
         }
       }
     }

@@ -81,8 +81,9 @@ struct FewOutputs {
 
   static_assert(C::kThreads % kLanes == 0, "whole warps");
   static_assert(C::kLineW % 16 == 0 && kRows >= kHalo, "lines are whole tiles of rows, and all have a warp");
-  static_assert(C::kWholeLines ? C::kTileW == C::kLineW && C::kOriginW == 0
-                               : kLead + C::kHaloW <= C::kLineW && C::kTileW % kVector == 0,
+  static_assert(C::kWholeLines
+                    ? C::kTileW == C::kLineW && C::kOriginW == 0
+                    : kLead + C::kHaloW <= C::kLineW && (C::kChannelsLast || C::kTileW % kVector == 0),
                 "a line holds what the tile's taps read, from a vector's beginning");
   static_assert(C::kPitch >= kRows && C::kPitch % 32 == 4,
                 "columns of c: room for all rows, and stores of fragments without bank conflicts");
@@ -348,13 +349,7 @@ struct FewOutputs {
         Scalar* at = y + co * args.y_strides.c + h * args.y_strides.h + w * args.y_strides.w;
         if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
           const Vector<Scalar, 2> both{result(total[f][co]), result(total[f + 1][co])};
-          const bool second = w + 1 < args.y_size.w;
-          if (second && reinterpret_cast<unsigned long long>(at) % sizeof(both) == 0) {
-            *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
-          } else {
-            at[0] = both.at[0];
-            if (second) at[1] = both.at[1];
-          }
+          store_pair<C::kAligned>(at, both, w + 1 < args.y_size.w);
         } else {
           *at = result(total[f][co]);
         }

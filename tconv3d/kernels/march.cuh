@@ -60,15 +60,17 @@ struct Marcher {
     if (exists) x += h * march.x_strides.h + w * march.x_strides.w;
   }
 
-  // The values of one plane that the thread's taps read.
-  __device__ __forceinline__ void load(int plane, float (&values)[C::kLoads]) const {
+  // The values of one plane that the thread's taps read, as they are in memory: a conversion would wait for
+  // them.
+  __device__ __forceinline__ void load(int plane, Scalar (&values)[C::kLoads]) const {
     const bool there = plane >= 0 && plane < march.x_size.d;
     const Scalar* from = x + (there ? plane * march.x_strides.d : 0);
     static_for<C::kLoads>([&](auto i) {
       constexpr int kH = C::kLoadH(i), kW = C::kLoadW(i);
       const Scalar* line = from + kH * static_cast<Index>(march.x_strides.h);
       const Scalar* at = line + kW * (C::kUnitW ? Index(1) : static_cast<Index>(march.x_strides.w));
-      values[i] = there && (inside >> i & 1) ? widen<float>(*at) : 0.0f;
+      values[i] = Scalar{};
+      if (there && (inside >> i & 1)) values[i] = *at;
     });
   }
 };
