@@ -24,14 +24,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_check import DTYPES, Clock, relative_error, set_precision
-
 import tconv3d
 from tconv3d import executor, norm_executor, tasks
+from tconv3d.bench.precision import DTYPES
+from tconv3d.bench.timing import Clock
 from tconv3d.norm_planner import Wanted
 
 # Largest accepted relative error of a whole tensor against float64.
-TOLERANCE = {"tf32": 2e-3, "fp16": 3e-3, "bf16": 2e-2, "fp64": 1e-12}
+TOLERANCE = {"tf32": 2e-3, "float16": 3e-3, "bfloat16": 2e-2, "float64": 1e-12}
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,28 @@ class Case:
 CASES = {
     "task": Case((2, 64, 32, 32, 32), 128, 3, 8, bias=False),
     "task, channels-last": Case((2, 64, 32, 32, 32), 128, 3, 8, channels_last=True),
-    "task, bf16": Case((2, 64, 32, 32, 32), 128, 3, 8, dtype="bf16"),
+    "task, bf16": Case((2, 64, 32, 32, 32), 128, 3, 8, dtype="bfloat16"),
     "up-convolution": Case((2, 64, 24, 24, 24), 32, 2, 8, 2),
     "one channel per group, bf16, channels-last": Case(
-        (2, 32, 15, 17, 19), 32, 3, 32, 2, 1, dtype="bf16", channels_last=True
+        (2, 32, 15, 17, 19), 32, 3, 32, 2, 1, dtype="bfloat16", channels_last=True
     ),
-    "one group, fp16": Case((3, 32, 9, 10, 11), 48, 3, 1, 2, 1, dtype="fp16"),
+    "one group, fp16": Case((3, 32, 9, 10, 11), 48, 3, 1, 2, 1, dtype="float16"),
     "groups, not affine": Case((2, 64, 12, 12, 12), 96, 3, 12, 1, 1, 4, affine=False),
     "march": Case((1, 48, 40, 40, 40), 24, 3, 8),
     "small volume, many items": Case((9, 128, 2, 2, 2), 64, 3, 16, 2, 1),
     "few outputs": Case((2, 32, 20, 20, 20), 4, 3, 2, 2, 1),
-    "float64": Case((2, 8, 7, 8, 9), 12, 3, 3, 2, 1, dtype="fp64"),
+    "float64": Case((2, 8, 7, 8, 9), 12, 3, 3, 2, 1, dtype="float64"),
     "odd volume, depthwise": Case((2, 24, 11, 12, 13), 24, 3, 6, groups=24),
 }
+
+
+def set_precision(name: str) -> None:
+    """For all threads, and to stay."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if name == "tf32" else "ieee"  # type: ignore[attr-defined]
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    return float((got.double() - exact).norm() / exact.norm())
 
 
 def to_tf32(tensor: Tensor) -> Tensor:
@@ -135,7 +144,7 @@ def check_all() -> dict[str, Any]:
 
 def large_mean() -> dict[str, float]:
     """Inputs with mean 1e4 and deviation 1 into the norm: errors of ours and of PyTorch's float32."""
-    set_precision("fp32")
+    set_precision("float32")
     x = torch.randn(2, 8, 32, 32, 32, device="cuda") + 1e4
     weight = torch.zeros(8, 8, 1, 1, 1, device="cuda")
     weight[torch.arange(8), torch.arange(8)] = 1
@@ -248,7 +257,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--budget", type=float, default=0.15, help="seconds per timing")
-    parser.add_argument("--dtype", nargs="+", default=["tf32", "bf16"])
+    parser.add_argument("--dtype", nargs="+", default=["tf32", "bfloat16"])
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--no-time", action="store_true")
     args = parser.parse_args()

@@ -722,14 +722,15 @@ struct Halo : HaloLayout<Config> {
     return to;
   }
 
-  // Whether the output of a field is one, and this tile's to store. A march stores the window's first planes.
-  static __device__ __forceinline__ bool stored(const Args& args, const Place& at, const Target& to,
-                                                int field) {
-    const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
-    const int w = to.w + Config::kField(field, 2);
-    const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
-    return to.exists && deep && h < args.output.h && w < args.output.w;
+  // Whether the output of a field is one, and this tile's to store: along depth, and otherwise.
+  static __device__ __forceinline__ bool deep(const Args& args, const Place& at, int d) {
+    return Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
   }
+  static __device__ __forceinline__ bool flat(const Args& args, const Target& to, int field) {
+    return to.exists && to.h + Config::kField(field, 1) < args.output.h &&
+           to.w + Config::kField(field, 2) < args.output.w;
+  }
+  // A march stores the window's first planes.
   static __device__ constexpr bool complete(int field) {
     return !Config::kMarch || Config::kField(field, 0) < Config::kStrideD;
   }
@@ -751,9 +752,9 @@ struct Halo : HaloLayout<Config> {
   // One field of one position: a lane's channels.
   static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
                                                      int lane, int group, int field, const float* sums) {
-    if (!stored(args, at, to, field)) return;
     const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
     const int w = to.w + Config::kField(field, 2);
+    if (!(deep(args, at, d) && flat(args, to, field))) return;
     const int out = at.first_out() + first_column(lane);
     const int channel = (at.first_group() + group) * Config::kOut + out;
     Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel +
@@ -838,8 +839,7 @@ struct Halo : HaloLayout<Config> {
                                                      const float* first, const float* second) {
     const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
     const int w = to.w + Config::kField(field, 2);
-    const bool deep = Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
-    const int exist = to.exists && deep && h < args.output.h ? args.output.w - w : 0;
+    const int exist = to.exists && deep(args, at, d) && h < args.output.h ? args.output.w - w : 0;
     const int channel = (at.first_group() + group) * Config::kOut + at.first_out();
     Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
                 (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
@@ -932,7 +932,10 @@ struct Halo : HaloLayout<Config> {
         }
         start_fields(args, at, sums, lane, 0);
         const int fed = fed_planes(args, at);
-        typename AllMoments::Kept moments;  // of a march's planes
+        typename AllMoments::Kept moments;
+        if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
+          moments.outputs = AllMoments::outputs(args, at, slabs, 0, 0, warp, lane);
+        }
         for (int plane = 0; plane < at.planes; ++plane) {
           if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
           if constexpr (Config::kOutputUnitC) {
@@ -943,7 +946,7 @@ struct Halo : HaloLayout<Config> {
           if constexpr (Config::Epilogue::kLeavesMoments) {
             const long long slot = AllMoments::slot(args, at, work, pass, 4 * consumer + warp);
             if constexpr (Config::kMarch) {
-              AllMoments::add(args, at, sums, slabs, at.first_plane + plane, 0, warp, lane, moments);
+              AllMoments::add(args, at, sums, at.first_plane + plane, lane, moments);
               if (plane == at.planes - 1) AllMoments::store(args, at, at.n, slot, lane, moments);
             } else {
               AllMoments::leave(args, at, sums, slabs, slot, warp, lane);

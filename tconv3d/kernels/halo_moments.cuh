@@ -39,12 +39,13 @@ struct HaloMoments {
     }
   }
 
-  // Bit (2 * slab + half) * kFields + field: whether the lane stores that output, and of this batch item.
+  // Bit (2 * slab + half) * kFields + field: whether the lane stores that output, of the tile's `item`th
+  // batch item. Along depth a march has to ask for each plane anew.
   using Mask = unsigned long long;
   static_assert(2 * Config::kSlabs * Config::kFields <= 64, "outputs of a lane's channel fit a mask");
-  static __device__ __forceinline__ Mask stored_mask(const Args& args, const Place& at,
-                                                     const Slab (&slabs)[Config::kSlabs], int plane, int warp,
-                                                     int lane, int item) {
+  static __device__ __forceinline__ Mask outputs(const Args& args, const Place& at,
+                                                 const Slab (&slabs)[Config::kSlabs], int plane, int item,
+                                                 int warp, int lane) {
     Mask mask = 0;
     static_for<2 * Config::kSlabs>([&](auto half_slab) {
       constexpr int kHalfSlab = decltype(half_slab)::value;
@@ -53,10 +54,22 @@ struct HaloMoments {
       static_for<Config::kFields>([&](auto field) {
         constexpr int kField = decltype(field)::value;
         if constexpr (Kernel::complete(kField)) {
-          const bool is = to.n == item && Kernel::stored(args, at, to, kField);
+          const bool deep = Config::kMarch || Kernel::deep(args, at, to.d + Config::kField(kField, 0));
+          const bool is = to.n == item && deep && Kernel::flat(args, to, kField);
           mask |= static_cast<Mask>(is) << (kHalfSlab * Config::kFields + kField);
         }
       });
+    });
+    return mask;
+  }
+  static __device__ __forceinline__ Mask outputs_of_plane(const Args& args, const Place& at, int plane) {
+    Mask mask = 0;
+    static_for<2 * Config::kSlabs * Config::kFields>([&](auto bit) {
+      constexpr int kBit = decltype(bit)::value, kField = kBit % Config::kFields;
+      if constexpr (Kernel::complete(kField)) {
+        const int d = plane * Config::kStrideD - Config::kPaddingD + Config::kField(kField, 0);
+        mask |= static_cast<Mask>(Kernel::deep(args, at, d)) << kBit;
+      }
     });
     return mask;
   }
@@ -89,29 +102,28 @@ struct HaloMoments {
     return kBand < 4 ? lane / 4 : kBand == 4 ? lane / 4 * 2 + lane % 2 : lane;
   }
   struct Kept {
+    Mask outputs;
     Moments<float> moments[kKept] = {};
     __device__ __forceinline__ void add(int band, int lane, const Moments<float>& more) {
       if (place_among_sharers(lane) == band % kSharers) moments[band / kSharers].add(more);
     }
   };
 
-  // Adds what a warp stores of one batch item (of the tile's `item`th), in one pass or plane.
-  static __device__ __forceinline__ void add(const Args& args, const Place& at, const Sums& sums,
-                                             const Slab (&slabs)[Config::kSlabs], int plane, int item,
-                                             int warp, int lane, Kept& kept) {
-    ptx::pin(lane);  // or the mask's divisions, the same for all planes of a march, would keep registers busy
-    const Mask mask = stored_mask(args, at, slabs, plane, warp, lane, item);
-    int outputs = __popcll(mask);  // of each channel: of this lane, then of the warp
+  // Adds what a warp stores of kept.outputs, in one pass or plane.
+  static __device__ __forceinline__ void add(const Args& args, const Place& at, const Sums& sums, int plane,
+                                             int lane, Kept& kept) {
+    const Mask mask = Config::kMarch ? kept.outputs & outputs_of_plane(args, at, plane) : kept.outputs;
+    int count = __popcll(mask);  // of each channel: of this lane, then of the warp
 #pragma unroll
     for (int distance = 4; distance < 32; distance *= 2) {
-      outputs += __shfl_xor_sync(0xFFFFFFFFu, outputs, distance);
+      count += __shfl_xor_sync(0xFFFFFFFFu, count, distance);
     }
-    if (outputs == 0) return;
+    if (count == 0) return;
     constexpr int kAtOnce = kTileBands < 4 ? kTileBands : 4;
     static_for<(kTileBands + kAtOnce - 1) / kAtOnce>([&](auto part) {
       constexpr int kFirst = decltype(part)::value * kAtOnce;
       constexpr int kCount = kTileBands - kFirst < kAtOnce ? kTileBands - kFirst : kAtOnce;
-      add_bands<kFirst, kCount>(sums, mask, static_cast<float>(outputs * kBand), lane, kept);
+      add_bands<kFirst, kCount>(sums, mask, static_cast<float>(count * kBand), lane, kept);
     });
   }
 
@@ -163,7 +175,8 @@ struct HaloMoments {
                                                int lane) {
     for (int item = 0; item < args.items && at.n + item < args.batch; ++item) {
       Kept kept;
-      add(args, at, sums, slabs, 0, item, warp, lane, kept);
+      kept.outputs = outputs(args, at, slabs, 0, item, warp, lane);
+      add(args, at, sums, 0, lane, kept);
       store(args, at, at.n + item, slot, lane, kept);
     }
   }

@@ -139,7 +139,6 @@ __device__ __forceinline__ unsigned long long advance(unsigned long long descrip
 // The value is in a register here: neither computed later nor copied from elsewhere.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
-__device__ __forceinline__ void pin(int& value) { asm volatile("" : "+r"(value)); }
 
 __device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void matrix_commit() {

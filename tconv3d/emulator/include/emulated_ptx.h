@@ -258,7 +258,6 @@ inline void execute(const EmulatedMultiply& item) {
 
 inline void pin(float&) {}
 inline void pin(unsigned&) {}
-inline void pin(int&) {}
 inline void matrix_fence() {}
 
 inline void matrix_commit() {
