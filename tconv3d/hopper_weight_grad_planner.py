@@ -13,7 +13,7 @@ from heapq import nsmallest
 from itertools import product
 from math import prod
 
-from .direct_planner import INT32_MAX, SCALARS, _reduce
+from .direct_planner import INT32_MAX, SCALARS
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
@@ -28,10 +28,11 @@ MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
 OTHER_REGISTERS = 26  # of a consumer: addresses, counters
 MIN_EFFICIENCY = 0.25  # of the products that count
-TURNED_COUNT = 2**17  # weights from which the sum of the parts is worth turning in shared memory
 
 # Warpgroups that multiply and that copy, with the registers of their threads.
-TEAMS = ((2, 1, 224, 56), (2, 2, 200, 56), (3, 1, 152, 56))
+CONSUMERS, PRODUCERS = 2, 2
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 200, 56
+PRODUCER_WARPS = 4 * PRODUCERS
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
@@ -39,7 +40,7 @@ MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
 STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
 BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
 ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
-JOB_CYCLES_X, JOB_CYCLES_Y = 500.0, 200.0  # that a job takes a producer warp
+JOB_CYCLES_X, JOB_CYCLES_Y = 400.0, 200.0  # that a job takes a producer warp
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,8 @@ class Tiling:
     rows_d: tuple[Rows, ...]  # per kind of block
     rows_h: tuple[Rows, ...]
     pieces: tuple[Words, ...]  # taps along w, one launch each
-    consumers: int
-    producers: int
     depth: int  # sets of fragments
+    warps_x: int  # producers that copy x; the others copy dy
     stages: int = 2
 
     @cached_property
@@ -169,7 +169,7 @@ class Tiling:
 
     @cached_property
     def row_tiles(self) -> int:
-        return -(-self.block_rows * (self.out_tile // 2) // (32 * self.consumers))
+        return -(-self.block_rows * (self.out_tile // 2) // (32 * CONSUMERS))
 
     @cached_property
     def planes(self) -> tuple[int, int, int]:
@@ -199,8 +199,8 @@ class Tiling:
         d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
         w = " + ".join(str(len(piece.rows.taps)) for piece in self.pieces)
         return (
-            f"{self.consumers} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
-            f"outputs x {d} x {h} x {w} taps, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}"
+            f"{CONSUMERS} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
+            f"outputs x {d} x {h} x {w} taps, {self.warps_x} of {PRODUCER_WARPS} producer warps for x"
             f"{', fragments ahead' if self.depth == 2 else ''}"
         )
 
@@ -329,25 +329,33 @@ class StepWork:
 
 def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     tiling, box = made.tiling, made.box
-    items = 2 * box.k_rows * tiling.consumers * tiling.row_tiles
+    items = 2 * box.k_rows * CONSUMERS * tiling.row_tiles
     planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
     words_x = box.k_rows * 32 * tiling.columns
     words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
     jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
     jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
-    slow_x = 2 if layer.elements_x or layer.unit_c_x else 1
-    slow_y = 4 if piece.paired or layer.elements_y else 2 if layer.unit_c_y else 1
+    cycles_x, cycles_y = job_cycles(layer, piece.paired)
     return StepWork(
-        products=items * item_cycles(piece, tiling.columns, made.conflicts) + (words_x + words_y) / 32,
-        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * tiling.producers),
+        products=items * item_cycles(layer, piece, tiling.columns, tiling.depth, made.conflicts)
+        + (words_x + words_y) / 32,
+        copying=max(jobs_x * cycles_x / tiling.warps_x, jobs_y * cycles_y / (PRODUCER_WARPS - tiling.warps_x)),
         l2=4 * (words_x + words_y) / L2_BYTES_PER_CYCLE,
     )
 
 
-def item_cycles(piece: Words, columns: int, conflicts: float = 1.0) -> float:
+def job_cycles(layer: Layer, paired: bool) -> tuple[float, float]:
+    """What a job of x and one of dy take a producer warp."""
+    x = JOB_CYCLES_X * (2 if layer.elements_x or layer.unit_c_x else 1)
+    return x, 900.0 if paired or layer.elements_y else JOB_CYCLES_Y * (2 if layer.unit_c_y else 1)
+
+
+def item_cycles(layer: Layer, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
     products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
-    return products + 16 * len(piece.loads) * conflicts + ITEM_OVERHEAD
+    loading = 16 * len(piece.loads) * conflicts
+    alone = loading + 30 if depth == 1 else 0  # nothing hides the way of the fragments
+    return products + loading + ITEM_OVERHEAD + alone
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -427,23 +435,30 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
         kinds = g.groups * len(rows_d) * len(rows_h)
         planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, [p.rows for p in pieces]))
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
-        for (columns, out_tile), (consumers, producers, registers, _) in product(channels, TEAMS):
-            row_tiles = -(-rows * (out_tile // 2) // (32 * consumers))
-            free = registers - row_tiles * (taps * columns // 2 + 2) - OTHER_REGISTERS
+        for columns, out_tile in channels:
+            row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
+            free = CONSUMER_REGISTERS - row_tiles * (taps * columns // 2 + 2) - OTHER_REGISTERS
             if row_tiles > MAX_ROW_TILES or free < fragments:
                 continue
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
-            tiles = consumers * row_tiles
+            tiles, depth = CONSUMERS * row_tiles, 2 if free >= 2 * fragments else 1
             if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                 continue
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
             cost = 0.0
             for piece in pieces:
-                cost += max(tiles * item_cycles(piece, columns), copied) + 0.1 * copied
-            depth = 2 if free >= 2 * fragments else 1
-            tiling = Tiling(columns, out_tile, rows_d, rows_h, pieces, consumers, producers, depth)
+                cost += max(tiles * item_cycles(layer, piece, columns, depth), copied) + 0.1 * copied
+            warps_x = _warps_x(layer, columns, out_tile, planes, pieces[0].paired)
             number += 1
-            yield cost * blocks, number, tiling
+            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, warps_x)
+
+
+def _warps_x(layer: Layer, columns: int, out_tile: int, planes: int, paired: bool) -> int:
+    """How many producers copy x, so that both kinds are done at the same time."""
+    cycles_x, cycles_y = job_cycles(layer, paired)
+    x = columns / JOB_CHANNELS / 32 * cycles_x
+    y = 1.25 * planes * -(-out_tile // 2 // JOB_CHANNELS) / (32 if paired else 16) * cycles_y
+    return min(range(1, PRODUCER_WARPS), key=lambda warps: max(x / warps, y / (PRODUCER_WARPS - warps)))
 
 
 # ---- The family.
@@ -505,7 +520,7 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     count = g.in_channels * g.out_per_group * g.taps
     splits = _splits(p, device, layer, made, count)
     mains = tuple(_main(p, device, layer, made, piece, splits) for piece in tiling.pieces)
-    reduce = _turning_reduce(p, count, splits) if count >= TURNED_COUNT else _plain_reduce(p, count, splits)
+    reduce = _sum_of_parts(p, count, splits)
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
@@ -513,19 +528,20 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     )
 
 
-def _plain_reduce(p: Problem, count: int, splits: int) -> Launch:
-    """For few elements: parallel over them and their parts."""
+def _sum_of_parts(p: Problem, count: int, splits: int) -> Launch:
     g, (ci, co, _, _, tap) = p.geometry, p.weight
-    return _reduce(p.dtype, count, splits, "dw", (g.taps, g.out_per_group, g.in_channels), (tap, co, ci))
-
-
-def _turning_reduce(p: Problem, count: int, splits: int) -> Launch:
-    """For many elements: reads and writes whole lines."""
-    g, (ci, co, _, _, tap) = p.geometry, p.weight
-    taps, threads = 32 if g.taps <= 32 else 64, 256
+    # Many parts: warps share them. Few: a warp has whole lines of the result.
+    slices, threads = (8, 256) if splits >= 8 else (1, 256)
+    taps = 8 if slices > 1 or g.taps <= 8 else 32 if g.taps <= 32 else 64
     return Launch(
         kernel="reduce_taps",
-        constants=(("kThreads", threads), ("kMinBlocks", 1), ("Scalar", SCALARS[p.dtype]), ("kTaps", taps)),
+        constants=(
+            ("kThreads", threads),
+            ("kMinBlocks", 1),
+            ("Scalar", SCALARS[p.dtype]),
+            ("kTaps", taps),
+            ("kSlices", slices),
+        ),
         grid=(-(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group, 1, 1),
         threads=threads,
         shared_bytes=0,
@@ -571,7 +587,7 @@ def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words,
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
         grid=(tiling.kinds(g) * splits, 1, 1),
-        threads=128 * (tiling.consumers + tiling.producers),
+        threads=128 * (CONSUMERS + PRODUCERS),
         shared_bytes=made.bytes(groups),
         pointers=("x", "dy", "workspace"),
         scalars=padded(
@@ -607,10 +623,8 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
 
 def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Constants:
     g = p.geometry
-    registers = {(c, q): (consumer, producer) for c, q, consumer, producer in TEAMS}
-    consumer, producer = registers[tiling.consumers, tiling.producers]
     return (
-        ("kThreads", 128 * (tiling.consumers + tiling.producers)),
+        ("kThreads", 128 * (CONSUMERS + PRODUCERS)),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
@@ -620,10 +634,11 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kVectorX", layer.vector_x),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
-        ("kConsumers", tiling.consumers),
-        ("kProducers", tiling.producers),
-        ("kConsumerRegisters", consumer),
-        ("kProducerRegisters", producer),
+        ("kConsumers", CONSUMERS),
+        ("kProducers", PRODUCERS),
+        ("kWarpsX", tiling.warps_x),
+        ("kConsumerRegisters", CONSUMER_REGISTERS),
+        ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kStages", tiling.stages),
         ("kDepth", tiling.depth),
         ("kGroups", g.groups),

@@ -68,6 +68,7 @@ struct HopperWeightGrad {
   static constexpr int kRows = C::kRowsD * C::kRowsH;
   static constexpr int kSums = C::kColumns / 2;
   static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
+  static constexpr int kWarpsY = kProducerWarps - C::kWarpsX;  // that copy dy
   static constexpr int kJobChannels = 8;
   static constexpr int kJobsX = C::kColumns / kJobChannels;                  // per row segment
   static constexpr int kJobsY = (kPairs + kJobChannels - 1) / kJobChannels;  // per 16 slots
@@ -201,11 +202,11 @@ struct HopperWeightGrad {
     }
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.groups; ++i) {
-        ptx::barrier_init(full(i), 32 * kProducerWarps);
+        ptx::barrier_init(full(i), 32 * kWarpsY);
         ptx::barrier_init(empty(i), kConsumerWarps);
       }
       for (int i = 0; i < C::kStages; ++i) {
-        ptx::barrier_init(stage_full(i), kProducerWarps);
+        ptx::barrier_init(stage_full(i), C::kWarpsX);
         ptx::barrier_init(stage_empty(i), kConsumerWarps);
       }
       ptx::fence_barrier_init();
@@ -336,111 +337,179 @@ struct HopperWeightGrad {
     return source;
   }
 
-  // Eight words of dy (or, kPairedY, of each of two planes), past the registers where words are whole in
-  // memory.
-  template <class FindWord, class FindSource>
-  __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, int count) const {
-    if constexpr (kSeparateY) {
-      unsigned words[kJobChannels], pairs[kJobChannels];
-#pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        const Source found = source(k);
-        if constexpr (C::kPairedY) {
-          words[k] = found.first ? __ldg(reinterpret_cast<const unsigned*>(found.from)) : 0u;
-          pairs[k] = found.second ? __ldg(reinterpret_cast<const unsigned*>(found.from) + 1) : 0u;
-        } else {
-          words[k] = load_elements(found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        if (k >= count) break;
-        if constexpr (C::kPairedY) {
-          word(k)[0] = (words[k] & 0xFFFFu) | pairs[k] << 16;
-          word(k)[2 * args.plane_pitch] = words[k] >> 16 | (pairs[k] & 0xFFFF0000u);
-        } else {
-          *word(k) = words[k];
-        }
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        const Source found = source(k);
-        if (k < count) ptx::copy_words<1>(word(k), found.from, found.first);
-      }
-    }
+  // Where a job of a group of sheets has its words, and from which plane they come.
+  struct PlaceY {
+    unsigned* to;
+    int d, first_slot, pair;
+  };
+  __device__ __forceinline__ PlaceY place_y(int job, int group, int step) const {
+    const int planes = C::kPlanesCountD(kind.d);
+    const int plane = divide(job, args.by_jobs), rest = job - plane * static_cast<int>(args.by_jobs.divisor);
+    const int sheet = plane / planes, plane_d = plane % planes, pair = rest % kJobsY * kJobChannels;
+    unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
+                         2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
+    const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
+    return PlaceY{to, d, rest / kJobsY * 16, pair};
+  }
+  __device__ __forceinline__ int jobs_y() const {
+    return args.box.d * C::kPlanesCountD(kind.d) * static_cast<int>(args.by_jobs.divisor);
   }
 
-  // A group of sheets.
-  __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
-    const int planes = C::kPlanesCountD(kind.d), jobs_of_plane = static_cast<int>(args.by_jobs.divisor);
+  // Calls body(word in shared memory, source) for a lane's eight words.
+  template <class Body>
+  __device__ __forceinline__ void for_words_y(const PlaceY& place, const Run& run, Body&& body) const {
     const int count = slot_count();
-    for (int job = warp; job < args.box.d * planes * jobs_of_plane; job += kProducerWarps) {
-      const int plane = divide(job, args.by_jobs), rest = job - plane * jobs_of_plane;
-      const int sheet = plane / planes, plane_d = plane % planes;
-      const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
-      const int first_slot = rest / kJobsY * 16, pair = rest % kJobsY * kJobChannels;
-      unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
-                           2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
-      if constexpr (C::kUnitCY) {
-        const int own = lane / 4, half = lane % 2, index = first_slot + lane / 2 % 2;
-        if (pair + own >= kPairs) continue;
-        copy_dy([&](int k) { return to + own * args.pair_pitch + 2 * slots[index + 2 * k].place + half; },
-                [&](int k) {
-                  return find_dy(run, d, slots[min(index + 2 * k, count - 1)], half * kPairs + pair + own);
-                },
-                (count - index + 1) / 2);
-      } else {
-        const int index = first_slot + lane % 16, half = lane / 16;
-        if (index >= count) continue;
-        const Slot slot = slots[index];
-        unsigned* const first = to + 2 * slot.place + half;
-        Source next = find_dy(run, d, slot, half * kPairs + pair);
-        copy_dy([&](int k) { return first + k * args.pair_pitch; },
-                [&](int k) {
-                  const Source found = next;
-                  const bool more = kind.first_out + half * kPairs + pair + k + 1 < C::kOutPerGroup;
-                  if ((found.first || found.second) && more) next.from += args.dy_strides.c;
-                  return found;
-                },
-                kPairs - pair);
-      }
-    }
-    if constexpr (kSeparateY) {
-      ptx::barrier_arrive(full(group));
+    if constexpr (C::kUnitCY) {
+      const int own = lane / 4, half = lane % 2, first = place.first_slot + lane / 2 % 2;
+      if (place.pair + own >= kPairs) return;
+      static_for<kJobChannels>([&](auto k) {
+        if (first + 2 * k >= count) return;
+        const Slot slot = slots[first + 2 * k];
+        body(k, place.to + own * args.pair_pitch + 2 * slot.place + half,
+             find_dy(run, place.d, slot, half * kPairs + place.pair + own));
+      });
     } else {
-      ptx::copy_arrive(full(group));
+      const int index = place.first_slot + lane % 16, half = lane / 16, first = half * kPairs + place.pair;
+      if (index >= count) return;
+      const Slot slot = slots[index];
+      unsigned* to = place.to + 2 * slot.place + half;
+      Source source = find_dy(run, place.d, slot, first);
+      static_for<kJobChannels>([&](auto k) {
+        if (kPairs % kJobChannels != 0 && place.pair + k >= kPairs) return;
+        body(k, to, source);
+        to += args.pair_pitch;
+        const bool more = kind.first_out + first + k + 1 < C::kOutPerGroup;
+        if ((source.first || source.second) && more) source.from += args.dy_strides.c;
+      });
     }
   }
 
-  // A delivery is a group of sheets and, but for the first of a run, a stage of x.
-  __device__ __forceinline__ void produce() const {
-    Ring group, stage;
-    const int jobs = row_segments() * kJobsX;
-    for (int index = part.begin; index < part.end;) {
-      const Run run = run_at(index);
-      for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
-        const bool with_x = i >= args.ahead;
-        const int step = run.first + i - args.ahead;
-        JobX present, next;
-        if (with_x) {
-          ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
-          if (warp < jobs) load_x(present, run, step, warp);
-        }
-        ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
-        copy_group(group.index, run, run.first + i);
-        if (!with_x) continue;
-        for (int job = warp; job < jobs; job += kProducerWarps) {
-          if (job + kProducerWarps < jobs) load_x(next, run, step, job + kProducerWarps);
-          store_x(present, stage.index, job);
-          present = next;
-        }
-        ptx::fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
-        stage.advance(C::kStages);
+  // Words that are not whole in memory pass through registers. kPairedY: a word of each of two planes.
+  struct JobY {
+    unsigned words[kJobChannels], others[C::kPairedY ? kJobChannels : 1];
+  };
+  __device__ __forceinline__ void load_y(JobY& to, const Run& run, int step, int job) const {
+    for_words_y(place_y(job, 0, step), run, [&](auto k, unsigned*, const Source& source) {
+      if constexpr (C::kPairedY) {
+        const unsigned* const from = reinterpret_cast<const unsigned*>(source.from);
+        to.words[k] = source.first ? __ldg(from) : 0u;
+        to.others[k] = source.second ? __ldg(from + 1) : 0u;
+      } else {
+        to.words[k] = load_elements(source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
       }
+    });
+  }
+  __device__ __forceinline__ void store_y(const JobY& from, int group, const Run& run, int job) const {
+    for_words_y(place_y(job, group, 0), run, [&](auto k, unsigned* to, const Source&) {
+      if constexpr (C::kPairedY) {
+        to[0] = (from.words[k] & 0xFFFFu) | from.others[k] << 16;
+        to[2 * args.plane_pitch] = from.words[k] >> 16 | (from.others[k] & 0xFFFF0000u);
+      } else {
+        to[0] = from.words[k];
+      }
+    });
+  }
+
+  // ---- What a producer warp does, job after job: of x steps, of dy deliveries (a group of sheets; a run
+  // begins with those that its first step needs beyond its own).
+
+  struct CourseX {
+    int index, job;
+    __device__ __forceinline__ void advance(int first_job, int jobs) {
+      job += C::kWarpsX;
+      if (job < jobs) return;
+      job = first_job;
+      ++index;
+    }
+  };
+
+  // Registers hold what is on its way: kAheadX jobs, across steps.
+  __device__ __forceinline__ void produce_x() const {
+    constexpr int kAheadX = 3;
+    const int jobs = row_segments() * kJobsX;
+    CourseX loads{part.begin, warp}, stores{part.begin, warp};
+    JobX buffers[kAheadX];
+    Ring stage;
+    const auto load = [&](JobX& to) {
+      if (loads.index >= part.end) return;
+      const Run run = run_at(loads.index);
+      if (loads.job < jobs) load_x(to, run, run.first, loads.job);
+      loads.advance(warp, jobs);
+    };
+    static_for<kAheadX>([&](auto i) { load(buffers[i]); });
+    while (stores.index < part.end) {
+      static_for<kAheadX>([&](auto i) {
+        if (stores.index >= part.end) return;
+        if (stores.job == warp) ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
+        if (stores.job < jobs) store_x(buffers[i], stage.index, stores.job);
+        if (stores.job + C::kWarpsX >= jobs) {
+          ptx::fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
+          stage.advance(C::kStages);
+        }
+        stores.advance(warp, jobs);
+        load(buffers[i]);
+      });
+    }
+  }
+
+  struct CourseY {
+    int index, delivery, job;
+    Run run;
+    __device__ __forceinline__ CourseY(const HopperWeightGrad& kernel, int first_job)
+        : index(kernel.part.begin), delivery(0), job(first_job), run(kernel.run_at(index)) {}
+    // False: the last delivery is over.
+    __device__ __forceinline__ bool advance(const HopperWeightGrad& kernel, int first_job, int jobs) {
+      job += kWarpsY;
+      if (job < jobs) return true;
+      job = first_job;
+      return next_delivery(kernel);
+    }
+    __device__ __forceinline__ bool next_delivery(const HopperWeightGrad& kernel) {
+      if (++delivery < run.count + kernel.args.ahead) return true;
+      delivery = 0;
       index += run.count;
+      if (index >= kernel.part.end) return false;
+      run = kernel.run_at(index);
+      return true;
+    }
+  };
+
+  __device__ __forceinline__ void produce_y() const {
+    if (part.begin >= part.end) return;
+    const int own = warp - C::kWarpsX, jobs = jobs_y();
+    Ring group;
+    CourseY course(*this, own);
+    if constexpr (kSeparateY) {
+      JobY present, next;
+      if (course.job < jobs) load_y(present, course.run, course.run.first, course.job);
+      for (bool more = true; more;) {
+        const CourseY stores = course;
+        more = course.advance(*this, own, jobs);
+        if (more && course.job < jobs)
+          load_y(next, course.run, course.run.first + course.delivery, course.job);
+        if (stores.job == own) ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
+        if (stores.job < jobs) store_y(present, group.index, stores.run, stores.job);
+        if (stores.job + kWarpsY >= jobs) {
+          ptx::barrier_arrive(full(group.index));
+          group.advance(args.groups);
+        }
+        present = next;
+      }
+    } else {
+      do {
+        ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
+        const int step = course.run.first + course.delivery;
+        for (int job = own; job < jobs; job += kWarpsY) {
+          for_words_y(place_y(job, group.index, step), course.run,
+                      [&](auto, unsigned* to, const Source& source) {
+                        ptx::copy_words<1>(to, source.from, source.first);
+                      });
+        }
+        ptx::copy_arrive(full(group.index));
+        group.advance(args.groups);
+      } while (course.next_delivery(*this));
     }
   }
 
@@ -652,7 +721,11 @@ __device__ void run(const Args& args) {
   kernel.prepare();
   if (kernel.warp < kernel.kProducerWarps) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    kernel.produce();
+    if (kernel.warp < Config::kWarpsX) {
+      kernel.produce_x();
+    } else {
+      kernel.produce_y();
+    }
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     kernel.consume(kernel.warp / 4 - Config::kProducers);
