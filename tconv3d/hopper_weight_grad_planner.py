@@ -7,7 +7,7 @@ many parts the steps are split. What is compiled in depends on the layer alone, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from itertools import product
@@ -54,13 +54,12 @@ class Rows:
 
     @classmethod
     def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1, together: bool = False) -> Rows:
-        """Planes begin at a multiple of `align` outputs if the stride is 1, at the same position if `together`."""
+        """Planes begin at a multiple of `align` positions, at the same one if `together`."""
         phases = sorted({axis.phase(t) for t in taps})
         first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
         if together:
             first = dict.fromkeys(phases, min(first.values()))
-        if axis.stride == 1:
-            first = {phase: shift - shift % align for phase, shift in first.items()}
+        first = {phase: shift - shift % align for phase, shift in first.items()}
         return cls(
             taps,
             tuple(axis.stride * first[phase] + phase for phase in phases),
@@ -91,7 +90,9 @@ class Words:
 
     rows: Rows
     per_word: int
-    paired: bool  # two phases are copied together, out of one word of memory each
+    stride: int
+    vector: int  # words of memory that one load of dy brings; 1: words of one plane
+    phases: tuple[int, ...]  # of the planes
 
     @cached_property
     def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -125,6 +126,25 @@ class Words:
     def registers(self) -> int:
         return 4 * (len(self.loads) + len(self.joins))
 
+    @property
+    def rows_read(self) -> int:
+        """Phases that are read, needed or not."""
+        return self.stride if self.vector > 1 else len(self.phases)
+
+    def slots(self, line_words: int) -> int:
+        """Loads of a line."""
+        return line_words // self.slot_words if self.vector > 1 else len(self.phases) * line_words
+
+    @cached_property
+    def slot_words(self) -> int:
+        """Words of a plane that one load brings."""
+        return self.vector // self.stride if self.vector > 1 else 1
+
+    @property
+    def job_shape(self) -> tuple[int, int]:
+        """Loads of a line and pairs of channels that a producer takes at a time."""
+        return (32, 4 // self.vector) if self.vector > 1 else (16, 8)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -134,8 +154,8 @@ class Layer:
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
     elements_y: bool
-    pairable_y: bool  # two phases lie side by side in a word of memory
-    vector_x: int  # words of x that one load brings
+    vector_x: int  # words that one load brings
+    vector_y: int
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
 
@@ -144,9 +164,17 @@ class Layer:
         return 4 // ITEM_BYTES[self.dtype]
 
     def words(self, taps: tuple[int, ...]) -> Words:
-        axis, align = self.geometry.axes[2], 1 if self.elements_y else self.per_word
-        paired = self.pairable_y and len({axis.phase(t) for t in taps}) == 2
-        return Words(Rows.of(axis, taps, align, paired), self.per_word, paired)
+        axis = self.geometry.axes[2]
+        align = (
+            1
+            if self.elements_y
+            else self.vector_y // axis.stride * self.per_word
+            if self.vector_y > 1
+            else self.per_word
+        )
+        rows = Rows.of(axis, taps, align, self.vector_y > 1)
+        phases = tuple(sorted({axis.phase(t) for t in taps}))
+        return Words(rows, self.per_word, axis.stride, self.vector_y, phases)
 
 
 @dataclass(frozen=True)
@@ -175,10 +203,6 @@ class Tiling:
     def planes(self) -> tuple[int, int, int]:
         w = max(len(piece.rows.offsets) for piece in self.pieces)
         return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
-
-    @cached_property
-    def paired(self) -> bool:
-        return self.pieces[0].paired
 
     @cached_property
     def reach(self) -> tuple[int, int, int]:
@@ -241,7 +265,9 @@ class Buffers:
 
     @cached_property
     def line_words(self) -> int:
-        return self.box.w * SEGMENT + self.tiling.reach[2]
+        """Words of a line that taps reach: whole loads."""
+        words, whole = self.box.w * SEGMENT + self.tiling.reach[2], self.tiling.pieces[0].slot_words
+        return -(-words // whole) * whole
 
     @cached_property
     def line_pitch(self) -> int:
@@ -250,8 +276,11 @@ class Buffers:
     @cached_property
     def plane_pitch(self) -> int:
         """Where phases along w alternate, half of the banks more than a multiple: two planes' words meet in none."""
-        words = self.lines * self.line_pitch
-        return words + (8 - words) % 16 if self.tiling.planes[2] > 1 else words
+        words, alternate = (
+            self.lines * self.line_pitch,
+            self.tiling.pieces[0].vector == 1 and self.tiling.planes[2] > 1,
+        )
+        return words + (8 - words) % 16 if alternate else words
 
     @cached_property
     def pair_pitch(self) -> int:
@@ -269,9 +298,15 @@ class Buffers:
 
     @cached_property
     def slots(self) -> int:
-        """Words of a plane along d that are copied (of two planes together, if they are)."""
-        _, h, w = self.tiling.planes
-        return h * self.lines * (1 if self.tiling.paired else w) * self.line_words
+        """Loads of a plane along d and of one channel."""
+        pieces = self.tiling.pieces
+        return self.tiling.planes[1] * self.lines * max(piece.slots(self.line_words) for piece in pieces)
+
+    def jobs(self, piece: Words) -> int:
+        """Of a plane along d."""
+        slots, pairs = piece.job_shape
+        loads = self.tiling.planes[1] * self.lines * piece.slots(self.line_words)
+        return -(-loads // slots) * -(-self.tiling.out_tile // 2 // pairs)
 
     def bytes(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
@@ -332,10 +367,10 @@ def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     items = 2 * box.k_rows * CONSUMERS * tiling.row_tiles
     planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
     words_x = box.k_rows * 32 * tiling.columns
-    words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
+    words_y = box.d * planes_d * tiling.planes[1] * made.lines * piece.rows_read * made.line_words * tiling.out_tile
     jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
-    jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
-    cycles_x, cycles_y = job_cycles(layer, piece.paired)
+    jobs_y = box.d * planes_d * made.jobs(piece)
+    cycles_x, cycles_y = job_cycles(layer)
     return StepWork(
         products=items * item_cycles(layer, piece, tiling.columns, tiling.depth, made.conflicts)
         + (words_x + words_y) / 32,
@@ -344,17 +379,19 @@ def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     )
 
 
-def job_cycles(layer: Layer, paired: bool) -> tuple[float, float]:
+def job_cycles(layer: Layer) -> tuple[float, float]:
     """What a job of x and one of dy take a producer warp."""
     x = JOB_CYCLES_X * (2 if layer.elements_x or layer.unit_c_x else 1)
-    return x, 900.0 if paired or layer.elements_y else JOB_CYCLES_Y * (2 if layer.unit_c_y else 1)
+    if layer.elements_y:
+        return x, 3 * JOB_CYCLES_X
+    return x, JOB_CYCLES_X if layer.vector_y > 1 else JOB_CYCLES_Y * (2 if layer.unit_c_y else 1)
 
 
 def item_cycles(layer: Layer, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
     products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
     loading = 16 * len(piece.loads) * conflicts
-    alone = loading + 30 if depth == 1 else 0  # nothing hides the way of the fragments
+    alone = 35 if depth == 1 else 0  # nothing hides the way of the fragments
     return products + loading + ITEM_OVERHEAD + alone
 
 
@@ -408,12 +445,9 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     axis = layer.geometry.axes[2]
     count = -(-axis.kernel // MAX_TAPS_W)
     size = -(-axis.kernel // count)
-    whole = tuple(
+    yield tuple(
         layer.words(tuple(range(first, min(first + size, axis.kernel)))) for first in range(0, axis.kernel, size)
     )
-    if len({piece.paired for piece in whole}) > 1:  # a last piece of one tap
-        whole = tuple(replace(layer, pairable_y=False).words(piece.rows.taps) for piece in whole)
-    yield whole
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
     if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1:
         yield tuple(layer.words(taps) for taps in phases)
@@ -448,16 +482,15 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             cost = 0.0
             for piece in pieces:
                 cost += max(tiles * item_cycles(layer, piece, columns, depth), copied) + 0.1 * copied
-            warps_x = _warps_x(layer, columns, out_tile, planes, pieces[0].paired)
+            warps_x = _warps_x(layer, columns, out_tile, planes)
             number += 1
             yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, warps_x)
 
 
-def _warps_x(layer: Layer, columns: int, out_tile: int, planes: int, paired: bool) -> int:
+def _warps_x(layer: Layer, columns: int, out_tile: int, planes: int) -> int:
     """How many producers copy x, so that both kinds are done at the same time."""
-    cycles_x, cycles_y = job_cycles(layer, paired)
-    x = columns / JOB_CHANNELS / 32 * cycles_x
-    y = 1.25 * planes * -(-out_tile // 2 // JOB_CHANNELS) / (32 if paired else 16) * cycles_y
+    cycles_x, cycles_y = job_cycles(layer)
+    x, y = columns * cycles_x, 1.25 * planes * out_tile * cycles_y
     return min(range(1, PRODUCER_WARPS), key=lambda warps: max(x / warps, y / (PRODUCER_WARPS - warps)))
 
 
@@ -475,10 +508,11 @@ def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
 
 def _layer(p: Problem) -> Layer:
     x, y = _vector(p, p.input, p.input_size[2]), _vector(p, p.output, p.output_size[2])
-    elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
-    pairable = y > 0 and p.item_bytes == 2 and p.geometry.stride[2] == 2
+    stride = p.geometry.stride[2]
+    vectors = y > 1 and stride <= 2
+    elements_y = not vectors and (y == 0 or (p.item_bytes == 2 and stride > 1))
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
-    return Layer(p.geometry, p.dtype, x == 0, elements_y, pairable, max(x, 1), unit_c_x, unit_c_y)
+    return Layer(p.geometry, p.dtype, x == 0, elements_y, max(x, 1), y if vectors else 1, unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -582,7 +616,6 @@ def _wide(p: Problem) -> bool:
 def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
     groups = made.groups(device.shared_bytes)
-    jobs = -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
@@ -596,7 +629,7 @@ def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words,
             int32s(made.ahead, groups, made.lines, made.line_words, made.line_pitch),
             int32s(made.plane_pitch, made.pair_pitch),
             dividers(box.count(p.input_size, layer.per_word)),
-            divider(jobs),
+            divider(made.jobs(piece)),
         ),
     )
 
@@ -629,9 +662,9 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
-        ("kElementsY", layer.elements_y and not piece.paired),
-        ("kPairedY", piece.paired),
+        ("kElementsY", layer.elements_y),
         ("kVectorX", layer.vector_x),
+        ("kVectorY", layer.vector_y),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", CONSUMERS),
@@ -649,8 +682,9 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kRowTiles", tiling.row_tiles),
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
-        ("kPlanesW", tiling.planes[2]),
-        ("kPlaneOffsetW", (*piece.rows.offsets, *([0] * (tiling.planes[2] - len(piece.rows.offsets))))),
+        ("kPlanesW", len(piece.phases)),
+        ("kPlaneOffsetW", piece.rows.offsets),
+        ("kPhaseW", piece.phases),
         ("kTaps", len(piece.rows.taps)),
         ("kTapW", piece.rows.taps),
         ("kLoads", len(piece.loads)),
