@@ -28,6 +28,7 @@ MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
 OTHER_REGISTERS = 26  # of a consumer: addresses, counters
 MIN_EFFICIENCY = 0.25  # of the products that count
+LARGE_WEIGHT = 2**20  # elements
 
 # Warpgroups that multiply and that copy, with the registers of their threads.
 CONSUMERS, PRODUCERS = 2, 2
@@ -564,8 +565,8 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
 
 def _sum_of_parts(p: Problem, count: int, splits: int) -> Launch:
     g, (ci, co, _, _, tap) = p.geometry, p.weight
-    # Many parts: warps share them. Few: a warp has whole lines of the result.
-    slices, threads = (8, 256) if splits >= 8 else (1, 256)
+    # A small weight has many parts: warps share them. A large one has few: a warp has whole lines of the result.
+    slices, threads = 8 if count < LARGE_WEIGHT else 1, 256
     taps = 8 if slices > 1 or g.taps <= 8 else 32 if g.taps <= 32 else 64
     return Launch(
         kernel="reduce_taps",
