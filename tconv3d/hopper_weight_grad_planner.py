@@ -7,13 +7,13 @@ many parts the steps are split. What is compiled in depends on the layer alone, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from itertools import product
 from math import prod
 
-from .direct_planner import INT32_MAX, SCALARS, _reduce
+from .direct_planner import INT32_MAX, SCALARS
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
@@ -28,10 +28,12 @@ MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
 OTHER_REGISTERS = 26  # of a consumer: addresses, counters
 MIN_EFFICIENCY = 0.25  # of the products that count
-TURNED_COUNT = 2**17  # weights from which the sum of the parts is worth turning in shared memory
+LARGE_WEIGHT = 2**20  # elements
 
 # Warpgroups that multiply and that copy, with the registers of their threads.
-TEAMS = ((2, 1, 224, 56), (2, 2, 200, 56), (3, 1, 152, 56))
+CONSUMERS, PRODUCERS = 2, 2
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 200, 56
+PRODUCER_WARPS = 4 * PRODUCERS
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
@@ -39,7 +41,7 @@ MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
 STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
 BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
 ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
-JOB_CYCLES_X, JOB_CYCLES_Y = 500.0, 200.0  # that a job takes a producer warp
+JOB_CYCLES_X, JOB_CYCLES_Y = 400.0, 200.0  # that a job takes a producer warp
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,12 @@ class Rows:
 
     @classmethod
     def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1, together: bool = False) -> Rows:
-        """Planes begin at a multiple of `align` outputs if the stride is 1, at the same position if `together`."""
+        """Planes begin at a multiple of `align` positions, at the same one if `together`."""
         phases = sorted({axis.phase(t) for t in taps})
         first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
         if together:
             first = dict.fromkeys(phases, min(first.values()))
-        if axis.stride == 1:
-            first = {phase: shift - shift % align for phase, shift in first.items()}
+        first = {phase: shift - shift % align for phase, shift in first.items()}
         return cls(
             taps,
             tuple(axis.stride * first[phase] + phase for phase in phases),
@@ -90,7 +91,9 @@ class Words:
 
     rows: Rows
     per_word: int
-    paired: bool  # two phases are copied together, out of one word of memory each
+    stride: int
+    vector: int  # words of memory that one load of dy brings; 1: words of one plane
+    phases: tuple[int, ...]  # of the planes
 
     @cached_property
     def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -124,6 +127,25 @@ class Words:
     def registers(self) -> int:
         return 4 * (len(self.loads) + len(self.joins))
 
+    @property
+    def rows_read(self) -> int:
+        """Phases that are read, needed or not."""
+        return self.stride if self.vector > 1 else len(self.phases)
+
+    def slots(self, line_words: int) -> int:
+        """Loads of a line."""
+        return line_words // self.slot_words if self.vector > 1 else len(self.phases) * line_words
+
+    @cached_property
+    def slot_words(self) -> int:
+        """Words of a plane that one load brings."""
+        return self.vector // self.stride if self.vector > 1 else 1
+
+    @property
+    def job_shape(self) -> tuple[int, int]:
+        """Loads of a line and pairs of channels that a producer takes at a time."""
+        return (32, 4 // self.vector) if self.vector > 1 else (16, 8)
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -133,8 +155,8 @@ class Layer:
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
     elements_y: bool
-    pairable_y: bool  # two phases lie side by side in a word of memory
-    vector_x: int  # words of x that one load brings
+    vector_x: int  # words that one load brings
+    vector_y: int
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
 
@@ -143,9 +165,17 @@ class Layer:
         return 4 // ITEM_BYTES[self.dtype]
 
     def words(self, taps: tuple[int, ...]) -> Words:
-        axis, align = self.geometry.axes[2], 1 if self.elements_y else self.per_word
-        paired = self.pairable_y and len({axis.phase(t) for t in taps}) == 2
-        return Words(Rows.of(axis, taps, align, paired), self.per_word, paired)
+        axis = self.geometry.axes[2]
+        align = (
+            1
+            if self.elements_y
+            else self.vector_y // axis.stride * self.per_word
+            if self.vector_y > 1
+            else self.per_word
+        )
+        rows = Rows.of(axis, taps, align, self.vector_y > 1)
+        phases = tuple(sorted({axis.phase(t) for t in taps}))
+        return Words(rows, self.per_word, axis.stride, self.vector_y, phases)
 
 
 @dataclass(frozen=True)
@@ -157,9 +187,8 @@ class Tiling:
     rows_d: tuple[Rows, ...]  # per kind of block
     rows_h: tuple[Rows, ...]
     pieces: tuple[Words, ...]  # taps along w, one launch each
-    consumers: int
-    producers: int
     depth: int  # sets of fragments
+    warps_x: int  # producers that copy x; the others copy dy
     stages: int = 2
 
     @cached_property
@@ -169,16 +198,12 @@ class Tiling:
 
     @cached_property
     def row_tiles(self) -> int:
-        return -(-self.block_rows * (self.out_tile // 2) // (32 * self.consumers))
+        return -(-self.block_rows * (self.out_tile // 2) // (32 * CONSUMERS))
 
     @cached_property
     def planes(self) -> tuple[int, int, int]:
         w = max(len(piece.rows.offsets) for piece in self.pieces)
         return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
-
-    @cached_property
-    def paired(self) -> bool:
-        return self.pieces[0].paired
 
     @cached_property
     def reach(self) -> tuple[int, int, int]:
@@ -199,8 +224,8 @@ class Tiling:
         d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
         w = " + ".join(str(len(piece.rows.taps)) for piece in self.pieces)
         return (
-            f"{self.consumers} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
-            f"outputs x {d} x {h} x {w} taps, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}"
+            f"{CONSUMERS} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
+            f"outputs x {d} x {h} x {w} taps, {self.warps_x} of {PRODUCER_WARPS} producer warps for x"
             f"{', fragments ahead' if self.depth == 2 else ''}"
         )
 
@@ -241,7 +266,9 @@ class Buffers:
 
     @cached_property
     def line_words(self) -> int:
-        return self.box.w * SEGMENT + self.tiling.reach[2]
+        """Words of a line that taps reach: whole loads."""
+        words, whole = self.box.w * SEGMENT + self.tiling.reach[2], self.tiling.pieces[0].slot_words
+        return -(-words // whole) * whole
 
     @cached_property
     def line_pitch(self) -> int:
@@ -250,8 +277,11 @@ class Buffers:
     @cached_property
     def plane_pitch(self) -> int:
         """Where phases along w alternate, half of the banks more than a multiple: two planes' words meet in none."""
-        words = self.lines * self.line_pitch
-        return words + (8 - words) % 16 if self.tiling.planes[2] > 1 else words
+        words, alternate = (
+            self.lines * self.line_pitch,
+            self.tiling.pieces[0].vector == 1 and self.tiling.planes[2] > 1,
+        )
+        return words + (8 - words) % 16 if alternate else words
 
     @cached_property
     def pair_pitch(self) -> int:
@@ -269,9 +299,15 @@ class Buffers:
 
     @cached_property
     def slots(self) -> int:
-        """Words of a plane along d that are copied (of two planes together, if they are)."""
-        _, h, w = self.tiling.planes
-        return h * self.lines * (1 if self.tiling.paired else w) * self.line_words
+        """Loads of a plane along d and of one channel."""
+        pieces = self.tiling.pieces
+        return self.tiling.planes[1] * self.lines * max(piece.slots(self.line_words) for piece in pieces)
+
+    def jobs(self, piece: Words) -> int:
+        """Of a plane along d."""
+        slots, pairs = piece.job_shape
+        loads = self.tiling.planes[1] * self.lines * piece.slots(self.line_words)
+        return -(-loads // slots) * -(-self.tiling.out_tile // 2 // pairs)
 
     def bytes(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
@@ -329,25 +365,35 @@ class StepWork:
 
 def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     tiling, box = made.tiling, made.box
-    items = 2 * box.k_rows * tiling.consumers * tiling.row_tiles
+    items = 2 * box.k_rows * CONSUMERS * tiling.row_tiles
     planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
     words_x = box.k_rows * 32 * tiling.columns
-    words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
+    words_y = box.d * planes_d * tiling.planes[1] * made.lines * piece.rows_read * made.line_words * tiling.out_tile
     jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
-    jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
-    slow_x = 2 if layer.elements_x or layer.unit_c_x else 1
-    slow_y = 4 if piece.paired or layer.elements_y else 2 if layer.unit_c_y else 1
+    jobs_y = box.d * planes_d * made.jobs(piece)
+    cycles_x, cycles_y = job_cycles(layer)
     return StepWork(
-        products=items * item_cycles(piece, tiling.columns, made.conflicts) + (words_x + words_y) / 32,
-        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * tiling.producers),
+        products=items * item_cycles(layer, piece, tiling.columns, tiling.depth, made.conflicts)
+        + (words_x + words_y) / 32,
+        copying=max(jobs_x * cycles_x / tiling.warps_x, jobs_y * cycles_y / (PRODUCER_WARPS - tiling.warps_x)),
         l2=4 * (words_x + words_y) / L2_BYTES_PER_CYCLE,
     )
 
 
-def item_cycles(piece: Words, columns: int, conflicts: float = 1.0) -> float:
+def job_cycles(layer: Layer) -> tuple[float, float]:
+    """What a job of x and one of dy take a producer warp."""
+    x = JOB_CYCLES_X * (2 if layer.elements_x or layer.unit_c_x else 1)
+    if layer.elements_y:
+        return x, 3 * JOB_CYCLES_X
+    return x, JOB_CYCLES_X if layer.vector_y > 1 else JOB_CYCLES_Y * (2 if layer.unit_c_y else 1)
+
+
+def item_cycles(layer: Layer, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
     products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
-    return products + 16 * len(piece.loads) * conflicts + ITEM_OVERHEAD
+    loading = 16 * len(piece.loads) * conflicts
+    alone = 35 if depth == 1 else 0  # nothing hides the way of the fragments
+    return products + loading + ITEM_OVERHEAD + alone
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -400,12 +446,9 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     axis = layer.geometry.axes[2]
     count = -(-axis.kernel // MAX_TAPS_W)
     size = -(-axis.kernel // count)
-    whole = tuple(
+    yield tuple(
         layer.words(tuple(range(first, min(first + size, axis.kernel)))) for first in range(0, axis.kernel, size)
     )
-    if len({piece.paired for piece in whole}) > 1:  # a last piece of one tap
-        whole = tuple(replace(layer, pairable_y=False).words(piece.rows.taps) for piece in whole)
-    yield whole
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
     if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1:
         yield tuple(layer.words(taps) for taps in phases)
@@ -427,23 +470,29 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
         kinds = g.groups * len(rows_d) * len(rows_h)
         planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, [p.rows for p in pieces]))
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
-        for (columns, out_tile), (consumers, producers, registers, _) in product(channels, TEAMS):
-            row_tiles = -(-rows * (out_tile // 2) // (32 * consumers))
-            free = registers - row_tiles * (taps * columns // 2 + 2) - OTHER_REGISTERS
+        for columns, out_tile in channels:
+            row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
+            free = CONSUMER_REGISTERS - row_tiles * (taps * columns // 2 + 2) - OTHER_REGISTERS
             if row_tiles > MAX_ROW_TILES or free < fragments:
                 continue
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
-            tiles = consumers * row_tiles
+            tiles, depth = CONSUMERS * row_tiles, 2 if free >= 2 * fragments else 1
             if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                 continue
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
             cost = 0.0
             for piece in pieces:
-                cost += max(tiles * item_cycles(piece, columns), copied) + 0.1 * copied
-            depth = 2 if free >= 2 * fragments else 1
-            tiling = Tiling(columns, out_tile, rows_d, rows_h, pieces, consumers, producers, depth)
+                cost += max(tiles * item_cycles(layer, piece, columns, depth), copied) + 0.1 * copied
+            warps_x = _warps_x(layer, columns, out_tile, planes)
             number += 1
-            yield cost * blocks, number, tiling
+            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, warps_x)
+
+
+def _warps_x(layer: Layer, columns: int, out_tile: int, planes: int) -> int:
+    """How many producers copy x, so that both kinds are done at the same time."""
+    cycles_x, cycles_y = job_cycles(layer)
+    x, y = columns * cycles_x, 1.25 * planes * out_tile * cycles_y
+    return min(range(1, PRODUCER_WARPS), key=lambda warps: max(x / warps, y / (PRODUCER_WARPS - warps)))
 
 
 # ---- The family.
@@ -460,10 +509,11 @@ def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
 
 def _layer(p: Problem) -> Layer:
     x, y = _vector(p, p.input, p.input_size[2]), _vector(p, p.output, p.output_size[2])
-    elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
-    pairable = y > 0 and p.item_bytes == 2 and p.geometry.stride[2] == 2
+    stride = p.geometry.stride[2]
+    vectors = y > 1 and stride <= 2
+    elements_y = not vectors and (y == 0 or (p.item_bytes == 2 and stride > 1))
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
-    return Layer(p.geometry, p.dtype, x == 0, elements_y, pairable, max(x, 1), unit_c_x, unit_c_y)
+    return Layer(p.geometry, p.dtype, x == 0, elements_y, max(x, 1), y if vectors else 1, unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -505,7 +555,7 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     count = g.in_channels * g.out_per_group * g.taps
     splits = _splits(p, device, layer, made, count)
     mains = tuple(_main(p, device, layer, made, piece, splits) for piece in tiling.pieces)
-    reduce = _turning_reduce(p, count, splits) if count >= TURNED_COUNT else _plain_reduce(p, count, splits)
+    reduce = _sum_of_parts(p, count, splits)
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
@@ -513,19 +563,20 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     )
 
 
-def _plain_reduce(p: Problem, count: int, splits: int) -> Launch:
-    """For few elements: parallel over them and their parts."""
+def _sum_of_parts(p: Problem, count: int, splits: int) -> Launch:
     g, (ci, co, _, _, tap) = p.geometry, p.weight
-    return _reduce(p.dtype, count, splits, "dw", (g.taps, g.out_per_group, g.in_channels), (tap, co, ci))
-
-
-def _turning_reduce(p: Problem, count: int, splits: int) -> Launch:
-    """For many elements: reads and writes whole lines."""
-    g, (ci, co, _, _, tap) = p.geometry, p.weight
-    taps, threads = 32 if g.taps <= 32 else 64, 256
+    # A small weight has many parts: warps share them. A large one has few: a warp has whole lines of the result.
+    slices, threads = 8 if count < LARGE_WEIGHT else 1, 256
+    taps = 8 if slices > 1 or g.taps <= 8 else 32 if g.taps <= 32 else 64
     return Launch(
         kernel="reduce_taps",
-        constants=(("kThreads", threads), ("kMinBlocks", 1), ("Scalar", SCALARS[p.dtype]), ("kTaps", taps)),
+        constants=(
+            ("kThreads", threads),
+            ("kMinBlocks", 1),
+            ("Scalar", SCALARS[p.dtype]),
+            ("kTaps", taps),
+            ("kSlices", slices),
+        ),
         grid=(-(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group, 1, 1),
         threads=threads,
         shared_bytes=0,
@@ -566,12 +617,11 @@ def _wide(p: Problem) -> bool:
 def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
     groups = made.groups(device.shared_bytes)
-    jobs = -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
         grid=(tiling.kinds(g) * splits, 1, 1),
-        threads=128 * (tiling.consumers + tiling.producers),
+        threads=128 * (CONSUMERS + PRODUCERS),
         shared_bytes=made.bytes(groups),
         pointers=("x", "dy", "workspace"),
         scalars=padded(
@@ -580,7 +630,7 @@ def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words,
             int32s(made.ahead, groups, made.lines, made.line_words, made.line_pitch),
             int32s(made.plane_pitch, made.pair_pitch),
             dividers(box.count(p.input_size, layer.per_word)),
-            divider(jobs),
+            divider(made.jobs(piece)),
         ),
     )
 
@@ -607,23 +657,22 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
 
 def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Constants:
     g = p.geometry
-    registers = {(c, q): (consumer, producer) for c, q, consumer, producer in TEAMS}
-    consumer, producer = registers[tiling.consumers, tiling.producers]
     return (
-        ("kThreads", 128 * (tiling.consumers + tiling.producers)),
+        ("kThreads", 128 * (CONSUMERS + PRODUCERS)),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
-        ("kElementsY", layer.elements_y and not piece.paired),
-        ("kPairedY", piece.paired),
+        ("kElementsY", layer.elements_y),
         ("kVectorX", layer.vector_x),
+        ("kVectorY", layer.vector_y),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
-        ("kConsumers", tiling.consumers),
-        ("kProducers", tiling.producers),
-        ("kConsumerRegisters", consumer),
-        ("kProducerRegisters", producer),
+        ("kConsumers", CONSUMERS),
+        ("kProducers", PRODUCERS),
+        ("kWarpsX", tiling.warps_x),
+        ("kConsumerRegisters", CONSUMER_REGISTERS),
+        ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kStages", tiling.stages),
         ("kDepth", tiling.depth),
         ("kGroups", g.groups),
@@ -634,8 +683,9 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kRowTiles", tiling.row_tiles),
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
-        ("kPlanesW", tiling.planes[2]),
-        ("kPlaneOffsetW", (*piece.rows.offsets, *([0] * (tiling.planes[2] - len(piece.rows.offsets))))),
+        ("kPlanesW", len(piece.phases)),
+        ("kPlaneOffsetW", piece.rows.offsets),
+        ("kPhaseW", piece.phases),
         ("kTaps", len(piece.rows.taps)),
         ("kTapW", piece.rows.taps),
         ("kLoads", len(piece.loads)),

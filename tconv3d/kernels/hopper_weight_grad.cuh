@@ -68,24 +68,30 @@ struct HopperWeightGrad {
   static constexpr int kRows = C::kRowsD * C::kRowsH;
   static constexpr int kSums = C::kColumns / 2;
   static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
+  static constexpr int kWarpsY = kProducerWarps - C::kWarpsX;  // that copy dy
   static constexpr int kJobChannels = 8;
-  static constexpr int kJobsX = C::kColumns / kJobChannels;                  // per row segment
-  static constexpr int kJobsY = (kPairs + kJobChannels - 1) / kJobChannels;  // per 16 slots
+  static constexpr int kAhead = 3;                           // jobs that a producer has in registers
+  static constexpr int kJobsX = C::kColumns / kJobChannels;  // per row segment
+  // dy comes by words, past the registers (or by 16-bit elements, through them): 16 slots of one word, eight
+  // pairs to a job. Or by vectors through registers: 32 slots of a vector, which has kSlotWords words of
+  // each plane, of one or two pairs.
+  static constexpr bool kVectors = C::kVectorY > 1, kThroughRegisters = kVectors || C::kElementsY;
+  static constexpr int kSlotWords = C::kStrideW == 1 ? C::kVectorY : C::kVectorY / 2;
+  static constexpr int kSlotPlanes = kVectors ? 1 : C::kPlanesW;
+  static constexpr int kJobSlots = kVectors ? 32 : 16, kJobPairs = kVectors ? 4 / C::kVectorY : 8;
+  static constexpr int kJobsY = (kPairs + kJobPairs - 1) / kJobPairs;  // per kJobSlots
   static constexpr int kBlocksIn = (C::kInPerGroup + C::kColumns - 1) / C::kColumns;
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
   static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
-  // Two phases of 16-bit elements lie side by side in a word of memory: a slot is a word of each.
-  static constexpr int kSlotPlanes = C::kPairedY ? 1 : C::kPlanesW;
-  static constexpr bool kSeparateY = C::kElementsY || C::kPairedY;
   static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
 
   static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
   static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
   static_assert(C::kStages >= 2);
-  static_assert(!(C::kElementsX || kSeparateY) || kPerWord == 2);
-  static_assert(!C::kPairedY || (C::kPlanesW == 2 && C::kStrideW == 2 && !C::kUnitCY && !C::kElementsY));
+  static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
+  static_assert(!kVectors || (C::kStrideW <= 2 && !C::kUnitCY && !C::kElementsY), "neighbours in memory");
   static_assert(C::kVectorX == 1 || !(C::kElementsX || C::kUnitCX), "words that are neighbours in memory");
 
   // What distinguishes blocks that walk over the same positions.
@@ -163,12 +169,13 @@ struct HopperWeightGrad {
   __device__ __forceinline__ int row_segments() const {
     return (segment_count() + kRowSegments - 1) / kRowSegments;
   }
-  // Of a plane along d: for the kind that has most, and for this one.
-  __device__ __forceinline__ int most_slots() const {
-    return C::kPlanesH * args.lines * kSlotPlanes * args.line_words;
+  __device__ __forceinline__ int line_slots() const {
+    return kVectors ? args.line_words / kSlotWords : kSlotPlanes * args.line_words;
   }
+  // Of a plane along d: for the kind that has most, and for this one.
+  __device__ __forceinline__ int most_slots() const { return C::kPlanesH * args.lines * line_slots(); }
   __device__ __forceinline__ int slot_count() const {
-    return C::kPlanesCountH(kind.h) * args.lines * kSlotPlanes * args.line_words;
+    return C::kPlanesCountH(kind.h) * args.lines * line_slots();
   }
   __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
   __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
@@ -180,15 +187,16 @@ struct HopperWeightGrad {
   }
 
   __device__ __forceinline__ void prepare() {
-    const int line_slots = kSlotPlanes * args.line_words;
+    const int line_slots = this->line_slots();
     for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
       // Phases along w alternate as they do in memory.
       const int line = i / line_slots, rest = i % line_slots;
-      const int plane_w = rest % kSlotPlanes, word = rest / kSlotPlanes;
+      const int plane_w = rest % kSlotPlanes, word = rest / kSlotPlanes * (kVectors ? kSlotWords : 1);
       const int plane_h = line / args.lines, h = line % args.lines;
       Slot slot;
       slot.h = static_cast<short>(h * C::kStrideH + C::kPlaneOffsetH(kind.h, plane_h));
-      slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w));
+      slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w) -
+                                  (kVectors ? C::kPhaseW(0) : 0));
       slot.place = (plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word;
       slots[i] = slot;
     }
@@ -201,11 +209,11 @@ struct HopperWeightGrad {
     }
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.groups; ++i) {
-        ptx::barrier_init(full(i), 32 * kProducerWarps);
+        ptx::barrier_init(full(i), 32 * kWarpsY);
         ptx::barrier_init(empty(i), kConsumerWarps);
       }
       for (int i = 0; i < C::kStages; ++i) {
-        ptx::barrier_init(stage_full(i), kProducerWarps);
+        ptx::barrier_init(stage_full(i), C::kWarpsX);
         ptx::barrier_init(stage_empty(i), kConsumerWarps);
       }
       ptx::fence_barrier_init();
@@ -247,6 +255,10 @@ struct HopperWeightGrad {
       return low | high << 16;
     }
     return 0u;
+  }
+
+  static __device__ __forceinline__ unsigned rounded(unsigned word) {
+    return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
   }
 
   // Channels past the last read it again: their sums are never written.
@@ -316,8 +328,7 @@ struct HopperWeightGrad {
       const int segment = C::kUnitCX ? k / 4 * 4 + lane % 4 : word / kSegment;
       const int row = C::kUnitCX ? lane / 4 : k / C::kVectorX * C::kVectorX + lane / JobX::kSlots;
       const int piece = segment / 4 * 4 + (C::kUnitCX ? k : word) % kSegment;
-      to[row * kRowWords + (piece ^ row) * 4 + segment % 4] =
-          kRounded ? OperandOf<float>::bits(ptx::bits_to_float(from.words[k])) : from.words[k];
+      to[row * kRowWords + (piece ^ row) * 4 + segment % 4] = rounded(from.words[k]);
     }
   }
 
@@ -325,7 +336,7 @@ struct HopperWeightGrad {
     const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
     const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
     Source source{static_cast<const Scalar*>(args.dy), line && inside(w, args.dy_size.w),
-                  kSeparateY && line && inside(w + C::kStrideW, args.dy_size.w)};
+                  C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
     if (source.first || source.second) {
       const int in_group = min(kind.first_out + channel, C::kOutPerGroup - 1);
       source.from += run.n * static_cast<Index>(args.dy_strides.n) +
@@ -336,111 +347,246 @@ struct HopperWeightGrad {
     return source;
   }
 
-  // Eight words of dy (or, kPairedY, of each of two planes), past the registers where words are whole in
-  // memory.
-  template <class FindWord, class FindSource>
-  __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, int count) const {
-    if constexpr (kSeparateY) {
-      unsigned words[kJobChannels], pairs[kJobChannels];
-#pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        const Source found = source(k);
-        if constexpr (C::kPairedY) {
-          words[k] = found.first ? __ldg(reinterpret_cast<const unsigned*>(found.from)) : 0u;
-          pairs[k] = found.second ? __ldg(reinterpret_cast<const unsigned*>(found.from) + 1) : 0u;
-        } else {
-          words[k] = load_elements(found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        if (k >= count) break;
-        if constexpr (C::kPairedY) {
-          word(k)[0] = (words[k] & 0xFFFFu) | pairs[k] << 16;
-          word(k)[2 * args.plane_pitch] = words[k] >> 16 | (pairs[k] & 0xFFFF0000u);
-        } else {
-          *word(k) = words[k];
-        }
-      }
-    } else {
-#pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        const Source found = source(k);
-        if (k < count) ptx::copy_words<1>(word(k), found.from, found.first);
-      }
-    }
+  // Where a job of a group of sheets has its words, and from which plane they come.
+  struct PlaceY {
+    unsigned* to;
+    int d, first_slot, pair;
+  };
+  __device__ __forceinline__ PlaceY place_y(int job, int group, int step) const {
+    const int planes = C::kPlanesCountD(kind.d);
+    const int plane = divide(job, args.by_jobs), rest = job - plane * static_cast<int>(args.by_jobs.divisor);
+    const int sheet = plane / planes, plane_d = plane % planes, pair = rest % kJobsY * kJobPairs;
+    unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
+                         2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
+    const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
+    return PlaceY{to, d, rest / kJobsY * kJobSlots, pair};
+  }
+  __device__ __forceinline__ int jobs_y() const {
+    return args.box.d * C::kPlanesCountD(kind.d) * static_cast<int>(args.by_jobs.divisor);
   }
 
-  // A group of sheets.
-  __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
-    const int planes = C::kPlanesCountD(kind.d), jobs_of_plane = static_cast<int>(args.by_jobs.divisor);
+  // Calls body(word in shared memory, source) for a lane's eight words.
+  template <class Body>
+  __device__ __forceinline__ void for_words_y(const PlaceY& place, const Run& run, Body&& body) const {
     const int count = slot_count();
-    for (int job = warp; job < args.box.d * planes * jobs_of_plane; job += kProducerWarps) {
-      const int plane = divide(job, args.by_jobs), rest = job - plane * jobs_of_plane;
-      const int sheet = plane / planes, plane_d = plane % planes;
-      const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
-      const int first_slot = rest / kJobsY * 16, pair = rest % kJobsY * kJobChannels;
-      unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
-                           2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
-      if constexpr (C::kUnitCY) {
-        const int own = lane / 4, half = lane % 2, index = first_slot + lane / 2 % 2;
-        if (pair + own >= kPairs) continue;
-        copy_dy([&](int k) { return to + own * args.pair_pitch + 2 * slots[index + 2 * k].place + half; },
-                [&](int k) {
-                  return find_dy(run, d, slots[min(index + 2 * k, count - 1)], half * kPairs + pair + own);
-                },
-                (count - index + 1) / 2);
-      } else {
-        const int index = first_slot + lane % 16, half = lane / 16;
-        if (index >= count) continue;
-        const Slot slot = slots[index];
-        unsigned* const first = to + 2 * slot.place + half;
-        Source next = find_dy(run, d, slot, half * kPairs + pair);
-        copy_dy([&](int k) { return first + k * args.pair_pitch; },
-                [&](int k) {
-                  const Source found = next;
-                  const bool more = kind.first_out + half * kPairs + pair + k + 1 < C::kOutPerGroup;
-                  if ((found.first || found.second) && more) next.from += args.dy_strides.c;
-                  return found;
-                },
-                kPairs - pair);
-      }
-    }
-    if constexpr (kSeparateY) {
-      ptx::barrier_arrive(full(group));
+    if constexpr (C::kUnitCY) {
+      const int own = lane / 4, half = lane % 2, first = place.first_slot + lane / 2 % 2;
+      if (place.pair + own >= kPairs) return;
+      static_for<kJobChannels>([&](auto k) {
+        if (first + 2 * k >= count) return;
+        const Slot slot = slots[first + 2 * k];
+        body(k, place.to + own * args.pair_pitch + 2 * slot.place + half,
+             find_dy(run, place.d, slot, half * kPairs + place.pair + own));
+      });
     } else {
-      ptx::copy_arrive(full(group));
+      const int index = place.first_slot + lane % 16, half = lane / 16, first = half * kPairs + place.pair;
+      if (index >= count) return;
+      const Slot slot = slots[index];
+      unsigned* to = place.to + 2 * slot.place + half;
+      Source source = find_dy(run, place.d, slot, first);
+      static_for<kJobChannels>([&](auto k) {
+        if (kPairs % kJobChannels != 0 && place.pair + k >= kPairs) return;
+        body(k, to, source);
+        to += args.pair_pitch;
+        const bool more = kind.first_out + first + k + 1 < C::kOutPerGroup;
+        if ((source.first || source.second) && more) source.from += args.dy_strides.c;
+      });
     }
   }
 
-  // A delivery is a group of sheets and, but for the first of a run, a stage of x.
-  __device__ __forceinline__ void produce() const {
-    Ring group, stage;
-    const int jobs = row_segments() * kJobsX;
-    for (int index = part.begin; index < part.end;) {
-      const Run run = run_at(index);
-      for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
-        const bool with_x = i >= args.ahead;
-        const int step = run.first + i - args.ahead;
-        JobX present, next;
-        if (with_x) {
-          ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
-          if (warp < jobs) load_x(present, run, step, warp);
+  struct JobY {
+    unsigned words[kJobChannels];  // kVectors: [pair][channel of the pair][kVectorY]
+  };
+  __device__ __forceinline__ void load_y(JobY& to, const Run& run, int step, int job) const {
+    const PlaceY place = place_y(job, 0, step);
+    if constexpr (kVectors) {
+      const int index = place.first_slot + lane;
+      if (index >= slot_count()) return;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Source source = find_dy(run, place.d, slots[index], half * kPairs + place.pair);
+#pragma unroll
+        for (int j = 0; j < kJobPairs; ++j) {
+          Vector<unsigned, C::kVectorY> loaded{};
+          if (source.first) loaded = load_vector<C::kVectorY>(reinterpret_cast<const unsigned*>(source.from));
+#pragma unroll
+          for (int i = 0; i < C::kVectorY; ++i) to.words[(2 * j + half) * C::kVectorY + i] = loaded.at[i];
+          const bool more = kind.first_out + half * kPairs + place.pair + j + 1 < C::kOutPerGroup;
+          if (source.first && more) source.from += args.dy_strides.c;
         }
-        ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
-        copy_group(group.index, run, run.first + i);
-        if (!with_x) continue;
-        for (int job = warp; job < jobs; job += kProducerWarps) {
-          if (job + kProducerWarps < jobs) load_x(next, run, step, job + kProducerWarps);
-          store_x(present, stage.index, job);
-          present = next;
-        }
-        ptx::fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
-        stage.advance(C::kStages);
       }
+    } else {
+      for_words_y(place, run, [&](auto k, unsigned*, const Source& source) {
+        to.words[k] = load_elements(source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
+      });
+    }
+  }
+
+  // Word `word` of a plane, out of the words of a vector.
+  template <int kPlane, int kWord>
+  static __device__ __forceinline__ unsigned word_of_plane(const unsigned* vector) {
+    if constexpr (C::kStrideW == 1) {
+      return rounded(vector[kWord]);
+    } else if constexpr (kPerWord == 1) {
+      return rounded(vector[2 * kWord + C::kPhaseW(kPlane)]);
+    } else if constexpr (C::kPhaseW(kPlane) == 0) {
+      return (vector[2 * kWord] & 0xFFFFu) | vector[2 * kWord + 1] << 16;
+    } else {
+      return vector[2 * kWord] >> 16 | (vector[2 * kWord + 1] & 0xFFFF0000u);
+    }
+  }
+  __device__ __forceinline__ void store_y(const JobY& from, int group, const Run& run, int job) const {
+    const PlaceY place = place_y(job, group, 0);
+    if constexpr (kVectors) {
+      const int index = place.first_slot + lane;
+      if (index >= slot_count()) return;
+      constexpr int kTogether = kSlotWords < 2 ? 1 : 2;  // words of both channels in one store
+      unsigned* const first = place.to + 2 * slots[index].place;
+      static_for<kJobPairs>([&](auto j) {
+        constexpr int kJ = decltype(j)::value;
+        if (place.pair + kJ >= kPairs) return;
+        static_for<C::kPlanesW>([&](auto p) {
+          static_for<kSlotWords / kTogether>([&](auto i) {
+            constexpr int kP = decltype(p)::value, kFirst = decltype(i)::value * kTogether;
+            const unsigned* const one = from.words + 2 * kJ * C::kVectorY;
+            const unsigned* const other = one + C::kVectorY;
+            Vector<unsigned, 2 * kTogether> words;
+            words.at[0] = word_of_plane<kP, kFirst>(one);
+            words.at[1] = word_of_plane<kP, kFirst>(other);
+            if constexpr (kTogether == 2) {
+              words.at[2] = word_of_plane<kP, kFirst + 1>(one);
+              words.at[3] = word_of_plane<kP, kFirst + 1>(other);
+            }
+            *reinterpret_cast<Vector<unsigned, 2 * kTogether>*>(first + kJ * args.pair_pitch +
+                                                                2 * (kP * args.plane_pitch + kFirst)) = words;
+          });
+        });
+      });
+    } else {
+      for_words_y(place, run, [&](auto k, unsigned* to, const Source&) { to[0] = from.words[k]; });
+    }
+  }
+
+  // ---- What a producer warp does, job after job: of x steps, of dy deliveries (a group of sheets; a run
+  // begins with those that its first step needs beyond its own).
+
+  struct CourseX {
+    int index, job;
+    __device__ __forceinline__ void advance(int first_job, int jobs) {
+      job += C::kWarpsX;
+      if (job < jobs) return;
+      job = first_job;
+      ++index;
+    }
+  };
+
+  // Registers hold what is on its way: kAhead jobs, across steps.
+  __device__ __forceinline__ void produce_x() const {
+    const int jobs = row_segments() * kJobsX;
+    CourseX loads{part.begin, warp}, stores{part.begin, warp};
+    JobX buffers[kAhead];
+    Ring stage;
+    const auto load = [&](JobX& to) {
+      if (loads.index >= part.end) return;
+      const Run run = run_at(loads.index);
+      if (loads.job < jobs) load_x(to, run, run.first, loads.job);
+      loads.advance(warp, jobs);
+    };
+    static_for<kAhead>([&](auto i) { load(buffers[i]); });
+    while (stores.index < part.end) {
+      static_for<kAhead>([&](auto i) {
+        if (stores.index >= part.end) return;
+        if (stores.job == warp) ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
+        if (stores.job < jobs) store_x(buffers[i], stage.index, stores.job);
+        if (stores.job + C::kWarpsX >= jobs) {
+          ptx::fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
+          stage.advance(C::kStages);
+        }
+        stores.advance(warp, jobs);
+        load(buffers[i]);
+      });
+    }
+  }
+
+  struct CourseY {
+    int index, delivery, job;
+    Run run;
+    __device__ __forceinline__ CourseY(const HopperWeightGrad& kernel, int first_job)
+        : index(kernel.part.begin), delivery(0), job(first_job), run(kernel.run_at(index)) {}
+    __device__ __forceinline__ int step() const { return run.first + delivery; }
+    // False: the last delivery is over.
+    __device__ __forceinline__ bool advance(const HopperWeightGrad& kernel, int first_job, int jobs) {
+      job += kWarpsY;
+      if (job < jobs) return true;
+      job = first_job;
+      return next_delivery(kernel);
+    }
+    __device__ __forceinline__ bool next_delivery(const HopperWeightGrad& kernel) {
+      if (++delivery < run.count + kernel.args.ahead) return true;
+      delivery = 0;
       index += run.count;
+      if (index >= kernel.part.end) return false;
+      run = kernel.run_at(index);
+      return true;
+    }
+  };
+
+  __device__ __forceinline__ void produce_y() const {
+    if (part.begin >= part.end) return;
+    if constexpr (kThroughRegisters) {
+      pass_y();
+    } else {
+      copy_y();
+    }
+  }
+
+  __device__ __forceinline__ void copy_y() const {
+    const int own = warp - C::kWarpsX, jobs = jobs_y();
+    Ring group;
+    CourseY course(*this, own);
+    do {
+      ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
+      for (int job = own; job < jobs; job += kWarpsY) {
+        for_words_y(place_y(job, group.index, course.step()), course.run,
+                    [&](auto, unsigned* to, const Source& source) {
+                      ptx::copy_words<1>(to, source.from, source.first);
+                    });
+      }
+      ptx::copy_arrive(full(group.index));
+      group.advance(args.groups);
+    } while (course.next_delivery(*this));
+  }
+
+  __device__ __forceinline__ void pass_y() const {
+    const int own = warp - C::kWarpsX, jobs = jobs_y();
+    CourseY loads(*this, own);
+    JobY buffers[kAhead];
+    bool more = true;
+    int waiting = 0, job = own;  // jobs in registers, and the first of them
+    Ring group;
+    const auto load = [&](JobY& to) {
+      if (!more) return;
+      if (loads.job < jobs) load_y(to, loads.run, loads.step(), loads.job);
+      more = loads.advance(*this, own, jobs);
+      ++waiting;
+    };
+    static_for<kAhead>([&](auto i) { load(buffers[i]); });
+    while (waiting > 0) {
+      static_for<kAhead>([&](auto i) {
+        if (waiting == 0) return;
+        if (job == own) ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
+        if (job < jobs) store_y(buffers[i], group.index, loads.run, job);
+        job += kWarpsY;
+        if (job >= jobs) {
+          ptx::barrier_arrive(full(group.index));
+          group.advance(args.groups);
+          job = own;
+        }
+        --waiting;
+        load(buffers[i]);
+      });
     }
   }
 
@@ -497,7 +643,7 @@ struct HopperWeightGrad {
           load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        to.loaded[kI][e] = kRounded ? OperandOf<float>::bits(ptx::bits_to_float(words.at[e])) : words.at[e];
+        to.loaded[kI][e] = kVectors ? words.at[e] : rounded(words.at[e]);
       }
     });
     static_for<C::kJoins>([&](auto j) {
@@ -652,7 +798,11 @@ __device__ void run(const Args& args) {
   kernel.prepare();
   if (kernel.warp < kernel.kProducerWarps) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    kernel.produce();
+    if (kernel.warp < Config::kWarpsX) {
+      kernel.produce_x();
+    } else {
+      kernel.produce_y();
+    }
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     kernel.consume(kernel.warp / 4 - Config::kProducers);

@@ -1,6 +1,6 @@
 // Adds the parts that split kernels leave as [taps][out][in], always in the same order, and writes them as a
 // weight, [in][out][taps]: a block turns a tile of taps and input channels of one output channel in shared
-// memory, so that reading and writing are both contiguous.
+// memory, so that reading and writing are both contiguous. kSlices warps share the parts of a tap.
 #pragma once
 
 #include "common.cuh"
@@ -17,34 +17,37 @@ struct Args {
 
 template <class C>
 __device__ void run(const Args& args) {
-  constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
-  static_assert(C::kTaps % kWarps == 0 && C::kThreads % C::kTaps == 0);
-  __shared__ float tile[C::kTaps][kLanes + 1];  // one word more: turning meets no bank twice
+  constexpr int kLanes = 32, kTapWarps = C::kThreads / kLanes / C::kSlices;
+  static_assert(C::kTaps % kTapWarps == 0 && C::kThreads % C::kTaps == 0);
+  __shared__ float tile[C::kSlices][C::kTaps][kLanes + 1];  // one word more: turning meets no bank twice
   const int tap_tiles = (args.taps + C::kTaps - 1) / C::kTaps, in_tiles = (args.in + kLanes - 1) / kLanes;
   const int first_tap = static_cast<int>(blockIdx.x) % tap_tiles * C::kTaps;
   const int rest = static_cast<int>(blockIdx.x) / tap_tiles;
   const int first_in = rest % in_tiles * kLanes, out = rest / in_tiles;
   const int warp = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int slice = warp % C::kSlices;
 #pragma unroll
-  for (int i = 0; i < C::kTaps / kWarps; ++i) {
-    const int tap = first_tap + i * kWarps + warp, in = first_in + lane;
+  for (int i = 0; i < C::kTaps / kTapWarps; ++i) {
+    const int tap = i * kTapWarps + warp / C::kSlices, in = first_in + lane;
     float sum = 0.0f;
-    if (tap < args.taps && in < args.in) {
+    if (first_tap + tap < args.taps && in < args.in) {
       const float* part = static_cast<const float*>(args.parts) +
-                          (static_cast<long long>(tap) * args.out + out) * args.in + in;
+                          (static_cast<long long>(first_tap + tap) * args.out + out) * args.in + in;
 #pragma unroll 4
-      for (int split = 0; split < args.splits; ++split) sum += part[split * args.count];
+      for (int split = slice; split < args.splits; split += C::kSlices) sum += part[split * args.count];
     }
-    tile[i * kWarps + warp][lane] = sum;
+    tile[slice][tap][lane] = sum;
   }
   __syncthreads();
   const int tap = static_cast<int>(threadIdx.x) % C::kTaps;
   for (int i = static_cast<int>(threadIdx.x) / C::kTaps; i < kLanes; i += C::kThreads / C::kTaps) {
-    if (first_tap + tap < args.taps && first_in + i < args.in) {
-      static_cast<typename C::Scalar*>(args.result)[(first_in + i) * args.stride_in + out * args.stride_out +
-                                                    (first_tap + tap) * args.stride_tap] =
-          Narrow<typename C::Scalar>::from(tile[tap][i]);
-    }
+    if (first_tap + tap >= args.taps || first_in + i >= args.in) continue;
+    float sum = 0.0f;
+#pragma unroll
+    for (int from = 0; from < C::kSlices; ++from) sum += tile[from][tap][i];
+    static_cast<typename C::Scalar*>(args.result)[(first_in + i) * args.stride_in + out * args.stride_out +
+                                                  (first_tap + tap) * args.stride_tap] =
+        Narrow<typename C::Scalar>::from(sum);
   }
 }
 
