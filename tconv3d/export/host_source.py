@@ -1,0 +1,61 @@
+"""Operations -> the C++ source of an exported file: tensors in, tensors out, on the caller's device and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .cuda_source import listed, parameters
+from .passes import Operation
+
+TOP = """#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace tconv3d {  // in the CUDA source
+
+"""
+FORMAT = """
+}  // namespace tconv3d
+
+#ifdef CHANNELS_LAST_3D
+constexpr auto kFormat = at::MemoryFormat::ChannelsLast3d;
+#else
+constexpr auto kFormat = at::MemoryFormat::Contiguous;
+#endif
+
+// Memory that an operation needs only while it runs; the next one on the stream may have it.
+at::Tensor scratch(long long bytes, const at::Tensor& like) {
+  return at::empty({bytes}, like.options().dtype(at::kByte));
+}
+"""
+
+
+def host_source(operations: Sequence[Operation]) -> str:
+    text = TOP
+    for operation in operations:
+        start = f"void {operation.name}("
+        text += f"long long {operation.name}_workspace();\n" + listed(start, parameters(operation), ");", len(start))
+    return text + FORMAT + "".join(_function(operation) for operation in operations)
+
+
+def _function(operation: Operation) -> str:
+    first = operation.operands[0]
+    result = operation.result
+    shape = ", ".join(map(str, operation.shape))
+    volume = ".memory_format(kFormat)" if result in ("y", "dx") else ""
+    start = f"at::Tensor {operation.name}("
+    tensors = [f"const at::Tensor& {name}" for name in operation.operands]
+    addresses = [f"{name}.data_ptr()" for name in (*operation.operands, result, "workspace")]
+    call = f"  tconv3d::{operation.name}("
+    return (
+        "\n"
+        + listed(start, tensors, ") {", len(start))
+        + f"  const c10::cuda::CUDAGuard guard({first}.device());\n"
+        + f"  at::Tensor {result} = at::empty({{{shape}}}, {first}.options(){volume});\n"
+        + f"  const at::Tensor workspace = scratch(tconv3d::{operation.name}_workspace(), {first});\n"
+        + listed(call, [*addresses, "c10::cuda::getCurrentCUDAStream()"], ");", len(call))
+        + f"  return {result};\n}}\n"
+    )

@@ -1,0 +1,272 @@
+"""A task or a layer and its operations -> the Python file."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from .. import tasks
+from ..bench.layers import Layer
+from .cuda_source import cuda_source
+from .host_source import host_source
+from .passes import Operation
+
+FILE = '''"""{title}
+
+{settings}. One file: PyTorch, nvcc and a C++ compiler are all it needs.
+
+    model = ModelNew(*get_init_inputs()).cuda()
+    y = model(*(x.cuda() for x in get_inputs()))
+
+Written by `{command}` (tconv3d {version}).
+The kernels below are those that the library runs for this layer, with its constants filled in and what it does not
+use left out. They are compiled when they are first needed, for the GPU at hand, by load_inline; PyTorch's own
+operators compute nothing. The shape of the input is fixed. Types: {precisions}.
+Layouts: {layout_names}. GPUs: compute capability 8.0 and up, 9.0 (Hopper) by its own instructions.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.utils.cpp_extension import load_inline
+
+SHAPE = {shape}  # of the input: [N, C_in, D, H, W]
+SETTINGS = {{
+{layer_settings}}}
+DTYPES = ({dtypes})
+LAYOUTS = {{{layouts}}}
+DEVICE = "cuda"
+
+
+{model}
+
+
+def get_inputs() -> list[Tensor]:
+    return [torch.randn(SHAPE)]
+
+
+{get_init_inputs}
+
+
+# ---- The operation, with its gradients.
+
+
+def convolve(x: Tensor, layer: nn.ConvTranspose3d) -> Tensor:
+    """layer(x), by the kernels of this file."""
+    check(x, layer)
+    tensors = [x, layer.weight{bias}]
+    if torch.is_autocast_enabled(DEVICE):
+        tensors = [tensor.to(torch.get_autocast_dtype(DEVICE)) for tensor in tensors]
+    if tensors[0].dtype not in DTYPES or len({{tensor.dtype for tensor in tensors}}) > 1:
+        found = ", ".join(str(tensor.dtype) for tensor in tensors)
+        raise TypeError(f"expected input and parameters of one type among {{DTYPES}}, got {{found}}")
+    return Convolution.apply(*tensors)
+
+
+class Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}) -> Tensor:
+        layout = layout_of(x)
+        x, weight = ready(x, layout), ready(weight, layout)
+        ctx.layout = layout
+        ctx.save_for_backward(x, weight)
+        return compiled(x, layout).forward(x, weight{bias_argument})
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = ready(dy, ctx.layout)
+        kernels = compiled(dy, ctx.layout)
+        wanted = ctx.needs_input_grad
+        return (
+            kernels.input_grad(dy, weight) if wanted[0] else None,
+            kernels.weight_grad(dy, x) if wanted[1] else None,
+{bias_gradient}        )
+
+
+def check(x: Tensor, layer: nn.ConvTranspose3d) -> None:
+    given = {{name: getattr(layer, name) for name in SETTINGS if name != "bias"}}
+    given["bias"] = layer.bias is not None
+    if given != SETTINGS:
+        raise ValueError(f"this file was exported for {{SETTINGS}}, got {{given}}")
+    if tuple(x.shape) != SHAPE:
+        raise ValueError(f"this file was exported for inputs of shape {{SHAPE}}, got {{tuple(x.shape)}}")
+    if x.device.type != DEVICE or layer.weight.device != x.device:
+        found = f"{{x.device}} and {{layer.weight.device}}"
+        raise ValueError(f"expected input and parameters on one {{DEVICE}} device, got {{found}}")
+
+
+def layout_of(x: Tensor) -> str:
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
+    return "channels_last_3d" if last and "channels_last_3d" in LAYOUTS else next(iter(LAYOUTS))
+
+
+def ready(tensor: Tensor, layout: str) -> Tensor:
+    """The tensor as the kernels read it: in one of the layouts, at an address that is a multiple of 16 bytes."""
+    tensor = tensor.contiguous(memory_format=LAYOUTS[layout])
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """float32 follows PyTorch's switch for convolutions, torch.backends.cudnn.conv.fp32_precision."""
+    if dtype is torch.float32:
+        return "tf32" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "float32"
+    return str(dtype).removeprefix("torch.")
+
+
+def compiled(x: Tensor, layout: str) -> Any:
+    return extension(x.get_device(), precision_of(x.dtype), layout)
+
+
+@functools.cache
+def extension(device: int, precision: str, layout: str) -> Any:
+    """The kernels for one GPU, precision and layout."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise RuntimeError(f"compute capability 8.0 or higher expected, got {{major}}.{{minor}}")
+    hopper = (major, minor) == (9, 0)
+    arch = "90a" if hopper else f"{{major}}{{minor}}"
+    defines = [f"-D{{name.upper()}}" for name in (precision, layout, *(["hopper"] if hopper else []))]
+    return load_inline(
+        name=f"{name}_{{precision}}_{{layout}}_sm{{arch}}",
+        cpp_sources=[CPP_SOURCE],
+        cuda_sources=[CUDA_SOURCE],
+        functions=[{functions}],
+        extra_cflags=["-O2", *defines],
+        extra_cuda_cflags=["-O3", "-std=c++20", f"-gencode=arch=compute_{{arch}},code=sm_{{arch}}", *defines],
+        no_implicit_headers=True,
+    )
+
+
+# ---- The sources.
+
+CPP_SOURCE = r"""
+{cpp}"""
+
+CUDA_SOURCE = r"""
+{cuda}"""
+'''
+
+CONSTRUCTOR = '''    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int, int],
+        stride: int | tuple[int, int, int] = 1,
+        padding: int | tuple[int, int, int] = 0,
+        output_padding: int | tuple[int, int, int] = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | tuple[int, int, int] = 1,
+    ) -> None:
+        super().__init__()
+        self.conv_transpose3d = nn.ConvTranspose3d(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride=stride,
+            padding=padding,
+            output_padding=output_padding,
+            groups=groups,
+            bias=bias,
+            dilation=dilation,
+        )
+'''
+MODEL = '''class ModelNew(nn.Module):
+    """{comment}"""
+
+{constructor}
+    def forward(self, x: Tensor) -> Tensor:
+        return convolve(x, self.{attribute})'''
+
+
+def python_file(name: str, layer: Layer, operations: Sequence[Operation], command: str, version: str) -> str:
+    """The text of the file; `name` is a task's or the layer's."""
+    dtypes = list(dict.fromkeys(v.precision for v in operations[0].plans if v.precision != "tf32"))
+    layouts = list(dict.fromkeys(v.layout for v in operations[0].plans))
+    task = tasks.load(name) if name in tasks.NAMES else None
+    formats = {"contiguous": "torch.contiguous_format", "channels_last_3d": "torch.channels_last_3d"}
+    return FILE.format(
+        title=_title(name, task),
+        settings=_sentence(str(layer)),
+        command=command,
+        version=version,
+        precisions=", ".join(dtypes),
+        layout_names=", ".join(layouts),
+        shape=layer.input_shape,
+        layer_settings=_settings(layer),
+        dtypes=", ".join(f"torch.{dtype}" for dtype in dtypes) + ("," if len(dtypes) == 1 else ""),
+        layouts=", ".join(f'"{layout}": {formats[layout]}' for layout in layouts),
+        model=_model(task),
+        get_init_inputs=_get_init_inputs(layer, task),
+        bias=", layer.bias" if layer.bias else "",
+        bias_parameter=", bias: Tensor" if layer.bias else "",
+        bias_argument=", bias" if layer.bias else "",
+        bias_gradient="            kernels.bias_grad(dy) if wanted[2] else None,\n" if layer.bias else "",
+        name=re.sub(r"\W", "_", name),
+        functions=", ".join(f'"{operation.name}"' for operation in operations),
+        cpp=host_source(operations),
+        cuda=cuda_source(operations),
+    )
+
+
+def _title(name: str, task: Any) -> str:
+    if isinstance(task, ModuleType) and task.__doc__:
+        return _sentence(task.__doc__.strip().splitlines()[0])
+    return f"The layer {name}."
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _settings(layer: Layer) -> str:
+    values = {
+        "in_channels": layer.in_channels,
+        "out_channels": layer.out_channels,
+        "kernel_size": layer.kernel,
+        "stride": layer.stride,
+        "padding": layer.padding,
+        "output_padding": layer.output_padding,
+        "groups": layer.groups,
+        "dilation": layer.dilation,
+        "bias": layer.bias,
+    }
+    return "".join(f'    "{name}": {value!r},\n' for name, value in values.items())
+
+
+def _model(task: Any) -> str:
+    """The class, with the constructor that the task's own has."""
+    if task is None:
+        return MODEL.format(
+            comment="One transposed 3D convolution. The parameters and their names are those of nn.ConvTranspose3d.",
+            constructor=CONSTRUCTOR,
+            attribute="conv_transpose3d",
+        )
+    source = inspect.getsource(task.Model.__init__)
+    attribute = re.search(r"self\.(\w+) = self\.Layer\(", source)
+    assert attribute is not None, "a task keeps its layer in an attribute"
+    return MODEL.format(
+        comment="The task's model. Parameters, their names and their first values are those of PyTorch's layer.",
+        constructor=source.replace("self.Layer(", "nn.ConvTranspose3d("),
+        attribute=attribute.group(1),
+    )
+
+
+def _get_init_inputs(layer: Layer, task: Any) -> str:
+    if task is not None:
+        return inspect.getsource(task.get_init_inputs).strip()
+    values = (
+        *(layer.in_channels, layer.out_channels, layer.kernel, layer.stride, layer.padding, layer.output_padding),
+        *(layer.groups, layer.bias, layer.dilation),
+    )
+    return f"def get_init_inputs() -> list[Any]:\n    return [{', '.join(map(repr, values))}]"
