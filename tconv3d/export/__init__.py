@@ -2,8 +2,8 @@
 
     text = export.export("large_volume", dtypes=["float32"])
 
-The rooms: `passes` (what to compute, and the planner's plans for it), `cxx` and `specialise` (the kernels' headers, cut
-down to what these plans need), `cuda_source`, `host_source` and `python_file` (the text).
+The rooms: `passes` (what to compute, and the planner's plans for it), `cxx` and `specialise` (the kernels' headers,
+cut down to what these plans need), `cuda_source`, `host_source` and `python_file` (the text).
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ def export(
     dtypes: Sequence[str] = tuple(PRECISIONS),
     layouts: Sequence[str] = LAYOUTS,
     command: str = "tconv3d export",
+    emulated: bool = False,
 ) -> str:
-    """The file for a task or a layer of `layers.LAYERS`, or for a layer in the words of the constructor."""
-    from .. import __version__
+    """The file for a task or a layer of `layers.LAYERS`, or for a layer in the words of the constructor.
 
-    known = layers.LAYERS.get(name_or_layer)
-    layer = known or layers.parse(name_or_layer)
+    `emulated`: with the emulator's functions in place of inline assembly, for tests.
+    """
+    by_name = name_or_layer.strip().isidentifier()
+    layer = layers.named([name_or_layer])[name_or_layer] if by_name else layers.parse(name_or_layer)
     operations = passes.operations(layer, passes.variants(dtypes, layouts))
-    name = name_or_layer if known else "layer"
-    return python_file.python_file(name, layer, operations, command, __version__)
+    name = name_or_layer if by_name else "layer"
+    return python_file.python_file(name, layer, operations, command, emulated)

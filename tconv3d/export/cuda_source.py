@@ -20,8 +20,8 @@ from .specialise import Part, Settings, Sources, specialise
 
 LINE = 110
 _ONLY_LAUNCHED = {"kMinBlocks", "kClusterSize"}  # read where a kernel is launched, not in it
-TOP = r"""// Words: a kernel is a template over a Config, whose constants are this layer's; Args are its arguments at run time.
-// Which variant is compiled is said by the macros HOPPER, TF32, FLOAT32, FLOAT16, BFLOAT16 and CHANNELS_LAST_3D.
+TOP = r"""// A kernel is a template over a Config, the constants of this layer; Args are its arguments at run time.
+// Which variant is compiled is said by the macros HOPPER, TF32, FLOAT32, FLOAT16, BFLOAT16, CHANNELS_LAST_3D.
 #ifndef __CUDACC_RTC__
 #include <cuda_runtime.h>
 
@@ -56,9 +56,7 @@ void launch(const char* name, void (*kernel)(Args), dim3 grid, unsigned threads,
 """
 
 
-def cuda_source(
-    operations: Sequence[Operation], kernels: Path = compiler.KERNELS, emulated: bool = False
-) -> str:
+def cuda_source(operations: Sequence[Operation], kernels: Path = compiler.KERNELS, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
     sources = Sources(kernels, emulated)
     specialised = specialise(sources, _settings(operations))
@@ -165,9 +163,7 @@ def guard(chosen: Iterable[Variant], all_of: Iterable[Variant]) -> str:
     return " || \\\n    ".join(f"({text})" if "&&" in text and len(texts) > 1 else text for text in texts)
 
 
-def _rectangle(
-    gpus: frozenset[str], precisions: list[str], layouts: frozenset[str], every: list[Variant]
-) -> str:
+def _rectangle(gpus: frozenset[str], precisions: list[str], layouts: frozenset[str], every: list[Variant]) -> str:
     parts = []
     if gpus != {v.gpu for v in every}:
         parts.append("defined(HOPPER)" if "hopper" in gpus else "!defined(HOPPER)")
@@ -273,7 +269,9 @@ def _members(config: str, constants: Iterable[tuple[str, Constant]]) -> str:
             nested = value and isinstance(value[0], tuple)
             index, access = ("int i, int j", "[i][j]") if nested else ("int i", "[i]")
             type_ = _table_type(value)
-            lines.append(f"  static __device__ constexpr {type_} {key}({index}) {{ return {config}_{key}{access}; }}\n")
+            lines.append(
+                f"  static __device__ constexpr {type_} {key}({index}) {{ return {config}_{key}{access}; }}\n"
+            )
     return "".join(lines)
 
 
@@ -310,7 +308,8 @@ def _launch(operation: Operation, plan: Plan, index: int, launch: Launch, source
     return (
         f"  {{\n    const {launch.kernel}::Args args{{\n"
         + listed(" " * 8, fields, "};", 8)
-        + f'    launch("{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {shared}, args, stream);\n  }}\n'
+        + f'    launch("{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {shared}, args, '
+        + "stream);\n  }\n"
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from .. import tasks
+from .. import __version__, tasks
 from ..bench.layers import Layer
 from .cuda_source import cuda_source
 from .host_source import host_source
@@ -16,12 +17,16 @@ from .passes import Operation
 
 FILE = '''"""{title}
 
-{settings}. One file: PyTorch, nvcc and a C++ compiler are all it needs.
+{settings}.
+One file: PyTorch, nvcc and a C++ compiler are all it needs.
 
     model = ModelNew(*get_init_inputs()).cuda()
     y = model(*(x.cuda() for x in get_inputs()))
 
-Written by `{command}` (tconv3d {version}).
+Written by tconv3d {version}:
+
+    {command}
+
 The kernels below are those that the library runs for this layer, with its constants filled in and what it does not
 use left out. They are compiled when they are first needed, for the GPU at hand, by load_inline; PyTorch's own
 operators compute nothing. The shape of the input is fixed. Types: {precisions}.
@@ -156,7 +161,7 @@ CUDA_SOURCE = r"""
 {cuda}"""
 '''
 
-CONSTRUCTOR = '''    def __init__(
+CONSTRUCTOR = """    def __init__(
         self,
         in_channels: int,
         out_channels: int,
@@ -180,7 +185,7 @@ CONSTRUCTOR = '''    def __init__(
             bias=bias,
             dilation=dilation,
         )
-'''
+"""
 MODEL = '''class ModelNew(nn.Module):
     """{comment}"""
 
@@ -189,17 +194,18 @@ MODEL = '''class ModelNew(nn.Module):
         return convolve(x, self.{attribute})'''
 
 
-def python_file(name: str, layer: Layer, operations: Sequence[Operation], command: str, version: str) -> str:
+def python_file(name: str, layer: Layer, operations: Sequence[Operation], command: str, emulated: bool) -> str:
     """The text of the file; `name` is a task's or the layer's."""
     dtypes = list(dict.fromkeys(v.precision for v in operations[0].plans if v.precision != "tf32"))
     layouts = list(dict.fromkeys(v.layout for v in operations[0].plans))
     task = tasks.load(name) if name in tasks.NAMES else None
+    cuda, host = cuda_source(operations, emulated=emulated), host_source(operations)
     formats = {"contiguous": "torch.contiguous_format", "channels_last_3d": "torch.channels_last_3d"}
     return FILE.format(
         title=_title(name, task),
         settings=_sentence(str(layer)),
         command=command,
-        version=version,
+        version=__version__,
         precisions=", ".join(dtypes),
         layout_names=", ".join(layouts),
         shape=layer.input_shape,
@@ -212,17 +218,17 @@ def python_file(name: str, layer: Layer, operations: Sequence[Operation], comman
         bias_parameter=", bias: Tensor" if layer.bias else "",
         bias_argument=", bias" if layer.bias else "",
         bias_gradient="            kernels.bias_grad(dy) if wanted[2] else None,\n" if layer.bias else "",
-        name=re.sub(r"\W", "_", name),
+        name=f"{name}_{hashlib.sha256((cuda + host).encode()).hexdigest()[:8]}",
         functions=", ".join(f'"{operation.name}"' for operation in operations),
-        cpp=host_source(operations),
-        cuda=cuda_source(operations),
+        cpp=host,
+        cuda=cuda,
     )
 
 
 def _title(name: str, task: Any) -> str:
     if isinstance(task, ModuleType) and task.__doc__:
         return _sentence(task.__doc__.strip().splitlines()[0])
-    return f"The layer {name}."
+    return "One transposed 3D convolution." if name == "layer" else f"The layer {name}."
 
 
 def _sentence(text: str) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from ..launch import Constants
@@ -250,15 +251,13 @@ def _decide(text: str, found: list[Token], at: int, then: int, value: bool) -> s
     inner = text[found[branch[0]].start : found[branch[1]].end]
     last = end + 1 < len(found) and found[end + 1].text == "}"
     if inner.startswith("{") and not chained and (last or not _declares(inner)):
-        inner = _unwrapped(inner, _column(text, found[at].start))
-    rest = text[found[end].end :]
+        inner = _unwrapped(inner)
+    before, rest = text[: found[at].start], text[found[end].end :]
     if not chained and _returns(inner):
         rest = _after_block(rest)
-    return text[: found[at].start] + inner + rest
-
-
-def _column(text: str, at: int) -> int:
-    return at - text.rfind("\n", 0, at) - 1
+    if inner.startswith("#"):  # a directive begins its line
+        before = before.rstrip(" ")
+    return before + inner + rest
 
 
 def _declares(block: str) -> bool:
@@ -269,20 +268,19 @@ def _declares(block: str) -> bool:
         first = depth == 1 and inside[i].text in ("{", "}", ";")
         following = inside[i + 1]
         typed = i + 2 < len(inside) and inside[i + 2].kind == "word" and following.text not in ("return", "else")
-        if first and following.kind == "word" and (typed or following.text in ("const", "constexpr", "using", "auto")):
+        if (
+            first
+            and following.kind == "word"
+            and (typed or following.text in ("const", "constexpr", "using", "auto"))
+        ):
             return True
     return False
 
 
-def _unwrapped(block: str, column: int) -> str:
-    """What stands between braces, two columns further left."""
-    lines = [line.rstrip() for line in block[1:-1].strip("\n").split("\n")]
-    lines = [line for i, line in enumerate(lines) if line or i not in (0, len(lines) - 1)]
-    lines = [line if line.startswith("#") else line.removeprefix("  ") for line in lines]
-    first = lines[0].lstrip()
-    if lines and block[1:].lstrip(" ").startswith("//"):  # a comment beside the opening brace
-        lines[0] = first
-    return "\n".join([first, *lines[1:]]) if not first.startswith("#") else "\n".join(["", *lines]).rstrip()
+def _unwrapped(block: str) -> str:
+    """What stands between braces, two columns further left; its first line begins where the braces did."""
+    lines = [line.rstrip() for line in block[1:-1].strip().split("\n")]
+    return "\n".join([lines[0], *(line.removeprefix("  ") for line in lines[1:])])
 
 
 def _returns(branch: str) -> bool:
@@ -463,7 +461,7 @@ def _arguments(call: str) -> list[str]:
     opening = next(i for i, token in enumerate(found) if token.text == "(")
     inside = found[opening + 1 : cxx.closing(found, opening)]
     commas = [-1, *(i for i, token in enumerate(inside) if token.text == ","), len(inside)]
-    return [" ".join(t.text for t in inside[a + 1 : b]) for a, b in zip(commas, commas[1:], strict=False)]
+    return [" ".join(t.text for t in inside[a + 1 : b]) for a, b in pairwise(commas)]
 
 
 def _specialisation(call: Declaration, macros: dict[str, tuple[list[str], str]]) -> tuple[str, str]:
