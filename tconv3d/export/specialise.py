@@ -493,7 +493,8 @@ def _expanded(call: str, macros: dict[str, tuple[list[str], str]]) -> set[str]:
         found.add(name)
         parameters, body = macros[name]
         for parameter, argument in zip(parameters, arguments, strict=False):
-            body = re.sub(rf"(?:##\s*)?\b{parameter}\b", lambda match, a=argument: _pasted(match, a), body)
+            plain = argument.replace("\\", r"\\")  # as the text to put in, not as a pattern
+            body = re.sub(rf"##\s*{parameter}\b|\b{parameter}\b", plain, body)
         body = body.replace("##", "")
         for token in cxx.code(body):
             if token.text in macros and token.text not in found:
@@ -506,6 +507,3 @@ def _expanded(call: str, macros: dict[str, tuple[list[str], str]]) -> set[str]:
         found |= cxx.words(body)
     return found
 
-
-def _pasted(match: re.Match[str], argument: str) -> str:
-    return f"##{argument}" if match.group().startswith("##") else argument
