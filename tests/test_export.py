@@ -361,7 +361,7 @@ def test_tasks_compile_for_every_gpu(name: str, arch: str, which: str, layout: s
     chosen = macros(arch, which, layout)
 
     def build() -> bytes:
-        options = ProgramOptions(arch=f"sm_{arch}", std="c++20", define_macro=chosen, ptxas_options="-v")
+        options = ProgramOptions(arch=f"sm_{arch}", define_macro=chosen, **compiler._OPTIONS)
         log = io.StringIO()
         Program(source, "c++", options).compile("cubin", logs=log)
         return log.getvalue().encode()
