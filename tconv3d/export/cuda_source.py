@@ -190,7 +190,8 @@ def _operation(operation: Operation, sources: Sources) -> str:
 def parameters(operation: Operation) -> list[str]:
     """Of the C++ function that launches an operation's kernels."""
     inputs = [f"const void* {name}" for name in operation.operands]
-    return [*inputs, f"void* {operation.result}", "void* workspace", "cudaStream_t stream"]
+    outputs = [f"void* {result.name}" for result in operation.results]
+    return [*inputs, *outputs, "void* workspace", "cudaStream_t stream"]
 
 
 def _section(operation: Operation, section: Section, sources: Sources) -> str:
@@ -299,7 +300,7 @@ def _launch(operation: Operation, plan: Plan, index: int, launch: Launch, source
     if not total - 8 < size + len(launch.scalars) <= total:
         raise NotExportableError(f"{launch.kernel} packs {size + len(launch.scalars)} bytes, its Args have {total}")
     names = list(values)
-    known = {*operation.operands, operation.result, "workspace"}
+    known = {*operation.operands, *(result.name for result in operation.results), "workspace"}
     for name, pointer in zip(names, launch.pointers, strict=False):
         values[name] = pointer if pointer in known else "nullptr"
     fields = [piece for name, value in values.items() for piece in _fields(name, value)]

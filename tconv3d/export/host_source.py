@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .cuda_source import listed, parameters
-from .passes import Operation
+from .passes import Operation, Result
 
 TOP = """#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -43,19 +43,25 @@ def host_source(operations: Sequence[Operation]) -> str:
 
 def _function(operation: Operation) -> str:
     first = operation.operands[0]
-    result = operation.result
-    shape = ", ".join(map(str, operation.shape))
-    volume = ".memory_format(kFormat)" if result in ("y", "dx") else ""
-    start = f"at::Tensor {operation.name}("
+    results = [result.name for result in operation.results]
+    kind = "at::Tensor" if len(results) == 1 else f"std::tuple<{', '.join(['at::Tensor'] * len(results))}>"
+    start = f"{kind} {operation.name}("
     tensors = [f"const at::Tensor& {name}" for name in operation.operands]
-    addresses = [f"{name}.data_ptr()" for name in (*operation.operands, result, "workspace")]
+    addresses = [f"{name}.data_ptr()" for name in (*operation.operands, *results, "workspace")]
     call = f"  tconv3d::{operation.name}("
+    found = results[0] if len(results) == 1 else f"{{{', '.join(results)}}}"
     return (
         "\n"
         + listed(start, tensors, ") {", len(start))
         + f"  const c10::cuda::CUDAGuard guard({first}.device());\n"
-        + f"  at::Tensor {result} = at::empty({{{shape}}}, {first}.options(){volume});\n"
+        + "".join(_allocation(result, first) for result in operation.results)
         + f"  const at::Tensor workspace = scratch(tconv3d::{operation.name}_workspace(), {first});\n"
         + listed(call, [*addresses, "c10::cuda::getCurrentCUDAStream()"], ");", len(call))
-        + f"  return {result};\n}}\n"
+        + f"  return {found};\n}}\n"
     )
+
+
+def _allocation(result: Result, like: str) -> str:
+    shape = ", ".join(map(str, result.shape))
+    volume = ".memory_format(kFormat)" if result.volume else ""
+    return f"  at::Tensor {result.name} = at::empty({{{shape}}}, {like}.options(){volume});\n"

@@ -48,13 +48,21 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Result:
+    """A tensor that an operation writes. Volumes are in the variant's memory format."""
+
+    name: str
+    shape: tuple[int, ...]
+    volume: bool = False
+
+
+@dataclass(frozen=True)
 class Operation:
-    """One function of the exported file: named operands in, one tensor out."""
+    """One function of the exported file: named operands in, tensors out."""
 
     name: str
     operands: tuple[str, ...]
-    result: str
-    shape: tuple[int, ...]
+    results: tuple[Result, ...]
     plans: dict[Variant, Plan]
 
 
@@ -77,11 +85,16 @@ def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
 def _operation(layer: Layer, which: Pass, chosen: Sequence[Variant]) -> Operation:
     *operands, _, result, _ = OPERANDS[which]  # before the result nothing, after it the workspace
     weight = (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel)
-    shapes = {"y": layer.output_shape, "dx": layer.input_shape, "dw": weight, "db": (layer.out_channels,)}
+    results = {
+        "y": Result("y", layer.output_shape, volume=True),
+        "dx": Result("dx", layer.input_shape, volume=True),
+        "dw": Result("dw", weight),
+        "db": Result("db", (layer.out_channels,)),
+    }
     if not layer.bias:
         operands = [name for name in operands if name != "bias"]
     plans = {v: planner.plan(problem(layer, which, v), DEVICES[v.gpu]) for v in chosen}
-    return Operation(which.value, tuple(operands), result, shapes[result], plans)
+    return Operation(which.value, tuple(operands), (results[result],), plans)
 
 
 def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:

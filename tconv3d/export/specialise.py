@@ -506,4 +506,3 @@ def _expanded(call: str, macros: dict[str, tuple[list[str], str]]) -> set[str]:
                     work.append((token.text, []))
         found |= cxx.words(body)
     return found
-
