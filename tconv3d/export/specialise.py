@@ -453,7 +453,8 @@ def _macro(text: str) -> tuple[list[str], str]:
     whole = text[text.index("#") :].replace("\\\n", " ")
     found = re.match(r"#\s*define\s+\w+(?:\(([^)]*)\))?(.*)", whole, re.DOTALL)
     assert found is not None
-    return [name.strip() for name in (found.group(1) or "").split(",") if name.strip()], found.group(2)
+    parameters = [name.strip().replace("...", "__VA_ARGS__") for name in (found.group(1) or "").split(",")]
+    return [name for name in parameters if name], found.group(2)
 
 
 def _arguments(call: str) -> list[str]:
@@ -486,23 +487,21 @@ def _used(name: str, argument: str, texts: list[str], values: list[cxx.Evaluator
 def _expanded(call: str, macros: dict[str, tuple[list[str], str]]) -> set[str]:
     """All names in the expansion of a macro's call, those of the macros included."""
     found: set[str] = set()
-    name = cxx.code(call)[0].text
-    work = [(name, _arguments(call))]
+    work = [(cxx.code(call)[0].text, _arguments(call))]
     while work:
         name, arguments = work.pop()
         found.add(name)
         parameters, body = macros[name]
-        for parameter, argument in zip(parameters, arguments, strict=False):
+        if parameters[-1:] == ["__VA_ARGS__"]:
+            rest = len(parameters) - 1
+            arguments = [*arguments[:rest], ", ".join(arguments[rest:])]
+        for parameter, argument in zip(parameters, arguments, strict=True):
             plain = argument.replace("\\", r"\\")  # as the text to put in, not as a pattern
             body = re.sub(rf"##\s*{parameter}\b|\b{parameter}\b", plain, body)
         body = body.replace("##", "")
         for token in cxx.code(body):
-            if token.text in macros and token.text not in found:
-                inside = re.match(r"\s*\(", body[token.end :])
-                if inside and macros[token.text][0]:
-                    end = body.find(")", token.end)
-                    work.append((token.text, _arguments(body[token.start : end + 1])))
-                elif not macros[token.text][0]:
-                    work.append((token.text, []))
+            if token.text in macros:
+                takes = bool(macros[token.text][0])
+                work.append((token.text, _arguments(body[token.start :]) if takes else []))
         found |= cxx.words(body)
     return found
