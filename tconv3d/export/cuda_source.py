@@ -201,7 +201,7 @@ def _section(operation: Operation, section: Section, sources: Sources) -> str:
     text = _comment(note) + "namespace tconv3d {\n\n"
     text += "\n".join(_kernel(operation, section, i) for i in range(len(plan.launches)))
     text += f"\n#ifndef __CUDACC_RTC__\nlong long {operation.name}_workspace() {{ return {plan.workspace_bytes}; }}\n"
-    start = f"void {operation.name}("
+    start = f"void launch_{operation.name}("
     text += listed(start, parameters(operation), ") {", len(start))
     for i, launch in enumerate(plan.launches):
         text += _launch(operation, plan, i, launch, sources)

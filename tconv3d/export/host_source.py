@@ -36,7 +36,7 @@ at::Tensor scratch(long long bytes, const at::Tensor& like) {
 def host_source(operations: Sequence[Operation]) -> str:
     text = TOP
     for operation in operations:
-        start = f"void {operation.name}("
+        start = f"void launch_{operation.name}("
         text += f"long long {operation.name}_workspace();\n" + listed(start, parameters(operation), ");", len(start))
     return text + FORMAT + "".join(_function(operation) for operation in operations)
 
@@ -48,7 +48,7 @@ def _function(operation: Operation) -> str:
     start = f"{kind} {operation.name}("
     tensors = [f"const at::Tensor& {name}" for name in operation.operands]
     addresses = [f"{name}.data_ptr()" for name in (*operation.operands, *results, "workspace")]
-    call = f"  tconv3d::{operation.name}("
+    call = f"  tconv3d::launch_{operation.name}("
     found = results[0] if len(results) == 1 else f"{{{', '.join(results)}}}"
     return (
         "\n"
