@@ -220,6 +220,22 @@ def test_gradients_are_computed_when_they_are_asked_for(emulated: Callable[..., 
 
 
 @needs_compiler
+def test_autocast_chooses_the_type(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated(SMALL["strided, bias"], HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    with torch.autocast("cpu", torch.float16):
+        y = model(x)
+    assert y.dtype is torch.float16
+    y.sum().backward()
+    assert model.conv_transpose3d.weight.grad.dtype is torch.float32
+    expected = torch.conv_transpose3d(
+        x, model.conv_transpose3d.weight, model.conv_transpose3d.bias, stride=2, padding=1, output_padding=1
+    )
+    assert relative_error(y, expected) < TOLERANCE["float16"]
+
+
+@needs_compiler
 def test_what_an_exported_file_refuses(emulated: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     module = emulated(SMALL["marching"], HOPPER)
     model = module.ModelNew(*module.get_init_inputs())
@@ -303,6 +319,18 @@ def test_fewer_types_make_a_shorter_file() -> None:
 def test_a_block_with_group_norm_says_that_it_cannot_be_exported() -> None:
     with pytest.raises(export.NotExportableError, match="ReLU and GroupNorm"):
         export.export("relu_group_norm")
+
+
+@pytest.mark.parametrize("name", ["nnunet_320_320_4", "monai_32_2_64", "gan_512_256_4", "depthwise_64"])
+def test_named_layers_can_be_exported(name: str) -> None:
+    """And its kernels for any GPU ask for no more shared memory than the smallest of them has."""
+    text = export.export(name, ["float16"], ["contiguous"])
+    ast.parse(text)
+    source = source_of(text, "CUDA_SOURCE")
+    other = re.sub(r"#if defined\(HOPPER\).*?\n#endif\n\n", "", source, flags=re.DOTALL)
+    launches = re.findall(r"launch\(\"\w+\", \w+, dim3\{[\d, ]+\}, \d+, (\d+), args, stream\)", other)
+    assert len(launches) >= 3
+    assert max(map(int, launches)) <= 99 * 1024
 
 
 def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

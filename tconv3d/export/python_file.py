@@ -18,7 +18,7 @@ from .passes import Operation
 FILE = '''"""{title}
 
 {settings}.
-One file: PyTorch, nvcc and a C++ compiler are all it needs.
+One file: PyTorch 2.9 or newer, nvcc and a C++ compiler are all it needs.
 
     model = ModelNew(*get_init_inputs()).cuda()
     y = model(*(x.cuda() for x in get_inputs()))

@@ -105,11 +105,10 @@ def specialise(sources: Sources, settings: Settings) -> list[Part]:
     values = {
         kernel: [_values(sources, kernel, constants) for constants in found] for kernel, found in settings.items()
     }
-    folded = {
-        name: fold(sources.header(name).body, _truth([v for kernel in users[name] for v in values[kernel]]))
-        for name in order
-    }
-    parsed = {name: cxx.declarations(text) for name, text in folded.items()}
+    parsed = {}
+    for name in order:
+        parsed[name] = cxx.declarations(sources.header(name).body)
+        _fold_declarations(parsed[name], _truth([v for kernel in users[name] for v in values[kernel]]))
     kept: set[int] = set()
     for kernel, found in settings.items():
         program = [d for name in sources.closure(kernel) for d in parsed[name]]
@@ -201,6 +200,15 @@ def _truth(values: list[cxx.Evaluator]) -> Truth:
 def fold(text: str, truth: Truth) -> str:
     """The text with every condition decided that can be."""
     return _fold_choices(_fold_branches(text, truth), truth)
+
+
+def _fold_declarations(found: list[Declaration], truth: Truth) -> None:
+    """Folds each by itself: a condition never reaches from one into the next."""
+    for declaration in found:
+        if declaration.children:
+            _fold_declarations(declaration.children, truth)
+        elif declaration.kind not in ("define", "macro", "section"):
+            declaration.text = fold(declaration.text, truth)
 
 
 def _fold_branches(text: str, truth: Truth) -> str:
