@@ -51,6 +51,9 @@ void launch(const char* name, void (*kernel)(Args), dim3 grid, unsigned threads,
   check(cudaLaunchKernel(kernel, grid, dim3{threads, 1, 1}, parameters, shared_bytes, stream), name);
 }
 
+// A place in an operation's scratch memory.
+inline void* part(void* workspace, long long bytes) { return static_cast<unsigned char*>(workspace) + bytes; }
+
 }  // namespace tconv3d
 #endif
 """
@@ -114,26 +117,27 @@ class Section:
         return next(iter(self.plans.values()))
 
     def takes(self, variant: Variant, plan: Plan) -> bool:
-        own = self.plan
-        if len(plan.launches) != len(own.launches) or plan.workspace_bytes != own.workspace_bytes:
-            return False
-        if plan.launches == own.launches:
-            return True
-        known = next(iter(self.plans))
-        if (variant.gpu, variant.layout) != (known.gpu, known.layout):
-            return False
-        return all(_alike(a, b) for a, b in zip(plan.launches, own.launches, strict=True))
+        """Whether a variant runs what one of these runs, or what one of another precision does on the same GPU."""
+        return any(
+            plan.launches == known_plan.launches
+            or ((variant.gpu, variant.layout) == (known.gpu, known.layout) and _alike(plan, known_plan))
+            for known, known_plan in self.plans.items()
+            if (plan.workspace_bytes, plan.regions) == (known_plan.workspace_bytes, known_plan.regions)
+        )
 
 
-def _alike(a: Launch, b: Launch) -> bool:
-    """The same launch, but for a few constants that name a type or stand for one."""
-    same = (a.kernel, a.grid, a.threads, a.shared_bytes, a.pointers, a.scalars) == (
-        *(b.kernel, b.grid, b.threads, b.shared_bytes, b.pointers, b.scalars),
-    )
-    if not same or len(a.constants) != len(b.constants):
+def _alike(a: Plan, b: Plan) -> bool:
+    """The same launches, but for constants that name types and one that stands for them."""
+    if len(a.launches) != len(b.launches):
         return False
-    differing = [x[0] for x, y in zip(a.constants, b.constants, strict=True) if x != y]
-    return len(differing) <= 2 and "Scalar" in differing
+    for x, y in zip(a.launches, b.launches, strict=True):
+        differing = [(c, d) for c, d in zip(x.constants, y.constants, strict=False) if c != d]
+        others = [c for c, d in differing if not (c[0] == d[0] and isinstance(c[1], str))]
+        if replace(x, constants=()) != replace(y, constants=()) or len(others) > 1:
+            return False
+        if len(x.constants) != len(y.constants) or any(c[0] != d[0] for c, d in differing):
+            return False
+    return True
 
 
 def sections(operation: Operation) -> list[Section]:
@@ -300,9 +304,10 @@ def _launch(operation: Operation, plan: Plan, index: int, launch: Launch, source
     if not total - 8 < size + len(launch.scalars) <= total:
         raise NotExportableError(f"{launch.kernel} packs {size + len(launch.scalars)} bytes, its Args have {total}")
     names = list(values)
-    known = {*operation.operands, *(result.name for result in operation.results), "workspace"}
+    known = {name: name for name in (*operation.operands, *(r.name for r in operation.results), "workspace")}
+    known |= {name: f"part(workspace, {start})" for name, start in plan.regions}
     for name, pointer in zip(names, launch.pointers, strict=False):
-        values[name] = pointer if pointer in known else "nullptr"
+        values[name] = known.get(pointer, "nullptr")
     fields = [piece for name, value in values.items() for piece in _fields(name, value)]
     grid = ", ".join(map(str, launch.grid))
     shared = launch.shared_bytes

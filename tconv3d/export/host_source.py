@@ -38,14 +38,24 @@ def host_source(operations: Sequence[Operation]) -> str:
     for operation in operations:
         start = f"void launch_{operation.name}("
         text += f"long long {operation.name}_workspace();\n" + listed(start, parameters(operation), ");", len(start))
-    return text + FORMAT + "".join(_function(operation) for operation in operations)
+    return text + FORMAT + "".join(_functions(operation) for operation in operations)
 
 
-def _function(operation: Operation) -> str:
+def function_names(operations: Sequence[Operation]) -> list[str]:
+    """The functions that Python calls."""
+    return [name for o in operations for name in (o.name, *([f"{o.name}_"] if o.in_place else []))]
+
+
+def _functions(operation: Operation) -> str:
+    """The operation, and the one that writes its result over its first operand (called `name_`, as in PyTorch)."""
+    return _function(operation) + (_function(operation, over=True) if operation.in_place else "")
+
+
+def _function(operation: Operation, over: bool = False) -> str:
     first = operation.operands[0]
-    results = [result.name for result in operation.results]
+    results = [first] if over else [result.name for result in operation.results]
     kind = "at::Tensor" if len(results) == 1 else f"std::tuple<{', '.join(['at::Tensor'] * len(results))}>"
-    start = f"{kind} {operation.name}("
+    start = f"{kind} {operation.name}{'_' if over else ''}("
     tensors = [f"const at::Tensor& {name}" for name in operation.operands]
     addresses = [f"{name}.data_ptr()" for name in (*operation.operands, *results, "workspace")]
     call = f"  tconv3d::launch_{operation.name}("
@@ -54,7 +64,7 @@ def _function(operation: Operation) -> str:
         "\n"
         + listed(start, tensors, ") {", len(start))
         + f"  const c10::cuda::CUDAGuard guard({first}.device());\n"
-        + "".join(_allocation(result, first) for result in operation.results)
+        + ("" if over else "".join(_allocation(result, first) for result in operation.results))
         + f"  const at::Tensor workspace = scratch(tconv3d::{operation.name}_workspace(), {first});\n"
         + listed(call, [*addresses, "c10::cuda::getCurrentCUDAStream()"], ");", len(call))
         + f"  return {found};\n}}\n"
@@ -63,5 +73,6 @@ def _function(operation: Operation) -> str:
 
 def _allocation(result: Result, like: str) -> str:
     shape = ", ".join(map(str, result.shape))
+    dtype = {"": "", "float32": ".dtype(at::kFloat)"}[result.dtype]
     volume = ".memory_format(kFormat)" if result.volume else ""
-    return f"  at::Tensor {result.name} = at::empty({{{shape}}}, {like}.options(){volume});\n"
+    return f"  at::Tensor {result.name} = at::empty({{{shape}}}, {like}.options(){dtype}{volume});\n"

@@ -12,8 +12,8 @@ from typing import Any
 from .. import __version__, tasks
 from ..bench.layers import Layer
 from .cuda_source import cuda_source
-from .host_source import host_source
-from .passes import Operation
+from .host_source import function_names, host_source
+from .passes import EPS, Operation
 
 FILE = '''"""{title}
 
@@ -46,7 +46,7 @@ from torch.utils.cpp_extension import load_inline
 SHAPE = {shape}  # of the input: [N, C_in, D, H, W]
 SETTINGS = {{
 {layer_settings}}}
-DTYPES = ({dtypes})
+{norm_settings}DTYPES = ({dtypes})
 LAYOUTS = {{{layouts}}}
 DEVICE = "cuda"
 
@@ -64,38 +64,7 @@ def get_inputs() -> list[Tensor]:
 # ---- The operation, with its gradients.
 
 
-def convolve(x: Tensor, layer: nn.ConvTranspose3d) -> Tensor:
-    """layer(x), by the kernels of this file."""
-    check(x, layer)
-    tensors = [x, layer.weight{bias}]
-    if torch.is_autocast_enabled(DEVICE):
-        tensors = [tensor.to(torch.get_autocast_dtype(DEVICE)) for tensor in tensors]
-    if tensors[0].dtype not in DTYPES or len({{tensor.dtype for tensor in tensors}}) > 1:
-        found = ", ".join(str(tensor.dtype) for tensor in tensors)
-        raise TypeError(f"expected input and parameters of one type among {{DTYPES}}, got {{found}}")
-    return Convolution.apply(*tensors)
-
-
-class Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}) -> Tensor:
-        layout = layout_of(x)
-        x, weight = ready(x, layout), ready(weight, layout)
-        ctx.layout = layout
-        ctx.save_for_backward(x, weight)
-        return compiled(x, layout).forward(x, weight{bias_argument})
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        dy = ready(dy, ctx.layout)
-        kernels = compiled(dy, ctx.layout)
-        wanted = ctx.needs_input_grad
-        return (
-            kernels.input_grad(dy, weight) if wanted[0] else None,
-            kernels.weight_grad(dy, x) if wanted[1] else None,
-{bias_gradient}        )
+{operation}
 
 
 def check(x: Tensor, layer: nn.ConvTranspose3d) -> None:
@@ -119,6 +88,12 @@ def ready(tensor: Tensor, layout: str) -> Tensor:
     """The tensor as the kernels read it: in one of the layouts, at an address that is a multiple of 16 bytes."""
     tensor = tensor.contiguous(memory_format=LAYOUTS[layout])
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
+
+
+def check_types(*tensors: Tensor) -> None:
+    if tensors[0].dtype not in DTYPES or len({{tensor.dtype for tensor in tensors}}) > 1:
+        found = ", ".join(str(tensor.dtype) for tensor in tensors)
+        raise TypeError(f"expected input and parameters of one type among {{DTYPES}}, got {{found}}")
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -161,12 +136,83 @@ CUDA_SOURCE = r"""
 {cuda}"""
 '''
 
-CONSTRUCTOR = """    def __init__(
+CONVOLUTION = '''def convolve(x: Tensor, layer: nn.ConvTranspose3d) -> Tensor:
+    """layer(x), by the kernels of this file."""
+    check(x, layer)
+    tensors = [x, layer.weight{bias}]
+    if torch.is_autocast_enabled(DEVICE):
+        tensors = [tensor.to(torch.get_autocast_dtype(DEVICE)) for tensor in tensors]
+    check_types(*tensors)
+    return Convolution.apply(*tensors)
+
+
+class Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}) -> Tensor:
+        layout = layout_of(x)
+        x, weight = ready(x, layout), ready(weight, layout)
+        ctx.layout = layout
+        ctx.save_for_backward(x, weight)
+        return compiled(x, layout).forward(x, weight{bias_argument})
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dy = ready(dy, ctx.layout)
+        kernels = compiled(dy, ctx.layout)
+        wanted = ctx.needs_input_grad
+        return (
+            kernels.input_grad(dy, weight) if wanted[0] else None,
+            kernels.weight_grad(dy, x) if wanted[1] else None,
+{bias_gradient}        )'''
+BLOCK = '''def block(x: Tensor, layer: nn.ConvTranspose3d, norm: nn.GroupNorm) -> Tensor:
+    """norm(relu(layer(x))), by the kernels of this file."""
+    check(x, layer)
+    given = {{name: getattr(norm, name) for name in NORM_SETTINGS}}
+    if given != NORM_SETTINGS:
+        raise ValueError(f"this file was exported for a GroupNorm of {{NORM_SETTINGS}}, got {{given}}")
+    if torch.is_autocast_enabled(DEVICE):
+        raise RuntimeError("this file does not know autocast: cast input and parameters to one type")
+    tensors = [x, layer.weight{bias}, norm.weight, norm.bias]  # the norm's: scale and shift
+    check_types(*tensors)
+    return Block.apply(*tensors)
+
+
+class Block(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor) -> Tensor:
+        layout = layout_of(x)
+        x, weight = ready(x, layout), ready(weight, layout)
+        kernels = compiled(x, layout)
+        hidden, statistics = kernels.forward(x, weight{bias_argument})  # after the ReLU
+        if not any(ctx.needs_input_grad):
+            return kernels.normalize_(hidden, statistics, scale, shift)
+        ctx.layout = layout
+        ctx.save_for_backward(x, weight, hidden, statistics, scale)
+        return kernels.normalize(hidden, statistics, scale, shift)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, hidden, statistics, scale = ctx.saved_tensors
+        dy = ready(dy, ctx.layout)
+        kernels = compiled(dy, ctx.layout)
+        # dz: of what went into the ReLU.
+        dz, dparameters{dbias} = kernels.norm_grad(dy, hidden, statistics, scale)
+        wanted = ctx.needs_input_grad
+        return (
+            kernels.input_grad(dz, weight) if wanted[0] else None,
+            kernels.weight_grad(dz, x) if wanted[1] else None,
+{bias_gradient}            *dparameters,
+        )'''
+
+LAYER_CONSTRUCTOR = """    def __init__(
         self,
         in_channels: int,
         out_channels: int,
         kernel_size: int | tuple[int, int, int],
-        stride: int | tuple[int, int, int] = 1,
+{norm_parameter}        stride: int | tuple[int, int, int] = 1,
         padding: int | tuple[int, int, int] = 0,
         output_padding: int | tuple[int, int, int] = 0,
         groups: int = 1,
@@ -174,7 +220,7 @@ CONSTRUCTOR = """    def __init__(
         dilation: int | tuple[int, int, int] = 1,
     ) -> None:
         super().__init__()
-        self.conv_transpose3d = nn.ConvTranspose3d(
+        self.{attribute} = nn.ConvTranspose3d(
             in_channels,
             out_channels,
             kernel_size,
@@ -185,13 +231,13 @@ CONSTRUCTOR = """    def __init__(
             bias=bias,
             dilation=dilation,
         )
-"""
+{norm_module}"""
 MODEL = '''class ModelNew(nn.Module):
     """{comment}"""
 
 {constructor}
     def forward(self, x: Tensor) -> Tensor:
-        return convolve(x, self.{attribute})'''
+        return {call}'''
 
 
 def python_file(name: str, layer: Layer, operations: Sequence[Operation], command: str, emulated: bool) -> str:
@@ -202,7 +248,7 @@ def python_file(name: str, layer: Layer, operations: Sequence[Operation], comman
     cuda, host = cuda_source(operations, emulated=emulated), host_source(operations)
     formats = {"contiguous": "torch.contiguous_format", "channels_last_3d": "torch.channels_last_3d"}
     return FILE.format(
-        title=_title(name, task),
+        title=_title(name, layer, task),
         settings=_sentence(str(layer)),
         command=command,
         version=__version__,
@@ -210,29 +256,42 @@ def python_file(name: str, layer: Layer, operations: Sequence[Operation], comman
         layout_names=", ".join(layouts),
         shape=layer.input_shape,
         layer_settings=_settings(layer),
+        norm_settings=_norm_settings(layer),
         dtypes=", ".join(f"torch.{dtype}" for dtype in dtypes) + ("," if len(dtypes) == 1 else ""),
         layouts=", ".join(f'"{layout}": {formats[layout]}' for layout in layouts),
-        model=_model(task),
+        model=_model(layer, task),
         get_init_inputs=_get_init_inputs(layer, task),
-        bias=", layer.bias" if layer.bias else "",
-        bias_parameter=", bias: Tensor" if layer.bias else "",
-        bias_argument=", bias" if layer.bias else "",
-        bias_gradient="            kernels.bias_grad(dy) if wanted[2] else None,\n" if layer.bias else "",
+        operation=_operation(layer),
         name=f"{name}_{hashlib.sha256((cuda + host).encode()).hexdigest()[:8]}",
-        functions=", ".join(f'"{operation.name}"' for operation in operations),
+        functions=", ".join(f'"{name}"' for name in function_names(operations)),
         cpp=host,
         cuda=cuda,
     )
 
 
-def _title(name: str, task: Any) -> str:
+def _title(name: str, layer: Layer, task: Any) -> str:
     if isinstance(task, ModuleType) and task.__doc__:
         return _sentence(task.__doc__.strip().splitlines()[0])
-    return "One transposed 3D convolution." if name == "layer" else f"The layer {name}."
+    what = "One transposed 3D convolution" + (", ReLU and GroupNorm" if layer.norm_groups else "")
+    return f"{what}." if name == "layer" else f"{what}: {name}."
 
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
+
+
+def _operation(layer: Layer) -> str:
+    if layer.norm_groups:
+        gradient = "            dbias if wanted[2] else None,\n" if layer.bias else ""
+    else:
+        gradient = "            kernels.bias_grad(dy) if wanted[2] else None,\n" if layer.bias else ""
+    return (BLOCK if layer.norm_groups else CONVOLUTION).format(
+        bias=", layer.bias" if layer.bias else "",
+        bias_parameter=", bias: Tensor" if layer.bias else "",
+        bias_argument=", bias.contiguous()" if layer.bias else "",
+        bias_gradient=gradient,
+        dbias=", dbias" if layer.bias else "",
+    )
 
 
 def _settings(layer: Layer) -> str:
@@ -250,29 +309,45 @@ def _settings(layer: Layer) -> str:
     return "".join(f'    "{name}": {value!r},\n' for name, value in values.items())
 
 
-def _model(task: Any) -> str:
+def _norm_settings(layer: Layer) -> str:
+    if not layer.norm_groups:
+        return ""
+    channels = layer.out_channels
+    values = f'"num_groups": {layer.norm_groups}, "num_channels": {channels}, "eps": {EPS}, "affine": True'
+    return f"NORM_SETTINGS = {{{values}}}\n"
+
+
+def _model(layer: Layer, task: Any) -> str:
     """The class, with the constructor that the task's own has."""
     if task is None:
-        return MODEL.format(
-            comment="One transposed 3D convolution. The parameters and their names are those of nn.ConvTranspose3d.",
-            constructor=CONSTRUCTOR,
-            attribute="conv_transpose3d",
+        attribute, norm = ("conv_transpose", "group_norm") if layer.norm_groups else ("conv_transpose3d", "")
+        constructor = LAYER_CONSTRUCTOR.format(
+            attribute=attribute,
+            norm_parameter="        num_groups: int,\n" if norm else "",
+            norm_module=f"        self.{norm} = nn.GroupNorm(num_groups, out_channels)\n" if norm else "",
         )
-    source = inspect.getsource(task.Model.__init__)
-    attribute = re.search(r"self\.(\w+) = self\.Layer\(", source)
-    assert attribute is not None, "a task keeps its layer in an attribute"
-    return MODEL.format(
-        comment="The task's model. Parameters, their names and their first values are those of PyTorch's layer.",
-        constructor=source.replace("self.Layer(", "nn.ConvTranspose3d("),
-        attribute=attribute.group(1),
-    )
+        comment = "The parameters and their names are those of PyTorch's layers."
+    else:
+        source = inspect.getsource(task.Model.__init__)
+        constructor = source.replace("self.Layer(", "nn.ConvTranspose3d(")
+        attribute, norm = (_attribute(constructor, kind) for kind in ("ConvTranspose3d", "GroupNorm"))
+        comment = "The task's model. Parameters, their names and their first values are those of PyTorch's layers."
+    call = f"block(x, self.{attribute}, self.{norm})" if norm else f"convolve(x, self.{attribute})"
+    return MODEL.format(comment=comment, constructor=constructor, call=call)
+
+
+def _attribute(constructor: str, kind: str) -> str:
+    """The name under which a constructor keeps its layer of some kind; empty if it has none."""
+    found = re.search(rf"self\.(\w+) = nn\.{kind}\(", constructor)
+    return found.group(1) if found else ""
 
 
 def _get_init_inputs(layer: Layer, task: Any) -> str:
     if task is not None:
         return inspect.getsource(task.get_init_inputs).strip()
     values = (
-        *(layer.in_channels, layer.out_channels, layer.kernel, layer.stride, layer.padding, layer.output_padding),
-        *(layer.groups, layer.bias, layer.dilation),
+        *(layer.in_channels, layer.out_channels, layer.kernel),
+        *((layer.norm_groups,) if layer.norm_groups else ()),
+        *(layer.stride, layer.padding, layer.output_padding, layer.groups, layer.bias, layer.dilation),
     )
     return f"def get_init_inputs() -> list[Any]:\n    return [{', '.join(map(repr, values))}]"
