@@ -1,4 +1,4 @@
-"""The command line: `tconv3d info | explain | demo | bench | verify | report | cache`.
+"""The command line: `tconv3d info | explain | demo | bench | verify | report | export | cache`.
 
 Parses, calls the library as any user would, prints. Exit status: 0 done, 1 the library refused or a result was
 wrong, 2 the command was not understood, 130 interrupted. Nothing imports this module but the console script
@@ -21,6 +21,7 @@ from rich.table import Table
 import tconv3d
 from tconv3d import cache, compiler, demo, emulator, tasks
 from tconv3d.bench import commands as bench
+from tconv3d.export import command as export
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
@@ -60,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     show.set_defaults(run=_demo)
 
     bench.add(commands)
+    export.add(commands)
 
     stored = commands.add_parser("cache", help="the compiled kernels on disk")
     stored.add_argument("action", choices=["size", "path", "clear"], nargs="?", default="size")

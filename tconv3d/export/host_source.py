@@ -1,0 +1,78 @@
+"""Operations -> the C++ source of an exported file: tensors in, tensors out, on the caller's device and stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .cuda_source import listed, parameters
+from .passes import Operation, Result
+
+TOP = """#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace tconv3d {  // in the CUDA source
+
+"""
+FORMAT = """
+}  // namespace tconv3d
+
+#ifdef CHANNELS_LAST_3D
+constexpr auto kFormat = at::MemoryFormat::ChannelsLast3d;
+#else
+constexpr auto kFormat = at::MemoryFormat::Contiguous;
+#endif
+
+// Memory that an operation needs only while it runs; the next one on the stream may have it.
+at::Tensor scratch(long long bytes, const at::Tensor& like) {
+  return at::empty({bytes}, like.options().dtype(at::kByte));
+}
+"""
+
+
+def host_source(operations: Sequence[Operation]) -> str:
+    text = TOP
+    for operation in operations:
+        start = f"void launch_{operation.name}("
+        text += f"long long {operation.name}_workspace();\n" + listed(start, parameters(operation), ");", len(start))
+    return text + FORMAT + "".join(_functions(operation) for operation in operations)
+
+
+def function_names(operations: Sequence[Operation]) -> list[str]:
+    """The functions that Python calls."""
+    return [name for o in operations for name in (o.name, *([f"{o.name}_"] if o.in_place else []))]
+
+
+def _functions(operation: Operation) -> str:
+    """The operation, and the one that writes its result over its first operand (called `name_`, as in PyTorch)."""
+    return _function(operation) + (_function(operation, over=True) if operation.in_place else "")
+
+
+def _function(operation: Operation, over: bool = False) -> str:
+    first = operation.operands[0]
+    results = [first] if over else [result.name for result in operation.results]
+    kind = "at::Tensor" if len(results) == 1 else f"std::tuple<{', '.join(['at::Tensor'] * len(results))}>"
+    start = f"{kind} {operation.name}{'_' if over else ''}("
+    tensors = [f"const at::Tensor& {name}" for name in operation.operands]
+    addresses = [f"{name}.data_ptr()" for name in (*operation.operands, *results, "workspace")]
+    call = f"  tconv3d::launch_{operation.name}("
+    found = results[0] if len(results) == 1 else f"{{{', '.join(results)}}}"
+    return (
+        "\n"
+        + listed(start, tensors, ") {", len(start))
+        + f"  const c10::cuda::CUDAGuard guard({first}.device());\n"
+        + ("" if over else "".join(_allocation(result, first) for result in operation.results))
+        + f"  const at::Tensor workspace = scratch(tconv3d::{operation.name}_workspace(), {first});\n"
+        + listed(call, [*addresses, "c10::cuda::getCurrentCUDAStream()"], ");", len(call))
+        + f"  return {found};\n}}\n"
+    )
+
+
+def _allocation(result: Result, like: str) -> str:
+    shape = ", ".join(map(str, result.shape))
+    dtype = {"": "", "float32": ".dtype(at::kFloat)"}[result.dtype]
+    volume = ".memory_format(kFormat)" if result.volume else ""
+    return f"  at::Tensor {result.name} = at::empty({{{shape}}}, {like}.options(){dtype}{volume});\n"

@@ -1,0 +1,57 @@
+// CUDA's runtime, as far as an exported file calls it, over the emulator: a launch runs to its end on the CPU.
+// For one translation unit; the emulator's header is included before it.
+#pragma once
+
+#include <cstring>
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess = 0, cudaErrorLaunchFailure = 719 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+
+extern "C" int emulator_launch(const void* args, unsigned args_bytes, const unsigned* grid, unsigned threads,
+                               unsigned shared_bytes, int order, unsigned long long seed, void** stacks,
+                               char* error, size_t error_bytes);
+
+namespace fake {
+
+inline char error[16384];
+inline void (*thread)(const void* args);
+inline void (*kernel)();
+inline size_t allowed_bytes;  // of shared memory, of the kernel that asked last
+inline void (*asked)();
+constexpr unsigned kArgsBytes = 4096;
+
+}  // namespace fake
+
+inline const char* cudaGetErrorString(cudaError_t) { return fake::error; }
+
+template <class Args>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(Args), cudaFuncAttribute, int bytes) {
+  fake::asked = reinterpret_cast<void (*)()>(kernel);
+  fake::allowed_bytes = bytes;
+  return cudaSuccess;
+}
+
+template <class Args>
+cudaError_t cudaLaunchKernel(void (*kernel)(Args), dim3 grid, dim3 block, void** parameters, size_t shared_bytes,
+                             cudaStream_t) {
+  static_assert(sizeof(Args) <= fake::kArgsBytes);
+  fake::kernel = reinterpret_cast<void (*)()>(kernel);
+  if (shared_bytes > 48 * 1024 && (fake::asked != fake::kernel || fake::allowed_bytes < shared_bytes)) {
+    strcpy(fake::error, "more shared memory than the kernel may have");
+    return cudaErrorLaunchFailure;
+  }
+  fake::thread = [](const void* args) {
+    reinterpret_cast<void (*)(Args)>(fake::kernel)(*static_cast<const Args*>(args));
+  };
+  alignas(16) unsigned char bytes[fake::kArgsBytes] = {};
+  memcpy(bytes, parameters[0], sizeof(Args));
+  const unsigned size[3] = {grid.x, grid.y, grid.z};
+  static void* stacks = nullptr;
+  const int failed = emulator_launch(bytes, fake::kArgsBytes, size, block.x, static_cast<unsigned>(shared_bytes), 0,
+                                     0, &stacks, fake::error, sizeof fake::error);
+  return failed ? cudaErrorLaunchFailure : cudaSuccess;
+}
+
+const emulator::Kernel emulated_kernel = {
+    "exported", [](const void* args) { fake::thread(args); }, fake::kArgsBytes, 16, 1024, 1};

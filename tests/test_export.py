@@ -1,0 +1,477 @@
+"""Exported files: what they import, that they compile for every GPU, and that they compute what the layer computes.
+
+Without a GPU an exported file runs here in the emulator, whole: its Python, its C++ (with the headers of `fake_cuda/`
+in place of CUDA's), its launches and its kernels. Only inline assembly is the emulator's.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import hashlib
+import importlib.util
+import inspect
+import io
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+
+from tconv3d import cache, cli, compiler, emulator, export, tasks
+from tconv3d.bench import layers
+from tconv3d.bench.precision import LAYOUTS, TOLERANCE, precision
+
+ROOT = Path(__file__).parents[1]
+FAKE = Path(__file__).with_name("fake_cuda")
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
+
+needs_compiler = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+
+
+# ---- the emulator in place of load_inline
+
+
+def load_emulated(directory: Path) -> Callable[..., ModuleType]:
+    """What load_inline does, with the host's compiler and the emulator for everything."""
+
+    def load(name: str, cpp_sources: list[str], cuda_sources: list[str], **options: Any) -> ModuleType:
+        defines = [flag for flag in options["extra_cflags"] if flag.startswith("-D")]
+        assert set(defines) <= set(options["extra_cuda_cflags"])
+        bound = "".join(f'm.def("{f}", torch::wrap_pybind_function({f}));' for f in options["functions"])
+        host = f"{''.join(cpp_sources)}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ {bound} }}\n"
+        kernels = build("".join(cuda_sources), kernel_flags(defines), shared=True)
+        place = directory / hashlib.sha256(kernels).hexdigest()[:16]
+        place.mkdir(exist_ok=True)
+        library = place / f"lib{place.name}.so"  # a name of its own: the loader knows libraries by their names
+        library.write_bytes(kernels)
+        (place / "host.o").write_bytes(build(host, host_flags(defines), shared=False))
+        pytorch = Path(torch.__file__).parent / "lib"
+        files = [
+            place / "host.o",
+            library,
+            *(pytorch / f"lib{name}.so" for name in ("c10", "torch_cpu", "torch_python")),
+        ]
+        files += [f"-Wl,-rpath,{place}:{pytorch}"]
+        emulator._run(emulator._compiler(), "-shared", "-o", place / "exported.so", *files)
+        # pybind11 knows modules by their full names, Python finds the function to call by the last part.
+        return load_file(f"{place.name}.exported", place / "exported.so")
+
+    return load
+
+
+def load_file(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def kernel_flags(defines: list[str]) -> list[str]:
+    flags = [flag for flag in emulator._FLAGS if flag not in ("-fno-exceptions", "-fvisibility=hidden")]
+    flags += ["-O1", "-fno-gnu-unique"]  # constants of the same name in two libraries are not the same
+    return [*flags, f"-I{FAKE}", f"-I{emulator._INCLUDE}", "-include", str(emulator._HEADER), *defines]
+
+
+def host_flags(defines: list[str]) -> list[str]:
+    include = Path(torch.__file__).parent / "include"
+    places = (FAKE, include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
+    chosen = [flag for flag in defines if flag == "-DCHANNELS_LAST_3D"]  # all that this source asks for
+    name = "-DTORCH_EXTENSION_NAME=exported"
+    return ["-std=c++20", "-fPIC", "-O0", name, *chosen, *(f"-I{place}" for place in places)]
+
+
+def build(source: str, flags: list[str], shared: bool) -> bytes:
+    """A library with the emulator's runtime in it, or an object file; kept in the disk cache."""
+    cxx = emulator._compiler()
+
+    def compiled() -> bytes:
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            (directory / "source.cpp").write_text(source)
+            (directory / "runtime.o").write_bytes(emulator._runtime(cxx, False))
+            how = ["-shared", str(directory / "runtime.o")] if shared else ["-c"]
+            emulator._run(cxx, *flags, "-o", directory / "out", directory / "source.cpp", *how)
+            return (directory / "out").read_bytes()
+
+    versions = (torch.__version__, emulator._version(cxx))
+    return cache.get(cache.key(cache.sources(FAKE, emulator._HERE), source, *versions, *flags), ".so", compiled)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, tuple[int, int]], ModuleType]:
+    """Exports a layer for the emulator, and imports the file."""
+
+    def load(layer: str, capability: tuple[int, int]) -> ModuleType:
+        monkeypatch.setattr(cpp_extension, "load_inline", load_emulated(tmp_path))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        path = tmp_path / "exported_layer.py"
+        path.write_text(export.export(layer, emulated=True))
+        module = load_file("exported_layer", path)
+        module.DEVICE = "cpu"
+        return module
+
+    return load
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    return float((got.detach().double() - exact.detach()).norm() / exact.detach().norm())
+
+
+def check_model(module: ModuleType, which: str, layout: str, device: str) -> None:
+    """Outputs and gradients of an exported model beside PyTorch's in float64."""
+    torch.manual_seed(7)
+    dtype = torch.float32 if which == "tf32" else getattr(torch, which)
+    model = module.ModelNew(*module.get_init_inputs()).to(device, dtype).to(memory_format=LAYOUTS[layout])
+    (x,) = (x.to(device, dtype) for x in module.get_inputs())
+    if hasattr(module, "NORM_SETTINGS"):
+        whole_numbers(model, x)
+    x = x.to(memory_format=LAYOUTS[layout]).requires_grad_()
+    exact = copy.deepcopy(model).double()
+    x64 = x.detach().double().requires_grad_()
+    expected = reference(exact, x64)
+    dy = torch.randn_like(expected).to(dtype)
+    expected.backward(dy.double())
+    with precision(which):
+        y = model(x)
+        y.backward(dy)
+        with torch.no_grad():
+            assert torch.equal(model(x), y), "without gradients"
+    assert y.dtype is dtype
+    assert y.is_contiguous(memory_format=LAYOUTS[layout])
+    found = {"y": (y, expected), "x.grad": (x.grad, x64.grad)}
+    parameters = zip(model.named_parameters(), exact.parameters(), strict=True)
+    found |= {name: (ours.grad, theirs.grad) for (name, ours), theirs in parameters}
+    errors = {name: relative_error(ours, theirs) for name, (ours, theirs) in found.items()}
+    # A norm's gradients are differences of numbers that were rounded when the convolution stored them.
+    limit = TOLERANCE[which] * (4 if hasattr(module, "NORM_SETTINGS") else 1)
+    assert all(error < limit for error in errors.values()), errors
+
+
+def whole_numbers(model: nn.Module, x: Tensor) -> None:
+    """Of these every convolution here is exact, so that no rounding changes what the ReLU lets pass."""
+    with torch.no_grad():
+        for tensor in (x, *model.parameters()):
+            tensor.copy_(torch.randint(-2, 3, tensor.shape))
+        for norm in (module for module in model.modules() if isinstance(module, nn.GroupNorm)):
+            norm.weight.normal_()
+            norm.bias.normal_()
+
+
+def reference(model: nn.Module, x: Tensor) -> Tensor:
+    """What the layers of an exported model compute, by PyTorch."""
+    convolution, *norm = (module for module in model.modules() if not list(module.children()))
+    y: Tensor = convolution(x)
+    return norm[0](y.relu()) if norm else y
+
+
+# ---- in the emulator
+
+
+# Layers small enough for the emulator, with passes for every kernel family there is.
+SMALL = {
+    "strided, bias": "16, 24, kernel_size=3, stride=2, padding=1, output_padding=1, size=(3, 4, 5), batch=2",
+    "marching": "8, 16, kernel_size=(3, 2, 3), size=(4, 5, 6), bias=False",
+    "groups": "32, 32, kernel_size=3, stride=2, padding=1, groups=2, size=(2, 3, 4)",
+    "few outputs": "16, 2, kernel_size=4, stride=2, padding=1, size=(3, 4, 4)",
+    "block": "16, 24, kernel_size=3, stride=2, padding=1, size=(3, 4, 5), batch=2, norm_groups=4",
+    "marching block": "8, 16, kernel_size=(3, 2, 3), size=(4, 5, 6), bias=False, norm_groups=2",
+}
+HOPPER, OTHER = (9, 0), (8, 6)
+CASES = [
+    ("strided, bias", HOPPER, "tf32", "contiguous"),
+    ("strided, bias", HOPPER, "float16", "channels_last_3d"),
+    ("strided, bias", OTHER, "bfloat16", "contiguous"),
+    ("marching", HOPPER, "bfloat16", "contiguous"),
+    ("marching", HOPPER, "tf32", "channels_last_3d"),
+    ("groups", HOPPER, "float32", "contiguous"),
+    ("groups", OTHER, "tf32", "channels_last_3d"),
+    ("few outputs", HOPPER, "tf32", "contiguous"),
+    ("few outputs", OTHER, "float16", "channels_last_3d"),
+    ("block", HOPPER, "tf32", "contiguous"),
+    ("block", OTHER, "bfloat16", "channels_last_3d"),
+    ("marching block", HOPPER, "float16", "channels_last_3d"),
+    ("marching block", OTHER, "float32", "contiguous"),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("layer", "capability", "which", "layout"), CASES)
+def test_exported_files_compute_in_the_emulator(
+    emulated: Callable[..., ModuleType], layer: str, capability: tuple[int, int], which: str, layout: str
+) -> None:
+    check_model(emulated(SMALL[layer], capability), which, layout, "cpu")
+
+
+@needs_compiler
+def test_inputs_that_are_not_as_the_kernels_read_them(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated(SMALL["marching"], HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    x = torch.randn(*module.SHAPE[:-1], module.SHAPE[-1] + 1)[..., 1:]  # neither contiguous nor aligned
+    with precision("float32"):
+        expected = model(x.contiguous())
+        assert torch.equal(model(x), expected)
+        assert not any(tensor.requires_grad for tensor in [model(x.detach()).detach()])
+        model(x).sum().backward()  # the gradient of a sum has strides of zero
+    grad, model.conv_transpose3d.weight.grad = model.conv_transpose3d.weight.grad, None
+    torch.conv_transpose3d(x, model.conv_transpose3d.weight).sum().backward()
+    torch.testing.assert_close(grad, model.conv_transpose3d.weight.grad, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+def test_gradients_are_computed_when_they_are_asked_for(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated(SMALL["strided, bias"], OTHER)
+    model = module.ModelNew(*module.get_init_inputs())
+    model.conv_transpose3d.weight.requires_grad_(False)
+    (x,) = module.get_inputs()
+    with precision("float32"):
+        model(x).sum().backward()
+    volume = model(x)[0, 0].numel() * x.shape[0]
+    torch.testing.assert_close(model.conv_transpose3d.bias.grad, torch.full((24,), float(volume)))
+    assert model.conv_transpose3d.weight.grad is None
+
+
+@needs_compiler
+def test_autocast_chooses_the_type(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated(SMALL["strided, bias"], HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    with torch.autocast("cpu", torch.float16):
+        y = model(x)
+    assert y.dtype is torch.float16
+    y.sum().backward()
+    assert model.conv_transpose3d.weight.grad.dtype is torch.float32
+    expected = torch.conv_transpose3d(
+        x, model.conv_transpose3d.weight, model.conv_transpose3d.bias, stride=2, padding=1, output_padding=1
+    )
+    assert relative_error(y, expected) < TOLERANCE["float16"]
+
+
+@needs_compiler
+def test_what_an_exported_file_refuses(emulated: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = emulated(SMALL["marching"], HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    with pytest.raises(ValueError, match=r"shape \(1, 8, 4, 5, 6\), got \(2, 8, 4, 5, 6\)"):
+        model(torch.randn(2, 8, 4, 5, 6))
+    with pytest.raises(ValueError, match=r"exported for .*'bias': False.*, got .*'bias': True"):
+        module.ModelNew(8, 16, (3, 2, 3), bias=True)(torch.randn(module.SHAPE))
+    with pytest.raises(TypeError, match=r"one type among .*, got torch.float64, torch.float32"):
+        model(torch.randn(module.SHAPE, dtype=torch.float64))
+    with pytest.raises(ValueError, match="one cpu device, got meta and cpu"):
+        model(torch.randn(module.SHAPE, device="meta"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(RuntimeError, match=r"8\.0 or higher expected, got 7\.5"):
+        model(torch.randn(module.SHAPE))
+
+
+# ---- the text
+
+
+@functools.cache
+def exported(name: str, *dtypes: str) -> str:
+    return export.export(name, dtypes or tuple(export.PRECISIONS))
+
+
+LAYER = "32, 16, kernel_size=(1, 2, 3), stride=2, size=(4, 6, 8), batch=3, groups=2"
+
+
+@pytest.mark.parametrize("name", [*tasks.NAMES, "nnunet_320_320_4", LAYER])
+def test_the_file_imports_nothing_but_pytorch(name: str) -> None:
+    tree = ast.parse(exported(name))
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {module.split(".")[0] for module in found} - set(sys.stdlib_module_names) == {"torch"}
+    assert len(ast.get_docstring(tree) or "") > 100
+
+
+@pytest.mark.parametrize("name", [*tasks.NAMES, LAYER, SMALL["block"]])
+def test_the_file_is_in_the_house_style(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    path = tmp_path / "model_new.py"
+    path.write_text(exported(name))
+    for command in (["check"], ["format", "--check"]):
+        words = [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_constructor_inputs_and_parameters_are_the_tasks(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model_new.py"
+    path.write_text(exported(name))
+    module, task = load_file("model_new", path), tasks.load(name)
+    ours, theirs = (inspect.signature(kind).parameters for kind in (module.ModelNew, task.Model))
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+    assert module.get_init_inputs() == task.get_init_inputs()
+    assert task.SHAPE == module.SHAPE
+    models = []
+    for kind in (module.ModelNew, task.Model):
+        torch.manual_seed(5)
+        models.append(kind(*module.get_init_inputs()).state_dict())
+    assert list(models[0]) == list(models[1])
+    assert all(torch.equal(a, b) for a, b in zip(models[0].values(), models[1].values(), strict=True))
+    with torch.device("meta"):
+        assert module.get_inputs()[0].shape == task.SHAPE
+        assert module.SETTINGS.items() <= vars_of(task.Model(*task.get_init_inputs())).items()
+
+
+def vars_of(model: nn.Module) -> dict[str, Any]:
+    (layer,) = (module for module in model.modules() if isinstance(module, nn.ConvTranspose3d))
+    return {**vars(layer), "bias": layer.bias is not None}
+
+
+def test_fewer_types_make_a_shorter_file() -> None:
+    everything, one = exported("large_volume"), exported("large_volume", "float32")
+    assert len(one) < 0.8 * len(everything)
+    assert "struct BFloat16" in everything and "struct BFloat16" not in one
+    assert "if constexpr (Config::kMarch)" not in one, "a branch that every setting takes"
+
+
+@needs_compiler
+def test_what_an_exported_block_refuses(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated(SMALL["marching block"], OTHER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="does not know autocast"):
+        model(x)
+    model.group_norm.eps = 0.5
+    with pytest.raises(ValueError, match=r"exported for a GroupNorm of .*'eps': 1e-05.*, got .*'eps': 0.5"):
+        model(x)
+
+
+@pytest.mark.parametrize("name", ["nnunet_320_320_4", "monai_32_2_64", "gan_512_256_4", "depthwise_64"])
+def test_named_layers_can_be_exported(name: str) -> None:
+    """And its kernels for any GPU ask for no more shared memory than the smallest of them has."""
+    text = export.export(name, ["float16"], ["contiguous"])
+    ast.parse(text)
+    source = source_of(text, "CUDA_SOURCE")
+    other = re.sub(r"#if defined\(HOPPER\).*?\n#endif\n\n", "", source, flags=re.DOTALL)
+    launches = re.findall(r"launch\(\"\w+\", \w+, dim3\{[\d, ]+\}, \d+, (\d+), args, stream\)", other)
+    assert len(launches) >= 3
+    assert max(map(int, launches)) <= 99 * 1024
+
+
+def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "layer.py"
+    words = ["export", LAYER, "--dtype", "float16", "--layout", "contiguous", "-o", str(path)]
+    assert cli.main(words) == 0
+    assert f"wrote {path}" in capsys.readouterr().out
+    assert f"    tconv3d export '{LAYER}' --dtype float16 --layout contiguous\n" in path.read_text()
+    assert "defined(CHANNELS_LAST_3D)" not in path.read_text().split("CUDA_SOURCE = ")[1]
+    assert cli.main(["export", "no_such_task", "-o", str(path)]) == 1
+    assert "no layer is called 'no_such_task'" in capsys.readouterr().err
+    assert cli.main(["export", LAYER, "--dtype", "float16", "-o", str(tmp_path / "nowhere" / "x.py")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+# ---- compiled for GPUs
+
+
+def source_of(text: str, name: str) -> str:
+    (value,) = (
+        node.value.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name
+        if isinstance(node.value, ast.Constant)
+    )
+    return str(value)
+
+
+# Every precision and both layouts on both kinds of GPU (float16 and bfloat16 differ in a type alone).
+COMPILED = [
+    ("90a", "tf32", "contiguous"),
+    ("90a", "float16", "channels_last_3d"),
+    ("90a", "float32", "channels_last_3d"),
+    ("80", "tf32", "channels_last_3d"),
+    ("80", "bfloat16", "contiguous"),
+]
+
+
+def macros(arch: str, which: str, layout: str) -> list[str]:
+    return [which.upper(), layout.upper(), *(["HOPPER"] if arch == "90a" else [])]
+
+
+def compile_exported(name: str, arch: str, which: str, layout: str) -> dict[str, compiler.Report]:
+    """NVRTC's report of every kernel of a task's file, by the end of its function's name."""
+    try:
+        compiler.version()
+    except compiler.MissingCompilerError as error:
+        pytest.skip(str(error))
+    from cuda.core import Program, ProgramOptions
+
+    source = source_of(exported(name), "CUDA_SOURCE")
+    chosen = macros(arch, which, layout)
+
+    def build() -> bytes:
+        options = ProgramOptions(arch=f"sm_{arch}", define_macro=chosen, **compiler._OPTIONS)
+        log = io.StringIO()
+        Program(source, "c++", options).compile("cubin", logs=log)
+        return log.getvalue().encode()
+
+    log = cache.get(cache.key("export", source, arch, *chosen, compiler.version()), ".log", build).decode()
+    found = re.findall(
+        r"Compiling entry function '_ZN7tconv3d\d+([a-z_0-9]+)E\w+'(.*?)(?=Compiling|$)", log, re.DOTALL
+    )
+    return {function: compiler.report(text) for function, text in found}
+
+
+@pytest.mark.parametrize(("arch", "which", "layout"), COMPILED)
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_tasks_compile_for_every_gpu(name: str, arch: str, which: str, layout: str) -> None:
+    reports = compile_exported(name, arch, which, layout)
+    functions = [f.split("_")[0] for f in reports]
+    assert functions.count("forward") and functions.count("input") and functions.count("weight")
+
+
+@pytest.mark.parametrize(("arch", "gpu", "which"), [("90a", "hopper", "tf32"), ("80", "any", "bfloat16")])
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_exported_kernels_are_as_lean_as_the_librarys(name: str, arch: str, gpu: str, which: str) -> None:
+    """Registers and spills are those of the kernels that the library compiles for the same constants."""
+    reports = compile_exported(name, arch, which, "contiguous")
+    variant = export.passes.Variant(gpu, which, "contiguous")
+    expected = {
+        f"{operation.name}_{launch.kernel}": compiler.compile(launch.kernel, launch.constants, f"sm_{arch}").report
+        for operation in export.passes.operations(layers.LAYERS[name], [variant])
+        for launch in operation.plans[variant].launches
+    }
+    assert reports == expected
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize(("arch", "which"), [("90a", "tf32"), ("80", "bfloat16")])
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_nvcc_compiles_tasks(name: str, arch: str, which: str, tmp_path: Path) -> None:
+    source = tmp_path / "cuda.cu"
+    source.write_text(source_of(exported(name), "CUDA_SOURCE"))
+    flags = ["-std=c++20", *cpp_extension.COMMON_NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    flags += [f"-D{macro}" for macro in macros(arch, which, "contiguous")]
+    words = ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "cuda.o")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr, done.stderr
+
+
+# ---- on a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: load_inline compiles, and kernels run")
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("which", ["tf32", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", [*tasks.NAMES, *SMALL])
+def test_exported_files_compute_on_a_gpu(name: str, which: str, layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "model_new.py"
+    path.write_text(exported(SMALL.get(name, name)))
+    check_model(load_file("model_new", path), which, layout, "cuda")
