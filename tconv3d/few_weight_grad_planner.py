@@ -161,7 +161,6 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
-    g = problem.geometry
     if problem.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {problem.which.value}"
     if problem.dtype == "float64" or (problem.dtype == "float32" and not problem.tf32):
