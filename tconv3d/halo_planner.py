@@ -822,7 +822,7 @@ class Costs:
     store: float = 5.7  # of a store by a warp
     cache_bytes: float = 38.0  # per cycle, from L2
     memory_bytes: float = 1615.0  # per cycle, of the whole device memory
-    run: float = 0.028  # of the device memory, per run of outputs whose ends share sectors with other tiles
+    run: float = 0.04  # of the device memory, per run of outputs whose ends share sectors with other tiles
     torn: float = 1.0  # bytes of traffic per byte of an output whose neighbours come from another column tile
     overlap: float = 3.7  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
