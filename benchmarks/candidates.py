@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tconv3d import checks, direct_planner, executor, launcher
 from tconv3d.bench.layers import LAYERS, Layer
 from tconv3d.bench.precision import DTYPES, LAYOUTS, precision
-from tconv3d.bench.timing import Clock
+from tconv3d.clock import Clock
 from tconv3d.problem import Pass, Problem
 
 

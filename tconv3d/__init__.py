@@ -5,6 +5,7 @@ from .backend import current_backend, use_backend
 from .explain import Explanation, explain
 from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
 from .modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
+from .tune import Tuned, tune
 
 __all__ = [
     "ConvTranspose3d",
@@ -13,6 +14,7 @@ __all__ = [
     "Explanation",
     "LayerSwap",
     "SwapReport",
+    "Tuned",
     "accelerate",
     "conv_transpose3d",
     "conv_transpose3d_relu",
@@ -21,6 +23,7 @@ __all__ = [
     "explain",
     "plan_swaps",
     "restore",
+    "tune",
     "use_backend",
 ]
 

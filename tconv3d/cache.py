@@ -110,6 +110,15 @@ def path(key: str, suffix: str, build: Callable[[], bytes]) -> Path:
         return file
 
 
+def put(key: str, suffix: str, payload: bytes) -> None:
+    """Writes an entry over the one that may be there. Where `get` builds, this is for what was found otherwise."""
+    name, root = key + suffix, directory()
+    file = root / name if root is not None else None
+    with _thread_lock(name), _process_lock(file):
+        _unstored.pop(name, None)
+        _store(name, file, payload)
+
+
 def size() -> Size:
     """How much the cache holds on disk."""
     sizes = [_bytes_of(file) for file in _files(directory(), _ENTRY)]

@@ -1,4 +1,4 @@
-"""The command line: `tconv3d info | explain | demo | bench | verify | report | export | cache`.
+"""The command line: `tconv3d info | explain | demo | bench | verify | tune | report | export | cache`.
 
 Parses, calls the library as any user would, prints. Exit status: 0 done, 1 the library refused or a result was
 wrong, 2 the command was not understood, 130 interrupted. Nothing imports this module but the console script

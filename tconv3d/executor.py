@@ -84,6 +84,12 @@ def remember(key: tuple[Any, ...], task: Task) -> Task:
     return task
 
 
+def forget() -> None:
+    """The next call of every kind is planned anew."""
+    planner.plan.cache_clear()
+    _tasks.clear()
+
+
 def tf32_allowed() -> bool:
     """PyTorch's switch for float32 convolutions on CUDA."""
     return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"

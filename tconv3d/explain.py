@@ -100,12 +100,9 @@ def explain(
     (under use_backend("emulator") what the emulator runs).
     Tensors on the meta device will do.
     """
+    call = call_of(layer_or_input, *arguments, **keywords)
     if isinstance(layer_or_input, (ConvTranspose3dReLUGroupNorm, ConvTranspose3dReLU)):
-        return _explain_fused(layer_or_input, _call_of(layer_or_input, *arguments, **keywords), gpu)
-    if isinstance(layer_or_input, torch.nn.ConvTranspose3d):
-        call = _call_of_layer(layer_or_input, *arguments, **keywords)
-    else:
-        call = _call(layer_or_input, *arguments, **keywords)
+        return _explain_fused(layer_or_input, call, gpu)
     return _explain(*call, _find_gpu(gpu, call[0]))
 
 
@@ -113,11 +110,22 @@ def launches(
     layer: torch.nn.ConvTranspose3d, input: Tensor, device: Device, passes: Collection[Pass] = tuple(Pass)
 ) -> tuple[Launch, ...]:
     """The kernel launches of a layer's passes: what to compile before its first call."""
-    problems = [problem for problem in _problems(*_call_of_layer(layer, input)) if problem.which in passes]
+    problems = [problem for problem in problems_of(*call_of(layer, input)) if problem.which in passes]
     return tuple(launch for problem in problems for launch in planner.plan(problem, device).launches)
 
 
 Call = tuple[Tensor, Tensor, Tensor | None, Convolution]
+
+
+def call_of(
+    layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | Tensor, *arguments: Any, **keywords: Any
+) -> Call:
+    """The convolution of a layer and its input, or of the arguments of `conv_transpose3d`."""
+    if isinstance(layer_or_input, ConvTranspose3dReLUGroupNorm):
+        return _call_of_layer(layer_or_input.conv_transpose, *arguments, **keywords)
+    if isinstance(layer_or_input, torch.nn.ConvTranspose3d):
+        return _call_of_layer(layer_or_input, *arguments, **keywords)
+    return _call(layer_or_input, *arguments, **keywords)
 
 
 def _call_of_layer(
@@ -174,7 +182,7 @@ def _explain(
     input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, found: tuple[Device, Gpu | None]
 ) -> Explanation:
     device, gpu = found
-    problems = _problems(input, weight, bias, convolution)
+    problems = problems_of(input, weight, bias, convolution)
     geometry, dtype = problems[0].geometry, problems[0].dtype
     output_shape = (input.shape[0], geometry.out_channels, *problems[0].output_size)
     return Explanation(
@@ -201,7 +209,7 @@ def _explain(
     )
 
 
-def _problems(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> list[Problem]:
+def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> list[Problem]:
     """The four passes as a training step would ask for them."""
     if input.is_meta or weight.is_meta:  # a shape in place of a tensor has no device of its own
         input, weight = input.to("meta"), weight.to("meta")
@@ -211,6 +219,9 @@ def _problems(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: C
         dtype = str(input.dtype).removeprefix("torch.")
         raise NotImplementedError(f"PyTorch's operator runs dtype {dtype}: tconv3d has no kernel for it")
     output = executor.output_strides(geometry, input, weight)
+    shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
+    grad_output = torch.empty_strided(shape, output, device="meta")
+    grad_input = executor.result_strides(tuple(input.shape), grad_output, weight)
     tf32 = input.dtype is torch.float32 and executor.tf32_allowed()
     passes = [which for which in Pass if which is not Pass.BIAS_GRAD or bias is not None]
     return [
@@ -220,7 +231,7 @@ def _problems(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: C
             input.shape[0],
             tuple(input.shape[2:]),
             executor.DTYPES[input.dtype],
-            input.stride(),
+            grad_input if which is Pass.INPUT_GRAD else input.stride(),
             executor.contiguous_strides(weight.shape) if which is Pass.WEIGHT_GRAD else weight.stride(),
             output,
             bias=which is Pass.FORWARD and bias is not None,
@@ -254,11 +265,6 @@ def _explain_pass(problem: Problem, device: Device, gpu: Gpu | None) -> PassExpl
 # ---- layers with what follows them
 
 
-def _call_of(layer: ConvTranspose3dReLUGroupNorm | ConvTranspose3dReLU, *arguments: Any, **keywords: Any) -> Call:
-    convolution = layer.conv_transpose if isinstance(layer, ConvTranspose3dReLUGroupNorm) else layer
-    return _call_of_layer(convolution, *arguments, **keywords)
-
-
 def _explain_fused(
     layer: ConvTranspose3dReLUGroupNorm | ConvTranspose3dReLU, call: Call, gpu: str | None
 ) -> Explanation:
@@ -288,7 +294,7 @@ def _explain_fused(
 
 
 def _activated_problem(call: Call, norm: torch.nn.GroupNorm | None) -> Problem:
-    forward = _problems(*call)[0]
+    forward = problems_of(*call)[0]
     if norm is None:
         return replace(forward, relu=True)
     checks.check_norm_groups(forward.geometry.out_channels, norm.num_groups)

@@ -17,10 +17,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import permutations, product
 from math import gcd, prod
 from pathlib import Path
+from typing import Any
 
 from tconv3d import cache
 from tconv3d import geometry as geometry_module
@@ -1013,18 +1014,47 @@ class Nominal:
 
 @lru_cache(maxsize=1024)
 def choose(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build | None:
-    """The best build. Searched once, then kept in the disk cache."""
-
-    def search() -> bytes:
-        best = _search(nominal, shared_bytes, multiprocessors)
-        names = [f.name for f in fields(Build) if f.name not in ("geometry", "gather", "dtype")]
-        return json.dumps({name: getattr(best, name) for name in names} if best else None).encode()
-
-    settings = repr((nominal, shared_bytes, multiprocessors))
-    found = json.loads(cache.get(cache.key("halo", _sources(), settings), ".json", search))
-    if not found:
+    """The best build: by the model, or by measurement if the layer was tuned."""
+    found = _choice(nominal, shared_bytes, multiprocessors)["build"]
+    if found is None:
         return None
     return Build(nominal.geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
+
+
+def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
+    """What was measured, where the build was chosen by measurement; else nothing."""
+    return str(_choice(nominal, shared_bytes, multiprocessors)["tuned"])
+
+
+def keep(nominal: Nominal, shared_bytes: int, multiprocessors: int, build: Build, tuned: str) -> None:
+    """Makes a build the choice from now on, in all processes. `tuned` says what was measured."""
+    cache.put(_choice_key(nominal, shared_bytes, multiprocessors), ".json", _encoded(build, tuned))
+    forget()
+
+
+def forget() -> None:
+    """The next choice comes out of the disk cache."""
+    _choice.cache_clear()
+    choose.cache_clear()
+
+
+@lru_cache(maxsize=1024)
+def _choice(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> dict[str, Any]:
+    """Searched once, then kept in the disk cache."""
+    key = _choice_key(nominal, shared_bytes, multiprocessors)
+    search = partial(_search, nominal, shared_bytes, multiprocessors)
+    choice: dict[str, Any] = json.loads(cache.get(key, ".json", lambda: _encoded(search())))
+    return choice
+
+
+def _choice_key(*settings: object) -> str:
+    return cache.key("halo", _sources(), repr(settings))
+
+
+def _encoded(build: Build | None, tuned: str = "") -> bytes:
+    names = [f.name for f in fields(Build) if f.name not in ("geometry", "gather", "dtype")]
+    chosen = {name: getattr(build, name) for name in names} if build else None
+    return json.dumps({"build": chosen, "tuned": tuned}).encode()
 
 
 @lru_cache(maxsize=1)
@@ -1089,14 +1119,20 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def plan(problem: Problem, device: Device) -> Plan:
     """Packs the weight, every time: a weight may be changed through `.data`, which leaves no trace to go by."""
-    found = plan_or_none(job_of(problem), device)
+    job = job_of(problem)
+    found = plan_or_none(job, device)
     if found is None:
         raise ValueError(why_not(problem, device))
+    measured = tuned(Nominal.of(job), device.shared_bytes, device.multiprocessors)
+    return plan_of(found, problem, f"Hopper's tensor cores{', tuned: ' if measured else ''}{measured}")
+
+
+def plan_of(found: HaloPlan, problem: Problem, why: str = "") -> Plan:
     main = found.main
     if problem.which is Pass.INPUT_GRAD:
         main = replace(main, pointers=("dy", "workspace", "null", "dx", "null"))
     tile = f"{found.build}; tiles of {found.tiling}"
-    plan = Plan("halo", "Hopper's tensor cores", (found.pack, main), found.packed_bytes, tile)
+    plan = Plan("halo", why, (found.pack, main), found.packed_bytes, tile)
     if problem.norm is None:
         return plan
     start = round_up(found.packed_bytes, 256)
@@ -1107,6 +1143,24 @@ def plan(problem: Problem, device: Device) -> Plan:
 def plan_or_none(job: Job, device: Device) -> HaloPlan | None:
     build = choose(Nominal.of(job), device.shared_bytes, device.multiprocessors)
     return plan_build(build, job, device) if build else None
+
+
+def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
+    """The builds that the model likes best for a job and that fit all volumes of its kind, with their best tiling."""
+    nominal = Nominal.of(job)
+    found = [
+        plan
+        for build in builds(job.geometry, job.dtype, device.shared_bytes, job.gather)
+        if (plan := plan_build(build, job, device)) is not None
+    ]
+    found.sort(key=lambda plan: plan.cycles)
+    chosen: list[HaloPlan] = []
+    for plan in found:
+        if len(chosen) == most or plan.cycles > HOPELESS * found[0].cycles:
+            break
+        if all(best_tiling(plan.build, other, device.multiprocessors) for other in nominal.jobs):
+            chosen.append(plan)
+    return chosen
 
 
 def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 import tconv3d
 from tconv3d import cli, emulator, gains, tasks
-from tconv3d.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table, timing
+from tconv3d import clock as clock_module
+from tconv3d.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table
 from tconv3d.bench.layers import LAYERS, Layer, layer
 from tconv3d.bench.precision import LAYOUTS, TOLERANCE, precision
 from tconv3d.explain import launches
@@ -577,8 +578,8 @@ def test_the_clock_flushes_before_every_run_and_takes_the_median(monkeypatch: py
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("wait"))
-    monkeypatch.setattr(timing, "L2_FLUSH_BYTES", 1)
-    clock = timing.Clock(1e-9, "cpu")
+    monkeypatch.setattr(clock_module, "L2_FLUSH_BYTES", 1)
+    clock = clock_module.Clock(1e-9, "cpu")
     clock.flush = Flush()  # type: ignore[assignment]
     milliseconds = clock(call)
     warm = ["run", "run", "wait", "run", "wait"]
@@ -591,7 +592,7 @@ def test_the_clock_flushes_before_every_run_and_takes_the_median(monkeypatch: py
 
 @needs_gpu
 def test_the_clock_tells_a_long_call_from_a_short_one() -> None:
-    clock = timing.Clock(0.02)
+    clock = clock_module.Clock(0.02)
     large, small = (torch.zeros(size, device="cuda") for size in (1 << 28, 1 << 20))
     assert clock(lambda: large.add_(1)) > 10 * clock(lambda: small.add_(1)) > 0
 

@@ -1,4 +1,4 @@
-"""The commands `bench`, `verify` and `report`: their flags, and what they call."""
+"""The commands `bench`, `verify`, `tune` and `report`: their flags, and what they call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from . import layers, models, picture, report, results, run, table
+import tconv3d
+
+from . import cases, layers, models, picture, report, results, run, table
 from .layers import Layer
-from .precision import DTYPES, LAYOUTS
+from .precision import DTYPES, LAYOUTS, precision
 
 
 def add(commands: Any) -> None:
@@ -34,6 +37,12 @@ def add(commands: Any) -> None:
     verify = commands.add_parser("verify", help="errors against float64, PyTorch's beside ours; needs no GPU")
     _add_selection(verify)
     verify.set_defaults(run=_verify)
+
+    tuner = commands.add_parser("tune", help="try builds of layers' kernels and keep the fastest; needs a GPU")
+    _add_layers(tuner)
+    tuner.add_argument("--no-gradients", action="store_true", help="only the forward pass")
+    tuner.add_argument("--candidates", type=int, default=8, metavar="N", help="builds to try; default 8")
+    tuner.set_defaults(run=_tune)
 
     page = commands.add_parser("report", help="one self-contained page with charts, out of bench's results")
     page.add_argument("results", type=Path, metavar="RESULTS.json")
@@ -56,7 +65,7 @@ _MODEL_HELP = (
 )
 
 
-def _add_selection(parser: argparse.ArgumentParser) -> None:
+def _add_layers(parser: argparse.ArgumentParser) -> None:
     """Which layers, in which precisions and layouts."""
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(layers.LAYERS)}; default: all")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["tf32"], help="default tf32")
@@ -70,6 +79,10 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--random", type=int, default=0, metavar="N", help="so many random layers")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random layers; default 0")
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    _add_layers(parser)
     parser.add_argument("--input-seed", type=int, metavar="S", help="of inputs and parameters; default: a new one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
 
@@ -125,6 +138,20 @@ def _verify(arguments: argparse.Namespace) -> int:
         command=_command(arguments),
     )
     return _finish(arguments, lambda console, keep: run.verify(chosen, options, console, keep))
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    if not run.have_gpu():
+        raise RuntimeError("tune measures on a CUDA GPU of compute capability 8.0 or newer, and none is visible")
+    kinds = list(product(arguments.dtype, arguments.layout))
+    for (name, layer), kind in product(_selection(arguments).items(), kinds):
+        print(name, *kind)
+        case = cases.build(layer, *kind, "cuda")
+        with precision(kind[0]):
+            tconv3d.tune(
+                case.convolution, case.x, gradients=not arguments.no_gradients, candidates=arguments.candidates
+            )
+    return 0
 
 
 def _command(arguments: argparse.Namespace) -> str:

@@ -16,11 +16,11 @@ from torch.utils import _pytree
 
 import tconv3d
 from tconv3d import survey
+from tconv3d.clock import Timer
 
 from .layers import Layer
 from .precision import DTYPES, LAYOUTS, TOLERANCE, in_layout, precision
 from .results import ModelRow
-from .timing import Timer
 
 # Rounding adds up from layer to layer.
 DEPTH = 20

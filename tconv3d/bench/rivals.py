@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tconv3d.clock import Timer
+
 from .cases import Case, leaves
 from .precision import LAYOUTS, in_layout
-from .timing import Timer
 
 OTHER = {"contiguous": "channels_last_3d", "channels_last_3d": "contiguous"}
 SHORT = {"contiguous": "contiguous", "channels_last_3d": "channels_last"}

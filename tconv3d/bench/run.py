@@ -22,6 +22,7 @@ from torch import nn
 import tconv3d
 from tconv3d import emulator, executor, fusing
 from tconv3d.backend import Backend
+from tconv3d.clock import Clock, Timer
 from tconv3d.explain import Explanation
 from tconv3d.problem import Pass
 
@@ -30,7 +31,7 @@ from .host import host_times
 from .layers import Layer
 from .precision import precision
 from .results import PASSES, ModelRow, Results, Row, describe_machine
-from .timing import Clock, Timer, measure_ceilings
+from .timing import measure_ceilings
 
 
 @dataclass(frozen=True)
