@@ -159,6 +159,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             problem, walk, constants, march, (flat * parts, problem.batch * blocks * parts), tile
         )
     _, h, w = side.gathers
+    pairs = w.phases == 2 and side.y[4] == 1  # outputs of two phases are neighbours
     launch = Launch(
         kernel="depthwise",
         constants=(
@@ -169,8 +170,8 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kPhasesD", walk.phases[0]),
             ("kPhases", h.phases * w.phases),
             *((f"kOutputStep{n}", gather.output_step) for n, gather in zip("DHW", side.gathers, strict=True)),
-            ("kPairs", w.phases == 2 and side.y[4] == 1),
-            ("kAligned", even_pairs(side.y, side.y_size)),
+            ("kPairs", pairs),
+            ("kAligned", pairs and even_pairs(side.y, side.y_size)),
         ),
         grid=(flat * parts, 1, 1),
         threads=THREADS,
