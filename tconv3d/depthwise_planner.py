@@ -15,6 +15,7 @@ from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem
 
+HAS_EPILOGUE = True
 THREADS = 128
 REGISTERS = 65536  # of a multiprocessor
 MAX_REGISTERS = 200  # of a thread
@@ -158,17 +159,19 @@ def plan(problem: Problem, device: Device) -> Plan:
             problem, walk, constants, march, (flat * parts, problem.batch * blocks * parts), tile
         )
     _, h, w = side.gathers
+    pairs = w.phases == 2 and side.y[4] == 1  # outputs of two phases are neighbours
     launch = Launch(
         kernel="depthwise",
         constants=(
             *constants,
+            ("Epilogue", problem.activation),
             ("kTapPhaseD", tuple(tap[3] for tap in walk.taps)),
             ("kTapPhase", tuple(tap[4] for tap in walk.taps)),
             ("kPhasesD", walk.phases[0]),
             ("kPhases", h.phases * w.phases),
             *((f"kOutputStep{n}", gather.output_step) for n, gather in zip("DHW", side.gathers, strict=True)),
-            ("kPairs", w.phases == 2 and side.y[4] == 1),
-            ("kAligned", even_pairs(side.y, side.y_size)),
+            ("kPairs", pairs),
+            ("kAligned", pairs and even_pairs(side.y, side.y_size)),
         ),
         grid=(flat * parts, 1, 1),
         threads=THREADS,

@@ -327,7 +327,7 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kStrideH", h.stride),
         ("kStrideW", w.stride),
         ("kPairs", w.stride == 2 and problem.output[4] == 1),
-        ("kAligned", even_pairs(problem.output, problem.output_size)),
+        ("kAligned", w.stride == 2 and even_pairs(problem.output, problem.output_size)),
         ("kTapPhase", tuple(h.phase(th) * w.stride + w.phase(tw) for th, tw in taps)),
         ("kTapShiftH", tuple(-h.shift(th) - origin_h for th, _ in taps)),
         ("kTapShiftW", tuple(-w.shift(tw) - tile.origin_w for _, tw in taps)),

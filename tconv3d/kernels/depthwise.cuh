@@ -6,6 +6,7 @@
 // shared memory is not needed.
 #pragma once
 
+#include "epilogue.cuh"
 #include "march.cuh"
 
 namespace tconv3d {
@@ -63,6 +64,10 @@ struct Depthwise {
     });
   }
 
+  static __device__ __forceinline__ Scalar result(float total) {
+    return Narrow<Scalar>::from(C::Epilogue::apply(total));
+  }
+
   // The outputs that a step completes: of every phase along depth, the first of its window.
   __device__ __forceinline__ void store(int step) const {
     if (!at.exists) return;
@@ -78,10 +83,10 @@ struct Depthwise {
                         w * static_cast<Index>(args.y_strides.w));
       const float* values = &sum[0][f / C::kPhases][f % C::kPhases];
       if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
-        const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
+        const Vector<Scalar, 2> both{result(values[0]), result(values[1])};
         store_pair<C::kAligned>(to, both, w + 1 < args.y_size.w);
       } else {
-        *to = Narrow<Scalar>::from(values[0]);
+        *to = result(values[0]);
       }
     }
   }

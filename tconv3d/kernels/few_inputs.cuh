@@ -17,6 +17,7 @@
 // are what is contiguous, two tiles of columns share 16 channels so that a lane has 4 neighbours of them.
 #pragma once
 
+#include "epilogue.cuh"
 #include "few_channels.cuh"
 
 namespace tconv3d {
@@ -197,6 +198,10 @@ struct FewInputs {
 
   // ---- The outputs.
 
+  static __device__ __forceinline__ Scalar result(float total) {
+    return Narrow<Scalar>::from(C::Epilogue::apply(total));
+  }
+
   // kRun neighbouring outputs of a channel: together, or as many as there are one by one.
   template <int kRun>
   static __device__ __forceinline__ void store_run(Scalar* y, const Vector<Scalar, kRun>& values, bool whole,
@@ -243,7 +248,7 @@ struct FewInputs {
         Vector<Scalar, kRun> values;
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
-          values.at[i] = Narrow<Scalar>::from(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
+          values.at[i] = result(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
         const bool exists = C::kOutPerGroup % (8 * C::kPassTiles) == 0 || column * 8 + e < channels;
         if (exists) store_run(y + (column * 8 + e) * step_c, values, whole, room);
       }
@@ -266,7 +271,7 @@ struct FewInputs {
         Vector<Scalar, kRun> values;
 #pragma unroll
         for (int e = 0; e < kRun; ++e)
-          values.at[e] = Narrow<Scalar>::from(sum[together][m][column + e / 2][2 * row + e % 2]);
+          values.at[e] = result(sum[together][m][column + e / 2][2 * row + e % 2]);
         Scalar* const at = y + column * 8 * step_c + further * step_w;
         if (aligned && rest >= kRun) {
           *reinterpret_cast<Vector<Scalar, kRun>*>(at) = values;
