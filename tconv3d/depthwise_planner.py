@@ -15,6 +15,7 @@ from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem
 
+HAS_EPILOGUE = True
 THREADS = 128
 REGISTERS = 65536  # of a multiprocessor
 MAX_REGISTERS = 200  # of a thread
@@ -161,6 +162,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         kernel="depthwise",
         constants=(
             *constants,
+            ("Epilogue", problem.activation),
             ("kTapPhaseD", tuple(tap[3] for tap in walk.taps)),
             ("kTapPhase", tuple(tap[4] for tap in walk.taps)),
             ("kPhasesD", walk.phases[0]),

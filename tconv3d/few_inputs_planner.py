@@ -16,6 +16,7 @@ from .launch import Constants, Launch
 from .packing import int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem
 
+HAS_EPILOGUE = True
 MAX_REDUCED = 4  # channels per group; with more, K of channels fills the tensor cores tap by tap
 MAX_STRIDED = 8  # for input gradients of strided layers: the channels of a phase plane do not lie together
 MIN_OUT = 8  # and columns, too, are to be filled
@@ -167,6 +168,7 @@ def _constants(layout: Layout, tile: Tile) -> Constants:
         ("kThreads", 32 * WARPS),
         ("kMinBlocks", 2),
         ("Scalar", SCALARS[side.problem.dtype]),
+        ("Epilogue", side.problem.activation),
         ("kWide", side.wide),
         ("kUnitC", side.y[1] == 1),
         ("kRunAlongW", layout.contiguous and side.gathers[2].phases == layout.together),

@@ -69,7 +69,7 @@ BLOCKS = {
     "one channel per group": Block(Layer(3, 5, (2, 3, 5), T2, T2), 5),
     "not affine": Block(Layer(4, 8, (3, 4, 5), T3), 4, affine=False),
     "no bias": Block(Layer(4, 6, (3, 2, 5), T3, bias=False), 3),
-    "depthwise": Block(Layer(6, 6, (3, 3, 4), (4, 4, 4), T2, T1, groups=6), 2),
+    "depthwise": Block(Layer(6, 6, (3, 3, 4), (4, 4, 4), T2, T1, groups=6), 2, kernel="depthwise"),
     "groups across the convolution's": Block(Layer(8, 12, (2, 3, 4), T3, T2, T1, groups=4), 2),
     "empty phases": Block(Layer(2, 4, (3, 3, 3), T3, T2, (0, 1, 2), T1, T2), 2),
     "float64": Block(Layer(3, 6, (3, 4, 5), T3, T2, T1), 3, dtype=F64),
@@ -84,6 +84,7 @@ BLOCKS = {
     "tensor cores, batch in a tile": Block(
         Layer(32, 16, (2, 2, 2), T3, T2, T1, batch=9), 4, dtype=BF16, kernel="halo"
     ),
+    "few inputs": Block(Layer(2, 16, (3, 4, 5), T3, T2, T1), 4, tf32=True, kernel="few_inputs"),
     "few outputs": Block(Layer(16, 2, (3, 4, 5), T3), 1, tf32=True, kernel="few_outputs"),
 }
 
@@ -147,7 +148,7 @@ def test_result_and_gradients(name: str, memory_format: str, ours: str) -> None:
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("name", ["plain", "tensor cores", "few outputs", "depthwise", "float64"])
+@pytest.mark.parametrize("name", ["plain", "tensor cores", "few inputs", "few outputs", "depthwise", "float64"])
 def test_relu_alone(name: str, memory_format: str, ours: str) -> None:
     block, layer = BLOCKS[name], BLOCKS[name].layer
     convolution = block.module(ours).conv_transpose
@@ -174,7 +175,7 @@ def tconv3d_relu(layer: nn.ConvTranspose3d, x: Tensor, allowed: bool) -> Tensor:
         return tconv3d.conv_transpose3d_relu(x, layer.weight, layer.bias, *settings)
 
 
-@pytest.mark.parametrize("name", ["plain", "tensor cores", "few outputs", "float64"])
+@pytest.mark.parametrize("name", ["plain", "tensor cores", "few inputs", "few outputs", "depthwise", "float64"])
 def test_nan_and_infinities_pass_as_in_pytorch(name: str, ours: str) -> None:
     block = BLOCKS[name]
     module, x = block.module(ours), block.input(ours)

@@ -6,6 +6,7 @@
 // shared memory is not needed.
 #pragma once
 
+#include "epilogue.cuh"
 #include "march.cuh"
 
 namespace tconv3d {
@@ -62,6 +63,10 @@ struct Depthwise {
     });
   }
 
+  static __device__ __forceinline__ Scalar finish(float sum) {
+    return Narrow<Scalar>::from(C::Epilogue::apply(sum));
+  }
+
   // The outputs that a step completes: of every phase along depth, the first of its window.
   __device__ __forceinline__ void store(int step) const {
     if (!at.exists) return;
@@ -77,7 +82,7 @@ struct Depthwise {
                         w * static_cast<Index>(args.y_strides.w));
       const float* values = &sum[0][f / C::kPhases][f % C::kPhases];
       if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
-        const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
+        const Vector<Scalar, 2> both{finish(values[0]), finish(values[1])};
         const bool second = w + 1 < args.y_size.w;
         if (second && reinterpret_cast<unsigned long long>(to) % sizeof(both) == 0) {
           *reinterpret_cast<Vector<Scalar, 2>*>(to) = both;
@@ -86,7 +91,7 @@ struct Depthwise {
           if (second) to[1] = both.at[1];
         }
       } else {
-        *to = Narrow<Scalar>::from(values[0]);
+        *to = finish(values[0]);
       }
     }
   }

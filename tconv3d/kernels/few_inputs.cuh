@@ -16,6 +16,7 @@
 // together: a lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors.
 #pragma once
 
+#include "epilogue.cuh"
 #include "few_channels.cuh"
 
 namespace tconv3d {
@@ -222,6 +223,10 @@ struct FewInputs {
     }
   }
 
+  static __device__ __forceinline__ Scalar finish(float sum) {
+    return Narrow<Scalar>::from(C::Epilogue::apply(sum));
+  }
+
   // Outputs are contiguous along w, and there is one phase along w or all are together.
   __device__ __forceinline__ void store_along_w(Scalar* y, int m, int channels, int room) {
     constexpr int kRun = 2 * C::kTogether;
@@ -235,7 +240,7 @@ struct FewInputs {
         Vector<Scalar, kRun> values;
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
-          values.at[i] = Narrow<Scalar>::from(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
+          values.at[i] = finish(sum[i % C::kTogether][m][column][i / C::kTogether * 2 + e]);
         const bool exists = C::kOutPerGroup % (8 * C::kPassTiles) == 0 || column * 8 + e < channels;
         if (exists) store_run(y + (column * 8 + e) * step_c, values, whole, room);
       }
@@ -255,7 +260,7 @@ struct FewInputs {
         const int further = row * C::kOutputStepW + together, rest = channels - column * 8;
         if (further >= room || rest < 1) continue;
         const float* values = sum[together][m][column] + 2 * row;
-        const Vector<Scalar, 2> both{Narrow<Scalar>::from(values[0]), Narrow<Scalar>::from(values[1])};
+        const Vector<Scalar, 2> both{finish(values[0]), finish(values[1])};
         Scalar* const at = y + column * 8 * step_c + further * step_w;
         if (aligned && rest > 1) {
           *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
