@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tconv3d
-from tconv3d import emulator, executor, norm_executor, planner
+from tconv3d import emulator, executor, halo_planner, norm_executor, planner
 from tconv3d.backend import Backend
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -69,7 +69,7 @@ BLOCKS = {
     "one channel per group": Block(Layer(3, 5, (2, 3, 5), T2, T2), 5),
     "not affine": Block(Layer(4, 8, (3, 4, 5), T3), 4, affine=False),
     "no bias": Block(Layer(4, 6, (3, 2, 5), T3, bias=False), 3),
-    "depthwise": Block(Layer(6, 6, (3, 3, 4), (4, 4, 4), T2, T1, groups=6), 2),
+    "depthwise": Block(Layer(6, 6, (3, 3, 4), (4, 4, 4), T2, T1, groups=6), 2, kernel="depthwise"),
     "groups across the convolution's": Block(Layer(8, 12, (2, 3, 4), T3, T2, T1, groups=4), 2),
     "empty phases": Block(Layer(2, 4, (3, 3, 3), T3, T2, (0, 1, 2), T1, T2), 2),
     "float64": Block(Layer(3, 6, (3, 4, 5), T3, T2, T1), 3, dtype=F64),
@@ -84,6 +84,7 @@ BLOCKS = {
     "tensor cores, batch in a tile": Block(
         Layer(32, 16, (2, 2, 2), T3, T2, T1, batch=9), 4, dtype=BF16, kernel="halo"
     ),
+    "few inputs": Block(Layer(2, 16, (3, 4, 5), T3, T2, T1), 4, tf32=True, kernel="few_inputs"),
     "few outputs": Block(Layer(16, 2, (3, 4, 5), T3), 1, tf32=True, kernel="few_outputs"),
 }
 
@@ -147,7 +148,7 @@ def test_result_and_gradients(name: str, memory_format: str, ours: str) -> None:
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("name", ["plain", "tensor cores", "few outputs", "depthwise", "float64"])
+@pytest.mark.parametrize("name", ["plain", "tensor cores", "few inputs", "few outputs", "depthwise", "float64"])
 def test_relu_alone(name: str, memory_format: str, ours: str) -> None:
     block, layer = BLOCKS[name], BLOCKS[name].layer
     convolution = block.module(ours).conv_transpose
@@ -174,7 +175,7 @@ def tconv3d_relu(layer: nn.ConvTranspose3d, x: Tensor, allowed: bool) -> Tensor:
         return tconv3d.conv_transpose3d_relu(x, layer.weight, layer.bias, *settings)
 
 
-@pytest.mark.parametrize("name", ["plain", "tensor cores", "few outputs", "float64"])
+@pytest.mark.parametrize("name", ["plain", "tensor cores", "few inputs", "few outputs", "depthwise", "float64"])
 def test_nan_and_infinities_pass_as_in_pytorch(name: str, ours: str) -> None:
     block = BLOCKS[name]
     module, x = block.module(ours), block.input(ours)
@@ -491,6 +492,37 @@ def test_a_backward_pass_runs_on_the_backend_of_its_forward_pass(
     with tconv3d.use_backend("torch"):
         y.sum().backward()
     assert ran == ["ours"]
+
+
+# ---- explain
+
+
+def test_explain_says_who_leaves_the_moments() -> None:
+    wide = tconv3d.ConvTranspose3dReLUGroupNorm(64, 128, 3, 8, bias=False, dtype=BF16, device="meta")
+    found = tconv3d.explain(wide, (2, 64, 16, 16, 16), gpu="H200")
+    assert [each.name for each in found.passes] == ["forward", "normalize", "norm_grad", "input_grad", "weight_grad"]
+    assert found.kernel == "halo" and found.passes[0].tile.endswith("leaves the moments of its result")
+    assert "ReLU, GroupNorm of 8 groups" in found.layer and found.passes[1].floor_ms is not None
+    exact = tconv3d.ConvTranspose3dReLUGroupNorm(6, 8, 3, 2, affine=False, dtype=F64, device="meta")
+    found = tconv3d.explain(exact, (2, 6, 4, 4, 4), gpu="H200")
+    assert found.kernel == "direct" and found.passes[0].tile.endswith("a pass over its result leaves the moments")
+    assert found.layer.endswith("not affine") and "normalize: normalize" in str(found)
+    relu = tconv3d.ConvTranspose3dReLU(64, 128, 3, dtype=BF16, device="meta")
+    found = tconv3d.explain(relu, (2, 64, 16, 16, 16), gpu="H200")
+    assert found.kernel == "halo" and found.layer.endswith("ReLU") and found.passes[0].launches == 2
+
+
+def test_kernels_without_an_epilogue_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halo_planner, "HAS_EPILOGUE", False)
+    planner.plan.cache_clear()
+    try:
+        arguments: tuple[Any, ...] = (64, 128, 3)
+        for kind, kernel in ((tconv3d.ConvTranspose3d, "halo"), (tconv3d.ConvTranspose3dReLU, "direct")):
+            found = tconv3d.explain(kind(*arguments, dtype=BF16, device="meta"), (2, 64, 9, 9, 9), gpu="H200")
+            assert found.kernel == kernel
+        assert found.passes[0].passed_over["halo"] == "its kernel has no epilogue for a ReLU"
+    finally:
+        planner.plan.cache_clear()
 
 
 # ---- torch.library, torch.compile, autocast, CUDA graphs
