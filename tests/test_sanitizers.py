@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,18 +38,24 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "few outputs": (Layer(8, 2, (2, 2, 4), (3, 3, 3), (2, 2, 2), batch=1), torch.float16, CONTIGUOUS),
     "wide": (WIDE, torch.float16, CONTIGUOUS),
     "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),
+    "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
 }
+BEFORE_HOPPER = replace(executor.EMULATED, capability=(8, 0))
 
 
 @contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    before = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+def emulated(name: str) -> Iterator[None]:
+    """The machine that a layer is for, with nothing planned for another one."""
+    before = torch.backends.cudnn.conv.fp32_precision, executor.EMULATED  # type: ignore[attr-defined]
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    executor.EMULATED = BEFORE_HOPPER if "before Hopper" in name else before[1]
+    executor._tasks.clear()
     try:
         with tconv3d.use_backend("emulator"):
             yield
     finally:
-        torch.backends.cudnn.conv.fp32_precision = before  # type: ignore[attr-defined]
+        torch.backends.cudnn.conv.fp32_precision, executor.EMULATED = before  # type: ignore[attr-defined]
+        executor._tasks.clear()
 
 
 def operands_of(name: str) -> list[Tensor]:
@@ -80,7 +87,7 @@ def test_sanitizers_find_nothing(names: list[str]) -> None:
 def test_the_order_of_threads_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = LAYERS[name][0].settings
     results = {}
-    with emulated():
+    with emulated(name):
         for order in ("forward", "reversed", "shuffled:1"):
             monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", order)
             result, grads = passes(tconv3d.conv_transpose3d, operands_of(name), settings)
@@ -100,17 +107,16 @@ def test_the_layers_run_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
         return plan(problem, device)
 
     monkeypatch.setattr(planner, "plan", recording)
-    monkeypatch.setattr(executor, "_tasks", {})
-    with emulated():
-        for name, (layer, _, _) in LAYERS.items():
+    for name, (layer, _, _) in LAYERS.items():
+        with emulated(name):
             passes(tconv3d.conv_transpose3d, operands_of(name), layer.settings)
     assert chosen == {name for name, _ in planner.FAMILIES}
 
 
 def main() -> None:
-    with emulated():
-        for name in sys.argv[1:]:
-            layer, dtype, _ = LAYERS[name]
+    for name in sys.argv[1:]:
+        layer, dtype, _ = LAYERS[name]
+        with emulated(name):
             check(layer, dtype, "cpu", operands_of(name))
             print(f"{name}: checked", flush=True)
 
