@@ -33,7 +33,6 @@ from tconv3d.problem import Device, Pass, Problem
 
 GIGAHERTZ = 1.75  # for the model's cycles
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SLOWEST = 2.0  # times the model's best: what is worth a look, whatever the model says
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
 
@@ -50,18 +49,6 @@ class Row:
     model_ms: float
     ms: float
     error: float
-
-
-def candidates(job: halo_planner.Job, device: Device, top: int) -> list[halo_planner.HaloPlan]:
-    """The builds that the model likes best, each with its best tiling."""
-    plans = [
-        plan
-        for build in halo_planner.builds(job.geometry, job.dtype, device.shared_bytes, job.gather)
-        if (plan := halo_planner.plan_build(build, job, device)) is not None
-    ]
-    plans.sort(key=lambda plan: plan.cycles)
-    best = plans[0].cycles if plans else 0.0
-    return [plan for plan in plans if plan.cycles < SLOWEST * best][:top]
 
 
 def compile_launch(launch: Launch) -> tuple[int, str]:
@@ -129,7 +116,7 @@ def measure(
     name: str, dtype: str, channels_last: bool, which: Pass, top: int, device: Device, pool: ProcessPoolExecutor
 ) -> list[Row]:
     bench = Bench(LAYERS[name], dtype, channels_last, which)
-    plans = candidates(bench.job, device, top)
+    plans = halo_planner.candidates(bench.job, device, top)
     reports = list(pool.map(compile_launch, [plan.main for plan in plans]))
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
     rows = []

@@ -3,6 +3,7 @@
     key = cache.key(cache.sources(directory), unit, architecture, *options, compiler_version)
     cubin = cache.get(key, ".cubin", build)       # bytes
     library = cache.path(key, ".so", build)       # a file that can be dlopen'ed
+    cache.put(key, ".json", payload)              # over what is there
 
 `build() -> bytes` is called when the entry is missing or damaged, and by one thread of one process at a
 time: the others wait for its result. What `build` raises reaches the caller and nothing is stored.

@@ -129,12 +129,9 @@ def tune_pass(
     """Tunes one pass. `like` has the type and the device of its tensors."""
     device = executor.device_of(like)
     name, kernel = problem.which.value, planner.plan(problem, device).kernel
-    job = halo_planner.job_of(problem) if kernel == "halo" else None
-    present = halo_planner.plan_or_none(job, device) if job else None
-    if job is None or present is None:
+    plans = contenders(problem, device, most)
+    if not plans:
         return Tuned(name, kernel)
-    others = [plan for plan in halo_planner.candidates(job, device, most + 1) if plan.build != present.build]
-    plans = [present, *others[:most]]
     if like.is_cuda:
         compile_ahead((launch for plan in plans for launch in (plan.pack, plan.main)), device)
     trials = measure(problem, plans, like, clock, make_task)
@@ -142,15 +139,27 @@ def tune_pass(
     before = after = trials[0].ms or inf
     if best > 0:  # once more, side by side: a GPU's clock rate changes while it works
         before, after = (
-            trial.ms or inf for trial in measure(problem, [present, plans[best]], like, clock, make_task)
+            trial.ms or inf for trial in measure(problem, [plans[0], plans[best]], like, clock, make_task)
         )
     if before < FASTER * after:
         return Tuned(name, kernel, tuple(trials), before, before)
     size = "x".join(map(str, problem.input_size))
     measured = f"{after:.4g} ms instead of {before:.4g} ms for batch {problem.batch} of {size} on {device.name}"
-    halo_planner.keep(Nominal.of(job), device.shared_bytes, device.multiprocessors, plans[best].build, measured)
+    nominal = Nominal.of(halo_planner.job_of(problem))
+    halo_planner.keep(nominal, device.shared_bytes, device.multiprocessors, plans[best].build, measured)
     executor.forget()
     return Tuned(name, kernel, tuple(trials), before, after, True)
+
+
+def contenders(problem: Problem, device: Device, most: int) -> list[HaloPlan]:
+    """The present build and the best others by the model, each with its best tiling; none if another kernel runs."""
+    if planner.plan(problem, device).kernel != "halo":
+        return []
+    job = halo_planner.job_of(problem)
+    present = halo_planner.plan_or_none(job, device)
+    assert present is not None, "the planner has just planned it"
+    others = [plan for plan in halo_planner.candidates(job, device, most + 1) if plan.build != present.build]
+    return [present, *others[:most]]
 
 
 def measure(
@@ -176,7 +185,7 @@ def measure(
         except RuntimeError as error:  # it is wrong, does not compile, or does not fit the memory
             if not trials:
                 raise
-            trials.append(Trial(build, None, str(error).splitlines()[0]))
+            trials.append(Trial(build, None, str(error).partition("\n")[0][:200]))
             if like.is_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.synchronize()  # raises if nothing can run any more

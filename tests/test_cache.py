@@ -65,6 +65,27 @@ def files(root: Path) -> list[str]:
 # Storing and finding
 
 
+def test_put_replaces_what_is_there(directory: Path) -> None:
+    cache.put(KEY, ".json", b"first")
+    assert cache.get(KEY, ".json", never) == b"first"
+    cache.put(KEY, ".json", b"second")
+    assert cache.get(KEY, ".json", never) == b"second"
+    assert files(directory) == [KEY + ".json"]
+
+
+def test_put_where_nothing_can_be_written(directory: Path) -> None:
+    directory.write_text("a file in the directory's place")
+    for payload in (b"first", b"second"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cache.put(KEY, ".json", payload)
+        assert cache.get(KEY, ".json", never) == payload
+    directory.unlink()
+    cache.put(KEY, ".json", b"third")
+    assert cache.get(KEY, ".json", never) == b"third"
+    assert files(directory) == [KEY + ".json"]
+
+
 def test_an_entry_is_built_once(directory: Path) -> None:
     build = Build()
     assert cache.get(KEY, ".cubin", build) == PAYLOAD

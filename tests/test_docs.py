@@ -140,7 +140,7 @@ def test_commands_run(document: Path, command: str, workplace: Path, monkeypatch
         pytest.fail(f"no test knows how to run {command!r} of {identify(document)}")
 
 
-NEED_A_GPU = ("benchmarks/train_unet.py",)
+NEED_A_GPU = ("benchmarks/train_unet.py", "benchmarks/planner_check.py")
 
 
 def assert_extra(words: list[str]) -> None:
@@ -149,7 +149,7 @@ def assert_extra(words: list[str]) -> None:
 
 
 def assert_command_line(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    if words[0] == "demo":  # minutes in the emulator: test_cli.py runs it
+    if words[0] in ("demo", "tune"):  # minutes in the emulator, or a GPU: test_cli.py and test_tune.py run them
         cli.parser().parse_args(words)
         return
     if "benchmarks.monai_networks:dynunet" in words:

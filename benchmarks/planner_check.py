@@ -1,0 +1,162 @@
+"""Is the planner's choice the fastest? Checked on random layers against all builds worth a look, on a Hopper GPU.
+
+    python benchmarks/planner_check.py --layers 20 --seed 0 --json planner.json
+
+For every layer that the halo kernel runs, the planner's build and the others within twice the model's best time (the
+best of them, if there are many) are checked against each other and timed with a cold L2. The planner passes if its
+choice is within 10% of the fastest for at least 9 of 10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tconv3d import compiler, executor
+from tconv3d.bench.layers import Layer, random_layers
+from tconv3d.bench.precision import DTYPES, LAYOUTS, in_layout, precision
+from tconv3d.bench.results import describe_machine
+from tconv3d.clock import Clock
+from tconv3d.explain import call_of, problems_of
+from tconv3d.halo_planner import HaloPlan
+from tconv3d.problem import Device, Pass, Problem
+from tconv3d.tune import Trial, compile_all, contenders, measure
+
+CLOSE = 1.1  # times the fastest
+SHARE = 0.9  # of the layers that must be close
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One pass of one layer, and its compiled builds: the planner's first."""
+
+    layer: str
+    problem: Problem
+    plans: list[HaloPlan]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for it."""
+
+    layer: str
+    which: str
+    trials: list[Trial]
+
+    @property
+    def planned_ms(self) -> float:
+        return self.trials[0].ms or 0.0
+
+    @property
+    def fastest(self) -> Trial:
+        return min((trial for trial in self.trials if trial.ms), key=lambda trial: trial.ms or 0.0)
+
+    @property
+    def slower(self) -> float:
+        """The planner's choice than the fastest, times."""
+        return self.planned_ms / (self.fastest.ms or 1.0)
+
+
+def prepare(layer: Layer, kind: tuple[str, str], device: Device, passes: Sequence[Pass], most: int) -> list[Work]:
+    """Plans and compiles, in a process that does not touch the GPU. Nothing where another kernel runs."""
+    dtype, layout = kind
+    module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
+    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
+    with precision(dtype):
+        problems = problems_of(*call_of(module, x))  # type: ignore[arg-type]
+    found = []
+    for problem in problems:
+        plans = contenders(problem, device, most) if problem.which in passes else []
+        launches = [launch for plan in plans for launch in (plan.pack, plan.main)]
+        compile_all(
+            [(launch.kernel, launch.constants) for launch in launches], compiler.architecture(device.capability)
+        )
+        if plans:
+            found.append(Work(str(layer), problem, plans))
+    return found
+
+
+def prepare_all(options: argparse.Namespace, device: Device) -> list[Work]:
+    chosen = random_layers(options.layers, options.seed).values()
+    passes = PASSES if options.backward else PASSES[:1]
+    processes = min(options.processes, os.cpu_count() or 1, len(chosen))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, torch.set_num_threads, (1,)) as pool:
+        kind = options.dtype, options.layout
+        waiting = [pool.submit(prepare, layer, kind, device, passes, options.most) for layer in chosen]
+        return [work for future in waiting for work in future.result()]
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    close = sum(row.slower <= CLOSE for row in rows)
+    return {
+        "measured": len(rows),
+        "close": close,
+        "enough": bool(rows) and close >= SHARE * len(rows),
+        "mean_slower": sum(row.slower for row in rows) / max(len(rows), 1),
+        "rows": [asdict(row) | {"slower": row.slower} for row in rows],
+    }
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    table = Table()
+    for heading in ("layer", "pass", "builds", "planner ms", "fastest ms", "slower", "the fastest build"):
+        table.add_column(heading, justify="right" if "ms" in heading or heading in ("builds", "slower") else "left")
+    for row in rows:
+        timed = sum(trial.ms is not None for trial in row.trials)
+        times = f"{row.planned_ms:.4f}", f"{row.fastest.ms:.4f}", f"{row.slower:.2f}x"
+        other = "" if row.fastest is row.trials[0] else row.fastest.build
+        table.add_row(row.layer, row.which, f"{timed} of {len(row.trials)}", *times, other)
+    console.print(table)
+    found = summary(rows)
+    verdict = "enough" if found["enough"] else "NOT enough"
+    console.print(
+        f"the planner's choice is within 10% of the fastest for {found['close']} of {found['measured']}: {verdict}; "
+        f"on average {found['mean_slower']:.3f} times the fastest"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=20, help="how many random layers; default 20")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="tf32", choices=("tf32", "float16", "bfloat16"))
+    parser.add_argument("--layout", default="contiguous", choices=LAYOUTS)
+    parser.add_argument("--backward", action="store_true", help="the input gradient too")
+    parser.add_argument("--most", type=int, default=12, help="builds beside the planner's; default 12")
+    parser.add_argument("--budget", type=float, default=0.02, metavar="S", help="seconds for one timing")
+    parser.add_argument("--processes", type=int, default=12, help="that plan and compile")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        parser.error("builds are timed on a GPU of compute capability 9.0, and none is visible")
+    like = torch.empty(0, dtype=DTYPES[options.dtype], device="cuda")
+    clock, rows = Clock(options.budget), []
+    for work in prepare_all(options, executor.device_of(like)):
+        rows.append(Row(work.layer, work.problem.which.value, measure(work.problem, work.plans, like, clock)))
+        torch.cuda.empty_cache()
+        if options.json is not None:
+            settings = {key: value for key, value in vars(options).items() if key != "json"}
+            found = {"machine": describe_machine(), "settings": settings, **summary(rows)}
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+    show(rows, Console())
+    return 0 if summary(rows)["enough"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
