@@ -7,7 +7,7 @@ many parts the steps are split. What is compiled in depends on the layer alone, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from itertools import product
@@ -33,7 +33,6 @@ LARGE_WEIGHT = 2**20  # elements
 # Warpgroups that multiply and that copy, with the registers of their threads.
 CONSUMERS, PRODUCERS = 2, 2
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 200, 56
-PRODUCER_WARPS = 4 * PRODUCERS
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
@@ -41,7 +40,7 @@ MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
 STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
 BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
 ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
-JOB_CYCLES_X, JOB_CYCLES_Y = 400.0, 200.0  # that a job takes a producer warp
+JOB_CYCLES_X, JOB_CYCLES_Y = 500.0, 200.0  # that a job takes a producer warp
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,13 @@ class Rows:
 
     @classmethod
     def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1, together: bool = False) -> Rows:
-        """Planes begin at a multiple of `align` positions, at the same one if `together`."""
+        """Planes begin at a multiple of `align` outputs if the stride is 1, at the same position if `together`."""
         phases = sorted({axis.phase(t) for t in taps})
         first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
         if together:
             first = dict.fromkeys(phases, min(first.values()))
-        first = {phase: shift - shift % align for phase, shift in first.items()}
+        if axis.stride == 1:
+            first = {phase: shift - shift % align for phase, shift in first.items()}
         return cls(
             taps,
             tuple(axis.stride * first[phase] + phase for phase in phases),
@@ -91,9 +91,7 @@ class Words:
 
     rows: Rows
     per_word: int
-    stride: int
-    vector: int  # words of memory that one load of dy brings; 1: words of one plane
-    phases: tuple[int, ...]  # of the planes
+    paired: bool  # two phases are copied together, out of one word of memory each
 
     @cached_property
     def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -127,25 +125,6 @@ class Words:
     def registers(self) -> int:
         return 4 * (len(self.loads) + len(self.joins))
 
-    @property
-    def rows_read(self) -> int:
-        """Phases that are read, needed or not."""
-        return self.stride if self.vector > 1 else len(self.phases)
-
-    def slots(self, line_words: int) -> int:
-        """Loads of a line."""
-        return line_words // self.slot_words if self.vector > 1 else len(self.phases) * line_words
-
-    @cached_property
-    def slot_words(self) -> int:
-        """Words of a plane that one load brings."""
-        return self.vector // self.stride if self.vector > 1 else 1
-
-    @property
-    def job_shape(self) -> tuple[int, int]:
-        """Loads of a line and pairs of channels that a producer takes at a time."""
-        return (32, 4 // self.vector) if self.vector > 1 else (16, 8)
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -155,8 +134,8 @@ class Layer:
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
     elements_y: bool
-    vector_x: int  # words that one load brings
-    vector_y: int
+    pairable_y: bool  # two phases lie side by side in a word of memory
+    vector_x: int  # words of x that one load brings
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
 
@@ -165,17 +144,9 @@ class Layer:
         return 4 // ITEM_BYTES[self.dtype]
 
     def words(self, taps: tuple[int, ...]) -> Words:
-        axis = self.geometry.axes[2]
-        align = (
-            1
-            if self.elements_y
-            else self.vector_y // axis.stride * self.per_word
-            if self.vector_y > 1
-            else self.per_word
-        )
-        rows = Rows.of(axis, taps, align, self.vector_y > 1)
-        phases = tuple(sorted({axis.phase(t) for t in taps}))
-        return Words(rows, self.per_word, axis.stride, self.vector_y, phases)
+        axis, align = self.geometry.axes[2], 1 if self.elements_y else self.per_word
+        paired = self.pairable_y and len({axis.phase(t) for t in taps}) == 2
+        return Words(Rows.of(axis, taps, align, paired), self.per_word, paired)
 
 
 @dataclass(frozen=True)
@@ -188,7 +159,6 @@ class Tiling:
     rows_h: tuple[Rows, ...]
     pieces: tuple[Words, ...]  # taps along w, one launch each
     depth: int  # sets of fragments
-    warps_x: int  # producers that copy x; the others copy dy
     stages: int = 2
 
     @cached_property
@@ -204,6 +174,10 @@ class Tiling:
     def planes(self) -> tuple[int, int, int]:
         w = max(len(piece.rows.offsets) for piece in self.pieces)
         return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
+
+    @cached_property
+    def paired(self) -> bool:
+        return self.pieces[0].paired
 
     @cached_property
     def reach(self) -> tuple[int, int, int]:
@@ -225,8 +199,7 @@ class Tiling:
         w = " + ".join(str(len(piece.rows.taps)) for piece in self.pieces)
         return (
             f"{CONSUMERS} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
-            f"outputs x {d} x {h} x {w} taps, {self.warps_x} of {PRODUCER_WARPS} producer warps for x"
-            f"{', fragments ahead' if self.depth == 2 else ''}"
+            f"outputs x {d} x {h} x {w} taps{', fragments ahead' if self.depth == 2 else ''}"
         )
 
 
@@ -266,9 +239,7 @@ class Buffers:
 
     @cached_property
     def line_words(self) -> int:
-        """Words of a line that taps reach: whole loads."""
-        words, whole = self.box.w * SEGMENT + self.tiling.reach[2], self.tiling.pieces[0].slot_words
-        return -(-words // whole) * whole
+        return self.box.w * SEGMENT + self.tiling.reach[2]
 
     @cached_property
     def line_pitch(self) -> int:
@@ -277,11 +248,8 @@ class Buffers:
     @cached_property
     def plane_pitch(self) -> int:
         """Where phases along w alternate, half of the banks more than a multiple: two planes' words meet in none."""
-        words, alternate = (
-            self.lines * self.line_pitch,
-            self.tiling.pieces[0].vector == 1 and self.tiling.planes[2] > 1,
-        )
-        return words + (8 - words) % 16 if alternate else words
+        words = self.lines * self.line_pitch
+        return words + (8 - words) % 16 if self.tiling.planes[2] > 1 else words
 
     @cached_property
     def pair_pitch(self) -> int:
@@ -299,19 +267,13 @@ class Buffers:
 
     @cached_property
     def slots(self) -> int:
-        """Loads of a plane along d and of one channel."""
-        pieces = self.tiling.pieces
-        return self.tiling.planes[1] * self.lines * max(piece.slots(self.line_words) for piece in pieces)
-
-    def jobs(self, piece: Words) -> int:
-        """Of a plane along d."""
-        slots, pairs = piece.job_shape
-        loads = self.tiling.planes[1] * self.lines * piece.slots(self.line_words)
-        return -(-loads // slots) * -(-self.tiling.out_tile // 2 // pairs)
+        """Words of a plane along d that are copied (of two planes together, if they are)."""
+        _, h, w = self.tiling.planes
+        return h * self.lines * (1 if self.tiling.paired else w) * self.line_words
 
     def bytes(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
-        tables = 8 * (self.slots + self.slots % 2) + 16 * self.box.k_rows * ROW_SEGMENTS
+        tables = 16 * self.slots + 16 * self.box.k_rows * ROW_SEGMENTS
         barriers = 16 * (groups + self.tiling.stages)
         return stages + 4 * groups * self.box.d * self.sheet_words + tables + barriers
 
@@ -368,32 +330,23 @@ def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     items = 2 * box.k_rows * CONSUMERS * tiling.row_tiles
     planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
     words_x = box.k_rows * 32 * tiling.columns
-    words_y = box.d * planes_d * tiling.planes[1] * made.lines * piece.rows_read * made.line_words * tiling.out_tile
+    words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
     jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
-    jobs_y = box.d * planes_d * made.jobs(piece)
-    cycles_x, cycles_y = job_cycles(layer)
+    jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    slow_x = 2 if layer.elements_x or layer.unit_c_x else 1
+    slow_y = 4 if piece.paired or layer.elements_y else 2 if layer.unit_c_y else 1
     return StepWork(
-        products=items * item_cycles(layer, piece, tiling.columns, tiling.depth, made.conflicts)
-        + (words_x + words_y) / 32,
-        copying=max(jobs_x * cycles_x / tiling.warps_x, jobs_y * cycles_y / (PRODUCER_WARPS - tiling.warps_x)),
+        products=items * item_cycles(piece, tiling.columns, tiling.depth, made.conflicts) + (words_x + words_y) / 32,
+        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * PRODUCERS),
         l2=4 * (words_x + words_y) / L2_BYTES_PER_CYCLE,
     )
 
 
-def job_cycles(layer: Layer) -> tuple[float, float]:
-    """What a job of x and one of dy take a producer warp."""
-    x = JOB_CYCLES_X * (2 if layer.elements_x or layer.unit_c_x else 1)
-    if layer.elements_y:
-        return x, 3 * JOB_CYCLES_X
-    return x, JOB_CYCLES_X if layer.vector_y > 1 else JOB_CYCLES_Y * (2 if layer.unit_c_y else 1)
-
-
-def item_cycles(layer: Layer, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
+def item_cycles(piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
     products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
-    loading = 16 * len(piece.loads) * conflicts
     alone = 35 if depth == 1 else 0  # nothing hides the way of the fragments
-    return products + loading + ITEM_OVERHEAD + alone
+    return products + 16 * len(piece.loads) * conflicts + ITEM_OVERHEAD + alone
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -446,9 +399,12 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     axis = layer.geometry.axes[2]
     count = -(-axis.kernel // MAX_TAPS_W)
     size = -(-axis.kernel // count)
-    yield tuple(
+    whole = tuple(
         layer.words(tuple(range(first, min(first + size, axis.kernel)))) for first in range(0, axis.kernel, size)
     )
+    if len({piece.paired for piece in whole}) > 1:  # a last piece of one tap
+        whole = tuple(replace(layer, pairable_y=False).words(piece.rows.taps) for piece in whole)
+    yield whole
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
     if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1:
         yield tuple(layer.words(taps) for taps in phases)
@@ -480,19 +436,9 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                 continue
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
-            cost = 0.0
-            for piece in pieces:
-                cost += max(tiles * item_cycles(layer, piece, columns, depth), copied) + 0.1 * copied
-            warps_x = _warps_x(layer, columns, out_tile, planes)
+            cost = sum(max(tiles * item_cycles(piece, columns, depth), copied) + 0.1 * copied for piece in pieces)
             number += 1
-            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, warps_x)
-
-
-def _warps_x(layer: Layer, columns: int, out_tile: int, planes: int) -> int:
-    """How many producers copy x, so that both kinds are done at the same time."""
-    cycles_x, cycles_y = job_cycles(layer)
-    x, y = columns * cycles_x, 1.25 * planes * out_tile * cycles_y
-    return min(range(1, PRODUCER_WARPS), key=lambda warps: max(x / warps, y / (PRODUCER_WARPS - warps)))
+            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth)
 
 
 # ---- The family.
@@ -509,11 +455,10 @@ def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
 
 def _layer(p: Problem) -> Layer:
     x, y = _vector(p, p.input, p.input_size[2]), _vector(p, p.output, p.output_size[2])
-    stride = p.geometry.stride[2]
-    vectors = y > 1 and stride <= 2
-    elements_y = not vectors and (y == 0 or (p.item_bytes == 2 and stride > 1))
+    elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
+    pairable = y > 0 and p.item_bytes == 2 and p.geometry.stride[2] == 2
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
-    return Layer(p.geometry, p.dtype, x == 0, elements_y, max(x, 1), y if vectors else 1, unit_c_x, unit_c_y)
+    return Layer(p.geometry, p.dtype, x == 0, elements_y, pairable, max(x, 1), unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -617,6 +562,7 @@ def _wide(p: Problem) -> bool:
 def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
     groups = made.groups(device.shared_bytes)
+    jobs = -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
@@ -630,7 +576,7 @@ def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words,
             int32s(made.ahead, groups, made.lines, made.line_words, made.line_pitch),
             int32s(made.plane_pitch, made.pair_pitch),
             dividers(box.count(p.input_size, layer.per_word)),
-            divider(made.jobs(piece)),
+            divider(jobs),
         ),
     )
 
@@ -663,14 +609,13 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
-        ("kElementsY", layer.elements_y),
+        ("kElementsY", layer.elements_y and not piece.paired),
+        ("kPairedY", piece.paired),
         ("kVectorX", layer.vector_x),
-        ("kVectorY", layer.vector_y),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", CONSUMERS),
         ("kProducers", PRODUCERS),
-        ("kWarpsX", tiling.warps_x),
         ("kConsumerRegisters", CONSUMER_REGISTERS),
         ("kProducerRegisters", PRODUCER_REGISTERS),
         ("kStages", tiling.stages),
@@ -683,9 +628,8 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kRowTiles", tiling.row_tiles),
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
-        ("kPlanesW", len(piece.phases)),
-        ("kPlaneOffsetW", piece.rows.offsets),
-        ("kPhaseW", piece.phases),
+        ("kPlanesW", tiling.planes[2]),
+        ("kPlaneOffsetW", (*piece.rows.offsets, *([0] * (tiling.planes[2] - len(piece.rows.offsets))))),
         ("kTaps", len(piece.rows.taps)),
         ("kTapW", piece.rows.taps),
         ("kLoads", len(piece.loads)),

@@ -68,30 +68,24 @@ struct HopperWeightGrad {
   static constexpr int kRows = C::kRowsD * C::kRowsH;
   static constexpr int kSums = C::kColumns / 2;
   static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
-  static constexpr int kWarpsY = kProducerWarps - C::kWarpsX;  // that copy dy
   static constexpr int kJobChannels = 8;
-  static constexpr int kAhead = 3;                           // jobs that a producer has in registers
-  static constexpr int kJobsX = C::kColumns / kJobChannels;  // per row segment
-  // dy comes by words, past the registers (or by 16-bit elements, through them): 16 slots of one word, eight
-  // pairs to a job. Or by vectors through registers: 32 slots of a vector, which has kSlotWords words of
-  // each plane, of one or two pairs.
-  static constexpr bool kVectors = C::kVectorY > 1, kThroughRegisters = kVectors || C::kElementsY;
-  static constexpr int kSlotWords = C::kStrideW == 1 ? C::kVectorY : C::kVectorY / 2;
-  static constexpr int kSlotPlanes = kVectors ? 1 : C::kPlanesW;
-  static constexpr int kJobSlots = kVectors ? 32 : 16, kJobPairs = kVectors ? 4 / C::kVectorY : 8;
-  static constexpr int kJobsY = (kPairs + kJobPairs - 1) / kJobPairs;  // per kJobSlots
+  static constexpr int kJobsX = C::kColumns / kJobChannels;                  // per row segment
+  static constexpr int kJobsY = (kPairs + kJobChannels - 1) / kJobChannels;  // per 16 slots
   static constexpr int kBlocksIn = (C::kInPerGroup + C::kColumns - 1) / C::kColumns;
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
   static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
+  // Two phases of 16-bit elements lie side by side in a word of memory: a slot is a word of each.
+  static constexpr int kSlotPlanes = C::kPairedY ? 1 : C::kPlanesW;
+  static constexpr bool kSeparateY = C::kElementsY || C::kPairedY;
   static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
 
   static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
   static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
   static_assert(C::kStages >= 2);
-  static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
-  static_assert(!kVectors || (C::kStrideW <= 2 && !C::kUnitCY && !C::kElementsY), "neighbours in memory");
+  static_assert(!(C::kElementsX || kSeparateY) || kPerWord == 2);
+  static_assert(!C::kPairedY || (C::kPlanesW == 2 && C::kStrideW == 2 && !C::kUnitCY && !C::kElementsY));
   static_assert(C::kVectorX == 1 || !(C::kElementsX || C::kUnitCX), "words that are neighbours in memory");
 
   // What distinguishes blocks that walk over the same positions.
@@ -99,9 +93,10 @@ struct HopperWeightGrad {
     int group, first_in, first_out, d, h;
   };
   // Where a word of a plane of dy comes from, relative to the box's first, and where it goes.
-  struct Slot {
-    short h, w;
+  struct alignas(16) Slot {
+    Index offset;  // in memory
     int place;
+    short h, w;
   };
   // Four words of K: where their dy begins, and where in the box they are.
   struct Segment {
@@ -146,7 +141,7 @@ struct HopperWeightGrad {
     ring = reinterpret_cast<unsigned*>(stages + C::kStages * stage_bytes);
     sheet_words = kPairs * args.pair_pitch;
     slots = reinterpret_cast<Slot*>(ring + args.groups * args.box.d * sheet_words);
-    segments = reinterpret_cast<Segment*>(slots + (most_slots() + 1) / 2 * 2);
+    segments = reinterpret_cast<Segment*>(slots + most_slots());
     barriers = ptx::shared_address(segments + row_segments() * kRowSegments);
   }
 
@@ -169,13 +164,12 @@ struct HopperWeightGrad {
   __device__ __forceinline__ int row_segments() const {
     return (segment_count() + kRowSegments - 1) / kRowSegments;
   }
-  __device__ __forceinline__ int line_slots() const {
-    return kVectors ? args.line_words / kSlotWords : kSlotPlanes * args.line_words;
-  }
   // Of a plane along d: for the kind that has most, and for this one.
-  __device__ __forceinline__ int most_slots() const { return C::kPlanesH * args.lines * line_slots(); }
+  __device__ __forceinline__ int most_slots() const {
+    return C::kPlanesH * args.lines * kSlotPlanes * args.line_words;
+  }
   __device__ __forceinline__ int slot_count() const {
-    return C::kPlanesCountH(kind.h) * args.lines * line_slots();
+    return C::kPlanesCountH(kind.h) * args.lines * kSlotPlanes * args.line_words;
   }
   __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
   __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
@@ -187,17 +181,18 @@ struct HopperWeightGrad {
   }
 
   __device__ __forceinline__ void prepare() {
-    const int line_slots = this->line_slots();
+    const int line_slots = kSlotPlanes * args.line_words;
     for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
       // Phases along w alternate as they do in memory.
       const int line = i / line_slots, rest = i % line_slots;
-      const int plane_w = rest % kSlotPlanes, word = rest / kSlotPlanes * (kVectors ? kSlotWords : 1);
+      const int plane_w = rest % kSlotPlanes, word = rest / kSlotPlanes;
       const int plane_h = line / args.lines, h = line % args.lines;
       Slot slot;
       slot.h = static_cast<short>(h * C::kStrideH + C::kPlaneOffsetH(kind.h, plane_h));
-      slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w) -
-                                  (kVectors ? C::kPhaseW(0) : 0));
-      slot.place = (plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word;
+      slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w));
+      slot.place = 2 * ((plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word);
+      slot.offset =
+          slot.h * static_cast<Index>(args.dy_strides.h) + slot.w * static_cast<Index>(args.dy_strides.w);
       slots[i] = slot;
     }
     for (int i = static_cast<int>(threadIdx.x); i < row_segments() * kRowSegments; i += C::kThreads) {
@@ -209,11 +204,11 @@ struct HopperWeightGrad {
     }
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.groups; ++i) {
-        ptx::barrier_init(full(i), 32 * kWarpsY);
+        ptx::barrier_init(full(i), 32 * kProducerWarps);
         ptx::barrier_init(empty(i), kConsumerWarps);
       }
       for (int i = 0; i < C::kStages; ++i) {
-        ptx::barrier_init(stage_full(i), C::kWarpsX);
+        ptx::barrier_init(stage_full(i), kProducerWarps);
         ptx::barrier_init(stage_empty(i), kConsumerWarps);
       }
       ptx::fence_barrier_init();
@@ -241,352 +236,239 @@ struct HopperWeightGrad {
 
   // ---- Producers. A job is 32 words of eight channels of x, or 16 words of eight pairs of dy: eight words
   // of each lane. Where w is contiguous, lanes have neighbouring words; where channels are, neighbouring
-  // channels.
+  // channels. A warp's jobs are neighbours too, so that what it finds out about a row serves several.
 
-  // Where a word comes from; of a 16-bit one, whether its two elements are inside.
+  // Where a word is in its channel, and whether it is inside the tensor (of a 16-bit one, its second too).
   struct Source {
-    const Scalar* from;
+    Index offset;
     bool first, second;
   };
-  static __device__ __forceinline__ unsigned load_elements(const Source& source, Index step) {
+  static __device__ __forceinline__ unsigned rounded(unsigned word) {
+    return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
+  }
+  template <class T>
+  static __device__ __forceinline__ unsigned load_word(const T* from, bool inside) {
+    return inside ? __ldg(reinterpret_cast<const unsigned*>(from)) : 0u;
+  }
+  // Two elements that are `step` apart.
+  static __device__ __forceinline__ unsigned load_elements(const Scalar* from, const Source& source,
+                                                           Index step) {
     if constexpr (kPerWord == 2) {
-      const unsigned low = source.first ? load_constant(source.from).bits : 0u;
-      const unsigned high = source.second ? load_constant(source.from + step).bits : 0u;
+      const unsigned low = source.first ? load_constant(from).bits : 0u;
+      const unsigned high = source.second ? load_constant(from + step).bits : 0u;
       return low | high << 16;
     }
     return 0u;
   }
 
-  static __device__ __forceinline__ unsigned rounded(unsigned word) {
-    return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
-  }
-
-  // Channels past the last read it again: their sums are never written.
-  __device__ __forceinline__ Source find_x(const Run& run, int step, const Segment& segment, int word,
-                                           int channel) const {
+  __device__ __forceinline__ Source find_x(const Run& run, int step, const Segment& segment, int word) const {
     const int d = step * args.box.d + segment.d, h = run.h + segment.h,
               w = run.w + segment.w + word * kPerWord;
     const bool line = d < args.x_size.d && h < args.x_size.h;
-    Source source{static_cast<const Scalar*>(args.x), line && w < args.x_size.w,
-                  C::kElementsX && line && w + 1 < args.x_size.w};
-    if (source.first) {
-      const int in_group = min(kind.first_in + channel, C::kInPerGroup - 1);
-      source.from += run.n * static_cast<Index>(args.x_strides.n) + d * static_cast<Index>(args.x_strides.d) +
-                     h * static_cast<Index>(args.x_strides.h) + w * static_cast<Index>(args.x_strides.w) +
-                     (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c);
-    }
-    return source;
+    return Source{run.n * static_cast<Index>(args.x_strides.n) + d * static_cast<Index>(args.x_strides.d) +
+                      h * static_cast<Index>(args.x_strides.h) + w * static_cast<Index>(args.x_strides.w),
+                  line && w < args.x_size.w, C::kElementsX && line && w + 1 < args.x_size.w};
+  }
+  // Channels past the last read it again: their sums are never written.
+  __device__ __forceinline__ const Scalar* x_of(const Source& source, int channel) const {
+    constexpr bool kWhole = C::kInPerGroup % C::kColumns == 0;
+    const int in_group = kWhole ? kind.first_in + channel : min(kind.first_in + channel, C::kInPerGroup - 1);
+    const Index offset =
+        source.offset + (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c);
+    return static_cast<const Scalar*>(args.x) + (source.first ? offset : 0);
   }
 
   // x passes through registers: tensor cores take it as it lies in shared memory, so it must be rounded.
   struct JobX {
-    // A lane has kLoadsX times kVectorX words: of channels kVectorX apart, or (channels contiguous) one
-    // word each of all eight segments' words.
-    static constexpr int kLoadsX = kJobChannels / C::kVectorX, kSlots = kRowWords / C::kVectorX;
     unsigned words[kJobChannels];
   };
-  __device__ __forceinline__ void load_x(JobX& to, const Run& run, int step, int job) const {
-    const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
-    const Segment* const found = segments + row_segment * kRowSegments;
+  static constexpr int kSlotsX = kRowWords / C::kVectorX;  // loads of a row: the lanes have kVectorX rows
+  struct CourseX {
+    int job, end;
+    Source source;  // of the job's row, if w is contiguous
+  };
+
+  __device__ __forceinline__ void find_row(CourseX& course, const Run& run, int step) const {
+    if (C::kUnitCX || course.job >= course.end) return;
+    const int word = lane % kSlotsX * C::kVectorX, row_segment = course.job / kJobsX;
+    course.source =
+        find_x(run, step, segments[row_segment * kRowSegments + word / kSegment], word % kSegment);
+  }
+  // Loads the next job of the course, if there is one.
+  __device__ __forceinline__ void load_x(JobX& to, CourseX& course, const Run& run, int step) const {
+    if (course.job >= course.end) return;
+    const int channel = course.job % kJobsX * kJobChannels;
     const Index between = static_cast<Index>(args.x_strides.w);
     if constexpr (C::kUnitCX) {
+      const Segment* const found = segments + course.job / kJobsX * kRowSegments;
 #pragma unroll
       for (int k = 0; k < kJobChannels; ++k) {
-        const Source source = find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4, channel + lane / 4);
-        if constexpr (C::kElementsX) {
-          to.words[k] = load_elements(source, between);
-        } else {
-          to.words[k] = source.first ? __ldg(reinterpret_cast<const unsigned*>(source.from)) : 0u;
-        }
+        const Source source = find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4);
+        const Scalar* const from = x_of(source, channel + lane / 4);
+        to.words[k] = C::kElementsX ? load_elements(from, source, between) : load_word(from, source.first);
       }
     } else {
-      const int word = lane % JobX::kSlots * C::kVectorX, own = channel + lane / JobX::kSlots;
-      Source source = find_x(run, step, found[word / kSegment], word % kSegment, own);
 #pragma unroll
-      for (int i = 0; i < JobX::kLoadsX; ++i) {
+      for (int i = 0; i < kJobChannels / C::kVectorX; ++i) {
+        const Scalar* const from = x_of(course.source, channel + lane / kSlotsX + i * C::kVectorX);
         if constexpr (C::kElementsX) {
-          to.words[i] = load_elements(source, between);
+          to.words[i] = load_elements(from, course.source, between);
         } else {
           Vector<unsigned, C::kVectorX> loaded{};
-          if (source.first) loaded = load_vector<C::kVectorX>(reinterpret_cast<const unsigned*>(source.from));
+          if (course.source.first) loaded = load_vector<C::kVectorX>(reinterpret_cast<const unsigned*>(from));
 #pragma unroll
           for (int e = 0; e < C::kVectorX; ++e) to.words[i * C::kVectorX + e] = loaded.at[e];
         }
-        const bool more = kind.first_in + own + (i + 1) * C::kVectorX < C::kInPerGroup;
-        if (source.first && more) source.from += C::kVectorX * args.x_strides.c;
       }
     }
+    if (++course.job % kJobsX == 0) find_row(course, run, step);
   }
   __device__ __forceinline__ void store_x(const JobX& from, int stage, int job) const {
-    const int row_segment = job / kJobsX, channel = job % kJobsX * kJobChannels;
-    unsigned* const to = reinterpret_cast<unsigned*>(stages + stage * stage_bytes) +
-                         (row_segment * C::kColumns + channel) * kRowWords;
+    unsigned* const to =
+        reinterpret_cast<unsigned*>(stages + stage * stage_bytes) + job * kJobChannels * kRowWords;
 #pragma unroll
     for (int k = 0; k < kJobChannels; ++k) {
       // A piece of 16 bytes is one word of each of four segments.
-      const int word = lane % JobX::kSlots * C::kVectorX + k % C::kVectorX;
+      const int word = lane % kSlotsX * C::kVectorX + k % C::kVectorX;
       const int segment = C::kUnitCX ? k / 4 * 4 + lane % 4 : word / kSegment;
-      const int row = C::kUnitCX ? lane / 4 : k / C::kVectorX * C::kVectorX + lane / JobX::kSlots;
+      const int row = C::kUnitCX ? lane / 4 : k / C::kVectorX * C::kVectorX + lane / kSlotsX;
       const int piece = segment / 4 * 4 + (C::kUnitCX ? k : word) % kSegment;
       to[row * kRowWords + (piece ^ row) * 4 + segment % 4] = rounded(from.words[k]);
     }
   }
 
-  __device__ __forceinline__ Source find_dy(const Run& run, int d, const Slot& slot, int channel) const {
+  __device__ __forceinline__ Source find_dy(const Run& run, Index base, int d, const Slot& slot) const {
     const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
     const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
-    Source source{static_cast<const Scalar*>(args.dy), line && inside(w, args.dy_size.w),
-                  C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
-    if (source.first || source.second) {
-      const int in_group = min(kind.first_out + channel, C::kOutPerGroup - 1);
-      source.from += run.n * static_cast<Index>(args.dy_strides.n) +
-                     d * static_cast<Index>(args.dy_strides.d) + h * static_cast<Index>(args.dy_strides.h) +
-                     w * static_cast<Index>(args.dy_strides.w) +
-                     (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c);
+    return Source{base + d * static_cast<Index>(args.dy_strides.d) + slot.offset,
+                  line && inside(w, args.dy_size.w),
+                  kSeparateY && line && inside(w + C::kStrideW, args.dy_size.w)};
+  }
+  __device__ __forceinline__ const Scalar* dy_of(const Source& source, int channel) const {
+    constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
+    const int in_group =
+        kWhole ? kind.first_out + channel : min(kind.first_out + channel, C::kOutPerGroup - 1);
+    const Index offset =
+        source.offset + (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c);
+    return static_cast<const Scalar*>(args.dy) + (source.first || source.second ? offset : 0);
+  }
+
+  // Eight words of dy (or, kPairedY, of each of two planes), past the registers where words are whole in
+  // memory. `word(k)` is where they go, `source(k)` and `channel(k)` where they come from.
+  template <class FindWord, class FindSource, class FindChannel>
+  __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, FindChannel&& channel,
+                                          int count) const {
+    if constexpr (kSeparateY) {
+      unsigned words[kJobChannels], others[kJobChannels];
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        const Source found = source(k);
+        const Scalar* const from = dy_of(found, channel(k));
+        if constexpr (C::kPairedY) {
+          words[k] = load_word(from, found.first);
+          others[k] = load_word(from + 2, found.second);
+        } else {
+          words[k] = load_elements(from, found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        if constexpr (C::kPairedY) {
+          word(k)[0] = (words[k] & 0xFFFFu) | others[k] << 16;
+          word(k)[2 * args.plane_pitch] = words[k] >> 16 | (others[k] & 0xFFFF0000u);
+        } else {
+          *word(k) = words[k];
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        const Source found = source(k);
+        ptx::copy_words<1>(word(k), dy_of(found, channel(k)), found.first);
+      }
     }
-    return source;
   }
 
-  // Where a job of a group of sheets has its words, and from which plane they come.
-  struct PlaceY {
-    unsigned* to;
-    int d, first_slot, pair;
-  };
-  __device__ __forceinline__ PlaceY place_y(int job, int group, int step) const {
-    const int planes = C::kPlanesCountD(kind.d);
-    const int plane = divide(job, args.by_jobs), rest = job - plane * static_cast<int>(args.by_jobs.divisor);
-    const int sheet = plane / planes, plane_d = plane % planes, pair = rest % kJobsY * kJobPairs;
-    unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words + pair * args.pair_pitch +
-                         2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
-    const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
-    return PlaceY{to, d, rest / kJobsY * kJobSlots, pair};
-  }
-  __device__ __forceinline__ int jobs_y() const {
-    return args.box.d * C::kPlanesCountD(kind.d) * static_cast<int>(args.by_jobs.divisor);
-  }
-
-  // Calls body(word in shared memory, source) for a lane's eight words.
-  template <class Body>
-  __device__ __forceinline__ void for_words_y(const PlaceY& place, const Run& run, Body&& body) const {
+  // A group of sheets: planes along d, blocks of 16 slots, eight pairs at a time.
+  __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
+    const int planes = C::kPlanesCountD(kind.d), jobs_of_plane = static_cast<int>(args.by_jobs.divisor);
     const int count = slot_count();
-    if constexpr (C::kUnitCY) {
-      const int own = lane / 4, half = lane % 2, first = place.first_slot + lane / 2 % 2;
-      if (place.pair + own >= kPairs) return;
-      static_for<kJobChannels>([&](auto k) {
-        if (first + 2 * k >= count) return;
-        const Slot slot = slots[first + 2 * k];
-        body(k, place.to + own * args.pair_pitch + 2 * slot.place + half,
-             find_dy(run, place.d, slot, half * kPairs + place.pair + own));
-      });
-    } else {
-      const int index = place.first_slot + lane % 16, half = lane / 16, first = half * kPairs + place.pair;
-      if (index >= count) return;
-      const Slot slot = slots[index];
-      unsigned* to = place.to + 2 * slot.place + half;
-      Source source = find_dy(run, place.d, slot, first);
-      static_for<kJobChannels>([&](auto k) {
-        if (kPairs % kJobChannels != 0 && place.pair + k >= kPairs) return;
-        body(k, to, source);
-        to += args.pair_pitch;
-        const bool more = kind.first_out + first + k + 1 < C::kOutPerGroup;
-        if ((source.first || source.second) && more) source.from += args.dy_strides.c;
-      });
-    }
-  }
-
-  struct JobY {
-    unsigned words[kJobChannels];  // kVectors: [pair][channel of the pair][kVectorY]
-  };
-  __device__ __forceinline__ void load_y(JobY& to, const Run& run, int step, int job) const {
-    const PlaceY place = place_y(job, 0, step);
-    if constexpr (kVectors) {
-      const int index = place.first_slot + lane;
-      if (index >= slot_count()) return;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        Source source = find_dy(run, place.d, slots[index], half * kPairs + place.pair);
-#pragma unroll
-        for (int j = 0; j < kJobPairs; ++j) {
-          Vector<unsigned, C::kVectorY> loaded{};
-          if (source.first) loaded = load_vector<C::kVectorY>(reinterpret_cast<const unsigned*>(source.from));
-#pragma unroll
-          for (int i = 0; i < C::kVectorY; ++i) to.words[(2 * j + half) * C::kVectorY + i] = loaded.at[i];
-          const bool more = kind.first_out + half * kPairs + place.pair + j + 1 < C::kOutPerGroup;
-          if (source.first && more) source.from += args.dy_strides.c;
+    const Part<int> own(args.box.d * planes * jobs_of_plane, kProducerWarps, warp);
+    const Index base = run.n * static_cast<Index>(args.dy_strides.n) +
+                       run.h * C::kStrideH * static_cast<Index>(args.dy_strides.h) +
+                       run.w * C::kStrideW * static_cast<Index>(args.dy_strides.w);
+    for (int job = own.begin; job < own.end;) {
+      const int plane = divide(job, args.by_jobs), rest = job - plane * jobs_of_plane;
+      const int sheet = plane / planes, plane_d = plane % planes, first_slot = rest / kJobsY * 16;
+      const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
+      const int first_pair = rest % kJobsY, last_pair = min(kJobsY, first_pair + own.end - job);
+      unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
+                           2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
+      job += last_pair - first_pair;
+      if constexpr (C::kUnitCY) {
+        const int half = lane % 2, index = first_slot + lane / 2 % 2;
+        for (int pair = first_pair * kJobChannels + lane / 4; pair < last_pair * kJobChannels;
+             pair += kJobChannels) {
+          if (pair >= kPairs) break;
+          copy_dy([&](int k) { return to + pair * args.pair_pitch + slots[index + 2 * k].place + half; },
+                  [&](int k) { return find_dy(run, base, d, slots[index + 2 * k]); },
+                  [&](int) { return half * kPairs + pair; }, (count - index + 1) / 2);
+        }
+      } else {
+        const int index = first_slot + lane % 16, half = lane / 16;
+        if (index >= count) continue;
+        const Slot slot = slots[index];
+        const Source source = find_dy(run, base, d, slot);
+#pragma unroll 1
+        for (int pair = first_pair * kJobChannels; pair < last_pair * kJobChannels; pair += kJobChannels) {
+          copy_dy([&](int k) { return to + (pair + k) * args.pair_pitch + slot.place + half; },
+                  [&](int) { return source; }, [&](int k) { return half * kPairs + pair + k; },
+                  kPairs - pair);
         }
       }
+    }
+    if constexpr (kSeparateY) {
+      ptx::barrier_arrive(full(group));
     } else {
-      for_words_y(place, run, [&](auto k, unsigned*, const Source& source) {
-        to.words[k] = load_elements(source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
-      });
+      ptx::copy_arrive(full(group));
     }
   }
 
-  // Word `word` of a plane, out of the words of a vector.
-  template <int kPlane, int kWord>
-  static __device__ __forceinline__ unsigned word_of_plane(const unsigned* vector) {
-    if constexpr (C::kStrideW == 1) {
-      return rounded(vector[kWord]);
-    } else if constexpr (kPerWord == 1) {
-      return rounded(vector[2 * kWord + C::kPhaseW(kPlane)]);
-    } else if constexpr (C::kPhaseW(kPlane) == 0) {
-      return (vector[2 * kWord] & 0xFFFFu) | vector[2 * kWord + 1] << 16;
-    } else {
-      return vector[2 * kWord] >> 16 | (vector[2 * kWord + 1] & 0xFFFF0000u);
-    }
-  }
-  __device__ __forceinline__ void store_y(const JobY& from, int group, const Run& run, int job) const {
-    const PlaceY place = place_y(job, group, 0);
-    if constexpr (kVectors) {
-      const int index = place.first_slot + lane;
-      if (index >= slot_count()) return;
-      constexpr int kTogether = kSlotWords < 2 ? 1 : 2;  // words of both channels in one store
-      unsigned* const first = place.to + 2 * slots[index].place;
-      static_for<kJobPairs>([&](auto j) {
-        constexpr int kJ = decltype(j)::value;
-        if (place.pair + kJ >= kPairs) return;
-        static_for<C::kPlanesW>([&](auto p) {
-          static_for<kSlotWords / kTogether>([&](auto i) {
-            constexpr int kP = decltype(p)::value, kFirst = decltype(i)::value * kTogether;
-            const unsigned* const one = from.words + 2 * kJ * C::kVectorY;
-            const unsigned* const other = one + C::kVectorY;
-            Vector<unsigned, 2 * kTogether> words;
-            words.at[0] = word_of_plane<kP, kFirst>(one);
-            words.at[1] = word_of_plane<kP, kFirst>(other);
-            if constexpr (kTogether == 2) {
-              words.at[2] = word_of_plane<kP, kFirst + 1>(one);
-              words.at[3] = word_of_plane<kP, kFirst + 1>(other);
-            }
-            *reinterpret_cast<Vector<unsigned, 2 * kTogether>*>(first + kJ * args.pair_pitch +
-                                                                2 * (kP * args.plane_pitch + kFirst)) = words;
+  // A delivery is a group of sheets and, but for the first of a run, a stage of x. The first jobs of x are on
+  // their way while dy is asked for.
+  __device__ __forceinline__ void produce() const {
+    constexpr int kBatch = 2;
+    Ring group, stage;
+    const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
+    for (int index = part.begin; index < part.end;) {
+      const Run run = run_at(index);
+      for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
+        const bool with_x = i >= args.ahead;
+        const int step = run.first + i - args.ahead;
+        JobX batch[kBatch];
+        CourseX course{own.begin, with_x ? own.end : own.begin, {}};
+        find_row(course, run, step);
+        static_for<kBatch>([&](auto b) { load_x(batch[b], course, run, step); });
+        ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
+        copy_group(group.index, run, run.first + i);
+        if (!with_x) continue;
+        ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
+#pragma unroll 1
+        for (int job = own.begin; job < own.end; job += kBatch) {
+          static_for<kBatch>([&](auto b) {
+            if (job + b < own.end) store_x(batch[b], stage.index, job + b);
+            load_x(batch[b], course, run, step);
           });
-        });
-      });
-    } else {
-      for_words_y(place, run, [&](auto k, unsigned* to, const Source&) { to[0] = from.words[k]; });
-    }
-  }
-
-  // ---- What a producer warp does, job after job: of x steps, of dy deliveries (a group of sheets; a run
-  // begins with those that its first step needs beyond its own).
-
-  struct CourseX {
-    int index, job;
-    __device__ __forceinline__ void advance(int first_job, int jobs) {
-      job += C::kWarpsX;
-      if (job < jobs) return;
-      job = first_job;
-      ++index;
-    }
-  };
-
-  // Registers hold what is on its way: kAhead jobs, across steps.
-  __device__ __forceinline__ void produce_x() const {
-    const int jobs = row_segments() * kJobsX;
-    CourseX loads{part.begin, warp}, stores{part.begin, warp};
-    JobX buffers[kAhead];
-    Ring stage;
-    const auto load = [&](JobX& to) {
-      if (loads.index >= part.end) return;
-      const Run run = run_at(loads.index);
-      if (loads.job < jobs) load_x(to, run, run.first, loads.job);
-      loads.advance(warp, jobs);
-    };
-    static_for<kAhead>([&](auto i) { load(buffers[i]); });
-    while (stores.index < part.end) {
-      static_for<kAhead>([&](auto i) {
-        if (stores.index >= part.end) return;
-        if (stores.job == warp) ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
-        if (stores.job < jobs) store_x(buffers[i], stage.index, stores.job);
-        if (stores.job + C::kWarpsX >= jobs) {
-          ptx::fence_async_proxy();
-          __syncwarp();
-          if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
-          stage.advance(C::kStages);
         }
-        stores.advance(warp, jobs);
-        load(buffers[i]);
-      });
-    }
-  }
-
-  struct CourseY {
-    int index, delivery, job;
-    Run run;
-    __device__ __forceinline__ CourseY(const HopperWeightGrad& kernel, int first_job)
-        : index(kernel.part.begin), delivery(0), job(first_job), run(kernel.run_at(index)) {}
-    __device__ __forceinline__ int step() const { return run.first + delivery; }
-    // False: the last delivery is over.
-    __device__ __forceinline__ bool advance(const HopperWeightGrad& kernel, int first_job, int jobs) {
-      job += kWarpsY;
-      if (job < jobs) return true;
-      job = first_job;
-      return next_delivery(kernel);
-    }
-    __device__ __forceinline__ bool next_delivery(const HopperWeightGrad& kernel) {
-      if (++delivery < run.count + kernel.args.ahead) return true;
-      delivery = 0;
-      index += run.count;
-      if (index >= kernel.part.end) return false;
-      run = kernel.run_at(index);
-      return true;
-    }
-  };
-
-  __device__ __forceinline__ void produce_y() const {
-    if (part.begin >= part.end) return;
-    if constexpr (kThroughRegisters) {
-      pass_y();
-    } else {
-      copy_y();
-    }
-  }
-
-  __device__ __forceinline__ void copy_y() const {
-    const int own = warp - C::kWarpsX, jobs = jobs_y();
-    Ring group;
-    CourseY course(*this, own);
-    do {
-      ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
-      for (int job = own; job < jobs; job += kWarpsY) {
-        for_words_y(place_y(job, group.index, course.step()), course.run,
-                    [&](auto, unsigned* to, const Source& source) {
-                      ptx::copy_words<1>(to, source.from, source.first);
-                    });
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
+        stage.advance(C::kStages);
       }
-      ptx::copy_arrive(full(group.index));
-      group.advance(args.groups);
-    } while (course.next_delivery(*this));
-  }
-
-  __device__ __forceinline__ void pass_y() const {
-    const int own = warp - C::kWarpsX, jobs = jobs_y();
-    CourseY loads(*this, own);
-    JobY buffers[kAhead];
-    bool more = true;
-    int waiting = 0, job = own;  // jobs in registers, and the first of them
-    Ring group;
-    const auto load = [&](JobY& to) {
-      if (!more) return;
-      if (loads.job < jobs) load_y(to, loads.run, loads.step(), loads.job);
-      more = loads.advance(*this, own, jobs);
-      ++waiting;
-    };
-    static_for<kAhead>([&](auto i) { load(buffers[i]); });
-    while (waiting > 0) {
-      static_for<kAhead>([&](auto i) {
-        if (waiting == 0) return;
-        if (job == own) ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
-        if (job < jobs) store_y(buffers[i], group.index, loads.run, job);
-        job += kWarpsY;
-        if (job >= jobs) {
-          ptx::barrier_arrive(full(group.index));
-          group.advance(args.groups);
-          job = own;
-        }
-        --waiting;
-        load(buffers[i]);
-      });
+      index += run.count;
     }
   }
 
@@ -643,7 +525,7 @@ struct HopperWeightGrad {
           load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        to.loaded[kI][e] = kVectors ? words.at[e] : rounded(words.at[e]);
+        to.loaded[kI][e] = rounded(words.at[e]);
       }
     });
     static_for<C::kJoins>([&](auto j) {
@@ -798,11 +680,7 @@ __device__ void run(const Args& args) {
   kernel.prepare();
   if (kernel.warp < kernel.kProducerWarps) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    if (kernel.warp < Config::kWarpsX) {
-      kernel.produce_x();
-    } else {
-      kernel.produce_y();
-    }
+    kernel.produce();
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     kernel.consume(kernel.warp / 4 - Config::kProducers);
