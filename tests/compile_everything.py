@@ -1,9 +1,9 @@
 """Compiles what the tests ran in the emulator for the GPUs, without one: python tests/compile_everything.py DIR CSV
 
 DIR has what `conftest.py` recorded: kernels and their constants. Those of one kind have the same kernel, types and
-switches, and differ in numbers. Hopper gets 40 of each kind, which is all of all but a few kinds. The other
-architectures get the one with the most registers: kernels have no code of their own for an architecture, so what can
-differ is what the assembler makes of them. `--all` compiles everything for every architecture, in about ten minutes.
+switches, and differ in numbers. Hopper gets a few of each kind, the other architectures, of each kernel and type, the
+one with the most registers: kernels have no code of their own for an architecture, so what can differ is what the
+assembler makes of them. `--all` compiles everything for every architecture, which takes long.
 
 CSV gets registers, spills, stack and shared memory of each. Fails where a kernel does not compile, or where one of
 the direct family spills on Hopper more than a little.
@@ -32,7 +32,7 @@ ARCHITECTURES = (HOPPER, "sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")
 HOPPER_ONLY = ("halo", "hopper")  # kernels that need wgmma, by the beginning of their names
 DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce", "reduce_taps")
 SPILL_LIMIT = 512  # bytes of loads and stores on Hopper: some values that wait, none of an inner loop's own
-MOST_OF_A_KIND = 40
+MOST_OF_A_KIND = 3
 WORKERS = 2  # NVRTC works without Python's lock
 
 
@@ -45,6 +45,11 @@ class Kernel:
     def kind(self) -> tuple[object, ...]:
         """The kernel, its types and its switches."""
         return (self.name, *(pair for pair in self.constants if isinstance(pair[1], (bool, str))))
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """The kernel and its types."""
+        return (self.name, *(pair for pair in self.constants if isinstance(pair[1], str)))
 
     def __str__(self) -> str:
         plain = tuple(pair for pair in self.constants if not isinstance(pair[1], tuple))
@@ -113,17 +118,17 @@ def thinned(kernels: list[Kernel]) -> list[Kernel]:
 
 
 def representatives(outcomes: list[Outcome]) -> list[Kernel]:
-    """Of each kind the kernel with the most registers, or one that did not compile."""
-    by_kind: dict[object, Outcome] = {}
+    """Of each family the kernel with the most registers, or one that did not compile."""
+    by_family: dict[object, Outcome] = {}
 
     def registers(outcome: Outcome) -> float:
         return outcome.report.registers if outcome.report else float("inf")
 
     for outcome in outcomes:
-        other = by_kind.get(outcome.kernel.kind)
+        other = by_family.get(outcome.kernel.family)
         if other is None or registers(outcome) > registers(other):
-            by_kind[outcome.kernel.kind] = outcome
-    return [outcome.kernel for outcome in by_kind.values()]
+            by_family[outcome.kernel.family] = outcome
+    return [outcome.kernel for outcome in by_family.values()]
 
 
 def spilled(outcome: Outcome) -> int:
