@@ -27,7 +27,7 @@ from tconv3d.executor import Task
 from tconv3d.explain import call_of, problems_of
 from tconv3d.halo_planner import Nominal
 from tconv3d.problem import Device, Problem
-from tconv3d.tune import Tuned, compile_ahead, measure, tune_pass
+from tconv3d.tune import Bench, Tuned, compile_ahead, measure, tune_pass
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 needs_gpu = pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")
@@ -238,6 +238,17 @@ def test_errors() -> None:
 def test_the_command_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "--layer", "8, 4, 2, size=4"]) == 1
     assert "none is visible" in capsys.readouterr().err
+
+
+def test_operands_lie_as_the_callers_and_results_as_pytorchs() -> None:
+    x = torch.empty(1, 8, 2, 3, 8)[..., ::2].expand(2, 8, 2, 3, 4)
+    weight = torch.empty(8, 8, 2, 2, 2)
+    forward, input_grad, *_ = problems_of(*call_of(x, weight, stride=2))
+    benches = [Bench(each, torch.empty(0)) for each in (forward, input_grad)]
+    assert benches[0].tensors[0].stride() == x.stride()
+    assert (benches[0].shape, benches[1].shape) == ((2, 8, 4, 6, 8), (2, 8, 2, 3, 4))
+    for bench in benches:
+        assert bench.result.is_contiguous()
 
 
 def test_candidates_fit_every_volume_of_the_kind() -> None:
