@@ -20,6 +20,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -436,7 +437,12 @@ def test_exported_kernels_are_as_lean_as_the_librarys(name: str, arch: str, gpu:
         for operation in export.passes.operations(layers.LAYERS[name], [variant])
         for launch in operation.plans[variant].launches
     }
-    assert reports == expected
+    assert filled_up(reports) == filled_up(expected)
+
+
+def filled_up(reports: dict[str, compiler.Report]) -> dict[str, compiler.Report]:
+    """Beside kernels with dynamic shared memory, which is aligned to 1024 bytes, static shared memory is filled up."""
+    return {name: replace(r, shared_bytes=-(-r.shared_bytes // 1024) * 1024) for name, r in reports.items()}
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
