@@ -182,6 +182,24 @@ def test_names_of_a_block_stay_inside_it() -> None:
     assert folded(text).count("{") == 2, "without its braces the block's row would be the one used last"
 
 
+@pytest.mark.parametrize(
+    "declaration", ["int row = 2;", "const int row = 2;", "Vector<int, 2> row{};", "float* row = x;"]
+)
+def test_whatever_may_declare_a_name_keeps_its_braces(declaration: str) -> None:
+    text = f"void f() {{\n  if (Config::kYes) {{\n    {declaration}\n  }}\n  last();\n}}"
+    assert folded(text) == f"void f() {{\n  {{\n    {declaration}\n  }}\n  last();\n}}"
+
+
+def test_what_a_loop_repeats_stays_one_statement() -> None:
+    assert folded("for (;;) if (Config::kNo) one();\nlast();") == "for (;;) {}\nlast();"
+    assert folded("for (;;)\n  if (Config::kYes) {\n    one();\n    two();\n  }\nlast();") == (
+        "for (;;)\n  {\n    one();\n    two();\n  }\nlast();"
+    )
+    assert folded("int f() {\n  for (;;) if (Config::kYes) return 1;\n  last();\n}") == (
+        "int f() {\n  for (;;) return 1;\n  last();\n}"
+    )
+
+
 def test_what_follows_a_return_is_gone() -> None:
     text = """
     int f() {
@@ -205,6 +223,7 @@ def test_what_follows_a_return_is_gone() -> None:
         ("x = q ? Config::kYes ? a : b : c;", "x = q ? a : c;"),
         ("x = y < Config::kFour ? a : b;", "x = y < Config::kFour ? a : b;"),
         ("Ring<Config::kYes ? 1 : 2> ring;", "Ring<Config::kYes ? 1 : 2> ring;"),
+        ("Ring<q && Config::kNo ? 1 : 2> ring;", "Ring<q && Config::kNo ? 1 : 2> ring;"),
         ("x =\n    Config::kYes ? a : b;", "x = a;"),
     ],
 )

@@ -254,34 +254,38 @@ def _decide(text: str, found: list[Token], at: int, then: int, value: bool) -> s
         other, end = end + 2, _statement_end(found, end + 2)
         branch = branch or (other, end)
     chained = found[at - 1].text == "else"
+    alone = not chained and found[at - 1].text != ")"  # one of a block's statements, not what a loop repeats
+    before, rest = text[: found[at].start], text[found[end].end :]
     if branch is None:
-        return _without(text, found[at - 1].start if chained else found[at].start, found[end].end)
+        start = found[at - 1].start if chained else found[at].start
+        return _without(text, start, found[end].end) if alone or chained else f"{before}{{}}{rest}"
     inner = text[found[branch[0]].start : found[branch[1]].end]
     last = end + 1 < len(found) and found[end + 1].text == "}"
-    if inner.startswith("{") and not chained and (last or not _declares(inner)):
+    if inner.startswith("{") and alone and (last or not _declares(inner)):
         inner = _unwrapped(inner)
-    before, rest = text[: found[at].start], text[found[end].end :]
-    if not chained and _returns(inner):
+    if alone and _returns(inner):
         rest = _after_block(rest)
     if inner.startswith("#"):  # a directive begins its line
         before = before.rstrip(" ")
     return before + inner + rest
 
 
+_EXPRESSIONS = {"(", "[", ".", "->", "=", "+=", "-=", "*=", "/=", "%=", "|=", "&=", "^=", "++", "--", ";"}
+_STATEMENTS = {"return", "if", "for", "while", "else", "break", "continue", "asm"}
+
+
 def _declares(block: str) -> bool:
-    """Whether names of a block could be mistaken for others once its braces are gone."""
-    inside, depth = cxx.code(block), 0
-    for i, token in enumerate(inside[:-1]):
-        depth += (token.text in "([{") - (token.text in ")]}")
-        first = depth == 1 and inside[i].text in ("{", "}", ";")
-        following = inside[i + 1]
-        typed = i + 2 < len(inside) and inside[i + 2].kind == "word" and following.text not in ("return", "else")
-        if (
-            first
-            and following.kind == "word"
-            and (typed or following.text in ("const", "constexpr", "using", "auto"))
-        ):
+    """Whether a block may declare names, which could be mistaken for others once its braces are gone."""
+    inside, i = cxx.code(block)[1:-1], 0
+    while i < len(inside):
+        name = i
+        while name + 2 < len(inside) and inside[name + 1].text == "::":
+            name += 2
+        following = inside[name + 1].text if name + 1 < len(inside) else ";"
+        plain = inside[i].kind != "word" or inside[i].text in _STATEMENTS or following in _EXPRESSIONS
+        if not plain:
             return True
+        i = _statement_end(inside, i) + 1
     return False
 
 
@@ -337,7 +341,7 @@ def _fold_choices(text: str, truth: Truth) -> str:
             start = token.end
             first = _start_of_condition(found, i)
             value = truth(text[found[first].start : token.start]) if first < i else None
-            if value is None:
+            if value is None or _in_template(found[first:i]):
                 continue
             colon, end = _ends_of_choice(found, i)
             chosen = (i + 1, colon) if value else (colon + 1, end)
@@ -351,6 +355,12 @@ def _fold_choices(text: str, truth: Truth) -> str:
             break
         else:
             return text
+
+
+def _in_template(condition: list[Token]) -> bool:
+    """Whether what looks like a comparison may be the start of a template's arguments."""
+    before = (a for a, b in pairwise(condition) if b.text == "<")
+    return any(token.kind == "word" and not _CONSTANT.fullmatch(token.text) for token in before)
 
 
 def _joined(before: str, after: str) -> str:
