@@ -26,14 +26,14 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
-OTHER_REGISTERS = (24, 18)  # of a consumer, with one and with two sets of fragments
+OTHER_REGISTERS = (28, 18)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
 LARGE_WEIGHT = 2**20  # elements
 
 # Warpgroups that multiply and that copy, with the registers of their threads.
 CONSUMERS, PRODUCERS = 2, 2
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 192, 64
+REGISTERS = ((192, 64), (200, 56))  # the first that consumers can do with
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
@@ -162,6 +162,7 @@ class Tiling:
     rows_h: tuple[Rows, ...]
     pieces: tuple[Words, ...]  # taps along w, one launch each
     depth: int  # sets of fragments
+    registers: tuple[int, int]  # of a consumer's and of a producer's threads
     stages: int = 2
 
     @cached_property
@@ -452,10 +453,11 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
         for columns, out_tile in channels:
             row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
-            free = CONSUMER_REGISTERS - row_tiles * (taps * columns // 2 + 2)
-            depth = max((d for d in (1, 2) if d * fragments + OTHER_REGISTERS[d - 1] <= free), default=0)
-            if row_tiles > MAX_ROW_TILES or depth == 0:
+            needs = (d * fragments + OTHER_REGISTERS[d - 1] + row_tiles * (taps * columns // 2 + 2) for d in (1, 2))
+            fits = [(depth, r) for depth, need in enumerate(needs, 1) for r in REGISTERS[::-1] if need <= r[0]]
+            if row_tiles > MAX_ROW_TILES or not fits:
                 continue
+            depth, registers = fits[-1]
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
             tiles = CONSUMERS * row_tiles
             if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
@@ -463,7 +465,7 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
             cost = sum(max(tiles * item_cycles(piece, columns, depth), copied) + 0.1 * copied for piece in pieces)
             number += 1
-            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth)
+            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, registers)
 
 
 # ---- The family.
@@ -645,8 +647,9 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", CONSUMERS),
         ("kProducers", PRODUCERS),
-        ("kConsumerRegisters", CONSUMER_REGISTERS),
-        ("kProducerRegisters", PRODUCER_REGISTERS),
+        ("kConsumerRegisters", tiling.registers[0]),
+        ("kProducerRegisters", tiling.registers[1]),
+        ("kBatchX", 2 if tiling.registers[1] >= 64 and not layer.elements_y else 1),
         ("kStages", tiling.stages),
         ("kDepth", tiling.depth),
         ("kGroups", g.groups),

@@ -445,7 +445,6 @@ struct HopperWeightGrad {
   // A delivery is a group of sheets and, but for the first of a run, a stage of x. The first jobs of x are on
   // their way while dy is asked for.
   __device__ __forceinline__ void produce() const {
-    constexpr int kBatch = 2;  // what registers hold
     Ring group, stage;
     const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
     for (int index = part.begin; index < part.end;) {
@@ -453,11 +452,11 @@ struct HopperWeightGrad {
       for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
         const bool with_x = i >= args.ahead;
         const int step = run.first + i - args.ahead;
-        JobX batch[kBatch];
+        JobX batch[C::kBatchX];
         CourseX course{own.begin, with_x ? own.end : own.begin, {}};
         const auto ask_for_x = [&] {
           find_row(course, run, step);
-          static_for<kBatch>([&](auto b) { load_x(batch[b], course, run, step); });
+          static_for<C::kBatchX>([&](auto b) { load_x(batch[b], course, run, step); });
         };
         if constexpr (!kSeparateY) ask_for_x();
         ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
@@ -466,8 +465,8 @@ struct HopperWeightGrad {
         if constexpr (kSeparateY) ask_for_x();  // dy needed the registers
         ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
 #pragma unroll 1
-        for (int job = own.begin; job < own.end; job += kBatch) {
-          static_for<kBatch>([&](auto b) {
+        for (int job = own.begin; job < own.end; job += C::kBatchX) {
+          static_for<C::kBatchX>([&](auto b) {
             if (job + b < own.end) store_x(batch[b], stage.index, job + b);
             load_x(batch[b], course, run, step);
           });
