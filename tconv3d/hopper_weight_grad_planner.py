@@ -26,21 +26,24 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
-OTHER_REGISTERS = 26  # of a consumer: addresses, counters
+OTHER_REGISTERS = (28, 18)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
+COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
 LARGE_WEIGHT = 2**20  # elements
 
 # Warpgroups that multiply and that copy, with the registers of their threads.
 CONSUMERS, PRODUCERS = 2, 2
-CONSUMER_REGISTERS, PRODUCER_REGISTERS = 200, 56
+REGISTERS = ((192, 64), (200, 56))  # the first that consumers can do with
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
+SECTOR_WORDS = 8  # what a memory transaction moves at least
 MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
+TIGHT = 1.25  # where shared memory has room for one group of sheets on its way
 STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
 BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
 ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
-JOB_CYCLES_X, JOB_CYCLES_Y = 500.0, 200.0  # that a job takes a producer warp
+JOB_CYCLES_X, JOB_CYCLES_Y = 350.0, 200.0  # that a job takes a producer warp
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,7 @@ class Tiling:
     rows_h: tuple[Rows, ...]
     pieces: tuple[Words, ...]  # taps along w, one launch each
     depth: int  # sets of fragments
+    registers: tuple[int, int]  # of a consumer's and of a producer's threads
     stages: int = 2
 
     @cached_property
@@ -232,6 +236,7 @@ class Buffers:
     tiling: Tiling
     box: Box
     pad: int  # words that lengthen a line, against bank conflicts
+    room: int  # bytes
 
     @cached_property
     def lines(self) -> int:
@@ -271,16 +276,21 @@ class Buffers:
         _, h, w = self.tiling.planes
         return h * self.lines * (1 if self.tiling.paired else w) * self.line_words
 
-    def bytes(self, groups: int) -> int:
+    def bytes_with(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
         tables = 16 * self.slots + 16 * self.box.k_rows * ROW_SEGMENTS
         barriers = 16 * (groups + self.tiling.stages)
         return stages + 4 * groups * self.box.d * self.sheet_words + tables + barriers
 
-    def groups(self, room: int) -> int:
+    @cached_property
+    def groups(self) -> int:
         """Groups of sheets that fit, no more than are of use; 0 if there is no room for those at work and coming."""
         least, most = self.ahead + 2, min(self.ahead + 3, MAX_GROUPS)
-        return next((groups for groups in range(most, least - 1, -1) if self.bytes(groups) <= room), 0)
+        return next((groups for groups in range(most, least - 1, -1) if self.bytes_with(groups) <= self.room), 0)
+
+    @property
+    def bytes(self) -> int:
+        return self.bytes_with(self.groups)
 
     @cached_property
     def conflicts(self) -> float:
@@ -304,7 +314,7 @@ class Buffers:
 def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
     """With the pad that avoids most conflicts; None if nothing fits."""
     pads = (0,) if box.w % 4 == 0 else range(0, 16, 2)
-    fitting = [made for made in (Buffers(tiling, box, pad) for pad in pads) if made.groups(room)]
+    fitting = [made for made in (Buffers(tiling, box, pad, room) for pad in pads) if made.groups]
     return min(fitting, key=lambda made: (made.conflicts, made.pad), default=None)
 
 
@@ -317,12 +327,12 @@ class StepWork:
 
     products: float  # tensor cores, and what keeps them from shared memory
     copying: float  # the producers' instructions
-    l2: float
+    memory: float
 
     @property
     def cycles(self) -> float:
-        parts = (self.products, self.copying, self.l2)
-        return max(parts) + 0.1 * (sum(parts) - max(parts)) + STEP_OVERHEAD
+        parts = (self.products, self.copying, self.memory)
+        return max(parts) + 0.35 * (sum(parts) - max(parts)) + STEP_OVERHEAD
 
 
 def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
@@ -333,19 +343,34 @@ def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
     jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
     jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
-    slow_x = 2 if layer.elements_x or layer.unit_c_x else 1
-    slow_y = 4 if piece.paired or layer.elements_y else 2 if layer.unit_c_y else 1
+    slow_x = 3 if layer.elements_x or layer.unit_c_x else 1
+    slow_y = 4 if piece.paired or layer.elements_y else 3 if layer.unit_c_y else 1
+    memory = memory_cycles(words_x, box.w * SEGMENT)
+    stride, phases = layer.geometry.stride[2], len(piece.rows.offsets)  # phases that nobody needs lie in between
+    memory += memory_cycles(words_y * stride // phases, made.line_words * stride)
+    item = item_cycles(piece, tiling.columns, tiling.depth, made.conflicts)
     return StepWork(
-        products=items * item_cycles(piece, tiling.columns, tiling.depth, made.conflicts) + (words_x + words_y) / 32,
+        products=items * item + (words_x + words_y) / 32,
         copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * PRODUCERS),
-        l2=4 * (words_x + words_y) / L2_BYTES_PER_CYCLE,
+        memory=memory * (TIGHT if made.groups < made.ahead + 3 else 1.0),
     )
+
+
+def total(layer: Layer, made: Buffers) -> StepWork:
+    """The step of all launches."""
+    works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
+    return StepWork(*(sum(getattr(work, part) for work in works) for part in ("products", "copying", "memory")))
+
+
+def memory_cycles(words: int, line: int) -> float:
+    """Lines begin anywhere in a sector: short ones touch more sectors than they fill."""
+    return 4 * words / L2_BYTES_PER_CYCLE * (1 + SECTOR_WORDS / line)
 
 
 def item_cycles(piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
     products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
-    alone = 35 if depth == 1 else 0  # nothing hides the way of the fragments
+    alone = 25 if depth == 1 else 0  # nothing hides the way of the fragments
     return products + 16 * len(piece.loads) * conflicts + ITEM_OVERHEAD + alone
 
 
@@ -371,7 +396,7 @@ def box_cost(layer: Layer, made: Buffers, size: Triple) -> float:
     d, h, w = made.box.count(size, layer.per_word)
     works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
     # A run along d begins with sheets that no step hides.
-    return h * w * sum(d * work.cycles + made.ahead * (max(work.copying, work.l2) + 300) for work in works)
+    return h * w * sum(d * work.cycles + made.ahead * (max(work.copying, work.memory) + 300) for work in works)
 
 
 @lru_cache(maxsize=4096)
@@ -428,17 +453,19 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
         for columns, out_tile in channels:
             row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
-            free = CONSUMER_REGISTERS - row_tiles * (taps * columns // 2 + 2) - OTHER_REGISTERS
-            if row_tiles > MAX_ROW_TILES or free < fragments:
+            needs = (d * fragments + OTHER_REGISTERS[d - 1] + row_tiles * (taps * columns // 2 + 2) for d in (1, 2))
+            fits = [(depth, r) for depth, need in enumerate(needs, 1) for r in REGISTERS[::-1] if need <= r[0]]
+            if row_tiles > MAX_ROW_TILES or not fits:
                 continue
+            depth, registers = fits[-1]
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
-            tiles, depth = CONSUMERS * row_tiles, 2 if free >= 2 * fragments else 1
+            tiles = CONSUMERS * row_tiles
             if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                 continue
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
             cost = sum(max(tiles * item_cycles(piece, columns, depth), copied) + 0.1 * copied for piece in pieces)
             number += 1
-            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth)
+            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, registers)
 
 
 # ---- The family.
@@ -479,8 +506,13 @@ def why_not(problem: Problem, device: Device) -> str | None:
     found = tilings(layer, device)
     if not found and next(_candidates(layer), None) is None:
         return "no tiling has enough products that count and few enough registers"
-    if not found or best_buffers(layer, found[0], p.input_size, device.shared_bytes) is None:
+    made = best_buffers(layer, found[0], p.input_size, device.shared_bytes) if found else None
+    if made is None:
         return "the taps reach too far for shared memory"
+    separate = layer.elements_x or (layer.elements_y and not made.tiling.paired)
+    slow = separate or layer.unit_c_x or layer.unit_c_y
+    if slow and COPYING_IS_WORTH * total(layer, made).products < total(layer, made).copying:
+        return "copying operands that are not words along w would take longer than the products"
     return None
 
 
@@ -499,7 +531,7 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     g, layer, tiling = p.geometry, _layer(p), made.tiling
     count = g.in_channels * g.out_per_group * g.taps
     splits = _splits(p, device, layer, made, count)
-    mains = tuple(_main(p, device, layer, made, piece, splits) for piece in tiling.pieces)
+    mains = tuple(_main(p, layer, made, piece, splits) for piece in tiling.pieces)
     reduce = _sum_of_parts(p, count, splits)
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
@@ -559,21 +591,20 @@ def _wide(p: Problem) -> bool:
     return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
 
 
-def _main(p: Problem, device: Device, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
+def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
-    groups = made.groups(device.shared_bytes)
     jobs = -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
         grid=(tiling.kinds(g) * splits, 1, 1),
         threads=128 * (CONSUMERS + PRODUCERS),
-        shared_bytes=made.bytes(groups),
+        shared_bytes=made.bytes,
         pointers=("x", "dy", "workspace"),
         scalars=padded(
             int64s(*p.input, *p.output),
             int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _steps(p, layer, box), splits),
-            int32s(made.ahead, groups, made.lines, made.line_words, made.line_pitch),
+            int32s(made.ahead, made.groups, made.lines, made.line_words, made.line_pitch),
             int32s(made.plane_pitch, made.pair_pitch),
             dividers(box.count(p.input_size, layer.per_word)),
             divider(jobs),
@@ -616,8 +647,9 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", CONSUMERS),
         ("kProducers", PRODUCERS),
-        ("kConsumerRegisters", CONSUMER_REGISTERS),
-        ("kProducerRegisters", PRODUCER_REGISTERS),
+        ("kConsumerRegisters", tiling.registers[0]),
+        ("kProducerRegisters", tiling.registers[1]),
+        ("kBatchX", 2 if tiling.registers[1] >= 64 and not layer.elements_y else 1),
         ("kStages", tiling.stages),
         ("kDepth", tiling.depth),
         ("kGroups", g.groups),

@@ -359,27 +359,32 @@ struct HopperWeightGrad {
   __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, FindChannel&& channel,
                                           int count) const {
     if constexpr (kSeparateY) {
-      unsigned words[kJobChannels], others[kJobChannels];
+      constexpr int kTurn = C::kPairedY ? 4 : 8;  // what registers hold
 #pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        if (k >= count) break;
-        const Source found = source(k);
-        const Scalar* const from = dy_of(found, channel(k));
-        if constexpr (C::kPairedY) {
-          words[k] = load_word(from, found.first);
-          others[k] = load_word(from + 2, found.second);
-        } else {
-          words[k] = load_elements(from, found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
+      for (int first = 0; first < kJobChannels; first += kTurn) {
+        unsigned words[kTurn], others[kTurn];
+#pragma unroll
+        for (int k = 0; k < kTurn; ++k) {
+          if (first + k >= count) break;
+          const Source found = source(first + k);
+          const Scalar* const from = dy_of(found, channel(first + k));
+          if constexpr (C::kPairedY) {
+            words[k] = load_word(from, found.first);
+            others[k] = load_word(from + 2, found.second);
+          } else {
+            words[k] = load_elements(from, found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
+          }
         }
-      }
 #pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        if (k >= count) break;
-        if constexpr (C::kPairedY) {
-          word(k)[0] = (words[k] & 0xFFFFu) | others[k] << 16;
-          word(k)[2 * args.plane_pitch] = words[k] >> 16 | (others[k] & 0xFFFF0000u);
-        } else {
-          *word(k) = words[k];
+        for (int k = 0; k < kTurn; ++k) {
+          if (first + k >= count) break;
+          unsigned* const to = word(first + k);
+          if constexpr (C::kPairedY) {
+            to[0] = (words[k] & 0xFFFFu) | others[k] << 16;
+            to[2 * args.plane_pitch] = words[k] >> 16 | (others[k] & 0xFFFF0000u);
+          } else {
+            to[0] = words[k];
+          }
         }
       }
     } else {
@@ -440,7 +445,6 @@ struct HopperWeightGrad {
   // A delivery is a group of sheets and, but for the first of a run, a stage of x. The first jobs of x are on
   // their way while dy is asked for.
   __device__ __forceinline__ void produce() const {
-    constexpr int kBatch = 2;
     Ring group, stage;
     const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
     for (int index = part.begin; index < part.end;) {
@@ -448,17 +452,21 @@ struct HopperWeightGrad {
       for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
         const bool with_x = i >= args.ahead;
         const int step = run.first + i - args.ahead;
-        JobX batch[kBatch];
+        JobX batch[C::kBatchX];
         CourseX course{own.begin, with_x ? own.end : own.begin, {}};
-        find_row(course, run, step);
-        static_for<kBatch>([&](auto b) { load_x(batch[b], course, run, step); });
+        const auto ask_for_x = [&] {
+          find_row(course, run, step);
+          static_for<C::kBatchX>([&](auto b) { load_x(batch[b], course, run, step); });
+        };
+        if constexpr (!kSeparateY) ask_for_x();
         ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
         copy_group(group.index, run, run.first + i);
         if (!with_x) continue;
+        if constexpr (kSeparateY) ask_for_x();  // dy needed the registers
         ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
 #pragma unroll 1
-        for (int job = own.begin; job < own.end; job += kBatch) {
-          static_for<kBatch>([&](auto b) {
+        for (int job = own.begin; job < own.end; job += C::kBatchX) {
+          static_for<C::kBatchX>([&](auto b) {
             if (job + b < own.end) store_x(batch[b], stage.index, job + b);
             load_x(batch[b], course, run, step);
           });
