@@ -26,6 +26,7 @@ from halo_names import describe
 
 from tconv3d import compiler, halo_planner, launcher
 from tconv3d.bench.layers import LAYERS
+from tconv3d.halo_build import tilings
 from tconv3d.launch import Launch
 from tconv3d.problem import Device
 
@@ -86,7 +87,7 @@ def fastest(table: Path, bench: Bench, name: str, dtype: str, device: Device) ->
     for build in halo_planner.builds(bench.job.geometry, dtype, device.shared_bytes):
         if describe(build) != best["build"]:
             continue
-        for tiling in halo_planner.tilings(build, bench.job.batch, bench.job.positions):
+        for tiling in tilings(build, bench.job.batch, bench.job.positions):
             if str(tiling) == best["tile"]:
                 return halo_planner.assemble(build, tiling, bench.job, device)
     raise ValueError(f"the planner no longer has {best['build']}; {best['tile']}")

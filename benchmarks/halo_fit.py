@@ -20,10 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from halo_names import describe, geometry_of
 
-from tconv3d import halo_planner
+from tconv3d import halo_job, halo_planner
 from tconv3d.bench.layers import LAYERS
 from tconv3d.geometry import Triple
-from tconv3d.halo_planner import Build, Costs, Job, Tiling
+from tconv3d.halo_build import Build, Tiling, tilings
+from tconv3d.halo_job import Job
+from tconv3d.halo_model import COSTS, Costs, cycles
 from tconv3d.problem import Device, Pass, Problem
 
 H200 = Device("H200", (9, 0), 132, 232448)
@@ -41,7 +43,7 @@ class Sample:
     ms: float
 
     def model(self, costs: Costs) -> float:
-        return halo_planner.cycles(self.build, self.tiling, self.job, 132, costs) / GIGAHERTZ / 1e6
+        return cycles(self.build, self.tiling, self.job, 132, costs) / GIGAHERTZ / 1e6
 
 
 def strides(channels: int, size: Triple, channels_last: bool) -> tuple[int, ...]:
@@ -57,9 +59,7 @@ def job_of(name: str, dtype: str, channels_last: bool, which: str) -> Job:
     x = strides(layer.in_channels, layer.size, channels_last)
     y = strides(layer.out_channels, g.output_size(layer.size), channels_last)
     w = strides(g.out_per_group, g.kernel, False)
-    return halo_planner.job_of(
-        Problem(Pass(which), g, layer.batch, layer.size, dtype, x, w, y, which == "forward", True)
-    )
+    return halo_job.job_of(Problem(Pass(which), g, layer.batch, layer.size, dtype, x, w, y, which == "forward", True))
 
 
 def read(table: Path) -> list[Sample]:
@@ -71,7 +71,7 @@ def read(table: Path) -> list[Sample]:
             (build, tiling)
             for build in halo_planner.builds(job.geometry, job.dtype, H200.shared_bytes, job.gather)
             if describe(build) == row["build"]
-            for tiling in halo_planner.tilings(build, job.batch, job.positions)
+            for tiling in tilings(build, job.batch, job.positions)
             if str(tiling) == row["tile"]
         ]
         if found:
@@ -106,6 +106,8 @@ def fit(samples: list[Sample], start: Costs, steps: int, seed: int) -> Costs:
 
 
 def report(samples: list[Sample], costs: Costs, verbose: bool) -> None:
+    if not samples:
+        sys.exit("no row of these tables is a build that the planner still considers")
     by_layer: dict[str, list[Sample]] = {}
     for s in samples:
         by_layer.setdefault(s.layer, []).append(s)
@@ -129,7 +131,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     samples = [sample for table in options.tables for sample in read(table)]
-    costs = fit(samples, halo_planner.COSTS, options.steps, options.seed) if options.steps else halo_planner.COSTS
+    costs = fit(samples, COSTS, options.steps, options.seed) if options.steps else COSTS
     report(samples, costs, options.verbose)
     for name, value in asdict(costs).items():
         print(f"    {name}: float = {value:.3g}")

@@ -4,7 +4,7 @@
 
 For every layer it takes the builds that the model likes best, each with its best tiling, checks each against PyTorch
 in full float32, and times it with a cold L2. The table says what the model said, so that the model's
-constants can be corrected: they are in tconv3d/halo_planner.py.
+constants can be corrected: they are in tconv3d/halo_model.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from halo_names import describe, geometry_of
 
 from tconv3d import compiler, halo_planner, launcher
 from tconv3d.bench.layers import LAYERS, Layer
+from tconv3d.halo_job import job_of
 from tconv3d.launch import Launch
 from tconv3d.problem import Device, Pass, Problem
 
@@ -95,7 +96,7 @@ class Bench:
             which, geometry, layer.batch, layer.size, dtype, sides[0].stride(), self.weight.stride(),
             sides[1].stride(), which is Pass.FORWARD, True,
         )  # fmt: skip
-        self.job = halo_planner.job_of(problem)
+        self.job = job_of(problem)
 
     def runner(self, plan: halo_planner.HaloPlan) -> Callable[[], None]:
         packed = torch.full((plan.packed_bytes,), 255, dtype=torch.uint8, device="cuda")

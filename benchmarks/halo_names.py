@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tconv3d.bench.layers import Layer
 from tconv3d.geometry import Geometry
-from tconv3d.halo_planner import Build
+from tconv3d.halo_build import Build
 
 
 def geometry_of(layer: Layer) -> Geometry:

@@ -26,6 +26,7 @@ from torch import Tensor
 from . import compiler, executor, halo_planner, ops, planner
 from .clock import Clock, Timer
 from .explain import call_of, problems_of
+from .halo_job import job_of
 from .halo_planner import HaloPlan, Nominal
 from .launch import Constants, Launch
 from .modules import ConvTranspose3dReLUGroupNorm
@@ -145,7 +146,7 @@ def tune_pass(
         return Tuned(name, kernel, tuple(trials), before, before)
     size = "x".join(map(str, problem.input_size))
     measured = f"{after:.4g} ms instead of {before:.4g} ms for batch {problem.batch} of {size} on {device.name}"
-    nominal = Nominal.of(halo_planner.job_of(problem))
+    nominal = Nominal.of(job_of(problem))
     halo_planner.keep(nominal, device.shared_bytes, device.multiprocessors, plans[best].build, measured)
     executor.forget()
     return Tuned(name, kernel, tuple(trials), before, after, True)
@@ -155,7 +156,7 @@ def contenders(problem: Problem, device: Device, most: int) -> list[HaloPlan]:
     """The present build and the best others by the model, each with its best tiling; none if another kernel runs."""
     if planner.plan(problem, device).kernel != "halo":
         return []
-    job = halo_planner.job_of(problem)
+    job = job_of(problem)
     present = halo_planner.plan_or_none(job, device)
     assert present is not None, "the planner has just planned it"
     others = [plan for plan in halo_planner.candidates(job, device, most + 1) if plan.build != present.build]

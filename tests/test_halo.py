@@ -11,7 +11,9 @@ from torch import Tensor
 
 from tconv3d import emulator, halo_planner
 from tconv3d.geometry import Geometry, Triple
-from tconv3d.halo_planner import Build, HaloPlan, job_of
+from tconv3d.halo_build import Build, tilings
+from tconv3d.halo_job import job_of
+from tconv3d.halo_planner import HaloPlan
 from tconv3d.problem import Device, Pass, Problem
 
 # Few multiprocessors, so that blocks get several tiles and the rings wrap around.
@@ -200,7 +202,7 @@ def test_aligned_rows_are_stored_as_vectors(name: str) -> None:
     case = SETTINGS[name]
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
-    wanted = [t for t in halo_planner.tilings(build, case.batch, job.positions) if build.aligned(job, t)]
+    wanted = [t for t in tilings(build, case.batch, job.positions) if build.aligned(job, t)]
     assert wanted
     for tiling in wanted[:: max(1, len(wanted) // 4)]:
         tensors.y.fill_(float("nan"))
@@ -215,9 +217,9 @@ def test_every_tiling_gives_the_same_result(name: str) -> None:
     case = SETTINGS[name]
     tensors, build = Tensors(case), build_for(case)
     positions = [a.positions(s) for a, s in zip(case.geometry.axes, tensors.problem.output_size, strict=True)]
-    tilings = list(halo_planner.tilings(build, case.batch, (positions[0], positions[1], positions[2])))
-    assert len(tilings) >= 8
-    for tiling in tilings[:: max(1, len(tilings) // 24)]:
+    found = list(tilings(build, case.batch, (positions[0], positions[1], positions[2])))
+    assert len(found) >= 8
+    for tiling in found[:: max(1, len(found) // 24)]:
         tensors.y.fill_(float("nan"))
         tensors.run(halo_planner.assemble(build, tiling, job_of(tensors.problem), DEVICE))
         assert tensors.error < TOLERANCE[case.dtype], tiling

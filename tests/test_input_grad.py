@@ -14,7 +14,7 @@ from layers import Layer, poisoned, to_tf32
 
 import tconv3d
 from tconv3d.geometry import Geometry
-from tconv3d.halo_planner import Job, job_of
+from tconv3d.halo_job import Job, job_of
 from tconv3d.problem import Pass, Problem
 
 LAYERS = {

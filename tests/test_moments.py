@@ -13,7 +13,9 @@ from test_halo import DEVICE, SETTINGS, Case, Tensors, build_for, needs_compiler
 from torch import Tensor
 
 from tconv3d import emulator, halo_planner
-from tconv3d.halo_planner import HaloPlan, Job, job_of
+from tconv3d.halo_build import tilings as tilings_of
+from tconv3d.halo_job import Job, job_of
+from tconv3d.halo_planner import HaloPlan
 from tconv3d.launch import Launch
 from tconv3d.packing import int32s, padded
 from tconv3d.problem import Norm
@@ -101,7 +103,7 @@ def test_every_tiling_leaves_the_moments_of_everything(name: str) -> None:
     case = SETTINGS[name]
     tensors, build = Tensors(case), build_for(case)
     wanted = job(tensors, 4)
-    tilings = list(halo_planner.tilings(build, case.batch, wanted.positions))
+    tilings = list(tilings_of(build, case.batch, wanted.positions))
     if build.march:
         tilings = [tiling for tiling in tilings if tiling.items == 1]
     assert len(tilings) >= 8

@@ -25,6 +25,7 @@ from tconv3d import cli, compiler, emulator, executor, halo_planner
 from tconv3d.bench import layers, run
 from tconv3d.executor import Task
 from tconv3d.explain import call_of, problems_of
+from tconv3d.halo_job import job_of
 from tconv3d.halo_planner import Nominal
 from tconv3d.problem import Device, Problem
 from tconv3d.tune import Bench, Tuned, compile_ahead, measure, tune_pass
@@ -212,7 +213,7 @@ def test_under_autocast_the_type_is_the_one_it_casts_to(untuned: Path) -> None:
     with torch.autocast("cpu", torch.float16):
         (found,) = tconv3d.tune(layer, torch.randn(SHAPE), gradients=False, candidates=0, clock=invented(1.0))
     assert (found.kernel, len(found.trials)) == ("halo", 1)
-    nominal = Nominal.of(halo_planner.job_of(problem()))
+    nominal = Nominal.of(job_of(problem()))
     assert found.trials[0].build.startswith(str(halo_planner.choose(nominal, 232448, 4)))
 
 
@@ -253,7 +254,7 @@ def test_operands_lie_as_the_callers_and_results_as_pytorchs() -> None:
 
 def test_candidates_fit_every_volume_of_the_kind() -> None:
     hopper = Device("H200", (9, 0), 132, 232448)
-    job = halo_planner.job_of(problem())
+    job = job_of(problem())
     plans = halo_planner.candidates(job, hopper, 100)
     assert 2 < len(plans) == len({plan.build for plan in plans})
     assert [plan.cycles for plan in plans] == sorted(plan.cycles for plan in plans)
@@ -267,7 +268,7 @@ def test_compiling_ahead_leaves_kernels_in_the_cache(tmp_path: Path, monkeypatch
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     hopper = Device("H200", (9, 0), 132, 232448)
-    packs = [plan.pack for plan in halo_planner.candidates(halo_planner.job_of(problem()), hopper, 8)]
+    packs = [plan.pack for plan in halo_planner.candidates(job_of(problem()), hopper, 8)]
     kernels = {(pack.kernel, pack.constants) for pack in packs}
     assert len(kernels) > 1
     compile_ahead(packs, hopper)

@@ -1,0 +1,459 @@
+"""What is compiled of the halo kernel (`Build`), and how a volume is cut for it (`Tiling`, run-time arguments)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import gcd, prod
+
+from .direct_planner import INT32_MAX, SCALARS
+from .geometry import Geometry, Triple
+from .halo_job import Job
+from .halo_program import Program, Split, gather_program, programs
+from .launch import Constants, Launch
+from .packing import int64s
+
+SLAB = 64  # positions of one matrix instruction
+STEP_BYTES = 32  # of K that one matrix instruction takes
+RESERVED_BYTES = 1024 + 8 * 1152  # for barriers, and for the scratch of eight consumer warps
+LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
+PACKING_BYTES = 48 * 1024  # of shared memory, for a block that packs: so that several share a multiprocessor
+REGISTERS = 65536  # of a multiprocessor
+CONSUMER_REGISTERS = 80  # at least, beside the accumulators
+PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
+STORED_BY_PARTNER = -2
+WITHOUT_PARTNER = -1
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def round_up(value: int, multiple: int) -> int:
+    return ceil_div(value, multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Build:
+    """What one compilation of the kernel is for."""
+
+    geometry: Geometry
+    gather: bool
+    dtype: str
+    march: bool
+    split: Split
+    groups_per_tile: int
+    out_tile: int
+    row_bytes: int
+    slabs: int  # per consumer
+    consumers: int
+    producers: int
+    stages: int
+    resident: bool
+    slots: int
+    shared_bytes: int
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """Of the variants."""
+        if self.gather:
+            return (gather_program(self.geometry.axes),)
+        return programs(self.geometry.axes, self.march, self.split, self.out_tile)
+
+    @property
+    def program(self) -> Program:
+        return self.programs[0]
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def step_items(self) -> int:
+        return STEP_BYTES // self.item_bytes
+
+    @property
+    def group_slots(self) -> int:
+        """Channels of a group in a row, with those that fill up its last step."""
+        return round_up(self.geometry.in_per_group, self.step_items)
+
+    @cached_property
+    def channel_slots(self) -> int:
+        return self.groups_per_tile * self.group_slots if self.groups_per_tile > 1 else self.geometry.in_per_group
+
+    @property
+    def part_bytes(self) -> int:
+        return self.row_bytes // self.program.parts
+
+    @cached_property
+    def chunks(self) -> int:
+        return ceil_div(self.channel_slots * self.item_bytes, self.part_bytes)
+
+    @property
+    def stages_filled(self) -> int:
+        """For one tile (for one plane, when marching)."""
+        return self.chunks * len(self.program.sources)
+
+    @cached_property
+    def steps(self) -> int:
+        """Of all chunks."""
+        return ceil_div(self.channel_slots, self.step_items)
+
+    @cached_property
+    def columns(self) -> int:
+        return self.groups_per_tile * len(self.program.fields) * self.out_tile
+
+    @cached_property
+    def out_tiles(self) -> int:
+        return ceil_div(self.geometry.out_per_group, self.out_tile)
+
+    @cached_property
+    def column_tiles(self) -> int:
+        return self.geometry.groups // self.groups_per_tile * self.out_tiles * len(self.programs)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Panels of one chunk of every source."""
+        return self.program.chunk_fields * self.out_tile * self.part_bytes
+
+    @cached_property
+    def tile_bytes(self) -> int:
+        """All panels of one column tile."""
+        return self.chunks * self.chunk_bytes
+
+    @cached_property
+    def slot_bytes(self) -> int:
+        return round_up(self.program.panel_fields * self.out_tile * self.part_bytes, 1024)
+
+    @cached_property
+    def panel_bytes(self) -> int:
+        return self.tile_bytes if self.resident else self.slots * self.slot_bytes
+
+    @property
+    def round_slabs(self) -> int:
+        """That the consumers compute at a time."""
+        return self.slabs * self.consumers
+
+    @cached_property
+    def stage_rows(self) -> int:
+        """As many as fit, with 8 bytes of every position that a loader's lane has."""
+        left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes
+        per_stage = left // (self.stages * self.row_bytes + 8 * self.shares) * self.row_bytes
+        return max(0, per_stage // 1024 * 1024 // self.row_bytes)
+
+    @property
+    def shares(self) -> int:
+        """Batches of a loader for all channels of a chunk: it has 16 items of a position in flight."""
+        in_flight = max(1, 16 * self.item_bytes // 16 // self.program.parts)
+        return max(1, self.part_bytes // 16 // in_flight)
+
+    @property
+    def sums(self) -> int:
+        """Accumulators of a consumer's thread."""
+        return self.slabs * self.columns // 2
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.producers + self.consumers)
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a producer's and of a consumer's thread, together what the kernel starts with."""
+        start = REGISTERS // self.threads // 8 * 8
+        total = start * self.threads // 128
+        needed = round_up(self.sums + CONSUMER_REGISTERS, 8)
+        spare = (total - PRODUCER_REGISTERS * self.producers) // self.consumers // 8 * 8
+        consumer = min(max(needed, spare), 232)
+        left = total - self.consumers * consumer
+        return min(left // self.producers // 8 * 8, start), max(consumer, start)
+
+    @cached_property
+    def cycles_per_slab(self) -> float:
+        """Of the tensor cores, for all of K (of one plane, when marching)."""
+        return self.program.cycles(self.out_tile) * self.steps
+
+    @cached_property
+    def max_passes(self) -> int:
+        """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
+        return 1 if self.march or self.stages <= self.stages_filled else 8
+
+    def __str__(self) -> str:
+        way = "gathering" if self.gather else "marching along depth" if self.march else "phases together"
+        panels = "weights resident" if self.resident else "weights streamed"
+        return (
+            f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
+            f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
+        )
+
+    def constants(self, job: Job) -> Constants:
+        g, p = self.geometry, self.program
+        d, h, w = p.dimensions
+        origins = p.sources if self.gather else [v.dimensions for v in self.programs]
+        written_step = (1, 1, 1) if self.gather else g.stride
+        producer, consumer = self.registers
+        return (
+            ("kThreads", self.threads),
+            ("kMinBlocks", 1),
+            ("Scalar", SCALARS[self.dtype]),
+            ("Epilogue", f"tconv3d::LeavingMoments<{job.activation}>" if job.norm else job.activation),
+            ("kMomentBand", moment_band(self, job)),
+            ("kWide", _wide(job)),
+            ("kBias", job.bias),
+            ("kUnitC", job.read_last),
+            ("kVectorInput", _vector_input(job)),
+            ("kVectorParts", _vector_parts(job, p.used_parts)),
+            ("kOutputUnitC", job.written_last),
+            ("kProducers", self.producers),
+            ("kConsumers", self.consumers),
+            ("kProducerRegisters", producer),
+            ("kConsumerRegisters", consumer),
+            ("kStages", self.stages),
+            ("kStageRows", self.stage_rows),
+            ("kResident", self.resident),
+            ("kSlots", self.slots),
+            ("kSlotBytes", self.slot_bytes),
+            ("kSharedBytes", self.shared_bytes),
+            ("kSlabs", self.slabs),
+            *self.layout_constants,
+            ("kField", p.fields),
+            ("kPartner", _partners(p.fields, job.written[4] == 1)),
+            ("kStoredByPartner", STORED_BY_PARTNER),
+            ("kShift", tuple(shift for shifts in p.shifts for shift in shifts)),
+            ("kStrideD", written_step[0]),
+            ("kStrideH", written_step[1]),
+            ("kStrideW", written_step[2]),
+            ("kUsedParts", p.used_parts),
+            ("kReadStepD", p.read_step[0]),
+            ("kReadStepH", p.read_step[1]),
+            ("kReadStepW", p.read_step[2]),
+            ("kReadPhase", p.phases),
+            ("kOrigin", tuple(tuple(d.origin for d in dimensions) for dimensions in origins)),
+            ("kOffset", tuple(tuple(d.offset for d in v.dimensions) for v in self.programs)),
+            ("kMarch", self.march),
+            ("kPaddingD", g.axes[0].padding),
+            ("kWindow", d.fields),
+            ("kSheetFields", h.fields * w.fields),
+        )
+
+    def aligned(self, job: Job, tiling: Tiling) -> bool:
+        """Whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes, and a warp's are neighbours.
+
+        On shorter lines, or where phases are not neighbours, stores of single elements are faster (measured).
+        """
+        stride = 1 if self.gather else self.geometry.stride[2]
+        if job.written[4] != 1 or self.split[2] or stride > 2 or tiling.items > 1:
+            return False
+        in_sequence = tiling.group_rows == 8 and tiling.tile[2] % 16 == 0 and tiling.halo[2] % 16 == 0
+        rows = (*job.written[:4], job.written_size[2])
+        vector = 16 // self.item_bytes
+        return in_sequence and (stride == 2 or self.item_bytes == 2) and not any(row % vector for row in rows)
+
+    @property
+    def layout_constants(self) -> Constants:
+        """What the halo kernel and the packing kernel share."""
+        g, p = self.geometry, self.program
+        return (
+            ("kGroups", g.groups),
+            ("kIn", g.in_per_group),
+            ("kOut", g.out_per_group),
+            ("kGroupsPerTile", self.groups_per_tile),
+            ("kGroupSlots", self.group_slots),
+            ("kOutTile", self.out_tile),
+            ("kOutTiles", self.out_tiles),
+            ("kVariants", len(self.programs)),
+            ("kRowBytes", self.row_bytes),
+            ("kParts", p.parts),
+            ("kSources", len(p.sources)),
+            ("kFields", len(p.fields)),
+            ("kPatterns", len(p.patterns)),
+            ("kUnitFields", p.unit),
+            ("kPatternUnit", _running(len(units) for units in p.patterns)),
+            ("kShiftRange", _running(len(shifts) for shifts in p.shifts)),
+            ("kUnit", tuple(unit for units in p.patterns for unit in units)),
+        )
+
+    def pack(self, job: Job) -> Launch:
+        g, p = self.geometry, self.program
+        _, kernel_h, kernel_w = g.kernel
+        table = tuple(
+            tuple(-1 if tap is None else (tap[0] * kernel_h + tap[1]) * kernel_w + tap[2] for tap in taps)
+            + (-1,) * (p.panel_fields - len(taps))
+            for variant in self.programs
+            for taps in variant.taps
+        )
+        per_column = 4 * g.taps * (self.part_bytes // self.item_bytes + 1)
+        columns = next((n for n in (8, 4, 2) if n * per_column <= PACKING_BYTES), 1)
+        threads = 256
+        return Launch(
+            kernel="pack",
+            constants=(
+                ("kThreads", threads),
+                ("kMinBlocks", 1),
+                ("Scalar", SCALARS[self.dtype]),
+                *((f"kKernel{name}", size) for name, size in zip("DHW", g.kernel, strict=True)),
+                ("kColumnsAtOnce", columns),
+                ("kSharedBytes", columns * per_column),
+                *self.layout_constants,
+                ("kTap", table),
+            ),
+            grid=(self.column_tiles // len(self.programs) * self.chunks * (self.out_tile // columns), 1, 1),
+            threads=threads,
+            shared_bytes=columns * per_column,
+            pointers=("weight", "workspace"),
+            scalars=int64s(*job.weight, job.weight_group, job.weight_tap),
+        )
+
+
+def moment_band(build: Build, job: Job) -> int:
+    """Neighbouring output channels whose moments are kept together: of one norm group and one tile."""
+    if job.norm is None:
+        return 1
+    band = gcd(job.geometry.out_channels // job.norm.groups, build.geometry.out_per_group, build.out_tile)
+    return band if band % 8 == 0 else band & -band
+
+
+def _running(counts: Iterable[int]) -> tuple[int, ...]:
+    sums = [0]
+    for count in counts:
+        sums.append(sums[-1] + count)
+    return tuple(sums)
+
+
+def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
+    """For each field the one that holds the next output along w, where two are stored together."""
+    place = {field: i for i, field in enumerate(fields)}
+    partners = [WITHOUT_PARTNER] * len(fields)
+    for (d, h, w), i in place.items():
+        second = place.get((d, h, w + 1))
+        if neighbours and w % 2 == 0 and second is not None:
+            partners[i], partners[second] = second, STORED_BY_PARTNER
+    return tuple(partners)
+
+
+def _wide(job: Job) -> bool:
+    """Whether an offset inside one channel's volume, or to the next channel, may leave 32 bits."""
+    axes = job.geometry.axes
+    reach = [
+        size + 2 * axis.kernel * axis.dilation + axis.padding + 64 * axis.stride
+        for size, axis in zip(job.read_size, axes, strict=True)
+    ]
+    last = [size + 64 * axis.stride for size, axis in zip(job.written_size, axes, strict=True)]
+    x = sum(size * stride for size, stride in zip(reach, job.read[2:], strict=True))
+    y = sum(size * stride for size, stride in zip(last, job.written[2:], strict=True))
+    return max(x, y, job.read[1]) > INT32_MAX
+
+
+def _vector_input(job: Job) -> bool:
+    """Whether 16 bytes of neighbouring channels can be loaded at once."""
+    items = 16 // job.item_bytes
+    n, c, *rest = job.read
+    return c == 1 and job.aligned and not any(v % items for v in (job.geometry.in_per_group, n, *rest))
+
+
+def _vector_parts(job: Job, parts: int) -> bool:
+    """Whether the parts of a position can be loaded at once: all of them are inside, or none."""
+    *outer, w = job.read
+    even = not any(v % parts for v in (*outer, job.read_size[2]))
+    return parts in (2, 4) and w == 1 and job.aligned and even
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a volume is cut into tiles, and a tile's positions into slabs."""
+
+    tile: Triple  # positions; marching: of depth that a block walks over
+    halo: Triple
+    items: int  # batch items per tile
+    tiles: tuple[int, int, int, int]  # batch, d, h, w
+    slabs: int
+    slabs_w: int
+    slabs_h: int
+    group_rows: int
+    slab_step: Triple
+    run: int
+
+    @property
+    def rows(self) -> int:
+        return prod(self.halo) * self.items
+
+    @property
+    def count(self) -> int:
+        return prod(self.tiles)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self.tile)) + (f" of {self.items} batch items" if self.items > 1 else "")
+
+
+def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, Triple, int]]:
+    """Ways to cut a tile into slabs: slabs, slabs_w, slabs_h, group_rows, slab_step, run."""
+    depth, height, width = tile
+    _, halo_h, halo_w = halo
+    line, sheet = halo_w * items, halo_h * halo_w * items
+    everything = INT32_MAX
+    if width * items % 8 == 0:
+        across = width * items // 8
+        if height % 8 == 0 or depth == 1:  # 8 rows on 8 lines
+            down = ceil_div(height, 8)
+            yield depth * down * across, across, down, line, (sheet, 8 * line, 8), everything
+        if depth % 8 == 0 and sheet < 2**14:  # 8 rows on 8 sheets
+            yield depth // 8 * height * across, across, height, sheet, (8 * sheet, line, 8), everything
+    run = width * items  # 64 rows in sequence: of a line, of a sheet, of everything
+    yield depth * height * ceil_div(run, SLAB), ceil_div(run, SLAB), height, 8, (sheet, line, SLAB), run
+    run = (height - 1) * line + width * items
+    yield depth * ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (sheet, 0, SLAB), run
+    run = (depth - 1) * sheet + (height - 1) * line + width * items
+    yield ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (0, 0, SLAB), run
+
+
+def _extents(size: int, fixed: Iterable[int]) -> list[int]:
+    """Candidates for a tile's extent along a dimension of `size` positions."""
+    even = {ceil_div(size, parts) for parts in range(1, 9)}
+    return sorted(even | {value for value in fixed if value < size + 7})
+
+
+def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
+    """All tilings of the volume that fit the build's stages."""
+    span_d, span_h, span_w = build.program.span
+    per_round = build.round_slabs
+    small = prod(positions) < 512
+    items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
+    depths = [1] if build.march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
+    segments = [n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= positions[0]] if build.march else [1]
+    limit = per_round * SLAB * build.max_passes
+    least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are all overhead
+    for items, depth, height, width in product(
+        items_options,
+        depths,
+        _extents(positions[1], (1, 2, 4, 8, 16, 24, 32)),
+        _extents(positions[2], (8, 16, 24, 32)),
+    ):
+        volume = depth * height * width * items
+        if volume > limit or (volume < least and (depth, height, width) != positions):
+            continue
+        halo = (1 if build.march else depth + span_d, height + span_h, width + span_w)
+        if prod(halo) * items > build.stage_rows:
+            continue
+        across = (ceil_div(positions[1], height), ceil_div(positions[2], width))
+        line, sheet = halo[2] * items, halo[1] * halo[2] * items
+        displacement = (0 if build.march else span_d) * sheet + span_h * line + span_w * items
+        best: Tiling | None = None
+        for slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts((depth, height, width), halo, items):
+            sheets = ceil_div(slabs, slabs_w * slabs_h)
+            last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
+            if slabs > per_round * build.max_passes or last + displacement >= build.stage_rows:
+                continue
+            if best is None or slabs < best.slabs:
+                tiles = (ceil_div(batch, items), ceil_div(positions[0], depth), *across)
+                best = Tiling(
+                    (depth, height, width), halo, items, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
+                )
+        if best is None:
+            continue
+        for parts in segments:
+            if build.march:  # a block walks over a part of the depth
+                deep = ceil_div(positions[0], parts)
+                tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)
+                best = replace(best, tile=(deep, height, width), tiles=tiles)
+            yield best

@@ -1,0 +1,91 @@
+"""A pass as the halo kernel sees it: what it reads and what it writes. Knows sizes and strides, never tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .geometry import Axis, Geometry, Triple
+from .problem import Norm, Pass, Problem, Strides
+
+
+@dataclass(frozen=True)
+class Job:
+    """A pass as the kernel sees it: what it reads (x or dy) and writes (y or dx).
+
+    `geometry` has the read channels as its input channels, and the written ones as its output channels. `gather`: a
+    position gathers from all phase planes of what is read, instead of feeding all phases of what is written.
+    """
+
+    geometry: Geometry
+    gather: bool
+    batch: int
+    dtype: str
+    read_size: Triple
+    written_size: Triple
+    read: Strides
+    written: Strides
+    weight: Strides  # read channel, written channel, taps
+    weight_group: int  # from one group's weights to the next one's
+    weight_tap: int = 0  # where tap (0, 0, 0) lies: at the end, where taps are taken in reverse
+    bias: bool = False
+    aligned: bool = True
+    activation: str = "tconv3d::Identity"  # of what is written
+    norm: Norm | None = None  # moments of what is written are left for it
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def written_last(self) -> bool:
+        """Whether what is written is contiguous along channels, not along w."""
+        return self.written[1] == 1 and self.written[4] != 1
+
+    @property
+    def read_last(self) -> bool:
+        return self.read[1] == 1 and self.read[4] != 1
+
+    @cached_property
+    def positions(self) -> Triple:
+        if self.gather:
+            return self.written_size
+        sizes = zip(self.geometry.axes, self.written_size, strict=True)
+        return tuple(axis.positions(size) for axis, size in sizes)
+
+
+def job_of(problem: Problem) -> Job:
+    g, p = problem.geometry, problem
+    if p.which is Pass.FORWARD:
+        return Job(
+            g, False, p.batch, p.dtype, p.input_size, p.output_size, p.input, p.output, p.weight,
+            g.in_per_group * p.weight[0], 0, p.bias, p.aligned, p.activation, p.norm,
+        )  # fmt: skip
+    ci, co, *taps = p.weight
+    swapped = Geometry(g.out_channels, g.in_channels, g.groups, g.axes)
+    gather = Job(
+        swapped, True, p.batch, p.dtype, p.output_size, p.input_size, p.output, p.input, (co, ci, *taps),
+        g.in_per_group * ci, 0, False, p.aligned,
+    )  # fmt: skip
+    axes = mirrored_axes(g)
+    if axes is None:
+        return gather
+    last = sum((kernel - 1) * stride for kernel, stride in zip(g.kernel, taps, strict=True))
+    return replace(
+        gather,
+        geometry=replace(swapped, axes=axes),
+        gather=False,
+        weight=(co, ci, *(-stride for stride in taps)),
+        weight_tap=last,
+    )
+
+
+def mirrored_axes(geometry: Geometry) -> tuple[Axis, Axis, Axis] | None:
+    """Of the forward pass that an input gradient of stride 1 is, taps reversed; None if there is no such pass."""
+    d, h, w = (
+        replace(axis, padding=axis.dilation * (axis.kernel - 1) - axis.padding, output_padding=-axis.output_padding)
+        for axis in geometry.axes
+    )
+    if geometry.phases > 1 or min(axis.padding for axis in (d, h, w)) < 0:
+        return None
+    return d, h, w

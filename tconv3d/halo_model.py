@@ -1,0 +1,129 @@
+"""How long a build of the halo kernel takes for a volume: a model of its work, fitted to measured builds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from .halo_build import SLAB, Build, Tiling, ceil_div, tilings
+from .halo_job import Job
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The model's constants, in cycles of a multiprocessor unless said otherwise.
+
+    Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
+    """
+
+    start: float = 11100.0  # of a launch
+    tile: float = 1590.0  # of a tile: what nothing hides
+    batch: float = 1360.0  # of a loader warp, per batch of loads
+    stage: float = 176.0  # of filling a stage: barriers
+    load: float = 3.46  # of a load by a warp, whoever issues it
+    sector: float = 1.63  # of a sector that it touches
+    product: float = 0.94  # of a cycle that tensor cores should take
+    panel: float = 110.0  # of a panel: barriers, and the drain of the tensor cores
+    streamed: float = 160.0  # the same, of a panel out of the ring
+    slot: float = 980.0  # from a slot's release to its next panel's arrival
+    store: float = 5.7  # of a store by a warp
+    cache_bytes: float = 38.0  # per cycle, from L2
+    memory_bytes: float = 1615.0  # per cycle, of the whole device memory
+    run: float = 0.04  # of the device memory, per run of outputs whose ends share sectors with other tiles
+    torn: float = 1.0  # bytes of traffic per byte of an output whose neighbours come from another column tile
+    overlap: float = 3.7  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
+
+
+COSTS = Costs()
+
+
+def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Costs) -> float:
+    """Of the loaders, for one tile: either warps wait for their batches, or the multiprocessor for its loads."""
+    warps = 4 * build.producers - (0 if build.resident else 1)
+    groups = ceil_div(tiling.rows, 32)
+    pieces = build.row_bytes // 16
+    reads = build.program.used_parts * len(build.program.sources)
+    if job.read_last:  # contiguous along channels: loads of 16 bytes
+        batches = ceil_div(groups * pieces, 4 * warps)
+        loads = groups * build.channel_slots * reads * build.item_bytes / 16
+        sectors = loads * 16
+    else:
+        batches = ceil_div(groups * build.shares, warps)
+        loads = groups * build.channel_slots * reads
+        lines = 32 / (tiling.halo[2] if tiling.items == 1 else tiling.items) + (tiling.items == 1)
+        sectors = loads * (build.item_bytes + 0.9 * lines)
+    waiting = build.stages_filled * (batches * costs.batch + costs.stage)
+    return planes * max(waiting, loads * costs.load + sectors * costs.sector)
+
+
+def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: int, costs: Costs) -> float:
+    """Of the consumers' stores, for one tile."""
+    outputs = float(rounds * build.round_slabs * SLAB * build.columns * planes)
+    if build.march:
+        outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
+    at_once = 2 if job.written_last else 16 // build.item_bytes if build.aligned(job, tiling) else 1
+    return outputs / 32 / at_once**0.5 * costs.store
+
+
+def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
+    """Of the device memory, for everything."""
+    g, item = build.geometry, build.item_bytes
+    last = job.written_last
+    width = job.written_size[2]
+    inputs = job.batch * g.in_channels * prod(job.read_size) * item
+    lines = job.batch * g.out_channels * job.written_size[0] * job.written_size[1]
+    outputs = lines * width * item
+    if last:  # runs of channels
+        shared = 0.0 if build.out_tile * item % 32 == 0 else lines * width / build.out_tile
+        return (outputs + inputs) / costs.memory_bytes + shared * costs.run
+    torn = build.split[2] and g.axes[2].stride > 1
+    stride_h, stride_w = (1, 1) if build.gather else g.stride[1:]
+    tile = tiling.tile[2] * stride_w
+    aligned = width * item % 32 == 0 and (tile >= width or tile * item % 32 == 0)
+    if tile < width:
+        runs = float(lines * ceil_div(width, tile))
+    else:
+        runs = lines / (1 if build.split[1] else tiling.tile[1] * stride_h)
+    traffic = outputs * (costs.torn if torn else 1.0) + inputs
+    return traffic / costs.memory_bytes + (0.0 if aligned else runs * costs.run)
+
+
+def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs = COSTS) -> float:
+    """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
+    rounds = ceil_div(tiling.slabs, build.round_slabs)
+    planes = 1
+    if build.march:  # the window's first planes are computed by two blocks
+        overlap = ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1
+        planes = min(job.read_size[0], tiling.tile[0] + overlap)
+    panels = len(build.program.taps) * build.chunks * rounds * planes
+    multiply = rounds * build.round_slabs * build.cycles_per_slab * planes * costs.product
+    if not build.resident:
+        multiply = max(multiply, panels * costs.slot / (build.slots - 1))
+    multiply += panels * (costs.panel if build.resident else costs.streamed)
+    store = _store_cycles(build, tiling, job, rounds, planes, costs)
+    load = _load_cycles(build, tiling, job, planes, costs)
+    streamed = 0 if build.resident else build.tile_bytes * rounds * planes
+    reads = build.program.used_parts * len(build.program.sources)
+    elements = tiling.rows * build.channel_slots * reads * planes
+    cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
+    units = tiling.count * build.column_tiles
+    blocks = min(units, multiprocessors)
+    if build.resident:
+        blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
+    p = costs.overlap
+    tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
+    work = ceil_div(units, blocks) * (tile + costs.tile)
+    work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
+    memory = _memory_cycles(build, tiling, job, costs)
+    return (work**p + memory**p) ** (1 / p) + costs.start
+
+
+def best_tiling(build: Build, job: Job, multiprocessors: int) -> tuple[float, Tiling] | None:
+    best: tuple[float, Tiling] | None = None
+    for tiling in tilings(build, job.batch, job.positions):
+        if job.norm and build.march and tiling.items > 1:
+            continue  # a march adds up the moments of one batch item
+        cost = cycles(build, tiling, job, multiprocessors)
+        if best is None or cost < best[0]:
+            best = cost, tiling
+    return best
