@@ -23,7 +23,7 @@ MIN_OUT = 8  # and columns, too, are to be filled
 MIN_RATIO = 4  # channels out for one in: a gathered operand is to be used more than once
 WARPS = 8
 SUMS = 64  # accumulators of a thread
-LINE_BYTES = 32  # that beginning a new line costs, in bytes of a long one
+LINE_BYTES = 16  # that beginning a new line costs, in bytes of a long one
 BARRIER_BYTES = 8 * 1024  # likewise
 WEIGHT_BYTES = 64 * 1024  # of weights that a block keeps in shared memory
 

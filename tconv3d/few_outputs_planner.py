@@ -9,26 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from .direct_planner import INT32_MAX, SCALARS, even_pairs, power_of_two_up
+from .direct_planner import INT32_MAX, SCALARS, power_of_two_up
 from .geometry import Gather, Geometry
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, last_offset
 
 HAS_EPILOGUE = True
-HEIGHTS, LINES = (2, 4, 8, 16), (16, 32, 64)  # of tiles: positions along h, rows of the product along w
+HEIGHTS, WIDTHS = (4, 8, 16), (8, 16, 32, 64)  # of tiles, in positions
 MIN_IN = 8  # channels per group; with fewer, K is not filled
 MAX_OUT = 4  # channels per group; with more, columns of channels fill the tensor cores
 MAX_SUMS = 96  # accumulators of a thread in the product
 MAX_TOTALS = 48  # and in the outputs of a position
 MAX_WARPS = 16
+KEPT_COPIES = 8  # of a thread and a chunk, whose places wait in registers
 
 # What a multiprocessor does per cycle, for choosing between tiles.
-CYCLES_PER_MULTIPLY = 6.0  # of one of the four schedulers
+CYCLES_PER_MULTIPLY = 6.0  # of one of the four schedulers; measured
 BYTES_PER_CYCLE = 18.0  # out of memory
-L2_BYTES_PER_CYCLE = 26.0
+L2_BYTES_PER_CYCLE = 16.0
 SECTOR_BYTES = 32
-BARRIER_CYCLES = 300.0  # until all warps are under way again, twice a plane
+BARRIER_CYCLES = 100.0  # until all warps are under way again
 REGISTERS = 65536
 
 
@@ -92,36 +93,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's positions, the lines of x that it reads, how its warps share them, and a warp's ring."""
+    """A block's positions with their halo, how its warps share the rows of the product, and its ring."""
 
     layer: Layer
     h: int
-    line: int  # elements of x along w: a multiple of 16 rows of the product
-    whole: bool  # a line is all there is along w, without a halo
+    w: int
     row_tiles: int  # tiles of 16 rows per warp
     chunk: int  # input channels that are copied at a time
     stages: int  # chunks in shared memory
-
-    @property
-    def origin_w(self) -> int:
-        return 0 if self.whole else min(_offsets(self.layer.geometry.axes[2].scatter))
-
-    @property
-    def halo_w(self) -> int:
-        return self.w + (0 if self.whole else _span(self.layer.geometry.axes[2].scatter))
-
-    @property
-    def w(self) -> int:
-        """Positions along w: what a line has room for, whole vectors."""
-        if self.whole:
-            return self.line
-        vector = 1 if self.layer.channels_last else max(1, self.layer.vector)
-        lead = self.origin_w % vector
-        return (self.line - lead - _span(self.layer.geometry.axes[2].scatter)) // vector * vector
-
-    @property
-    def halo_h(self) -> int:
-        return self.h + _span(self.layer.geometry.axes[1].scatter)
 
     @property
     def chunks(self) -> int:
@@ -132,8 +111,16 @@ class Tile:
         return self.chunks * self.chunk // self.layer.step
 
     @property
+    def halo_h(self) -> int:
+        return self.h + _span(self.layer.geometry.axes[1].scatter)
+
+    @property
+    def halo_w(self) -> int:
+        return self.w + _span(self.layer.geometry.axes[2].scatter)
+
+    @property
     def warps(self) -> int:
-        return -(-self.halo_h * self.line // (16 * self.row_tiles))
+        return -(-self.halo_h * self.halo_w // (16 * self.row_tiles))
 
     @property
     def rows(self) -> int:
@@ -145,35 +132,43 @@ class Tile:
         return _up(self.rows, 32, 4)
 
     @property
+    def row_items(self) -> int:
+        """Elements of a line of the halo in shared memory, from one vector's beginning to another's end."""
+        vector = max(1, self.layer.vector)
+        lead = min(_offsets(self.layer.geometry.axes[2].scatter)) % vector
+        return _up(lead + self.halo_w, vector)
+
+    @property
     def item_pitch(self) -> int:
         """Of a channel in a stage, or, channels-last, of a position: fragments are loaded without conflicts."""
         if self.layer.channels_last:
             return self.chunk + 16 // self.layer.item_bytes
-        return 16 * self.row_tiles + 8
+        return _up(self.halo_h * self.row_items, 32, 8)
 
     @property
     def stage_bytes(self) -> int:
-        """Of a warp."""
-        lines = 16 * self.row_tiles if self.layer.channels_last else self.chunk
+        lines = self.halo_h * self.halo_w if self.layer.channels_last else self.chunk
         return lines * self.item_pitch * self.layer.item_bytes
 
     @property
     def copies(self) -> int:
-        """Of a lane and a chunk."""
-        return self.row_tiles * self.chunk // (2 * max(1, self.layer.vector))
+        """Of a thread and a chunk."""
+        line = self.halo_w if self.layer.channels_last else self.row_items
+        elements = self.halo_h * line * self.chunk // max(1, self.layer.vector)
+        return -(-elements // (32 * self.warps))
 
     @property
     def shared_bytes(self) -> int:
-        weights = self.steps * self.layer.column_tiles * 256
-        columns = self.layer.group_tiles * 8 * self.pitch * 4
-        return weights + columns + self.warps * self.stages * self.stage_bytes
+        layer = self.layer
+        weights = self.steps * layer.column_tiles * 256
+        return weights + layer.group_tiles * 8 * self.pitch * 4 + self.stages * self.stage_bytes
 
     @property
     def registers(self) -> int:
-        g = self.layer.geometry
         sums = self.row_tiles * self.layer.column_tiles * 4
-        totals = g.stride[1] * g.stride[2] * g.out_per_group
-        return _up(sums + max(6 * self.row_tiles, 3 * totals) + 48, 8)
+        totals = self.layer.geometry.stride[1] * self.layer.geometry.stride[2] * self.layer.geometry.out_per_group
+        kept = 2 * self.copies if self.copies <= KEPT_COPIES else 0
+        return _up(max(sums + 4 * self.row_tiles + kept, sums + totals) + 40, 8)
 
     def blocks(self, device: Device) -> int:
         """That a multiprocessor has room for. Registers are allotted to four warps at a time."""
@@ -181,42 +176,38 @@ class Tile:
         return min(by_shared, REGISTERS // (self.registers * 32 * _up(self.warps, 4)))
 
     def fits(self, device: Device) -> bool:
-        few = self.row_tiles * self.layer.column_tiles * 4 <= MAX_SUMS and self.w > 0
-        even = not self.layer.channels_last or self.chunk <= 32 * max(1, self.layer.vector)
-        return few and even and self.warps <= MAX_WARPS and self.blocks(device) >= 1
+        few = self.row_tiles * self.layer.column_tiles * 4 <= MAX_SUMS
+        return few and self.warps <= MAX_WARPS and self.blocks(device) >= 1
 
     def cycles(self, device: Device) -> float:
         """Predicted cycles of a multiprocessor for a position and an input plane."""
-        layer, g = self.layer, self.layer.geometry
+        layer = self.layer
         blocks, positions = self.blocks(device), self.h * self.w
         multiplies = self.warps * self.row_tiles * layer.column_tiles * self.steps
-        item = layer.item_bytes
-        line = self.line * (g.in_per_group if layer.channels_last else 1) * item
-        fetched = (
-            self.halo_h
-            * (line + (0 if self.whole else SECTOR_BYTES))
-            * (1 if layer.channels_last else g.in_per_group)
-        )
+        line = layer.geometry.in_per_group * self.halo_w if layer.channels_last else self.halo_w
+        sectors = -(-line * layer.item_bytes // SECTOR_BYTES) + (0 if layer.channels_last else 1)
+        fetched = self.halo_h * sectors * SECTOR_BYTES * (1 if layer.channels_last else layer.geometry.in_per_group)
         group = layer.group_tiles * 8
         shared = (
-            self.rows * g.in_per_group * item / 128
+            self.chunks * self.stage_bytes / 128
             + self.warps * self.steps * (4 * self.row_tiles + 2 * layer.column_tiles)
             + (self.rows + positions) * group / 32
         )
+        per_copy = 10 if self.copies <= KEPT_COPIES else 40
         instructions = (
             multiplies
             + self.warps * self.steps * (layer.column_tiles + self.row_tiles * 12)
-            + self.warps * self.chunks * (self.copies * 8 + 20)
-            + (2 * self.rows + 3 * positions) * group / 32
+            + self.warps * self.chunks * self.copies * per_copy
+            + positions * group / 32 * 2
         )
         parts = (
             multiplies * CYCLES_PER_MULTIPLY / 4,
             instructions / 4,
             shared,
             fetched / L2_BYTES_PER_CYCLE,
-            positions * g.in_per_group * item / BYTES_PER_CYCLE,
+            positions * layer.geometry.in_per_group * layer.item_bytes / BYTES_PER_CYCLE,
         )
-        idle = 2 * BARRIER_CYCLES / blocks
+        idle = (self.chunks + 1) * BARRIER_CYCLES / blocks
         return (max(parts) + 0.3 / blocks * (sum(parts) - max(parts)) + idle) / positions
 
     def __str__(self) -> str:
@@ -224,20 +215,17 @@ class Tile:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Every tile that fits, the predicted fastest first. Of the volume, only a width of up to 64 matters."""
-    layer, axis = Layer.of(problem), problem.geometry.axes[2]
-    width = max(problem.input_size[2], axis.positions(problem.output_size[2]))
-    whole = min((line for line in LINES if line >= width), default=None)
-    lines = [(line, False) for line in LINES if line <= max(LINES[0], power_of_two_up(width))]
+    """Every tile that fits, the predicted fastest first. Of the volume, only a width below 64 matters."""
+    layer = Layer.of(problem)
+    width = problem.geometry.axes[2].positions(problem.output_size[2])
+    widest = max(WIDTHS[0], power_of_two_up(width))
     found = [
-        Tile(layer, h, line, is_whole, row_tiles, steps * layer.step, stages)
-        for (line, is_whole), h, row_tiles, steps, stages in product(
-            lines + ([(whole, True)] if whole else []), HEIGHTS, (1, 2, 3), (1, 2), (2, 3, 4)
-        )
-        if steps == 1 or problem.geometry.in_per_group > layer.step
+        Tile(layer, h, w, row_tiles, steps * layer.step, stages)
+        for h, w, row_tiles, steps, stages in product(HEIGHTS, WIDTHS, (1, 2, 3), (1, 2), (2, 3, 4))
+        if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
-    return sorted(fitting, key=lambda tile: (tile.cycles(device), -tile.stages))
+    return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3)))  # three are enough
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -293,7 +281,7 @@ def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
 def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
     g, layer = problem.geometry, tile.layer
     d, h, w = g.axes
-    origin_h = min(_offsets(h.scatter))
+    origin_h, origin_w = min(_offsets(h.scatter)), min(_offsets(w.scatter))
     taps = list(product(range(h.kernel), range(w.kernel)))
     chunk = last_offset((tile.chunk, *problem.input_size[1:]), (problem.input[1], *problem.input[3:]))
     return (
@@ -310,10 +298,8 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kTileW", tile.w),
         ("kHaloH", tile.halo_h),
         ("kHaloW", tile.halo_w),
-        ("kLineW", tile.line),
-        ("kWholeLines", tile.whole),
         ("kOriginH", origin_h),
-        ("kOriginW", tile.origin_w),
+        ("kOriginW", origin_w),
         ("kPitch", tile.pitch),
         ("kItemPitch", tile.item_pitch),
         ("kChunk", tile.chunk),
@@ -327,10 +313,11 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kStrideH", h.stride),
         ("kStrideW", w.stride),
         ("kPairs", w.stride == 2 and problem.output[4] == 1),
-        ("kAligned", w.stride == 2 and even_pairs(problem.output, problem.output_size)),
         ("kTapPhase", tuple(h.phase(th) * w.stride + w.phase(tw) for th, tw in taps)),
-        ("kTapShiftH", tuple(-h.shift(th) - origin_h for th, _ in taps)),
-        ("kTapShiftW", tuple(-w.shift(tw) - tile.origin_w for _, tw in taps)),
+        (
+            "kTapOffset",
+            tuple((-h.shift(th) - origin_h) * tile.halo_w + (-w.shift(tw) - origin_w) for th, tw in taps),
+        ),
     )
 
 

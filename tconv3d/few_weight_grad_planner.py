@@ -17,7 +17,6 @@ from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, last_offset
 
 MAX_FEW = 4  # channels per group
-MAX_PHASED = 8  # where the other tensor is read by phases: without a halo, and de-interleaved as it is copied
 MIN_MANY = 8
 WARPS = 8
 SUMS = 64  # accumulators of a thread
@@ -30,20 +29,10 @@ WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 
 
 def few_side(problem: Problem) -> Side:
-    """The pass over the same two tensors that computes the one with many channels out of the one with few.
-
-    Of the two, the smaller tensor had better be the one that is read with a halo.
-    """
+    """The pass over the same two tensors that computes the one with many channels out of the one with few."""
     g = problem.geometry
-    passes = (Pass.FORWARD, Pass.INPUT_GRAD)
-    if g.out_per_group * g.phases <= g.in_per_group:
-        passes = (Pass.INPUT_GRAD, Pass.FORWARD)
-    first, second = (Side.of(replace(problem, which=which)) for which in passes)
-    return second if first.reduced > most_few(first) and second.reduced <= most_few(second) else first
-
-
-def most_few(side: Side) -> int:
-    return MAX_PHASED if side.gathers[2].phases > 1 and side.problem.item_bytes == 4 else MAX_FEW
+    which = Pass.INPUT_GRAD if g.out_per_group <= g.in_per_group else Pass.FORWARD
+    return Side.of(replace(problem, which=which))
 
 
 @dataclass(frozen=True)
@@ -68,15 +57,6 @@ class Layout:
         return min(ROW_TILES, -(-self.side.outs // 16))
 
     @property
-    def half_rows(self) -> bool:
-        return self.side.outs <= 8
-
-    @property
-    def block_many(self) -> int:
-        """Channels of the tensor with many that a block has."""
-        return 8 if self.half_rows else 16 * self.row_tiles
-
-    @property
     def _most_tiles(self) -> int:
         return max(1, SUMS // (4 * self.row_tiles))
 
@@ -95,7 +75,7 @@ class Layout:
 
     @property
     def kinds(self) -> int:
-        many = -(-self.side.outs // self.block_many)
+        many = -(-self.side.outs // (16 * self.row_tiles))
         return self.side.problem.geometry.groups * many * -(-len(self.columns) // self.block_tiles)
 
     @property
@@ -106,8 +86,8 @@ class Layout:
     @property
     def rows(self) -> int:
         """Positions of a tile."""
-        group = 4 * self.run
-        fit = BUFFER_BYTES // (self.block_many * self.taps.phases * self.side.problem.item_bytes)
+        group, channels = 4 * self.run, 16 * self.row_tiles
+        fit = BUFFER_BYTES // (channels * self.taps.phases * self.side.problem.item_bytes)
         return max(group, min(MAX_ROWS, power_of_two_up(fit // 2 + 1)))
 
     @property
@@ -124,7 +104,7 @@ class Layout:
 
     @property
     def buffer_bytes(self) -> int:
-        return self.block_many * self.channel_pitch * self.side.problem.item_bytes
+        return 16 * self.row_tiles * self.channel_pitch * self.side.problem.item_bytes
 
     @property
     def table_bytes(self) -> int:
@@ -143,7 +123,7 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
     def work(tile: Tile) -> float:
         """In bytes: what is copied of both tensors, short lines being dearer than their length, and a barrier."""
         (d, h, w), steps = tile.size, [gather.output_step for gather in layout.side.gathers]
-        lines = layout.block_many * d * steps[0] * h * steps[1]
+        lines = 16 * layout.row_tiles * d * steps[0] * h * steps[1]
         line = w * steps[2] * problem.item_bytes + LINE_BYTES
         part = tile.part[2] * problem.item_bytes + LINE_BYTES
         return lines * line + 2 * tile.lines * part + BARRIER_BYTES
@@ -161,18 +141,19 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
+    g = problem.geometry
     if problem.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {problem.which.value}"
     if problem.dtype == "float64" or (problem.dtype == "float32" and not problem.tf32):
         return "tensor cores round products to TF32 or 16 bits"
     if device.capability < (8, 0):
         return f"needs compute capability 8.0, the device has {device.capability[0]}.{device.capability[1]}"
-    side = few_side(problem)
-    if side.reduced > most_few(side):
-        return f"more than {most_few(side)} channels per group in the tensor with fewer"
-    if side.outs < MIN_MANY:
-        return f"fewer than {MIN_MANY} channels per group in the tensor with more"
-    if side.positions >= 2**31:
+    few, many = sorted((g.in_per_group, g.out_per_group))
+    if few > MAX_FEW:
+        return f"more than {MAX_FEW} channels per group on both sides"
+    if many < MIN_MANY:
+        return f"fewer than {MIN_MANY} channels per group on either side"
+    if few_side(problem).positions >= 2**31:
         return "the volume is too large"
     if choose(problem, device) is None:
         return "the taps reach too far for shared memory"
@@ -249,7 +230,7 @@ def _constants(layout: Layout, tile: Tile, vector: int, channel_lanes: int) -> C
     reach = [
         (n + layout.rows) * gather.output_step for n, gather in zip(side.grid, side.gathers, strict=True)
     ]  # a tile may stick out of the volume
-    wide = last_offset((2, layout.block_many, *reach), (0, *side.y[1:])) > INT32_MAX
+    wide = last_offset((2, 16 * layout.row_tiles, *reach), (0, *side.y[1:])) > INT32_MAX
     return (
         ("kThreads", 32 * WARPS),
         ("kMinBlocks", 2),
@@ -263,7 +244,6 @@ def _constants(layout: Layout, tile: Tile, vector: int, channel_lanes: int) -> C
         ("kManyStride", g.out_per_group * g.taps if many_is_input else g.taps),
         ("kFewStride", g.taps if many_is_input else g.out_per_group * g.taps),
         ("kRowTiles", layout.row_tiles),
-        ("kHalfRows", layout.half_rows),
         ("kSets", layout.sets),
         ("kWarpTiles", layout.warp_tiles),
         ("kTiles", len(layout.columns)),

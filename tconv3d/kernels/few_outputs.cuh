@@ -13,11 +13,10 @@
 // `stride` planes are complete. Their columns go to shared memory as [column][position], each thread adds up
 // what its positions need and stores it, and the window moves.
 //
-// The rows of the product are the positions of the tile and its halo, in lines of kLineW. No row is another
-// warp's business: a warp copies its own rows of x, asynchronously and in the caller's layout, in chunks of
-// channels, into a ring of its own, kStages - 1 chunks ahead of its products and across planes. So warps wait
-// for each other only where columns change hands, twice a plane. Between, half of them first gather the
-// outputs of the plane before and then multiply, the others the other way round.
+// The tile of x with its halo comes in chunks of channels through a ring in shared memory, copied
+// asynchronously in the caller's layout, kStages - 1 chunks ahead of the products, across planes. The sums
+// and stores of a plane are done between the chunks of the next one, so that some warps store while others
+// multiply.
 #pragma once
 
 #include "epilogue.cuh"
@@ -49,7 +48,7 @@ struct FewOutputs {
   static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
   static constexpr int kPlaneColumns = kPlaneTaps * C::kOut;  // of one output plane
   static constexpr int kPositions = C::kTileH * C::kTileW;
-  static constexpr int kHalo = C::kHaloH * C::kLineW;
+  static constexpr int kHalo = C::kHaloH * C::kHaloW;
   static constexpr int kRows = kWarps * C::kRowTiles * 16;
 
   // The window's columns in groups of `stride` planes: a step of the walk completes the first group.
@@ -66,45 +65,50 @@ struct FewOutputs {
   static constexpr int kChunks = (C::kIn + C::kChunk - 1) / C::kChunk;
   static constexpr int kSteps = kChunks * kChunkSteps;
 
-  // A stage of a warp's ring: [channel][row], or, channels-last, [row][channel]. A vector is what one copy
-  // moves; where kVector is 0, elements pass through registers one by one. A tile of 16 rows is copied in
-  // rounds, every lane one vector.
+  // A stage of the ring: [channel][halo row][kRowItems], or, channels-last, [halo position][channel]. A
+  // vector is what one copy moves; where kVector is 0, elements pass through registers one by one.
   static constexpr int kVector = C::kVector > 0 ? C::kVector : 1;
   static constexpr int kLead = C::kChannelsLast ? 0 : ((C::kOriginW % kVector) + kVector) % kVector;
-  static constexpr int kRowVectors = C::kChannelsLast ? C::kChunk / kVector : 16 / kVector;  // in a row
-  static constexpr int kRoundRows = kLanes / kRowVectors;  // of channels, or, channels-last, of positions
-  static constexpr int kCopyRounds = (C::kChannelsLast ? 16 : C::kChunk) / kRoundRows;
-  static constexpr int kStageItems = (C::kChannelsLast ? 16 * C::kRowTiles : C::kChunk) * C::kItemPitch;
+  static constexpr int kRowVectors =
+      C::kChannelsLast ? C::kChunk / kVector * C::kHaloW : (kLead + C::kHaloW + kVector - 1) / kVector;
+  static constexpr int kRowItems = kRowVectors * kVector;
+  static constexpr int kVectors = C::kHaloH * kRowVectors * (C::kChannelsLast ? 1 : C::kChunk);
+  static constexpr int kCopies = (kVectors + C::kThreads - 1) / C::kThreads;
+  static constexpr int kStageItems = C::kChannelsLast ? kHalo * C::kItemPitch : C::kChunk * C::kItemPitch;
 
-  // Rounds in which the block's threads gather the outputs of a plane.
+  // Rounds in which the block's threads gather the outputs of a plane, done after the first kGatherChunks
+  // chunks of the next plane: before the last one, whose products then overwrite the columns.
   static constexpr int kRounds = (C::kStrideD * kPositions + C::kThreads - 1) / C::kThreads;
+  static constexpr int kGatherChunks = kChunks > 1 ? kChunks - 1 : 1;
+
+  // What a thread copies of a chunk: found once where the registers allow, else every time.
+  static constexpr int kKeptCopies = kCopies <= 8 ? kCopies : 0;
+  struct Copy {
+    Index from;  // offset in a chunk of a plane of x; -1: zeros
+    int to;      // in a stage; -1: nothing
+  };
 
   static_assert(C::kThreads % kLanes == 0, "whole warps");
-  static_assert(C::kLineW % 16 == 0 && kRows >= kHalo, "lines are whole tiles of rows, and all have a warp");
-  static_assert(C::kWholeLines
-                    ? C::kTileW == C::kLineW && C::kOriginW == 0
-                    : kLead + C::kHaloW <= C::kLineW && (C::kChannelsLast || C::kTileW % kVector == 0),
-                "a line holds what the tile's taps read, from a vector's beginning");
+  static_assert(kRows >= kHalo, "the warps' rows cover the halo");
   static_assert(C::kPitch >= kRows && C::kPitch % 32 == 4,
                 "columns of c: room for all rows, and stores of fragments without bank conflicts");
   static_assert(C::kChunk % kStepItems == 0 && C::kChunk % kVector == 0, "whole steps and vectors");
-  static_assert(kRoundRows * kRowVectors == kLanes &&
-                    kCopyRounds * kRoundRows * kRowVectors * kVector == 16 * C::kChunk,
-                "lanes share a tile evenly");
-  static_assert(C::kChannelsLast ? C::kItemPitch >= C::kChunk
-                                 : C::kItemPitch % 16 == 8 && C::kItemPitch >= 16 * C::kRowTiles,
+  static_assert(C::kChannelsLast || (C::kItemPitch % 32 == 8 && C::kItemPitch >= C::kHaloH * kRowItems),
                 "loads of fragments without bank conflicts");
+  static_assert(!C::kChannelsLast || C::kItemPitch >= C::kChunk, "a row holds the channels of a chunk");
   static_assert(C::kVector == 0 || kVector * kItemBytes % 4 == 0, "copies move words");
+  static_assert(C::kChannelsLast || C::kTileW % kVector == 0, "tiles begin where vectors do");
   static_assert(C::kStages >= 2);
 
   const Args& args;
   unsigned* weights;  // in shared memory: [step][column tile][lane][2], as the instruction wants them
   float* columns;     // in shared memory: [column][kPitch]
-  Scalar* ring;       // in shared memory, this warp's: [kStages][kStageItems]
-  const Scalar* x;    // the first plane of the block's input, this lane's channel in a round of copies
+  Scalar* ring;       // in shared memory: [kStages][kStageItems]
+  const Scalar* x;    // the first plane of the block's input
   int n, group, tile_h, tile_w, first_output, last_output, first_plane;
   int lane, warp;
-  Index from[C::kRowTiles];  // what this lane copies of a tile of rows: offset in a plane of x, -1: zeros
+  int rows[C::kRowTiles][2];  // where the rows of this lane's fragments lie in a stage
+  Copy kept[kKeptCopies > 0 ? kKeptCopies : 1];
   int copy_stage, copy_chunk, copy_plane;  // of the next copy
   float sum[C::kRowTiles][kTiles][4];
 
@@ -129,68 +133,68 @@ struct FewOutputs {
     const int storing = (first_output + C::kPaddingD) / C::kStrideD;
     const int feeding = reach > 0 ? (reach + C::kStrideD - 1) / C::kStrideD : 0;
     first_plane = feeding < storing ? feeding : storing;
+    x = static_cast<const Scalar*>(args.x) + n * args.x_strides.n +
+        static_cast<long long>(group) * C::kIn * args.x_strides.c + first_plane * args.x_strides.d;
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row_of(m) + 8 * half < kHalo ? row_of(m) + 8 * half : 0;
+        rows[m][half] =
+            C::kChannelsLast ? row * C::kItemPitch : row / C::kHaloW * kRowItems + kLead + row % C::kHaloW;
+      }
+    }
   }
 
-  // The first row of the warp's m-th tile of 16.
-  __device__ __forceinline__ int tile_row(int m) const { return (warp * C::kRowTiles + m) * 16; }
+  // The halo position of this lane's first row in the warp's m-th tile of 16 rows.
+  __device__ __forceinline__ int row_of(int m) const { return (m * kWarps + warp) * 16 + lane / 4; }
 
   // ---- The ring.
 
-  __device__ __forceinline__ int copy_channel(int round) const {  // of this lane, within its chunk
-    return C::kChannelsLast ? lane % kRowVectors * kVector : lane / kRowVectors + round * kRoundRows;
+  // The channel, within its chunk, of this thread's i-th vector.
+  __device__ __forceinline__ int copy_channel(int i) const {
+    const int vector = threadIdx.x + i * C::kThreads;
+    return C::kChannelsLast ? vector % (C::kChunk / kVector) * kVector : vector / (C::kHaloH * kRowVectors);
+  }
+
+  __device__ __forceinline__ Copy copy_of(int i) const {
+    const int vector = threadIdx.x + i * C::kThreads;
+    const int h = vector / kRowVectors % C::kHaloH, place = vector % kRowVectors;
+    const int channel = copy_channel(i);
+    const int w = C::kChannelsLast ? place / (C::kChunk / kVector) : place * kVector - kLead;
+    const int x_h = tile_h + C::kOriginH + h, x_w = tile_w + C::kOriginW + w;
+    const bool inside = x_h >= 0 && x_h < args.x_size.h && x_w >= 0 && x_w < args.x_size.w;
+    const int at = C::kChannelsLast ? (h * C::kHaloW + w) * C::kItemPitch + channel
+                                    : channel * C::kItemPitch + h * kRowItems + place * kVector;
+    const Index offset = channel * static_cast<Index>(args.x_strides.c) +
+                         x_h * static_cast<Index>(args.x_strides.h) +
+                         x_w * static_cast<Index>(args.x_strides.w);
+    return Copy{inside ? offset : Index(-1), vector < kVectors ? at : -1};
   }
 
   __device__ __forceinline__ void start_ring() {
     copy_stage = copy_chunk = copy_plane = 0;
-    x = static_cast<const Scalar*>(args.x) + n * args.x_strides.n +
-        (static_cast<long long>(group) * C::kIn + copy_channel(0)) * args.x_strides.c +
-        first_plane * args.x_strides.d;
 #pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-      const int h = tile_h + C::kOriginH + tile_row(m) / C::kLineW;
-      const int w = copy_w(m, 0);
-      const bool inside = tile_row(m) < kHalo && h >= 0 && h < args.x_size.h &&
-                          (C::kChannelsLast || (w >= 0 && w < args.x_size.w));
-      from[m] = inside ? h * static_cast<Index>(args.x_strides.h) +
-                             (C::kChannelsLast ? Index(0) : w * static_cast<Index>(args.x_strides.w))
-                       : Index(-1);
-    }
+    for (int i = 0; i < kKeptCopies; ++i) kept[i] = copy_of(i);
   }
 
-  // Where along w this lane's vector of a tile of rows begins.
-  __device__ __forceinline__ int copy_w(int m, int round) const {
-    const int first = tile_w + C::kOriginW - kLead + tile_row(m) % C::kLineW;
-    return first +
-           (C::kChannelsLast ? lane / kRowVectors + round * kRoundRows : lane % kRowVectors * kVector);
-  }
-
-  // Copies the next chunk of the warp's rows, if there is one. Every call is one group of copies.
+  // Copies the next chunk, if there is one. Every call is one group of copies.
   __device__ __forceinline__ void copy_next() {
     if (first_plane + copy_plane < args.x_size.d) {
       const Scalar* chunk = x + copy_plane * args.x_strides.d +
                             copy_chunk * static_cast<long long>(C::kChunk) * args.x_strides.c;
       Scalar* stage = ring + copy_stage * kStageItems;
 #pragma unroll
-      for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-        for (int round = 0; round < kCopyRounds; ++round) {
-          const int w = copy_w(m, round);
-          const bool exists =
-              C::kIn % C::kChunk == 0 || copy_channel(round) < C::kIn - copy_chunk * C::kChunk;
-          const bool inside = from[m] >= 0 && exists && (!C::kChannelsLast || (w >= 0 && w < args.x_size.w));
-          const Index further = C::kChannelsLast ? w * static_cast<Index>(args.x_strides.w)
-                                                 : round * kRoundRows * static_cast<Index>(args.x_strides.c);
-          // Where there is nothing to copy, any valid address: the tensor's first.
-          const Scalar* address = inside ? chunk + (from[m] + further) : static_cast<const Scalar*>(args.x);
-          const int row =
-              C::kChannelsLast ? lane / kRowVectors + round * kRoundRows : lane % kRowVectors * kVector;
-          Scalar* to = stage + (C::kChannelsLast ? (m * 16 + row) * C::kItemPitch + copy_channel(round)
-                                                 : copy_channel(round) * C::kItemPitch + m * 16 + row);
-          if constexpr (C::kVector > 0) {
-            ptx::copy_words<kVector * kItemBytes / 4>(to, address, inside);
-          } else {
-            *to = inside ? load_constant(address) : Scalar{};
-          }
+      for (int i = 0; i < kCopies; ++i) {
+        const bool exists = C::kIn % C::kChunk == 0 || copy_channel(i) < C::kIn - copy_chunk * C::kChunk;
+        const Copy copy = kKeptCopies > 0 ? kept[kKeptCopies > 0 ? i : 0] : copy_of(i);
+        const bool inside = copy.from >= 0 && exists;
+        if (copy.to < 0) continue;
+        const Scalar* address = chunk + (inside ? copy.from : Index(0));
+        if constexpr (C::kVector > 0) {
+          ptx::copy_words<kVector * kItemBytes / 4>(stage + copy.to, address, inside);
+        } else {
+          stage[copy.to] = inside ? load_constant(address) : Scalar{};
         }
       }
     }
@@ -261,10 +265,8 @@ struct FewOutputs {
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {  // row lane/4 or 8 further, K lane%4 or 4 words further
-          const int row = m * 16 + lane / 4 + i % 2 * 8;
-          a[m][i] = operand(stage, channel_of(step, i / 2), C::kChannelsLast ? row * C::kItemPitch : row);
-        }
+        for (int i = 0; i < 4; ++i)  // row lane/4 or 8 further, K lane%4 or 4 words further
+          a[m][i] = operand(stage, channel_of(step, i / 2), rows[m][i % 2]);
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -286,8 +288,7 @@ struct FewOutputs {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int column = tile * 8 + lane % 4 * 2 + i % 2;
-          if (tile < kGroupTiles)
-            columns[column * C::kPitch + tile_row(m) + lane / 4 + i / 2 * 8] = sum[m][tile][i];
+          if (tile < kGroupTiles) columns[column * C::kPitch + row_of(m) + i / 2 * 8] = sum[m][tile][i];
         }
       }
 #pragma unroll
@@ -317,17 +318,11 @@ struct FewOutputs {
 #pragma unroll
       for (int f = 0; f < kPhases; ++f) total[f][co] = start;
     }
-    const float* own = columns + j * (kPlaneColumns * C::kPitch) + qh * C::kLineW + qw + kLead;
+    const float* own = columns + j * (kPlaneColumns * C::kPitch) + qh * C::kHaloW + qw;
     static_for<kPlaneTaps>([&](auto i) {
-      constexpr int kPhase = C::kTapPhase(i), kShift = C::kTapShiftW(i);
-      constexpr int kOffset = C::kTapShiftH(i) * C::kLineW + kShift;
-      // Whole lines have no halo: past their ends there are zeros.
-      const bool inside = !C::kWholeLines || (qw + kShift >= 0 && qw + kShift < C::kLineW);
+      constexpr int kPhase = C::kTapPhase(i), kOffset = C::kTapOffset(i);
 #pragma unroll
-      for (int co = 0; co < C::kOut; ++co) {
-        const float* at = own + (i * C::kOut + co) * C::kPitch + kOffset;
-        total[kPhase][co] += inside ? *at : 0.0f;
-      }
+      for (int co = 0; co < C::kOut; ++co) total[kPhase][co] += own[(i * C::kOut + co) * C::kPitch + kOffset];
     });
     store(total, d, (tile_h + qh) * C::kStrideH, (tile_w + qw) * C::kStrideW);
   }
@@ -349,7 +344,13 @@ struct FewOutputs {
         Scalar* at = y + co * args.y_strides.c + h * args.y_strides.h + w * args.y_strides.w;
         if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
           const Vector<Scalar, 2> both{result(total[f][co]), result(total[f + 1][co])};
-          store_pair<C::kAligned>(at, both, w + 1 < args.y_size.w);
+          const bool second = w + 1 < args.y_size.w;
+          if (second && reinterpret_cast<unsigned long long>(at) % sizeof(both) == 0) {
+            *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
+          } else {
+            at[0] = both.at[0];
+            if (second) at[1] = both.at[1];
+          }
         } else {
           *at = result(total[f][co]);
         }
@@ -357,20 +358,9 @@ struct FewOutputs {
     }
   }
 
-  __device__ __forceinline__ void gather_plane(int plane) {
-#pragma unroll 1  // registers are for the window
-    for (int round = 0; round < kRounds; ++round) gather(threadIdx.x + round * C::kThreads, plane);
-  }
-
-  __device__ __forceinline__ void multiply_plane(int& stage) {
-#pragma unroll 1
-    for (int chunk = 0; chunk < kChunks; ++chunk) {
-      ptx::copy_wait<C::kStages - 2>();
-      __syncwarp();  // the stage is there for all lanes, and all have left the one before
-      copy_next();
-      multiply(ring + stage * kStageItems, chunk);
-      stage = stage + 1 < C::kStages ? stage + 1 : 0;
-    }
+  // The rounds that belong to one chunk, of a plane whose columns are in shared memory.
+  __device__ __forceinline__ void gather_rounds(int chunk, int step, int plane) {
+    for (int round = chunk; round < kRounds; round += step) gather(threadIdx.x + round * C::kThreads, plane);
   }
 
   __device__ __forceinline__ void compute() {
@@ -388,19 +378,28 @@ struct FewOutputs {
       }
     }
     const int last_plane = (last_output - 1 + C::kPaddingD) / C::kStrideD;
-    const bool gathers_first = warp / 4 % 2 == 0;  // a scheduler has every fourth warp
     int stage = 0;
-    __syncthreads();
     for (int plane = first_plane; plane <= last_plane; ++plane) {
       const bool waiting = plane > first_plane;  // the outputs of the plane before are still to be gathered
-      if (waiting && gathers_first) gather_plane(plane - 1);
-      if (plane < args.x_size.d) multiply_plane(stage);  // planes past the input only complete outputs
-      if (waiting && !gathers_first) gather_plane(plane - 1);
-      __syncthreads();  // the columns have been read
+      if (plane < args.x_size.d) {
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          ptx::copy_wait<C::kStages - 2>();
+          __syncthreads();  // the stage is there for all, and all have left the one before
+          copy_next();
+          multiply(ring + stage * kStageItems, chunk);
+          stage = stage + 1 < C::kStages ? stage + 1 : 0;
+          if (waiting && chunk < kGatherChunks) gather_rounds(chunk, kGatherChunks, plane - 1);
+        }
+        if (kChunks == 1) __syncthreads();
+      } else {  // planes past the input only complete outputs
+        __syncthreads();
+        if (waiting) gather_rounds(0, 1, plane - 1);
+        __syncthreads();
+      }
       exchange();
-      __syncthreads();
     }
-    gather_plane(last_plane);
+    __syncthreads();
+    gather_rounds(0, 1, last_plane);
   }
 };
 
@@ -409,10 +408,8 @@ __device__ void run(const Args& args) {
   using Kernel = FewOutputs<Config>;
   unsigned* shared = dynamic_shared<unsigned>();
   float* columns = reinterpret_cast<float*>(shared + Kernel::kSteps * Kernel::kTiles * 64);
-  auto* rings =
-      reinterpret_cast<typename Config::Scalar*>(columns + Kernel::kGroupTiles * 8 * Config::kPitch);
-  const int warp = static_cast<int>(threadIdx.x) / Kernel::kLanes;
-  Kernel kernel{args, shared, columns, rings + warp * (Config::kStages * Kernel::kStageItems)};
+  auto* ring = reinterpret_cast<typename Config::Scalar*>(columns + Kernel::kGroupTiles * 8 * Config::kPitch);
+  Kernel kernel{args, shared, columns, ring};
   kernel.compute();
 }
 

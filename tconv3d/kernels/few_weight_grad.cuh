@@ -47,7 +47,7 @@ struct FewWeightGrad {
   static constexpr int kWordItems = 4 / kItemBytes;  // operands in a register
   static constexpr int kRun = 16 / kItemBytes;       // neighbouring positions of a lane
   static constexpr int kGroup = 4 * kRun;            // positions that two instructions use up
-  static constexpr int kBlockMany = C::kHalfRows ? 8 : 16 * C::kRowTiles;
+  static constexpr int kBlockMany = 16 * C::kRowTiles;
   static constexpr int kBlocksMany = (C::kManyPerGroup + kBlockMany - 1) / kBlockMany;
   static constexpr int kBlockTiles = C::kSets * C::kWarpTiles;
   static constexpr int kBlocksColumns = (C::kTiles + kBlockTiles - 1) / kBlockTiles;
@@ -59,7 +59,6 @@ struct FewWeightGrad {
   static constexpr int kBuffers = (kRuns + 3) / 4 * 4;                           // words
   static constexpr int kManyWords = kBlockMany * C::kChannelPitch / kWordItems;  // of a buffer
 
-  static_assert(!C::kHalfRows || (C::kRowTiles == 1 && C::kManyPerGroup <= 8), "8 channels fill half a tile");
   static_assert(kWarps % C::kSets == 0);
   static_assert(C::kRows % kGroup == 0);
   static_assert(C::kChannelPitch >= C::kPhases * C::kPhasePitch && C::kPhasePitch >= C::kRows);
@@ -202,10 +201,6 @@ struct FewWeightGrad {
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (C::kHalfRows && half == 1) {
-          a[m][half] = Run{};
-          continue;
-        }
         const int channel = m * 16 + half * 8 + lane / 4;
         a[m][half] =
             load_vector<4>(reinterpret_cast<const unsigned*>(many + channel * C::kChannelPitch + place));
@@ -239,9 +234,7 @@ struct FewWeightGrad {
       if constexpr (C::kPhases == 1) load_rows(many, run * kRun, a);
 #pragma unroll
       for (int j = 0; j < C::kWarpTiles; ++j) {
-        // Tiles of one phase follow each other: the same in all lanes.
-        if (C::kPhases > 1 && (j == 0 || phase_place[j] != phase_place[j > 0 ? j - 1 : 0]))
-          load_rows(many, phase_place[j] + run * kRun, a);
+        if constexpr (C::kPhases > 1) load_rows(many, phase_place[j] + run * kRun, a);
         const Run b = load_column(from + column_place[j]);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
