@@ -1,6 +1,6 @@
 """Times tilings of the weight gradient on Hopper beside their prediction and beside the warp-level kernel.
 
-    python benchmarks/weight_grad_lab.py large_volume gan_128_64_16 --dtype tf32 bf16 --tilings 4 --json out.json
+    python benchmarks/weight_grad_lab.py large_volume gan_128_64_16 --dtype tf32 bfloat16 --tilings 4 --json out.json
 
 Each tiling is checked first, on two samples: fresh random inputs, poisoned results, float64 as the reference. The
 first line of a layer is what the planner takes. Times are medians with L2 flushed before each run.
@@ -24,27 +24,22 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from gpu_check import DTYPES, TOLERANCE, Clock, problem_of, relative_error, set_precision
-from layers import LAYERS, Layer
-
-from tconv3d import compiler, executor, launcher, weight_grad_planner
+from tconv3d import checks, compiler, executor, launcher, weight_grad_planner
 from tconv3d import hopper_weight_grad_planner as planner
+from tconv3d.bench.layers import LAYERS, Layer
+from tconv3d.bench.precision import DTYPES, TOLERANCE
+from tconv3d.clock import Clock
 from tconv3d.problem import Pass, Plan, Problem
 
 
 def problem_and_operands(layer: Layer, name: str) -> tuple[Problem, Tensor, Tensor, Tensor]:
     """The problem, x, dy and dw."""
-    x, w, _ = layer.tensors(DTYPES[name], bias=False)
-    forward = problem_of(layer, x, w, name)
-    dy = torch.randn((layer.batch, layer.out_channels, *forward.output_size), device="cuda").to(x.dtype)
-    fields = {
-        **forward.__dict__,
-        "which": Pass.WEIGHT_GRAD,
-        "bias": False,
-        "weight": w.stride(),
-        "output": dy.stride(),
-    }
-    return Problem(**fields), x, dy, w
+    shapes = layer.input_shape, layer.output_shape, layer.weight_shape
+    x, dy, dw = (torch.randn(shape, device="cuda").to(DTYPES[name]) for shape in shapes)
+    geometry, kind = checks.check_channels(dw, layer.settings), executor.DTYPES[x.dtype]
+    strides = x.stride(), dw.stride(), dy.stride()
+    problem = Problem(Pass.WEIGHT_GRAD, geometry, layer.batch, layer.size, kind, *strides, tf32=name == "tf32")
+    return problem, x, dy, dw
 
 
 def reference(problem: Problem, x: Tensor, dy: Tensor) -> Tensor:
@@ -96,7 +91,6 @@ def candidates(problem: Problem, tilings: int, boxes: int) -> Iterator[planner.B
 
 
 def measure(name: str, dtype: str, clock: Clock, tilings: int, boxes: int) -> Iterator[dict[str, Any]]:
-    set_precision(dtype)
     layer = LAYERS[name]
     problem, x, dy, dw = problem_and_operands(layer, dtype)
     device = executor.device_of(x)
@@ -122,7 +116,7 @@ def measure(name: str, dtype: str, clock: Clock, tilings: int, boxes: int) -> It
     for made, plan in zip(found, plans, strict=True):
         dw.fill_(nan)
         call_of(planner.plan_buffers(few, device, made), x, dy, dw)()
-        error = relative_error(dw, exact)
+        error = float((dw.double() - exact).norm() / exact.norm())
         predicted = planner.box_cost(planner._layer(problem), made, problem.input_size) * layer.batch
         ms = clock(call_of(plan, x, dy, dw))
         yield {
@@ -140,7 +134,7 @@ def measure(name: str, dtype: str, clock: Clock, tilings: int, boxes: int) -> It
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("layers", nargs="*", default=list(LAYERS))
-    parser.add_argument("--dtype", nargs="+", default=["tf32"], choices=["tf32", "fp16", "bf16"])
+    parser.add_argument("--dtype", nargs="+", default=["tf32"], choices=["tf32", "float16", "bfloat16"])
     parser.add_argument("--tilings", type=int, default=0, help="others than the planner's")
     parser.add_argument("--boxes", type=int, default=0, help="others than the planner's")
     parser.add_argument("--json", type=Path)
@@ -153,7 +147,7 @@ def main() -> None:
                 ms, predicted = row.get("ms", nan), row.get("predicted_ms", nan)
                 state = "WRONG" if row.get("wrong") else f"{row.get('error', nan):.1e}"
                 numbers = f"{ms:8.4f} ms, predicted {predicted:8.4f}, error {state}"
-                print(f"{name:20} {dtype:5} {numbers}  {row['kernel']}: {row['tile']}", flush=True)
+                print(f"{name:20} {dtype:8} {numbers}  {row['kernel']}: {row['tile']}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     sys.exit(any(row.get("wrong") for row in rows))
