@@ -29,6 +29,8 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C+
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last_3d
 WIDE = Layer(16, 24, (2, 3, 5), (3, 3, 3), (2, 2, 2), (1, 1, 1), batch=1)  # enough channels for tensor cores
 
+EVEN = Layer(16, 24, (2, 3, 8), (3, 3, 3), padding=(1, 1, 1), batch=1)  # lines of whole words
+
 LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "monai": (TABLE["monai"], torch.float32, CONTIGUOUS),
     "groups": (TABLE["groups"], torch.float16, CHANNELS_LAST),
@@ -39,6 +41,7 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "wide": (WIDE, torch.float16, CONTIGUOUS),
     "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),
     "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
+    "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
 }
 BEFORE_HOPPER = replace(executor.EMULATED, capability=(8, 0))
 

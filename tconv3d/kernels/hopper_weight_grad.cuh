@@ -22,7 +22,11 @@
 // 16-byte load is one operand.
 //
 // dy is stored in one plane per phase, so that neighbouring positions are neighbours for every tap. Parts are
-// written side by side and added by reduce.cuh in a fixed order.
+// written side by side and added by reduce_taps.cuh in a fixed order.
+//
+// TF32 operands are rounded to nearest: x by the producers, through whose registers it passes, dy by the
+// consumers when they load it, so that its words can be copied past the registers. What lies outside of a
+// tensor is zero in both.
 #pragma once
 
 #include "cursor.cuh"
@@ -266,7 +270,8 @@ struct HopperWeightGrad {
               w = run.w + segment.w + word * kPerWord;
     const bool line = d < args.x_size.d && h < args.x_size.h;
     return Source{run.n * static_cast<Index>(args.x_strides.n) + d * static_cast<Index>(args.x_strides.d) +
-                      h * static_cast<Index>(args.x_strides.h) + w * static_cast<Index>(args.x_strides.w),
+                      (line ? h : 0) * static_cast<Index>(args.x_strides.h) +
+                      w * static_cast<Index>(args.x_strides.w),
                   line && w < args.x_size.w, C::kElementsX && line && w + 1 < args.x_size.w};
   }
   // Channels past the last read it again: their sums are never written.
