@@ -216,7 +216,7 @@ def test_every_way_of_copying(name: str, dtype: torch.dtype, tensor_cores: str) 
 
 
 @warpgroup_only
-@pytest.mark.parametrize("name", ["gan", "groups of twelve", "five taps along w"])
+@pytest.mark.parametrize("name", ["gan", "groups of twelve", "two tiles and a rest"])
 def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each depth of fragments and division of taps one tiling, for two types."""
     layer = LAYERS[name]
