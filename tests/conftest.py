@@ -39,6 +39,14 @@ def ours(device: str) -> Iterator[str]:
     torch.backends.cudnn.conv.fp32_precision = before
 
 
+@pytest.fixture(autouse=True)
+def restored_precision() -> Iterator[None]:
+    """PyTorch's switch for TF32 is the process's: a test that turns it must not turn it for the next."""
+    before = torch.backends.cudnn.conv.fp32_precision
+    yield
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
 @pytest.fixture(autouse=True, scope="session")
 def record_launches() -> Iterator[None]:
     if RECORD is None:

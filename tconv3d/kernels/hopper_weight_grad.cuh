@@ -367,7 +367,8 @@ struct HopperWeightGrad {
       constexpr int kTurn = C::kPairedY ? 4 : 8;  // what registers hold
 #pragma unroll
       for (int first = 0; first < kJobChannels; first += kTurn) {
-        unsigned words[kTurn], others[kTurn];
+        unsigned words[kTurn];
+        [[maybe_unused]] unsigned others[kTurn];  // of the second channel of a pair, for 16-bit types
 #pragma unroll
         for (int k = 0; k < kTurn; ++k) {
           if (first + k >= count) break;
