@@ -191,9 +191,8 @@ SMALL = {
 HOPPER, OTHER = (9, 0), (8, 6)
 CASES = [  # few: each compiles a whole file
     ("strided, bias", HOPPER, "tf32", "contiguous"),
-    ("strided, bias", HOPPER, "float16", "contiguous"),
     ("few outputs", OTHER, "float32", "contiguous"),
-    ("few outputs", HOPPER, "bfloat16", "channels_last_3d"),
+    ("strided, bias", HOPPER, "bfloat16", "channels_last_3d"),
     ("block", OTHER, "tf32", "channels_last_3d"),
     ("block, no bias", HOPPER, "float16", "channels_last_3d"),
 ]

@@ -42,8 +42,20 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+IN_16_BITS = (
+    "plain",
+    "groups",
+    "gan",
+    "monai, channels last",
+    "stride 3",
+    "stride 4 along w, 1 along d",
+    "small groups",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((n, torch.float32) for n in LAYERS), *((n, torch.bfloat16) for n in IN_16_BITS)], ids=str
+)
 def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     layer = replace(LAYERS[name], bias=False)
