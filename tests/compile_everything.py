@@ -1,9 +1,10 @@
 """Compiles what the tests ran in the emulator for the GPUs, without one: python tests/compile_everything.py DIR CSV
 
 DIR has what `conftest.py` recorded: kernels and their constants. Those of one kind have the same kernel, types and
-switches, and differ in numbers. Hopper gets a few of each kind, the other architectures, of each kernel and type, the
-one with the most registers: kernels have no code of their own for an architecture, so what can differ is what the
-assembler makes of them. `--all` compiles everything for every architecture, which takes long.
+switches, and differ in numbers. Hopper gets a few of each kind. Kernels have no code of their own for the other
+architectures, so what can differ there is what the assembler makes of them: the oldest and the newest get, of each
+kernel and type, the one with the most registers, those between them one of each kernel. `--all` compiles everything
+for every architecture, which takes long.
 
 CSV gets registers, spills, stack and shared memory of each. Fails where a kernel does not compile, or where one of
 the direct family spills on Hopper more than a little.
@@ -18,7 +19,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +29,11 @@ from tconv3d import compiler, emulator
 from tconv3d.launch import Constants
 
 HOPPER = "sm_90a"
-ARCHITECTURES = (HOPPER, "sm_80", "sm_86", "sm_89", "sm_100a", "sm_120")
+ENDS, BETWEEN = ("sm_80", "sm_120"), ("sm_86", "sm_89", "sm_100a")
 HOPPER_ONLY = ("halo", "hopper")  # kernels that need wgmma, by the beginning of their names
 DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce", "reduce_taps")
 SPILL_LIMIT = 512  # bytes of loads and stores on Hopper: some values that wait, none of an inner loop's own
-MOST_OF_A_KIND = 3
+MOST_OF_A_KIND = 2
 WORKERS = 2  # NVRTC works without Python's lock
 
 
@@ -117,7 +118,7 @@ def thinned(kernels: list[Kernel]) -> list[Kernel]:
     return kept
 
 
-def representatives(outcomes: list[Outcome]) -> list[Kernel]:
+def representatives(outcomes: list[Outcome], family: Callable[[Kernel], object]) -> list[Kernel]:
     """Of each family the kernel with the most registers, or one that did not compile."""
     by_family: dict[object, Outcome] = {}
 
@@ -125,9 +126,9 @@ def representatives(outcomes: list[Outcome]) -> list[Kernel]:
         return outcome.report.registers if outcome.report else float("inf")
 
     for outcome in outcomes:
-        other = by_family.get(outcome.kernel.family)
+        other = by_family.get(family(outcome.kernel))
         if other is None or registers(outcome) > registers(other):
-            by_family[outcome.kernel.family] = outcome
+            by_family[family(outcome.kernel)] = outcome
     return [outcome.kernel for outcome in by_family.values()]
 
 
@@ -188,10 +189,14 @@ def main() -> int:
     print(f"{len(kernels)} kernels of {len({kernel.kind for kernel in kernels})} kinds")
     on_hopper = kernels if options.all else thinned(kernels)
     outcomes = compile_all([(kernel, HOPPER) for kernel in on_hopper], f"{compiler.version()}, {HOPPER}")
-    chosen = kernels if options.all else representatives(outcomes)
-    elsewhere = [kernel for kernel in chosen if not kernel.name.startswith(HOPPER_ONLY)]
-    others = ARCHITECTURES[1:]
-    outcomes += compile_all([(kernel, arch) for kernel in elsewhere for arch in others], ", ".join(others))
+    generic = [outcome for outcome in outcomes if not outcome.kernel.name.startswith(HOPPER_ONLY)]
+    of_type, of_kernel = (
+        [outcome.kernel for outcome in generic] if options.all else representatives(generic, family)
+        for family in (lambda kernel: kernel.family, lambda kernel: kernel.name)
+    )
+    work = [(kernel, arch) for kernel in of_type for arch in ENDS]
+    work += [(kernel, arch) for kernel in of_kernel for arch in BETWEEN]
+    outcomes += compile_all(work, ", ".join((*ENDS, *BETWEEN)))
 
     write_csv(outcomes, options.csv)
     print(summary(outcomes))
