@@ -259,7 +259,7 @@ def test_compile_everything_fails_for_a_kernel_that_does_not_compile(lanes: int,
     assert child.returncode == status, child.stdout + child.stderr
     assert ("does not compile" in child.stdout) == bool(status)
     rows = [line.split(",") for line in table.read_text().splitlines()[1:]]
-    assert [row[1] for row in rows] == ["sm_90a", "sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"]
+    assert {row[1] for row in rows} == {"sm_90a", "sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"}
     assert all((int(row[2]) > 0) if row[2] else status for row in rows)
 
 
