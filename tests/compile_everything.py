@@ -1,7 +1,7 @@
 """Compiles what the tests ran in the emulator for the GPUs, without one: python tests/compile_everything.py DIR CSV
 
 DIR has what `conftest.py` recorded: kernels and their constants. Those of one kind have the same kernel, types and
-switches, and differ in numbers. Hopper gets a few of each kind. Kernels have no code of their own for the other
+switches, and differ in numbers. Hopper gets one of each kind. Kernels have no code of their own for the other
 architectures, so what can differ there is what the assembler makes of them: the oldest and the newest get, of each
 kernel and type, the one with the most registers, those between them one of each kernel. `--all` compiles everything
 for every architecture, which takes long.
@@ -33,7 +33,7 @@ ENDS, BETWEEN = ("sm_80", "sm_120"), ("sm_86", "sm_89", "sm_100a")
 HOPPER_ONLY = ("halo", "hopper")  # kernels that need wgmma, by the beginning of their names
 DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce", "reduce_taps")
 SPILL_LIMIT = 512  # bytes of loads and stores on Hopper: some values that wait, none of an inner loop's own
-MOST_OF_A_KIND = 2
+MOST_OF_A_KIND = 1
 WORKERS = 2  # NVRTC works without Python's lock
 
 
