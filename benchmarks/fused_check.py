@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tconv3d
 from tconv3d import executor, norm_executor, tasks
 from tconv3d.bench.precision import DTYPES
-from tconv3d.bench.timing import Clock
+from tconv3d.clock import Clock
 from tconv3d.norm_planner import Wanted
 
 # Largest accepted relative error of a whole tensor against float64.
