@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from halo_fit import job_of as job_of_layer
 from halo_names import describe, geometry_of
 
 from tconv3d import compiler, halo_planner, launcher
@@ -113,22 +114,36 @@ class Bench:
         return ((self.written.float() - self.reference).norm() / self.reference.norm()).item()
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A pass of a layer to be measured."""
+
+    name: str
+    dtype: str
+    channels_last: bool
+    which: Pass
+
+    @property
+    def layout(self) -> str:
+        return "channels_last" if self.channels_last else "contiguous"
+
+    def candidates(self, device: Device, top: int) -> list[halo_planner.HaloPlan]:
+        job = job_of_layer(self.name, self.dtype, self.channels_last, self.which.value)
+        return halo_planner.candidates(job, device, top)
+
+
 def measure(
-    name: str, dtype: str, channels_last: bool, which: Pass, top: int, device: Device, pool: ProcessPoolExecutor
+    subject: Subject, plans: list[halo_planner.HaloPlan], reports: list[tuple[int, str]], flush: torch.Tensor
 ) -> list[Row]:
-    bench = Bench(LAYERS[name], dtype, channels_last, which)
-    plans = halo_planner.candidates(bench.job, device, top)
-    reports = list(pool.map(compile_launch, [plan.main for plan in plans]))
-    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    bench = Bench(LAYERS[subject.name], subject.dtype, subject.channels_last, subject.which)
     rows = []
     for plan, (spills, warning) in zip(plans, reports, strict=True):
-        layout = "channels_last" if channels_last else "contiguous"
         run = bench.runner(plan)
         row = Row(
-            name,
-            dtype,
-            layout,
-            which.value,
+            subject.name,
+            subject.dtype,
+            subject.layout,
+            subject.which.value,
             describe(plan.build),
             str(plan.tiling),
             plan.cycles / GIGAHERTZ / 1e6,
@@ -138,18 +153,19 @@ def measure(
         row.ms = milliseconds(run, flush, 7)
         rows.append(row)
         note = (
-            ("" if row.error < TOLERANCE[dtype] else "  WRONG")
+            ("" if row.error < TOLERANCE[subject.dtype] else "  WRONG")
             + (f"  spills {spills}" if spills else "")
             + warning[:90]
         )
         print(
-            f"{name:18} {dtype:8} {row.ms:8.4f} ms  model {row.model_ms:8.4f}  {row.error:.1e}  "
+            f"{subject.name:18} {subject.dtype:8} {row.ms:8.4f} ms  model {row.model_ms:8.4f}  {row.error:.1e}  "
             f"{row.build}; {row.tile}{note}",
             flush=True,
         )
     best = min(rows, key=lambda row: row.ms)
     print(
-        f"--> {name} {dtype} {best.layout} {best.which}: best {best.ms:.4f}, the model's first {rows[0].ms:.4f} ms",
+        f"--> {best.layer} {best.dtype} {best.layout} {best.which}: best {best.ms:.4f}, "
+        f"the model's first {rows[0].ms:.4f} ms",
         flush=True,
     )
     return rows
@@ -167,15 +183,27 @@ def main() -> None:
     options = parser.parse_args()
     found = launcher.device_properties(0)
     device = Device(found.name, found.capability, found.multiprocessors, found.shared_bytes)
+    subjects = [
+        Subject(name, dtype, layout == "channels_last", Pass(which))
+        for name in options.layers.split(",")
+        for dtype in options.dtypes.split(",")
+        for layout, which in product(options.layouts.split(","), options.passes.split(","))
+    ]
+    with ProcessPoolExecutor(options.processes) as pool:  # everything is compiled before anything is measured
+        waiting = [pool.submit(subject.candidates, device, options.top) for subject in subjects]
+        plans = [each.result() for each in waiting]
+        reports = [[pool.submit(compile_launch, plan.main) for plan in each] for each in plans]
+        for each in reports:
+            for report in each:
+                report.result()
+    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
     rows: list[Row] = []
-    with ProcessPoolExecutor(options.processes) as pool:
-        for name in options.layers.split(","):
-            for dtype in options.dtypes.split(","):
-                for layout, which in product(options.layouts.split(","), options.passes.split(",")):
-                    last = layout == "channels_last"
-                    rows += measure(name, dtype, last, Pass(which), options.top, device, pool)
-                    if options.out:
-                        options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    for subject, candidates, compiled in zip(subjects, plans, reports, strict=True):
+        if not candidates:
+            continue
+        rows += measure(subject, candidates, [report.result() for report in compiled], flush)
+        if options.out:
+            options.out.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Build:
     resident: bool
     slots: int
     shared_bytes: int
+    paired: bool = False  # two blocks fetch panels for each other
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -155,6 +156,11 @@ class Build:
         return self.slabs * self.columns // 2
 
     @property
+    def cluster(self) -> int:
+        """Blocks that share panels."""
+        return 2 if self.paired else 1
+
+    @property
     def threads(self) -> int:
         return 128 * (self.producers + self.consumers)
 
@@ -181,7 +187,7 @@ class Build:
 
     def __str__(self) -> str:
         way = "gathering" if self.gather else "marching along depth" if self.march else "phases together"
-        panels = "weights resident" if self.resident else "weights streamed"
+        panels = "weights resident" if self.resident else f"weights streamed{' by pairs' if self.paired else ''}"
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
             f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
@@ -196,6 +202,7 @@ class Build:
         return (
             ("kThreads", self.threads),
             ("kMinBlocks", 1),
+            ("kClusterSize", self.cluster),
             ("Scalar", SCALARS[self.dtype]),
             ("Epilogue", f"tconv3d::LeavingMoments<{job.activation}>" if job.norm else job.activation),
             ("kMomentBand", moment_band(self, job)),
@@ -381,6 +388,22 @@ class Tiling:
     @property
     def count(self) -> int:
         return prod(self.tiles)
+
+    def side_by_side(self, build: Build) -> int:
+        """Tiles that are marched through together, in whole clusters."""
+        batch, _, height, width = self.tiles
+        return round_up(batch * height * width, build.cluster)
+
+    def work(self, build: Build) -> int:
+        """Tiles times column tiles, in whole clusters."""
+        tiles = self.side_by_side(build) * self.tiles[1] if build.march else round_up(self.count, build.cluster)
+        return tiles * build.column_tiles
+
+    def blocks(self, build: Build, multiprocessors: int) -> int:
+        blocks = max(min(self.work(build), multiprocessors) // build.cluster, 1) * build.cluster
+        if build.resident:  # a block keeps the panels of one column tile
+            blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
+        return blocks
 
     def __str__(self) -> str:
         return "x".join(map(str, self.tile)) + (f" of {self.items} batch items" if self.items > 1 else "")

@@ -102,14 +102,11 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     multiply += panels * (costs.panel if build.resident else costs.streamed)
     store = _store_cycles(build, tiling, job, rounds, planes, costs)
     load = _load_cycles(build, tiling, job, planes, costs)
-    streamed = 0 if build.resident else build.tile_bytes * rounds * planes
+    streamed = 0 if build.resident else build.tile_bytes * rounds * planes / build.cluster
     reads = build.program.used_parts * len(build.program.sources)
     elements = tiling.rows * build.channel_slots * reads * planes
     cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
-    units = tiling.count * build.column_tiles
-    blocks = min(units, multiprocessors)
-    if build.resident:
-        blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
+    units, blocks = tiling.work(build), tiling.blocks(build, multiprocessors)
     p = costs.overlap
     tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
     work = ceil_div(units, blocks) * (tile + costs.tile)

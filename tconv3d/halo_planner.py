@@ -104,6 +104,8 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = Fal
                     build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
                 if build.stage_rows >= 64:
                     yield build
+                    if not build.resident:
+                        yield replace(build, paired=True)
 
 
 @dataclass(frozen=True)
@@ -300,10 +302,7 @@ def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """The launches of a build and a tiling."""
-    work = tiling.count * build.column_tiles
-    blocks = min(work, device.multiprocessors)
-    if build.resident:  # a block keeps the panels of one column tile
-        blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
+    work, blocks = tiling.work(build), tiling.blocks(build, device.multiprocessors)
     depth = tiling.tile[0] * (build.geometry.axes[0].stride if build.march else 1)  # marching: outputs
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     packed_bytes = build.column_tiles * build.tile_bytes
@@ -316,6 +315,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(build.aligned(job, tiling)),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items)),
+        divider(tiling.side_by_side(build)),
     ) + int64s(slots)
     main = Launch(
         kernel="halo",

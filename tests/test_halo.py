@@ -166,6 +166,11 @@ SETTINGS = {
     "no bias": Case(8, 8, (3, 4, 5), 3, 2, 1, bias=False),
     "weights streamed": Case(72, 16, (3, 4, 5), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2}),
     "weights streamed, march": Case(40, 16, (4, 4, 5), 3, 1, 1, build={**MARCH, "resident": False, "slots": 3}),
+    "pairs": Case(72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2, "paired": True}, batch=3),
+    "pairs, march": Case(
+        40, 16, (4, 9, 17), 3, 1, 1, build={**MARCH, "resident": False, "slots": 3, "paired": True}, batch=3
+    ),
+    "pairs, one tile": Case(40, 72, (2, 3, 4), 3, 2, 1, build={"resident": False, "slots": 2, "paired": True}),
     "several slabs": Case(16, 16, (6, 12, 17), 3, 1, 1, build={**FLAT, "slabs": 3}),
     "aligned rows": Case(8, 12, (3, 4, 32), 2, 2, build=FLAT),
     "aligned rows, march": Case(8, 12, (3, 4, 32), (4, 4, 2), 2, (1, 1, 0), build=MARCH),
@@ -191,7 +196,7 @@ def test_setting(name: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("order", ["reversed", "shuffled:1", "shuffled:2"])
-@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs"])
+@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs", "pairs", "pairs, march"])
 def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None:
     check(SETTINGS[name], order)
 

@@ -27,7 +27,8 @@
 // Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
 // ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
 // kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
-// are at the next.
+// are at the next. Two blocks may be a pair (kClusterSize): they have the same column tile and neighbouring
+// tiles, and each fetches half of every panel for both, so that panels come out of the cache half as often.
 //
 // The words (field, unit, panel, pattern, chunk, column tile) are explained in halo_layout.cuh.
 #pragma once
@@ -61,6 +62,7 @@ struct Args {
   int work;          // tiles times column tiles
   int aligned;       // whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items;
+  Divider side_by_side;  // marching: tiles of one depth, of all batch items, in whole pairs
 
   long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
 };
@@ -89,6 +91,7 @@ struct Halo : HaloLayout<Config> {
   static constexpr int kProducerThreads = 128 * Config::kProducers;
   static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
   static constexpr int kConsumerWarps = 4 * Config::kConsumers;
+  static constexpr bool kPaired = Config::kClusterSize == 2;
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
 
   // One unit of work: a tile of positions and a column tile.
@@ -97,6 +100,7 @@ struct Halo : HaloLayout<Config> {
     int n, d, h, w;  // the tile's first batch item and position (marching: d is the first output plane)
     int first_plane, planes;  // steps of the march; one if there is none
     int last_output;          // marching: one past the last output plane
+    int tile;                 // its place among those of a batch item
     __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
@@ -329,17 +333,28 @@ struct Halo : HaloLayout<Config> {
 
   static __device__ __forceinline__ Place place(const Args& args, int work) {
     Place at;
-    at.column_tile = work % kColumnTiles;
-    int rest = work / kColumnTiles;
+    const int unit = kPaired ? work / 2 : work, rank = kPaired ? work % 2 : 0;
+    at.column_tile = unit % kColumnTiles;
+    int rest = (kPaired ? 2 : 1) * (unit / kColumnTiles) + rank, d = 0;
+    if constexpr (Config::kMarch) {  // the tiles of a pair have the same planes
+      d = divide(rest, args.side_by_side);
+      rest -= d * static_cast<int>(args.side_by_side.divisor);
+    }
     int next = divide(rest, args.tiles_w);
-    at.w = (rest - next * static_cast<int>(args.tiles_w.divisor)) * args.tile.w;
+    const int w = rest - next * static_cast<int>(args.tiles_w.divisor);
     rest = next;
     next = divide(rest, args.tiles_h);
-    at.h = (rest - next * static_cast<int>(args.tiles_h.divisor)) * args.tile.h;
-    rest = next;
-    next = divide(rest, args.tiles_d);
-    at.d = (rest - next * static_cast<int>(args.tiles_d.divisor)) * args.tile.d;
-    at.n = next * args.items;
+    const int h = rest - next * static_cast<int>(args.tiles_h.divisor);
+    if constexpr (!Config::kMarch) {
+      rest = next;
+      next = divide(rest, args.tiles_d);
+      d = rest - next * static_cast<int>(args.tiles_d.divisor);
+    }
+    at.w = w * args.tile.w;
+    at.h = h * args.tile.h;
+    at.d = d * args.tile.d;
+    at.n = next * args.items;  // past the batch: the second of a pair of which only one exists
+    at.tile = static_cast<int>((d * args.tiles_h.divisor + h) * args.tiles_w.divisor) + w;
     at.first_plane = 0;
     at.planes = 1;
     at.last_output = 0;
@@ -467,6 +482,16 @@ struct Halo : HaloLayout<Config> {
     }
   }
 
+  static __device__ __forceinline__ void fetch_panel(const Shared& shared, unsigned slot,
+                                                     const unsigned char* from, unsigned bytes) {
+    if constexpr (kPaired) {
+      const unsigned half = bytes / 2, start = ptx::cluster_rank() * half;
+      ptx::bulk_copy_to_cluster(shared.slot(slot) + start, from + start, half, shared.slot_full(slot), 3);
+    } else {
+      ptx::bulk_copy(shared.slot(slot), from, bytes, shared.slot_full(slot));
+    }
+  }
+
   static __device__ __forceinline__ void stream_panels(const Args& args, const Shared& shared) {
     Ring<Config::kSlots> ring;
     for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
@@ -481,7 +506,7 @@ struct Halo : HaloLayout<Config> {
             for (int s = 0; s < Layout::shifts(source, p); ++s, ring.advance(), from += bytes) {
               ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
               ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
-              ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));
+              fetch_panel(shared, ring.index, from, bytes);
             }
           }
         }
@@ -514,9 +539,11 @@ struct Halo : HaloLayout<Config> {
     static constexpr unsigned kNone = 0xFFFFFFFFu;
     unsigned slot = kNone, stage = kNone;
     __device__ __forceinline__ void release(const Shared& shared, int lane) {
-      if (lane == 0) {
-        if (slot != kNone) ptx::barrier_arrive(shared.slot_empty(slot));
-        if (stage != kNone) ptx::barrier_arrive(shared.stage_empty(stage));
+      if (lane == 0 && stage != kNone) ptx::barrier_arrive(shared.stage_empty(stage));
+      if constexpr (kPaired) {  // both blocks write to the slot
+        if (lane < 2 && slot != kNone) ptx::barrier_arrive_in(shared.slot_empty(slot), lane);
+      } else {
+        if (lane == 0 && slot != kNone) ptx::barrier_arrive(shared.slot_empty(slot));
       }
       slot = stage = kNone;
     }
@@ -944,10 +971,10 @@ struct Halo : HaloLayout<Config> {
             store_by_position(args, at, me, sums, slabs, at.first_plane + plane);
           }
           if constexpr (Config::Epilogue::kLeavesMoments) {
-            const long long slot = AllMoments::slot(args, at, work, pass, 4 * consumer + warp);
+            const long long slot = AllMoments::slot(args, at, pass, 4 * consumer + warp);
             if constexpr (Config::kMarch) {
               AllMoments::add(args, at, sums, at.first_plane + plane, lane, moments);
-              if (plane == at.planes - 1) AllMoments::store(args, at, at.n, slot, lane, moments);
+              if (plane == at.planes - 1 && at.n < args.batch) AllMoments::store(args, at, at.n, slot, lane, moments);
             } else {
               AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
             }
@@ -974,12 +1001,16 @@ __device__ void run(const Args& args) {
     } else {
       for (int i = 0; i < Config::kSlots; ++i) {
         ptx::barrier_init(shared.slot_full(i), 1);
-        ptx::barrier_init(shared.slot_empty(i), Kernel::kConsumerWarps);
+        ptx::barrier_init(shared.slot_empty(i), Config::kClusterSize * Kernel::kConsumerWarps);
       }
     }
     ptx::fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (Kernel::kPaired) {
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
 
   if (threadIdx.x < Kernel::kProducerThreads) {
     ptx::keep_registers<Config::kProducerRegisters>();
@@ -996,6 +1027,7 @@ __device__ void run(const Args& args) {
     const int consumer = (static_cast<int>(threadIdx.x) - Kernel::kProducerThreads) / 128;
     Kernel::consume(args, shared, consumer, warp % 4, lane);
   }
+  if constexpr (Kernel::kPaired) ptx::cluster_sync();  // until the other no longer writes here
 }
 
 }  // namespace tconv3d

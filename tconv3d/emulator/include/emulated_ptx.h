@@ -125,6 +125,35 @@ inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned ad
   complete_phase_if_done(barrier);
 }
 
+// ---- Clusters.
+
+inline unsigned cluster_rank() { return emulator::block().rank_in_cluster; }
+
+struct EmulatedArrivals {
+  unsigned count = 0, phase = 0;
+};
+inline void cluster_sync() {
+  auto& arrivals = emulator::cluster_state<EmulatedArrivals>();
+  const unsigned phase = arrivals.phase;
+  if (++arrivals.count == emulator::cluster.size * blockDim.x) {
+    arrivals.count = 0;
+    ++arrivals.phase;
+  }
+  emulator::wait_until([&] { return arrivals.phase != phase; }, "cluster_sync");
+}
+
+inline void barrier_arrive_in(unsigned address, unsigned rank) {
+  barrier_arrive(emulator::map_shared_rank(address, rank));
+}
+
+inline void bulk_copy_to_cluster(unsigned to, const void* from, unsigned bytes, unsigned address,
+                                 unsigned short mask) {
+  for (unsigned rank = 0; rank < emulator::cluster.size; ++rank) {
+    if (mask >> rank & 1)
+      bulk_copy(emulator::map_shared_rank(to, rank), from, bytes, emulator::map_shared_rank(address, rank));
+  }
+}
+
 template <int kRegisters>
 inline void keep_registers() {}
 template <int kRegisters>
@@ -186,7 +215,8 @@ inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand
   const auto layout = static_cast<unsigned>(descriptor >> 62);
   const unsigned row_bytes = layout == 1 ? 128 : layout == 2 ? 64 : 32;
   const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
-  const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
+  const unsigned start = emulator::map_shared_rank(static_cast<unsigned>(descriptor & 0x3FFFu) << 4,
+                                                   emulator::block().rank_in_cluster);
   const int count = operand == Operand::kTf32 ? 8 : 16;
   for (unsigned half = 0; half < 2; ++half) {
     const unsigned logical = start + row / 8u * group_bytes + row % 8u * row_bytes + 16u * half;
