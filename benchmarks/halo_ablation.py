@@ -87,7 +87,7 @@ def fastest(table: Path, bench: Bench, name: str, dtype: str, device: Device) ->
     for build in halo_planner.builds(bench.job.geometry, dtype, device.shared_bytes):
         if describe(build) != best["build"]:
             continue
-        for tiling in tilings(build, bench.job.batch, bench.job.positions):
+        for tiling in tilings(build, bench.job.batch, bench.job.positions, bench.job.read_size):
             if str(tiling) == best["tile"]:
                 return halo_planner.assemble(build, tiling, bench.job, device)
     raise ValueError(f"the planner no longer has {best['build']}; {best['tile']}")

@@ -71,7 +71,7 @@ def read(table: Path) -> list[Sample]:
             (build, tiling)
             for build in halo_planner.builds(job.geometry, job.dtype, H200.shared_bytes, job.gather)
             if describe(build) == row["build"]
-            for tiling in tilings(build, job.batch, job.positions)
+            for tiling in tilings(build, job.batch, job.positions, job.read_size)
             if str(tiling) == row["tile"]
         ]
         if found:

@@ -250,7 +250,7 @@ class Build:
         On shorter lines, or where phases are not neighbours, stores of single elements are faster (measured).
         """
         stride = 1 if self.gather else self.geometry.stride[2]
-        if job.written[4] != 1 or self.split[2] or stride > 2 or tiling.items > 1:
+        if job.written[4] != 1 or self.split[2] or stride > 2 or tiling.items > 1 or tiling.length:
             return False
         in_sequence = tiling.group_rows == 8 and tiling.tile[2] % 16 == 0 and tiling.halo[2] % 16 == 0
         rows = (*job.written[:4], job.written_size[2])
@@ -380,10 +380,13 @@ class Tiling:
     group_rows: int
     slab_step: Triple
     run: int
+    length: int = 0  # rows of a tile that is a run of all lines; 0: tiles are boxes
+    sheets: int = 1  # batch items whose lines follow each other
+    reach: int = 0  # rows after a run that it reads
 
     @property
     def rows(self) -> int:
-        return prod(self.halo) * self.items
+        return self.length + self.reach if self.length else prod(self.halo) * self.items
 
     @property
     def count(self) -> int:
@@ -406,6 +409,8 @@ class Tiling:
         return blocks
 
     def __str__(self) -> str:
+        if self.length:
+            return f"{self.tile[0]}x{self.length} in sequence" + (", through the batch" if self.sheets > 1 else "")
         return "x".join(map(str, self.tile)) + (f" of {self.items} batch items" if self.items > 1 else "")
 
 
@@ -436,14 +441,48 @@ def _extents(size: int, fixed: Iterable[int]) -> list[int]:
     return sorted(even | {value for value in fixed if value < size + 7})
 
 
-def tilings(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
+def _segments(positions: Triple) -> list[int]:
+    """Into how many parts a march may cut the depth."""
+    return [n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= positions[0]]
+
+
+def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
+    """Marching tiles that are runs of the lines of all planes, of one batch item or of all."""
+    depth, height, width = positions
+    # The zeros right of a line can be those left of the next; below a plane, those above the next batch item's.
+    pitch = [
+        extent + dimension.span - min(max(0, -dimension.origin), max(0, extent + dimension.span + dimension.origin - size))
+        for extent, dimension, size in zip(positions, build.program.dimensions, read_size, strict=True)
+    ]
+    line, sheet = pitch[2], pitch[1] * pitch[2]
+    length = SLAB * build.round_slabs
+    _, span_h, span_w = build.program.span
+    reach = span_h * line + span_w
+    if length + reach > build.stage_rows:
+        return
+    for sheets in {1, batch}:
+        rows = (sheets - 1) * sheet + (height - 1) * line + width
+        if rows + length + reach > INT32_MAX // 2:
+            continue
+        for parts in _segments(positions):
+            deep = ceil_div(depth, parts)
+            tiles = (batch // sheets, ceil_div(depth, deep), ceil_div(rows, length), 1)
+            yield Tiling(
+                (deep, height, width), (1, pitch[1], pitch[2]), 1, tiles, build.round_slabs, build.round_slabs, 1, 8,
+                (0, 0, SLAB), INT32_MAX, length, sheets, reach,
+            )  # fmt: skip
+
+
+def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
     """All tilings of the volume that fit the build's stages."""
+    if build.march:
+        yield from _runs(build, batch, positions, read_size)
     span_d, span_h, span_w = build.program.span
     per_round = build.round_slabs
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
     depths = [1] if build.march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
-    segments = [n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= positions[0]] if build.march else [1]
+    segments = _segments(positions) if build.march else [1]
     limit = per_round * SLAB * build.max_passes
     least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are all overhead
     for items, depth, height, width in product(

@@ -117,8 +117,8 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
 
 def best_tiling(build: Build, job: Job, multiprocessors: int) -> tuple[float, Tiling] | None:
     best: tuple[float, Tiling] | None = None
-    for tiling in tilings(build, job.batch, job.positions):
-        if job.norm and build.march and tiling.items > 1:
+    for tiling in tilings(build, job.batch, job.positions, job.read_size):
+        if job.norm and build.march and (tiling.items > 1 or tiling.sheets > 1):
             continue  # a march adds up the moments of one batch item
         cost = cycles(build, tiling, job, multiprocessors)
         if best is None or cost < best[0]:

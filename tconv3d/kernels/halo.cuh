@@ -19,6 +19,8 @@
 // window of output planes: input plane i feeds output planes i*stride - padding + tap*dilation through one
 // wide instruction per in-plane shift, after which the window's first `stride` planes are complete and the
 // window moves. This makes wide instructions out of few output channels, and reads each input plane once.
+// A marching tile may be a run: the lines of all planes of that depth lie one after the other, and a tile is
+// so many rows in sequence, wherever lines end. Then no slab is partly empty because a line is short.
 //
 // Input gradient: the sources are the phase planes of dy, a position has one field, and the loops are
 //
@@ -55,6 +57,9 @@ struct Args {
   int items;         // batch items in a tile: neighbouring rows are the same position of neighbouring items
   int rows;          // of the halo: the product
   int slabs;         // of 64 positions
+  int sheets;        // marching: batch items whose lines follow each other
+  int step_h;        // positions from tile to tile along h; runs: none,
+  int step_rows;     // but rows
   int group_rows;    // from one group of 8 rows of a slab to the next
   int run;           // rows of a run that slabs along w cut into pieces: rows past its end belong to nobody
   Extent slab_step;  // rows from slab to slab
@@ -101,6 +106,7 @@ struct Halo : HaloLayout<Config> {
     int first_plane, planes;  // steps of the march; one if there is none
     int last_output;          // marching: one past the last output plane
     int tile;                 // its place among those of a batch item
+    int start;                // of a run: its first row
     __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
@@ -128,7 +134,8 @@ struct Halo : HaloLayout<Config> {
   // By the position's index, w fastest.
   static __device__ __forceinline__ Position position(const Args& args, const Place& at, int source,
                                                       int index) {
-    const int line = divide(index, args.halo_w), w = index - line * args.halo.w;
+    const int place = index + at.start;
+    const int line = divide(place, args.halo_w), w = place - line * args.halo.w;
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
     const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
     const int origin = at.variant() + source;  // either has more than one
@@ -140,7 +147,8 @@ struct Halo : HaloLayout<Config> {
     const int x_w =
         (at.w + Config::kOrigin(origin, 2) + w) * Config::kReadStepW + Config::kReadPhase(source, 2);
     if (index >= args.rows) return kNowhere;
-    const int row = ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
+    const int row =
+        args.items == 1 ? index : ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
     if (!(at.n + n < args.batch && inside(x_d, args.input.d) && inside(x_h, args.input.h) &&
           inside(x_w, args.input.w))) {
       return row - 65536;
@@ -351,7 +359,8 @@ struct Halo : HaloLayout<Config> {
       d = rest - next * static_cast<int>(args.tiles_d.divisor);
     }
     at.w = w * args.tile.w;
-    at.h = h * args.tile.h;
+    at.h = h * args.step_h;
+    at.start = Config::kMarch ? h * args.step_rows : 0;
     at.d = d * args.tile.d;
     at.n = next * args.items;  // past the batch: the second of a pair of which only one exists
     at.tile = static_cast<int>((d * args.tiles_h.divisor + h) * args.tiles_w.divisor) + w;
@@ -734,12 +743,14 @@ struct Halo : HaloLayout<Config> {
   static __device__ __forceinline__ Target target(const Args& args, const Place& at, const Slab& slab,
                                                   int plane, int row_of_slab) {
     const int step = row_of_slab / 8 * args.group_rows + row_of_slab % 8;
-    const int position = divide(slab.row + step, args.by_items), n = slab.row + step - position * args.items;
+    const int row = slab.row + step + at.start;
+    const int position = divide(row, args.by_items), item = row - position * args.items;
     const int line = divide(position, args.halo_w), w = position - line * args.halo.w;
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
+    const int n = Config::kMarch ? item + sheet : item;
     Target to;
     to.exists = slab.exists && slab.first + step < args.run && at.n + n < args.batch && w < args.tile.w &&
-                h < args.tile.h && sheet < (Config::kMarch ? 1 : args.tile.d);
+                h < args.tile.h && sheet < (Config::kMarch ? args.sheets : args.tile.d);
     to.n = n;
     to.d = Config::kMarch ? plane * Config::kStrideD - Config::kPaddingD
                           : (at.d + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
