@@ -83,9 +83,19 @@ def read(table: Path) -> list[Sample]:
 
 
 def loss(samples: list[Sample], costs: Costs, start: Costs) -> float:
-    errors = [min(abs(log(s.model(costs) / s.ms)), 1.0) ** 1.5 for s in samples]
+    """Mostly of the order within a layer, and of fast builds: that is what a choice depends on."""
+    by_layer: dict[str, list[tuple[float, float]]] = {}
+    for s in samples:
+        by_layer.setdefault(s.layer, []).append((s.ms, log(s.model(costs) / s.ms)))
+    total = 0.0
+    for group in by_layer.values():
+        fastest = min(ms for ms, _ in group)
+        weights = [(fastest / ms) ** 4 for ms, _ in group]
+        mean = sum(w * error for w, (_, error) in zip(weights, group, strict=True)) / sum(weights)
+        spread = sum(w * min(abs(e - mean), 1.0) ** 1.5 for w, (_, e) in zip(weights, group, strict=True))
+        total += spread / sum(weights) + 0.3 * abs(mean) ** 1.5
     drift = [log(getattr(costs, f.name) / getattr(start, f.name)) ** 2 for f in fields(Costs)]
-    return sum(errors) / len(errors) + 0.001 * sum(drift) / len(drift)
+    return total / len(by_layer) + 0.001 * sum(drift) / len(drift)
 
 
 def fit(samples: list[Sample], start: Costs, steps: int, seed: int) -> Costs:

@@ -389,6 +389,11 @@ class Tiling:
         return self.length + self.reach if self.length else prod(self.halo) * self.items
 
     @property
+    def near_bits(self) -> int:
+        """Of the number of batch items that neighbouring lanes load."""
+        return min(self.items, 8).bit_length() - 1
+
+    @property
     def count(self) -> int:
         return prod(self.tiles)
 
@@ -443,7 +448,7 @@ def _extents(size: int, fixed: Iterable[int]) -> list[int]:
 
 def _segments(positions: Triple) -> list[int]:
     """Into how many parts a march may cut the depth."""
-    return [n for n in (1, 2, 3, 4, 6, 8, 12, 16) if n <= positions[0]]
+    return [n for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16) if n <= positions[0]]
 
 
 def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
@@ -451,7 +456,9 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
     depth, height, width = positions
     # The zeros right of a line can be those left of the next; below a plane, those above the next batch item's.
     pitch = [
-        extent + dimension.span - min(max(0, -dimension.origin), max(0, extent + dimension.span + dimension.origin - size))
+        extent
+        + dimension.span
+        - min(max(0, -dimension.origin), max(0, extent + dimension.span + dimension.origin - size))
         for extent, dimension, size in zip(positions, build.program.dimensions, read_size, strict=True)
     ]
     line, sheet = pitch[2], pitch[1] * pitch[2]

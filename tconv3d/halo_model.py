@@ -16,22 +16,23 @@ class Costs:
     Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
     """
 
-    start: float = 11100.0  # of a launch
-    tile: float = 1590.0  # of a tile: what nothing hides
-    batch: float = 1360.0  # of a loader warp, per batch of loads
-    stage: float = 176.0  # of filling a stage: barriers
-    load: float = 3.46  # of a load by a warp, whoever issues it
-    sector: float = 1.63  # of a sector that it touches
-    product: float = 0.94  # of a cycle that tensor cores should take
-    panel: float = 110.0  # of a panel: barriers, and the drain of the tensor cores
-    streamed: float = 160.0  # the same, of a panel out of the ring
-    slot: float = 980.0  # from a slot's release to its next panel's arrival
-    store: float = 5.7  # of a store by a warp
-    cache_bytes: float = 38.0  # per cycle, from L2
-    memory_bytes: float = 1615.0  # per cycle, of the whole device memory
-    run: float = 0.04  # of the device memory, per run of outputs whose ends share sectors with other tiles
-    torn: float = 1.0  # bytes of traffic per byte of an output whose neighbours come from another column tile
-    overlap: float = 3.7  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
+    start: float = 13200.0  # of a launch
+    tile: float = 1770.0  # of a tile: what nothing hides
+    batch: float = 1290.0  # of a loader warp, per batch of loads
+    stage: float = 130.0  # of filling a stage: barriers
+    load: float = 2.99  # of a load by a warp, whoever issues it
+    sector: float = 1.64  # of a sector that it touches
+    product: float = 0.886  # of a cycle that tensor cores should take
+    panel: float = 58.7  # of a panel: barriers, and the drain of the tensor cores
+    streamed: float = 107.0  # the same, of a panel out of the ring
+    paired: float = 12.1  # the same, more of one that two blocks fetch
+    slot: float = 909.0  # from a slot's release to its next panel's arrival
+    store: float = 4.77  # of a store by a warp
+    cache_bytes: float = 74.3  # per cycle, from L2
+    memory_bytes: float = 1530.0  # per cycle, of the whole device memory
+    run: float = 0.0779  # of the device memory, per run of outputs whose ends share sectors with other tiles
+    torn: float = 3.82  # bytes of traffic per byte of an output whose neighbours come from another column tile
+    overlap: float = 2.91  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
 
 COSTS = Costs()
@@ -50,7 +51,8 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Cos
     else:
         batches = ceil_div(groups * build.shares, warps)
         loads = groups * build.channel_slots * reads
-        lines = 32 / (tiling.halo[2] if tiling.items == 1 else tiling.items) + (tiling.items == 1)
+        near = 1 << tiling.near_bits
+        lines = near * (32 / near / tiling.halo[2] + 1)
         sectors = loads * (build.item_bytes + 0.9 * lines)
     waiting = build.stages_filled * (batches * costs.batch + costs.stage)
     return planes * max(waiting, loads * costs.load + sectors * costs.sector)
@@ -99,7 +101,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     multiply = rounds * build.round_slabs * build.cycles_per_slab * planes * costs.product
     if not build.resident:
         multiply = max(multiply, panels * costs.slot / (build.slots - 1))
-    multiply += panels * (costs.panel if build.resident else costs.streamed)
+    multiply += panels * (costs.panel if build.resident else costs.streamed + build.paired * costs.paired)
     store = _store_cycles(build, tiling, job, rounds, planes, costs)
     load = _load_cycles(build, tiling, job, planes, costs)
     streamed = 0 if build.resident else build.tile_bytes * rounds * planes / build.cluster

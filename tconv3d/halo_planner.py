@@ -6,7 +6,7 @@ A pass becomes a `Job`, what the kernel reads and writes. Then three decisions, 
 - `Program` (halo_program.py): which shifts feed which phases, in which order the accumulators' columns stand, and so
   which matrix instructions there are. Follows from the geometry.
 - `Build` (halo_build.py): what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout,
-  GPU and whether the volume is small, medium or large, so that a new volume of the kind does not recompile.
+  GPU and which of four kinds the volume is of, by its size, so that a new volume of the kind does not recompile.
 - `Tiling` (halo_build.py): how the volume is cut. Run-time arguments.
 
 Builds and tilings are compared by the model of halo_model.py.
@@ -41,10 +41,15 @@ MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
 HOPELESS = 2.0  # times the cost of the best build: not looked at for other volumes
-KINDS = (8192, 300_000)  # positions in all from which a volume is of the next kind: a layer has a build for each
+KINDS = (
+    1024,
+    8192,
+    300_000,
+)  # positions in all from which a volume is of the next kind: a layer has a build for each
 VOLUMES = (  # batch, depth, height and width: what the kinds stand for
-    ((2, 4, 4), (2, 8, 8), (4, 8, 16)),
-    ((8, 16, 16), (2, 32, 32), (4, 32, 32)),
+    ((1, 4, 4), (2, 4, 4), (8, 4, 4)),
+    ((2, 8, 8), (32, 4, 4), (4, 8, 8)),
+    ((32, 8, 8), (2, 4, 32), (8, 16, 16), (2, 32, 32), (4, 32, 32)),
     ((16, 32, 32), (4, 64, 64), (4, 96, 96)),
 )
 
@@ -91,7 +96,7 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = Fal
         parts = ceil_div(out, widest)
         for out_tile in dict.fromkeys(round_up(ceil_div(out, n), 8) for n in (parts, 2 * parts)):
             columns = fields * groups * out_tile
-            for row_bytes, slabs, stages in product(rows, (1, 2, 3, 4), (2, 3)):
+            for row_bytes, slabs, stages in product(rows, (1, 2, 3, 4), (2,)):
                 if slabs * columns > 2 * MAX_SUMS or (columns < 64 and slabs == 1):
                     continue
                 producers = 2 if slabs * columns <= 192 else 1  # more would leave a consumer too few registers
@@ -116,7 +121,7 @@ class Nominal:
     gather: bool
     dtype: str
     written_last: bool
-    kind: int  # of volume: small, medium or large
+    kind: int  # of volume, by its size
 
     @classmethod
     def of(cls, job: Job) -> Nominal:
@@ -310,7 +315,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
-        int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.rows, tiling.slabs),
+        int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.near_bits, tiling.rows, tiling.slabs),
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
         int32s(build.aligned(job, tiling)),

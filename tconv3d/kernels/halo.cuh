@@ -55,6 +55,7 @@ struct Args {
   Extent tile;       // positions per dimension (marching: output planes of depth)
   Extent halo;       // rows per dimension
   int items;         // batch items in a tile: neighbouring rows are the same position of neighbouring items
+  int near_bits;     // of the number of items (at most 8) that neighbouring lanes load
   int rows;          // of the halo: the product
   int slabs;         // of 64 positions
   int sheets;        // marching: batch items whose lines follow each other
@@ -131,13 +132,15 @@ struct Halo : HaloLayout<Config> {
   }
   static __device__ __forceinline__ long long bytes_of(Position position) { return position >> 16; }
 
-  // By the position's index, w fastest.
+  // By the position's index, w fastest: but for 8 batch items whose rows are neighbours, so that neighbouring
+  // lanes store to different banks.
   static __device__ __forceinline__ Position position(const Args& args, const Place& at, int source,
                                                       int index) {
-    const int place = index + at.start;
+    const int place = (index >> args.near_bits) + at.start, near = index & ((1 << args.near_bits) - 1);
     const int line = divide(place, args.halo_w), w = place - line * args.halo.w;
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
-    const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
+    const int far = divide(sheet, args.halo_d), d = sheet - far * args.halo.d;
+    const int n = (far << args.near_bits) + near;
     const int origin = at.variant() + source;  // either has more than one
     const int x_d = Config::kMarch ? 0
                                    : (at.d + Config::kOrigin(origin, 0) + d) * Config::kReadStepD +
@@ -147,8 +150,7 @@ struct Halo : HaloLayout<Config> {
     const int x_w =
         (at.w + Config::kOrigin(origin, 2) + w) * Config::kReadStepW + Config::kReadPhase(source, 2);
     if (index >= args.rows) return kNowhere;
-    const int row =
-        args.items == 1 ? index : ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
+    const int row = args.items == 1 ? index : ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
     if (!(at.n + n < args.batch && inside(x_d, args.input.d) && inside(x_h, args.input.h) &&
           inside(x_w, args.input.w))) {
       return row - 65536;
@@ -985,7 +987,8 @@ struct Halo : HaloLayout<Config> {
             const long long slot = AllMoments::slot(args, at, pass, 4 * consumer + warp);
             if constexpr (Config::kMarch) {
               AllMoments::add(args, at, sums, at.first_plane + plane, lane, moments);
-              if (plane == at.planes - 1 && at.n < args.batch) AllMoments::store(args, at, at.n, slot, lane, moments);
+              if (plane == at.planes - 1 && at.n < args.batch)
+                AllMoments::store(args, at, at.n, slot, lane, moments);
             } else {
               AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
             }

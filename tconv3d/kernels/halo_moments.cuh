@@ -183,7 +183,8 @@ struct HaloMoments {
 
   // Where a warp's moments of a tile go; the passes over it follow each other.
   static __device__ __forceinline__ long long slot(const Args& args, const Place& at, int pass, int warp) {
-    const long long first = (static_cast<long long>(at.tile) * Config::kVariants + at.variant()) * args.passes;
+    const long long first =
+        (static_cast<long long>(at.tile) * Config::kVariants + at.variant()) * args.passes;
     return (first + pass) * Kernel::kConsumerWarps + warp;
   }
 };
