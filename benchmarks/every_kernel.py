@@ -7,6 +7,7 @@ compute-sanitizer --tool racecheck python benchmarks/every_kernel.py
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,14 +32,17 @@ LAYERS = {
 
 def main() -> None:
     kernels: set[str] = set()
-    original = planner.plan
 
-    def watching(*arguments: object) -> Plan:
-        plan = original(*arguments)  # type: ignore[arg-type]
-        kernels.update(launch.kernel for launch in plan.launches)
-        return plan
+    def watching(original: Callable[..., Plan]) -> Callable[..., Plan]:
+        def watched(*arguments: object) -> Plan:
+            plan = original(*arguments)
+            kernels.update(launch.kernel for launch in plan.launches)
+            return plan
 
-    executor.planner.plan = watching  # type: ignore[assignment]
+        return watched
+
+    for name in ("plan", "plan_gradients"):
+        setattr(executor.planner, name, watching(getattr(planner, name)))
     for name, (x_shape, w_shape, settings) in LAYERS.items():
         for dtype in (torch.float32, torch.bfloat16):
             for layout in (torch.contiguous_format, torch.channels_last_3d):

@@ -1,4 +1,4 @@
-"""The four computations on tensors: forward, and the gradients of input, weight and bias.
+"""The four computations on tensors: forward, and the gradients of input, weight and bias, each alone or together.
 
 Tensors become a `Problem`, the planner's `Plan` becomes callables of the launcher (CUDA tensors) or of the emulator
 (CPU tensors), and both are kept under one key, so that a repeated call only allocates its result and launches.
@@ -19,7 +19,7 @@ from . import checks, planner
 from .checks import Convolution
 from .geometry import Geometry, Triple
 from .launch import Launch
-from .problem import Device, Norm, Pass, Plan, Problem, Strides
+from .problem import Device, Norm, Pass, Plan, Problem, Strides, bias_grad_problem
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
 DTYPES = {
@@ -31,24 +31,29 @@ DTYPES = {
 MAX_TASKS = 8192  # a program that never repeats a shape must not fill the memory
 
 Addresses = tuple[int, ...]
-Call = Callable[[Addresses, int], None]
+Start = Callable[[Addresses, int], None]
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+Wanted = tuple[bool, ...]  # the gradients of input, weight, bias
 
 
 @dataclass(frozen=True)
 class Task:
-    """A plan ready to run: the result to allocate, the scratch memory, the calls with the operands of each."""
+    """A plan ready to run: the results to allocate, the scratch memory, and what launches it all."""
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    results: tuple[Layout | None, ...]  # None: not wanted
     workspace_bytes: int
-    calls: tuple[tuple[Call, tuple[int, ...]], ...]
+    start: Start  # of all operands and the stream
     regions: tuple[int, ...] = ()  # places in the workspace that are operands too
 
-    def run(self, like: Tensor, addresses: Addresses) -> Tensor:
-        """Operands are `addresses`, then null, the result, the workspace (see `OPERANDS`)."""
-        result = torch.empty_strided(self.shape, self.strides, dtype=like.dtype, device=like.device)
-        self.launch(like, (*addresses, 0, result.data_ptr()))
-        return result
+    def run(self, like: Tensor, addresses: Addresses) -> list[Tensor | None]:
+        """Operands are `addresses`, then null, the results, the workspace (see `OPERANDS`)."""
+        dtype, device = like.dtype, like.device
+        results = [
+            None if layout is None else torch.empty_strided(*layout, dtype=dtype, device=device)
+            for layout in self.results
+        ]
+        self.launch(like, (*addresses, 0, *[0 if result is None else result.data_ptr() for result in results]))
+        return results
 
     def launch(self, like: Tensor, operands: Addresses) -> None:
         """Operands are those given, then the workspace and its regions."""
@@ -57,8 +62,7 @@ class Task:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
             start = workspace.data_ptr()
             operands = (*operands, start, *[start + region for region in self.regions])
-        for call, indices in self.calls:
-            call(tuple([operands[i] for i in indices]), stream)
+        self.start(operands, stream)
 
 
 # The names planners use for the operands of a pass, in the order of `Task.run` and `Task.launch`.
@@ -68,6 +72,7 @@ OPERANDS = {
     Pass.WEIGHT_GRAD: ("dy", "x", "null", "dw", "workspace"),
     Pass.BIAS_GRAD: ("dy", "null", "db", "workspace"),
 }
+BACKWARD = ("dy", "x", "weight", "null", "dx", "dw", "db", "workspace")
 WITH_STATISTICS = ("x", "weight", "bias", "null", "y", "statistics", "workspace")
 
 _tasks: dict[tuple[Any, ...], Task] = {}
@@ -95,12 +100,20 @@ def tf32_allowed() -> bool:
     return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
 
 
-def _key(which: Pass, first: Tensor, second: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-    operands: tuple[Any, ...] = (first.shape, first.stride(), first.data_ptr() % 16)
-    if second is not None:
-        operands += (second.shape, second.stride(), second.data_ptr() % 16, second.dtype, second.device)
-    tf32 = first.dtype is torch.float32 and tf32_allowed()
-    return (which, first.dtype, first.device, tf32, *operands, *rest)
+def _tf32(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tf32_allowed()
+
+
+def _key(which: Pass | Wanted, first: Tensor, second: Tensor | None, *rest: Any) -> tuple[Any, ...]:
+    operand = first.shape, first.stride(), first.data_ptr() % 16
+    return (which, first.dtype, first.device, _tf32(first), *operand, _kind(second), *rest)
+
+
+def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What a plan, or a check, may depend on."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.data_ptr() % 16, tensor.dtype, tensor.device
 
 
 def forward(
@@ -110,7 +123,13 @@ def forward(
     task = _forward_task(input, weight, bias, convolution, relu, None)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    return task.run(input, (input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()))
+    return _one(task.run(input, (input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())))
+
+
+def _one(results: list[Tensor | None]) -> Tensor:
+    result = results[0]
+    assert result is not None
+    return result
 
 
 def forward_with_statistics(
@@ -118,7 +137,9 @@ def forward_with_statistics(
 ) -> tuple[Tensor, Tensor]:
     """The ReLU of the forward pass, and its statistics: [2, N, groups], means and reciprocal deviations."""
     task = _forward_task(input, weight, bias, convolution, True, Norm(groups, eps))
-    result = torch.empty_strided(task.shape, task.strides, dtype=input.dtype, device=input.device)
+    (layout,) = task.results
+    assert layout is not None
+    result = torch.empty_strided(*layout, dtype=input.dtype, device=input.device)
     statistics = input.new_empty((2, input.shape[0], groups), dtype=statistics_dtype(input.dtype))
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
@@ -155,7 +176,9 @@ def _forward_task(
         norm=norm,
     )
     shape = (input.shape[0], geometry.out_channels, *problem.output_size)
-    return remember(key, _prepare(problem, shape, y_strides, input))
+    plan = planner.plan(problem, device_of(input))
+    names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
+    return remember(key, make_task(plan, names, ((shape, y_strides),), input))
 
 
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
@@ -163,25 +186,9 @@ def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolut
     key = _key(Pass.INPUT_GRAD, grad_output, weight, input_size, convolution)
     task = _tasks.get(key)
     if task is None:
-        checks.check_same_kind(grad_output, weight, "grad_output", "weight")
-        geometry = checks.check_channels(weight, convolution)
-        checks.check_grad_output(geometry, grad_output, input_size)
-        shape = (grad_output.shape[0], geometry.in_channels, *input_size)
-        strides = result_strides(shape, grad_output, weight)
-        problem = Problem(
-            Pass.INPUT_GRAD,
-            geometry,
-            grad_output.shape[0],
-            input_size,
-            DTYPES[grad_output.dtype],
-            strides,
-            weight.stride(),
-            grad_output.stride(),
-            tf32=key[3],
-            aligned=grad_output.data_ptr() % 16 == 0,
-        )
-        task = remember(key, _prepare(problem, shape, strides, grad_output))
-    return task.run(grad_output, (grad_output.data_ptr(), weight.data_ptr()))
+        problem, layout = _input_grad_problem(grad_output, weight, input_size, convolution)
+        task = remember(key, _prepare(problem, layout, grad_output))
+    return _one(task.run(grad_output, (grad_output.data_ptr(), weight.data_ptr())))
 
 
 def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
@@ -189,28 +196,9 @@ def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution:
     key = _key(Pass.WEIGHT_GRAD, grad_output, input, kernel, convolution)
     task = _tasks.get(key)
     if task is None:
-        checks.check_same_kind(grad_output, input, "grad_output", "input")
-        stride, padding, output_padding, groups, dilation = convolution
-        geometry = Geometry.make(
-            input.shape[1], grad_output.shape[1], kernel, stride, padding, output_padding, groups, dilation
-        )
-        checks.check_grad_output(geometry, grad_output, tuple(input.shape[2:]), input.shape[0])
-        shape = (geometry.in_channels, geometry.out_per_group, *kernel)
-        strides = contiguous_strides(shape)
-        problem = Problem(
-            Pass.WEIGHT_GRAD,
-            geometry,
-            input.shape[0],
-            tuple(input.shape[2:]),
-            DTYPES[input.dtype],
-            input.stride(),
-            strides,
-            grad_output.stride(),
-            tf32=key[3],
-            aligned=input.data_ptr() % 16 == 0 and grad_output.data_ptr() % 16 == 0,
-        )
-        task = remember(key, _prepare(problem, shape, strides, input))
-    return task.run(grad_output, (grad_output.data_ptr(), input.data_ptr()))
+        problem, layout = _weight_grad_problem(grad_output, input, kernel, convolution)
+        task = remember(key, _prepare(problem, layout, grad_output))
+    return _one(task.run(grad_output, (grad_output.data_ptr(), input.data_ptr())))
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
@@ -218,55 +206,146 @@ def bias_grad(grad_output: Tensor) -> Tensor:
     key = _key(Pass.BIAS_GRAD, grad_output, None)
     task = _tasks.get(key)
     if task is None:
-        batch, channels, *size = grad_output.shape
-        identity = Geometry.make(channels, channels, (1, 1, 1), groups=channels)
-        none = (0, 0, 0, 0, 0)
-        problem = Problem(
-            Pass.BIAS_GRAD,
-            identity,
-            batch,
-            tuple(size),
-            DTYPES[grad_output.dtype],
-            none,
-            none,
-            grad_output.stride(),
-        )
-        task = remember(key, _prepare(problem, (channels,), (1,), grad_output))
-    return task.run(grad_output, (grad_output.data_ptr(),))
+        problem, layout = _bias_grad_problem(grad_output)
+        task = remember(key, _prepare(problem, layout, grad_output))
+    return _one(task.run(grad_output, (grad_output.data_ptr(),)))
+
+
+def backward(
+    grad_output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    wanted: Wanted,
+    input_size: Triple,
+    kernel: Triple,
+    convolution: Convolution,
+) -> list[Tensor | None]:
+    """The gradients of input, weight and bias that are wanted, together: one key, one workspace.
+
+    The input is needed for the weight's gradient and the weight for the input's; else they may be None.
+    """
+    key = _key(wanted, grad_output, input, _kind(weight), input_size, kernel, convolution)
+    task = _tasks.get(key)
+    if task is None:
+        found = _wanted_problems(grad_output, input, weight, wanted, input_size, kernel, convolution)
+        problems = tuple([each[0] for each in found if each is not None])
+        plan = planner.plan_gradients(problems, device_of(grad_output))
+        layouts = tuple([None if each is None else each[1] for each in found])
+        task = remember(key, make_task(plan, BACKWARD, layouts, grad_output))
+    x, w = 0 if input is None else input.data_ptr(), 0 if weight is None else weight.data_ptr()
+    return task.run(grad_output, (grad_output.data_ptr(), x, w))
+
+
+def _wanted_problems(
+    grad_output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    wanted: Wanted,
+    input_size: Triple,
+    kernel: Triple,
+    convolution: Convolution,
+) -> list[tuple[Problem, Layout] | None]:
+    found: list[tuple[Problem, Layout] | None] = [None, None, None]
+    if wanted[0]:
+        assert weight is not None
+        found[0] = _input_grad_problem(grad_output, weight, input_size, convolution)
+    if wanted[1]:
+        assert input is not None
+        found[1] = _weight_grad_problem(grad_output, input, kernel, convolution)
+    if wanted[2]:
+        found[2] = _bias_grad_problem(grad_output)
+    return found
+
+
+def _input_grad_problem(
+    grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution
+) -> tuple[Problem, Layout]:
+    checks.check_same_kind(grad_output, weight, "grad_output", "weight")
+    geometry = checks.check_channels(weight, convolution)
+    checks.check_grad_output(geometry, grad_output, input_size)
+    shape = (grad_output.shape[0], geometry.in_channels, *input_size)
+    strides = result_strides(shape, grad_output, weight)
+    problem = Problem(
+        Pass.INPUT_GRAD,
+        geometry,
+        grad_output.shape[0],
+        input_size,
+        DTYPES[grad_output.dtype],
+        strides,
+        weight.stride(),
+        grad_output.stride(),
+        tf32=_tf32(grad_output),
+        aligned=grad_output.data_ptr() % 16 == 0,
+    )
+    return problem, (shape, strides)
+
+
+def _weight_grad_problem(
+    grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
+) -> tuple[Problem, Layout]:
+    checks.check_same_kind(grad_output, input, "grad_output", "input")
+    stride, padding, output_padding, groups, dilation = convolution
+    geometry = Geometry.make(
+        input.shape[1], grad_output.shape[1], kernel, stride, padding, output_padding, groups, dilation
+    )
+    checks.check_grad_output(geometry, grad_output, tuple(input.shape[2:]), input.shape[0])
+    shape = (geometry.in_channels, geometry.out_per_group, *kernel)
+    strides = contiguous_strides(shape)
+    problem = Problem(
+        Pass.WEIGHT_GRAD,
+        geometry,
+        input.shape[0],
+        tuple(input.shape[2:]),
+        DTYPES[input.dtype],
+        input.stride(),
+        strides,
+        grad_output.stride(),
+        tf32=_tf32(input),
+        aligned=input.data_ptr() % 16 == 0 and grad_output.data_ptr() % 16 == 0,
+    )
+    return problem, (shape, strides)
+
+
+def _bias_grad_problem(grad_output: Tensor) -> tuple[Problem, Layout]:
+    batch, channels, *size = grad_output.shape
+    kind = DTYPES[grad_output.dtype]
+    return bias_grad_problem(batch, channels, tuple(size), kind, grad_output.stride()), ((channels,), (1,))
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _prepare(problem: Problem, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Task:
-    plan = planner.plan(problem, device_of(like))
-    names = WITH_STATISTICS if problem.norm else OPERANDS[problem.which]
-    return make_task(plan, names, shape, strides, like)
+def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
+    return make_task(planner.plan(problem, device_of(like)), OPERANDS[problem.which], (layout,), like)
 
 
-def make_task(
-    plan: Plan, names: tuple[str, ...], shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor
-) -> Task:
+def make_task(plan: Plan, names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor) -> Task:
     """`names`: of the operands, in the order in which the task will get them."""
     names = (*names, *(name for name, _ in plan.regions))
-    calls = tuple(
-        (_prepare_launch(launch, like), tuple(names.index(name) for name in launch.pointers))
+    steps = [
+        (launch, tuple(names.index(name) for name in launch.pointers))
         for launch in plan.launches
         if min(launch.grid) > 0  # a batch of zero has nothing to compute
-    )
-    return Task(shape, strides, plan.workspace_bytes, calls, tuple(start for _, start in plan.regions))
+    ]
+    return Task(results, plan.workspace_bytes, _prepare_steps(steps, like), tuple(start for _, start in plan.regions))
 
 
-def _prepare_launch(launch: Launch, like: Tensor) -> Call:
+def _prepare_steps(steps: list[tuple[Launch, tuple[int, ...]]], like: Tensor) -> Start:
+    """What launches all steps: for each its kernel, and which operands it gets."""
     if like.is_cuda:
         from . import launcher
 
-        return launcher.prepare(launch, like.get_device())
+        return launcher.prepare_all(steps, like.get_device())
     from . import emulator
 
-    run = emulator.prepare(launch)
-    return lambda addresses, stream: run(addresses)
+    calls = [(emulator.prepare(launch), indices) for launch, indices in steps]
+
+    def start(operands: Addresses, stream: int) -> None:
+        for run, indices in calls:
+            run(tuple([operands[i] for i in indices]))
+
+    return start
 
 
 def device_of(tensor: Tensor) -> Device:

@@ -21,7 +21,7 @@ from .gpus import DEFAULT_GPU, GPUS, Gpu
 from .launch import Launch
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 from .norm_planner import Activation, NormProblem, Wanted
-from .problem import Device, Norm, Pass, Plan, Problem
+from .problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,13 @@ class PassExplanation:
     why: str
     passed_over: dict[str, str]  # kernels that were asked first, and why they declined
     tile: str
-    launches: int
+    launches: int  # none of its own if it comes with another pass
     workspace_bytes: int
     bytes: int
     flops: int
     floor_ms: float | None  # None where the GPU's ceilings are not known
     bound_by: str | None
+    together: tuple[str, ...] = ()  # the passes that the same launches compute, if they are several
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,15 @@ def launches(
 ) -> tuple[Launch, ...]:
     """The kernel launches of a layer's passes: what to compile before its first call."""
     problems = [problem for problem in problems_of(*call_of(layer, input)) if problem.which in passes]
-    return tuple(launch for problem in problems for launch in planner.plan(problem, device).launches)
+    return tuple(launch for plan in _plans(problems, device) for launch in plan.launches)
+
+
+def _plans(problems: Sequence[Problem], device: Device) -> list[Plan]:
+    """Those of a training step: the forward pass, then the gradients, as one backward pass wants them."""
+    forward = [problem for problem in problems if problem.which is Pass.FORWARD]
+    gradients = tuple(problem for problem in problems if problem.which is not Pass.FORWARD)
+    plans = [replace(planner.plan(problem, device), passes=(Pass.FORWARD,)) for problem in forward]
+    return plans + planner.gradient_plans(gradients, device)
 
 
 Call = tuple[Tensor, Tensor, Tensor | None, Convolution]
@@ -205,7 +214,7 @@ def _explain(
             )
             for name, axis in zip(("depth", "height", "width"), geometry.axes, strict=True)
         ),
-        passes=tuple(_explain_pass(problem, device, gpu) for problem in problems),
+        passes=_explain_passes(problems, device, gpu),
     )
 
 
@@ -223,8 +232,7 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
     grad_output = torch.empty_strided(shape, output, device="meta")
     grad_input = executor.result_strides(tuple(input.shape), grad_output, weight)
     tf32 = input.dtype is torch.float32 and executor.tf32_allowed()
-    passes = [which for which in Pass if which is not Pass.BIAS_GRAD or bias is not None]
-    return [
+    found = [
         Problem(
             which,
             geometry,
@@ -237,12 +245,21 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
             bias=which is Pass.FORWARD and bias is not None,
             tf32=tf32,
         )
-        for which in passes
+        for which in (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
     ]
+    if bias is None:
+        return found
+    return [*found, bias_grad_problem(shape[0], shape[1], shape[2:], executor.DTYPES[input.dtype], output)]
 
 
-def _explain_pass(problem: Problem, device: Device, gpu: Gpu | None) -> PassExplanation:
-    plan = planner.plan(problem, device)
+def _explain_passes(problems: Sequence[Problem], device: Device, gpu: Gpu | None) -> tuple[PassExplanation, ...]:
+    plans = {which: plan for plan in _plans(problems, device) for which in plan.passes}
+    return tuple(_explain_pass(problem, plans[problem.which], device, gpu) for problem in problems)
+
+
+def _explain_pass(problem: Problem, plan: Plan, device: Device, gpu: Gpu | None) -> PassExplanation:
+    several = plan.passes if len(plan.passes) > 1 else ()
+    comes_with = bool(several) and problem.which is not several[0]
     bound = None
     if gpu is not None:
         moving = problem.bytes / gpu.copy >= problem.flops / gpu.rate(problem)
@@ -251,14 +268,15 @@ def _explain_pass(problem: Problem, device: Device, gpu: Gpu | None) -> PassExpl
         name=problem.which.value,
         kernel=plan.kernel,
         why=plan.why,
-        passed_over=planner.refusals(problem, device),
+        passed_over={} if several else planner.refusals(problem, device),
         tile=plan.tile,
-        launches=len(plan.launches),
-        workspace_bytes=plan.workspace_bytes,
+        launches=0 if comes_with else len(plan.launches),
+        workspace_bytes=0 if comes_with else plan.workspace_bytes,
         bytes=problem.bytes,
         flops=problem.flops,
         floor_ms=None if gpu is None else gpu.floor_ms(problem),
         bound_by=bound,
+        together=tuple(which.value for which in several),
     )
 
 
@@ -273,7 +291,7 @@ def _explain_fused(
     plain = _explain(*call, (device, ceilings))
     norm = layer.group_norm if isinstance(layer, ConvTranspose3dReLUGroupNorm) else None
     problem = _activated_problem(call, norm)
-    forward = _explain_pass(problem, device, ceilings)
+    forward = _explain_pass(problem, planner.plan(problem, device), device, ceilings)
     if norm is None:
         return replace(plain, layer=f"{plain.layer}, ReLU", passes=(forward, *plain.passes[1:]))
     activation = Activation(
@@ -283,11 +301,13 @@ def _explain_fused(
     normed = NormProblem(activation, problem.dtype, problem.dtype, norm.num_groups)
     wanted = Wanted(True, norm.affine, problem.bias)
     moved = activation.bytes
+    gradients = [each for each in problems_of(*call) if each.which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)]
     passes = (
         forward,
         _explain_sweep("normalize", norm_planner.plan_normalize(normed, device), 2 * moved, ceilings),
+        # The gradient of the convolution's bias comes with the norm's.
         _explain_sweep("norm_grad", norm_planner.plan_gradient(normed, wanted, device), 5 * moved, ceilings),
-        *(each for each in plain.passes[1:] if each.name != Pass.BIAS_GRAD.value),  # it comes with norm_grad
+        *_explain_passes(gradients, device, ceilings),
     )
     text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"
     return replace(plain, layer=text, passes=passes)
@@ -342,6 +362,14 @@ def _describe(geometry: Geometry, bias: bool) -> str:
     return text + (f", groups {geometry.groups}" if geometry.groups > 1 else "") + ("" if bias else ", no bias")
 
 
+def _how_launched(p: PassExplanation) -> str:
+    if p.together and not p.launches:
+        return f"comes with {p.together[0]}"
+    together = f" of {', '.join(p.together)} together" if p.together else ""
+    launches = f"{p.launches} launch{'es' if p.launches > 1 else ''}"
+    return f"{launches}{together}, workspace {p.workspace_bytes / 1e6:.3g} MB"
+
+
 def _lines(e: Explanation) -> list[str]:
     def shape(values: tuple[int, ...]) -> str:
         return " x ".join(map(str, values))
@@ -364,8 +392,7 @@ def _lines(e: Explanation) -> list[str]:
         lines += [
             f"  {p.name}: {p.kernel} ({p.why})",
             *(f"    not {name}: {reason}" for name, reason in p.passed_over.items()),
-            f"    {p.tile}; {p.launches} launch{'es' if p.launches > 1 else ''}, "
-            f"workspace {p.workspace_bytes / 1e6:.3g} MB",
+            f"    {p.tile}; {_how_launched(p)}",
             f"    {p.bytes / 1e6:.4g} MB, {p.flops / 1e9:.4g} GFLOP{floor}",
         ]
     return lines

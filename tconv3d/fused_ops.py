@@ -28,12 +28,10 @@ from .ops import (
     _convolution,
     _fake_forward,
     _forward_mode,
+    _gradients,
     _needed,
     _register,
     _with_strides,
-    conv_transpose3d_bias_grad,
-    conv_transpose3d_input_grad,
-    conv_transpose3d_weight_grad,
     why_not_ours,
 )
 
@@ -90,15 +88,8 @@ class _Relu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, result = ctx.saved_tensors
-        input_shape, weight_shape, convolution, backend = ctx.call
-        size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
-        _, needs_input, needs_weight, needs_bias, _ = _needed(ctx)
         passed: Tensor = torch.ops.aten.threshold_backward(grad, result.detach(), 0)
-        with use_backend(backend):
-            dx = conv_transpose3d_input_grad(passed, weight, size, convolution) if needs_input else None
-            dw = conv_transpose3d_weight_grad(passed, input, kernel, convolution) if needs_weight else None
-            db = conv_transpose3d_bias_grad(passed) if needs_bias else None
-        return None, dx, dw, db, None
+        return None, *_gradients(passed, input, weight, _needed(ctx)[1:4], *ctx.call), None
 
 
 _register("conv_transpose3d_relu", _relu, _Relu, _fake_forward, tensors=3, extra=0)
@@ -228,15 +219,10 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, of_statistics: None) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        input_shape, weight_shape, convolution, backend = ctx.call
-        size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
-        needs_input, needs_weight = _needed(ctx)[1:3]
         if grad is None:
             return (None,) * 7
-        with use_backend(backend):
-            dx = conv_transpose3d_input_grad(grad, weight, size, convolution) if needs_input else None
-            dw = conv_transpose3d_weight_grad(grad, input, kernel, convolution) if needs_weight else None
-        return None, dx, dw, None, None, None, None
+        wanted = (*_needed(ctx)[1:3], False)  # the bias's comes from `_Normalize`
+        return None, *_gradients(grad, input, weight, wanted, *ctx.call), None, None, None
 
 
 class _Normalize(torch.autograd.Function):

@@ -16,9 +16,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import operator
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -26,6 +27,7 @@ from . import compiler
 from .launch import Constants, Launch
 
 Run: TypeAlias = Callable[[tuple[int, ...], int], None]
+Pick: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]  # of all addresses those of one launch
 
 _PORTABLE_CLUSTER = 8  # blocks; a kernel must be allowed larger clusters one by one
 _CUDA_12_4 = 12040  # the first driver that can be asked for a kernel's parameters
@@ -51,7 +53,6 @@ class _Kernel:
 
     handle: Any  # a CUkernel, as the CUfunction that launches take
     device: Any  # CUdevice
-    context: Any  # the device's primary context, kept alive by us
     parameter_bytes: int | None  # the size of `Args`; None if the driver is too old to say
     shared_bytes: int = 0  # the dynamic shared memory it is allowed so far
 
@@ -76,13 +77,21 @@ def prepare(launch: Launch, device_index: int) -> Run:
 
     `addresses` are those of `launch.pointers`, in order. Nothing is launched for an empty grid.
     """
-    if 0 in launch.grid:
-        return _launch_nothing
-    cluster = _cluster_size(launch)
-    kernel = _kernel(device_index, launch.kernel, launch.constants)
-    _check_arguments(launch, kernel)
-    _allow(launch, kernel, cluster)
-    return _launcher(launch, kernel, cluster)
+    return _sequence([(launch, tuple)], device_index)
+
+
+def prepare_all(steps: Sequence[tuple[Launch, Sequence[int]]], device_index: int) -> Run:
+    """Several launches, one after another: `run(addresses, stream handle)`.
+
+    `addresses` are those of all operands; a step is a launch and which operands its pointers are.
+    """
+    return _sequence([(launch, _picker(indices)) for launch, indices in steps], device_index)
+
+
+def _picker(indices: Sequence[int]) -> Pick:
+    if len(indices) > 1:
+        return operator.itemgetter(*indices)
+    return lambda operands: tuple([operands[i] for i in indices])
 
 
 @functools.cache
@@ -104,38 +113,53 @@ def device_properties(device_index: int) -> DeviceProperties:
     )
 
 
-def _launcher(launch: Launch, kernel: _Kernel, cluster: int) -> Run:
-    """The function that a repeated call runs: everything it needs is a local of this one."""
-    driver = _driver()
-    launch_kernel, current_device, new_stream = driver.cuLaunchKernelEx, driver.cuCtxGetDevice, driver.CUstream
-    handle, device, context = kernel.handle, int(kernel.device), kernel.context
-    write = struct.Struct(f"{len(launch.pointers)}Q").pack_into
-    slots: list[_Slot] = []
+def _sequence(steps: Sequence[tuple[Launch, Pick]], device_index: int) -> Run:
+    """The function that a repeated call runs. Which device is current is asked once."""
+    starts = [_starter(launch, pick, device_index) for launch, pick in steps if 0 not in launch.grid]
+    if not starts:
+        return lambda addresses, stream: None
+    driver, (device, context) = _driver(), _device(device_index)
+    current_device, wanted = driver.cuCtxGetDevice, int(device)
 
     def run(addresses: tuple[int, ...], stream: int) -> None:
-        try:
-            slot = slots.pop()  # popping and appending are atomic: no lock
-        except IndexError:
-            slot = _Slot(launch, cluster)
-        write(slot.arguments, 0, *addresses)
-        if slot.stream != stream:
-            slot.config.hStream = new_stream(stream)
-            slot.stream = stream
         status, current = current_device()
-        if not status and int(current) == device:
-            (status,) = launch_kernel(slot.config, handle, slot.parameters_at, 0)
+        if not status and int(current) == wanted:
+            for start in starts:
+                start(addresses, stream)
         else:
             with _current(context):
-                (status,) = launch_kernel(slot.config, handle, slot.parameters_at, 0)
-        if status:
-            raise _error("cuLaunchKernelEx", status, _describe(launch))
-        slots.append(slot)  # the driver has copied the arguments
+                for start in starts:
+                    start(addresses, stream)
 
     return run
 
 
-def _launch_nothing(addresses: tuple[int, ...], stream: int) -> None:
-    """The launch of an empty grid, which the driver would refuse."""
+def _starter(launch: Launch, pick: Pick, device_index: int) -> Run:
+    """What makes one launch on the current device: everything it needs is a local of this function."""
+    cluster = _cluster_size(launch)
+    kernel = _kernel(device_index, launch.kernel, launch.constants)
+    _check_arguments(launch, kernel)
+    _allow(launch, kernel, cluster)
+    driver = _driver()
+    launch_kernel, new_stream, handle = driver.cuLaunchKernelEx, driver.CUstream, kernel.handle
+    write = struct.Struct(f"{len(launch.pointers)}Q").pack_into
+    slots: list[_Slot] = []
+
+    def start(addresses: tuple[int, ...], stream: int) -> None:
+        try:
+            slot = slots.pop()  # popping and appending are atomic: no lock
+        except IndexError:
+            slot = _Slot(launch, cluster)
+        write(slot.arguments, 0, *pick(addresses))
+        if slot.stream != stream:
+            slot.config.hStream = new_stream(stream)
+            slot.stream = stream
+        (status,) = launch_kernel(slot.config, handle, slot.parameters_at, 0)
+        if status:
+            raise _error("cuLaunchKernelEx", status, _describe(launch))
+        slots.append(slot)  # the driver has copied the arguments
+
+    return start
 
 
 def _config(launch: Launch, cluster: int) -> Any:
@@ -201,7 +225,7 @@ def _load(device_index: int, cubin: bytes, what: str) -> _Kernel:
         if _check(driver.cuDriverGetVersion(), "cuDriverGetVersion") >= _CUDA_12_4:
             _check(driver.cuFuncLoad(function), "cuFuncLoad", what)
             _, size = _check(driver.cuKernelGetParamInfo(kernel, 0), "cuKernelGetParamInfo", what)
-        return _Kernel(driver.CUfunction(int(kernel)), device, context, size)
+        return _Kernel(driver.CUfunction(int(kernel)), device, size)
 
 
 def _allow(launch: Launch, kernel: _Kernel, cluster: int) -> None:

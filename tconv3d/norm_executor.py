@@ -30,7 +30,7 @@ def normalize(
     if task is None:
         problem = _problem(x, statistics, dtype, kind, aligned)
         plan = norm_planner.plan_normalize(problem, executor.device_of(x))
-        task = executor.remember(key, executor.make_task(plan, NORMALIZE, tuple(x.shape), x.stride(), x))
+        task = executor.remember(key, executor.make_task(plan, NORMALIZE, (), x))
     weight, bias = _dense(weight), _dense(bias)
     task.launch(x, (x.data_ptr(), statistics.data_ptr(), _address(weight), _address(bias), y.data_ptr()))
     return y
@@ -67,7 +67,7 @@ def gradient(
     if task is None:
         problem = _problem(x, statistics, dy.dtype, parameter, aligned)
         plan = norm_planner.plan_gradient(problem, wanted, executor.device_of(x))
-        task = executor.remember(key, executor.make_task(plan, GRADIENT, tuple(x.shape), x.stride(), x))
+        task = executor.remember(key, executor.make_task(plan, GRADIENT, (), x))
     weight = _dense(weight)
     inputs = dy.data_ptr(), x.data_ptr(), statistics.data_ptr(), _address(weight)
     task.launch(x, (*inputs, 0, dz.data_ptr(), dparameters.data_ptr(), dbias.data_ptr()))

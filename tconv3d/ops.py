@@ -8,6 +8,7 @@ when nobody but autograd could be listening, because the dispatcher's way throug
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,9 +43,9 @@ def _convolution(settings: tuple[Any, ...]) -> Convolution:
 _warned: set[str] = set()
 
 
-def why_not_ours(tensor: Tensor) -> str | None:
-    """Why PyTorch's operator does the work for this tensor under the present backend; None if it does not."""
-    backend = current_backend()
+def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
+    """Why PyTorch's operator does the work for this tensor under a backend, the present one; None if it does not."""
+    backend = backend or current_backend()
     if backend == "torch":
         return 'use_backend("torch")'
     if backend == "cuda" and not tensor.is_cuda:
@@ -171,14 +172,30 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        input_shape, weight_shape, convolution, backend = ctx.call
-        size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
-        _, needs_input, needs_weight, needs_bias, _ = _needed(ctx)
-        with use_backend(backend):
-            dx = conv_transpose3d_input_grad(grad, weight, size, convolution) if needs_input else None
-            dw = conv_transpose3d_weight_grad(grad, input, kernel, convolution) if needs_weight else None
-            db = conv_transpose3d_bias_grad(grad) if needs_bias else None
-        return None, dx, dw, db, None
+        return None, *_gradients(grad, input, weight, _needed(ctx)[1:4], *ctx.call), None
+
+
+def _gradients(
+    grad: Tensor,
+    input: Any,  # None, like the weight, if no gradient needs it
+    weight: Any,
+    wanted: executor.Wanted,
+    input_shape: torch.Size,
+    weight_shape: torch.Size,
+    convolution: Convolution,
+    backend: Backend,
+) -> Sequence[Tensor | None]:
+    """The wanted gradients of input, weight and bias: together, if nobody listens and no derivative is recorded."""
+    size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
+    together = any(wanted) and _alone(grad, input, weight) and not torch.is_grad_enabled()
+    if together and why_not_ours(grad, backend) is None:
+        return executor.backward(grad, input, weight, wanted, size, kernel, convolution)
+    with use_backend(backend):
+        return (
+            conv_transpose3d_input_grad(grad, weight, size, convolution) if wanted[0] else None,
+            conv_transpose3d_weight_grad(grad, input, kernel, convolution) if wanted[1] else None,
+            conv_transpose3d_bias_grad(grad) if wanted[2] else None,
+        )
 
 
 class _InputGrad(torch.autograd.Function):
@@ -333,12 +350,13 @@ _register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _alone(first: Tensor, second: Tensor) -> bool:
+def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Whether nothing but autograd could be listening to a call: then the dispatcher has nothing to do."""
     return (
         not torch.compiler.is_compiling()
         and type(first) in _PLAIN
-        and type(second) in _PLAIN
+        and (second is None or type(second) in _PLAIN)
+        and (third is None or type(third) in _PLAIN)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu")

@@ -4,10 +4,18 @@ A kernel family is a module with `why_not(problem, device)` (a reason, or None i
 `plan(problem, device)`. The first family of `FAMILIES` that takes a problem gets it. Statistics for a norm that
 follows are added here: a family only says whether its kernel has an epilogue (`HAS_EPILOGUE`: it applies
 `Problem.activation`), and in its plan whether the kernel leaves the moments that statistics are made of.
+
+A backward pass wants several gradients at once (`plan_gradients`). A family whose kernels compute more than one of
+them together also has `plan_together(problems, device)`: of the wanted gradients that no family before it took, by
+pass, it returns a plan whose `passes` says which of them it computes, or None. Its launches may name any of "dy",
+"x", "weight", "null", "dx", "dw", "db", "workspace" and the regions of its workspace. What no family takes together
+is planned alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
 
@@ -22,7 +30,8 @@ from . import (
     norm_planner,
     weight_grad_planner,
 )
-from .problem import Device, Plan, Problem
+from .launch import Launch
+from .problem import Device, Pass, Plan, Problem
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("few_outputs", few_outputs_planner),
@@ -43,16 +52,22 @@ def _why_not(family: ModuleType, problem: Problem, device: Device) -> str | None
     return refusal
 
 
-@lru_cache(maxsize=4096)
-def plan(problem: Problem, device: Device) -> Plan:
+def family_of(problem: Problem, device: Device) -> tuple[str, ModuleType]:
+    """The family that takes a problem alone."""
     refusals = []
     for name, family in FAMILIES:
         refusal = _why_not(family, problem, device)
         if refusal is None:
-            found = family.plan(problem, device)
-            return norm_planner.with_statistics(found, problem, device) if problem.norm else found
+            return name, family
         refusals.append(f"{name}: {refusal}")
     raise NotImplementedError(f"no kernel takes {problem} on {device}: " + "; ".join(refusals))
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: Problem, device: Device) -> Plan:
+    _, family = family_of(problem, device)
+    found: Plan = family.plan(problem, device)
+    return norm_planner.with_statistics(found, problem, device) if problem.norm else found
 
 
 def refusals(problem: Problem, device: Device) -> dict[str, str]:
@@ -64,3 +79,53 @@ def refusals(problem: Problem, device: Device) -> dict[str, str]:
             break
         passed[name] = refusal
     return passed
+
+
+# ---- the gradients of one backward pass
+
+
+def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
+    """All gradients that a backward pass wants, by launches that follow one another."""
+    return _in_turn(gradient_plans(problems, device))
+
+
+def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
+    """Who computes which gradients: the `passes` of each plan. In the order in which they run."""
+    left = {problem.which: problem for problem in problems}
+    alone = {which: family_of(problem, device)[0] for which, problem in left.items()}
+    found: list[Plan] = []
+    for name, family in FAMILIES:
+        if hasattr(family, "plan_together") and len(left) > 1:
+            together: Plan | None = family.plan_together(dict(left), device)
+            if together is not None:
+                assert len(together.passes) > 1 and left.keys() >= set(together.passes), together.passes
+                found.append(together)
+        for which in [which for which in left if alone[which] == name]:
+            found.append(replace(family.plan(left[which], device), passes=(which,)))
+        taken = {which for plan in found for which in plan.passes}
+        left = {which: problem for which, problem in left.items() if which not in taken}
+    order = list(Pass)
+    return sorted(found, key=lambda plan: order.index(plan.passes[0]))
+
+
+def _in_turn(plans: Sequence[Plan]) -> Plan:
+    """One plan of several. Their workspaces lie over one another: what a plan left there, the next may overwrite."""
+    if len(plans) == 1:
+        return plans[0]
+    launches: list[Launch] = []
+    regions: list[tuple[str, int]] = []
+    for plan in plans:
+        own = {name: f"{name} of {plan.passes[0].value}" for name, _ in plan.regions}
+        regions += [(own[name], start) for name, start in plan.regions]
+        launches += [
+            replace(launch, pointers=tuple(own.get(name, name) for name in launch.pointers))
+            for launch in plan.launches
+        ]
+    return Plan(
+        " + ".join(plan.kernel for plan in plans),
+        "; ".join(plan.why for plan in plans),
+        tuple(launches),
+        max(plan.workspace_bytes for plan in plans),
+        regions=tuple(regions),
+        passes=tuple(which for plan in plans for which in plan.passes),
+    )

@@ -108,6 +108,14 @@ class Plan:
     tile: str = ""
     regions: tuple[tuple[str, int], ...] = ()  # names of places in the workspace, and where they start
     moments: int = 0  # that the kernel leaves in region "moments" of each norm group of a batch item
+    passes: tuple[Pass, ...] = ()  # that its launches compute, if it is one of the plans of a backward pass
+
+
+def bias_grad_problem(batch: int, channels: int, size: Triple, dtype: str, output: Strides) -> Problem:
+    """The problem of a bias's gradient, which is the same for all layers with this output."""
+    identity = Geometry.make(channels, channels, (1, 1, 1), groups=channels)
+    none = (0, 0, 0, 0, 0)
+    return Problem(Pass.BIAS_GRAD, identity, batch, size, dtype, none, none, output)
 
 
 def last_offset(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

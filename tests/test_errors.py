@@ -30,7 +30,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.fail("a bad call was planned or launched")
 
     monkeypatch.setattr(planner, "plan", refuse)
-    monkeypatch.setattr(executor, "_prepare_launch", refuse)
+    monkeypatch.setattr(executor, "_prepare_steps", refuse)
     monkeypatch.setattr(executor.Task, "run", refuse)
     monkeypatch.setattr(torch, "conv_transpose3d", refuse)  # F.conv_transpose3d keeps the original
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from layers import TABLE
+from layers import TABLE, check, poisoned
 
 import tconv3d
-from tconv3d import executor, planner
-from tconv3d.problem import Plan
+from tconv3d import direct_planner, executor, planner
+from tconv3d.problem import Device, Pass, Plan, Problem
 
 
 def test_the_kernel_is_the_one_that_runs(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,6 +32,64 @@ def test_the_kernel_is_the_one_that_runs(ours: str, monkeypatch: pytest.MonkeyPa
     found = tconv3d.explain(*operands, *layer.settings)
     assert (found.kernel, found.passes[0].tile) == (ran.kernel, ran.tile)
     assert found.here.startswith("these kernels")
+
+
+class Together:
+    """A family that takes the gradients of weight and bias together, and nothing alone."""
+
+    @staticmethod
+    def why_not(problem: Problem, device: Device) -> str:
+        return "nothing alone"
+
+    @staticmethod
+    def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+        taken = (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)
+        if not problems.keys() >= set(taken):
+            return None
+        alone = [direct_planner.plan(problems[which], device) for which in taken]
+        start = -(-alone[0].workspace_bytes // 256) * 256  # there the second has its scratch memory
+        second = [
+            replace(each, pointers=tuple("sums" if p == "workspace" else p for p in each.pointers))
+            for each in alone[1].launches
+        ]
+        size, regions = start + alone[1].workspace_bytes, (("sums", start),)
+        return Plan("both", "a test", (*alone[0].launches, *second), size, regions=regions, passes=taken)
+
+
+def test_gradients_that_a_family_computes_together(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = TABLE["plain"]
+    monkeypatch.setattr(executor, "_tasks", {})
+    monkeypatch.setattr(planner, "FAMILIES", (("both", Together), *planner.FAMILIES))
+    operands = layer.operands(torch.float32, ours)
+    _, dx, dw, db = tconv3d.explain(*operands, *layer.settings).passes
+    assert not dx.together and dw.together == db.together == ("weight_grad", "bias_grad")
+    assert (dx.kernel, dw.kernel, db.kernel) == ("direct", "both", "both")
+    assert (dw.launches, db.launches, db.workspace_bytes) == (4, 0, 0)
+    text = tconv3d.explain(*operands, *layer.settings).text
+    assert "4 launches of weight_grad, bias_grad together" in text and "comes with weight_grad" in text
+    check(layer, torch.float32, ours)
+    (task,) = (task for key, task in executor._tasks.items() if key[0] == (True, True, True))
+    assert task.workspace_bytes >= dw.workspace_bytes > 0 and len(task.regions) == 1
+
+
+def test_gradients_together_are_those_alone(ours: str) -> None:
+    """Every choice of gradients, in every bit."""
+    layer = TABLE["monai"]
+    x, w, _ = layer.operands(torch.float32, ours)
+    dy = torch.randn_like(tconv3d.conv_transpose3d(x, w, None, *layer.settings))
+    size, kernel, settings = layer.size, layer.kernel, layer.settings
+    alone = (
+        executor.input_grad(dy, w, size, settings),
+        executor.weight_grad(dy, x, kernel, settings),
+        executor.bias_grad(dy),
+    )
+    for wanted in itertools.product((False, True), repeat=3):
+        if any(wanted):
+            operands = x if wanted[1] else None, w if wanted[0] else None
+            with poisoned():
+                got = executor.backward(dy, *operands, wanted, size, kernel, settings)
+            assert [each is not None for each in got] == list(wanted)
+            assert all(a is None or torch.equal(a, b) for a, b in zip(got, alone, strict=True))
 
 
 def test_forms_of_a_call_agree() -> None:

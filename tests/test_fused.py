@@ -286,9 +286,13 @@ def test_only_the_gradients_that_are_asked_for(which: int, ours: str, monkeypatc
     leaves = [operand.detach().to(ours).requires_grad_() for operand in operands]
     exact = torch.autograd.grad(function(*leaves).pow(3).sum(), leaves)
     ran: list[str] = []
-    for name in ("input_grad", "weight_grad", "bias_grad"):
-        original = getattr(executor, name)
-        monkeypatch.setattr(executor, name, lambda *a, n=name, f=original: (ran.append(n), f(*a))[1])
+    names, backward = ("input_grad", "weight_grad", "bias_grad"), executor.backward
+
+    def recording(*arguments: Any) -> list[Tensor | None]:
+        ran.extend(name for name, wanted in zip(names, arguments[3], strict=True) if wanted)
+        return backward(*arguments)
+
+    monkeypatch.setattr(executor, "backward", recording)
     # `autograd.grad` asks for one of all, or one alone requires a gradient.
     for requiring in (set(range(5)), {which}):
         some = [leaf.detach().requires_grad_(i in requiring) for i, leaf in enumerate(leaves)]

@@ -60,6 +60,13 @@ def raises(function, *arguments):
         return str(error)
     raise AssertionError("nothing was raised")
 
+def raises_any(function, *arguments):
+    try:
+        function(*arguments)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
 def mark(text):
     with open(os.environ["FAKE_CUDA_LOG"], "a") as log:
         log.write(f"# {{text}}\\n")
@@ -167,6 +174,22 @@ def test_a_repeated_launch_is_one_question_and_one_launch(fake: Fake) -> None:
         (packed(3, 4), "5"),
         (packed(5, 6), "0"),
     ]
+
+
+def test_a_sequence_is_one_question_and_its_launches(fake: Fake) -> None:
+    lines = fake.run("""
+        set_current(1)
+        other = with_constants(kOther=1)
+        nothing = replace(LAUNCH, kernel="absent", grid=(0, 1, 1))
+        run = launcher.prepare_all([(LAUNCH, (2, 0)), (nothing, (0, 0)), (other, (1, 1))], 1)
+        mark("run")
+        run((10, 11, 12), 5)
+        assert "out of range" in str(raises_any(run, (10, 11), 5))
+    """)
+    ran = after(lines, "run")
+    assert [line.split()[0] for line in ran[:3]] == ["cuCtxGetDevice", "cuLaunchKernelEx", "cuLaunchKernelEx"]
+    found = [(call["kernel"], call["args"], call["stream"]) for call in named(ran, "cuLaunchKernelEx")]
+    assert found == [("0", packed(12, 10), "5"), ("1", packed(11, 11), "5")]
 
 
 def test_a_kernel_is_loaded_whole_and_once_for_each_device(fake: Fake) -> None:
@@ -350,12 +373,8 @@ def test_arguments_of_another_size_than_the_kernels(fake: Fake, size: str) -> No
 def test_a_missing_address_is_an_error(fake: Fake) -> None:
     lines = fake.run("""
         run = launcher.prepare(LAUNCH, 0)
-        try:
-            run((1,), 0)
-        except Exception as error:
-            assert "expected" in str(error), error
-        else:
-            raise AssertionError("launched with one address of two")
+        error = raises_any(run, (1,), 0)
+        assert "expected" in str(error), error
     """)
     assert named(lines, "cuLaunchKernelEx") == []
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import tconv3d
-from tconv3d import compiler, executor
+from tconv3d import compiler, executor, planner
 from tconv3d.bench import layers
 from tconv3d.bench.precision import LAYOUTS, in_layout, precision
 from tconv3d.export import cuda_source, cxx, passes, specialise
 from tconv3d.export.specialise import Sources, fold
-from tconv3d.problem import Pass, Problem
+from tconv3d.problem import Device, Pass, Plan, Problem
 
 HEADERS = sorted(path.name for path in compiler.KERNELS.glob("*.cuh"))
 EVERY = passes.variants(tuple(passes.PRECISIONS), passes.LAYOUTS)
@@ -358,11 +357,18 @@ def test_problems_are_those_of_the_executor(variant: passes.Variant, monkeypatch
     """A training step of the library asks the planner what export asks it."""
     asked = []
 
-    def prepare(problem: Problem, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> executor.Task:
-        asked.append(problem)
-        return executor.Task(shape, strides, 0, ())
+    nothing = Plan("none", "nothing runs here", ())
 
-    monkeypatch.setattr(executor, "_prepare", prepare)
+    def plan(problem: Problem, device: Device) -> Plan:
+        asked.append(problem)
+        return nothing
+
+    def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
+        asked.extend(problems)
+        return nothing
+
+    monkeypatch.setattr(planner, "plan", plan)
+    monkeypatch.setattr(planner, "plan_gradients", plan_gradients)
     monkeypatch.setattr(executor, "_tasks", {})
     layer = layers.parse("32, 24, kernel_size=3, stride=(1, 2, 2), padding=1, size=(5, 6, 7), batch=2")
     dtype = torch.float32 if variant.precision == "tf32" else getattr(torch, variant.precision)

@@ -172,13 +172,16 @@ def spoiled(number: int, spoil: Callable[[Task], Task]) -> Callable[..., Task]:
 
 def with_one_wrong_element(task: Task) -> Task:
     result = executor.OPERANDS[problem().which].index("y")
-    return replace(
-        task, calls=(*task.calls, (lambda addresses, stream: ctypes.memset(addresses[0] + 100, 0x54, 2), (result,)))
-    )
+
+    def start(operands: tuple[int, ...], stream: int) -> None:
+        task.start(operands, stream)
+        ctypes.memset(operands[result] + 100, 0x54, 2)
+
+    return replace(task, start=start)
 
 
 def without_work(task: Task) -> Task:
-    return replace(task, calls=())
+    return replace(task, start=lambda operands, stream: None)
 
 
 @needs_emulator

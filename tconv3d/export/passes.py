@@ -18,7 +18,7 @@ from ..geometry import Geometry
 from ..gpus import GPUS
 from ..norm_executor import GRADIENT, NORMALIZE
 from ..norm_planner import Activation, NormProblem, Wanted
-from ..problem import Device, Norm, Pass, Plan, Problem
+from ..problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem
 
 # What plans are made for. The shared memory of "any" is what every GPU of compute capability 8.0 and up can give.
 DEVICES = {
@@ -154,7 +154,7 @@ def _dtype(variant: Variant) -> str:
 def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
     """The problem that the executor makes of tensors in the variant's memory format."""
     strides = STRIDES[variant.layout]
-    weight, output_size = weight_shape(layer), layer.output_shape[2:]
+    weight = weight_shape(layer)
     geometry = Geometry.make(
         layer.in_channels,
         layer.out_channels,
@@ -165,7 +165,10 @@ def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
         layer.groups,
         layer.dilation,
     )
-    found = Problem(
+    if which is Pass.BIAS_GRAD:
+        output = strides(layer.output_shape)
+        return bias_grad_problem(layer.batch, layer.out_channels, layer.output_shape[2:], _dtype(variant), output)
+    return Problem(
         which,
         geometry,
         layer.batch,
@@ -177,9 +180,3 @@ def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
         bias=which is Pass.FORWARD and layer.bias,
         tf32=variant.precision == "tf32",
     )
-    if which is not Pass.BIAS_GRAD:
-        return found
-    channels = layer.out_channels
-    identity = Geometry.make(channels, channels, (1, 1, 1), groups=channels)
-    none = (0,) * 5
-    return replace(found, geometry=identity, input_size=output_size, input=none, weight=none, tf32=False)
