@@ -59,7 +59,7 @@ _ERROR_BYTES = 16384
 
 # The kernel as the runtime sees it, after the unit that NVRTC compiles.
 _EPILOGUE = """
-const emulator::Kernel emulated_kernel = {{
+emulator::Kernel emulated_kernel = {{
     "{kernel}",
     [](const void* args) {{ {entry}(*static_cast<const tconv3d::Args*>(args)); }},
     sizeof(tconv3d::Args), alignof(tconv3d::Args), Config::kThreads, emulator::cluster_size<Config>(0)}};

@@ -19,7 +19,7 @@ from .passes import NotExportableError, Operation, Variant
 from .specialise import Part, Settings, Sources, specialise
 
 LINE = 110
-_ONLY_LAUNCHED = {"kMinBlocks", "kClusterSize"}  # read where a kernel is launched, not in it
+_ONLY_LAUNCHED = {"kMinBlocks"}  # read where a kernel is launched, not in it
 TOP = r"""// A kernel is a template over a Config, the constants of this layer; Args are its arguments at run time.
 // Which variant is compiled is said by the macros HOPPER, TF32, FLOAT32, FLOAT16, BFLOAT16, CHANNELS_LAST_3D.
 #ifndef __CUDACC_RTC__
@@ -43,12 +43,27 @@ inline void check(cudaError_t status, const char* kernel) {
 
 template <class Args>
 void launch(const char* name, void (*kernel)(Args), dim3 grid, unsigned threads, int shared_bytes, Args args,
-            cudaStream_t stream) {
+            cudaStream_t stream, unsigned cluster = 1) {
   if (shared_bytes > 48 * 1024) {  // more than a kernel has without asking
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
   }
-  void* parameters[] = {&args};
-  check(cudaLaunchKernel(kernel, grid, dim3{threads, 1, 1}, parameters, shared_bytes, stream), name);
+  if (cluster == 1) {
+    void* parameters[] = {&args};
+    check(cudaLaunchKernel(kernel, grid, dim3{threads, 1, 1}, parameters, shared_bytes, stream), name);
+    return;
+  }
+  cudaLaunchAttribute blocks{};  // that see each other's shared memory
+  blocks.id = cudaLaunchAttributeClusterDimension;
+  blocks.val.clusterDim.x = cluster;
+  blocks.val.clusterDim.y = blocks.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3{threads, 1, 1};
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &blocks;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, args), name);
 }
 
 // A place in an operation's scratch memory.
@@ -225,8 +240,6 @@ def _kernel(operation: Operation, section: Section, index: int) -> str:
     """The Config of a launch, and the kernel that is compiled with it."""
     plan = section.plan
     launch = plan.launches[index]
-    if dict(launch.constants).get("kClusterSize", 1) != 1:
-        raise NotExportableError(f"{launch.kernel} runs in clusters of blocks, which exported files do not launch")
     config, function = _names(operation, plan, index)
     namespace = launch.kernel
     constants = {
@@ -310,12 +323,12 @@ def _launch(operation: Operation, plan: Plan, index: int, launch: Launch, source
         values[name] = known.get(pointer, "nullptr")
     fields = [piece for name, value in values.items() for piece in _fields(name, value)]
     grid = ", ".join(map(str, launch.grid))
-    shared = launch.shared_bytes
+    shared, cluster = launch.shared_bytes, dict(launch.constants).get("kClusterSize", 1)
     return (
         f"  {{\n    const {launch.kernel}::Args args{{\n"
         + listed(" " * 8, fields, "};", 8)
         + f'    launch("{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {shared}, args, '
-        + "stream);\n  }\n"
+        + f"stream{f', {cluster}' if cluster != 1 else ''});\n  }}\n"
     )
 
 

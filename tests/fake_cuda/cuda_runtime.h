@@ -53,5 +53,32 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Args), dim3 grid, dim3 block, void**
   return failed ? cudaErrorLaunchFailure : cudaSuccess;
 }
 
-const emulator::Kernel emulated_kernel = {
+emulator::Kernel emulated_kernel = {
     "exported", [](const void* args) { fake::thread(args); }, fake::kArgsBytes, 16, 1024, 1};
+
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+template <class Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args), Args args) {
+  void* parameters[] = {&args};
+  emulated_kernel.cluster_size = config->attrs[0].val.clusterDim.x;
+  const cudaError_t status = cudaLaunchKernel(kernel, config->gridDim, config->blockDim, parameters,
+                                              config->dynamicSmemBytes, config->stream);
+  emulated_kernel.cluster_size = 1;
+  return status;
+}

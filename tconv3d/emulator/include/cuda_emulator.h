@@ -478,4 +478,4 @@ struct Kernel {
 
 }  // namespace emulator
 
-extern const emulator::Kernel emulated_kernel;
+extern emulator::Kernel emulated_kernel;  // not const: a program of several kernels says which one it launches
