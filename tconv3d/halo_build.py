@@ -144,7 +144,7 @@ class Build:
         per_stage = left // (self.stages * self.row_bytes + 8 * self.shares) * self.row_bytes
         return max(0, per_stage // 1024 * 1024 // self.row_bytes)
 
-    @property
+    @cached_property
     def shares(self) -> int:
         """Batches of a loader for all channels of a chunk: it has 16 items of a position in flight."""
         in_flight = max(1, 16 * self.item_bytes // 16 // self.program.parts)

@@ -40,7 +40,7 @@ MAX_SUMS = 128  # accumulators of a thread
 MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
-HOPELESS = 2.0  # times the cost of the best build: not looked at for other volumes
+HOPELESS = 1.5  # times the cost of the best build: not looked at for other volumes
 KINDS = (
     1024,
     8192,
@@ -202,13 +202,23 @@ def _sources() -> bytes:
 
 def _search(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build | None:
     """The build that is least slower than the best of each volume, on the average of several."""
-    slower = dict.fromkeys(builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather), 0.0)
+    everything = builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather)
+    slower = _slowness([build for build in everything if not build.paired], nominal, multiprocessors)
+    best = sorted(slower, key=lambda build: slower[build])[:3]
+    pairs = [replace(build, paired=True) for build in best if not build.resident]  # whether to pair is asked last
+    slower = _slowness([*best, *pairs], nominal, multiprocessors)
+    return min(slower, key=lambda build: slower[build], default=None)
+
+
+def _slowness(found: list[Build], nominal: Nominal, multiprocessors: int) -> dict[Build, float]:
+    """Of each build, how much slower it is than the best of them, added up over volumes of the kind."""
+    slower = dict.fromkeys(found, 0.0)
     for job in nominal.jobs:
-        found = {build: best_tiling(build, job, multiprocessors) for build in slower}
-        costs = {build: tiling[0] for build, tiling in found.items() if tiling}
+        tilings = {build: best_tiling(build, job, multiprocessors) for build in slower}
+        costs = {build: tiling[0] for build, tiling in tilings.items() if tiling}
         least = min(costs.values(), default=0.0)
         slower = {build: slower[build] + cost / least for build, cost in costs.items() if cost < HOPELESS * least}
-    return min(slower, key=lambda build: slower[build], default=None)
+    return slower
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------------
@@ -239,8 +249,6 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "there is nothing to compute"
     job = job_of(problem)
     g = job.geometry
-    if not job.gather and g.phases * 8 > MAX_COLUMNS:
-        return f"{g.phases} phases are more than a tile's columns hold"
     if job.gather and g.phases // (g.stride[2] if g.stride[2] <= MAX_PARTS else 1) > MAX_SOURCES:
         return f"{g.phases} phase planes are too many small products"
     if g.in_per_group < 4 or g.out_per_group < 4 or g.in_per_group * g.out_per_group < 64:
@@ -250,7 +258,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if job.gather and g.groups > 1 and g.in_per_group < 16 and job.dtype == "float32":
         return "input gradients of small float32 groups are faster without tensor cores (measured)"
     if plan_or_none(job, device) is None:
-        return "the halo of one tile does not fit shared memory"
+        return f"no tile of {g.phases} phases and its halo fit the accumulators and shared memory"
     return None
 
 

@@ -155,6 +155,7 @@ SETTINGS = {
     "asymmetric": Case(16, 16, (3, 4, 5), (3, 5, 5), build=FLAT),
     "everything differs per dimension": Case(8, 12, (3, 4, 5), (4, 2, 3), (1, 2, 3), (2, 0, 1), (0, 1, 2), (2, 1, 1)),
     "empty phases": Case(8, 8, (3, 4, 3), 2, 2, 1, 1, 2, build=FLAT),
+    "many phases": Case(16, 24, (3, 4, 5), 4, 4),
     "output padding": Case(8, 8, (3, 3, 3), 2, 3, 0, (2, 1, 2), build=FLAT),
     "crops to almost nothing": Case(8, 8, (2, 3, 2), 3, 1, (1, 2, 1)),
     "groups share a tile": Case(32, 32, (3, 4, 9), 3, 2, 1, groups=4, build=FLAT),
@@ -262,7 +263,7 @@ def test_a_new_volume_compiles_nothing() -> None:
         ({"tf32": False}, "full float32"),
         ({"which": Pass.WEIGHT_GRAD}, "forward"),
         ({"batch": 0}, "nothing"),
-        ({"geometry": Geometry.make(8, 8, (4, 4, 4), (4, 4, 4))}, "64 phases"),
+        ({"geometry": Geometry.make(8, 8, (5, 5, 5), (4, 4, 4))}, "64 phases"),
         ({"geometry": Geometry.make(8, 2, (3, 3, 3))}, "channels"),
     ],
 )
