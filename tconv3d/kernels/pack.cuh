@@ -149,6 +149,7 @@ template <class Config>
 __device__ void run(const Args& args) {
   using Layout = HaloLayout<Config>;
   constexpr int kParts = Config::kOutTile / Config::kColumnsAtOnce;
+  ptx::launch_dependents();
   const int block = static_cast<int>(blockIdx.x), rest = block / kParts;
   Pack<Config> pack(args, dynamic_shared<unsigned>(), rest / Layout::kChunks * Config::kVariants,
                     rest % Layout::kChunks, block % kParts * Config::kColumnsAtOnce);
