@@ -31,6 +31,7 @@ from .ops import (
     _gradients,
     _needed,
     _register,
+    _wanted,
     _with_strides,
     why_not_ours,
 )
@@ -89,7 +90,7 @@ class _Relu(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, result = ctx.saved_tensors
         passed: Tensor = torch.ops.aten.threshold_backward(grad, result.detach(), 0)
-        return None, *_gradients(passed, input, weight, _needed(ctx)[1:4], *ctx.call), None
+        return None, *_gradients(passed, input, weight, _wanted(ctx), *ctx.call), None
 
 
 _register("conv_transpose3d_relu", _relu, _Relu, _fake_forward, tensors=3, extra=0)

@@ -19,7 +19,8 @@ SLAB = 64  # positions of one matrix instruction
 STEP_BYTES = 32  # of K that one matrix instruction takes
 RESERVED_BYTES = 1024 + 8 * 1152  # for barriers, and for the scratch of eight consumer warps
 LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
-PACKING_BYTES = 48 * 1024  # of shared memory, for a block that packs: so that several share a multiprocessor
+PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
+PACKING_BLOCKS = 128  # at least, if there is enough to pack: a small weight is a matter of latency
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
@@ -290,8 +291,12 @@ class Build:
             for variant in self.programs
             for taps in variant.taps
         )
-        per_column = 4 * g.taps * (self.part_bytes // self.item_bytes + 1)
-        columns = next((n for n in (8, 4, 2) if n * per_column <= PACKING_BYTES), 1)
+        items = g.taps * (self.part_bytes // self.item_bytes)  # of one column
+        parts = self.column_tiles // len(self.programs) * self.chunks * self.out_tile  # blocks of one column each
+        fits = [n for n in (8, 4, 2) if n * items <= PACKED_AT_ONCE and parts // n >= PACKING_BLOCKS]
+        columns = max(fits, default=1)
+        lines = len(self.programs) * p.chunk_fields
+        shared_bytes = 4 * (columns * (items + g.taps) + 2 * lines)
         threads = 256
         return Launch(
             kernel="pack",
@@ -301,13 +306,13 @@ class Build:
                 ("Scalar", SCALARS[self.dtype]),
                 *((f"kKernel{name}", size) for name, size in zip("DHW", g.kernel, strict=True)),
                 ("kColumnsAtOnce", columns),
-                ("kSharedBytes", columns * per_column),
+                ("kSharedBytes", shared_bytes),
                 *self.layout_constants,
                 ("kTap", table),
             ),
-            grid=(self.column_tiles // len(self.programs) * self.chunks * (self.out_tile // columns), 1, 1),
+            grid=(parts // columns, 1, 1),
             threads=threads,
-            shared_bytes=columns * per_column,
+            shared_bytes=shared_bytes,
             pointers=("weight", "workspace"),
             scalars=int64s(*job.weight, job.weight_group, job.weight_tap),
         )

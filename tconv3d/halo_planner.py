@@ -258,7 +258,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if job.gather and g.groups > 1 and g.in_per_group < 16 and job.dtype == "float32":
         return "input gradients of small float32 groups are faster without tensor cores (measured)"
     if plan_or_none(job, device) is None:
-        return f"no tile of {g.phases} phases and its halo fit the accumulators and shared memory"
+        return f"no tile of {g.phases} phases, its halo and what a block packs fit accumulators and shared memory"
     return None
 
 
@@ -310,7 +310,9 @@ def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
 
 def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
     found = best_tiling(build, job, device.multiprocessors)
-    return assemble(build, found[1], job, device, found[0]) if found else None
+    if found is None or build.pack(job).shared_bytes > device.shared_bytes:
+        return None
+    return assemble(build, found[1], job, device, found[0])
 
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
@@ -339,6 +341,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         shared_bytes=build.shared_bytes,
         pointers=("x", "workspace", "bias", "y", "moments" if job.norm else "null"),
         scalars=scalars,
+        overlaps=True,
     )
     bands = build.geometry.out_channels // moment_band(build, job)
     moments = slots * bands // job.norm.groups if job.norm else 0

@@ -28,3 +28,4 @@ class Launch:
     shared_bytes: int
     pointers: tuple[str, ...]
     scalars: bytes
+    overlaps: bool = False  # may begin before the launch before it has ended: its kernel waits where it must

@@ -30,7 +30,7 @@ Run: TypeAlias = Callable[[tuple[int, ...], int], None]
 Pick: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]  # of all addresses those of one launch
 
 _PORTABLE_CLUSTER = 8  # blocks; a kernel must be allowed larger clusters one by one
-_CUDA_12_4 = 12040  # the first driver that can be asked for a kernel's parameters
+_CUDA_12_4 = 12040  # the first driver that can be asked for a kernel's parameters, and captures launches that overlap
 
 
 class LaunchError(RuntimeError):
@@ -62,13 +62,13 @@ class _Slot:
 
     __slots__ = ("arguments", "config", "parameters", "parameters_at", "stream")
 
-    def __init__(self, launch: Launch, cluster: int) -> None:
+    def __init__(self, launch: Launch, cluster: int, overlap: bool) -> None:
         data = bytes(8 * len(launch.pointers)) + launch.scalars
         # The driver copies sizeof(Args), which is rounded up to the alignment of its members.
         self.arguments = ctypes.create_string_buffer(data, -(-len(data) // 16) * 16 or 16)
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))
         self.parameters_at = ctypes.addressof(self.parameters)
-        self.config = _config(launch, cluster)
+        self.config = _config(launch, cluster, overlap)
         self.stream = 0
 
 
@@ -83,7 +83,9 @@ def prepare(launch: Launch, device_index: int) -> Run:
 def prepare_all(steps: Sequence[tuple[Launch, Sequence[int]]], device_index: int) -> Run:
     """Several launches, one after another: `run(addresses, stream handle)`.
 
-    `addresses` are those of all operands; a step is a launch and which operands its pointers are.
+    `addresses` are those of all operands; a step is a launch and which operands its pointers are. A launch that
+    overlaps the one before it begins early, if the device can: the first one never does, for nobody knows what it
+    follows.
     """
     return _sequence([(launch, _picker(indices)) for launch, indices in steps], device_index)
 
@@ -115,7 +117,8 @@ def device_properties(device_index: int) -> DeviceProperties:
 
 def _sequence(steps: Sequence[tuple[Launch, Pick]], device_index: int) -> Run:
     """The function that a repeated call runs. Which device is current is asked once."""
-    starts = [_starter(launch, pick, device_index) for launch, pick in steps if 0 not in launch.grid]
+    steps = [(launch, pick) for launch, pick in steps if 0 not in launch.grid]
+    starts = [_starter(launch, pick, device_index, i > 0) for i, (launch, pick) in enumerate(steps)]
     if not starts:
         return lambda addresses, stream: None
     driver, (device, context) = _driver(), _device(device_index)
@@ -134,8 +137,9 @@ def _sequence(steps: Sequence[tuple[Launch, Pick]], device_index: int) -> Run:
     return run
 
 
-def _starter(launch: Launch, pick: Pick, device_index: int) -> Run:
+def _starter(launch: Launch, pick: Pick, device_index: int, follows: bool) -> Run:
     """What makes one launch on the current device: everything it needs is a local of this function."""
+    overlap = follows and launch.overlaps and _overlapping(device_index)
     cluster = _cluster_size(launch)
     kernel = _kernel(device_index, launch.kernel, launch.constants)
     _check_arguments(launch, kernel)
@@ -149,7 +153,7 @@ def _starter(launch: Launch, pick: Pick, device_index: int) -> Run:
         try:
             slot = slots.pop()  # popping and appending are atomic: no lock
         except IndexError:
-            slot = _Slot(launch, cluster)
+            slot = _Slot(launch, cluster, overlap)
         write(slot.arguments, 0, *pick(addresses))
         if slot.stream != stream:
             slot.config.hStream = new_stream(stream)
@@ -162,21 +166,36 @@ def _starter(launch: Launch, pick: Pick, device_index: int) -> Run:
     return start
 
 
-def _config(launch: Launch, cluster: int) -> Any:
+def _config(launch: Launch, cluster: int, overlap: bool) -> Any:
     driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
     config.sharedMemBytes = launch.shared_bytes
     config.hStream = driver.CUstream(0)
-    config.numAttrs = 0
+    attributes = []
     if cluster > 1:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         dimension = attribute.value.clusterDim
         dimension.x, dimension.y, dimension.z = cluster, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes.append(attribute)
+    if overlap:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    if attributes:
+        config.attrs = attributes
+    config.numAttrs = len(attributes)
     return config
+
+
+@functools.cache
+def _overlapping(device_index: int) -> bool:
+    """Whether launches can overlap: from compute capability 9.0 on, and in graphs too from CUDA 12.4 on."""
+    version = _check(_driver().cuDriverGetVersion(), "cuDriverGetVersion")
+    return device_properties(device_index).capability >= (9, 0) and version >= _CUDA_12_4
 
 
 def _cluster_size(launch: Launch) -> int:

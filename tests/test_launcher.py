@@ -150,6 +150,7 @@ def test_a_launch_reaches_the_driver_whole(fake: Fake) -> None:
         "stream": "77",
         "attributes": "0",
         "cluster": "0",
+        "overlap": "0",
         "args": packed(0x7F0000001000, 2**63 + 1),
         "torn": "0",
         "extra": "0",
@@ -242,6 +243,22 @@ def test_clusters(fake: Fake) -> None:
     # 14: clusters of more than eight blocks must be allowed.
     attributes = [(call["attribute"], call["value"]) for call in named(lines, "cuKernelSetAttribute")]
     assert attributes == [("14", "1")]
+
+
+def test_launches_that_overlap(fake: Fake) -> None:
+    script = """
+        set_current(0)
+        early = replace(LAUNCH, overlaps=True)
+        paired = replace(with_constants(kClusterSize=2), grid=(32, 5, 3), overlaps=True)
+        run = launcher.prepare_all([(early, (0, 0)), (LAUNCH, (1, 1)), (early, (2, 2)), (paired, (3, 3))], 0)
+        run((1, 2, 3, 4), 0)
+        launcher.prepare(early, 0)((1, 2), 0)
+    """
+    launched = [(call["overlap"], call["cluster"]) for call in named(fake.run(script), "cuLaunchKernelEx")]
+    # Not the first one of a sequence: it would overlap what somebody else launched.
+    assert launched == [("0", "0"), ("0", "0"), ("1", "0"), ("1", "2"), ("0", "0")]
+    before = named(fake.run(script, FAKE_CUDA_VERSION="12020"), "cuLaunchKernelEx")
+    assert {call["overlap"] for call in before} == {"0"}
 
 
 # Devices and threads

@@ -482,10 +482,14 @@ struct Halo : HaloLayout<Config> {
            static_cast<long long>(column_tile) * Layout::kTileBytes;
   }
 
+  // Panels are what the launch before has packed, and all that this kernel needs of it: halos are loaded
+  // without waiting for it. Every block has a thread here, so this launch ends after that one.
+
   // All panels of the column tile, which is the same for all work of this block.
   static __device__ __forceinline__ void load_resident_panels(const Args& args, const Shared& shared) {
     constexpr int kCopy = 32 * 1024;
     const unsigned char* from = packed(args, blockIdx.x % kColumnTiles);
+    ptx::wait_for_previous_launch();
     ptx::barrier_arrive_expect(shared.panels_full(), Layout::kTileBytes);
     for (int done = 0; done < Layout::kTileBytes; done += kCopy) {
       const int bytes = Layout::kTileBytes - done < kCopy ? Layout::kTileBytes - done : kCopy;
@@ -504,6 +508,7 @@ struct Halo : HaloLayout<Config> {
   }
 
   static __device__ __forceinline__ void stream_panels(const Args& args, const Shared& shared) {
+    ptx::wait_for_previous_launch();
     Ring<Config::kSlots> ring;
     for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
       const Place at = place(args, work);

@@ -70,6 +70,10 @@ inline void store_shared(unsigned address, uint4 value) {
   std::memcpy(emulator::shared_pointer(address), &value, sizeof value);
 }
 
+// Launches never overlap here.
+inline void launch_dependents() {}
+inline void wait_for_previous_launch() {}
+
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 
