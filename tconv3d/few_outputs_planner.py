@@ -22,7 +22,8 @@ MAX_OUT = 4  # channels per group; with more, columns of channels fill the tenso
 MAX_SUMS = 96  # accumulators of a thread in the product
 MAX_TOTALS = 48  # and in the outputs of a position
 MAX_WARPS = 16
-KEPT_COPIES = 8  # of a thread and a chunk, whose places wait in registers
+STAGES = (2, 3, 4, 5)
+KEPT_COPIES = 8  # of a lane and a chunk, whose places wait in registers
 
 # What a multiprocessor does per cycle, for choosing between tiles.
 CYCLES_PER_MULTIPLY = 6.0  # of one of the four schedulers; measured
@@ -98,9 +99,10 @@ class Tile:
     layer: Layer
     h: int
     w: int
+    whole: bool  # along w: the tile has all of x, and what lies beyond is zero
     row_tiles: int  # tiles of 16 rows per warp
-    chunk: int  # input channels that are copied at a time
-    stages: int  # chunks in shared memory
+    chunk: int  # input channels that a warp copies at a time
+    stages: int  # chunks of a warp in shared memory
 
     @property
     def chunks(self) -> int:
@@ -115,12 +117,30 @@ class Tile:
         return self.h + _span(self.layer.geometry.axes[1].scatter)
 
     @property
-    def halo_w(self) -> int:
-        return self.w + _span(self.layer.geometry.axes[2].scatter)
+    def origin_w(self) -> int:
+        """The first item of a line, from the tile's first position: where a vector begins."""
+        if self.whole:
+            return 0
+        first = min(_offsets(self.layer.geometry.axes[2].scatter))
+        return first if self.layer.channels_last else first - first % max(1, self.layer.vector)
+
+    @property
+    def line(self) -> int:
+        """Items of a line of the tile with its halo: whole vectors."""
+        if self.whole:
+            return self.w
+        end = self.w + max(_offsets(self.layer.geometry.axes[2].scatter)) - self.origin_w
+        return end if self.layer.channels_last else _up(end, max(1, self.layer.vector))
+
+    @property
+    def gap(self) -> int:
+        """Zeros between lines of columns, where outputs at the borders look for what lies beyond."""
+        offsets = _offsets(self.layer.geometry.axes[2].scatter)
+        return max(0, -min(offsets), max(offsets)) if self.whole else 0
 
     @property
     def warps(self) -> int:
-        return -(-self.halo_h * self.halo_w // (16 * self.row_tiles))
+        return -(-self.halo_h * self.line // (16 * self.row_tiles))
 
     @property
     def rows(self) -> int:
@@ -129,46 +149,36 @@ class Tile:
     @property
     def pitch(self) -> int:
         """Of a column in shared memory: 4 past a multiple of 32, so that fragments are stored without conflicts."""
-        return _up(self.rows, 32, 4)
-
-    @property
-    def row_items(self) -> int:
-        """Elements of a line of the halo in shared memory, from one vector's beginning to another's end."""
-        vector = max(1, self.layer.vector)
-        lead = min(_offsets(self.layer.geometry.axes[2].scatter)) % vector
-        return _up(lead + self.halo_w, vector)
+        return _up(self.gap + -(-self.rows // self.line) * (self.line + self.gap), 32, 4)
 
     @property
     def item_pitch(self) -> int:
-        """Of a channel in a stage, or, channels-last, of a position: fragments are loaded without conflicts."""
-        if self.layer.channels_last:
-            return self.chunk + 16 // self.layer.item_bytes
-        return _up(self.halo_h * self.row_items, 32, 8)
+        """Of a channel in a stage, or, channels-last, of a row: fragments are loaded without conflicts."""
+        return self.chunk if self.layer.channels_last else 16 * self.row_tiles + 8
 
     @property
     def stage_bytes(self) -> int:
-        lines = self.halo_h * self.halo_w if self.layer.channels_last else self.chunk
+        """Of a warp."""
+        lines = 16 * self.row_tiles if self.layer.channels_last else self.chunk
         return lines * self.item_pitch * self.layer.item_bytes
 
     @property
     def copies(self) -> int:
-        """Of a thread and a chunk."""
-        line = self.halo_w if self.layer.channels_last else self.row_items
-        elements = self.halo_h * line * self.chunk // max(1, self.layer.vector)
-        return -(-elements // (32 * self.warps))
+        """Of a lane and a chunk."""
+        return self.row_tiles * 16 * self.chunk // max(1, self.layer.vector) // 32
 
     @property
     def shared_bytes(self) -> int:
         layer = self.layer
         weights = self.steps * layer.column_tiles * 256
-        return weights + layer.group_tiles * 8 * self.pitch * 4 + self.stages * self.stage_bytes
+        return weights + layer.group_tiles * 8 * self.pitch * 4 + self.warps * self.stages * self.stage_bytes
 
     @property
     def registers(self) -> int:
         sums = self.row_tiles * self.layer.column_tiles * 4
         totals = self.layer.geometry.stride[1] * self.layer.geometry.stride[2] * self.layer.geometry.out_per_group
         kept = 2 * self.copies if self.copies <= KEPT_COPIES else 0
-        return _up(max(sums + 4 * self.row_tiles + kept, sums + totals) + 40, 8)
+        return _up(max(sums + 4 * self.row_tiles + kept, sums + totals) + 36, 8)
 
     def blocks(self, device: Device) -> int:
         """That a multiprocessor has room for. Registers are allotted to four warps at a time."""
@@ -184,12 +194,12 @@ class Tile:
         layer = self.layer
         blocks, positions = self.blocks(device), self.h * self.w
         multiplies = self.warps * self.row_tiles * layer.column_tiles * self.steps
-        line = layer.geometry.in_per_group * self.halo_w if layer.channels_last else self.halo_w
-        sectors = -(-line * layer.item_bytes // SECTOR_BYTES) + (0 if layer.channels_last else 1)
+        line = layer.geometry.in_per_group * self.line if layer.channels_last else self.line
+        sectors = -(-line * layer.item_bytes // SECTOR_BYTES)
         fetched = self.halo_h * sectors * SECTOR_BYTES * (1 if layer.channels_last else layer.geometry.in_per_group)
         group = layer.group_tiles * 8
         shared = (
-            self.chunks * self.stage_bytes / 128
+            self.warps * self.chunks * self.stage_bytes / 128
             + self.warps * self.steps * (4 * self.row_tiles + 2 * layer.column_tiles)
             + (self.rows + positions) * group / 32
         )
@@ -207,8 +217,8 @@ class Tile:
             fetched / L2_BYTES_PER_CYCLE,
             positions * layer.geometry.in_per_group * layer.item_bytes / BYTES_PER_CYCLE,
         )
-        idle = (self.chunks + 1) * BARRIER_CYCLES / blocks
-        return (max(parts) + 0.3 / blocks * (sum(parts) - max(parts)) + idle) / positions
+        alone = 4 / (blocks * self.warps)  # the less, the more of the rest is done at the same time
+        return (max(parts) + alone * (sum(parts) - max(parts)) + 2 * BARRIER_CYCLES / blocks) / positions
 
     def __str__(self) -> str:
         return f"{self.h} x {self.w} positions per block of {self.warps} warps, walking along depth"
@@ -220,12 +230,12 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
     width = problem.geometry.axes[2].positions(problem.output_size[2])
     widest = max(WIDTHS[0], power_of_two_up(width))
     found = [
-        Tile(layer, h, w, row_tiles, steps * layer.step, stages)
-        for h, w, row_tiles, steps, stages in product(HEIGHTS, WIDTHS, (1, 2, 3), (1, 2), (2, 3, 4))
+        Tile(layer, h, w, max(width, problem.input_size[2]) <= w, row_tiles, steps * layer.step, stages)
+        for h, w, row_tiles, steps, stages in product(HEIGHTS, WIDTHS, (1, 2, 3), (1, 2), STAGES)
         if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
-    return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3)))  # three are enough
+    return sorted(fitting, key=lambda tile: (tile.cycles(device), -tile.stages))
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -281,7 +291,7 @@ def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
 def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
     g, layer = problem.geometry, tile.layer
     d, h, w = g.axes
-    origin_h, origin_w = min(_offsets(h.scatter)), min(_offsets(w.scatter))
+    origin_h, column_line = min(_offsets(h.scatter)), tile.line + tile.gap
     taps = list(product(range(h.kernel), range(w.kernel)))
     chunk = last_offset((tile.chunk, *problem.input_size[1:]), (problem.input[1], *problem.input[3:]))
     return (
@@ -297,9 +307,10 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kTileH", tile.h),
         ("kTileW", tile.w),
         ("kHaloH", tile.halo_h),
-        ("kHaloW", tile.halo_w),
+        ("kLine", tile.line),
+        ("kGap", tile.gap),
         ("kOriginH", origin_h),
-        ("kOriginW", origin_w),
+        ("kOriginW", tile.origin_w),
         ("kPitch", tile.pitch),
         ("kItemPitch", tile.item_pitch),
         ("kChunk", tile.chunk),
@@ -312,13 +323,22 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
         ("kStrideH", h.stride),
         ("kStrideW", w.stride),
-        ("kPairs", w.stride == 2 and problem.output[4] == 1),
+        ("kJoined", _joined(problem)),
         ("kTapPhase", tuple(h.phase(th) * w.stride + w.phase(tw) for th, tw in taps)),
         (
             "kTapOffset",
-            tuple((-h.shift(th) - origin_h) * tile.halo_w + (-w.shift(tw) - origin_w) for th, tw in taps),
+            tuple((-h.shift(th) - origin_h) * column_line - w.shift(tw) - tile.origin_w for th, tw in taps),
         ),
     )
+
+
+def _joined(problem: Problem) -> int:
+    """Outputs of a position and a line that lie side by side and can be stored together."""
+    g, (_, c, _, _, w) = problem.geometry, problem.output
+    joined = g.stride[2] if w == 1 else 1
+    if g.groups == 1 and w == g.out_channels and (c == 1 or g.out_channels == 1):
+        joined = g.stride[2] * g.out_channels
+    return joined if joined in (2, 4, 8) else 1
 
 
 def _planes(problem: Problem, flat: int, tile: Tile, device: Device) -> int:

@@ -13,9 +13,10 @@
 // `stride` planes are complete. Their columns go to shared memory as [column][position], each thread adds up
 // what its positions need and stores it, and the window moves.
 //
-// The tile of x with its halo comes in chunks of channels through a ring in shared memory, copied
-// asynchronously in the caller's layout, kStages - 1 chunks ahead of the products, across planes. The sums
-// and stores of a plane are done between the chunks of the next one, so that some warps store while others
+// A warp has kRowTiles * 16 rows of the product, neighbours in the tile's lines, and copies them itself, in
+// chunks of channels, into a ring of its own: kStages - 1 chunks ahead of the products, across planes. So the
+// block meets only where columns change hands, twice a plane, and between the chunks of the next plane each
+// warp gathers and stores its share of the outputs, at different times, so that some store while others
 // multiply.
 #pragma once
 
@@ -48,8 +49,8 @@ struct FewOutputs {
   static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
   static constexpr int kPlaneColumns = kPlaneTaps * C::kOut;  // of one output plane
   static constexpr int kPositions = C::kTileH * C::kTileW;
-  static constexpr int kHalo = C::kHaloH * C::kHaloW;
-  static constexpr int kRows = kWarps * C::kRowTiles * 16;
+  static constexpr int kWarpRows = C::kRowTiles * 16;
+  static constexpr int kRows = kWarps * kWarpRows;
 
   // The window's columns in groups of `stride` planes: a step of the walk completes the first group.
   static constexpr int kGroupColumns = C::kStrideD * kPlaneColumns;
@@ -65,49 +66,46 @@ struct FewOutputs {
   static constexpr int kChunks = (C::kIn + C::kChunk - 1) / C::kChunk;
   static constexpr int kSteps = kChunks * kChunkSteps;
 
-  // A stage of the ring: [channel][halo row][kRowItems], or, channels-last, [halo position][channel]. A
-  // vector is what one copy moves; where kVector is 0, elements pass through registers one by one.
+  // A stage of a warp's ring: [channel][row], or, channels-last, [row][channel]. A vector is what one copy
+  // moves; where kVector is 0, elements pass through registers one by one.
   static constexpr int kVector = C::kVector > 0 ? C::kVector : 1;
-  static constexpr int kLead = C::kChannelsLast ? 0 : ((C::kOriginW % kVector) + kVector) % kVector;
-  static constexpr int kRowVectors =
-      C::kChannelsLast ? C::kChunk / kVector * C::kHaloW : (kLead + C::kHaloW + kVector - 1) / kVector;
-  static constexpr int kRowItems = kRowVectors * kVector;
-  static constexpr int kVectors = C::kHaloH * kRowVectors * (C::kChannelsLast ? 1 : C::kChunk);
-  static constexpr int kCopies = (kVectors + C::kThreads - 1) / C::kThreads;
-  static constexpr int kStageItems = C::kChannelsLast ? kHalo * C::kItemPitch : C::kChunk * C::kItemPitch;
+  static constexpr int kCopies = C::kChunk * kWarpRows / kVector / kLanes;
+  static constexpr int kStageItems = (C::kChannelsLast ? kWarpRows : C::kChunk) * C::kItemPitch;
+  static constexpr int kLaneWords = 2 * kChunkSteps;  // of a row and a chunk, that a lane has in fragments
 
-  // Rounds in which the block's threads gather the outputs of a plane, done after the first kGatherChunks
-  // chunks of the next plane: before the last one, whose products then overwrite the columns.
+  // A line of columns: C::kLine positions, and C::kGap zeros before it, between lines and behind the last.
+  static constexpr int kColumnLine = C::kLine + C::kGap;
+
+  // Rounds in which the block's threads gather the outputs of a plane.
   static constexpr int kRounds = (C::kStrideD * kPositions + C::kThreads - 1) / C::kThreads;
-  static constexpr int kGatherChunks = kChunks > 1 ? kChunks - 1 : 1;
 
-  // What a thread copies of a chunk: found once where the registers allow, else every time.
+  // What a lane copies of a chunk: found once where the registers allow, else every time.
   static constexpr int kKeptCopies = kCopies <= 8 ? kCopies : 0;
   struct Copy {
     Index from;  // offset in a chunk of a plane of x; -1: zeros
-    int to;      // in a stage; -1: nothing
+    int to;      // in a stage
   };
 
   static_assert(C::kThreads % kLanes == 0, "whole warps");
-  static_assert(kRows >= kHalo, "the warps' rows cover the halo");
-  static_assert(C::kPitch >= kRows && C::kPitch % 32 == 4,
+  static_assert(kRows >= C::kHaloH * C::kLine, "the warps' rows cover the halo");
+  static_assert(C::kPitch >= C::kGap + (kRows + C::kLine - 1) / C::kLine * kColumnLine && C::kPitch % 32 == 4,
                 "columns of c: room for all rows, and stores of fragments without bank conflicts");
   static_assert(C::kChunk % kStepItems == 0 && C::kChunk % kVector == 0, "whole steps and vectors");
-  static_assert(C::kChannelsLast || (C::kItemPitch % 32 == 8 && C::kItemPitch >= C::kHaloH * kRowItems),
-                "loads of fragments without bank conflicts");
-  static_assert(!C::kChannelsLast || C::kItemPitch >= C::kChunk, "a row holds the channels of a chunk");
+  static_assert(C::kChannelsLast || (C::kLine % kVector == 0 && C::kItemPitch % 16 == 8),
+                "vectors within a line; loads of fragments without bank conflicts");
+  static_assert(!C::kChannelsLast || C::kItemPitch == C::kChunk, "fragments are loaded in vectors");
+  static_assert(C::kChannelsLast || C::kItemPitch >= kWarpRows, "a stage has room for the rows");
+  static_assert(kLaneWords == 2 || kLaneWords == 4, "a vector of words");
   static_assert(C::kVector == 0 || kVector * kItemBytes % 4 == 0, "copies move words");
-  static_assert(C::kChannelsLast || C::kTileW % kVector == 0, "tiles begin where vectors do");
   static_assert(C::kStages >= 2);
 
   const Args& args;
   unsigned* weights;  // in shared memory: [step][column tile][lane][2], as the instruction wants them
   float* columns;     // in shared memory: [column][kPitch]
-  Scalar* ring;       // in shared memory: [kStages][kStageItems]
+  Scalar* ring;       // in shared memory, of the warp: [kStages][kStageItems]
   const Scalar* x;    // the first plane of the block's input
   int n, group, tile_h, tile_w, first_output, last_output, first_plane;
   int lane, warp;
-  int rows[C::kRowTiles][2];  // where the rows of this lane's fragments lie in a stage
   Copy kept[kKeptCopies > 0 ? kKeptCopies : 1];
   int copy_stage, copy_chunk, copy_plane;  // of the next copy
   float sum[C::kRowTiles][kTiles][4];
@@ -135,41 +133,30 @@ struct FewOutputs {
     first_plane = feeding < storing ? feeding : storing;
     x = static_cast<const Scalar*>(args.x) + n * args.x_strides.n +
         static_cast<long long>(group) * C::kIn * args.x_strides.c + first_plane * args.x_strides.d;
-#pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = row_of(m) + 8 * half < kHalo ? row_of(m) + 8 * half : 0;
-        rows[m][half] =
-            C::kChannelsLast ? row * C::kItemPitch : row / C::kHaloW * kRowItems + kLead + row % C::kHaloW;
-      }
-    }
   }
-
-  // The halo position of this lane's first row in the warp's m-th tile of 16 rows.
-  __device__ __forceinline__ int row_of(int m) const { return (m * kWarps + warp) * 16 + lane / 4; }
 
   // ---- The ring.
 
-  // The channel, within its chunk, of this thread's i-th vector.
+  static constexpr int kAcross = (C::kChannelsLast ? C::kChunk : kWarpRows) / kVector;  // vectors in a row
+
+  // The channel, within its chunk, of this lane's i-th vector.
   __device__ __forceinline__ int copy_channel(int i) const {
-    const int vector = threadIdx.x + i * C::kThreads;
-    return C::kChannelsLast ? vector % (C::kChunk / kVector) * kVector : vector / (C::kHaloH * kRowVectors);
+    const int vector = lane + i * kLanes;
+    return C::kChannelsLast ? vector % kAcross * kVector : vector / kAcross;
   }
 
   __device__ __forceinline__ Copy copy_of(int i) const {
-    const int vector = threadIdx.x + i * C::kThreads;
-    const int h = vector / kRowVectors % C::kHaloH, place = vector % kRowVectors;
-    const int channel = copy_channel(i);
-    const int w = C::kChannelsLast ? place / (C::kChunk / kVector) : place * kVector - kLead;
-    const int x_h = tile_h + C::kOriginH + h, x_w = tile_w + C::kOriginW + w;
-    const bool inside = x_h >= 0 && x_h < args.x_size.h && x_w >= 0 && x_w < args.x_size.w;
-    const int at = C::kChannelsLast ? (h * C::kHaloW + w) * C::kItemPitch + channel
-                                    : channel * C::kItemPitch + h * kRowItems + place * kVector;
+    const int vector = lane + i * kLanes, channel = copy_channel(i);
+    const int own = C::kChannelsLast ? vector / kAcross : vector % kAcross * kVector;  // of the warp's rows
+    const int row = warp * kWarpRows + own;
+    const int x_h = tile_h + C::kOriginH + row / C::kLine, x_w = tile_w + C::kOriginW + row % C::kLine;
+    const bool inside =
+        row < C::kHaloH * C::kLine && x_h >= 0 && x_h < args.x_size.h && x_w >= 0 && x_w < args.x_size.w;
     const Index offset = channel * static_cast<Index>(args.x_strides.c) +
                          x_h * static_cast<Index>(args.x_strides.h) +
                          x_w * static_cast<Index>(args.x_strides.w);
-    return Copy{inside ? offset : Index(-1), vector < kVectors ? at : -1};
+    return Copy{inside ? offset : Index(-1),
+                C::kChannelsLast ? own * C::kItemPitch + channel : channel * C::kItemPitch + own};
   }
 
   __device__ __forceinline__ void start_ring() {
@@ -189,7 +176,6 @@ struct FewOutputs {
         const bool exists = C::kIn % C::kChunk == 0 || copy_channel(i) < C::kIn - copy_chunk * C::kChunk;
         const Copy copy = kKeptCopies > 0 ? kept[kKeptCopies > 0 ? i : 0] : copy_of(i);
         const bool inside = copy.from >= 0 && exists;
-        if (copy.to < 0) continue;
         const Scalar* address = chunk + (inside ? copy.from : Index(0));
         if constexpr (C::kVector > 0) {
           ptx::copy_words<kVector * kItemBytes / 4>(stage + copy.to, address, inside);
@@ -208,9 +194,13 @@ struct FewOutputs {
 
   // ---- The products.
 
-  // A fragment's K: lane%4, in words, and 4 words further.
+  // The first channel that this lane has of a step's fragments, in their first or second part along K. Which
+  // is which does not matter as long as x and the weights agree: channels-last, a lane's words are
+  // neighbours.
   __device__ __forceinline__ int channel_of(int step, int part) const {
-    return step * kStepItems + (lane % 4 + 4 * part) * kWordItems;
+    const int word = C::kChannelsLast ? lane % 4 * kLaneWords + step % kChunkSteps * 2 + part
+                                      : step % kChunkSteps * 8 + lane % 4 + 4 * part;
+    return step / kChunkSteps * C::kChunk + word * kWordItems;
   }
 
   // The tap along depth that feeds a plane of the window, -1 if none does.
@@ -221,6 +211,7 @@ struct FewOutputs {
   __device__ __forceinline__ void stage_weights() {
     const Scalar* w =
         static_cast<const Scalar*>(args.w) + static_cast<long long>(group) * C::kIn * args.w_strides.n;
+#pragma unroll 4  // loads wait for each other otherwise
     for (int i = warp; i < kSteps * kTiles; i += kWarps) {
       const int step = i / kTiles, tile = i % kTiles;
       const int column = tile % kGroupTiles * 8 + lane / 4;
@@ -244,29 +235,43 @@ struct FewOutputs {
     }
   }
 
-  // Operands of channel `channel` of a stage and, where a register holds two, the next.
-  __device__ __forceinline__ unsigned operand(const Scalar* stage, int channel, int row) const {
-    if constexpr (kWordItems == 1) {
-      return Operand::bits(stage[C::kChannelsLast ? row + channel : channel * C::kItemPitch + row]);
-    } else if constexpr (C::kChannelsLast) {
-      return *reinterpret_cast<const unsigned*>(stage + row + channel);
+  // The words of the lane's fragments in row `row` of a stage: [step][part along K].
+  __device__ __forceinline__ void load_row(const Scalar* stage, int row,
+                                           unsigned (&words)[kLaneWords]) const {
+    if constexpr (C::kChannelsLast) {
+      const auto found = load_vector<kLaneWords>(
+          reinterpret_cast<const unsigned*>(stage + row * C::kItemPitch) + lane % 4 * kLaneWords);
+#pragma unroll
+      for (int i = 0; i < kLaneWords; ++i) {
+        words[i] = found.at[i];
+        if constexpr (kWordItems == 1) words[i] = Operand::bits(ptx::bits_to_float(words[i]));
+      }
     } else {
-      const Scalar* at = stage + channel * C::kItemPitch + row;
-      return at[0].bits | static_cast<unsigned>(at[C::kItemPitch].bits) << 16;
+#pragma unroll
+      for (int i = 0; i < kLaneWords; ++i) {
+        const Scalar* at = stage + channel_of(i / 2, i % 2) * C::kItemPitch + row;
+        words[i] = Operand::bits(at[0]);
+        if constexpr (kWordItems == 2) words[i] |= Operand::bits(at[C::kItemPitch]) << 16;
+      }
     }
   }
 
   // Adds a chunk of channels to the window.
   __device__ __forceinline__ void multiply(const Scalar* stage, int chunk) {
     const unsigned* chunk_weights = weights + chunk * (kChunkSteps * kTiles * kLanes * 2);
+    unsigned words[C::kRowTiles][2][kLaneWords];
+#pragma unroll
+    for (int m = 0; m < C::kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_row(stage, m * 16 + half * 8 + lane / 4, words[m][half]);
+    }
 #pragma unroll
     for (int step = 0; step < kChunkSteps; ++step) {
       unsigned a[C::kRowTiles][4];
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i)  // row lane/4 or 8 further, K lane%4 or 4 words further
-          a[m][i] = operand(stage, channel_of(step, i / 2), rows[m][i % 2]);
+        for (int i = 0; i < 4; ++i) a[m][i] = words[m][i % 2][step * 2 + i / 2];
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -279,6 +284,16 @@ struct FewOutputs {
     }
   }
 
+  // Where this lane's first or second row of the warp's m-th tile of 16 rows lies in a column.
+  __device__ __forceinline__ int place_of(int m, int half) const {
+    const int row = warp * kWarpRows + m * 16 + half * 8 + lane / 4;
+    return C::kGap > 0 ? row + (row / C::kLine + 1) * C::kGap : row;
+  }
+
+  __device__ __forceinline__ void clear_columns() {
+    for (int i = threadIdx.x; i < kGroupTiles * 8 * C::kPitch; i += C::kThreads) columns[i] = 0.0f;
+  }
+
   // The columns of the complete planes go to shared memory, and the window moves on.
   __device__ __forceinline__ void exchange() {
 #pragma unroll
@@ -288,7 +303,7 @@ struct FewOutputs {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int column = tile * 8 + lane % 4 * 2 + i % 2;
-          if (tile < kGroupTiles) columns[column * C::kPitch + row_of(m) + i / 2 * 8] = sum[m][tile][i];
+          if (tile < kGroupTiles) columns[column * C::kPitch + place_of(m, i / 2)] = sum[m][tile][i];
         }
       }
 #pragma unroll
@@ -318,7 +333,7 @@ struct FewOutputs {
 #pragma unroll
       for (int f = 0; f < kPhases; ++f) total[f][co] = start;
     }
-    const float* own = columns + j * (kPlaneColumns * C::kPitch) + qh * C::kHaloW + qw;
+    const float* own = columns + j * (kPlaneColumns * C::kPitch) + qh * kColumnLine + C::kGap + qw;
     static_for<kPlaneTaps>([&](auto i) {
       constexpr int kPhase = C::kTapPhase(i), kOffset = C::kTapOffset(i);
 #pragma unroll
@@ -331,44 +346,52 @@ struct FewOutputs {
     return Narrow<Scalar>::from(C::Epilogue::apply(total));
   }
 
+  // Outputs of a line that lie side by side: one, two phases along w, or, channels-last, all of a position.
+  static constexpr bool kPoints = C::kJoined > C::kStrideW || C::kOut == 1;
+  static constexpr int kRuns = C::kStrideW * C::kOut / C::kJoined;
+  static_assert(C::kJoined == 1 || C::kJoined == C::kStrideW || C::kJoined == C::kStrideW * C::kOut);
+
   __device__ __forceinline__ void store(const float (&total)[kPhases][C::kOut], int d, int first_h,
                                         int first_w) {
     Scalar* y = static_cast<Scalar*>(args.y) + n * args.y_strides.n +
                 static_cast<long long>(group) * C::kOut * args.y_strides.c + d * args.y_strides.d;
 #pragma unroll
-    for (int f = 0; f < kPhases; f += C::kPairs ? 2 : 1) {
-      const int h = first_h + f / C::kStrideW, w = first_w + f % C::kStrideW;
+    for (int run = 0; run < C::kStrideH * kRuns; ++run) {
+      const int line = run / kRuns, co = kPoints ? 0 : run % C::kOut;
+      const int phase = C::kJoined == 1 ? run % kRuns / C::kOut : 0;
+      const int h = first_h + line, w = first_w + phase;
       if (h >= args.y_size.h || w >= args.y_size.w) continue;
+      Scalar* at = y + co * args.y_strides.c + h * args.y_strides.h + w * args.y_strides.w;
+      Vector<Scalar, C::kJoined> values;
 #pragma unroll
-      for (int co = 0; co < C::kOut; ++co) {
-        Scalar* at = y + co * args.y_strides.c + h * args.y_strides.h + w * args.y_strides.w;
-        if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
-          const Vector<Scalar, 2> both{result(total[f][co]), result(total[f + 1][co])};
-          const bool second = w + 1 < args.y_size.w;
-          if (second && reinterpret_cast<unsigned long long>(at) % sizeof(both) == 0) {
-            *reinterpret_cast<Vector<Scalar, 2>*>(at) = both;
-          } else {
-            at[0] = both.at[0];
-            if (second) at[1] = both.at[1];
-          }
-        } else {
-          *at = result(total[f][co]);
+      for (int i = 0; i < C::kJoined; ++i) {
+        const int f = line * C::kStrideW + phase + (kPoints ? i / C::kOut : i);
+        values.at[i] = result(total[f][kPoints ? i % C::kOut : co]);
+      }
+      const int present = (args.y_size.w - w) * (kPoints ? C::kOut : 1);
+      if (present >= C::kJoined &&
+          reinterpret_cast<unsigned long long>(at) % alignof(decltype(values)) == 0) {
+        *reinterpret_cast<Vector<Scalar, C::kJoined>*>(at) = values;
+      } else {
+#pragma unroll
+        for (int i = 0; i < C::kJoined; ++i) {
+          if (i < present) at[i] = values.at[i];
         }
       }
     }
   }
 
-  // The rounds that belong to one chunk, of a plane whose columns are in shared memory.
-  __device__ __forceinline__ void gather_rounds(int chunk, int step, int plane) {
-    for (int round = chunk; round < kRounds; round += step) gather(threadIdx.x + round * C::kThreads, plane);
+  __device__ __forceinline__ void gather_all(int plane) {
+    for (int round = 0; round < kRounds; ++round) gather(threadIdx.x + round * C::kThreads, plane);
   }
 
   __device__ __forceinline__ void compute() {
     locate();
     start_ring();
-    stage_weights();
 #pragma unroll
     for (int i = 0; i < C::kStages - 1; ++i) copy_next();
+    stage_weights();
+    clear_columns();
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
@@ -377,6 +400,9 @@ struct FewOutputs {
         for (int i = 0; i < 4; ++i) sum[m][tile][i] = 0.0f;
       }
     }
+    __syncthreads();
+    // Warps of one scheduler, which are four apart, gather at different times.
+    const int gather_chunk = warp / 4 * kChunks / ((kWarps + 3) / 4);
     const int last_plane = (last_output - 1 + C::kPaddingD) / C::kStrideD;
     int stage = 0;
     for (int plane = first_plane; plane <= last_plane; ++plane) {
@@ -384,22 +410,20 @@ struct FewOutputs {
       if (plane < args.x_size.d) {
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           ptx::copy_wait<C::kStages - 2>();
-          __syncthreads();  // the stage is there for all, and all have left the one before
+          __syncwarp();  // the stage is there for all lanes, and all have left the one before
           copy_next();
           multiply(ring + stage * kStageItems, chunk);
           stage = stage + 1 < C::kStages ? stage + 1 : 0;
-          if (waiting && chunk < kGatherChunks) gather_rounds(chunk, kGatherChunks, plane - 1);
+          if (waiting && chunk == gather_chunk) gather_all(plane - 1);
         }
-        if (kChunks == 1) __syncthreads();
-      } else {  // planes past the input only complete outputs
-        __syncthreads();
-        if (waiting) gather_rounds(0, 1, plane - 1);
-        __syncthreads();
+      } else if (waiting) {  // planes past the input only complete outputs
+        gather_all(plane - 1);
       }
+      __syncthreads();  // all have gathered
       exchange();
+      __syncthreads();
     }
-    __syncthreads();
-    gather_rounds(0, 1, last_plane);
+    gather_all(last_plane);
   }
 };
 
@@ -409,7 +433,8 @@ __device__ void run(const Args& args) {
   unsigned* shared = dynamic_shared<unsigned>();
   float* columns = reinterpret_cast<float*>(shared + Kernel::kSteps * Kernel::kTiles * 64);
   auto* ring = reinterpret_cast<typename Config::Scalar*>(columns + Kernel::kGroupTiles * 8 * Config::kPitch);
-  Kernel kernel{args, shared, columns, ring};
+  const int warp = threadIdx.x / Kernel::kLanes;
+  Kernel kernel{args, shared, columns, ring + warp * (Config::kStages * Kernel::kStageItems)};
   kernel.compute();
 }
 
