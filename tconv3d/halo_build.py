@@ -23,6 +23,8 @@ PACKING_BYTES = 48 * 1024  # of shared memory, for a block that packs: so that s
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
+OCTET = 8  # neighbours along w that are loaded together
+OCTETS_BYTES = 160  # that a loader notes of four of them
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 
@@ -150,6 +152,11 @@ class Build:
         return max(1, self.part_bytes // 16 // in_flight)
 
     @property
+    def loaders(self) -> int:
+        """Warps that load the halo: one producer warp streams panels."""
+        return 4 * self.producers - (0 if self.resident else 1)
+
+    @property
     def sums(self) -> int:
         """Accumulators of a consumer's thread."""
         return self.slabs * self.columns // 2
@@ -249,6 +256,41 @@ class Build:
         rows = (*job.written[:4], job.written_size[2])
         vector = 16 // self.item_bytes
         return in_sequence and (stride == 2 or self.item_bytes == 2) and not any(row % vector for row in rows)
+
+    def octets(self, job: Job, tiling: Tiling) -> int:
+        """How many vectors of 8 neighbours along w a line of the halo touches at the most; 0: they are not loaded."""
+        step = self.program.read_step[2]
+        *outer, w = job.read
+        if self.item_bytes != 2 or w != 1 or step != self.program.parts or tiling.items > 1:
+            return 0
+        if not job.aligned or any(v % OCTET for v in (*outer, job.read_size[2])):
+            return 0
+        origins = [dimensions[2].origin for program in self.programs for dimensions in program.sources]
+        tiles = product(range(tiling.tiles[3]), origins)
+        starts = {(place * tiling.tile[2] + origin) * step % OCTET for place, origin in tiles}
+        octets = ceil_div(max(starts) + tiling.halo[2] * step, OCTET)
+        return octets if self._octets_fit(octets * prod(tiling.halo[:2])) else 0
+
+    def _octets_fit(self, octets: int) -> bool:
+        """Whether there is room for what loaders note of so many octets: where they would note positions else."""
+        noted = self.octet_batches(octets) * self.loaders * self.octet_turns * OCTETS_BYTES
+        room = round_up(ceil_div(self.stage_rows, 32) * self.shares, self.loaders) * 32 * 8
+        return noted + 128 * (self.loaders + 1) <= room
+
+    @property
+    def octet_pieces(self) -> int:
+        """Pieces of a chunk that tensor cores read: only these are loaded."""
+        return self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps
+
+    @property
+    def octet_turns(self) -> int:
+        """That a batch takes: four pieces of four octets are in flight."""
+        return max(1, 4 // self.octet_pieces)
+
+    def octet_batches(self, octets: int) -> int:
+        """Of a loader warp, to fill a stage with so many octets of the halo."""
+        shares = 2 if self.octet_pieces > 4 else 1
+        return ceil_div(ceil_div(octets, 4) * shares, self.loaders * self.octet_turns)
 
     @property
     def layout_constants(self) -> Constants:

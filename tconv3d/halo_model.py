@@ -39,7 +39,7 @@ COSTS = Costs()
 
 def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Costs) -> float:
     """Of the loaders, for one tile: either warps wait for their batches, or the multiprocessor for its loads."""
-    warps = 4 * build.producers - (0 if build.resident else 1)
+    warps = build.loaders
     groups = ceil_div(tiling.rows, 32)
     pieces = build.row_bytes // 16
     reads = build.program.used_parts * len(build.program.sources)
@@ -47,6 +47,10 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Cos
         batches = ceil_div(groups * pieces, 4 * warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
         sectors = loads * 16
+    elif octets := build.octets(job, tiling) * tiling.halo[0] * tiling.halo[1]:
+        batches = build.octet_batches(octets)
+        loads = ceil_div(octets, 4) * ceil_div(build.channel_slots, 8) * len(build.program.sources)
+        sectors = loads * 16.0
     else:
         batches = ceil_div(groups * build.shares, warps)
         loads = groups * build.channel_slots * reads

@@ -99,11 +99,13 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = Fal
                     geometry, gather, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages,
                     True, 1, shared_bytes,
                 )  # fmt: skip
+                if build.stage_rows >= 64:
+                    yield build
                 if build.tile_bytes > 0.6 * shared_bytes:
                     build = replace(build, resident=False)
                     build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
-                if build.stage_rows >= 64:
-                    yield build
+                    if build.stage_rows >= 64:
+                        yield build
 
 
 @dataclass(frozen=True)
@@ -308,14 +310,15 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     packed_bytes = build.column_tiles * build.tile_bytes
     slots = _moment_slots(build, tiling)
+    octets = build.octets(job, tiling)
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
         int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.rows, tiling.slabs, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
-        int32s(build.aligned(job, tiling)),
+        int32s(build.aligned(job, tiling), octets * prod(tiling.halo[:2])),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
-        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items)),
+        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, octets)),
     ) + int64s(slots)
     main = Launch(
         kernel="halo",

@@ -60,7 +60,8 @@ struct Args {
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles
   int aligned;       // whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes
-  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items;
+  int octets;        // of the halo (BatchByOctet); none: it is loaded by positions
+  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_octets;
 
   long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
 };
@@ -101,6 +102,19 @@ struct Halo : HaloLayout<Config> {
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
   };
+
+  // Shared memory: halo stages, panels, barriers, scratch, the loaders' tables.
+  static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
+  static constexpr int kPanelBytes =
+      Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
+  static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
+
+  // A warp's sums pass through scratch on their way to contiguous lines: 8 channels, kPitch apart.
+  static constexpr int kPitch = 36;  // 4 past a multiple of 32: neither writing nor reading meets itself
+  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * 8 * kPitch * 4;  // of a consumer
+  static constexpr int kScratchStart =
+      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
+  static constexpr int kTableStart = kScratchStart + Config::kConsumers * kScratchBytes;
 
   // ---- producers: the halo
 
@@ -152,6 +166,22 @@ struct Halo : HaloLayout<Config> {
     return static_cast<unsigned>(i) < static_cast<unsigned>(size);
   }
 
+  // The positions of all warps, by turn: a warp reads what itself wrote.
+  static __device__ __forceinline__ Position* positions() {
+    return reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kTableStart);
+  }
+  template <class Batch>
+  static __device__ __forceinline__ void find_positions(const Args& args, const Place& at, int source,
+                                                        int turn, int lane) {
+    const int row = Batch::row_in_turn(lane);
+    positions()[turn * Batch::kRows + row] =
+        position(args, at, source, turn / Batch::kShares * Batch::kRows + row);
+  }
+  template <class Batch>
+  static __device__ __forceinline__ int turns_by_position(const Args& args) {
+    return (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+  }
+
   // Where a row of the stage begins; piece i of it is at this address ^ 16 * i.
   static __device__ __forceinline__ unsigned row_start(unsigned stage, int row) {
     return stage + Layout::template swizzle<Layout::kRowPieces>(row * Config::kRowBytes);
@@ -175,11 +205,18 @@ struct Halo : HaloLayout<Config> {
     Parts raw[kPieces][Layout::kPieceItems];
     int row, first_piece;
 
+    static __device__ __forceinline__ int turns(const Args& args) {
+      return turns_by_position<BatchByPosition>(args);
+    }
     static __device__ __forceinline__ int row_in_turn(int lane) { return lane; }
+    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                                int lane) {
+      find_positions<BatchByPosition>(args, at, source, turn, lane);
+    }
     // `x`: the plane and the chunk. `turn` counts those of all warps.
-    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, const Position* positions,
-                                         int chunk, unsigned turn, int lane) {
-      const Position from = positions[turn * kRows + lane];
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                         int lane) {
+      const Position from = positions()[turn * kRows + lane];
       const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
       row = row_of(from);
       first_piece = turn % kShares * kPieces;
@@ -216,7 +253,7 @@ struct Halo : HaloLayout<Config> {
       }
       return found;
     }
-    __device__ __forceinline__ void store(unsigned stage) const {
+    __device__ __forceinline__ void store(unsigned stage, int) const {
       if (row == kNoRow) return;
       const unsigned start = row_start(stage, row) ^ 16 * first_piece;
 #pragma unroll
@@ -238,9 +275,16 @@ struct Halo : HaloLayout<Config> {
     uint4 raw[kTurns];
     int row[kTurns], piece;
 
+    static __device__ __forceinline__ int turns(const Args& args) {
+      return turns_by_position<BatchByChannel>(args);
+    }
     static __device__ __forceinline__ int row_in_turn(int lane) { return lane / Layout::kRowPieces; }
-    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, const Position* positions,
-                                         int chunk, unsigned turn, int lane) {
+    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                                int lane) {
+      find_positions<BatchByChannel>(args, at, source, turn, lane);
+    }
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                         int lane) {
       piece = lane % Layout::kRowPieces;
       const int part = piece / Layout::kPartPieces, in_part = piece % Layout::kPartPieces;
       const auto channels = Layout::channels(chunk, in_part);
@@ -249,7 +293,7 @@ struct Halo : HaloLayout<Config> {
       x += (first + (Config::kParts > 1 ? part * args.x_stride.w : 0)) * static_cast<int>(sizeof(Scalar));
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
-        const Position from = positions[(turn + i * kLoaderWarps) * kRows + row_in_turn(lane)];
+        const Position from = positions()[(turn + i * kLoaderWarps) * kRows + row_in_turn(lane)];
         row[i] = row_of(from);
         const int count = Layout::kWholeParts ? Layout::kPieceItems : channels.count;
         const bool inside = part < parts_of(from);
@@ -278,7 +322,7 @@ struct Halo : HaloLayout<Config> {
       }
       return raw;
     }
-    __device__ __forceinline__ void store(unsigned stage) const {
+    __device__ __forceinline__ void store(unsigned stage, int) const {
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
         if (row[i] != kNoRow) {
@@ -288,24 +332,117 @@ struct Halo : HaloLayout<Config> {
     }
   };
 
+  // Items of 16 bits along w in aligned rows: a lane loads 8 neighbours of one channel at once, an octet, and
+  // the store transposes. In a turn, lane 4*c + q has channel c of a piece in octet q of the turn's four, two
+  // items to a register. The store takes a register of every lane for a matrix whose rows, two from each
+  // octet, may lie anywhere: it writes 8 channels of a position to each. Which register an octet gives to
+  // which matrix is such that the rows of a matrix lie in different banks.
+  struct BatchByOctet {
+    // Pieces that tensor cores read; 4 are in flight.
+    static constexpr int kUsedPieces = kChunks > 1 ? Layout::kPartPieces : 2 * Layout::kLastSteps;
+    static constexpr int kPieces = kUsedPieces == 6 ? 3 : kUsedPieces < 4 ? kUsedPieces : 4;
+    static constexpr int kShares = kUsedPieces / kPieces, kTurns = 4 / kPieces;
+    static constexpr bool kWholePieces =
+        Layout::kDense && Layout::kSlots % (kChunks > 1 ? Layout::kPartItems : 8 * kUsedPieces) == 0;
+    static_assert(kUsedPieces % kPieces == 0 && (kShares == 1 || kTurns == 1), "whole batches");
+    uint4 raw[kTurns][kPieces];
+    unsigned target[kTurns];
+    int first_piece;
+
+    // What a turn reads and writes: of each octet where it lies in memory (in bytes, negative: outside of the
+    // input), of each lane where the row that it addresses begins in the stage.
+    struct Turn {
+      unsigned target[32];
+      long long octet[4];
+    };
+    static constexpr long long kNowhere = -1;
+    static constexpr unsigned kAbsolute = 0x80000000u;  // not in the stage: for items beside the halo
+    static constexpr int kUnwantedStart = (kTableStart + 127) / 128 * 128;  // 128 bytes of each warp
+    static __device__ __forceinline__ Turn* table() {
+      return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kUnwantedStart + 128 * kLoaderWarps);
+    }
+    static __device__ __forceinline__ int turns(const Args& args) { return (args.octets + 3) / 4 * kShares; }
+
+    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn,
+                                                int warp, int lane) {
+      unsigned own = lane;
+      ptx::pin(own);  // nothing of this is kept in registers from tile to tile
+      const int q = own % 8 / 2, item = 2 * (own / 8 ^ q) + own % 2, index = turn / kShares * 4 + q;
+      const int line = divide(index, args.by_octets), sheet = divide(line, args.halo_h);
+      const int h = line - sheet * args.halo.h, origin = at.variant() + source;
+      const int x_d = Config::kMarch ? 0
+                                     : (at.d + Config::kOrigin(origin, 0) + sheet) * Config::kReadStepD +
+                                           Config::kReadPhase(source, 0);
+      const int x_h =
+          (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
+      const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
+      const int x_w = (start & ~7) + 8 * (index - line * static_cast<int>(args.by_octets.divisor));
+      const int place = x_w - start + item, length = args.halo.w * Config::kReadStepW;  // of the line
+      const int row = line * args.halo.w + place / Config::kReadStepW;
+      const bool exists = index < args.octets, wanted = exists && inside(place, length);
+      const int unwanted = ptx::shared_address(dynamic_shared<unsigned char>()) + kUnwantedStart + 128 * warp;
+      Turn& to = table()[turn];
+      to.target[own] = wanted ? row_start(0, row) ^ 16 * (place % Config::kReadStepW * Layout::kPartPieces)
+                               : kAbsolute | unwanted;
+      if (own >= 8 || own % 2) return;
+      const Offset offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
+                            static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) + x_w;
+      const bool read = exists && x_w - start < length && inside(x_d, args.input.d) &&
+                        inside(x_h, args.input.h) && inside(x_w, args.input.w);
+      to.octet[q] = read ? (at.n * args.x_stride.n + offset) * 2 : kNowhere;
+    }
+
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                         int lane) {
+      const long long stride = args.x_stride.c * 2;
+      first_piece = turn % kShares * kPieces;
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        const Turn& at = table()[turn + t * kLoaderWarps];
+        const long long octet = at.octet[lane % 4];
+        target[t] = at.target[lane];
+        const unsigned char* address = x + octet + (8 * first_piece + lane / 4) * stride;
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i, address += 8 * stride) {
+          bool exists = octet >= 0;
+          if constexpr (!kWholePieces) {
+            const auto channels = Layout::channels(chunk, first_piece + i);
+            exists = exists && lane / 4 < channels.count;
+            if constexpr (!Layout::kDense) {
+              address = x + octet + (channels.group * Config::kIn + channels.first + lane / 4) * stride;
+            }
+          }
+          raw[t][i] = exists ? __ldg(reinterpret_cast<const uint4*>(address)) : make_uint4(0, 0, 0, 0);
+        }
+      }
+    }
+
+    __device__ __forceinline__ void store(unsigned stage, int lane) const {
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        const unsigned start = target[t] & kAbsolute ? target[t] & ~kAbsolute : stage + target[t];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          ptx::store_transposed(start ^ 16 * (first_piece + i), by_matrix(raw[t][i], lane));
+        }
+      }
+    }
+    // Matrix m gets register m ^ q.
+    static __device__ __forceinline__ uint4 by_matrix(uint4 raw, int lane) {
+      const uint4 near = lane & 1 ? make_uint4(raw.y, raw.x, raw.w, raw.z) : raw;
+      return lane & 2 ? make_uint4(near.z, near.w, near.x, near.y) : near;
+    }
+  };
+
   using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
+  // Whether the input may be such that octets can be loaded.
+  static constexpr bool kByOctet =
+      sizeof(Scalar) == 2 && !Config::kUnitC && Config::kReadStepW == Config::kParts;
 
-  // Shared memory: halo stages, panels, barriers, scratch, the loaders' positions.
-  static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
-  static constexpr int kPanelBytes =
-      Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
-  static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
-
-  // A warp's sums pass through scratch on their way to contiguous lines: 8 channels, kPitch apart.
-  static constexpr int kPitch = 36;  // 4 past a multiple of 32: neither writing nor reading meets itself
-  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * 8 * kPitch * 4;  // of a consumer
-  static constexpr int kScratchStart =
-      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
-  static constexpr int kPositionsStart = kScratchStart + Config::kConsumers * kScratchBytes;
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = kLoaderWarps * Batch::kTurns;
   static constexpr int kSharedBytes =
-      kPositionsStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
+      kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
   static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
   static_assert(kStageBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
@@ -363,32 +500,30 @@ struct Halo : HaloLayout<Config> {
   }
 
   // What a loader warp does, one batch after the other, across chunks, planes and tiles.
+  template <class Batch>
   struct Course {
     int warp, lane, batches;
-    Position* positions;  // of all warps, by turn: a warp reads what itself wrote
     int work, plane, source, chunk, batch, planes;
-    Place at;
     const unsigned char *plane_start, *x;  // of the plane, of the chunk
 
     __device__ __forceinline__ bool start(const Args& args, int from) {
       plane = source = chunk = batch = 0;
       for (work = from; work < args.work; work += gridDim.x) {
-        at = place(args, work);
-        planes = fed_planes(args, at);
+        planes = fed_planes(args, place(args, work));
         if (planes > 0) {
-          find_positions(args);
+          find(args);
           return true;
         }
       }
       return false;
     }
-    __device__ __forceinline__ void find_positions(const Args& args) {
-      __syncwarp();  // lanes that share a position have read the last tile's
+    // Where the turns of this warp read and write.
+    __device__ __forceinline__ void find(const Args& args) {
+      const Place at = place(args, work);
+      __syncwarp();  // lanes that share an entry have read the last tile's
 #pragma unroll 1
       for (int turn = warp; turn < batches * Batch::kTurns * kLoaderWarps; turn += kLoaderWarps) {
-        const int row = Batch::row_in_turn(lane);
-        positions[turn * Batch::kRows + row] =
-            position(args, at, source, turn / Batch::kShares * Batch::kRows + row);
+        Batch::find(args, at, source, turn, warp, lane);
       }
       __syncwarp();
       const long long first = at.first_group() * Config::kIn * args.x_stride.c +
@@ -405,7 +540,7 @@ struct Halo : HaloLayout<Config> {
       chunk = 0;
       if constexpr (Config::kSources > 1) {
         if (++source < Config::kSources) {
-          find_positions(args);
+          find(args);
           return true;
         }
       }
@@ -414,19 +549,19 @@ struct Halo : HaloLayout<Config> {
       return start(args, work + gridDim.x);
     }
     __device__ __forceinline__ void load(const Args& args, Batch& next) const {
-      next.load(args, x, positions, chunk, batch * Batch::kTurns * kLoaderWarps + warp, lane);
+      next.load(args, x, chunk, batch * Batch::kTurns * kLoaderWarps + warp, lane);
     }
   };
 
+  template <class Batch>
   static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
                                                     int lane) {
-    const int turns = (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+    constexpr int kAtOnce = kLoaderWarps * Batch::kTurns;
     Ring<Config::kStages> ring;
-    Course course;
+    Course<Batch> course;
     course.warp = warp;
     course.lane = lane;
-    course.batches = (turns + kLoaderWarps * Batch::kTurns - 1) / (kLoaderWarps * Batch::kTurns);
-    course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart);
+    course.batches = (Batch::turns(args) + kAtOnce - 1) / kAtOnce;
     if (!course.start(args, blockIdx.x)) return;
     // Loads the next batch, then stores the present one. False: there is no next.
     const auto step = [&](const Batch& present, Batch& next) {
@@ -434,7 +569,7 @@ struct Halo : HaloLayout<Config> {
       const bool more = course.advance(args);
       if (more) course.load(args, next);
       if (first) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
-      present.store(shared.stage(ring.index));
+      present.store(shared.stage(ring.index), lane);
       if (last) {
         ptx::fence_async_proxy();
         __syncwarp();
@@ -447,6 +582,16 @@ struct Halo : HaloLayout<Config> {
     course.load(args, even);
     while (step(even, odd) && step(odd, even)) {
     }
+  }
+  static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
+                                                    int lane) {
+    if constexpr (kByOctet) {
+      if (args.octets > 0) {
+        load_halos<BatchByOctet>(args, shared, warp, lane);
+        return;
+      }
+    }
+    load_halos<Batch>(args, shared, warp, lane);
   }
 
   // ---- producers: the panels
@@ -963,7 +1108,9 @@ template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Halo<Config>;
   const typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  // Of lane 0, so that the compiler knows it to be one for all lanes.
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
