@@ -35,13 +35,14 @@ UNSTORED = "if (args.batch > 0) {\n} else if constexpr (Config::kOutputUnitC) {\
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "loads": (  # from global memory
         ("exists ? parts_of(from) : 0", "exists && args.batch < 0 ? parts_of(from) : 0"),
-        ("bool exists = octet >= 0;", "bool exists = octet >= 0 && args.batch < 0;"),
+        ("return exists ? __ldg(", "return exists && address == nullptr ? __ldg("),
         ("inside ? count : 0", "inside && args.batch < 0 ? count : 0"),
     ),
     "staging": (  # to shared memory
         ("if (row == kNoRow) return;", "if (row >= 0) return;"),
         ("if (row[i] != kNoRow)", "if (row[i] < 0)"),
         ("ptx::store_transposed(", "if (stage == 1) ptx::store_transposed("),
+        ("if (start == kBeside) return;", "if (stage != 1) return;"),
     ),
     "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
     "stores": (("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),),

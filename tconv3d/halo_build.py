@@ -23,8 +23,6 @@ PACKING_BYTES = 48 * 1024  # of shared memory, for a block that packs: so that s
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
-OCTET = 8  # neighbours along w that are loaded together
-OCTETS_BYTES = 160  # that a loader notes of four of them
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 
@@ -35,6 +33,15 @@ def ceil_div(a: int, b: int) -> int:
 
 def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
+
+
+@dataclass(frozen=True)
+class VectorTurn:
+    """What a batch of a loader takes of input vectors (BatchTransposed and BatchByVector in halo.cuh)."""
+
+    vectors: int
+    shares: int  # batches for all channels of a chunk
+    noted_bytes: int  # of where its vectors are
 
 
 @dataclass(frozen=True)
@@ -257,40 +264,35 @@ class Build:
         vector = 16 // self.item_bytes
         return in_sequence and (stride == 2 or self.item_bytes == 2) and not any(row % vector for row in rows)
 
-    def octets(self, job: Job, tiling: Tiling) -> int:
-        """How many vectors of 8 neighbours along w a line of the halo touches at the most; 0: they are not loaded."""
-        step = self.program.read_step[2]
+    def vectors(self, job: Job, tiling: Tiling) -> int:
+        """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""
+        step, items = self.program.read_step[2], 16 // self.item_bytes
         *outer, w = job.read
-        if self.item_bytes != 2 or w != 1 or step != self.program.parts or tiling.items > 1:
+        if w != 1 or step != self.program.parts or tiling.items > 1:
             return 0
-        if not job.aligned or any(v % OCTET for v in (*outer, job.read_size[2])):
+        if not job.aligned or any(v % items for v in (*outer, job.read_size[2])):
             return 0
         origins = [dimensions[2].origin for program in self.programs for dimensions in program.sources]
         tiles = product(range(tiling.tiles[3]), origins)
-        starts = {(place * tiling.tile[2] + origin) * step % OCTET for place, origin in tiles}
-        octets = ceil_div(max(starts) + tiling.halo[2] * step, OCTET)
-        return octets if self._octets_fit(octets * prod(tiling.halo[:2])) else 0
-
-    def _octets_fit(self, octets: int) -> bool:
-        """Whether there is room for what loaders note of so many octets: where they would note positions else."""
-        noted = self.octet_batches(octets) * self.loaders * self.octet_turns * OCTETS_BYTES
-        room = round_up(ceil_div(self.stage_rows, 32) * self.shares, self.loaders) * 32 * 8
-        return noted + 128 * (self.loaders + 1) <= room
+        starts = {(place * tiling.tile[2] + origin) * step % items for place, origin in tiles}
+        vectors = ceil_div(max(starts) + tiling.halo[2] * step, items)
+        noted = self.vector_batches(vectors * prod(tiling.halo[:2])) * self.loaders * self.vector_turn.noted_bytes
+        room = self.shared_bytes - RESERVED_BYTES - self.panel_bytes - self.stages * self.stage_rows * self.row_bytes
+        return vectors if noted + 128 * (self.loaders + 1) <= room else 0
 
     @property
-    def octet_pieces(self) -> int:
-        """Pieces of a chunk that tensor cores read: only these are loaded."""
-        return self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps
+    def vector_turn(self) -> VectorTurn:
+        pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # that tensor cores read
+        if self.item_bytes == 2:
+            turns = max(1, 4 // pieces)
+            return VectorTurn(4 * turns, 2 if pieces > 4 else 1, turns * 160)
+        together = 4 if pieces % 4 == 0 else 2
+        return VectorTurn(32 // together, pieces // together, 32 // together * 24)
 
-    @property
-    def octet_turns(self) -> int:
-        """That a batch takes: four pieces of four octets are in flight."""
-        return max(1, 4 // self.octet_pieces)
-
-    def octet_batches(self, octets: int) -> int:
-        """Of a loader warp, to fill a stage with so many octets of the halo."""
-        shares = 2 if self.octet_pieces > 4 else 1
-        return ceil_div(ceil_div(octets, 4) * shares, self.loaders * self.octet_turns)
+    def vector_batches(self, vectors: int) -> int:
+        """Of a loader warp, to fill a stage with so many vectors of the halo."""
+        turn = self.vector_turn
+        return ceil_div(ceil_div(vectors, turn.vectors) * turn.shares, self.loaders)
 
     @property
     def layout_constants(self) -> Constants:

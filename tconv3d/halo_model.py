@@ -47,9 +47,9 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Cos
         batches = ceil_div(groups * pieces, 4 * warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
         sectors = loads * 16
-    elif octets := build.octets(job, tiling) * tiling.halo[0] * tiling.halo[1]:
-        batches = build.octet_batches(octets)
-        loads = ceil_div(octets, 4) * ceil_div(build.channel_slots, 8) * len(build.program.sources)
+    elif vectors := build.vectors(job, tiling) * tiling.halo[0] * tiling.halo[1]:
+        batches = build.vector_batches(vectors)
+        loads = ceil_div(vectors * build.channel_slots, 32) * len(build.program.sources)
         sectors = loads * 16.0
     else:
         batches = ceil_div(groups * build.shares, warps)

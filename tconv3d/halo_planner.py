@@ -310,15 +310,15 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     packed_bytes = build.column_tiles * build.tile_bytes
     slots = _moment_slots(build, tiling)
-    octets = build.octets(job, tiling)
+    vectors = build.vectors(job, tiling)
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
         int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.rows, tiling.slabs, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
-        int32s(build.aligned(job, tiling), octets * prod(tiling.halo[:2])),
+        int32s(build.aligned(job, tiling), vectors * prod(tiling.halo[:2])),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
-        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, octets)),
+        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, vectors)),
     ) + int64s(slots)
     main = Launch(
         kernel="halo",

@@ -211,7 +211,7 @@ def test_aligned_rows_are_stored_as_vectors(name: str) -> None:
 
 
 BESIDE: dict[str, object] = {"march": False, "split": (False, False, True), "row_bytes": 64}
-OCTETS = {  # 16-bit inputs that are loaded by vectors of 8 neighbours along w
+VECTORS = {  # inputs that are loaded by vectors of 16 bytes along w
     "six pieces": Case(40, 8, (2, 3, 16), (2, 3, 3), 1, (0, 1, 1), dtype="float16", build=FLAT),
     "march": Case(21, 8, (3, 4, 24), (2, 3, 4), 1, (1, 1, 2), dtype="bfloat16", build=MARCH),
     "several chunks, phases apart": Case(
@@ -221,25 +221,27 @@ OCTETS = {  # 16-bit inputs that are loaded by vectors of 8 neighbours along w
         72, 8, (2, 4, 16), (1, 2, 2), 1, dtype="float16", build={**FLAT, "resident": False, "slots": 2}
     ),
     "groups": Case(44, 32, (2, 2, 16), (1, 2, 2), groups=4, dtype="float16", build=FLAT),
+    "float32": Case(29, 8, (3, 4, 12), (2, 3, 3), 1, (0, 1, 1), build=FLAT),
+    "float32, groups": Case(20, 32, (2, 2, 16), (1, 2, 2), groups=4, build=FLAT),
 }
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", OCTETS)
-def test_rows_of_16_bits_are_loaded_as_vectors(name: str) -> None:
+@pytest.mark.parametrize("name", VECTORS)
+def test_aligned_rows_are_loaded_as_vectors(name: str) -> None:
     """Tiles that begin between vectors; and by the same kernel a tensor that is not aligned."""
-    case = replace(OCTETS[name], batch=1)
+    case = replace(VECTORS[name], batch=1)
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
-    found = [t for t in tilings(build, 1, job.positions) if t.tiles[3] > 1 and t.tile[2] % 8 and build.octets(job, t)]
-    tiling = min(found, key=lambda t: t.count)
+    found = [t for t in tilings(build, 1, job.positions) if t.tiles[3] > 1 and t.tile[2] % 4]
+    tiling = min((t for t in found if build.vectors(job, t)), key=lambda t: t.count)
     tensors.run(halo_planner.assemble(build, tiling, job, DEVICE), "shuffled:1")
     assert tensors.error < TOLERANCE[case.dtype], tiling
     unaligned = torch.empty(tensors.x.numel() + 1, dtype=tensors.x.dtype)[1:].view(tensors.x.shape)
     tensors.x = unaligned.copy_(tensors.x)
-    job, by_octet = replace(job, aligned=False), build.constants(job)
+    job, by_vector = replace(job, aligned=False), build.constants(job)
     plan = halo_planner.assemble(build, tiling, job, DEVICE)
-    assert not build.octets(job, tiling) and plan.main.constants == by_octet
+    assert not build.vectors(job, tiling) and plan.main.constants == by_vector
     tensors.y.fill_(float("nan"))
     tensors.run(plan)
     assert tensors.error < TOLERANCE[case.dtype]

@@ -60,8 +60,8 @@ struct Args {
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles
   int aligned;       // whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes
-  int octets;        // of the halo (BatchByOctet); none: it is loaded by positions
-  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_octets;
+  int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
+  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_vectors;
 
   long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
 };
@@ -332,91 +332,115 @@ struct Halo : HaloLayout<Config> {
     }
   };
 
-  // Items of 16 bits along w in aligned rows: a lane loads 8 neighbours of one channel at once, an octet, and
-  // the store transposes. In a turn, lane 4*c + q has channel c of a piece in octet q of the turn's four, two
-  // items to a register. The store takes a register of every lane for a matrix whose rows, two from each
-  // octet, may lie anywhere: it writes 8 channels of a position to each. Which register an octet gives to
-  // which matrix is such that the rows of a matrix lie in different banks.
-  struct BatchByOctet {
-    // Pieces that tensor cores read; 4 are in flight.
-    static constexpr int kUsedPieces = kChunks > 1 ? Layout::kPartPieces : 2 * Layout::kLastSteps;
+  // Rows along w that begin and end at multiples of 16 bytes are loaded by vectors of 16 bytes, on such
+  // boundaries: items beside the halo come along, and are dropped. `place`: of the first item in the halo's
+  // line.
+  static constexpr int kVectorItems = Layout::kPieceItems;
+  struct InputVector {
+    long long from;  // in bytes, as of a position
+    int line, place, end;
+  };
+  static __device__ __forceinline__ InputVector input_vector(const Args& args, const Place& at, int source,
+                                                             int index) {
+    InputVector v;
+    v.line = divide(index, args.by_vectors);
+    const int sheet = divide(v.line, args.halo_h), h = v.line - sheet * args.halo.h;
+    const int origin = at.variant() + source;
+    const int x_d = Config::kMarch ? 0
+                                   : (at.d + Config::kOrigin(origin, 0) + sheet) * Config::kReadStepD +
+                                         Config::kReadPhase(source, 0);
+    const int x_h =
+        (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
+    const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
+    const int in_line = index - v.line * static_cast<int>(args.by_vectors.divisor);
+    const int x_w = (start & -kVectorItems) + kVectorItems * in_line;
+    v.place = x_w - start;
+    v.end = index < args.vectors ? args.halo.w * Config::kReadStepW : 0;
+    const Offset offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
+                          static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) + x_w;
+    const bool read = v.place < v.end && inside(x_d, args.input.d) && inside(x_h, args.input.h) &&
+                      inside(x_w, args.input.w);
+    v.from = read ? (at.n * args.x_stride.n + offset) * static_cast<int>(sizeof(Scalar)) : kNowhere;
+    return v;
+  }
+  // Where an item of a vector begins in a stage, or `beside` if it is not in the halo.
+  static __device__ __forceinline__ unsigned item_start(const Args& args, const InputVector& v, int item,
+                                                        unsigned beside) {
+    const int place = v.place + item;
+    const int row = v.line * args.halo.w + place / Config::kReadStepW;
+    return inside(place, v.end) ? row_start(0, row) ^ 16 * (place % Config::kReadStepW * Layout::kPartPieces)
+                                : beside;
+  }
+  // Pieces that tensor cores read: only these are loaded. And whether all of their items are channels.
+  static constexpr int kUsedPieces = kChunks > 1 ? Layout::kPartPieces : 2 * Layout::kLastSteps;
+  static constexpr bool kWholePieces =
+      Layout::kDense &&
+      Layout::kSlots % (kChunks > 1 ? Layout::kPartItems : Layout::kPieceItems * kUsedPieces) == 0;
+  // From a vector of channel 0 of the chunk to that of item `c` of a piece, and whether there is one.
+  struct ChannelOffset {
+    long long bytes;
+    bool exists;
+  };
+  static __device__ __forceinline__ ChannelOffset channel_offset(const Args& args, int chunk, int piece,
+                                                                 int c) {
+    const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
+    if constexpr (kWholePieces) return {(piece * Layout::kPieceItems + c) * stride, true};
+    const auto channels = Layout::channels(chunk, piece);
+    const int channel =
+        Layout::kDense ? piece * Layout::kPieceItems + c : channels.group * Config::kIn + channels.first + c;
+    return {channel * stride, c < channels.count};
+  }
+
+  // Of 16-bit items: the store transposes. In a turn, lane 4*c + q has channel c of a piece in vector q of
+  // the turn's four, two items to a register. The store takes a register of every lane for a matrix whose
+  // rows, two from each vector, may lie anywhere: it writes 8 channels of a position to each. Which register
+  // a vector gives to which matrix is such that the rows of a matrix lie in different banks.
+  struct BatchTransposed {
     static constexpr int kPieces = kUsedPieces == 6 ? 3 : kUsedPieces < 4 ? kUsedPieces : 4;
     static constexpr int kShares = kUsedPieces / kPieces, kTurns = 4 / kPieces;
-    static constexpr bool kWholePieces =
-        Layout::kDense && Layout::kSlots % (kChunks > 1 ? Layout::kPartItems : 8 * kUsedPieces) == 0;
     static_assert(kUsedPieces % kPieces == 0 && (kShares == 1 || kTurns == 1), "whole batches");
     uint4 raw[kTurns][kPieces];
     unsigned target[kTurns];
     int first_piece;
 
-    // What a turn reads and writes: of each octet where it lies in memory (in bytes, negative: outside of the
-    // input), of each lane where the row that it addresses begins in the stage.
+    // What a turn reads and writes; of each lane the row of a matrix that it addresses.
     struct Turn {
       unsigned target[32];
-      long long octet[4];
+      long long from[4];
     };
-    static constexpr long long kNowhere = -1;
     static constexpr unsigned kAbsolute = 0x80000000u;  // not in the stage: for items beside the halo
-    static constexpr int kUnwantedStart = (kTableStart + 127) / 128 * 128;  // 128 bytes of each warp
+    static constexpr int kBesideStart = (kTableStart + 127) / 128 * 128;  // 128 bytes of each warp
     static __device__ __forceinline__ Turn* table() {
-      return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kUnwantedStart + 128 * kLoaderWarps);
+      return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kBesideStart + 128 * kLoaderWarps);
     }
-    static __device__ __forceinline__ int turns(const Args& args) { return (args.octets + 3) / 4 * kShares; }
+    static __device__ __forceinline__ int turns(const Args& args) { return (args.vectors + 3) / 4 * kShares; }
 
     static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn,
                                                 int warp, int lane) {
       unsigned own = lane;
       ptx::pin(own);  // nothing of this is kept in registers from tile to tile
-      const int q = own % 8 / 2, item = 2 * (own / 8 ^ q) + own % 2, index = turn / kShares * 4 + q;
-      const int line = divide(index, args.by_octets), sheet = divide(line, args.halo_h);
-      const int h = line - sheet * args.halo.h, origin = at.variant() + source;
-      const int x_d = Config::kMarch ? 0
-                                     : (at.d + Config::kOrigin(origin, 0) + sheet) * Config::kReadStepD +
-                                           Config::kReadPhase(source, 0);
-      const int x_h =
-          (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
-      const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
-      const int x_w = (start & ~7) + 8 * (index - line * static_cast<int>(args.by_octets.divisor));
-      const int place = x_w - start + item, length = args.halo.w * Config::kReadStepW;  // of the line
-      const int row = line * args.halo.w + place / Config::kReadStepW;
-      const bool exists = index < args.octets, wanted = exists && inside(place, length);
-      const int unwanted = ptx::shared_address(dynamic_shared<unsigned char>()) + kUnwantedStart + 128 * warp;
+      const int q = own % 8 / 2, item = 2 * (own / 8 ^ q) + own % 2;
+      const InputVector vector = input_vector(args, at, source, turn / kShares * 4 + q);
+      const unsigned shared = ptx::shared_address(dynamic_shared<unsigned char>());
       Turn& to = table()[turn];
-      to.target[own] = wanted ? row_start(0, row) ^ 16 * (place % Config::kReadStepW * Layout::kPartPieces)
-                               : kAbsolute | unwanted;
-      if (own >= 8 || own % 2) return;
-      const Offset offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
-                            static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) + x_w;
-      const bool read = exists && x_w - start < length && inside(x_d, args.input.d) &&
-                        inside(x_h, args.input.h) && inside(x_w, args.input.w);
-      to.octet[q] = read ? (at.n * args.x_stride.n + offset) * 2 : kNowhere;
+      to.target[own] = item_start(args, vector, item, kAbsolute | (shared + kBesideStart + 128 * warp));
+      if (own < 8 && own % 2 == 0) to.from[q] = vector.from;
     }
-
     __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
                                          int lane) {
-      const long long stride = args.x_stride.c * 2;
       first_piece = turn % kShares * kPieces;
 #pragma unroll
       for (int t = 0; t < kTurns; ++t) {
         const Turn& at = table()[turn + t * kLoaderWarps];
-        const long long octet = at.octet[lane % 4];
+        const long long from = at.from[lane % 4];
         target[t] = at.target[lane];
-        const unsigned char* address = x + octet + (8 * first_piece + lane / 4) * stride;
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i, address += 8 * stride) {
-          bool exists = octet >= 0;
-          if constexpr (!kWholePieces) {
-            const auto channels = Layout::channels(chunk, first_piece + i);
-            exists = exists && lane / 4 < channels.count;
-            if constexpr (!Layout::kDense) {
-              address = x + octet + (channels.group * Config::kIn + channels.first + lane / 4) * stride;
-            }
-          }
-          raw[t][i] = exists ? __ldg(reinterpret_cast<const uint4*>(address)) : make_uint4(0, 0, 0, 0);
+        for (int i = 0; i < kPieces; ++i) {
+          const auto channel = channel_offset(args, chunk, first_piece + i, lane / 4);
+          raw[t][i] = load_16_bytes(x + from + channel.bytes, channel.exists && from >= 0);
         }
       }
     }
-
     __device__ __forceinline__ void store(unsigned stage, int lane) const {
 #pragma unroll
       for (int t = 0; t < kTurns; ++t) {
@@ -434,10 +458,71 @@ struct Halo : HaloLayout<Config> {
     }
   };
 
+  // Of 32-bit items: a lane has the four channels of a piece in one vector. Neighbouring lanes have pieces
+  // and vectors such that their rows lie in different banks: lane 2*kLanePieces*a + 2*p + b has piece p in
+  // vector 2*a + b.
+  struct BatchByVector {
+    static constexpr int kLanePieces = kUsedPieces % 4 == 0 ? 4 : 2, kLaneVectors = 32 / kLanePieces;
+    static constexpr int kShares = kUsedPieces / kLanePieces, kTurns = 1;
+    uint4 raw[4];
+    uint4 target;
+    int piece;
+
+    struct Turn {
+      uint4 target[kLaneVectors];
+      long long from[kLaneVectors];
+    };
+    static constexpr unsigned kBeside = 0xFFFFFFFFu;
+    static __device__ __forceinline__ Turn* table() {
+      return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kTableStart);
+    }
+    static __device__ __forceinline__ int turns(const Args& args) {
+      return (args.vectors + kLaneVectors - 1) / kLaneVectors * kShares;
+    }
+    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                                int lane) {
+      unsigned own = lane;
+      ptx::pin(own);  // nothing of this is kept in registers from tile to tile
+      if (own >= kLaneVectors) return;
+      const InputVector vector = input_vector(args, at, source, turn / kShares * kLaneVectors + own);
+      Turn& to = table()[turn];
+      to.target[own] = make_uint4(item_start(args, vector, 0, kBeside), item_start(args, vector, 1, kBeside),
+                                  item_start(args, vector, 2, kBeside), item_start(args, vector, 3, kBeside));
+      to.from[own] = vector.from;
+    }
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                         int lane) {
+      const int vector = lane / (2 * kLanePieces) * 2 + lane % 2;
+      const Turn& at = table()[turn];
+      const long long from = at.from[vector];
+      target = at.target[vector];
+      piece = turn % kShares * kLanePieces + lane / 2 % kLanePieces;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const auto channel = channel_offset(args, chunk, piece, c);
+        raw[c] = load_16_bytes(x + from + channel.bytes, channel.exists && from >= 0);
+      }
+    }
+    __device__ __forceinline__ void store(unsigned stage, int) const {
+      store_item(stage, target.x, raw[0].x, raw[1].x, raw[2].x, raw[3].x);
+      store_item(stage, target.y, raw[0].y, raw[1].y, raw[2].y, raw[3].y);
+      store_item(stage, target.z, raw[0].z, raw[1].z, raw[2].z, raw[3].z);
+      store_item(stage, target.w, raw[0].w, raw[1].w, raw[2].w, raw[3].w);
+    }
+    __device__ __forceinline__ void store_item(unsigned stage, unsigned start, unsigned a, unsigned b,
+                                               unsigned c, unsigned d) const {
+      if (start == kBeside) return;
+      ptx::store_shared(stage + start ^ 16 * piece, BatchByChannel::to_operands(make_uint4(a, b, c, d)));
+    }
+  };
+  static __device__ __forceinline__ uint4 load_16_bytes(const unsigned char* address, bool exists) {
+    return exists ? __ldg(reinterpret_cast<const uint4*>(address)) : make_uint4(0, 0, 0, 0);
+  }
+
   using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
-  // Whether the input may be such that octets can be loaded.
-  static constexpr bool kByOctet =
-      sizeof(Scalar) == 2 && !Config::kUnitC && Config::kReadStepW == Config::kParts;
+  using VectorBatch = typename Choose<sizeof(Scalar) == 2, BatchTransposed, BatchByVector>::type;
+  // Whether the input may be such that vectors can be loaded.
+  static constexpr bool kMayHaveVectors = !Config::kUnitC && Config::kReadStepW == Config::kParts;
 
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = kLoaderWarps * Batch::kTurns;
@@ -585,9 +670,9 @@ struct Halo : HaloLayout<Config> {
   }
   static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
                                                     int lane) {
-    if constexpr (kByOctet) {
-      if (args.octets > 0) {
-        load_halos<BatchByOctet>(args, shared, warp, lane);
+    if constexpr (kMayHaveVectors) {
+      if (args.vectors > 0) {
+        load_halos<VectorBatch>(args, shared, warp, lane);
         return;
       }
     }
