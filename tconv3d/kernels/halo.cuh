@@ -1225,8 +1225,7 @@ __device__ void run(const Args& args) {
     }
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
-    const int consumer = (static_cast<int>(threadIdx.x) - Kernel::kProducerThreads) / 128;
-    Kernel::consume(args, shared, consumer, warp % 4, lane);
+    Kernel::consume(args, shared, (warp - Kernel::kProducerThreads / 32) / 4, warp % 4, lane);
   }
 }
 
