@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from halo_lab import Bench, candidates, milliseconds
+from halo_lab import Bench, milliseconds
 from halo_names import describe
 
 from tconv3d import compiler, halo_planner, launcher
@@ -35,11 +35,14 @@ UNSTORED = "if (args.batch > 0) {\n} else if constexpr (Config::kOutputUnitC) {\
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "loads": (  # from global memory
         ("exists ? parts_of(from) : 0", "exists && args.batch < 0 ? parts_of(from) : 0"),
+        ("return exists ? __ldg(", "return exists && address == nullptr ? __ldg("),
         ("inside ? count : 0", "inside && args.batch < 0 ? count : 0"),
     ),
     "staging": (  # to shared memory
         ("if (row == kNoRow) return;", "if (row >= 0) return;"),
         ("if (row[i] != kNoRow)", "if (row[i] < 0)"),
+        ("ptx::store_transposed(", "if (stage == 1) ptx::store_transposed("),
+        ("if (start == kBeside) return;", "if (stage != 1) return;"),
     ),
     "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
     "stores": (("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),),
@@ -112,7 +115,7 @@ def main() -> None:
                 if options.table:
                     plan = fastest(options.table, bench, name, dtype, device)
                 else:
-                    plan = candidates(bench.job, device, 1)[0]
+                    plan = halo_planner.plan_or_none(bench.job, device)
                 print(f"{name} {dtype}: {describe(plan.build)}; {plan.tiling}", flush=True)
                 list(pool.map(compile_with, [(path, plan.main) for path in kernels.values()]))
                 for variant, path in kernels.items():

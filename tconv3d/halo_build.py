@@ -37,6 +37,15 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True)
+class VectorTurn:
+    """What a batch of a loader takes of input vectors (BatchTransposed and BatchByVector in halo.cuh)."""
+
+    vectors: int
+    shares: int  # batches for all channels of a chunk
+    noted_bytes: int  # of where its vectors are
+
+
+@dataclass(frozen=True)
 class Build:
     """What one compilation of the kernel is for."""
 
@@ -152,6 +161,11 @@ class Build:
         return max(1, self.part_bytes // 16 // in_flight)
 
     @property
+    def loaders(self) -> int:
+        """Warps that load the halo: one producer warp streams panels."""
+        return 4 * self.producers - (0 if self.resident else 1)
+
+    @property
     def sums(self) -> int:
         """Accumulators of a consumer's thread."""
         return self.slabs * self.columns // 2
@@ -257,6 +271,36 @@ class Build:
         rows = (*job.written[:4], job.written_size[2])
         vector = 16 // self.item_bytes
         return in_sequence and (stride == 2 or self.item_bytes == 2) and not any(row % vector for row in rows)
+
+    def vectors(self, job: Job, tiling: Tiling) -> int:
+        """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""
+        step, items = self.program.read_step[2], 16 // self.item_bytes
+        *outer, w = job.read
+        if w != 1 or step != self.program.parts or tiling.items > 1:
+            return 0
+        if not job.aligned or any(v % items for v in (*outer, job.read_size[2])):
+            return 0
+        origins = [dimensions[2].origin for program in self.programs for dimensions in program.sources]
+        tiles = product(range(tiling.tiles[3]), origins)
+        starts = {(place * tiling.tile[2] + origin) * step % items for place, origin in tiles}
+        vectors = ceil_div(max(starts) + tiling.halo[2] * step, items)
+        noted = self.vector_batches(vectors * tiling.lines) * self.loaders * self.vector_turn.noted_bytes
+        room = self.shared_bytes - RESERVED_BYTES - self.panel_bytes - self.stages * self.stage_rows * self.row_bytes
+        return vectors if noted + 128 * (self.loaders + 1) <= room else 0
+
+    @property
+    def vector_turn(self) -> VectorTurn:
+        pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # that tensor cores read
+        if self.item_bytes == 2:
+            turns = max(1, 4 // pieces)
+            return VectorTurn(4 * turns, 2 if pieces > 4 else 1, turns * 160)
+        together = 4 if pieces % 4 == 0 else 2
+        return VectorTurn(32 // together, pieces // together, 32 // together * 24)
+
+    def vector_batches(self, vectors: int) -> int:
+        """Of a loader warp, to fill a stage with so many vectors of the halo."""
+        turn = self.vector_turn
+        return ceil_div(ceil_div(vectors, turn.vectors) * turn.shares, self.loaders)
 
     @property
     def layout_constants(self) -> Constants:
@@ -392,6 +436,11 @@ class Tiling:
     @property
     def rows(self) -> int:
         return self.length + self.reach if self.length else prod(self.halo) * self.items
+
+    @property
+    def lines(self) -> int:
+        """Of the halo, or that a run touches."""
+        return ceil_div(self.rows - 1, self.halo[2]) + 1 if self.length else prod(self.halo[:2])
 
     @property
     def near_bits(self) -> int:

@@ -40,7 +40,7 @@ COSTS = Costs()
 
 def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Costs) -> float:
     """Of the loaders, for one tile: either warps wait for their batches, or the multiprocessor for its loads."""
-    warps = 4 * build.producers - (0 if build.resident else 1)
+    warps = build.loaders
     groups = ceil_div(tiling.rows, 32)
     pieces = build.row_bytes // 16
     reads = build.program.used_parts * len(build.program.sources)
@@ -48,6 +48,10 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Cos
         batches = ceil_div(groups * pieces, 4 * warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
         sectors = loads * 16
+    elif vectors := build.vectors(job, tiling) * tiling.lines:
+        batches = build.vector_batches(vectors)
+        loads = ceil_div(vectors * build.channel_slots, 32) * len(build.program.sources)
+        sectors = loads * 16.0
     else:
         batches = ceil_div(groups * build.shares, warps)
         loads = groups * build.channel_slots * reads

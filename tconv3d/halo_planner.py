@@ -104,12 +104,13 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = Fal
                     geometry, gather, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages,
                     True, 1, shared_bytes,
                 )  # fmt: skip
+                if build.stage_rows >= 64:
+                    yield build
                 if build.tile_bytes > 0.6 * shared_bytes:
                     build = replace(build, resident=False)
                     build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
-                if build.stage_rows >= 64:
-                    yield build
-                    if not build.resident:
+                    if build.stage_rows >= 64:
+                        yield build
                         yield replace(build, paired=True)
 
 
@@ -322,15 +323,16 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     packed_bytes = build.column_tiles * build.tile_bytes
     slots = _moment_slots(build, tiling)
+    vectors = build.vectors(job, tiling)
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
         int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.near_bits, tiling.rows, tiling.slabs),
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
-        int32s(build.aligned(job, tiling)),
+        int32s(build.aligned(job, tiling), vectors * tiling.lines),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
-        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items)),
+        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, vectors)),
         divider(tiling.side_by_side(build)),
     ) + int64s(slots)
     main = Launch(

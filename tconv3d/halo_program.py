@@ -215,7 +215,8 @@ def gather_program(axes: tuple[Axis, Axis, Axis]) -> Program:
 def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int) -> tuple[Program, ...]:
     """One program for each combination of the split dimensions' phases: the same but for origins, offsets and taps.
 
-    Order and division of the columns are those with the cheapest instructions.
+    Order and division of the columns are those with the cheapest instructions; of such, the widest, which take least
+    out of shared memory.
     """
     choices = [
         [Dimension.phase(axis, phase) for phase in range(axis.stride)] if apart else [Dimension.whole(axis)]
@@ -229,5 +230,5 @@ def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: in
     count = d.fields * h.fields * w.fields
     units = [unit for unit in range(1, count + 1) if count % unit == 0 and unit * width <= MAX_COLUMNS]
     candidates = [Program.make(variants[0], fields, unit) for fields, unit in product(orders, units)]
-    best = min(candidates, key=lambda candidate: (candidate.cycles(width), len(candidate.patterns)))
+    best = min(candidates, key=lambda candidate: (candidate.cycles(width), len(candidate.patterns), -candidate.unit))
     return tuple(Program.make(dimensions, best.fields, best.unit) for dimensions in variants)

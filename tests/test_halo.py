@@ -217,6 +217,57 @@ def test_aligned_rows_are_stored_as_vectors(name: str) -> None:
         assert tensors.error < TOLERANCE[case.dtype], tiling
 
 
+BESIDE: dict[str, object] = {"march": False, "split": (False, False, True), "row_bytes": 64}
+VECTORS = {  # inputs that are loaded by vectors of 16 bytes along w
+    "six pieces": Case(40, 8, (2, 3, 16), (2, 3, 3), 1, (0, 1, 1), dtype="float16", build=FLAT),
+    "march": Case(21, 8, (3, 4, 24), (2, 3, 4), 1, (1, 1, 2), dtype="bfloat16", build=MARCH),
+    "several chunks, phases apart": Case(
+        72, 8, (2, 2, 16), (2, 2, 4), (1, 1, 2), (0, 1, 1), dtype="bfloat16", build=BESIDE
+    ),
+    "weights streamed": Case(
+        72, 8, (2, 4, 16), (1, 2, 2), 1, dtype="float16", build={**FLAT, "resident": False, "slots": 2}
+    ),
+    "groups": Case(44, 32, (2, 2, 16), (1, 2, 2), groups=4, dtype="float16", build=FLAT),
+    "float32": Case(29, 8, (3, 4, 12), (2, 3, 3), 1, (0, 1, 1), build=FLAT),
+    "float32, groups": Case(20, 32, (2, 2, 16), (1, 2, 2), groups=4, build=FLAT),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", VECTORS)
+def test_aligned_rows_are_loaded_as_vectors(name: str) -> None:
+    """Tiles that begin between vectors; and by the same kernel a tensor that is not aligned."""
+    case = replace(VECTORS[name], batch=1)
+    tensors, build = Tensors(case), build_for(case)
+    job = job_of(tensors.problem)
+    found = [t for t in tilings(build, 1, job.positions, job.read_size) if t.tiles[3] > 1 and t.tile[2] % 4]
+    tiling = min((t for t in found if build.vectors(job, t)), key=lambda t: t.count)
+    tensors.run(halo_planner.assemble(build, tiling, job, DEVICE), "shuffled:1")
+    assert tensors.error < TOLERANCE[case.dtype], tiling
+    unaligned = torch.empty(tensors.x.numel() + 1, dtype=tensors.x.dtype)[1:].view(tensors.x.shape)
+    tensors.x = unaligned.copy_(tensors.x)
+    job, by_vector = replace(job, aligned=False), build.constants(job)
+    plan = halo_planner.assemble(build, tiling, job, DEVICE)
+    assert not build.vectors(job, tiling) and plan.main.constants == by_vector
+    tensors.y.fill_(float("nan"))
+    tensors.run(plan)
+    assert tensors.error < TOLERANCE[case.dtype]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_runs_are_loaded_as_vectors(dtype: str) -> None:
+    case = replace(VECTORS["march"], size=(3, 14, 24), batch=3, dtype=dtype)
+    tensors, build = Tensors(case), build_for(case)
+    job = job_of(tensors.problem)
+    runs = [t for t in tilings(build, 3, job.positions, job.read_size) if t.length and build.vectors(job, t)]
+    assert {run.sheets for run in runs} == {1, 3} and max(run.tiles[2] for run in runs) > 1
+    for run in runs:
+        tensors.y.fill_(float("nan"))
+        tensors.run(halo_planner.assemble(build, run, job, DEVICE), "shuffled:1")
+        assert tensors.error < TOLERANCE[dtype], run
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", ["kernel 3, stride 2", "march", "march, padded", "batch in the rows"])
 def test_every_tiling_gives_the_same_result(name: str) -> None:

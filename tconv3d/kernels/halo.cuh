@@ -67,7 +67,8 @@ struct Args {
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles
   int aligned;       // whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes
-  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items;
+  int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
+  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_vectors;
   Divider side_by_side;  // marching: tiles of one depth, of all batch items, in whole pairs
 
   long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
@@ -112,6 +113,19 @@ struct Halo : HaloLayout<Config> {
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
   };
+
+  // Shared memory: halo stages, panels, barriers, scratch, the loaders' tables.
+  static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
+  static constexpr int kPanelBytes =
+      Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
+  static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
+
+  // A warp's sums pass through scratch on their way to contiguous lines: 8 channels, kPitch apart.
+  static constexpr int kPitch = 36;  // 4 past a multiple of 32: neither writing nor reading meets itself
+  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * 8 * kPitch * 4;  // of a consumer
+  static constexpr int kScratchStart =
+      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
+  static constexpr int kTableStart = kScratchStart + Config::kConsumers * kScratchBytes;
 
   // ---- producers: the halo
 
@@ -166,6 +180,22 @@ struct Halo : HaloLayout<Config> {
     return static_cast<unsigned>(i) < static_cast<unsigned>(size);
   }
 
+  // The positions of all warps, by turn: a warp reads what itself wrote.
+  static __device__ __forceinline__ Position* positions() {
+    return reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kTableStart);
+  }
+  template <class Batch>
+  static __device__ __forceinline__ void find_positions(const Args& args, const Place& at, int source,
+                                                        int turn, int lane) {
+    const int row = Batch::row_in_turn(lane);
+    positions()[turn * Batch::kRows + row] =
+        position(args, at, source, turn / Batch::kShares * Batch::kRows + row);
+  }
+  template <class Batch>
+  static __device__ __forceinline__ int turns_by_position(const Args& args) {
+    return (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+  }
+
   // Where a row of the stage begins; piece i of it is at this address ^ 16 * i.
   static __device__ __forceinline__ unsigned row_start(unsigned stage, int row) {
     return stage + Layout::template swizzle<Layout::kRowPieces>(row * Config::kRowBytes);
@@ -189,11 +219,18 @@ struct Halo : HaloLayout<Config> {
     Parts raw[kPieces][Layout::kPieceItems];
     int row, first_piece;
 
+    static __device__ __forceinline__ int turns(const Args& args) {
+      return turns_by_position<BatchByPosition>(args);
+    }
     static __device__ __forceinline__ int row_in_turn(int lane) { return lane; }
+    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                                int lane) {
+      find_positions<BatchByPosition>(args, at, source, turn, lane);
+    }
     // `x`: the plane and the chunk. `turn` counts those of all warps.
-    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, const Position* positions,
-                                         int chunk, unsigned turn, int lane) {
-      const Position from = positions[turn * kRows + lane];
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                         int lane) {
+      const Position from = positions()[turn * kRows + lane];
       const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
       row = row_of(from);
       first_piece = turn % kShares * kPieces;
@@ -230,7 +267,7 @@ struct Halo : HaloLayout<Config> {
       }
       return found;
     }
-    __device__ __forceinline__ void store(unsigned stage) const {
+    __device__ __forceinline__ void store(unsigned stage, int) const {
       if (row == kNoRow) return;
       const unsigned start = row_start(stage, row) ^ 16 * first_piece;
 #pragma unroll
@@ -252,9 +289,16 @@ struct Halo : HaloLayout<Config> {
     uint4 raw[kTurns];
     int row[kTurns], piece;
 
+    static __device__ __forceinline__ int turns(const Args& args) {
+      return turns_by_position<BatchByChannel>(args);
+    }
     static __device__ __forceinline__ int row_in_turn(int lane) { return lane / Layout::kRowPieces; }
-    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, const Position* positions,
-                                         int chunk, unsigned turn, int lane) {
+    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                                int lane) {
+      find_positions<BatchByChannel>(args, at, source, turn, lane);
+    }
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                         int lane) {
       piece = lane % Layout::kRowPieces;
       const int part = piece / Layout::kPartPieces, in_part = piece % Layout::kPartPieces;
       const auto channels = Layout::channels(chunk, in_part);
@@ -263,7 +307,7 @@ struct Halo : HaloLayout<Config> {
       x += (first + (Config::kParts > 1 ? part * args.x_stride.w : 0)) * static_cast<int>(sizeof(Scalar));
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
-        const Position from = positions[(turn + i * kLoaderWarps) * kRows + row_in_turn(lane)];
+        const Position from = positions()[(turn + i * kLoaderWarps) * kRows + row_in_turn(lane)];
         row[i] = row_of(from);
         const int count = Layout::kWholeParts ? Layout::kPieceItems : channels.count;
         const bool inside = part < parts_of(from);
@@ -292,7 +336,7 @@ struct Halo : HaloLayout<Config> {
       }
       return raw;
     }
-    __device__ __forceinline__ void store(unsigned stage) const {
+    __device__ __forceinline__ void store(unsigned stage, int) const {
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
         if (row[i] != kNoRow) {
@@ -302,24 +346,206 @@ struct Halo : HaloLayout<Config> {
     }
   };
 
+  // Rows along w that begin and end at multiples of 16 bytes are loaded by vectors of 16 bytes, on such
+  // boundaries: items beside the halo come along, and are dropped. `place`: of the first item in the halo's
+  // line.
+  static constexpr int kVectorItems = Layout::kPieceItems;
+  struct InputVector {
+    long long from;  // in bytes, as of a position
+    int first_row, place, end;
+  };
+  static __device__ __forceinline__ InputVector input_vector(const Args& args, const Place& at, int source,
+                                                             int index) {
+    InputVector v;
+    const int line = divide(index, args.by_vectors);
+    const int of_run = Config::kMarch ? line + divide(at.start, args.halo_w) : line;
+    const int sheet = divide(of_run, args.halo_h), h = of_run - sheet * args.halo.h;
+    const int origin = at.variant() + source;
+    const int x_d = Config::kMarch ? 0
+                                   : (at.d + Config::kOrigin(origin, 0) + sheet) * Config::kReadStepD +
+                                         Config::kReadPhase(source, 0);
+    const int x_h =
+        (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
+    const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
+    const int in_line = index - line * static_cast<int>(args.by_vectors.divisor);
+    const int x_w = (start & -kVectorItems) + kVectorItems * in_line;
+    v.first_row = of_run * args.halo.w - at.start;
+    v.place = x_w - start;
+    v.end = index < args.vectors ? args.halo.w * Config::kReadStepW : 0;
+    const Offset offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
+                          static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) + x_w;
+    const int n = Config::kMarch ? at.n + sheet : at.n;
+    const bool read = v.place < v.end && n < args.batch && inside(x_d, args.input.d) &&
+                      inside(x_h, args.input.h) && inside(x_w, args.input.w);
+    v.from = read ? (n * args.x_stride.n + offset) * static_cast<int>(sizeof(Scalar)) : kNowhere;
+    return v;
+  }
+  // Where an item of a vector begins in a stage, or `beside` if it is not in the halo.
+  static __device__ __forceinline__ unsigned item_start(const Args& args, const InputVector& v, int item,
+                                                        unsigned beside) {
+    const int place = v.place + item;
+    const int row = v.first_row + place / Config::kReadStepW;
+    return inside(place, v.end) && inside(row, args.rows)
+               ? row_start(0, row) ^ 16 * (place % Config::kReadStepW * Layout::kPartPieces)
+               : beside;
+  }
+  // Pieces that tensor cores read: only these are loaded. And whether all of their items are channels.
+  static constexpr int kUsedPieces = kChunks > 1 ? Layout::kPartPieces : 2 * Layout::kLastSteps;
+  static constexpr bool kWholePieces =
+      Layout::kDense &&
+      Layout::kSlots % (kChunks > 1 ? Layout::kPartItems : Layout::kPieceItems * kUsedPieces) == 0;
+  // From a vector of channel 0 of the chunk to that of item `c` of a piece, and whether there is one.
+  struct ChannelOffset {
+    long long bytes;
+    bool exists;
+  };
+  static __device__ __forceinline__ ChannelOffset channel_offset(const Args& args, int chunk, int piece,
+                                                                 int c) {
+    const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
+    if constexpr (kWholePieces) return {(piece * Layout::kPieceItems + c) * stride, true};
+    const auto channels = Layout::channels(chunk, piece);
+    const int channel =
+        Layout::kDense ? piece * Layout::kPieceItems + c : channels.group * Config::kIn + channels.first + c;
+    return {channel * stride, c < channels.count};
+  }
+
+  // Of 16-bit items: the store transposes. In a turn, lane 4*c + q has channel c of a piece in vector q of
+  // the turn's four, two items to a register. The store takes a register of every lane for a matrix whose
+  // rows, two from each vector, may lie anywhere: it writes 8 channels of a position to each. Which register
+  // a vector gives to which matrix is such that the rows of a matrix lie in different banks.
+  struct BatchTransposed {
+    static constexpr int kPieces = kUsedPieces == 6 ? 3 : kUsedPieces < 4 ? kUsedPieces : 4;
+    static constexpr int kShares = kUsedPieces / kPieces, kTurns = 4 / kPieces;
+    static_assert(kUsedPieces % kPieces == 0 && (kShares == 1 || kTurns == 1), "whole batches");
+    uint4 raw[kTurns][kPieces];
+    unsigned target[kTurns];
+    int first_piece;
+
+    // What a turn reads and writes; of each lane the row of a matrix that it addresses.
+    struct Turn {
+      unsigned target[32];
+      long long from[4];
+    };
+    static constexpr unsigned kAbsolute = 0x80000000u;  // not in the stage: for items beside the halo
+    static constexpr int kBesideStart = (kTableStart + 127) / 128 * 128;  // 128 bytes of each warp
+    static __device__ __forceinline__ Turn* table() {
+      return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kBesideStart + 128 * kLoaderWarps);
+    }
+    static __device__ __forceinline__ int turns(const Args& args) { return (args.vectors + 3) / 4 * kShares; }
+
+    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn,
+                                                int warp, int lane) {
+      unsigned own = lane;
+      ptx::pin(own);  // nothing of this is kept in registers from tile to tile
+      const int q = own % 8 / 2, item = 2 * (own / 8 ^ q) + own % 2;
+      const InputVector vector = input_vector(args, at, source, turn / kShares * 4 + q);
+      const unsigned shared = ptx::shared_address(dynamic_shared<unsigned char>());
+      Turn& to = table()[turn];
+      to.target[own] = item_start(args, vector, item, kAbsolute | (shared + kBesideStart + 128 * warp));
+      if (own < 8 && own % 2 == 0) to.from[q] = vector.from;
+    }
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                         int lane) {
+      first_piece = turn % kShares * kPieces;
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        const Turn& at = table()[turn + t * kLoaderWarps];
+        const long long from = at.from[lane % 4];
+        target[t] = at.target[lane];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          const auto channel = channel_offset(args, chunk, first_piece + i, lane / 4);
+          raw[t][i] = load_16_bytes(x + from + channel.bytes, channel.exists && from >= 0);
+        }
+      }
+    }
+    __device__ __forceinline__ void store(unsigned stage, int lane) const {
+#pragma unroll
+      for (int t = 0; t < kTurns; ++t) {
+        const unsigned start = target[t] & kAbsolute ? target[t] & ~kAbsolute : stage + target[t];
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          ptx::store_transposed(start ^ 16 * (first_piece + i), by_matrix(raw[t][i], lane));
+        }
+      }
+    }
+    // Matrix m gets register m ^ q.
+    static __device__ __forceinline__ uint4 by_matrix(uint4 raw, int lane) {
+      const uint4 near = lane & 1 ? make_uint4(raw.y, raw.x, raw.w, raw.z) : raw;
+      return lane & 2 ? make_uint4(near.z, near.w, near.x, near.y) : near;
+    }
+  };
+
+  // Of 32-bit items: a lane has the four channels of a piece in one vector. Neighbouring lanes have pieces
+  // and vectors such that their rows lie in different banks: lane 2*kLanePieces*a + 2*p + b has piece p in
+  // vector 2*a + b.
+  struct BatchByVector {
+    static constexpr int kLanePieces = kUsedPieces % 4 == 0 ? 4 : 2, kLaneVectors = 32 / kLanePieces;
+    static constexpr int kShares = kUsedPieces / kLanePieces, kTurns = 1;
+    uint4 raw[4];
+    uint4 target;
+    int piece;
+
+    struct Turn {
+      uint4 target[kLaneVectors];
+      long long from[kLaneVectors];
+    };
+    static constexpr unsigned kBeside = 0xFFFFFFFFu;
+    static __device__ __forceinline__ Turn* table() {
+      return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kTableStart);
+    }
+    static __device__ __forceinline__ int turns(const Args& args) {
+      return (args.vectors + kLaneVectors - 1) / kLaneVectors * kShares;
+    }
+    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                                int lane) {
+      unsigned own = lane;
+      ptx::pin(own);  // nothing of this is kept in registers from tile to tile
+      if (own >= kLaneVectors) return;
+      const InputVector vector = input_vector(args, at, source, turn / kShares * kLaneVectors + own);
+      Turn& to = table()[turn];
+      to.target[own] = make_uint4(item_start(args, vector, 0, kBeside), item_start(args, vector, 1, kBeside),
+                                  item_start(args, vector, 2, kBeside), item_start(args, vector, 3, kBeside));
+      to.from[own] = vector.from;
+    }
+    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                         int lane) {
+      const int vector = lane / (2 * kLanePieces) * 2 + lane % 2;
+      const Turn& at = table()[turn];
+      const long long from = at.from[vector];
+      target = at.target[vector];
+      piece = turn % kShares * kLanePieces + lane / 2 % kLanePieces;
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const auto channel = channel_offset(args, chunk, piece, c);
+        raw[c] = load_16_bytes(x + from + channel.bytes, channel.exists && from >= 0);
+      }
+    }
+    __device__ __forceinline__ void store(unsigned stage, int) const {
+      store_item(stage, target.x, raw[0].x, raw[1].x, raw[2].x, raw[3].x);
+      store_item(stage, target.y, raw[0].y, raw[1].y, raw[2].y, raw[3].y);
+      store_item(stage, target.z, raw[0].z, raw[1].z, raw[2].z, raw[3].z);
+      store_item(stage, target.w, raw[0].w, raw[1].w, raw[2].w, raw[3].w);
+    }
+    __device__ __forceinline__ void store_item(unsigned stage, unsigned start, unsigned a, unsigned b,
+                                               unsigned c, unsigned d) const {
+      if (start == kBeside) return;
+      ptx::store_shared(stage + start ^ 16 * piece, BatchByChannel::to_operands(make_uint4(a, b, c, d)));
+    }
+  };
+  static __device__ __forceinline__ uint4 load_16_bytes(const unsigned char* address, bool exists) {
+    return exists ? __ldg(reinterpret_cast<const uint4*>(address)) : make_uint4(0, 0, 0, 0);
+  }
+
   using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
+  using VectorBatch = typename Choose<sizeof(Scalar) == 2, BatchTransposed, BatchByVector>::type;
+  // Whether the input may be such that vectors can be loaded.
+  static constexpr bool kMayHaveVectors = !Config::kUnitC && Config::kReadStepW == Config::kParts;
 
-  // Shared memory: halo stages, panels, barriers, scratch, the loaders' positions.
-  static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
-  static constexpr int kPanelBytes =
-      Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
-  static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
-
-  // A warp's sums pass through scratch on their way to contiguous lines: 8 channels, kPitch apart.
-  static constexpr int kPitch = 36;  // 4 past a multiple of 32: neither writing nor reading meets itself
-  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * 8 * kPitch * 4;  // of a consumer
-  static constexpr int kScratchStart =
-      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
-  static constexpr int kPositionsStart = kScratchStart + Config::kConsumers * kScratchBytes;
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = kLoaderWarps * Batch::kTurns;
   static constexpr int kSharedBytes =
-      kPositionsStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
+      kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
   static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
   static_assert(kStageBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
@@ -389,32 +615,30 @@ struct Halo : HaloLayout<Config> {
   }
 
   // What a loader warp does, one batch after the other, across chunks, planes and tiles.
+  template <class Batch>
   struct Course {
     int warp, lane, batches;
-    Position* positions;  // of all warps, by turn: a warp reads what itself wrote
     int work, plane, source, chunk, batch, planes;
-    Place at;
     const unsigned char *plane_start, *x;  // of the plane, of the chunk
 
     __device__ __forceinline__ bool start(const Args& args, int from) {
       plane = source = chunk = batch = 0;
       for (work = from; work < args.work; work += gridDim.x) {
-        at = place(args, work);
-        planes = fed_planes(args, at);
+        planes = fed_planes(args, place(args, work));
         if (planes > 0) {
-          find_positions(args);
+          find(args);
           return true;
         }
       }
       return false;
     }
-    __device__ __forceinline__ void find_positions(const Args& args) {
-      __syncwarp();  // lanes that share a position have read the last tile's
+    // Where the turns of this warp read and write.
+    __device__ __forceinline__ void find(const Args& args) {
+      const Place at = place(args, work);
+      __syncwarp();  // lanes that share an entry have read the last tile's
 #pragma unroll 1
       for (int turn = warp; turn < batches * Batch::kTurns * kLoaderWarps; turn += kLoaderWarps) {
-        const int row = Batch::row_in_turn(lane);
-        positions[turn * Batch::kRows + row] =
-            position(args, at, source, turn / Batch::kShares * Batch::kRows + row);
+        Batch::find(args, at, source, turn, warp, lane);
       }
       __syncwarp();
       const long long first = at.first_group() * Config::kIn * args.x_stride.c +
@@ -431,7 +655,7 @@ struct Halo : HaloLayout<Config> {
       chunk = 0;
       if constexpr (Config::kSources > 1) {
         if (++source < Config::kSources) {
-          find_positions(args);
+          find(args);
           return true;
         }
       }
@@ -440,19 +664,19 @@ struct Halo : HaloLayout<Config> {
       return start(args, work + gridDim.x);
     }
     __device__ __forceinline__ void load(const Args& args, Batch& next) const {
-      next.load(args, x, positions, chunk, batch * Batch::kTurns * kLoaderWarps + warp, lane);
+      next.load(args, x, chunk, batch * Batch::kTurns * kLoaderWarps + warp, lane);
     }
   };
 
+  template <class Batch>
   static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
                                                     int lane) {
-    const int turns = (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+    constexpr int kAtOnce = kLoaderWarps * Batch::kTurns;
     Ring<Config::kStages> ring;
-    Course course;
+    Course<Batch> course;
     course.warp = warp;
     course.lane = lane;
-    course.batches = (turns + kLoaderWarps * Batch::kTurns - 1) / (kLoaderWarps * Batch::kTurns);
-    course.positions = reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kPositionsStart);
+    course.batches = (Batch::turns(args) + kAtOnce - 1) / kAtOnce;
     if (!course.start(args, blockIdx.x)) return;
     // Loads the next batch, then stores the present one. False: there is no next.
     const auto step = [&](const Batch& present, Batch& next) {
@@ -460,7 +684,7 @@ struct Halo : HaloLayout<Config> {
       const bool more = course.advance(args);
       if (more) course.load(args, next);
       if (first) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
-      present.store(shared.stage(ring.index));
+      present.store(shared.stage(ring.index), lane);
       if (last) {
         ptx::fence_async_proxy();
         __syncwarp();
@@ -473,6 +697,16 @@ struct Halo : HaloLayout<Config> {
     course.load(args, even);
     while (step(even, odd) && step(odd, even)) {
     }
+  }
+  static __device__ __forceinline__ void load_halos(const Args& args, const Shared& shared, int warp,
+                                                    int lane) {
+    if constexpr (kMayHaveVectors) {
+      if (args.vectors > 0) {
+        load_halos<VectorBatch>(args, shared, warp, lane);
+        return;
+      }
+    }
+    load_halos<Batch>(args, shared, warp, lane);
   }
 
   // ---- producers: the panels
@@ -1009,7 +1243,9 @@ template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Halo<Config>;
   const typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  // Of lane 0, so that the compiler knows it to be one for all lanes.
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
@@ -1043,8 +1279,7 @@ __device__ void run(const Args& args) {
     }
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
-    const int consumer = (static_cast<int>(threadIdx.x) - Kernel::kProducerThreads) / 128;
-    Kernel::consume(args, shared, consumer, warp % 4, lane);
+    Kernel::consume(args, shared, (warp - Kernel::kProducerThreads / 32) / 4, warp % 4, lane);
   }
   if constexpr (Kernel::kPaired) ptx::cluster_sync();  // until the other no longer writes here
 }

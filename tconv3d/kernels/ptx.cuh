@@ -57,6 +57,15 @@ __device__ __forceinline__ void store_shared(unsigned address, uint4 value) {
                : "memory");
 }
 
+// Four 8x8 matrices of 16-bit items, transposed: lane 4*c + q has items 2*q and 2*q + 1 of column c, of
+// matrix m in word m; row r of it is written to the (16-byte) address that lane 8*m + r gives.
+__device__ __forceinline__ void store_transposed(unsigned address, uint4 words) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(address), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+               : "memory");
+}
+
 // What this thread wrote to shared memory by ordinary stores becomes visible to tensor cores and the copy
 // engine (after a barrier between the threads).
 __device__ __forceinline__ void fence_async_proxy() {

@@ -74,6 +74,26 @@ inline void store_shared(unsigned address, uint4 value) {
 inline void launch_dependents() {}
 inline void wait_for_previous_launch() {}
 
+// What the lanes of each warp of a block have put on the table.
+struct EmulatedFragments {
+  std::uint32_t a[32][32][4];
+  std::uint32_t b[32][32][2];
+};
+
+inline void store_transposed(unsigned address, uint4 words) {
+  if (address % 16u) emulator::fail("a row of a matrix stored to shared memory at %u", address);
+  auto& table = emulator::block_state<EmulatedFragments>();
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u, row = lane % 8u;
+  std::memcpy(table.a[warp][lane], &words, sizeof words);
+  __syncwarp();
+  std::uint16_t columns[8];
+  for (unsigned c = 0; c < 8; ++c)
+    columns[c] =
+        static_cast<std::uint16_t>(table.a[warp][4u * c + row / 2u][lane / 8u] >> (16u * (row % 2u)));
+  std::memcpy(emulator::shared_pointer(address), columns, sizeof columns);
+  __syncwarp();
+}
+
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 
@@ -240,12 +260,6 @@ inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand
   }
   return count;
 }
-
-// What the lanes of each warp of a block have put on the table.
-struct EmulatedFragments {
-  std::uint32_t a[32][32][4];
-  std::uint32_t b[32][32][2];
-};
 
 // Part `item` of a word of operands. Tensor cores see the upper 19 bits of a TF32.
 inline float operand_of_word(std::uint32_t word, unsigned item, Operand operand) {
