@@ -70,6 +70,14 @@ inline void store_shared(unsigned address, uint4 value) {
   std::memcpy(emulator::shared_pointer(address), &value, sizeof value);
 }
 
+template <class Vector>
+inline void store_global(void* address, Vector value) {
+  if (reinterpret_cast<std::uintptr_t>(address) % sizeof value) {
+    emulator::fail("a store of %zu bytes at %p", sizeof value, address);
+  }
+  std::memcpy(address, &value, sizeof value);
+}
+
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 
@@ -288,6 +296,8 @@ inline void execute(const EmulatedMultiply& item) {
 
 inline void pin(float&) {}
 inline void pin(unsigned&) {}
+template <class T>
+inline void pin(T*&) {}
 inline void matrix_fence() {}
 
 inline void matrix_commit() {
