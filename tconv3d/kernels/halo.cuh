@@ -924,7 +924,6 @@ struct Halo : HaloLayout<Config> {
       for (int done = 0; done < Config::kOutTile; done += kChannels) {
         const int out = Config::kOut % Config::kOutTile == 0 ? 0 : Config::kOut - at.first_out();
         const int left = (out == 0 || out > Config::kOutTile ? Config::kOutTile : out) - done;
-        __syncwarp();  // the lines before these have been read
 #pragma unroll
         for (int j = 0; j < kChannels / 8; ++j) {
           if (done + 8 * j < Config::kOutTile) {
@@ -939,6 +938,7 @@ struct Halo : HaloLayout<Config> {
           const int place = me.lane % kLanes * kVector ^ swizzle(row + i * kAtOnce);
           vectors[i] = read(from + i * kAtOnce * kLength + place);
         }
+        __syncwarp();  // the next lines may be written
         if (!exists) continue;
 #pragma unroll
         for (int i = 0; i < kStores; ++i) {
