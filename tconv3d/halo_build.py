@@ -17,7 +17,7 @@ from .packing import int64s
 
 SLAB = 64  # positions of one matrix instruction
 STEP_BYTES = 32  # of K that one matrix instruction takes
-RESERVED_BYTES = 1024 + 8 * 1152  # for barriers, and for the scratch of eight consumer warps
+RESERVED_BYTES = 1024 + 8 * 1024  # for barriers, and for the scratch of eight consumer warps
 LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
 PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
 PACKING_BLOCKS = 128  # at least, if there is enough to pack: a small weight is a matter of latency
@@ -240,6 +240,8 @@ class Build:
             ("kSlabs", self.slabs),
             *self.layout_constants,
             ("kField", p.fields),
+            ("kLongVectors", 16 // self.item_bytes in self.stored_vectors),
+            ("kPairs", 2 in self.stored_vectors),
             ("kPartner", _partners(p.fields, job.written[4] == 1)),
             ("kStoredByPartner", STORED_BY_PARTNER),
             ("kShift", tuple(shift for shifts in p.shifts for shift in shifts)),
@@ -259,18 +261,28 @@ class Build:
             ("kSheetFields", h.fields * w.fields),
         )
 
-    def aligned(self, job: Job, tiling: Tiling) -> bool:
-        """Whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes, and a warp's are neighbours.
+    @property
+    def stored_vectors(self) -> dict[int, int]:
+        """What a store along w may take for some volume: so many neighbouring outputs, of so many positions.
 
-        On shorter lines, or where phases are not neighbours, stores of single elements are faster (measured).
+        16 bytes, or two outputs. Lines of tiles and of their halos must both be multiples of the positions.
         """
         stride = 1 if self.gather else self.geometry.stride[2]
-        if job.written[4] != 1 or self.split[2] or stride > 2 or tiling.items > 1 or tiling.length:
-            return False
-        in_sequence = tiling.group_rows == 8 and tiling.tile[2] % 16 == 0 and tiling.halo[2] % 16 == 0
+        if stride > 1 and (self.split[2] or stride % 2):
+            return {}
+        found = {vector: max(1, vector // min(stride, 2)) for vector in (16 // self.item_bytes, 2)}
+        span = self.program.span[2]
+        return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
+
+    def vector(self, job: Job, tiling: Tiling) -> int:
+        """Neighbouring outputs along w that a store takes: rows begin and end at multiples of it."""
         rows = (*job.written[:4], job.written_size[2])
-        vector = 16 // self.item_bytes
-        return in_sequence and (stride == 2 or self.item_bytes == 2) and not any(row % vector for row in rows)
+        for vector, positions in self.stored_vectors.items() if job.written[4] == 1 else ():
+            lines = (tiling.tile[2], tiling.halo[2])
+            together = positions == 1 or (tiling.items == 1 and not any(line % positions for line in lines))
+            if together and not any(row % vector for row in rows):
+                return vector
+        return 1
 
     def vectors(self, job: Job, tiling: Tiling) -> int:
         """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""

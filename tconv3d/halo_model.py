@@ -67,7 +67,8 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: i
     outputs = float(rounds * build.round_slabs * SLAB * build.columns * planes)
     if build.march:
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
-    at_once = 2 if job.written_last else 16 // build.item_bytes if build.aligned(job, tiling) else 1
+    vector = 2 if job.written_last else build.vector(job, tiling)
+    at_once = 1 if vector == 2 and not job.written_last else vector  # pairs along w have not been measured
     return outputs / 32 / at_once**0.5 * costs.store
 
 

@@ -330,7 +330,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.near_bits, tiling.rows, tiling.slabs),
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
-        int32s(build.aligned(job, tiling), vectors * tiling.lines),
+        int32s(build.vector(job, tiling), vectors * tiling.lines),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, vectors)),
         divider(tiling.side_by_side(build)),

@@ -60,6 +60,21 @@ __device__ __forceinline__ Vector<T, N> load_vector(const T* address) {
   return *reinterpret_cast<const Vector<T, N>*>(address);
 }
 
+// To global memory, by one access: left to itself the compiler stores many a vector element by element, and
+// each of these stores fills a part of every sector.
+template <class T, int N>
+__device__ __forceinline__ void store_vector(T* address, const Vector<T, N>& vector) {
+  if constexpr (sizeof(vector) == 16) {
+    ptx::store_global(address, *reinterpret_cast<const uint4*>(&vector));
+  } else if constexpr (sizeof(vector) == 8) {
+    ptx::store_global(address, *reinterpret_cast<const uint2*>(&vector));
+  } else if constexpr (sizeof(vector) == 4) {
+    ptx::store_global(address, *reinterpret_cast<const unsigned*>(&vector));
+  } else {
+    ptx::store_global(address, *reinterpret_cast<const unsigned short*>(&vector));
+  }
+}
+
 // Two neighbours, or only the first. kAligned: always two, whose address is a multiple of their size.
 template <bool kAligned, class Scalar>
 __device__ __forceinline__ void store_pair(Scalar* to, const Vector<Scalar, 2>& both, bool second) {

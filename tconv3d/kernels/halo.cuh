@@ -66,7 +66,7 @@ struct Args {
   Extent slab_step;  // rows from slab to slab
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles
-  int aligned;       // whether rows of outputs, and of tiles, begin and end at multiples of 16 bytes
+  int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 16 bytes
   int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_vectors;
   Divider side_by_side;  // marching: tiles of one depth, of all batch items, in whole pairs
@@ -120,9 +120,10 @@ struct Halo : HaloLayout<Config> {
       Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
   static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
 
-  // A warp's sums pass through scratch on their way to contiguous lines: 8 channels, kPitch apart.
-  static constexpr int kPitch = 36;  // 4 past a multiple of 32: neither writing nor reading meets itself
-  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * 8 * kPitch * 4;  // of a consumer
+  // A warp's sums pass through scratch on their way to contiguous lines: 32 outputs of 8 channels, or 16 of
+  // 16.
+  static constexpr int kScratch = 256;                                               // floats of a warp
+  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * kScratch * 4;  // of a consumer
   static constexpr int kScratchStart =
       Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
   static constexpr int kTableStart = kScratchStart + Config::kConsumers * kScratchBytes;
@@ -979,7 +980,7 @@ struct Halo : HaloLayout<Config> {
     bool exists;
     int n;  // of the tile's batch items
     int d, h, w;
-    long long item;
+    long long start;  // in the tile's first channel
   };
   static __device__ __forceinline__ Target target(const Args& args, const Place& at, const Slab& slab,
                                                   int plane, int row_of_slab) {
@@ -997,8 +998,20 @@ struct Halo : HaloLayout<Config> {
                           : (at.d + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
     to.h = (at.h + h) * Config::kStrideH + Config::kOffset(at.variant(), 1);
     to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
-    to.item = (at.n + n) * args.y_stride.n;
+    const int channel = at.first_group() * Config::kOut + at.first_out();
+    to.start = (at.n + n) * args.y_stride.n + channel * args.y_stride.c + offset(args, to.d, to.h, to.w);
     return to;
+  }
+
+  static __device__ __forceinline__ Offset offset(const Args& args, int d, int h, int w) {
+    return static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
+           static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
+           static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w);
+  }
+  // From phase 0 of a position in the tile's first channel to a field of one of the tile's groups.
+  static __device__ __forceinline__ long long field_start(const Args& args, int group, int field) {
+    return group * Config::kOut * args.y_stride.c +
+           offset(args, Config::kField(field, 0), Config::kField(field, 1), Config::kField(field, 2));
   }
 
   // Whether the output of a field is one, and this tile's to store: along depth, and otherwise.
@@ -1019,27 +1032,22 @@ struct Halo : HaloLayout<Config> {
     using Pair = Vector<Scalar, 2>;
     if (both && reinterpret_cast<unsigned long long>(address) % sizeof(Pair) == 0) {
       Pair pair;
-      pair.at[0] = finish(first);
-      pair.at[1] = finish(second);
+      pair.at[0] = Narrow<Scalar>::from(first);
+      pair.at[1] = Narrow<Scalar>::from(second);
       *reinterpret_cast<Pair*>(address) = pair;
     } else {
-      *address = finish(first);
-      if (both) address[1] = finish(second);
+      *address = Narrow<Scalar>::from(first);
+      if (both) address[1] = Narrow<Scalar>::from(second);
     }
   }
 
   // One field of one position: a lane's channels.
   static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
                                                      int lane, int group, int field, const float* sums) {
-    const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
-    const int w = to.w + Config::kField(field, 2);
-    if (!(deep(args, at, d) && flat(args, to, field))) return;
+    if (!(deep(args, at, to.d + Config::kField(field, 0)) && flat(args, to, field))) return;
     const int out = at.first_out() + first_column(lane);
-    const int channel = (at.first_group() + group) * Config::kOut + out;
-    Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel +
-                (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
-                 static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
-                 static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
+    Scalar* y =
+        static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) + first_column(lane);
 #pragma unroll
     for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8) {
       if (Config::kOut % Config::kOutTile && out + 8 * j >= Config::kOut) break;
@@ -1073,119 +1081,167 @@ struct Halo : HaloLayout<Config> {
   }
 
   // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of a
-  // warp's 16 positions are 32 neighbours; where a field has no partner, 16 positions of two channels.
+  // warp's 16 positions are 32 neighbours of 8 channels; where a field has no partner, 16 positions of 16
+  // channels.
+  template <int kVector>
   static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
                                                            const Consumer& me, const Sums& sums,
                                                            const Slab (&slabs)[Config::kSlabs], int plane) {
     static_for<Config::kSlabs>([&](auto m) {
       constexpr int kSlab = decltype(m)::value;
+      const int row = 16 * me.warp;
       const Target by_pair =
-          target(args, at, slabs[kSlab], plane, 16 * me.warp + stored_position<2>(args, me));
-      const Target by_one =
-          target(args, at, slabs[kSlab], plane, 16 * me.warp + stored_position<1>(args, me));
+          target(args, at, slabs[kSlab], plane, row + Lines<2, kVector>::position(me.lane));
+      const Target by_one = target(args, at, slabs[kSlab], plane, row + Lines<1, kVector>::position(me.lane));
       static_for<Config::kGroupsPerTile>([&](auto group) {
         constexpr int kGroup = decltype(group)::value;
         static_for<Config::kFields>([&](auto field) {
           constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
           if constexpr (kPartner != Config::kStoredByPartner && complete(kField)) {
             constexpr int kFirst = kGroup * Layout::kGroupColumns / 2, kWidth = kPartner >= 0 ? 2 : 1;
-            const Target& to = kWidth == 2 ? by_pair : by_one;
             const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
             const float* second =
                 &sums[kSlab][kFirst + (kPartner >= 0 ? kPartner : kField) * Config::kOutTile / 2];
-            store_lines<kWidth>(args, at, me, to, kGroup, kField, first, second);
+            Lines<kWidth, kVector>::store(args, at, me, kWidth == 2 ? by_pair : by_one, kGroup, kField, first,
+                                          second);
           }
         });
       });
     });
   }
 
-  // Outputs of a store of 16 bytes, and how many of them a channel of a warp has.
-  static constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar));
-  template <int kWidth>
-  static constexpr int kVectors = 16 * kWidth / kVector;
+  // Lines of kWidth outputs for each of 16 positions, stored kVector at a time. In scratch a line is a row,
+  // and its outputs are swizzled so that neither writing nor reading meets itself.
+  template <int kWidth, int kVector>
+  struct Lines {
+    static constexpr int kLength = 16 * kWidth, kRows = kScratch / kLength;
+    static constexpr int kChannels = kRows < Config::kOutTile ? kRows : Config::kOutTile;  // at a time
+    static constexpr int kLanes = kLength / kVector;  // that store a channel
+    static constexpr int kAtOnce = 32 / kLanes;       // channels
 
-  // The (first) position, of the warp's 16, whose outputs this lane stores.
-  template <int kWidth>
-  static __device__ __forceinline__ int stored_position(const Args& args, const Consumer& me) {
-    return args.aligned ? me.lane % kVectors<kWidth> * (kVector / kWidth)
-                        : (kWidth == 2 ? me.lane / 2 : me.lane % 16);
-  }
+    // The (first) position, of the warp's 16, whose outputs a lane stores.
+    static __device__ __forceinline__ int position(int lane) { return lane % kLanes * kVector / kWidth; }
 
-  template <int kWidth>
-  static __device__ __forceinline__ void store_lines(const Args& args, const Place& at, const Consumer& me,
-                                                     const Target& to, int group, int field,
-                                                     const float* first, const float* second) {
-    const int d = to.d + Config::kField(field, 0), h = to.h + Config::kField(field, 1);
-    const int w = to.w + Config::kField(field, 2);
-    const int exist = to.exists && deep(args, at, d) && h < args.output.h ? args.output.w - w : 0;
-    const int channel = (at.first_group() + group) * Config::kOut + at.first_out();
-    Scalar* y = static_cast<Scalar*>(args.y) + to.item + channel * args.y_stride.c +
-                (static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
-                 static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
-                 static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w));
-#pragma unroll
-    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8 * args.y_stride.c) {
-      __syncwarp();  // the lines before these have been read
+    // Lines of 32: in the order of the channels. Lines of 16: of every 8 channels the even ones first.
+    static __device__ constexpr int channel_of(int row) {
+      return kWidth == 2 ? row : row / 8 * 8 + row % 4 * 2 + row / 4 % 2;
+    }
+    static __device__ __forceinline__ int swizzle(int row) {
+      return kWidth == 2 ? row / 2 % 4 * 8 : row / 2 % 2 * 8;
+    }
+
+    // A lane's sums of 8 channels and two positions.
+    static __device__ __forceinline__ void write(float* scratch, int lane, int j, const float* first,
+                                                 const float* second) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int i = 4 * j + 2 * half + e;
-          float* own = me.scratch + (first_column(me.lane) + e) * kPitch + (8 * half + me.lane / 4) * kWidth;
+          const int i = 4 * j + 2 * half + e, place = (8 * half + lane / 4) * kWidth;
+          const int row = kWidth == 2 ? first_column(lane) : lane % 4;  // of e == 0
+          float* to = scratch + row * kLength + (place ^ swizzle(row)) + e * (kWidth == 2 ? 1 : 4) * kLength;
           if constexpr (kWidth == 2) {
-            *reinterpret_cast<Vector<float, 2>*>(own) = Vector<float, 2>{first[i], second[i]};
+            *reinterpret_cast<Vector<float, 2>*>(to) = Vector<float, 2>{first[i], second[i]};
           } else {
-            *own = first[i];
+            *to = first[i];
           }
         }
       }
-      __syncwarp();
-      const int channels = Config::kOut % Config::kOutTile == 0 ? 8 : Config::kOut - at.first_out() - 8 * j;
-      if (args.aligned) {
-        store_vectors<kWidth>(args, me, y, exist > 0 ? channels : 0);
-      } else {
-        store_elements<kWidth>(args, me, y, exist, channels);
+    }
+
+    static __device__ __forceinline__ void store(const Args& args, const Place& at, const Consumer& me,
+                                                 const Target& to, int group, int field, const float* first,
+                                                 const float* second) {
+      const int h = to.h + Config::kField(field, 1), w = to.w + Config::kField(field, 2);
+      const bool line = to.exists && deep(args, at, to.d + Config::kField(field, 0)) && h < args.output.h;
+      const int phase = me.lane % kLanes * kVector % kWidth;  // of the first output
+      const bool exists = line && w + phase < args.output.w;
+      const int row = me.lane / kLanes, own = channel_of(row);
+      Scalar* y = static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) + phase +
+                  own * args.y_stride.c;
+      ptx::pin(y);  // else the compiler begins at args.y for every store
+      const float* from = me.scratch + row * kLength;
+#pragma unroll
+      for (int done = 0; done < Config::kOutTile; done += kChannels) {
+        const int out = Config::kOut % Config::kOutTile == 0 ? 0 : Config::kOut - at.first_out();
+        const int left = (out == 0 || out > Config::kOutTile ? Config::kOutTile : out) - done;
+#pragma unroll
+        for (int j = 0; j < kChannels / 8; ++j) {
+          if (done + 8 * j < Config::kOutTile) {
+            write(me.scratch + 8 * j * kLength, me.lane, done / 8 + j, first, second);
+          }
+        }
+        __syncwarp();
+        constexpr int kStores = (kChannels + kAtOnce - 1) / kAtOnce;
+        Vector<Scalar, kVector> vectors[kStores];
+#pragma unroll
+        for (int i = 0; i < kStores; ++i) {
+          const int place = me.lane % kLanes * kVector ^ swizzle(row + i * kAtOnce);
+          vectors[i] = read(from + i * kAtOnce * kLength + place);
+        }
+        __syncwarp();  // the next lines may be written
+        if (!exists) continue;
+#pragma unroll
+        for (int i = 0; i < kStores; ++i) {
+          const int channel = channel_of(i * kAtOnce);
+          const bool all = left >= kChannels && kChannels % kAtOnce == 0;  // for whole tiles: at compile time
+          if (all || own + channel < left) store_vector(further(args, y, done + channel), vectors[i]);
+        }
       }
     }
-  }
-
-  // Rows of outputs begin at multiples of 16 bytes, and end there: vectors of 8 channels.
-  template <int kWidth>
-  static __device__ __forceinline__ void store_vectors(const Args& args, const Consumer& me, Scalar* y,
-                                                       int channels) {
-    constexpr int kAtOnce = 32 / kVectors<kWidth>;  // channels
-    const int c = me.lane / kVectors<kWidth>;
-#pragma unroll
-    for (int first = 0; first < 8; first += kAtOnce) {
-      if (first + c >= channels || c >= 8) continue;
-      const float* from = me.scratch + (first + c) * kPitch + me.lane % kVectors<kWidth> * kVector;
+    static __device__ __forceinline__ Vector<Scalar, kVector> read(const float* from) {
+      constexpr int kRead = kVector < 4 ? kVector : 4;
       Vector<Scalar, kVector> vector;
 #pragma unroll
-      for (int i = 0; i < kVector; i += 4) {
-        const auto four = load_vector<4>(from + i);
+      for (int i = 0; i < kVector; i += kRead) {
+        const auto some = load_vector<kRead>(from + i);
 #pragma unroll
-        for (int k = 0; k < 4; ++k) vector.at[i + k] = finish(four.at[k]);
+        for (int k = 0; k < kRead; ++k) vector.at[i + k] = Narrow<Scalar>::from(some.at[k]);
       }
-      *reinterpret_cast<Vector<Scalar, kVector>*>(y + (first + c) * args.y_stride.c) = vector;
+      return vector;
+    }
+  };
+
+  // The same output so many channels further on: where 32 bits hold a channel's volume, by one instruction.
+  static __device__ __forceinline__ Scalar* further(const Args& args, Scalar* y, int channels) {
+    if constexpr (Config::kWide) return y + channels * args.y_stride.c;
+    const unsigned long long stride = static_cast<unsigned>(args.y_stride.c);
+    return reinterpret_cast<Scalar*>(reinterpret_cast<unsigned char*>(y) +
+                                     stride * (channels * sizeof(Scalar)));
+  }
+
+  static __device__ __forceinline__ void store_outputs(const Args& args, const Place& at, const Consumer& me,
+                                                       const Sums& sums, const Slab (&slabs)[Config::kSlabs],
+                                                       int plane) {
+    constexpr int kLong = Config::kLongVectors ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
+    constexpr int kPair = Config::kPairs ? 2 : 1;
+    if constexpr (Config::kOutputUnitC) {
+      store_by_channel(args, at, sums, slabs, plane, me.warp, me.lane);
+    } else if (kLong > 1 && args.vector == kLong) {
+      store_by_position<kLong>(args, at, me, sums, slabs, plane);
+    } else if (kPair > 1 && args.vector == kPair) {
+      store_by_position<kPair>(args, at, me, sums, slabs, plane);
+    } else {
+      store_by_position<1>(args, at, me, sums, slabs, plane);
     }
   }
 
-  template <int kWidth>
-  static __device__ __forceinline__ void store_elements(const Args& args, const Consumer& me, Scalar* y,
-                                                        int exist, int channels) {
-    constexpr int kAtOnce = 2 / kWidth;  // channels
-    const int phase = kWidth == 2 ? me.lane % 2 : 0, c = kWidth == 2 ? 0 : me.lane / 16;
-    y += phase * args.y_stride.w + c * args.y_stride.c;
+  // Applies the activation to the sums that are complete.
+  static __device__ __forceinline__ void activate(Sums& sums) {
+    static_for<Config::kFields>([&](auto field) {
+      constexpr int kField = decltype(field)::value;
+      if constexpr (complete(kField)) {
 #pragma unroll
-    for (int first = 0; first < 8; first += kAtOnce) {
-      const float sum = me.scratch[(first + c) * kPitch + me.lane % (16 * kWidth)];
-      if (phase < exist && first + c < channels) y[first * args.y_stride.c] = finish(sum);
-    }
-  }
-
-  static __device__ __forceinline__ Scalar finish(float sum) {
-    return Narrow<Scalar>::from(Config::Epilogue::apply(sum));
+        for (int m = 0; m < Config::kSlabs; ++m) {
+#pragma unroll
+          for (int group = 0; group < Config::kGroupsPerTile; ++group) {
+            float* first = &sums[m][(group * Layout::kGroupColumns + kField * Config::kOutTile) / 2];
+#pragma unroll
+            for (int i = 0; i < Config::kOutTile / 2; ++i) first[i] = Config::Epilogue::apply(first[i]);
+          }
+        }
+      }
+    });
   }
 
   static __device__ __forceinline__ void consume(const Args& args, const Shared& shared, int consumer,
@@ -1217,11 +1273,8 @@ struct Halo : HaloLayout<Config> {
         }
         for (int plane = 0; plane < at.planes; ++plane) {
           if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
-          if constexpr (Config::kOutputUnitC) {
-            store_by_channel(args, at, sums, slabs, at.first_plane + plane, warp, lane);
-          } else {
-            store_by_position(args, at, me, sums, slabs, at.first_plane + plane);
-          }
+          activate(sums);
+          store_outputs(args, at, me, sums, slabs, at.first_plane + plane);
           if constexpr (Config::Epilogue::kLeavesMoments) {
             const long long slot = AllMoments::slot(args, at, pass, 4 * consumer + warp);
             if constexpr (Config::kMarch) {

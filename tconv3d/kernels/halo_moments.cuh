@@ -1,10 +1,12 @@
 // The moments of what the halo kernel stores, for a norm that follows: taken of the accumulators, in
 // registers.
 //
-// A band is kBand neighbouring output channels of one norm group. When a pass over a tile is complete, each
-// warp leaves the moments of every band over its own positions, all slabs and fields: the mean first, then
-// deviations from it. A march adds up its planes' moments first. Where they go follows from the tile, never
-// from timing: [batch][bands][slots], so that the moments of a norm group are neighbours.
+// A band is kBand neighbouring output channels of one norm group. When a pass over a tile (or a march) is
+// complete, each warp leaves the moments of every band over its own positions, all slabs and fields. Their
+// shift is one of the values themselves, the same for all lanes: so a value costs three instructions, lanes
+// only add, and what the subtraction of squares may lose is bounded by the number of values, whatever the
+// mean. Where the moments go follows from the tile, never from timing: [batch][bands][slots], so that those
+// of a norm group are neighbours.
 #pragma once
 
 #include "halo_layout.cuh"
@@ -28,35 +30,34 @@ struct HaloMoments {
 
   static constexpr int kTileBands = Config::kGroupsPerTile * kLaneBands;  // of a lane
 
-  // Over the lanes that share a band: those of other positions, and of its other columns.
-  template <int kCount>
-  static __device__ __forceinline__ void add_lanes(float (&values)[kCount]) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      if (distance < 4 && 2 * distance >= kBand) continue;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) values[i] += __shfl_xor_sync(0xFFFFFFFFu, values[i], distance);
-    }
-  }
-
   // Bit (2 * slab + half) * kFields + field: whether the lane stores that output, of the tile's `item`th
   // batch item. Along depth a march has to ask for each plane anew.
-  using Mask = unsigned long long;
-  static_assert(2 * Config::kSlabs * Config::kFields <= 64, "outputs of a lane's channel fit a mask");
+  static constexpr int kBits = 2 * Config::kSlabs * Config::kFields;
+  static_assert(kBits <= 64, "outputs of a lane's channel fit a mask");
+  using Mask = typename Choose<(kBits > 32), unsigned long long, unsigned>::type;
+  static constexpr unsigned kAll = 0xFFFFFFFFu;
+
+  // Each lane asks for one position of 32, and all hear the answers.
   static __device__ __forceinline__ Mask outputs(const Args& args, const Place& at,
                                                  const Slab (&slabs)[Config::kSlabs], int plane, int item,
                                                  int warp, int lane) {
     Mask mask = 0;
-    static_for<2 * Config::kSlabs>([&](auto half_slab) {
-      constexpr int kHalfSlab = decltype(half_slab)::value;
-      const int row = 16 * warp + 8 * (kHalfSlab % 2) + lane / 4;
-      const auto to = Kernel::target(args, at, slabs[kHalfSlab / 2], plane, row);
+    static_for<(Config::kSlabs + 1) / 2>([&](auto two) {
+      constexpr int kFirst = 2 * decltype(two)::value;
+      constexpr int kSecond = kFirst + 1 < Config::kSlabs ? kFirst + 1 : kFirst;
+      const Slab slab = lane < 16 ? slabs[kFirst] : slabs[kSecond];
+      const auto to = Kernel::target(args, at, slab, plane, 16 * warp + lane % 16);
       static_for<Config::kFields>([&](auto field) {
         constexpr int kField = decltype(field)::value;
         if constexpr (Kernel::complete(kField)) {
           const bool deep = Config::kMarch || Kernel::deep(args, at, to.d + Config::kField(kField, 0));
           const bool is = to.n == item && deep && Kernel::flat(args, to, kField);
-          mask |= static_cast<Mask>(is) << (kHalfSlab * Config::kFields + kField);
+          const unsigned rows = __ballot_sync(kAll, is) >> (lane / 4);
+#pragma unroll
+          for (int half = 0; half < 2 * (kSecond - kFirst + 1); ++half) {
+            mask |= static_cast<Mask>(rows >> 8 * half & 1)
+                    << ((2 * kFirst + half) * Config::kFields + kField);
+          }
         }
       });
     });
@@ -64,7 +65,7 @@ struct HaloMoments {
   }
   static __device__ __forceinline__ Mask outputs_of_plane(const Args& args, const Place& at, int plane) {
     Mask mask = 0;
-    static_for<2 * Config::kSlabs * Config::kFields>([&](auto bit) {
+    static_for<kBits>([&](auto bit) {
       constexpr int kBit = decltype(bit)::value, kField = kBit % Config::kFields;
       if constexpr (Kernel::complete(kField)) {
         const int d = plane * Config::kStrideD - Config::kPaddingD + Config::kField(kField, 0);
@@ -74,98 +75,129 @@ struct HaloMoments {
     return mask;
   }
 
-  // Calls f(i, value, is) for all values of bands kFirst + i; `is`: whether the lane stores it.
-  template <int kFirst, int kCount, class Function>
-  static __device__ __forceinline__ void for_bands(const Sums& sums, Mask mask, Function&& f) {
-    static_for<2 * Config::kSlabs * Config::kFields>([&](auto bit) {
-      constexpr int kBit = decltype(bit)::value;
-      constexpr int kHalfSlab = kBit / Config::kFields, kField = kBit % Config::kFields;
-      if constexpr (Kernel::complete(kField)) {
-        const bool is = mask >> kBit & 1;
-#pragma unroll
-        for (int i = 0; i < kCount * kBandSums; ++i) {
-          const int group = (kFirst * kBandSums + i) / (kLaneBands * kBandSums);
-          const int column =
-              (kFirst * kBandSums + i) % (kLaneBands * kBandSums);  // of the lane's: two of every 8
-          const int field = group * Kernel::Layout::kGroupColumns + kField * Config::kOutTile;
-          const float sum = sums[kHalfSlab / 2][field / 2 + column / 2 * 4 + kHalfSlab % 2 * 2 + column % 2];
-          f(i / kBandSums, Config::Epilogue::apply(sum), is);
-        }
-      }
-    });
+  // The lane's `i`th value of an output: kBandSums of every band.
+  template <int kBit>
+  static __device__ __forceinline__ float value(const Sums& sums, int i) {
+    constexpr int kHalfSlab = kBit / Config::kFields, kField = kBit % Config::kFields;
+    const int group = i / (kLaneBands * kBandSums), column = i % (kLaneBands * kBandSums);
+    const int field = group * Kernel::Layout::kGroupColumns + kField * Config::kOutTile;
+    return sums[kHalfSlab / 2][field / 2 + column / 2 * 4 + kHalfSlab % 2 * 2 + column % 2];
   }
 
-  // The moments of a warp's bands, each band's in one of the lanes that share it.
-  static constexpr int kSharers = kBand < 4 ? 8 : kBand == 4 ? 16 : 32;
-  static constexpr int kKept = (kTileBands + kSharers - 1) / kSharers;
-  static __device__ __forceinline__ int place_among_sharers(int lane) {
-    return kBand < 4 ? lane / 4 : kBand == 4 ? lane / 4 * 2 + lane % 2 : lane;
-  }
+  // What a lane has seen of its bands.
   struct Kept {
     Mask outputs;
-    Moments<float> moments[kKept] = {};
-    __device__ __forceinline__ void add(int band, int lane, const Moments<float>& more) {
-      if (place_among_sharers(lane) == band % kSharers) moments[band / kSharers].add(more);
-    }
+    int count = 0;  // of each channel
+    bool shifted = false;
+    float shift[kTileBands] = {}, sum[kTileBands] = {}, squares[kTileBands] = {};
   };
+
+  // The shifts: of every band a value that some lane stores, if there is one.
+  template <int kBit = 0>
+  static __device__ __forceinline__ void choose_shifts(const Sums& sums, Mask mask, int lane, Kept& kept) {
+    if constexpr (kBit < kBits) {
+      if constexpr (Kernel::complete(kBit % Config::kFields)) {
+        const unsigned lanes = __ballot_sync(kAll, static_cast<int>(mask >> kBit & 1));
+        if (lanes != 0) {
+          const int own = kBand < 4 ? lane % 4 : kBand == 4 ? lane % 4 / 2 * 2 : 0;  // column of the band
+          const int source = (__ffs(static_cast<int>(lanes)) - 1) / 4 * 4 + own;
+#pragma unroll
+          for (int i = 0; i < kTileBands; ++i) {
+            kept.shift[i] = __shfl_sync(kAll, value<kBit>(sums, i * kBandSums), source);
+          }
+          kept.shifted = true;
+          return;
+        }
+      }
+      choose_shifts<kBit + 1>(sums, mask, lane, kept);
+    }
+  }
 
   // Adds what a warp stores of kept.outputs, in one pass or plane.
   static __device__ __forceinline__ void add(const Args& args, const Place& at, const Sums& sums, int plane,
                                              int lane, Kept& kept) {
     const Mask mask = Config::kMarch ? kept.outputs & outputs_of_plane(args, at, plane) : kept.outputs;
-    int count = __popcll(mask);  // of each channel: of this lane, then of the warp
+    if (!kept.shifted) choose_shifts(sums, mask, lane, kept);
+    kept.count += sizeof(Mask) == 8 ? __popcll(mask) : __popc(static_cast<unsigned>(mask));
+    static_for<kBits>([&](auto bit) {
+      constexpr int kBit = decltype(bit)::value;
+      if constexpr (Kernel::complete(kBit % Config::kFields)) {
+        if (mask >> kBit & 1) {
 #pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2) {
-      count += __shfl_xor_sync(0xFFFFFFFFu, count, distance);
-    }
-    if (count == 0) return;
-    constexpr int kAtOnce = kTileBands < 4 ? kTileBands : 4;
-    static_for<(kTileBands + kAtOnce - 1) / kAtOnce>([&](auto part) {
-      constexpr int kFirst = decltype(part)::value * kAtOnce;
-      constexpr int kCount = kTileBands - kFirst < kAtOnce ? kTileBands - kFirst : kAtOnce;
-      add_bands<kFirst, kCount>(sums, mask, static_cast<float>(count * kBand), lane, kept);
+          for (int i = 0; i < kTileBands * kBandSums; ++i) {
+            const float deviation = value<kBit>(sums, i) - kept.shift[i / kBandSums];
+            kept.sum[i / kBandSums] += deviation;
+            kept.squares[i / kBandSums] += deviation * deviation;
+          }
+        }
+      }
     });
   }
 
-  // Several bands together, so that their shuffles overlap.
-  template <int kFirst, int kCount>
-  static __device__ __forceinline__ void add_bands(const Sums& sums, Mask mask, float count, int lane,
-                                                   Kept& kept) {
-    float shift[kCount] = {}, sum[kCount] = {}, squares[kCount] = {};
-    for_bands<kFirst, kCount>(sums, mask,
-                              [&](int i, float value, bool is) { shift[i] += is ? value : 0.0f; });
-    add_lanes(shift);
-    const float share = 1 / count;
+  // Adds up the lanes that share bands: those of other positions, and of a band's other columns. In each step
+  // two lanes divide their bands, as long as that works out, so that each adds up half of them.
+  struct Share {
+    int first = 0;       // of the bands that are left to this lane
+    bool speaks = true;  // whether it is this lane that stores them
+  };
+  static constexpr bool adds(int distance) { return distance >= 4 || 2 * distance < kBand; }
+  template <int kCount, int kDistance>
+  static __device__ __forceinline__ void add_lanes(Kept& kept, Share& share, int lane) {
+    const bool upper = lane & kDistance;
+    if constexpr (kCount % 2 == 0) {
+      constexpr int kHalf = kCount / 2;
+      share.first += upper ? kHalf : 0;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) shift[i] *= share;  // the mean, but for rounding
-    for_bands<kFirst, kCount>(sums, mask, [&](int i, float value, bool is) {
-      const float deviation = is ? value - shift[i] : 0.0f;
-      sum[i] += deviation;
-      squares[i] += deviation * deviation;
-    });
-    add_lanes(sum);
-    add_lanes(squares);
+      for (int i = 0; i < kHalf; ++i) {
+        kept.shift[i] = upper ? kept.shift[i + kHalf] : kept.shift[i];
+        halve(kept.sum[i], kept.sum[i + kHalf], upper, kDistance);
+        halve(kept.squares[i], kept.squares[i + kHalf], upper, kDistance);
+      }
+    } else {
+      share.speaks = share.speaks && !upper;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      kept.add(kFirst + i, lane, Moments<float>{count, shift[i], sum[i], squares[i]});
+      for (int i = 0; i < kCount; ++i) {
+        kept.sum[i] += __shfl_xor_sync(kAll, kept.sum[i], kDistance);
+        kept.squares[i] += __shfl_xor_sync(kAll, kept.squares[i], kDistance);
+      }
     }
   }
+  // Keeps the upper or the lower of two sums, and adds the other lane's.
+  static __device__ __forceinline__ void halve(float& lower, float upper, bool keep_upper, int distance) {
+    const float given = keep_upper ? lower : upper;
+    lower = (keep_upper ? upper : lower) + __shfl_xor_sync(kAll, given, distance);
+  }
 
+  // The moments of everything that was added.
+  template <int kCount = kTileBands, int kDistance = 16>
   static __device__ __forceinline__ void store(const Args& args, const Place& at, int n, long long slot,
-                                               int lane, const Kept& kept) {
+                                               int lane, Kept& kept, Share share = {}) {
+    if constexpr (kDistance > 0 && adds(kDistance)) {
+      add_lanes<kCount, kDistance>(kept, share, lane);
+      store<kCount % 2 == 0 ? kCount / 2 : kCount, kDistance / 2>(args, at, n, slot, lane, kept, share);
+    } else if constexpr (kDistance > 0) {
+      store<kCount, kDistance / 2>(args, at, n, slot, lane, kept, share);
+    } else {
+      int count = kept.count;
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      const int place = i * kSharers + place_among_sharers(lane);
-      if (place >= kTileBands) continue;
-      const int group = place / kLaneBands, lane_band = place % kLaneBands;
-      int column = lane_band * kBand;
-      if (kBand == 1) column = lane_band / 2 * 8 + Kernel::first_column(lane) + lane_band % 2;
-      if (kBand == 2 || kBand == 4) column = lane_band * 8 + Kernel::first_column(lane) / kBand * kBand;
-      const int out = at.first_out() + column;
-      if (out >= Config::kOut) continue;
-      const int band = ((at.first_group() + group) * Config::kOut + out) / kBand;
-      const long long row = static_cast<long long>(n) * kBands + band;
-      static_cast<Moments<float>*>(args.moments)[row * args.moment_slots + slot] = kept.moments[i];
+      for (int distance = 4; distance < 32; distance *= 2) {
+        count += __shfl_xor_sync(kAll, count, distance);
+      }
+      if (!share.speaks) return;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int place = share.first + i, group = place / kLaneBands, lane_band = place % kLaneBands;
+        int column = lane_band * kBand;
+        if (kBand == 1) column = lane_band / 2 * 8 + Kernel::first_column(lane) + lane_band % 2;
+        if (kBand == 2 || kBand == 4) column = lane_band * 8 + Kernel::first_column(lane) / kBand * kBand;
+        const int out = at.first_out() + column;
+        if (out >= Config::kOut) continue;
+        const int band = ((at.first_group() + group) * Config::kOut + out) / kBand;
+        const long long row = static_cast<long long>(n) * kBands + band;
+        const Moments<float> moments{static_cast<float>(count * kBand), kept.shift[i], kept.sum[i],
+                                     kept.squares[i]};
+        static_cast<Moments<float>*>(args.moments)[row * args.moment_slots + slot] = moments;
+      }
     }
   }
 

@@ -66,6 +66,26 @@ __device__ __forceinline__ void store_transposed(unsigned address, uint4 words) 
                : "memory");
 }
 
+// ---- Global memory. What is written so is not read again by the kernel.
+
+__device__ __forceinline__ void store_global(void* address, uint4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w));
+}
+__device__ __forceinline__ void store_global(void* address, uint2 value) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(value.x), "r"(value.y));
+}
+__device__ __forceinline__ void store_global(void* address, unsigned value) {
+  asm volatile("st.global.b32 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "r"(value));
+}
+__device__ __forceinline__ void store_global(void* address, unsigned short value) {
+  asm volatile("st.global.b16 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "h"(value));
+}
+
 // What this thread wrote to shared memory by ordinary stores becomes visible to tensor cores and the copy
 // engine (after a barrier between the threads).
 __device__ __forceinline__ void fence_async_proxy() {
@@ -202,6 +222,10 @@ __device__ __forceinline__ unsigned long long advance(unsigned long long descrip
 // The value is in a register here: neither computed later nor copied from elsewhere.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
+template <class T>
+__device__ __forceinline__ void pin(T*& pointer) {
+  asm volatile("" : "+l"(pointer)::"memory");
+}
 
 __device__ __forceinline__ void matrix_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void matrix_commit() {

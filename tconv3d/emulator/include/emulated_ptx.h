@@ -94,6 +94,14 @@ inline void store_transposed(unsigned address, uint4 words) {
   __syncwarp();
 }
 
+template <class Vector>
+inline void store_global(void* address, Vector value) {
+  if (reinterpret_cast<std::uintptr_t>(address) % sizeof value) {
+    emulator::fail("a store of %zu bytes at %p", sizeof value, address);
+  }
+  std::memcpy(address, &value, sizeof value);
+}
+
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 
@@ -306,6 +314,8 @@ inline void execute(const EmulatedMultiply& item) {
 
 inline void pin(float&) {}
 inline void pin(unsigned&) {}
+template <class T>
+inline void pin(T*&) {}
 inline void matrix_fence() {}
 
 inline void matrix_commit() {
