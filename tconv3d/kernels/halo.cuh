@@ -1004,7 +1004,10 @@ template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Halo<Config>;
   const typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
-  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  // Lane 0's, so that the compiler knows it to be the same for all lanes: what follows from it, above all
+  // where operands lie, then is in uniform registers, as matrix instructions want it.
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::barrier_init(shared.stage_full(i), Kernel::kLoaderWarps);
@@ -1038,8 +1041,7 @@ __device__ void run(const Args& args) {
     }
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
-    const int consumer = (static_cast<int>(threadIdx.x) - Kernel::kProducerThreads) / 128;
-    Kernel::consume(args, shared, consumer, warp % 4, lane);
+    Kernel::consume(args, shared, (warp - Kernel::kProducerThreads / 32) / 4, warp % 4, lane);
   }
   if constexpr (Kernel::kPaired) ptx::cluster_sync();  // until the other no longer writes here
 }
