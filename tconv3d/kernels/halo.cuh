@@ -1296,7 +1296,8 @@ template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = Halo<Config>;
   const typename Kernel::Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
-  // Of lane 0, so that the compiler knows it to be one for all lanes.
+  // Lane 0's, so that the compiler knows it to be the same for all lanes: what follows from it, above all
+  // where operands lie, then is in uniform registers, as matrix instructions want it.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) {
