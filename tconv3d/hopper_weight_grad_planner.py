@@ -468,6 +468,61 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, registers)
 
 
+# ---- The bias's gradient in the same pass.
+
+
+def own_tap(axis: Axis, phase: int) -> int | None:
+    """The tap of a phase through which position i reads output stride * i + phase."""
+    return next((t for t in axis.taps(phase) if axis.shift(t) == 0), None)
+
+
+def counts_outputs_once(g: Geometry) -> bool:
+    """Whether the own taps of all phases read every output exactly once, whatever the volume."""
+    return all(
+        axis.output_size(1) <= axis.stride and all(own_tap(axis, phase) is not None for phase in range(axis.stride))
+        for axis in g.axes
+    )
+
+
+def _bias_words(axis: Axis, piece: Words) -> tuple[tuple[int, int], ...]:
+    """Per load and word of it which elements own taps read: 1 the first, 2 the second of 16-bit ones."""
+    own = {own_tap(axis, phase) for phase in range(axis.stride)}
+    found = {load: [0, 0] for load in piece.loads}
+    for tap, plane, shift in zip(piece.rows.taps, piece.rows.planes, piece.rows.shifts, strict=True):
+        if tap not in own:
+            continue
+        for element in range(shift, shift + SEGMENT * piece.per_word):
+            word, half = divmod(element, piece.per_word)
+            found[plane, word - word % 2][word % 2] |= 1 << half
+    return tuple((first, second) for first, second in found.values())
+
+
+def _bias_slots(axis: Axis, kinds: tuple[Rows, ...], step: int) -> tuple[tuple[int, ...], ...]:
+    """Per kind and tap: where the tap's phase begins among the parts of a sum, -1 for a tap that is not its own."""
+    most = max(len(rows.taps) for rows in kinds)
+    of = {own_tap(axis, phase): phase * step for phase in range(axis.stride)}
+    return tuple(tuple(of.get(t, -1) for t in rows.taps) + (-1,) * (most - len(rows.taps)) for rows in kinds)
+
+
+def _bias_constants(p: Problem, tiling: Tiling, piece: Words) -> Constants:
+    if not p.bias:
+        return (("kBias", False),)
+    d, h, w = p.geometry.axes
+    return (
+        ("kBias", True),
+        ("kBiasSlots", bias_slots(p.geometry, tiling)),
+        ("kBiasSlotD", _bias_slots(d, tiling.rows_d, h.stride)),
+        ("kBiasSlotH", _bias_slots(h, tiling.rows_h, 1)),
+        ("kBiasSlotW", tiling.pieces.index(piece) * d.stride * h.stride),
+        ("kBiasWords", _bias_words(w, piece)),
+    )
+
+
+def bias_slots(g: Geometry, tiling: Tiling) -> int:
+    """Sums per channel that the blocks with one part of the positions write: one for each row of own taps."""
+    return len(tiling.pieces) * g.stride[0] * g.stride[1]
+
+
 # ---- The family.
 
 
@@ -492,6 +547,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
+    if p.bias and not counts_outputs_once(g):
+        return "no set of taps reads every output once, as a bias's gradient needs it"
     if p.dtype not in OPERANDS:
         return f"{p.dtype} has no matrix instruction here"
     if p.dtype == "float32" and not p.tf32:
@@ -532,19 +589,26 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     count = g.in_channels * g.out_per_group * g.taps
     splits = _splits(p, device, layer, made, count)
     mains = tuple(_main(p, layer, made, piece, splits) for piece in tiling.pieces)
-    reduce = _sum_of_parts(p, count, splits)
+    bias_parts = splits * bias_slots(g, tiling) if p.bias else 0
+    reduce = _sum_of_parts(p, count, splits, bias_parts)
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
-        "hopper_weight_grad", "positions as K on warpgroup tensor cores", (*mains, reduce), splits * count * 4, tile
+        "hopper_weight_grad",
+        "positions as K on warpgroup tensor cores",
+        (*mains, reduce),
+        4 * (splits * count + bias_parts * g.out_channels),
+        tile,
+        (("bias_parts", 4 * splits * count),) if p.bias else (),
     )
 
 
-def _sum_of_parts(p: Problem, count: int, splits: int) -> Launch:
+def _sum_of_parts(p: Problem, count: int, splits: int, bias_parts: int) -> Launch:
     g, (ci, co, _, _, tap) = p.geometry, p.weight
     # A small weight has many parts: warps share them. A large one has few: a warp has whole lines of the result.
     slices, threads = 8 if count < LARGE_WEIGHT else 1, 256
     taps = 8 if slices > 1 or g.taps <= 8 else 32 if g.taps <= 32 else 64
+    bias_blocks = -(-g.out_channels // 8) if p.bias else 0
     return Launch(
         kernel="reduce_taps",
         constants=(
@@ -553,12 +617,16 @@ def _sum_of_parts(p: Problem, count: int, splits: int) -> Launch:
             ("Scalar", SCALARS[p.dtype]),
             ("kTaps", taps),
             ("kSlices", slices),
+            ("kBias", p.bias),
         ),
-        grid=(-(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group, 1, 1),
+        grid=(-(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group + bias_blocks, 1, 1),
         threads=threads,
         shared_bytes=0,
-        pointers=("workspace", "dw"),
-        scalars=padded(int64s(ci, co, tap, count), int32s(splits, g.taps, g.out_per_group, g.in_channels)),
+        pointers=("workspace", "dw", *(("bias_parts", "db") if p.bias else ("null", "null"))),
+        scalars=padded(
+            int64s(ci, co, tap, count),
+            int32s(splits, g.taps, g.out_per_group, g.in_channels, bias_parts, g.out_channels),
+        ),
     )
 
 
@@ -600,7 +668,7 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) ->
         grid=(tiling.kinds(g) * splits, 1, 1),
         threads=128 * (CONSUMERS + PRODUCERS),
         shared_bytes=made.bytes,
-        pointers=("x", "dy", "workspace"),
+        pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
         scalars=padded(
             int64s(*p.input, *p.output),
             int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _steps(p, layer, box), splits),
@@ -671,6 +739,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kJoinPlane", tuple(plane for plane, _, _ in piece.joins)),
         ("kJoinWord", tuple(word for _, word, _ in piece.joins)),
         ("kJoinOdd", tuple(odd for _, _, odd in piece.joins)),
+        *_bias_constants(p, tiling, piece),
         ("kOperandOf", tuple(tuple(piece.operand(read) for read in tap) for tap in piece.reads)),
         *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
         *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),

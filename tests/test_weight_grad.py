@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -238,6 +239,33 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
                 check(layer, *operands)
 
 
+def with_bias(layer: Layer, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Both gradients of one plan."""
+    asked = replace(problem(layer, str(x.dtype).removeprefix("torch.")), bias=True)
+    plan = planner.plan(replace(asked, input=x.stride(), output=dy.stride()), executor.device_of(x))
+    g = asked.geometry
+    with poisoned():
+        dw = x.new_empty((g.in_channels, g.out_per_group, *g.kernel))
+        db = x.new_empty(g.out_channels)
+        task = executor.make_task(plan, ("dy", "x", "null", "dw", "db", "workspace"), dw.shape, dw.stride(), x)
+        task.launch(x, (dy.data_ptr(), x.data_ptr(), 0, dw.data_ptr(), db.data_ptr()))
+    return dw, db
+
+
+@warpgroup_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["up-convolution", "gan", "groups of eight", "narrow volume", "five taps along w"])
+def test_the_bias_in_the_same_pass(name: str, dtype: torch.dtype, tensor_cores: str) -> None:
+    layer = LAYERS[name]
+    x, dy = tensors(layer, dtype, tensor_cores)
+    dw, db = with_bias(layer, x, dy)
+    assert torch.equal(dw, weight_grad(layer, x, dy))
+    exact, largest = dy.double().sum((0, 2, 3, 4)), dy.double().abs().sum((0, 2, 3, 4))
+    allowed = 4 * UNIT[torch.float32] * largest + UNIT[dtype] * exact.abs()
+    assert bool(((db.double() - exact).abs() <= allowed).all())
+    assert torch.equal(with_bias(layer, x, dy)[1], db)
+
+
 @warpgroup_only
 @pytest.mark.parametrize("splits", [1, 3, 8, 21])
 def test_any_number_of_parts(splits: int, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,3 +413,18 @@ def test_windows_cover_every_tap_once() -> None:
                     assert tap not in found and 0 <= shift <= 4 * per_word
                     found[tap] = planes.offsets[window.plane] + stride * (window.start * per_word + shift)
             assert found == {tap: tap * dilation - padding for tap in range(kernel)}
+
+
+def test_a_bias_counts_every_output_once() -> None:
+    counted = 0
+    for kernel, stride, padding, more, dilation in product((1, 2, 3, 4, 5), (1, 2, 3), (0, 1, 2), (0, 1, 2), (1, 2)):
+        axis = Axis(kernel, stride, padding, more, dilation)
+        if more >= max(stride, dilation) or axis.output_size(4) < 1:
+            continue
+        g = Geometry.make(8, 8, (1, 1, kernel), (1, 1, stride), (0, 0, padding), (0, 0, more), 1, (1, 1, dilation))
+        if hopper_weight_grad_planner.counts_outputs_once(g):
+            own = [hopper_weight_grad_planner.own_tap(axis, phase) for phase in range(stride)]
+            read = [stride * i + t * dilation - padding for i in range(4) for t in own if t is not None]
+            assert sorted(o for o in read if o < axis.output_size(4)) == list(range(axis.output_size(4)))
+            counted += 1
+    assert counted > 20

@@ -24,6 +24,9 @@
 // dy is stored in one plane per phase, so that neighbouring positions are neighbours for every tap. Parts are
 // written side by side and added by reduce_taps.cuh in a fixed order.
 //
+// The bias's gradient, sums of dy, costs a few additions here: of each phase one tap reads position i's own
+// output, and the rows of these taps see every output once. They add what they load, before it is rounded.
+//
 // TF32 operands are rounded to nearest: x by the producers, through whose registers it passes, dy by the
 // consumers when they load it, so that its words can be copied past the registers. What lies outside of a
 // tensor is zero in both.
@@ -37,7 +40,8 @@ namespace tconv3d {
 struct Args {
   const void* x;
   const void* dy;
-  void* parts;  // [splits][taps][out_channels / groups][in_channels]
+  void* parts;       // [splits][taps][out_channels / groups][in_channels]
+  void* bias_parts;  // kBias: [splits][kBiasSlots][out_channels]
   Strides x_strides, dy_strides;
   Extent x_size, dy_size;
   Extent box;  // positions along d and h, segments along w
@@ -83,6 +87,7 @@ struct HopperWeightGrad {
   static constexpr int kSlotPlanes = C::kPairedY ? 1 : C::kPlanesW;
   static constexpr bool kSeparateY = C::kElementsY || C::kPairedY;
   static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
+  static constexpr int kNoPlace = -1;
 
   static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
   static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
@@ -203,7 +208,7 @@ struct HopperWeightGrad {
       const int line = i / args.box.w, w = i % args.box.w;
       Segment segment{2 * (line % args.box.h * args.line_pitch + w * kSegment), line / args.box.h,
                       line % args.box.h, w * kSegment * kPerWord};
-      if (i >= segment_count()) segment = Segment{0, 0, kNowhere, 0};  // x is zero there
+      if (i >= segment_count()) segment = Segment{kNoPlace, 0, kNowhere, 0};  // x is zero there
       segments[i] = segment;
     }
     if (threadIdx.x == 0) {
@@ -505,6 +510,12 @@ struct HopperWeightGrad {
     float sums[C::kRowTiles][C::kTaps][kSums];
     int place[C::kRowTiles];  // of this lane's pair and row of taps in a sheet
     int sheet[C::kRowTiles];  // that the row of taps reads, relative to the position's
+    float bias[C::kRowTiles][2];
+  };
+  // Where a lane's words of a chunk begin, and whether the chunk has any for it.
+  struct Place {
+    const unsigned* words;
+    bool used;
   };
 
   __device__ __forceinline__ void locate(Consumer& me, int consumer) const {
@@ -522,26 +533,45 @@ struct HopperWeightGrad {
     }
   }
 
-  // Where this lane's words of a chunk begin, for row tile r. `first_sheet`: that of the step.
-  __device__ __forceinline__ const unsigned* find(const Consumer& me, int r, int chunk,
-                                                  int first_sheet) const {
+  // For row tile r. `first_sheet`: that of the step.
+  __device__ __forceinline__ Place find(const Consumer& me, int r, int chunk, int first_sheet) const {
     const Segment& segment = segments[4 * chunk + lane % 4];
     const int sheets = args.groups * args.box.d;
     int sheet = first_sheet + segment.d + me.sheet[r];
     if (sheet >= sheets) sheet -= sheets;
-    return ring + sheet * sheet_words + me.place[r] + segment.place;
+    return Place{ring + sheet * sheet_words + me.place[r] + max(segment.place, 0), segment.place != kNoPlace};
   }
 
-  __device__ __forceinline__ void load(Fragments& to, const unsigned* from) const {
+  // The elements of a word that `kWhich` names: 1 the first, 2 the second of 16-bit ones, 3 both.
+  template <int kWhich>
+  static __device__ __forceinline__ float sum_of(unsigned word) {
+    if constexpr (kPerWord == 1) {
+      return kWhich != 0 ? ptx::bits_to_float(word) : 0.0f;
+    } else {
+      const Scalar first{static_cast<unsigned short>(word)}, second{static_cast<unsigned short>(word >> 16)};
+      return (kWhich & 1 ? widen<float>(first) : 0.0f) + (kWhich & 2 ? widen<float>(second) : 0.0f);
+    }
+  }
+
+  __device__ __forceinline__ void load(Fragments& to, const Place& from, float (&bias)[2]) const {
+    float sums[2] = {0.0f, 0.0f};  // of few words: long sums are made of short ones
     static_for<C::kLoads>([&](auto i) {
       constexpr int kI = decltype(i)::value;
       const Vector<unsigned, 4> words =
-          load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        to.loaded[kI][e] = rounded(words.at[e]);
-      }
+          load_vector<4>(from.words + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
+      static_for<4>([&](auto e) {
+        constexpr int kE = decltype(e)::value;
+        to.loaded[kI][kE] = rounded(words.at[kE]);
+        if constexpr (C::kBias) {
+          constexpr int kWhich = C::kBiasWords(kI, kE / 2);
+          if constexpr (kWhich != 0) sums[kE % 2] += sum_of<kWhich>(words.at[kE]);
+        }
+      });
     });
+    if (C::kBias && from.used) {
+      bias[0] += sums[0];
+      bias[1] += sums[1];
+    }
     static_for<C::kJoins>([&](auto j) {
       constexpr int kJ = decltype(j)::value;
       static_for<4>([&](auto e) {
@@ -578,27 +608,26 @@ struct HopperWeightGrad {
   // the next row's are. With two sets of fragments, the next are loaded while products run (the first are
   // there already); with one, at least they have been found.
   __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&fragments)[C::kDepth], int row,
-                                               unsigned long long b, int first_sheet,
-                                               const unsigned*& from) const {
+                                               unsigned long long b, int first_sheet, Place& from) const {
     constexpr int kItems = 2 * C::kRowTiles;
     static_for<kItems>([&](auto item) {
       constexpr int kItem = decltype(item)::value, kNext = kItem + 1;
       Fragments& present = fragments[kItem % C::kDepth];
-      if constexpr (C::kDepth == 1) load(present, from);
+      if constexpr (C::kDepth == 1) load(present, from, me.bias[kItem % C::kRowTiles]);
       multiply<kItem % C::kRowTiles>(me, present, ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
       const bool more = kNext < kItems || row + 1 < row_segments();
       if (more) from = find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet);
       ptx::matrix_wait<C::kDepth - 1>();
-      if (C::kDepth == 2 && more) load(fragments[kNext % C::kDepth], from);
+      if (C::kDepth == 2 && more) load(fragments[kNext % C::kDepth], from, me.bias[kNext % C::kRowTiles]);
     });
   }
 
   __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group) const {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
     const int first_sheet = group * args.box.d;
-    const unsigned* from = find(me, 0, 0, first_sheet);
+    Place from = find(me, 0, 0, first_sheet);
     Fragments fragments[C::kDepth];
-    if constexpr (C::kDepth == 2) load(fragments[0], from);
+    if constexpr (C::kDepth == 2) load(fragments[0], from, me.bias[0]);
 #pragma unroll 1
     for (int row = 0; row < row_segments(); ++row) {
       multiply_row(me, fragments, row,
@@ -613,6 +642,7 @@ struct HopperWeightGrad {
     locate(me, consumer);
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
+      me.bias[r][0] = me.bias[r][1] = 0.0f;
 #pragma unroll
       for (int t = 0; t < C::kTaps; ++t) {
 #pragma unroll
@@ -646,6 +676,31 @@ struct HopperWeightGrad {
       index += run.count;
     }
     store(me, consumer);
+    if constexpr (C::kBias) store_bias(me, consumer);
+  }
+
+  // The lanes of a quad have the same channels at different positions; of all blocks with these positions and
+  // channels, the one with the first input channels and the row's taps writes.
+  __device__ __forceinline__ void store_bias(const Consumer& me, int consumer) const {
+    constexpr int kOut = C::kGroups * C::kOutPerGroup;
+    float* const parts = static_cast<float*>(args.bias_parts) +
+                         static_cast<long long>(static_cast<int>(blockIdx.x) / kKinds) * C::kBiasSlots * kOut;
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
+      const int row = index / kPairs, d = row / C::kRowsH, h = row % C::kRowsH;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = me.bias[r][half];
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+        const int out = kind.first_out + index % kPairs + half * kPairs;
+        if (lane % 4 != 0 || kind.first_in != 0 || row >= kRows || out >= C::kOutPerGroup) continue;
+        const int slot_d = C::kBiasSlotD(kind.d, d), slot_h = C::kBiasSlotH(kind.h, h);
+        if (slot_d < 0 || slot_h < 0) continue;
+        parts[(slot_d + slot_h + C::kBiasSlotW) * kOut + kind.group * C::kOutPerGroup + out] = sum;
+      }
+    }
   }
 
   __device__ __forceinline__ void store(const Consumer& me, int consumer) const {
