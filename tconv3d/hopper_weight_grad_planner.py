@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from heapq import nsmallest
 from itertools import product
 from math import prod
+from typing import NamedTuple, TypeAlias
 
 from .direct_planner import INT32_MAX, SCALARS
 from .geometry import Axis, Geometry, Triple
@@ -31,9 +32,19 @@ MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
 LARGE_WEIGHT = 2**20  # elements
 
-# Warpgroups that multiply and that copy, with the registers of their threads.
-CONSUMERS, PRODUCERS = 2, 2
-REGISTERS = ((192, 64), (200, 56))  # the first that consumers can do with
+CONSUMERS = 2  # warpgroups that multiply
+
+
+class Share(NamedTuple):
+    """How registers are divided: those of a thread that multiplies, of one that copies, and warpgroups that copy."""
+
+    consumer: int
+    producer: int
+    producers: int
+
+
+SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1))  # the first that consumers can do with
+SHARES_OF_LINES = (*SHARES, Share(232, 48, 1))  # copying vectors needs fewer
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
@@ -56,12 +67,10 @@ class Rows:
     shifts: tuple[int, ...]  # per tap: how far it reads from the position, in positions
 
     @classmethod
-    def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1, together: bool = False) -> Rows:
-        """Planes begin at a multiple of `align` outputs if the stride is 1, at the same position if `together`."""
+    def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1) -> Rows:
+        """Planes begin at a multiple of `align` outputs if the stride is 1."""
         phases = sorted({axis.phase(t) for t in taps})
         first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
-        if together:
-            first = dict.fromkeys(phases, min(first.values()))
         if axis.stride == 1:
             first = {phase: shift - shift % align for phase, shift in first.items()}
         return cls(
@@ -89,12 +98,23 @@ def row_choices(axis: Axis) -> Iterator[tuple[Rows, ...]]:
 
 
 @dataclass(frozen=True)
-class Words:
-    """How the taps along w read a chunk: which words are loaded, which operands are put together of them."""
+class Planes:
+    """How the taps along w read a chunk of phase planes: which words are loaded, which operands are put together."""
 
     rows: Rows
     per_word: int
-    paired: bool  # two phases are copied together, out of one word of memory each
+    stride: int  # along w: what lies between the words of a plane is not copied
+    lines = False
+    vector = 1  # words that are copied at a time
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.rows.taps
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Per plane: the output of the first position."""
+        return self.rows.offsets
 
     @cached_property
     def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -116,17 +136,121 @@ class Words:
     def joins(self) -> tuple[tuple[int, int, int], ...]:
         return tuple(sorted({read for tap in self.reads for read in tap if read[1] % 2 or read[2]}))
 
-    def operand(self, read: tuple[int, int, int]) -> int:
+    def _operand(self, read: tuple[int, int, int]) -> int:
         return -1 - self.joins.index(read) if read in self.joins else self.loads.index(read[:2])
 
-    @cached_property
-    def reach(self) -> int:
-        """Words of a line past the box that taps read."""
-        return max(-(-shift // self.per_word) for shift in self.rows.shifts)
+    def line_words(self, segments: int) -> int:
+        """Words of a line of a plane that taps read."""
+        return segments * SEGMENT + max(-(-shift // self.per_word) for shift in self.rows.shifts)
 
     @property
-    def registers(self) -> int:
-        return 4 * (len(self.loads) + len(self.joins))
+    def vectors(self) -> int:
+        """Loads of 16 bytes from shared memory that a lane does for a chunk."""
+        return len(self.loads)
+
+    def registers(self, depth: int) -> int:
+        """Of so many sets of fragments."""
+        return 4 * depth * (len(self.loads) + len(self.joins))
+
+    def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """Per load and word of it which elements own taps read: 1 the first, 2 the second of 16-bit ones."""
+        found = {load: [0, 0] for load in self.loads}
+        for tap, plane, shift in zip(self.taps, self.rows.planes, self.rows.shifts, strict=True):
+            for element in range(shift, shift + SEGMENT * self.per_word) if is_own(axis, tap) else ():
+                word, half = divmod(element, self.per_word)
+                found[plane, word - word % 2][word % 2] |= 1 << half
+        return tuple(tuple(words) for words in found.values())
+
+    @property
+    def constants(self) -> Constants:
+        return (
+            ("kLoads", len(self.loads)),
+            ("kLoadPlane", tuple(plane for plane, _ in self.loads)),
+            ("kLoadWord", tuple(word for _, word in self.loads)),
+            ("kJoins", len(self.joins)),
+            ("kJoinPlane", tuple(plane for plane, _, _ in self.joins)),
+            ("kJoinWord", tuple(word for _, word, _ in self.joins)),
+            ("kJoinOdd", tuple(odd for _, _, odd in self.joins)),
+            ("kOperandOf", tuple(tuple(self._operand(read) for read in tap) for tap in self.reads)),
+        )
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How the taps along w read a chunk of lines as they lie in memory, phases side by side."""
+
+    axis: Axis
+    taps: tuple[int, ...]
+    per_word: int
+    vector: int  # words that are copied at a time
+    lines = True
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The output of the first position, where a vector begins."""
+        first = min(t * self.axis.dilation - self.axis.padding for t in self.taps)
+        return (first - first % (self.vector * self.per_word),)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Per tap: how far from the line's first element it reads for the first position."""
+        return tuple(t * self.axis.dilation - self.axis.padding - self.offsets[0] for t in self.taps)
+
+    @property
+    def _positions(self) -> int:
+        """That a lane has of a chunk."""
+        return SEGMENT * self.per_word
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """First words of vectors of 16 bytes."""
+        read = {start + self.axis.stride * i for start in self.starts for i in range(self._positions)}
+        return tuple(sorted({element // self.per_word // 4 * 4 for element in read}))
+
+    @cached_property
+    def joins(self) -> tuple[int, ...]:
+        """First elements of operands."""
+        return tuple(sorted({start + step * self._half for start in self.starts for step in range(2)}))
+
+    @property
+    def _half(self) -> int:
+        """Elements from the first step of a chunk to the second."""
+        return 2 * self.per_word * self.axis.stride
+
+    def line_words(self, segments: int) -> int:
+        """Words of a line that taps read, in whole vectors."""
+        last = max(self.starts) + self.axis.stride * (segments * self._positions - 1)
+        return -(-(last // self.per_word + 1) // self.vector) * self.vector
+
+    @property
+    def vectors(self) -> int:
+        return 2 * len(self.loads)
+
+    def registers(self, depth: int) -> int:
+        return 4 * depth * len(self.joins) + 4 * len(self.loads) + 4  # what operands are made of
+
+    def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        found = {load: [0, 0, 0, 0] for load in self.loads}
+        for tap, start in zip(self.taps, self.starts, strict=True):
+            for i in range(self._positions) if is_own(axis, tap) else ():
+                word, half = divmod(start + axis.stride * i, self.per_word)
+                found[word // 4 * 4][word % 4] |= 1 << half
+        return tuple(tuple(words) for words in found.values())
+
+    @property
+    def constants(self) -> Constants:
+        operand = {element: -1 - i for i, element in enumerate(self.joins)}
+        return (
+            ("kLoads", len(self.loads)),
+            ("kLoadPlane", (0,) * len(self.loads)),
+            ("kLoadWord", self.loads),
+            ("kJoins", len(self.joins)),
+            ("kJoinElement", self.joins),
+            ("kOperandOf", tuple((operand[start], operand[start + self._half]) for start in self.starts)),
+        )
+
+
+Words: TypeAlias = Planes | Lines
 
 
 @dataclass(frozen=True)
@@ -137,8 +261,8 @@ class Layer:
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
     elements_y: bool
-    pairable_y: bool  # two phases lie side by side in a word of memory
     vector_x: int  # words of x that one load brings
+    vector_y: int  # words of dy that one copy may bring; 0: its lines are not whole words
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
 
@@ -147,9 +271,12 @@ class Layer:
         return 4 // ITEM_BYTES[self.dtype]
 
     def words(self, taps: tuple[int, ...]) -> Words:
-        axis, align = self.geometry.axes[2], 1 if self.elements_y else self.per_word
-        paired = self.pairable_y and len({axis.phase(t) for t in taps}) == 2
-        return Words(Rows.of(axis, taps, align, paired), self.per_word, paired)
+        axis = self.geometry.axes[2]
+        # Lines, if all that lies side by side in memory is of use. Small vectors may begin closer to the first tap.
+        if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) == axis.stride:
+            ways = [Lines(axis, taps, self.per_word, vector) for vector in (4, 2, 1) if vector <= self.vector_y]
+            return min(ways, key=lambda lines: lines.vectors)
+        return Planes(Rows.of(axis, taps, 1 if self.elements_y else self.per_word), self.per_word, axis.stride)
 
 
 @dataclass(frozen=True)
@@ -162,7 +289,7 @@ class Tiling:
     rows_h: tuple[Rows, ...]
     pieces: tuple[Words, ...]  # taps along w, one launch each
     depth: int  # sets of fragments
-    registers: tuple[int, int]  # of a consumer's and of a producer's threads
+    share: Share
     stages: int = 2
 
     @cached_property
@@ -176,17 +303,18 @@ class Tiling:
 
     @cached_property
     def planes(self) -> tuple[int, int, int]:
-        w = max(len(piece.rows.offsets) for piece in self.pieces)
+        w = max(len(piece.offsets) for piece in self.pieces)
         return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
 
     @cached_property
-    def paired(self) -> bool:
-        return self.pieces[0].paired
+    def reach(self) -> tuple[int, int]:
+        """Along d and h."""
+        return max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
 
-    @cached_property
-    def reach(self) -> tuple[int, int, int]:
-        d, h = max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
-        return d, h, max(piece.reach for piece in self.pieces)
+    @property
+    def sides(self) -> int:
+        """Channels side by side in a line of dy."""
+        return 1 if self.pieces[0].lines else 2
 
     def kinds(self, g: Geometry) -> int:
         """Blocks that together have all channels and taps along d and h."""
@@ -196,11 +324,11 @@ class Tiling:
     @property
     def sums(self) -> int:
         """Registers per thread."""
-        return self.row_tiles * max(len(piece.rows.taps) for piece in self.pieces) * self.columns // 2
+        return self.row_tiles * max(len(piece.taps) for piece in self.pieces) * self.columns // 2
 
     def __str__(self) -> str:
         d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
-        w = " + ".join(str(len(piece.rows.taps)) for piece in self.pieces)
+        w = " + ".join(str(len(piece.taps)) for piece in self.pieces)
         return (
             f"{CONSUMERS} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
             f"outputs x {d} x {h} x {w} taps{', fragments ahead' if self.depth == 2 else ''}"
@@ -244,11 +372,12 @@ class Buffers:
 
     @cached_property
     def line_words(self) -> int:
-        return self.box.w * SEGMENT + self.tiling.reach[2]
+        return max(piece.line_words(self.box.w) for piece in self.tiling.pieces)
 
     @cached_property
     def line_pitch(self) -> int:
-        return self.line_words + self.line_words % 2 + self.pad
+        multiple = 4 // self.tiling.sides
+        return -(-self.line_words // multiple) * multiple + self.pad
 
     @cached_property
     def plane_pitch(self) -> int:
@@ -259,12 +388,12 @@ class Buffers:
     @cached_property
     def pair_pitch(self) -> int:
         """4 words more than a multiple of 8: the two pairs that a load takes together meet in no bank."""
-        words = 2 * prod(self.tiling.planes) * self.plane_pitch
+        words = self.tiling.sides * prod(self.tiling.planes) * self.plane_pitch
         return words + (4 - words) % 8
 
     @cached_property
     def sheet_words(self) -> int:
-        return self.tiling.out_tile // 2 * self.pair_pitch
+        return self.tiling.out_tile // self.tiling.sides * self.pair_pitch
 
     @property
     def ahead(self) -> int:
@@ -272,9 +401,9 @@ class Buffers:
 
     @cached_property
     def slots(self) -> int:
-        """Words of a plane along d that are copied (of two planes together, if they are)."""
+        """Copies of a channel's plane along d."""
         _, h, w = self.tiling.planes
-        return h * self.lines * (1 if self.tiling.paired else w) * self.line_words
+        return h * self.lines * w * self.line_words // self.tiling.pieces[0].vector
 
     def bytes_with(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
@@ -295,15 +424,15 @@ class Buffers:
     @cached_property
     def conflicts(self) -> float:
         """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
-        if self.box.w % 4 == 0:
-            return 1.0  # segments of one line
+        piece = self.tiling.pieces[0]
+        segment_words = SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
         total, chunks = 0, range(0, self.box.segments, 4)
         for chunk in chunks:
             banks = [0] * 8
             for segment in range(chunk, min(chunk + 4, self.box.segments)):
                 line, w = divmod(segment, self.box.w)
                 d, h = divmod(line, self.box.h)
-                place = d * self.sheet_words + 2 * (h * self.line_pitch + w * SEGMENT)
+                place = d * self.sheet_words + self.tiling.sides * h * self.line_pitch + w * segment_words
                 for pair in range(2):
                     banks[(place + pair * self.pair_pitch) // 4 % 8] += 1
             total += max(banks)
@@ -313,7 +442,7 @@ class Buffers:
 @lru_cache(maxsize=8192)
 def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
     """With the pad that avoids most conflicts; None if nothing fits."""
-    pads = (0,) if box.w % 4 == 0 else range(0, 16, 2)
+    pads = (0,) if box.w % 4 == 0 else range(0, 16, 4 // tiling.sides)
     fitting = [made for made in (Buffers(tiling, box, pad, room) for pad in pads) if made.groups]
     return min(fitting, key=lambda made: (made.conflicts, made.pad), default=None)
 
@@ -340,18 +469,19 @@ def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     items = 2 * box.k_rows * CONSUMERS * tiling.row_tiles
     planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
     words_x = box.k_rows * 32 * tiling.columns
-    words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
+    words_y = box.d * planes_d * made.slots * piece.vector * tiling.out_tile
     jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
     jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     slow_x = 3 if layer.elements_x or layer.unit_c_x else 1
-    slow_y = 4 if piece.paired or layer.elements_y else 3 if layer.unit_c_y else 1
+    slow_y = 3 if layer.unit_c_y else 1 if piece.lines or not layer.elements_y else 4
     memory = memory_cycles(words_x, box.w * SEGMENT)
-    stride, phases = layer.geometry.stride[2], len(piece.rows.offsets)  # phases that nobody needs lie in between
+    stride = 1 if isinstance(piece, Lines) else piece.stride
+    phases = len(piece.offsets)  # those that nobody needs lie in between
     memory += memory_cycles(words_y * stride // phases, made.line_words * stride)
     item = item_cycles(piece, tiling.columns, tiling.depth, made.conflicts)
     return StepWork(
         products=items * item + (words_x + words_y) / 32,
-        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * PRODUCERS),
+        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * tiling.share.producers),
         memory=memory * (TIGHT if made.groups < made.ahead + 3 else 1.0),
     )
 
@@ -369,9 +499,9 @@ def memory_cycles(words: int, line: int) -> float:
 
 def item_cycles(piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
-    products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
+    products = 2 * len(piece.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
     alone = 25 if depth == 1 else 0  # nothing hides the way of the fragments
-    return products + 16 * len(piece.loads) * conflicts + ITEM_OVERHEAD + alone
+    return products + 16 * piece.vectors * conflicts + ITEM_OVERHEAD + alone
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -427,11 +557,11 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     whole = tuple(
         layer.words(tuple(range(first, min(first + size, axis.kernel)))) for first in range(0, axis.kernel, size)
     )
-    if len({piece.paired for piece in whole}) > 1:  # a last piece of one tap
-        whole = tuple(replace(layer, pairable_y=False).words(piece.rows.taps) for piece in whole)
+    if len({(piece.lines, piece.vector) for piece in whole}) > 1:  # a last piece that lacks a phase
+        whole = tuple(replace(layer, vector_y=0).words(piece.taps) for piece in whole)
     yield whole
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
-    if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1:
+    if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1 and not whole[0].lines:
         yield tuple(layer.words(taps) for taps in phases)
 
 
@@ -446,34 +576,43 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
     g, number = layer.geometry, 0
     channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
     for pieces, rows_d, rows_h in product(_pieces(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
-        taps, fragments = max(len(piece.rows.taps) for piece in pieces), max(piece.registers for piece in pieces)
+        taps, shares = max(len(piece.taps) for piece in pieces), SHARES_OF_LINES if pieces[0].lines else SHARES
+        fragments = [max(piece.registers(depth) for piece in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2)]
         rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
         kinds = g.groups * len(rows_d) * len(rows_h)
-        planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, [p.rows for p in pieces]))
+        planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, pieces))
+        planes *= g.stride[2] if pieces[0].lines else 1
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
         for columns, out_tile in channels:
             row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
-            needs = (d * fragments + OTHER_REGISTERS[d - 1] + row_tiles * (taps * columns // 2 + 2) for d in (1, 2))
-            fits = [(depth, r) for depth, need in enumerate(needs, 1) for r in REGISTERS[::-1] if need <= r[0]]
+            needs = (held + row_tiles * (taps * columns // 2 + 2) for held in fragments)
+            fits = [(depth, s) for depth, need in enumerate(needs, 1) for s in shares[::-1] if need <= s.consumer]
+            # The most fragments that fit; fewer, if that leaves more to copy with.
+            ways = {share.producers: (depth, share) for depth, share in fits}
             if row_tiles > MAX_ROW_TILES or not fits:
                 continue
-            depth, registers = fits[-1]
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
             tiles = CONSUMERS * row_tiles
             if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                 continue
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
-            cost = sum(max(tiles * item_cycles(piece, columns, depth), copied) + 0.1 * copied for piece in pieces)
-            number += 1
-            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, registers)
+            for depth, share in ways.values():
+                items = [tiles * item_cycles(piece, columns, depth) for piece in pieces]
+                cost = sum(max(item, copied) + 0.1 * copied for item in items)
+                number += 1
+                yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, share)
 
 
 # ---- The bias's gradient in the same pass.
 
 
+def is_own(axis: Axis, tap: int) -> bool:
+    """Whether position i reads an output from stride * i to stride * (i + 1) through this tap."""
+    return axis.shift(tap) == 0
+
+
 def own_tap(axis: Axis, phase: int) -> int | None:
-    """The tap of a phase through which position i reads output stride * i + phase."""
-    return next((t for t in axis.taps(phase) if axis.shift(t) == 0), None)
+    return next((t for t in axis.taps(phase) if is_own(axis, t)), None)
 
 
 def counts_outputs_once(g: Geometry) -> bool:
@@ -482,19 +621,6 @@ def counts_outputs_once(g: Geometry) -> bool:
         axis.output_size(1) <= axis.stride and all(own_tap(axis, phase) is not None for phase in range(axis.stride))
         for axis in g.axes
     )
-
-
-def _bias_words(axis: Axis, piece: Words) -> tuple[tuple[int, int], ...]:
-    """Per load and word of it which elements own taps read: 1 the first, 2 the second of 16-bit ones."""
-    own = {own_tap(axis, phase) for phase in range(axis.stride)}
-    found = {load: [0, 0] for load in piece.loads}
-    for tap, plane, shift in zip(piece.rows.taps, piece.rows.planes, piece.rows.shifts, strict=True):
-        if tap not in own:
-            continue
-        for element in range(shift, shift + SEGMENT * piece.per_word):
-            word, half = divmod(element, piece.per_word)
-            found[plane, word - word % 2][word % 2] |= 1 << half
-    return tuple((first, second) for first, second in found.values())
 
 
 def _bias_slots(axis: Axis, kinds: tuple[Rows, ...], step: int) -> tuple[tuple[int, ...], ...]:
@@ -514,7 +640,7 @@ def _bias_constants(p: Problem, tiling: Tiling, piece: Words) -> Constants:
         ("kBiasSlotD", _bias_slots(d, tiling.rows_d, h.stride)),
         ("kBiasSlotH", _bias_slots(h, tiling.rows_h, 1)),
         ("kBiasSlotW", tiling.pieces.index(piece) * d.stride * h.stride),
-        ("kBiasWords", _bias_words(w, piece)),
+        ("kBiasWords", piece.own_words(w)),
     )
 
 
@@ -538,9 +664,9 @@ def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
 def _layer(p: Problem) -> Layer:
     x, y = _vector(p, p.input, p.input_size[2]), _vector(p, p.output, p.output_size[2])
     elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
-    pairable = y > 0 and p.item_bytes == 2 and p.geometry.stride[2] == 2
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
-    return Layer(p.geometry, p.dtype, x == 0, elements_y, pairable, max(x, 1), unit_c_x, unit_c_y)
+    y = y if p.output[4] == 1 else 0
+    return Layer(p.geometry, p.dtype, x == 0, elements_y, max(x, 1), y, unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -566,7 +692,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     made = best_buffers(layer, found[0], p.input_size, device.shared_bytes) if found else None
     if made is None:
         return "the taps reach too far for shared memory"
-    separate = layer.elements_x or (layer.elements_y and not made.tiling.paired)
+    separate = layer.elements_x or (layer.elements_y and not made.tiling.pieces[0].lines)
     slow = separate or layer.unit_c_x or layer.unit_c_y
     if slow and COPYING_IS_WORTH * total(layer, made).products < total(layer, made).copying:
         return "copying operands that are not words along w would take longer than the products"
@@ -666,7 +792,7 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) ->
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
         grid=(tiling.kinds(g) * splits, 1, 1),
-        threads=128 * (CONSUMERS + PRODUCERS),
+        threads=128 * (CONSUMERS + tiling.share.producers),
         shared_bytes=made.bytes,
         pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
         scalars=padded(
@@ -703,21 +829,22 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
 def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Constants:
     g = p.geometry
     return (
-        ("kThreads", 128 * (CONSUMERS + PRODUCERS)),
+        ("kThreads", 128 * (CONSUMERS + tiling.share.producers)),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
-        ("kElementsY", layer.elements_y and not piece.paired),
-        ("kPairedY", piece.paired),
+        ("kElementsY", layer.elements_y and not piece.lines),
+        ("kLines", piece.lines),
         ("kVectorX", layer.vector_x),
+        ("kVectorY", piece.vector),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", CONSUMERS),
-        ("kProducers", PRODUCERS),
-        ("kConsumerRegisters", tiling.registers[0]),
-        ("kProducerRegisters", tiling.registers[1]),
-        ("kBatchX", 2 if tiling.registers[1] >= 64 and not layer.elements_y else 1),
+        ("kProducers", tiling.share.producers),
+        ("kConsumerRegisters", tiling.share.consumer),
+        ("kProducerRegisters", tiling.share.producer),
+        ("kBatchX", 2 if tiling.share.producer >= 64 and (piece.lines or not layer.elements_y) else 1),
         ("kStages", tiling.stages),
         ("kDepth", tiling.depth),
         ("kGroups", g.groups),
@@ -729,18 +856,11 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
         ("kPlanesW", tiling.planes[2]),
-        ("kPlaneOffsetW", (*piece.rows.offsets, *([0] * (tiling.planes[2] - len(piece.rows.offsets))))),
-        ("kTaps", len(piece.rows.taps)),
-        ("kTapW", piece.rows.taps),
-        ("kLoads", len(piece.loads)),
-        ("kLoadPlane", tuple(plane for plane, _ in piece.loads)),
-        ("kLoadWord", tuple(word for _, word in piece.loads)),
-        ("kJoins", len(piece.joins)),
-        ("kJoinPlane", tuple(plane for plane, _, _ in piece.joins)),
-        ("kJoinWord", tuple(word for _, word, _ in piece.joins)),
-        ("kJoinOdd", tuple(odd for _, _, odd in piece.joins)),
+        ("kPlaneOffsetW", (*piece.offsets, *([0] * (tiling.planes[2] - len(piece.offsets))))),
+        ("kTaps", len(piece.taps)),
+        ("kTapW", piece.taps),
+        *piece.constants,
         *_bias_constants(p, tiling, piece),
-        ("kOperandOf", tuple(tuple(piece.operand(read) for read in tap) for tap in piece.reads)),
         *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
         *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
     )

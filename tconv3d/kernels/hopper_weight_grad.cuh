@@ -21,8 +21,13 @@
 // that order. Lane g's rows g and g + 8 are two channels, a pair, that lie side by side in shared memory: one
 // 16-byte load is one operand.
 //
-// dy is stored in one plane per phase, so that neighbouring positions are neighbours for every tap. Parts are
-// written side by side and added by reduce_taps.cuh in a fixed order.
+// That is for a stride of 1 along w, and for lines that are not whole words in memory: then dy is stored in
+// one plane per phase, so that neighbouring positions are neighbours for every tap. With other strides
+// (kLines) the lines of dy are copied as they are, in vectors, and consumers pick the phases apart: of each
+// of its two channels a lane loads the vectors that its positions' taps read, and puts operands together of
+// them.
+//
+// Parts are written side by side and added by reduce_taps.cuh in a fixed order.
 //
 // The bias's gradient, sums of dy, costs a few additions here: of each phase one tap reads position i's own
 // output, and the rows of these taps see every output once. They add what they load, before it is rounded.
@@ -53,7 +58,7 @@ struct Args {
   int line_words;            // words of a line that taps reach
   int line_pitch;            // from line to line, in words of one channel
   int plane_pitch;           // from plane to plane, likewise
-  int pair_pitch;            // from pair to pair, in words
+  int pair_pitch;            // from pair to pair (kLines: from channel to channel), in words
   Divider by_d, by_h, by_w;  // how many boxes the volume has
   Divider by_jobs;           // of one plane of dy along d
 };
@@ -83,9 +88,9 @@ struct HopperWeightGrad {
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
   static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
-  // Two phases of 16-bit elements lie side by side in a word of memory: a slot is a word of each.
-  static constexpr int kSlotPlanes = C::kPairedY ? 1 : C::kPlanesW;
-  static constexpr bool kSeparateY = C::kElementsY || C::kPairedY;
+  static constexpr int kLoadWords = C::kLines ? 4 : 2;  // of one channel
+  static constexpr int kSides = C::kLines ? 1 : 2;      // channels side by side in a line of dy
+  static constexpr int kSegmentWords = C::kLines ? kSegment * C::kStrideW : kSegment;  // of dy
   static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
   static constexpr int kNoPlace = -1;
 
@@ -93,8 +98,8 @@ struct HopperWeightGrad {
   static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
   static_assert(C::kStages >= 2);
-  static_assert(!(C::kElementsX || kSeparateY) || kPerWord == 2);
-  static_assert(!C::kPairedY || (C::kPlanesW == 2 && C::kStrideW == 2 && !C::kUnitCY && !C::kElementsY));
+  static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
+  static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !C::kUnitCY : C::kVectorY == 1);
   static_assert(C::kVectorX == 1 || !(C::kElementsX || C::kUnitCX), "words that are neighbours in memory");
 
   // What distinguishes blocks that walk over the same positions.
@@ -148,7 +153,7 @@ struct HopperWeightGrad {
     stages = dynamic_shared<unsigned char>();
     stage_bytes = row_segments() * C::kColumns * kRowBytes;
     ring = reinterpret_cast<unsigned*>(stages + C::kStages * stage_bytes);
-    sheet_words = kPairs * args.pair_pitch;
+    sheet_words = C::kOutTile / kSides * args.pair_pitch;
     slots = reinterpret_cast<Slot*>(ring + args.groups * args.box.d * sheet_words);
     segments = reinterpret_cast<Segment*>(slots + most_slots());
     barriers = ptx::shared_address(segments + row_segments() * kRowSegments);
@@ -174,12 +179,11 @@ struct HopperWeightGrad {
     return (segment_count() + kRowSegments - 1) / kRowSegments;
   }
   // Of a plane along d: for the kind that has most, and for this one.
-  __device__ __forceinline__ int most_slots() const {
-    return C::kPlanesH * args.lines * kSlotPlanes * args.line_words;
-  }
+  __device__ __forceinline__ int most_slots() const { return C::kPlanesH * args.lines * line_slots(); }
   __device__ __forceinline__ int slot_count() const {
-    return C::kPlanesCountH(kind.h) * args.lines * kSlotPlanes * args.line_words;
+    return C::kPlanesCountH(kind.h) * args.lines * line_slots();
   }
+  __device__ __forceinline__ int line_slots() const { return C::kPlanesW * args.line_words / C::kVectorY; }
   __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
   __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
   __device__ __forceinline__ unsigned stage_full(int stage) const {
@@ -190,23 +194,24 @@ struct HopperWeightGrad {
   }
 
   __device__ __forceinline__ void prepare() {
-    const int line_slots = kSlotPlanes * args.line_words;
     for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
       // Phases along w alternate as they do in memory.
-      const int line = i / line_slots, rest = i % line_slots;
-      const int plane_w = rest % kSlotPlanes, word = rest / kSlotPlanes;
+      const int line = i / line_slots(), rest = i % line_slots();
+      const int plane_w = rest % C::kPlanesW, word = rest / C::kPlanesW * C::kVectorY;
       const int plane_h = line / args.lines, h = line % args.lines;
       Slot slot;
       slot.h = static_cast<short>(h * C::kStrideH + C::kPlaneOffsetH(kind.h, plane_h));
-      slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w));
-      slot.place = 2 * ((plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word);
+      slot.w =
+          static_cast<short>(word * kPerWord * (C::kLines ? 1 : C::kStrideW) + C::kPlaneOffsetW(plane_w));
+      slot.place =
+          kSides * ((plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word);
       slot.offset =
           slot.h * static_cast<Index>(args.dy_strides.h) + slot.w * static_cast<Index>(args.dy_strides.w);
       slots[i] = slot;
     }
     for (int i = static_cast<int>(threadIdx.x); i < row_segments() * kRowSegments; i += C::kThreads) {
       const int line = i / args.box.w, w = i % args.box.w;
-      Segment segment{2 * (line % args.box.h * args.line_pitch + w * kSegment), line / args.box.h,
+      Segment segment{kSides * (line % args.box.h * args.line_pitch + w * kSegmentWords), line / args.box.h,
                       line % args.box.h, w * kSegment * kPerWord};
       if (i >= segment_count()) segment = Segment{kNoPlace, 0, kNowhere, 0};  // x is zero there
       segments[i] = segment;
@@ -352,7 +357,7 @@ struct HopperWeightGrad {
     const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
     return Source{base + d * static_cast<Index>(args.dy_strides.d) + slot.offset,
                   line && inside(w, args.dy_size.w),
-                  kSeparateY && line && inside(w + C::kStrideW, args.dy_size.w)};
+                  C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
   }
   __device__ __forceinline__ const Scalar* dy_of(const Source& source, int channel) const {
     constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
@@ -363,47 +368,31 @@ struct HopperWeightGrad {
     return static_cast<const Scalar*>(args.dy) + (source.first || source.second ? offset : 0);
   }
 
-  // Eight words of dy (or, kPairedY, of each of two planes), past the registers where words are whole in
-  // memory. `word(k)` is where they go, `source(k)` and `channel(k)` where they come from.
+  // Eight vectors of dy, past the registers where words are whole in memory. `word(k)` is where they go,
+  // `source(k)` and `channel(k)` where they come from.
   template <class FindWord, class FindSource, class FindChannel>
   __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, FindChannel&& channel,
                                           int count) const {
-    if constexpr (kSeparateY) {
-      constexpr int kTurn = C::kPairedY ? 4 : 8;  // what registers hold
+    if constexpr (C::kElementsY) {
+      unsigned words[kJobChannels];
 #pragma unroll
-      for (int first = 0; first < kJobChannels; first += kTurn) {
-        unsigned words[kTurn];
-        [[maybe_unused]] unsigned others[kTurn];  // of the second channel of a pair, for 16-bit types
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        const Source found = source(k);
+        words[k] = load_elements(dy_of(found, channel(k)), found,
+                                 C::kStrideW * static_cast<Index>(args.dy_strides.w));
+      }
 #pragma unroll
-        for (int k = 0; k < kTurn; ++k) {
-          if (first + k >= count) break;
-          const Source found = source(first + k);
-          const Scalar* const from = dy_of(found, channel(first + k));
-          if constexpr (C::kPairedY) {
-            words[k] = load_word(from, found.first);
-            others[k] = load_word(from + 2, found.second);
-          } else {
-            words[k] = load_elements(from, found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kTurn; ++k) {
-          if (first + k >= count) break;
-          unsigned* const to = word(first + k);
-          if constexpr (C::kPairedY) {
-            to[0] = (words[k] & 0xFFFFu) | others[k] << 16;
-            to[2 * args.plane_pitch] = words[k] >> 16 | (others[k] & 0xFFFF0000u);
-          } else {
-            to[0] = words[k];
-          }
-        }
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        *word(k) = words[k];
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kJobChannels; ++k) {
         if (k >= count) break;
         const Source found = source(k);
-        ptx::copy_words<1>(word(k), dy_of(found, channel(k)), found.first);
+        ptx::copy_words<C::kVectorY>(word(k), dy_of(found, channel(k)), found.first);
       }
     }
   }
@@ -422,7 +411,7 @@ struct HopperWeightGrad {
       const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
       const int first_pair = rest % kJobsY, last_pair = min(kJobsY, first_pair + own.end - job);
       unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
-                           2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
+                           kSides * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
       job += last_pair - first_pair;
       if constexpr (C::kUnitCY) {
         const int half = lane % 2, index = first_slot + lane / 2 % 2;
@@ -440,13 +429,15 @@ struct HopperWeightGrad {
         const Source source = find_dy(run, base, d, slot);
 #pragma unroll 1
         for (int pair = first_pair * kJobChannels; pair < last_pair * kJobChannels; pair += kJobChannels) {
-          copy_dy([&](int k) { return to + (pair + k) * args.pair_pitch + slot.place + half; },
-                  [&](int) { return source; }, [&](int k) { return half * kPairs + pair + k; },
-                  kPairs - pair);
+          unsigned* const first =
+              to + slot.place +
+              (C::kLines ? (half * kPairs + pair) * args.pair_pitch : pair * args.pair_pitch + half);
+          copy_dy([&](int k) { return first + k * args.pair_pitch; }, [&](int) { return source; },
+                  [&](int k) { return half * kPairs + pair + k; }, kPairs - pair);
         }
       }
     }
-    if constexpr (kSeparateY) {
+    if constexpr (C::kElementsY) {
       ptx::barrier_arrive(full(group));
     } else {
       ptx::copy_arrive(full(group));
@@ -469,11 +460,11 @@ struct HopperWeightGrad {
           find_row(course, run, step);
           static_for<C::kBatchX>([&](auto b) { load_x(batch[b], course, run, step); });
         };
-        if constexpr (!kSeparateY) ask_for_x();
+        if constexpr (!C::kElementsY) ask_for_x();
         ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
         copy_group(group.index, run, run.first + i);
         if (!with_x) continue;
-        if constexpr (kSeparateY) ask_for_x();  // dy needed the registers
+        if constexpr (C::kElementsY) ask_for_x();  // dy needed the registers
         ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
 #pragma unroll 1
         for (int job = own.begin; job < own.end; job += C::kBatchX) {
@@ -493,15 +484,16 @@ struct HopperWeightGrad {
 
   // ---- Consumers.
 
-  // Words of dy as tensor cores want them: word 2i of both channels of a pair, then word 2i + 1.
+  // Words of dy as tensor cores want them: word 2i of both channels of a pair, then word 2i + 1. Some are
+  // operands as they are loaded (never with kLines), others are joined of what is.
   struct Fragments {
-    unsigned loaded[C::kLoads][4];
+    unsigned loaded[C::kLines ? 1 : C::kLoads][4];
     unsigned joined[C::kJoins > 0 ? C::kJoins : 1][4];
   };
   // Which of the loaded has a word of a plane.
   static constexpr int load_of(int plane, int word) {
     for (int i = 0; i < C::kLoads; ++i) {
-      if (C::kLoadPlane(i) == plane && C::kLoadWord(i) == word / 2 * 2) return i;
+      if (C::kLoadPlane(i) == plane && C::kLoadWord(i) == word / kLoadWords * kLoadWords) return i;
     }
     return -1;
   }
@@ -527,8 +519,8 @@ struct HopperWeightGrad {
       const int d = min(row / C::kRowsH, C::kCountD(kind.d) - 1),
                 h = min(row % C::kRowsH, C::kCountH(kind.h) - 1);
       const int plane = (C::kPlaneD(kind.d, d) * C::kPlanesH + C::kPlaneH(kind.h, h)) * C::kPlanesW;
-      me.place[r] =
-          pair * args.pair_pitch + 2 * (plane * args.plane_pitch + C::kShiftH(kind.h, h) * args.line_pitch);
+      me.place[r] = pair * args.pair_pitch +
+                    kSides * (plane * args.plane_pitch + C::kShiftH(kind.h, h) * args.line_pitch);
       me.sheet[r] = C::kShiftD(kind.d, d);
     }
   }
@@ -553,25 +545,39 @@ struct HopperWeightGrad {
     }
   }
 
+  // Adds to `sum` what own taps read of a loaded word.
+  template <int kLoad, int kWord>
+  static __device__ __forceinline__ void add_own(float& sum, unsigned word) {
+    if constexpr (C::kBias) {
+      constexpr int kWhich = C::kBiasWords(kLoad, kWord);
+      if constexpr (kWhich != 0) sum += sum_of<kWhich>(word);
+    }
+  }
+
   __device__ __forceinline__ void load(Fragments& to, const Place& from, float (&bias)[2]) const {
     float sums[2] = {0.0f, 0.0f};  // of few words: long sums are made of short ones
-    static_for<C::kLoads>([&](auto i) {
-      constexpr int kI = decltype(i)::value;
-      const Vector<unsigned, 4> words =
-          load_vector<4>(from.words + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
-      static_for<4>([&](auto e) {
-        constexpr int kE = decltype(e)::value;
-        to.loaded[kI][kE] = rounded(words.at[kE]);
-        if constexpr (C::kBias) {
-          constexpr int kWhich = C::kBiasWords(kI, kE / 2);
-          if constexpr (kWhich != 0) sums[kE % 2] += sum_of<kWhich>(words.at[kE]);
-        }
-      });
-    });
+    if constexpr (C::kLines) {
+      load_lines(to, from.words, sums);
+    } else {
+      load_planes(to, from.words, sums);
+    }
     if (C::kBias && from.used) {
       bias[0] += sums[0];
       bias[1] += sums[1];
     }
+  }
+
+  __device__ __forceinline__ void load_planes(Fragments& to, const unsigned* from, float (&sums)[2]) const {
+    static_for<C::kLoads>([&](auto i) {
+      constexpr int kI = decltype(i)::value;
+      const Vector<unsigned, 4> words =
+          load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
+      static_for<4>([&](auto e) {
+        constexpr int kE = decltype(e)::value;
+        to.loaded[kI][kE] = rounded(words.at[kE]);
+        add_own<kI, kE / 2>(sums[kE % 2], words.at[kE]);
+      });
+    });
     static_for<C::kJoins>([&](auto j) {
       constexpr int kJ = decltype(j)::value;
       static_for<4>([&](auto e) {
@@ -586,6 +592,38 @@ struct HopperWeightGrad {
         }
       });
     });
+  }
+
+  // One channel after the other.
+  __device__ __forceinline__ void load_lines(Fragments& to, const unsigned* from, float (&sums)[2]) const {
+    static_for<2>([&](auto half) {
+      constexpr int kHalf = decltype(half)::value;
+      Vector<unsigned, 4> words[C::kLoads];
+      static_for<C::kLoads>([&](auto i) {
+        constexpr int kI = decltype(i)::value;
+        words[kI] = load_vector<4>(from + kHalf * kPairs * args.pair_pitch + C::kLoadWord(kI));
+        static_for<4>([&](auto e) {
+          constexpr int kE = decltype(e)::value;
+          add_own<kI, kE>(sums[kHalf], words[kI].at[kE]);
+        });
+      });
+      static_for<C::kJoins>([&](auto j) {
+        static_for<2>([&](auto k) {
+          constexpr int kJ = decltype(j)::value, kK = decltype(k)::value;
+          constexpr int kFirst = C::kJoinElement(kJ) + kK * kPerWord * C::kStrideW;
+          to.joined[kJ][2 * kK + kHalf] = word_of<kFirst>(words);
+        });
+      });
+    });
+  }
+  // The operand's word that begins with an element of a line: of 16-bit ones the second is a stride further.
+  template <int kElement>
+  static __device__ __forceinline__ unsigned word_of(const Vector<unsigned, 4> (&words)[C::kLoads]) {
+    constexpr int kWord = kElement / kPerWord, kLast = kElement + (kPerWord - 1) * C::kStrideW;
+    const unsigned first = words[load_of(0, kWord)].at[kWord % 4];
+    if constexpr (kPerWord == 1) return rounded(first);
+    const unsigned last = words[load_of(0, kLast / 2)].at[kLast / 2 % 4];
+    return (kElement % 2 ? first >> 16 : first & 0xFFFFu) | (kLast % 2 ? last & 0xFFFF0000u : last << 16);
   }
 
   template <int kRowTile>
