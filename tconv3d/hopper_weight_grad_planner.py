@@ -86,7 +86,8 @@ class Rows:
 
 
 def row_choices(axis: Axis) -> Iterator[tuple[Rows, ...]]:
-    """Ways to divide the taps of a dimension among blocks: all together, or so many of a phase."""
+    """Ways to divide the taps of a dimension among blocks, all of which read as many planes: all together, or so many
+    of a phase."""
     taps = tuple(range(axis.kernel))
     yield (Rows.of(axis, taps),)
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
@@ -787,7 +788,7 @@ def _wide(p: Problem) -> bool:
 
 def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
-    jobs = -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    jobs = box.d * tiling.planes[0] * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
@@ -818,7 +819,6 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
         (f"kRows{name}", taps),
         (f"kPlanes{name}", planes),
         (f"kCount{name}", tuple(len(rows.taps) for rows in kinds)),
-        (f"kPlanesCount{name}", tuple(len(rows.offsets) for rows in kinds)),
         (f"kPlaneOffset{name}", table([rows.offsets for rows in kinds], planes)),
         (f"kTap{name}", table([rows.taps for rows in kinds], taps)),
         (f"kPlane{name}", table([rows.planes for rows in kinds], taps)),

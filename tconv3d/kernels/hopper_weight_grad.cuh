@@ -60,7 +60,7 @@ struct Args {
   int plane_pitch;           // from plane to plane, likewise
   int pair_pitch;            // from pair to pair (kLines: from channel to channel), in words
   Divider by_d, by_h, by_w;  // how many boxes the volume has
-  Divider by_jobs;           // of one plane of dy along d
+  Divider by_jobs;           // of one block of slots
 };
 
 template <class C>
@@ -155,7 +155,7 @@ struct HopperWeightGrad {
     ring = reinterpret_cast<unsigned*>(stages + C::kStages * stage_bytes);
     sheet_words = C::kOutTile / kSides * args.pair_pitch;
     slots = reinterpret_cast<Slot*>(ring + args.groups * args.box.d * sheet_words);
-    segments = reinterpret_cast<Segment*>(slots + most_slots());
+    segments = reinterpret_cast<Segment*>(slots + slot_count());
     barriers = ptx::shared_address(segments + row_segments() * kRowSegments);
   }
 
@@ -178,11 +178,8 @@ struct HopperWeightGrad {
   __device__ __forceinline__ int row_segments() const {
     return (segment_count() + kRowSegments - 1) / kRowSegments;
   }
-  // Of a plane along d: for the kind that has most, and for this one.
-  __device__ __forceinline__ int most_slots() const { return C::kPlanesH * args.lines * line_slots(); }
-  __device__ __forceinline__ int slot_count() const {
-    return C::kPlanesCountH(kind.h) * args.lines * line_slots();
-  }
+  // Of a plane along d.
+  __device__ __forceinline__ int slot_count() const { return C::kPlanesH * args.lines * line_slots(); }
   __device__ __forceinline__ int line_slots() const { return C::kPlanesW * args.line_words / C::kVectorY; }
   __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
   __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
@@ -352,20 +349,25 @@ struct HopperWeightGrad {
     }
   }
 
-  __device__ __forceinline__ Source find_dy(const Run& run, Index base, int d, const Slot& slot) const {
+  // Of a slot at depth 0, and at another.
+  __device__ __forceinline__ Source find_dy(const Run& run, Index base, const Slot& slot) const {
     const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
-    const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
-    return Source{base + d * static_cast<Index>(args.dy_strides.d) + slot.offset,
-                  line && inside(w, args.dy_size.w),
+    const bool line = inside(h, args.dy_size.h);
+    return Source{base + slot.offset, line && inside(w, args.dy_size.w),
                   C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
+  }
+  __device__ __forceinline__ Source at_depth(const Source& source, int d) const {
+    const bool sheet = inside(d, args.dy_size.d);
+    return Source{source.offset + d * static_cast<Index>(args.dy_strides.d), source.first && sheet,
+                  source.second && sheet};
   }
   __device__ __forceinline__ const Scalar* dy_of(const Source& source, int channel) const {
     constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
     const int in_group =
         kWhole ? kind.first_out + channel : min(kind.first_out + channel, C::kOutPerGroup - 1);
-    const Index offset =
-        source.offset + (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c);
-    return static_cast<const Scalar*>(args.dy) + (source.first || source.second ? offset : 0);
+    const Index first = source.first || source.second ? source.offset : 0;
+    return static_cast<const Scalar*>(args.dy) +
+           (first + (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c));
   }
 
   // Eight vectors of dy, past the registers where words are whole in memory. `word(k)` is where they go,
@@ -397,43 +399,41 @@ struct HopperWeightGrad {
     }
   }
 
-  // A group of sheets: planes along d, blocks of 16 slots, eight pairs at a time.
+  // A group of sheets: blocks of 16 slots, planes along d, eight pairs at a time. What a lane finds out about
+  // its slot serves all planes and pairs.
   __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
-    const int planes = C::kPlanesCountD(kind.d), jobs_of_plane = static_cast<int>(args.by_jobs.divisor);
-    const int count = slot_count();
-    const Part<int> own(args.box.d * planes * jobs_of_plane, kProducerWarps, warp);
+    const int jobs_of_block = static_cast<int>(args.by_jobs.divisor), count = slot_count();
+    const Part<int> own((count + 15) / 16 * jobs_of_block, kProducerWarps, warp);
     const Index base = run.n * static_cast<Index>(args.dy_strides.n) +
                        run.h * C::kStrideH * static_cast<Index>(args.dy_strides.h) +
                        run.w * C::kStrideW * static_cast<Index>(args.dy_strides.w);
     for (int job = own.begin; job < own.end;) {
-      const int plane = divide(job, args.by_jobs), rest = job - plane * jobs_of_plane;
-      const int sheet = plane / planes, plane_d = plane % planes, first_slot = rest / kJobsY * 16;
-      const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
-      const int first_pair = rest % kJobsY, last_pair = min(kJobsY, first_pair + own.end - job);
-      unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
-                           kSides * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
-      job += last_pair - first_pair;
-      if constexpr (C::kUnitCY) {
-        const int half = lane % 2, index = first_slot + lane / 2 % 2;
-        for (int pair = first_pair * kJobChannels + lane / 4; pair < last_pair * kJobChannels;
-             pair += kJobChannels) {
-          if (pair >= kPairs) break;
-          copy_dy([&](int k) { return to + pair * args.pair_pitch + slots[index + 2 * k].place + half; },
-                  [&](int k) { return find_dy(run, base, d, slots[index + 2 * k]); },
-                  [&](int) { return half * kPairs + pair; }, (count - index + 1) / 2);
-        }
-      } else {
-        const int index = first_slot + lane % 16, half = lane / 16;
-        if (index >= count) continue;
-        const Slot slot = slots[index];
-        const Source source = find_dy(run, base, d, slot);
+      const int block = divide(job, args.by_jobs), first_job = block * jobs_of_block;
+      const int end = min(own.end, first_job + jobs_of_block);
+      const int index = block * 16 + (C::kUnitCY ? lane / 2 % 2 : lane % 16);
+      const Slot slot = slots[min(index, count - 1)];
+      const Source line = find_dy(run, base, slot);
 #pragma unroll 1
-        for (int pair = first_pair * kJobChannels; pair < last_pair * kJobChannels; pair += kJobChannels) {
-          unsigned* const first =
-              to + slot.place +
-              (C::kLines ? (half * kPairs + pair) * args.pair_pitch : pair * args.pair_pitch + half);
+      for (; job < end; ++job) {
+        const int plane = (job - first_job) / kJobsY, first_pair = (job - first_job) % kJobsY * kJobChannels;
+        const int sheet = plane / C::kPlanesD, plane_d = plane % C::kPlanesD;
+        const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
+        unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
+                             kSides * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
+        if constexpr (C::kUnitCY) {
+          const int half = lane % 2, pair = first_pair + lane / 4;
+          if (pair >= kPairs) continue;
+          copy_dy([&](int k) { return to + pair * args.pair_pitch + slots[index + 2 * k].place + half; },
+                  [&](int k) { return at_depth(find_dy(run, base, slots[index + 2 * k]), d); },
+                  [&](int) { return half * kPairs + pair; }, (count - index + 1) / 2);
+        } else if (index < count) {
+          const int half = lane / 16;
+          const Source source = at_depth(line, d);
+          unsigned* const first = to + slot.place +
+                                  (C::kLines ? (half * kPairs + first_pair) * args.pair_pitch
+                                             : first_pair * args.pair_pitch + half);
           copy_dy([&](int k) { return first + k * args.pair_pitch; }, [&](int) { return source; },
-                  [&](int k) { return half * kPairs + pair + k; }, kPairs - pair);
+                  [&](int k) { return half * kPairs + first_pair + k; }, kPairs - first_pair);
         }
       }
     }

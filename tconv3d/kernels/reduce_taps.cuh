@@ -62,18 +62,24 @@ __device__ void run(const Args& args) {
   }
   const int warp = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
   const int slice = warp % C::kSlices;
-#pragma unroll
-  for (int i = 0; i < C::kTaps / kTapWarps; ++i) {
-    const int tap = i * kTapWarps + warp / C::kSlices, in = first_in + lane;
-    float sum = 0.0f;
-    if (first_tap + tap < args.taps && in < args.in) {
-      const float* part = static_cast<const float*>(args.parts) +
-                          (static_cast<long long>(first_tap + tap) * args.out + out) * args.in + in;
+  // A warp's taps side by side, so that many loads are on their way.
+  constexpr int kOwn = C::kTaps / kTapWarps;
+  const int own_tap = warp / C::kSlices, in = first_in + lane, taps = args.taps - first_tap - own_tap;
+  const long long between = static_cast<long long>(kTapWarps) * args.out * args.in;
+  const float* const parts = static_cast<const float*>(args.parts) +
+                             (static_cast<long long>(first_tap + own_tap) * args.out + out) * args.in + in;
+  float sums[kOwn] = {};
+  if (in < args.in) {
 #pragma unroll 4
-      for (int split = slice; split < args.splits; split += C::kSlices) sum += part[split * args.count];
+    for (int split = slice; split < args.splits; split += C::kSlices) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        if (i * kTapWarps < taps) sums[i] += parts[split * args.count + i * between];
+      }
     }
-    tile[slice][tap][lane] = sum;
   }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) tile[slice][i * kTapWarps + own_tap][lane] = sums[i];
   __syncthreads();
   const int tap = static_cast<int>(threadIdx.x) % C::kTaps;
   for (int i = static_cast<int>(threadIdx.x) / C::kTaps; i < kLanes; i += C::kThreads / C::kTaps) {
