@@ -704,6 +704,16 @@ def plan(problem: Problem, device: Device) -> Plan:
     return plan_tiling(problem, device, tilings(_layer(problem), device)[0])
 
 
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    """The gradients of weight and bias, where both are wanted."""
+    if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:
+        return None
+    problem = replace(problems[Pass.WEIGHT_GRAD], bias=True)
+    if why_not(problem, device):
+        return None
+    return replace(plan(problem, device), passes=(Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
+
+
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
     made = best_buffers(_layer(p), tiling, p.input_size, device.shared_bytes)

@@ -13,10 +13,18 @@ import torch.nn.functional as F
 from layers import TABLE, TRAPS, UNIT, Layer, passes, poisoned
 from torch import Tensor
 
-from tconv3d import compiler, emulator, executor, hopper_weight_grad_planner, planner, weight_grad_planner
+from tconv3d import (
+    compiler,
+    direct_planner,
+    emulator,
+    executor,
+    hopper_weight_grad_planner,
+    planner,
+    weight_grad_planner,
+)
 from tconv3d.geometry import Axis, Geometry
 from tconv3d.launch import Constants
-from tconv3d.problem import Device, Pass, Plan, Problem
+from tconv3d.problem import Device, Pass, Plan, Problem, bias_grad_problem
 
 H200 = Device("H200", (9, 0), 132, 232448)
 A100 = Device("A100", (8, 0), 108, 166912)
@@ -239,31 +247,28 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
                 check(layer, *operands)
 
 
-def with_bias(layer: Layer, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Both gradients of one plan."""
-    asked = replace(problem(layer, str(x.dtype).removeprefix("torch.")), bias=True)
-    plan = planner.plan(replace(asked, input=x.stride(), output=dy.stride()), executor.device_of(x))
-    g = asked.geometry
-    with poisoned():
-        dw = x.new_empty((g.in_channels, g.out_per_group, *g.kernel))
-        db = x.new_empty(g.out_channels)
-        task = executor.make_task(plan, ("dy", "x", "null", "dw", "db", "workspace"), dw.shape, dw.stride(), x)
-        task.launch(x, (dy.data_ptr(), x.data_ptr(), 0, dw.data_ptr(), db.data_ptr()))
-    return dw, db
-
-
 @warpgroup_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["up-convolution", "gan", "groups of eight", "narrow volume", "five taps along w"])
-def test_the_bias_in_the_same_pass(name: str, dtype: torch.dtype, tensor_cores: str) -> None:
+def test_the_bias_in_the_same_pass(
+    name: str, dtype: torch.dtype, tensor_cores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "FAMILIES", (*planner.FAMILIES, ("direct", direct_planner)))
     layer = LAYERS[name]
     x, dy = tensors(layer, dtype, tensor_cores)
-    dw, db = with_bias(layer, x, dy)
+
+    def both() -> list[Tensor | None]:
+        with poisoned():
+            wanted = False, True, True
+            return executor.backward(dy, x, None, wanted, layer.size, layer.kernel, layer.settings)[1:]
+
+    dw, db = both()
+    assert dw is not None and db is not None
     assert torch.equal(dw, weight_grad(layer, x, dy))
     exact, largest = dy.double().sum((0, 2, 3, 4)), dy.double().abs().sum((0, 2, 3, 4))
     allowed = 4 * UNIT[torch.float32] * largest + UNIT[dtype] * exact.abs()
     assert bool(((db.double() - exact).abs() <= allowed).all())
-    assert torch.equal(with_bias(layer, x, dy)[1], db)
+    assert torch.equal(both()[1], db)
 
 
 @warpgroup_only
@@ -428,3 +433,13 @@ def test_a_bias_counts_every_output_once() -> None:
             assert sorted(o for o in read if o < axis.output_size(4)) == list(range(axis.output_size(4)))
             counted += 1
     assert counted > 20
+
+
+def test_who_adds_up_the_bias() -> None:
+    """The weight's kernel where its own taps read every output once, else a kernel for it alone."""
+    for layer, together in ((Layer(64, 32, (8, 8, 16), T2, T2), True), (Layer(64, 32, (8, 8, 16), T3), False)):
+        weight = problem(layer)
+        size = weight.output_size
+        asked = weight, bias_grad_problem(layer.batch, layer.out_channels, size, "float32", weight.output)
+        kernels = [launch.kernel for launch in planner.plan_gradients(asked, H200).launches]
+        assert kernels[0] == "hopper_weight_grad" and ("channel_sum" in kernels) is not together
