@@ -43,8 +43,9 @@ class Share(NamedTuple):
     producers: int
 
 
-SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1))  # the first that consumers can do with
-SHARES_OF_LINES = (*SHARES, Share(232, 48, 1))  # copying vectors needs fewer
+# The first that consumers can do with. No more in all than the block's threads have when they start: what is not
+# there would be waited for, forever.
+SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(232, 40, 1))
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
@@ -54,7 +55,7 @@ TIGHT = 1.25  # where shared memory has room for one group of sheets on its way
 STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
 BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
 ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
-JOB_CYCLES_X, JOB_CYCLES_Y = 350.0, 200.0  # that a job takes a producer warp
+JOB_CYCLES_X, JOB_CYCLES_Y = 250.0, 200.0  # that a job takes a producer warp
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Planes:
         """Per load and word of it which elements own taps read: 1 the first, 2 the second of 16-bit ones."""
         found = {load: [0, 0] for load in self.loads}
         for tap, plane, shift in zip(self.taps, self.rows.planes, self.rows.shifts, strict=True):
-            for element in range(shift, shift + SEGMENT * self.per_word) if is_own(axis, tap) else ():
+            for element in range(shift, shift + SEGMENT * self.per_word) if axis.is_own(tap) else ():
                 word, half = divmod(element, self.per_word)
                 found[plane, word - word % 2][word % 2] |= 1 << half
         return tuple(tuple(words) for words in found.values())
@@ -233,7 +234,7 @@ class Lines:
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         found = {load: [0, 0, 0, 0] for load in self.loads}
         for tap, start in zip(self.taps, self.starts, strict=True):
-            for i in range(self._positions) if is_own(axis, tap) else ():
+            for i in range(self._positions) if axis.is_own(tap) else ():
                 word, half = divmod(start + axis.stride * i, self.per_word)
                 found[word // 4 * 4][word % 4] |= 1 << half
         return tuple(tuple(words) for words in found.values())
@@ -262,7 +263,6 @@ class Layer:
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
     elements_y: bool
-    vector_x: int  # words of x that one load brings
     vector_y: int  # words of dy that one copy may bring; 0: its lines are not whole words
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
@@ -291,7 +291,7 @@ class Tiling:
     pieces: tuple[Words, ...]  # taps along w, one launch each
     depth: int  # sets of fragments
     share: Share
-    stages: int = 2
+    stages: int = 3
 
     @cached_property
     def block_rows(self) -> int:
@@ -577,7 +577,7 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
     g, number = layer.geometry, 0
     channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
     for pieces, rows_d, rows_h in product(_pieces(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
-        taps, shares = max(len(piece.taps) for piece in pieces), SHARES_OF_LINES if pieces[0].lines else SHARES
+        taps = max(len(piece.taps) for piece in pieces)
         fragments = [max(piece.registers(depth) for piece in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2)]
         rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
         kinds = g.groups * len(rows_d) * len(rows_h)
@@ -587,7 +587,7 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
         for columns, out_tile in channels:
             row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
             needs = (held + row_tiles * (taps * columns // 2 + 2) for held in fragments)
-            fits = [(depth, s) for depth, need in enumerate(needs, 1) for s in shares[::-1] if need <= s.consumer]
+            fits = [(depth, s) for depth, need in enumerate(needs, 1) for s in SHARES[::-1] if need <= s.consumer]
             # The most fragments that fit; fewer, if that leaves more to copy with.
             ways = {share.producers: (depth, share) for depth, share in fits}
             if row_tiles > MAX_ROW_TILES or not fits:
@@ -607,27 +607,10 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
 # ---- The bias's gradient in the same pass.
 
 
-def is_own(axis: Axis, tap: int) -> bool:
-    """Whether position i reads an output from stride * i to stride * (i + 1) through this tap."""
-    return axis.shift(tap) == 0
-
-
-def own_tap(axis: Axis, phase: int) -> int | None:
-    return next((t for t in axis.taps(phase) if is_own(axis, t)), None)
-
-
-def counts_outputs_once(g: Geometry) -> bool:
-    """Whether the own taps of all phases read every output exactly once, whatever the volume."""
-    return all(
-        axis.output_size(1) <= axis.stride and all(own_tap(axis, phase) is not None for phase in range(axis.stride))
-        for axis in g.axes
-    )
-
-
 def _bias_slots(axis: Axis, kinds: tuple[Rows, ...], step: int) -> tuple[tuple[int, ...], ...]:
     """Per kind and tap: where the tap's phase begins among the parts of a sum, -1 for a tap that is not its own."""
     most = max(len(rows.taps) for rows in kinds)
-    of = {own_tap(axis, phase): phase * step for phase in range(axis.stride)}
+    of = {tap: axis.phase(tap) * step for tap in axis.own_taps}
     return tuple(tuple(of.get(t, -1) for t in rows.taps) + (-1,) * (most - len(rows.taps)) for rows in kinds)
 
 
@@ -667,14 +650,14 @@ def _layer(p: Problem) -> Layer:
     elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
     y = y if p.output[4] == 1 else 0
-    return Layer(p.geometry, p.dtype, x == 0, elements_y, max(x, 1), y, unit_c_x, unit_c_y)
+    return Layer(p.geometry, p.dtype, x == 0, elements_y, y, unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
-    if p.bias and not counts_outputs_once(g):
+    if p.bias and not g.own_taps_cover:
         return "no set of taps reads every output once, as a bias's gradient needs it"
     if p.dtype not in OPERANDS:
         return f"{p.dtype} has no matrix instruction here"
@@ -727,7 +710,7 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     splits = _splits(p, device, layer, made, count)
     mains = tuple(_main(p, layer, made, piece, splits) for piece in tiling.pieces)
     bias_parts = splits * bias_slots(g, tiling) if p.bias else 0
-    reduce = _sum_of_parts(p, count, splits, bias_parts)
+    reduce = _sum_of_parts(p, device, count, splits, bias_parts)
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
@@ -740,11 +723,17 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     )
 
 
-def _sum_of_parts(p: Problem, count: int, splits: int, bias_parts: int) -> Launch:
+def _sum_of_parts(p: Problem, device: Device, count: int, splits: int, bias_parts: int) -> Launch:
     g, (ci, co, _, _, tap) = p.geometry, p.weight
     # A small weight has many parts: warps share them. A large one has few: a warp has whole lines of the result.
     slices, threads = 8 if count < LARGE_WEIGHT else 1, 256
     taps = 8 if slices > 1 or g.taps <= 8 else 32 if g.taps <= 32 else 64
+
+    def blocks(taps: int) -> int:
+        return -(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group
+
+    while slices > 1 and taps > 2 and blocks(taps) < 2 * device.multiprocessors:
+        taps //= 2
     bias_blocks = -(-g.out_channels // 8) if p.bias else 0
     return Launch(
         kernel="reduce_taps",
@@ -756,7 +745,7 @@ def _sum_of_parts(p: Problem, count: int, splits: int, bias_parts: int) -> Launc
             ("kSlices", slices),
             ("kBias", p.bias),
         ),
-        grid=(-(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group + bias_blocks, 1, 1),
+        grid=(blocks(taps) + bias_blocks, 1, 1),
         threads=threads,
         shared_bytes=0,
         pointers=("workspace", "dw", *(("bias_parts", "db") if p.bias else ("null", "null"))),
@@ -846,7 +835,6 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kElementsX", layer.elements_x),
         ("kElementsY", layer.elements_y and not piece.lines),
         ("kLines", piece.lines),
-        ("kVectorX", layer.vector_x),
         ("kVectorY", piece.vector),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
@@ -854,7 +842,6 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kProducers", tiling.share.producers),
         ("kConsumerRegisters", tiling.share.consumer),
         ("kProducerRegisters", tiling.share.producer),
-        ("kBatchX", 2 if tiling.share.producer >= 64 and (piece.lines or not layer.elements_y) else 1),
         ("kStages", tiling.stages),
         ("kDepth", tiling.depth),
         ("kGroups", g.groups),

@@ -32,9 +32,9 @@
 // The bias's gradient, sums of dy, costs a few additions here: of each phase one tap reads position i's own
 // output, and the rows of these taps see every output once. They add what they load, before it is rounded.
 //
-// TF32 operands are rounded to nearest: x by the producers, through whose registers it passes, dy by the
-// consumers when they load it, so that its words can be copied past the registers. What lies outside of a
-// tensor is zero in both.
+// Both tensors are copied past the registers, so that many copies are on their way. TF32 operands are rounded
+// to nearest: x by the producers, in its place, when it has arrived, dy by the consumers when they load it.
+// What lies outside of a tensor is zero in both.
 #pragma once
 
 #include "cursor.cuh"
@@ -97,10 +97,9 @@ struct HopperWeightGrad {
   static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
   static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
-  static_assert(C::kStages >= 2);
+  static_assert(C::kStages >= 3, "one is read, one arrives, one is on its way");
   static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
   static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !C::kUnitCY : C::kVectorY == 1);
-  static_assert(C::kVectorX == 1 || !(C::kElementsX || C::kUnitCX), "words that are neighbours in memory");
 
   // What distinguishes blocks that walk over the same positions.
   struct Kind {
@@ -285,68 +284,78 @@ struct HopperWeightGrad {
   __device__ __forceinline__ const Scalar* x_of(const Source& source, int channel) const {
     constexpr bool kWhole = C::kInPerGroup % C::kColumns == 0;
     const int in_group = kWhole ? kind.first_in + channel : min(kind.first_in + channel, C::kInPerGroup - 1);
-    const Index offset =
-        source.offset + (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c);
-    return static_cast<const Scalar*>(args.x) + (source.first ? offset : 0);
+    const Index first = source.first ? source.offset : 0;
+    return static_cast<const Scalar*>(args.x) +
+           (first + (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c));
   }
 
-  // x passes through registers: tensor cores take it as it lies in shared memory, so it must be rounded.
-  struct JobX {
-    unsigned words[kJobChannels];
-  };
-  static constexpr int kSlotsX = kRowWords / C::kVectorX;  // loads of a row: the lanes have kVectorX rows
-  struct CourseX {
-    int job, end;
-    Source source;  // of the job's row, if w is contiguous
-  };
-
-  __device__ __forceinline__ void find_row(CourseX& course, const Run& run, int step) const {
-    if (C::kUnitCX || course.job >= course.end) return;
-    const int word = lane % kSlotsX * C::kVectorX, row_segment = course.job / kJobsX;
-    course.source =
-        find_x(run, step, segments[row_segment * kRowSegments + word / kSegment], word % kSegment);
+  // Where a word of a job goes: a piece of 16 bytes is one word of each of four segments.
+  __device__ __forceinline__ unsigned* place_x(int stage, int job, int row, int segment, int word) const {
+    return reinterpret_cast<unsigned*>(stages + stage * stage_bytes) +
+           (job * kJobChannels + row) * kRowWords + ((segment / 4 * 4 + word) ^ row) * 4 + segment % 4;
   }
-  // Loads the next job of the course, if there is one.
-  __device__ __forceinline__ void load_x(JobX& to, CourseX& course, const Run& run, int step) const {
-    if (course.job >= course.end) return;
-    const int channel = course.job % kJobsX * kJobChannels;
-    const Index between = static_cast<Index>(args.x_strides.w);
-    if constexpr (C::kUnitCX) {
-      const Segment* const found = segments + course.job / kJobsX * kRowSegments;
+  // Eight words of x, past the registers where words are whole in memory.
+  template <class FindWord, class FindSource, class FindChannel>
+  __device__ __forceinline__ void copy_words_x(FindWord&& word, FindSource&& source,
+                                               FindChannel&& channel) const {
+    if constexpr (C::kElementsX) {
+      unsigned words[kJobChannels];
 #pragma unroll
       for (int k = 0; k < kJobChannels; ++k) {
-        const Source source = find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4);
-        const Scalar* const from = x_of(source, channel + lane / 4);
-        to.words[k] = C::kElementsX ? load_elements(from, source, between) : load_word(from, source.first);
+        const Source found = source(k);
+        words[k] = load_elements(x_of(found, channel(k)), found, static_cast<Index>(args.x_strides.w));
       }
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) *word(k) = words[k];
     } else {
 #pragma unroll
-      for (int i = 0; i < kJobChannels / C::kVectorX; ++i) {
-        const Scalar* const from = x_of(course.source, channel + lane / kSlotsX + i * C::kVectorX);
-        if constexpr (C::kElementsX) {
-          to.words[i] = load_elements(from, course.source, between);
-        } else {
-          Vector<unsigned, C::kVectorX> loaded{};
-          if (course.source.first) loaded = load_vector<C::kVectorX>(reinterpret_cast<const unsigned*>(from));
-#pragma unroll
-          for (int e = 0; e < C::kVectorX; ++e) to.words[i * C::kVectorX + e] = loaded.at[e];
+      for (int k = 0; k < kJobChannels; ++k) {
+        const Source found = source(k);
+        ptx::copy_words<1>(word(k), x_of(found, channel(k)), found.first);
+      }
+    }
+  }
+  __device__ __forceinline__ void copy_x(int stage, const Run& run, int step) const {
+    const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
+    for (int job = own.begin; job < own.end;) {
+      const int row_segment = job / kJobsX, end = min(own.end, (row_segment + 1) * kJobsX);
+      const Segment* const found = segments + row_segment * kRowSegments;
+      if constexpr (C::kUnitCX) {
+        const int row = lane / 4, channel = job % kJobsX * kJobChannels + row;
+        copy_words_x([&](int k) { return place_x(stage, job, row, k / 4 * 4 + lane % 4, k % 4); },
+                     [&](int k) { return find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4); },
+                     [&](int) { return channel; });
+        ++job;
+      } else {
+        const Source source = find_x(run, step, found[lane / kSegment], lane % kSegment);
+#pragma unroll 1
+        for (; job < end; ++job) {
+          const int channel = job % kJobsX * kJobChannels;
+          copy_words_x([&](int k) { return place_x(stage, job, k, lane / kSegment, lane % kSegment); },
+                       [&](int) { return source; }, [&](int k) { return channel + k; });
         }
       }
     }
-    if (++course.job % kJobsX == 0) find_row(course, run, step);
   }
-  __device__ __forceinline__ void store_x(const JobX& from, int stage, int job) const {
-    unsigned* const to =
-        reinterpret_cast<unsigned*>(stages + stage * stage_bytes) + job * kJobChannels * kRowWords;
+  // What this warp has copied is there: tensor cores take it as it lies, so TF32 must be rounded.
+  __device__ __forceinline__ void deliver_x(int stage) const {
+    if constexpr (kRounded) {
+      constexpr int kVectors = kJobChannels * kRowWords / 4;
+      const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
+      Vector<unsigned, 4>* const vectors =
+          reinterpret_cast<Vector<unsigned, 4>*>(stages + stage * stage_bytes);
+      __syncwarp();
+#pragma unroll 4
+      for (int i = own.begin * kVectors + lane; i < own.end * kVectors; i += 32) {
+        Vector<unsigned, 4> words = vectors[i];
 #pragma unroll
-    for (int k = 0; k < kJobChannels; ++k) {
-      // A piece of 16 bytes is one word of each of four segments.
-      const int word = lane % kSlotsX * C::kVectorX + k % C::kVectorX;
-      const int segment = C::kUnitCX ? k / 4 * 4 + lane % 4 : word / kSegment;
-      const int row = C::kUnitCX ? lane / 4 : k / C::kVectorX * C::kVectorX + lane / kSlotsX;
-      const int piece = segment / 4 * 4 + (C::kUnitCX ? k : word) % kSegment;
-      to[row * kRowWords + (piece ^ row) * 4 + segment % 4] = rounded(from.words[k]);
+        for (int e = 0; e < 4; ++e) words.at[e] = rounded(words.at[e]);
+        vectors[i] = words;
+      }
     }
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(stage_full(stage));
   }
 
   // Of a slot at depth 0, and at another.
@@ -444,42 +453,45 @@ struct HopperWeightGrad {
     }
   }
 
-  // A delivery is a group of sheets and, but for the first of a run, a stage of x. The first jobs of x are on
-  // their way while dy is asked for.
+  // A delivery is a group of sheets and, but for the first of a run, a stage of x. While one is on its way,
+  // the x of the one before arrives.
   __device__ __forceinline__ void produce() const {
-    Ring group, stage;
-    const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
+    Ring group, stage, arriving;
+    int pending = 0;
+    // Where few groups fit, the next must wait for consumers, and these for what has arrived.
+    const bool at_once = args.groups < args.ahead + 3;
     for (int index = part.begin; index < part.end;) {
       const Run run = run_at(index);
+#pragma unroll 1
       for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
         const bool with_x = i >= args.ahead;
-        const int step = run.first + i - args.ahead;
-        JobX batch[C::kBatchX];
-        CourseX course{own.begin, with_x ? own.end : own.begin, {}};
-        const auto ask_for_x = [&] {
-          find_row(course, run, step);
-          static_for<C::kBatchX>([&](auto b) { load_x(batch[b], course, run, step); });
-        };
-        if constexpr (!C::kElementsY) ask_for_x();
+        if (with_x) {
+          ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
+          copy_x(stage.index, run, run.first + i - args.ahead);
+          ptx::copy_commit();
+          stage.advance(C::kStages);
+          ++pending;
+        }
+        if (at_once) deliver_before(with_x, arriving, pending);
         ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
         copy_group(group.index, run, run.first + i);
-        if (!with_x) continue;
-        if constexpr (C::kElementsY) ask_for_x();  // dy needed the registers
-        ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
-#pragma unroll 1
-        for (int job = own.begin; job < own.end; job += C::kBatchX) {
-          static_for<C::kBatchX>([&](auto b) {
-            if (job + b < own.end) store_x(batch[b], stage.index, job + b);
-            load_x(batch[b], course, run, step);
-          });
-        }
-        ptx::fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
-        stage.advance(C::kStages);
+        if (!at_once) deliver_before(with_x, arriving, pending);
       }
       index += run.count;
     }
+    deliver_before(false, arriving, pending);
+  }
+  // Delivers all x but, `with_x`, the last that was asked for.
+  __device__ __forceinline__ void deliver_before(bool with_x, Ring& arriving, int& pending) const {
+    if (pending == (with_x ? 1 : 0)) return;
+    if (with_x) {
+      ptx::copy_wait<1>();
+    } else {
+      ptx::copy_wait<0>();
+    }
+    deliver_x(arriving.index);
+    arriving.advance(C::kStages);
+    --pending;
   }
 
   // ---- Consumers.
