@@ -78,7 +78,7 @@ def candidates(problem: Problem, tilings: int, boxes: int) -> Iterator[planner.B
     """What the planner takes, then other tilings, then other boxes of the first."""
     device, layer = executor.device_of(torch.empty(0, device="cuda")), planner._layer(problem)
     found = planner.tilings(layer, device, 40)
-    kinds = {(t.depth, len(t.pieces), t.columns, t.row_tiles): t for t in reversed(found)}
+    kinds = {(t.depth, len(t.pieces), t.columns, t.row_tiles, t.share): t for t in reversed(found)}
     for tiling in dict.fromkeys([found[0], *sorted(kinds.values(), key=found.index)][: tilings + 1]):
         if made := planner.best_buffers(layer, tiling, problem.input_size, device.shared_bytes):
             yield made

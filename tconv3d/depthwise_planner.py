@@ -191,23 +191,40 @@ def _plan_weight_grad(
         constants=(
             *constants,
             ("kTapIndex", tuple((t[0] * g.kernel[1] + t[1]) * g.kernel[2] + t[2] for t, *_ in walk.taps)),
+            ("kBias", p.bias),
+            ("kTapOwn", tuple(int(g.is_own(tap)) for tap, *_ in walk.taps)),
         ),
         grid=(blocks[0], 1, 1),
         threads=THREADS,
-        shared_bytes=THREADS // 32 * -(-len(walk.taps) // 32) * 128,
-        pointers=("x", "dy", "workspace"),
+        shared_bytes=THREADS // 32 * (-(-len(walk.taps) // 32) * 128 + 4),
+        pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
         scalars=padded(march, int64s(*p.input)),
     )
     count = g.groups * g.taps
     ci, co, _, _, tap = p.weight
     reduce = _reduce(p.dtype, count, splits if blocks[0] else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
+    launches: tuple[Launch, ...] = main, reduce
+    if p.bias:
+        bias = _reduce(p.dtype, g.groups, splits if blocks[0] else 0, "db", (1, 1, g.groups), (0, 0, 1), "bias_parts")
+        launches = main, reduce, bias
     return Plan(
         "depthwise_weight_grad",
         "multiply-adds, walking along depth",
-        (main, reduce),
-        splits * count * 4,
+        launches,
+        splits * (count + (g.groups if p.bias else 0)) * 4,
         f"{tile}, {splits} parts",
+        (("bias_parts", splits * count * 4),) if p.bias else (),
     )
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    """The gradients of weight and bias, where both are wanted and own taps read every output once."""
+    if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:
+        return None
+    problem = replace(problems[Pass.WEIGHT_GRAD], bias=True)
+    if why_not(problem, device) or not problem.geometry.own_taps_cover:
+        return None
+    return replace(plan(problem, device), passes=(Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
 
 
 def _length(depth: int, most: int, slots: int, flat: int, resident: int) -> int:

@@ -39,6 +39,17 @@ class Axis:
         """The taps that feed the outputs of one phase, in ascending order (none, if gcd(stride, dilation) > 1)."""
         return tuple(tap for tap in range(self.kernel) if self.phase(tap) == phase)
 
+    def is_own(self, tap: int) -> bool:
+        """Whether position i of the input and this tap meet in one of the outputs from stride*i to stride*(i + 1)."""
+        return self.shift(tap) == 0
+
+    @cached_property
+    def own_taps(self) -> tuple[int, ...]:
+        """Of each phase its own tap, if all have one and every output belongs to a position: then positions and own
+        taps meet in every output once, whatever the size. Else none."""
+        own = tuple(tap for phase in range(self.stride) for tap in self.taps(phase) if self.is_own(tap))
+        return own if len(own) == self.stride and self.output_size(1) <= self.stride else ()
+
     def positions(self, output_size: int) -> int:
         """How many positions q the largest phase plane has: outputs stride*q + phase < output_size."""
         return -(-output_size // self.stride)
@@ -154,6 +165,14 @@ class Geometry:
         """Phases without a tap: their outputs are the bias alone."""
         fed = prod(sum(count > 0 for count in axis.scatter.count) for axis in self.axes)
         return self.phases - fed
+
+    def is_own(self, tap: Triple) -> bool:
+        return all(axis.is_own(t) for axis, t in zip(self.axes, tap, strict=True))
+
+    @cached_property
+    def own_taps_cover(self) -> bool:
+        """Whether positions and own taps meet in every output, and in each once."""
+        return all(axis.own_taps for axis in self.axes)
 
     def output_size(self, input_size: Triple) -> Triple:
         d, h, w = (axis.output_size(size) for axis, size in zip(self.axes, input_size, strict=True))

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from heapq import nsmallest
 from itertools import product
 from math import prod
+from typing import NamedTuple, TypeAlias
 
 from .direct_planner import INT32_MAX, SCALARS
 from .geometry import Axis, Geometry, Triple
@@ -26,14 +27,26 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
+MAX_MERGED = 32  # channels of groups that a block has together
 OTHER_REGISTERS = (28, 18)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
 LARGE_WEIGHT = 2**20  # elements
 
-# Warpgroups that multiply and that copy, with the registers of their threads.
-CONSUMERS, PRODUCERS = 2, 2
-REGISTERS = ((192, 64), (200, 56))  # the first that consumers can do with
+CONSUMERS = 2  # warpgroups that multiply
+
+
+class Share(NamedTuple):
+    """How registers are divided: those of a thread that multiplies, of one that copies, and warpgroups that copy."""
+
+    consumer: int
+    producer: int
+    producers: int
+
+
+# The first that consumers can do with. No more in all than the block's threads have when they start: what is not
+# there would be waited for, forever.
+SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(232, 40, 1))
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
@@ -43,7 +56,7 @@ TIGHT = 1.25  # where shared memory has room for one group of sheets on its way
 STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
 BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
 ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
-JOB_CYCLES_X, JOB_CYCLES_Y = 350.0, 200.0  # that a job takes a producer warp
+JOB_CYCLES_X, JOB_CYCLES_Y = 250.0, 200.0  # that a job takes a producer warp
 
 
 @dataclass(frozen=True)
@@ -56,12 +69,10 @@ class Rows:
     shifts: tuple[int, ...]  # per tap: how far it reads from the position, in positions
 
     @classmethod
-    def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1, together: bool = False) -> Rows:
-        """Planes begin at a multiple of `align` outputs if the stride is 1, at the same position if `together`."""
+    def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1) -> Rows:
+        """Planes begin at a multiple of `align` outputs if the stride is 1."""
         phases = sorted({axis.phase(t) for t in taps})
         first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
-        if together:
-            first = dict.fromkeys(phases, min(first.values()))
         if axis.stride == 1:
             first = {phase: shift - shift % align for phase, shift in first.items()}
         return cls(
@@ -77,7 +88,8 @@ class Rows:
 
 
 def row_choices(axis: Axis) -> Iterator[tuple[Rows, ...]]:
-    """Ways to divide the taps of a dimension among blocks: all together, or so many of a phase."""
+    """Ways to divide the taps of a dimension among blocks, all of which read as many planes: all together, or so many
+    of a phase."""
     taps = tuple(range(axis.kernel))
     yield (Rows.of(axis, taps),)
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
@@ -89,12 +101,23 @@ def row_choices(axis: Axis) -> Iterator[tuple[Rows, ...]]:
 
 
 @dataclass(frozen=True)
-class Words:
-    """How the taps along w read a chunk: which words are loaded, which operands are put together of them."""
+class Planes:
+    """How the taps along w read a chunk of phase planes: which words are loaded, which operands are put together."""
 
     rows: Rows
     per_word: int
-    paired: bool  # two phases are copied together, out of one word of memory each
+    stride: int  # along w: what lies between the words of a plane is not copied
+    lines = False
+    vector = 1  # words that are copied at a time
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.rows.taps
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Per plane: the output of the first position."""
+        return self.rows.offsets
 
     @cached_property
     def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
@@ -116,17 +139,121 @@ class Words:
     def joins(self) -> tuple[tuple[int, int, int], ...]:
         return tuple(sorted({read for tap in self.reads for read in tap if read[1] % 2 or read[2]}))
 
-    def operand(self, read: tuple[int, int, int]) -> int:
+    def _operand(self, read: tuple[int, int, int]) -> int:
         return -1 - self.joins.index(read) if read in self.joins else self.loads.index(read[:2])
 
-    @cached_property
-    def reach(self) -> int:
-        """Words of a line past the box that taps read."""
-        return max(-(-shift // self.per_word) for shift in self.rows.shifts)
+    def line_words(self, segments: int) -> int:
+        """Words of a line of a plane that taps read."""
+        return segments * SEGMENT + max(-(-shift // self.per_word) for shift in self.rows.shifts)
 
     @property
-    def registers(self) -> int:
-        return 4 * (len(self.loads) + len(self.joins))
+    def vectors(self) -> int:
+        """Loads of 16 bytes from shared memory that a lane does for a chunk."""
+        return len(self.loads)
+
+    def registers(self, depth: int) -> int:
+        """Of so many sets of fragments."""
+        return 4 * depth * (len(self.loads) + len(self.joins))
+
+    def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        """Per load and word of it which elements own taps read: 1 the first, 2 the second of 16-bit ones."""
+        found = {load: [0, 0] for load in self.loads}
+        for tap, plane, shift in zip(self.taps, self.rows.planes, self.rows.shifts, strict=True):
+            for element in range(shift, shift + SEGMENT * self.per_word) if axis.is_own(tap) else ():
+                word, half = divmod(element, self.per_word)
+                found[plane, word - word % 2][word % 2] |= 1 << half
+        return tuple(tuple(words) for words in found.values())
+
+    @property
+    def constants(self) -> Constants:
+        return (
+            ("kLoads", len(self.loads)),
+            ("kLoadPlane", tuple(plane for plane, _ in self.loads)),
+            ("kLoadWord", tuple(word for _, word in self.loads)),
+            ("kJoins", len(self.joins)),
+            ("kJoinPlane", tuple(plane for plane, _, _ in self.joins)),
+            ("kJoinWord", tuple(word for _, word, _ in self.joins)),
+            ("kJoinOdd", tuple(odd for _, _, odd in self.joins)),
+            ("kOperandOf", tuple(tuple(self._operand(read) for read in tap) for tap in self.reads)),
+        )
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How the taps along w read a chunk of lines as they lie in memory, phases side by side."""
+
+    axis: Axis
+    taps: tuple[int, ...]
+    per_word: int
+    vector: int  # words that are copied at a time
+    lines = True
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """The output of the first position, where a vector begins."""
+        first = min(t * self.axis.dilation - self.axis.padding for t in self.taps)
+        return (first - first % (self.vector * self.per_word),)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Per tap: how far from the line's first element it reads for the first position."""
+        return tuple(t * self.axis.dilation - self.axis.padding - self.offsets[0] for t in self.taps)
+
+    @property
+    def _positions(self) -> int:
+        """That a lane has of a chunk."""
+        return SEGMENT * self.per_word
+
+    @cached_property
+    def loads(self) -> tuple[int, ...]:
+        """First words of vectors of 16 bytes."""
+        read = {start + self.axis.stride * i for start in self.starts for i in range(self._positions)}
+        return tuple(sorted({element // self.per_word // 4 * 4 for element in read}))
+
+    @cached_property
+    def joins(self) -> tuple[int, ...]:
+        """First elements of operands."""
+        return tuple(sorted({start + step * self._half for start in self.starts for step in range(2)}))
+
+    @property
+    def _half(self) -> int:
+        """Elements from the first step of a chunk to the second."""
+        return 2 * self.per_word * self.axis.stride
+
+    def line_words(self, segments: int) -> int:
+        """Words of a line that taps read, in whole vectors."""
+        last = max(self.starts) + self.axis.stride * (segments * self._positions - 1)
+        return -(-(last // self.per_word + 1) // self.vector) * self.vector
+
+    @property
+    def vectors(self) -> int:
+        return 2 * len(self.loads)
+
+    def registers(self, depth: int) -> int:
+        return 4 * depth * len(self.joins) + 4 * len(self.loads) + 4  # what operands are made of
+
+    def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
+        found = {load: [0, 0, 0, 0] for load in self.loads}
+        for tap, start in zip(self.taps, self.starts, strict=True):
+            for i in range(self._positions) if axis.is_own(tap) else ():
+                word, half = divmod(start + axis.stride * i, self.per_word)
+                found[word // 4 * 4][word % 4] |= 1 << half
+        return tuple(tuple(words) for words in found.values())
+
+    @property
+    def constants(self) -> Constants:
+        operand = {element: -1 - i for i, element in enumerate(self.joins)}
+        return (
+            ("kLoads", len(self.loads)),
+            ("kLoadPlane", (0,) * len(self.loads)),
+            ("kLoadWord", self.loads),
+            ("kJoins", len(self.joins)),
+            ("kJoinElement", self.joins),
+            ("kOperandOf", tuple((operand[start], operand[start + self._half]) for start in self.starts)),
+        )
+
+
+Words: TypeAlias = Planes | Lines
 
 
 @dataclass(frozen=True)
@@ -137,8 +264,7 @@ class Layer:
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
     elements_y: bool
-    pairable_y: bool  # two phases lie side by side in a word of memory
-    vector_x: int  # words of x that one load brings
+    vector_y: int  # words of dy that one copy may bring; 0: its lines are not whole words
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
 
@@ -147,9 +273,12 @@ class Layer:
         return 4 // ITEM_BYTES[self.dtype]
 
     def words(self, taps: tuple[int, ...]) -> Words:
-        axis, align = self.geometry.axes[2], 1 if self.elements_y else self.per_word
-        paired = self.pairable_y and len({axis.phase(t) for t in taps}) == 2
-        return Words(Rows.of(axis, taps, align, paired), self.per_word, paired)
+        axis = self.geometry.axes[2]
+        # Lines, if all that lies side by side in memory is of use. Small vectors may begin closer to the first tap.
+        if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) == axis.stride:
+            ways = [Lines(axis, taps, self.per_word, vector) for vector in (4, 2, 1) if vector <= self.vector_y]
+            return min(ways, key=lambda lines: lines.vectors)
+        return Planes(Rows.of(axis, taps, 1 if self.elements_y else self.per_word), self.per_word, axis.stride)
 
 
 @dataclass(frozen=True)
@@ -162,8 +291,9 @@ class Tiling:
     rows_h: tuple[Rows, ...]
     pieces: tuple[Words, ...]  # taps along w, one launch each
     depth: int  # sets of fragments
-    registers: tuple[int, int]  # of a consumer's and of a producer's threads
-    stages: int = 2
+    share: Share
+    merged: int = 1  # groups that a block has together: matrix instructions are hardly faster with few columns
+    stages: int = 3
 
     @cached_property
     def block_rows(self) -> int:
@@ -176,34 +306,37 @@ class Tiling:
 
     @cached_property
     def planes(self) -> tuple[int, int, int]:
-        w = max(len(piece.rows.offsets) for piece in self.pieces)
+        w = max(len(piece.offsets) for piece in self.pieces)
         return max(len(r.offsets) for r in self.rows_d), max(len(r.offsets) for r in self.rows_h), w
 
     @cached_property
-    def paired(self) -> bool:
-        return self.pieces[0].paired
+    def reach(self) -> tuple[int, int]:
+        """Along d and h."""
+        return max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
 
-    @cached_property
-    def reach(self) -> tuple[int, int, int]:
-        d, h = max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
-        return d, h, max(piece.reach for piece in self.pieces)
+    @property
+    def sides(self) -> int:
+        """Channels side by side in a line of dy."""
+        return 1 if self.pieces[0].lines else 2
 
     def kinds(self, g: Geometry) -> int:
         """Blocks that together have all channels and taps along d and h."""
-        channels = -(-g.in_per_group // self.columns) * -(-g.out_per_group // self.out_tile)
-        return g.groups * channels * len(self.rows_d) * len(self.rows_h)
+        channels_in, channels_out = g.in_per_group * self.merged, g.out_per_group * self.merged
+        channels = -(-channels_in // self.columns) * -(-channels_out // self.out_tile)
+        return g.groups // self.merged * channels * len(self.rows_d) * len(self.rows_h)
 
     @property
     def sums(self) -> int:
         """Registers per thread."""
-        return self.row_tiles * max(len(piece.rows.taps) for piece in self.pieces) * self.columns // 2
+        return self.row_tiles * max(len(piece.taps) for piece in self.pieces) * self.columns // 2
 
     def __str__(self) -> str:
         d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
-        w = " + ".join(str(len(piece.rows.taps)) for piece in self.pieces)
+        w = " + ".join(str(len(piece.taps)) for piece in self.pieces)
+        of_groups = f" of {self.merged} groups" if self.merged > 1 else ""
         return (
             f"{CONSUMERS} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
-            f"outputs x {d} x {h} x {w} taps{', fragments ahead' if self.depth == 2 else ''}"
+            f"outputs{of_groups} x {d} x {h} x {w} taps{', fragments ahead' if self.depth == 2 else ''}"
         )
 
 
@@ -244,11 +377,12 @@ class Buffers:
 
     @cached_property
     def line_words(self) -> int:
-        return self.box.w * SEGMENT + self.tiling.reach[2]
+        return max(piece.line_words(self.box.w) for piece in self.tiling.pieces)
 
     @cached_property
     def line_pitch(self) -> int:
-        return self.line_words + self.line_words % 2 + self.pad
+        multiple = 4 // self.tiling.sides
+        return -(-self.line_words // multiple) * multiple + self.pad
 
     @cached_property
     def plane_pitch(self) -> int:
@@ -259,12 +393,12 @@ class Buffers:
     @cached_property
     def pair_pitch(self) -> int:
         """4 words more than a multiple of 8: the two pairs that a load takes together meet in no bank."""
-        words = 2 * prod(self.tiling.planes) * self.plane_pitch
+        words = self.tiling.sides * prod(self.tiling.planes) * self.plane_pitch
         return words + (4 - words) % 8
 
     @cached_property
     def sheet_words(self) -> int:
-        return self.tiling.out_tile // 2 * self.pair_pitch
+        return self.tiling.out_tile // self.tiling.sides * self.pair_pitch
 
     @property
     def ahead(self) -> int:
@@ -272,9 +406,9 @@ class Buffers:
 
     @cached_property
     def slots(self) -> int:
-        """Words of a plane along d that are copied (of two planes together, if they are)."""
+        """Copies of a channel's plane along d."""
         _, h, w = self.tiling.planes
-        return h * self.lines * (1 if self.tiling.paired else w) * self.line_words
+        return h * self.lines * w * self.line_words // self.tiling.pieces[0].vector
 
     def bytes_with(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
@@ -295,15 +429,15 @@ class Buffers:
     @cached_property
     def conflicts(self) -> float:
         """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
-        if self.box.w % 4 == 0:
-            return 1.0  # segments of one line
+        piece = self.tiling.pieces[0]
+        segment_words = SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
         total, chunks = 0, range(0, self.box.segments, 4)
         for chunk in chunks:
             banks = [0] * 8
             for segment in range(chunk, min(chunk + 4, self.box.segments)):
                 line, w = divmod(segment, self.box.w)
                 d, h = divmod(line, self.box.h)
-                place = d * self.sheet_words + 2 * (h * self.line_pitch + w * SEGMENT)
+                place = d * self.sheet_words + self.tiling.sides * h * self.line_pitch + w * segment_words
                 for pair in range(2):
                     banks[(place + pair * self.pair_pitch) // 4 % 8] += 1
             total += max(banks)
@@ -313,7 +447,7 @@ class Buffers:
 @lru_cache(maxsize=8192)
 def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
     """With the pad that avoids most conflicts; None if nothing fits."""
-    pads = (0,) if box.w % 4 == 0 else range(0, 16, 2)
+    pads = (0,) if box.w % 4 == 0 else range(0, 16, 4 // tiling.sides)
     fitting = [made for made in (Buffers(tiling, box, pad, room) for pad in pads) if made.groups]
     return min(fitting, key=lambda made: (made.conflicts, made.pad), default=None)
 
@@ -340,18 +474,19 @@ def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     items = 2 * box.k_rows * CONSUMERS * tiling.row_tiles
     planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
     words_x = box.k_rows * 32 * tiling.columns
-    words_y = box.d * planes_d * made.slots * (2 if piece.paired else 1) * tiling.out_tile
+    words_y = box.d * planes_d * made.slots * piece.vector * tiling.out_tile
     jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
     jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     slow_x = 3 if layer.elements_x or layer.unit_c_x else 1
-    slow_y = 4 if piece.paired or layer.elements_y else 3 if layer.unit_c_y else 1
+    slow_y = 3 if layer.unit_c_y else 1 if piece.lines or not layer.elements_y else 4
     memory = memory_cycles(words_x, box.w * SEGMENT)
-    stride, phases = layer.geometry.stride[2], len(piece.rows.offsets)  # phases that nobody needs lie in between
+    stride = 1 if isinstance(piece, Lines) else piece.stride
+    phases = len(piece.offsets)  # those that nobody needs lie in between
     memory += memory_cycles(words_y * stride // phases, made.line_words * stride)
     item = item_cycles(piece, tiling.columns, tiling.depth, made.conflicts)
     return StepWork(
         products=items * item + (words_x + words_y) / 32,
-        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * PRODUCERS),
+        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * tiling.share.producers),
         memory=memory * (TIGHT if made.groups < made.ahead + 3 else 1.0),
     )
 
@@ -369,9 +504,9 @@ def memory_cycles(words: int, line: int) -> float:
 
 def item_cycles(piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
-    products = 2 * len(piece.rows.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
+    products = 2 * len(piece.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
     alone = 25 if depth == 1 else 0  # nothing hides the way of the fragments
-    return products + 16 * len(piece.loads) * conflicts + ITEM_OVERHEAD + alone
+    return products + 16 * piece.vectors * conflicts + ITEM_OVERHEAD + alone
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -427,11 +562,11 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     whole = tuple(
         layer.words(tuple(range(first, min(first + size, axis.kernel)))) for first in range(0, axis.kernel, size)
     )
-    if len({piece.paired for piece in whole}) > 1:  # a last piece of one tap
-        whole = tuple(replace(layer, pairable_y=False).words(piece.rows.taps) for piece in whole)
+    if len({(piece.lines, piece.vector) for piece in whole}) > 1:  # a last piece that lacks a phase
+        whole = tuple(replace(layer, vector_y=0).words(piece.taps) for piece in whole)
     yield whole
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
-    if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1:
+    if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1 and not whole[0].lines:
         yield tuple(layer.words(taps) for taps in phases)
 
 
@@ -441,31 +576,76 @@ def _divisions(channels: int, multiple: int, most: int) -> list[int]:
     return sorted({size for parts in range(1, units + 1) if (size := -(-units // parts) * multiple) <= most})
 
 
+def _mergings(g: Geometry) -> list[int]:
+    """How many groups a block may have: one, or as many as fill the columns that cost little."""
+    most = MAX_MERGED // max(g.in_per_group, g.out_per_group)
+    return sorted({1, max((m for m in range(1, most + 1) if g.groups % m == 0), default=1)})
+
+
 def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
     """Tilings that fit the registers, each with a rough cost per position (halos left out) and a number."""
     g, number = layer.geometry, 0
-    channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
+    channels = tuple(
+        (merged, columns, out_tile)
+        for merged in _mergings(g)
+        for columns in _divisions(g.in_per_group * merged, 8, 256)[-1 if merged > 1 else 0 :]
+        for out_tile in _divisions(g.out_per_group * merged, 2, 256)[-1 if merged > 1 else 0 :]
+    )
     for pieces, rows_d, rows_h in product(_pieces(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
-        taps, fragments = max(len(piece.rows.taps) for piece in pieces), max(piece.registers for piece in pieces)
+        taps = max(len(piece.taps) for piece in pieces)
+        fragments = [max(piece.registers(depth) for piece in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2)]
         rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
-        kinds = g.groups * len(rows_d) * len(rows_h)
-        planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, [p.rows for p in pieces]))
+        planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, pieces))
+        planes *= g.stride[2] if pieces[0].lines else 1
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
-        for columns, out_tile in channels:
+        for merged, columns, out_tile in channels:
             row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
-            needs = (d * fragments + OTHER_REGISTERS[d - 1] + row_tiles * (taps * columns // 2 + 2) for d in (1, 2))
-            fits = [(depth, r) for depth, need in enumerate(needs, 1) for r in REGISTERS[::-1] if need <= r[0]]
+            needs = (held + row_tiles * (taps * columns // 2 + 2) for held in fragments)
+            fits = [(depth, s) for depth, need in enumerate(needs, 1) for s in SHARES[::-1] if need <= s.consumer]
+            # The most fragments that fit; fewer, if that leaves more to copy with.
+            ways = {share.producers: (depth, share) for depth, share in fits}
             if row_tiles > MAX_ROW_TILES or not fits:
                 continue
-            depth, registers = fits[-1]
-            blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
+            blocks = -(-g.in_per_group * merged // columns) * -(-g.out_per_group * merged // out_tile)
+            blocks *= g.groups // merged * len(rows_d) * len(rows_h)
             tiles = CONSUMERS * row_tiles
-            if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
+            if useful * merged < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                 continue
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
-            cost = sum(max(tiles * item_cycles(piece, columns, depth), copied) + 0.1 * copied for piece in pieces)
-            number += 1
-            yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, registers)
+            for depth, share in ways.values():
+                items = [tiles * item_cycles(piece, columns, depth) for piece in pieces]
+                cost = sum(max(item, copied) + 0.1 * copied for item in items)
+                number += 1
+                yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, share, merged)
+
+
+# ---- The bias's gradient in the same pass.
+
+
+def _bias_slots(axis: Axis, kinds: tuple[Rows, ...], step: int) -> tuple[tuple[int, ...], ...]:
+    """Per kind and tap: where the tap's phase begins among the parts of a sum, -1 for a tap that is not its own."""
+    most = max(len(rows.taps) for rows in kinds)
+    of = {tap: axis.phase(tap) * step for tap in axis.own_taps}
+    return tuple(tuple(of.get(t, -1) for t in rows.taps) + (-1,) * (most - len(rows.taps)) for rows in kinds)
+
+
+def _bias_constants(p: Problem, tiling: Tiling, piece: Words) -> Constants:
+    if not p.bias:
+        return (("kBias", False),)
+    d, h, w = p.geometry.axes
+    return (
+        ("kBias", True),
+        ("kBiasSlots", bias_slots(p.geometry, tiling)),
+        ("kBiasSlotD", _bias_slots(d, tiling.rows_d, h.stride)),
+        ("kBiasSlotH", _bias_slots(h, tiling.rows_h, 1)),
+        ("kBiasSlotW", tiling.pieces.index(piece) * d.stride * h.stride),
+        ("kBiasWords", piece.own_words(w)),
+    )
+
+
+def bias_slots(g: Geometry, tiling: Tiling) -> int:
+    """Sums per channel that the blocks with one part of the positions write: one for each row of own taps."""
+    return len(tiling.pieces) * g.stride[0] * g.stride[1]
 
 
 # ---- The family.
@@ -483,15 +663,17 @@ def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
 def _layer(p: Problem) -> Layer:
     x, y = _vector(p, p.input, p.input_size[2]), _vector(p, p.output, p.output_size[2])
     elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
-    pairable = y > 0 and p.item_bytes == 2 and p.geometry.stride[2] == 2
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
-    return Layer(p.geometry, p.dtype, x == 0, elements_y, pairable, max(x, 1), unit_c_x, unit_c_y)
+    y = y if p.output[4] == 1 else 0
+    return Layer(p.geometry, p.dtype, x == 0, elements_y, y, unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
+    if p.bias and not g.own_taps_cover:
+        return "no set of taps reads every output once, as a bias's gradient needs it"
     if p.dtype not in OPERANDS:
         return f"{p.dtype} has no matrix instruction here"
     if p.dtype == "float32" and not p.tf32:
@@ -509,7 +691,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     made = best_buffers(layer, found[0], p.input_size, device.shared_bytes) if found else None
     if made is None:
         return "the taps reach too far for shared memory"
-    separate = layer.elements_x or (layer.elements_y and not made.tiling.paired)
+    separate = layer.elements_x or (layer.elements_y and not made.tiling.pieces[0].lines)
     slow = separate or layer.unit_c_x or layer.unit_c_y
     if slow and COPYING_IS_WORTH * total(layer, made).products < total(layer, made).copying:
         return "copying operands that are not words along w would take longer than the products"
@@ -518,6 +700,16 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def plan(problem: Problem, device: Device) -> Plan:
     return plan_tiling(problem, device, tilings(_layer(problem), device)[0])
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    """The gradients of weight and bias, where both are wanted."""
+    if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:
+        return None
+    problem = replace(problems[Pass.WEIGHT_GRAD], bias=True)
+    if why_not(problem, device):
+        return None
+    return replace(plan(problem, device), passes=(Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
 
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
@@ -532,19 +724,32 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     count = g.in_channels * g.out_per_group * g.taps
     splits = _splits(p, device, layer, made, count)
     mains = tuple(_main(p, layer, made, piece, splits) for piece in tiling.pieces)
-    reduce = _sum_of_parts(p, count, splits)
+    bias_parts = splits * bias_slots(g, tiling) if p.bias else 0
+    reduce = _sum_of_parts(p, device, count, splits, bias_parts)
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
-        "hopper_weight_grad", "positions as K on warpgroup tensor cores", (*mains, reduce), splits * count * 4, tile
+        "hopper_weight_grad",
+        "positions as K on warpgroup tensor cores",
+        (*mains, reduce),
+        4 * (splits * count + bias_parts * g.out_channels),
+        tile,
+        (("bias_parts", 4 * splits * count),) if p.bias else (),
     )
 
 
-def _sum_of_parts(p: Problem, count: int, splits: int) -> Launch:
+def _sum_of_parts(p: Problem, device: Device, count: int, splits: int, bias_parts: int) -> Launch:
     g, (ci, co, _, _, tap) = p.geometry, p.weight
     # A small weight has many parts: warps share them. A large one has few: a warp has whole lines of the result.
     slices, threads = 8 if count < LARGE_WEIGHT else 1, 256
     taps = 8 if slices > 1 or g.taps <= 8 else 32 if g.taps <= 32 else 64
+
+    def blocks(taps: int) -> int:
+        return -(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group
+
+    while slices > 1 and taps > 2 and blocks(taps) < 2 * device.multiprocessors:
+        taps //= 2
+    bias_blocks = -(-g.out_channels // 8) if p.bias else 0
     return Launch(
         kernel="reduce_taps",
         constants=(
@@ -553,12 +758,16 @@ def _sum_of_parts(p: Problem, count: int, splits: int) -> Launch:
             ("Scalar", SCALARS[p.dtype]),
             ("kTaps", taps),
             ("kSlices", slices),
+            ("kBias", p.bias),
         ),
-        grid=(-(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group, 1, 1),
+        grid=(blocks(taps) + bias_blocks, 1, 1),
         threads=threads,
         shared_bytes=0,
-        pointers=("workspace", "dw"),
-        scalars=padded(int64s(ci, co, tap, count), int32s(splits, g.taps, g.out_per_group, g.in_channels)),
+        pointers=("workspace", "dw", *(("bias_parts", "db") if p.bias else ("null", "null"))),
+        scalars=padded(
+            int64s(ci, co, tap, count),
+            int32s(splits, g.taps, g.out_per_group, g.in_channels, bias_parts, g.out_channels),
+        ),
     )
 
 
@@ -593,14 +802,14 @@ def _wide(p: Problem) -> bool:
 
 def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
-    jobs = -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    jobs = box.d * tiling.planes[0] * -(-tiling.out_tile // 2 // JOB_CHANNELS)
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
         grid=(tiling.kinds(g) * splits, 1, 1),
-        threads=128 * (CONSUMERS + PRODUCERS),
+        threads=128 * (CONSUMERS + tiling.share.producers),
         shared_bytes=made.bytes,
-        pointers=("x", "dy", "workspace"),
+        pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
         scalars=padded(
             int64s(*p.input, *p.output),
             int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _steps(p, layer, box), splits),
@@ -624,7 +833,6 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
         (f"kRows{name}", taps),
         (f"kPlanes{name}", planes),
         (f"kCount{name}", tuple(len(rows.taps) for rows in kinds)),
-        (f"kPlanesCount{name}", tuple(len(rows.offsets) for rows in kinds)),
         (f"kPlaneOffset{name}", table([rows.offsets for rows in kinds], planes)),
         (f"kTap{name}", table([rows.taps for rows in kinds], taps)),
         (f"kPlane{name}", table([rows.planes for rows in kinds], taps)),
@@ -635,43 +843,37 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
 def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Constants:
     g = p.geometry
     return (
-        ("kThreads", 128 * (CONSUMERS + PRODUCERS)),
+        ("kThreads", 128 * (CONSUMERS + tiling.share.producers)),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
-        ("kElementsY", layer.elements_y and not piece.paired),
-        ("kPairedY", piece.paired),
-        ("kVectorX", layer.vector_x),
+        ("kElementsY", layer.elements_y and not piece.lines),
+        ("kLines", piece.lines),
+        ("kVectorY", piece.vector),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", CONSUMERS),
-        ("kProducers", PRODUCERS),
-        ("kConsumerRegisters", tiling.registers[0]),
-        ("kProducerRegisters", tiling.registers[1]),
-        ("kBatchX", 2 if tiling.registers[1] >= 64 and not layer.elements_y else 1),
+        ("kProducers", tiling.share.producers),
+        ("kConsumerRegisters", tiling.share.consumer),
+        ("kProducerRegisters", tiling.share.producer),
         ("kStages", tiling.stages),
         ("kDepth", tiling.depth),
-        ("kGroups", g.groups),
-        ("kInPerGroup", g.in_per_group),
-        ("kOutPerGroup", g.out_per_group),
+        ("kGroups", g.groups // tiling.merged),
+        ("kInPerGroup", g.in_per_group * tiling.merged),
+        ("kOutPerGroup", g.out_per_group * tiling.merged),
+        ("kMerged", tiling.merged),
         ("kColumns", tiling.columns),
         ("kOutTile", tiling.out_tile),
         ("kRowTiles", tiling.row_tiles),
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
         ("kPlanesW", tiling.planes[2]),
-        ("kPlaneOffsetW", (*piece.rows.offsets, *([0] * (tiling.planes[2] - len(piece.rows.offsets))))),
-        ("kTaps", len(piece.rows.taps)),
-        ("kTapW", piece.rows.taps),
-        ("kLoads", len(piece.loads)),
-        ("kLoadPlane", tuple(plane for plane, _ in piece.loads)),
-        ("kLoadWord", tuple(word for _, word in piece.loads)),
-        ("kJoins", len(piece.joins)),
-        ("kJoinPlane", tuple(plane for plane, _, _ in piece.joins)),
-        ("kJoinWord", tuple(word for _, word, _ in piece.joins)),
-        ("kJoinOdd", tuple(odd for _, _, odd in piece.joins)),
-        ("kOperandOf", tuple(tuple(piece.operand(read) for read in tap) for tap in piece.reads)),
+        ("kPlaneOffsetW", (*piece.offsets, *([0] * (tiling.planes[2] - len(piece.offsets))))),
+        ("kTaps", len(piece.taps)),
+        ("kTapW", piece.taps),
+        *piece.constants,
+        *_bias_constants(p, tiling, piece),
         *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
         *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
     )

@@ -100,10 +100,9 @@ def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
             if together is not None:
                 assert len(together.passes) > 1 and left.keys() >= set(together.passes), together.passes
                 found.append(together)
+                left = {which: problem for which, problem in left.items() if which not in together.passes}
         for which in [which for which in left if alone[which] == name]:
-            found.append(replace(family.plan(left[which], device), passes=(which,)))
-        taken = {which for plan in found for which in plan.passes}
-        left = {which: problem for which, problem in left.items() if which not in taken}
+            found.append(replace(family.plan(left.pop(which), device), passes=(which,)))
     order = list(Pass)
     return sorted(found, key=lambda plan: order.index(plan.passes[0]))
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import TRAPS, Layer, check
+from layers import TRAPS, UNIT, Layer, check, poisoned
 from test_few_inputs import H200, T1, T2, T3, axis, problem
 from test_weight_grad import tensors, weight_grad
 
 from tconv3d import compiler, depthwise_planner, executor, planner
 from tconv3d.geometry import Geometry
-from tconv3d.problem import Pass
+from tconv3d.problem import Pass, bias_grad_problem
 
 LAYERS = {
     "gan": Layer(6, 6, (5, 4, 7), (4, 4, 4), T2, T1, groups=6),
@@ -33,6 +33,23 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
         plan = planner.plan(problem(LAYERS[name], which, tf32=False), H200)
         assert plan.kernel == ("depthwise_weight_grad" if which is Pass.WEIGHT_GRAD else "depthwise")
     check(LAYERS[name], dtype, ours)
+
+
+@pytest.mark.parametrize("name", ["gan", "many blocks"])
+def test_the_bias_in_the_same_pass(name: str, ours: str) -> None:
+    layer = LAYERS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        x, dy = tensors(layer, dtype, ours)
+        weight = problem(layer, Pass.WEIGHT_GRAD, tf32=False)
+        bias = bias_grad_problem(layer.batch, layer.out_channels, weight.output_size, "float32", weight.output)
+        assert [plan.kernel for plan in planner.gradient_plans((weight, bias), H200)] == ["depthwise_weight_grad"]
+        with poisoned():
+            wanted = False, True, True
+            _, dw, db = executor.backward(dy, x, None, wanted, layer.size, layer.kernel, layer.settings)
+        assert dw is not None and db is not None and torch.equal(dw, weight_grad(layer, x, dy))
+        exact, largest = dy.double().sum((0, 2, 3, 4)), dy.double().abs().sum((0, 2, 3, 4))
+        allowed = 4 * UNIT[torch.float32] * largest + UNIT[dtype] * exact.abs()
+        assert bool(((db.double() - exact).abs() <= allowed).all())
 
 
 @pytest.mark.parametrize("name", ["gan", "dilated, three phases"])

@@ -57,6 +57,19 @@ def test_input_gradient_visits_each_pair_once(axis: Axis, size: int) -> None:
         assert {(i, t, o) for o, t, i in walked} == pairs(axis, size)
 
 
+@given(axes, st.integers(1, 7))
+def test_own_taps_meet_every_output_once(axis: Axis, size: int) -> None:
+    if axis.own_taps and axis.output_size(size) > 0:
+        met = sorted(o for _, t, o in pairs(axis, size) if t in axis.own_taps)
+        assert met == list(range(axis.output_size(size)))
+
+
+def test_which_settings_have_own_taps() -> None:
+    assert Axis(2, 2).own_taps == (0, 1) and Axis(4, 2, 1).own_taps == (1, 2)
+    assert Axis(3, 1, 1).own_taps == (1,) and Axis(3, 2, 1, 1).own_taps == (1, 2)
+    assert Axis(3).own_taps == () and Axis(2, 3).own_taps == ()
+
+
 @given(axes)
 def test_phases_and_shifts_are_the_quotient_and_remainder(axis: Axis) -> None:
     for tap in range(axis.kernel):

@@ -12,10 +12,18 @@ import torch.nn.functional as F
 from layers import TABLE, TRAPS, UNIT, Layer, passes, poisoned
 from torch import Tensor
 
-from tconv3d import compiler, emulator, executor, hopper_weight_grad_planner, planner, weight_grad_planner
+from tconv3d import (
+    compiler,
+    direct_planner,
+    emulator,
+    executor,
+    hopper_weight_grad_planner,
+    planner,
+    weight_grad_planner,
+)
 from tconv3d.geometry import Axis, Geometry
 from tconv3d.launch import Constants
-from tconv3d.problem import Device, Pass, Plan, Problem
+from tconv3d.problem import Device, Pass, Plan, Problem, bias_grad_problem
 
 H200 = Device("H200", (9, 0), 132, 232448)
 A100 = Device("A100", (8, 0), 108, 166912)
@@ -239,6 +247,30 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
 
 
 @warpgroup_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["up-convolution", "gan", "groups of eight", "narrow volume", "five taps along w"])
+def test_the_bias_in_the_same_pass(
+    name: str, dtype: torch.dtype, tensor_cores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planner, "FAMILIES", (*planner.FAMILIES, ("direct", direct_planner)))
+    layer = LAYERS[name]
+    x, dy = tensors(layer, dtype, tensor_cores)
+
+    def both() -> list[Tensor | None]:
+        with poisoned():
+            wanted = False, True, True
+            return executor.backward(dy, x, None, wanted, layer.size, layer.kernel, layer.settings)[1:]
+
+    dw, db = both()
+    assert dw is not None and db is not None
+    assert torch.equal(dw, weight_grad(layer, x, dy))
+    exact, largest = dy.double().sum((0, 2, 3, 4)), dy.double().abs().sum((0, 2, 3, 4))
+    allowed = 4 * UNIT[torch.float32] * largest + UNIT[dtype] * exact.abs()
+    assert bool(((db.double() - exact).abs() <= allowed).all())
+    assert torch.equal(both()[1], db)
+
+
+@warpgroup_only
 @pytest.mark.parametrize("splits", [1, 3, 8, 21])
 def test_any_number_of_parts(splits: int, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More parts than steps too: some have nothing to add."""
@@ -385,3 +417,21 @@ def test_windows_cover_every_tap_once() -> None:
                     assert tap not in found and 0 <= shift <= 4 * per_word
                     found[tap] = planes.offsets[window.plane] + stride * (window.start * per_word + shift)
             assert found == {tap: tap * dilation - padding for tap in range(kernel)}
+
+
+def test_who_adds_up_the_bias() -> None:
+    """The weight's kernel where its own taps read every output once, else a kernel for it alone."""
+    for layer, together in ((Layer(64, 32, (8, 8, 16), T2, T2), True), (Layer(64, 32, (8, 8, 16), T3), False)):
+        weight = problem(layer)
+        size = weight.output_size
+        asked = weight, bias_grad_problem(layer.batch, layer.out_channels, size, "float32", weight.output)
+        plans = [plan.kernel for plan in planner.gradient_plans(asked, H200)]
+        assert plans == ["hopper_weight_grad"] + ["channel_sum"] * (not together)
+
+
+def test_no_block_claims_registers_that_it_has_not() -> None:
+    for share in hopper_weight_grad_planner.SHARES:
+        threads = 128 * (hopper_weight_grad_planner.CONSUMERS + share.producers)
+        given = 65536 // threads // 8 * 8 * threads  # when it starts
+        claimed = 128 * (hopper_weight_grad_planner.CONSUMERS * share.consumer + share.producers * share.producer)
+        assert claimed <= given

@@ -3,9 +3,11 @@
 //
 // A thread owns one channel, one position i within the plane, and walks along depth (march.cuh) with all
 // taps' sums in registers, and the last few values of x: what is loaded of dy serves every tap along depth.
-// The block's sums are added in a fixed order and written as one part; reduce.cuh adds the parts.
+// The block's sums are added in a fixed order and written as one part; reduce.cuh adds the parts. kBias: of
+// dy itself the outputs of the position's own taps are added up, too.
 #pragma once
 
+#include "cursor.cuh"
 #include "march.cuh"
 
 namespace tconv3d {
@@ -13,8 +15,9 @@ namespace tconv3d {
 struct Args {
   const void* x;
   const void* dy;
-  void* parts;  // [splits][channels][kernel d][h][w]
-  March march;  // over dy
+  void* parts;       // [splits][channels][kernel d][h][w]
+  void* bias_parts;  // kBias: [splits][channels]
+  March march;       // over dy
   Strides x_strides;
 };
 
@@ -30,6 +33,7 @@ struct DepthwiseWeightGrad {
   const Marcher<C> at;
   float sum[kValues];
   float window[C::kSlots];  // x at the positions that the step's planes of dy belong to
+  float bias;
 
   __device__ __forceinline__ float load_x(int q) const {
     if (!at.exists || q < at.first || q >= at.end) return 0.0f;
@@ -44,6 +48,19 @@ struct DepthwiseWeightGrad {
       constexpr int kSlot = C::kTapSlot(t), kLoad = C::kTapLoad(t);
       if constexpr (C::kTapPlane(t) == kPlane) sum[t] += window[kSlot] * widen<float>(values[kLoad]);
     });
+  }
+
+  // The outputs of a plane that position `step` has, if it is one of the thread's.
+  template <int kPlane>
+  __device__ __forceinline__ void add_own(const Scalar (&values)[C::kLoads], int step) {
+    if constexpr (C::kBias) {
+      float own = 0.0f;
+      static_for<C::kTaps>([&](auto t) {
+        constexpr int kLoad = C::kTapLoad(t);
+        if constexpr (C::kTapOwn(t) && C::kTapPlane(t) == kPlane) own += widen<float>(values[kLoad]);
+      });
+      if (step >= at.first && step < at.end) bias += own;
+    }
   }
 
   // Adds the lanes' sums: a lane keeps half of its values and sends the other half, five times. It ends up
@@ -77,6 +94,7 @@ struct DepthwiseWeightGrad {
     const long long split = at.n * static_cast<long long>(splits) +
                             at.part * static_cast<int>(args.march.by_blocks.divisor) + at.block;
     float* const parts = static_cast<float*>(args.parts) + (split * C::kGroups + at.channel) * C::kTaps;
+    if constexpr (C::kBias) store_bias(split);
     for (int t = threadIdx.x; t < C::kTaps; t += C::kThreads) {
       float total = 0.0f;
 #pragma unroll
@@ -85,7 +103,20 @@ struct DepthwiseWeightGrad {
     }
   }
 
+  __device__ __forceinline__ void store_bias(long long split) const {
+    float* const totals = dynamic_shared<float>() + kWarps * kValues;
+    const float own = warp_sum(bias);
+    if (threadIdx.x % kLanes == 0) totals[threadIdx.x / kLanes] = own;
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    float total = 0.0f;
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) total += totals[warp];
+    static_cast<float*>(args.bias_parts)[split * C::kGroups + at.channel] = total;
+  }
+
   __device__ __forceinline__ void compute() {
+    bias = 0.0f;
 #pragma unroll
     for (int i = 0; i < kValues; ++i) sum[i] = 0.0f;
     Scalar values[2][C::kLoads];  // of one plane, and of the next, on its way
@@ -100,6 +131,7 @@ struct DepthwiseWeightGrad {
       static_for<C::kInputStepD>([&](auto plane) {
         at.load(step * C::kInputStepD + plane + 1, values[1]);
         accumulate<plane>(values[0]);
+        add_own<plane>(values[0], step);
 #pragma unroll
         for (int i = 0; i < C::kLoads; ++i) values[0][i] = values[1][i];
       });

@@ -21,12 +21,20 @@
 // that order. Lane g's rows g and g + 8 are two channels, a pair, that lie side by side in shared memory: one
 // 16-byte load is one operand.
 //
-// dy is stored in one plane per phase, so that neighbouring positions are neighbours for every tap. Parts are
-// written side by side and added by reduce_taps.cuh in a fixed order.
+// That is for a stride of 1 along w, and for lines that are not whole words in memory: then dy is stored in
+// one plane per phase, so that neighbouring positions are neighbours for every tap. With other strides
+// (kLines) the lines of dy are copied as they are, in vectors, and consumers pick the phases apart: of each
+// of its two channels a lane loads the vectors that its positions' taps read, and puts operands together of
+// them.
 //
-// TF32 operands are rounded to nearest: x by the producers, through whose registers it passes, dy by the
-// consumers when they load it, so that its words can be copied past the registers. What lies outside of a
-// tensor is zero in both.
+// Parts are written side by side and added by reduce_taps.cuh in a fixed order.
+//
+// The bias's gradient, sums of dy, costs a few additions here: of each phase one tap reads position i's own
+// output, and the rows of these taps see every output once. They add what they load, before it is rounded.
+//
+// Both tensors are copied past the registers, so that many copies are on their way. TF32 operands are rounded
+// to nearest: x by the producers, in its place, when it has arrived, dy by the consumers when they load it.
+// What lies outside of a tensor is zero in both.
 #pragma once
 
 #include "cursor.cuh"
@@ -37,7 +45,8 @@ namespace tconv3d {
 struct Args {
   const void* x;
   const void* dy;
-  void* parts;  // [splits][taps][out_channels / groups][in_channels]
+  void* parts;       // [splits][taps][out_channels / groups][in_channels]
+  void* bias_parts;  // kBias: [splits][kBiasSlots][out_channels]
   Strides x_strides, dy_strides;
   Extent x_size, dy_size;
   Extent box;  // positions along d and h, segments along w
@@ -49,9 +58,9 @@ struct Args {
   int line_words;            // words of a line that taps reach
   int line_pitch;            // from line to line, in words of one channel
   int plane_pitch;           // from plane to plane, likewise
-  int pair_pitch;            // from pair to pair, in words
+  int pair_pitch;            // from pair to pair (kLines: from channel to channel), in words
   Divider by_d, by_h, by_w;  // how many boxes the volume has
-  Divider by_jobs;           // of one plane of dy along d
+  Divider by_jobs;           // of one block of slots
 };
 
 template <class C>
@@ -79,18 +88,18 @@ struct HopperWeightGrad {
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
   static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
-  // Two phases of 16-bit elements lie side by side in a word of memory: a slot is a word of each.
-  static constexpr int kSlotPlanes = C::kPairedY ? 1 : C::kPlanesW;
-  static constexpr bool kSeparateY = C::kElementsY || C::kPairedY;
+  static constexpr int kLoadWords = C::kLines ? 4 : 2;  // of one channel
+  static constexpr int kSides = C::kLines ? 1 : 2;      // channels side by side in a line of dy
+  static constexpr int kSegmentWords = C::kLines ? kSegment * C::kStrideW : kSegment;  // of dy
   static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
+  static constexpr int kNoPlace = -1;
 
   static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
   static_assert(C::kOutTile % 2 == 0 && C::kColumns % 8 == 0 && C::kColumns <= 256);
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
-  static_assert(C::kStages >= 2);
-  static_assert(!(C::kElementsX || kSeparateY) || kPerWord == 2);
-  static_assert(!C::kPairedY || (C::kPlanesW == 2 && C::kStrideW == 2 && !C::kUnitCY && !C::kElementsY));
-  static_assert(C::kVectorX == 1 || !(C::kElementsX || C::kUnitCX), "words that are neighbours in memory");
+  static_assert(C::kStages >= 3, "one is read, one arrives, one is on its way");
+  static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
+  static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !C::kUnitCY : C::kVectorY == 1);
 
   // What distinguishes blocks that walk over the same positions.
   struct Kind {
@@ -143,9 +152,9 @@ struct HopperWeightGrad {
     stages = dynamic_shared<unsigned char>();
     stage_bytes = row_segments() * C::kColumns * kRowBytes;
     ring = reinterpret_cast<unsigned*>(stages + C::kStages * stage_bytes);
-    sheet_words = kPairs * args.pair_pitch;
+    sheet_words = C::kOutTile / kSides * args.pair_pitch;
     slots = reinterpret_cast<Slot*>(ring + args.groups * args.box.d * sheet_words);
-    segments = reinterpret_cast<Segment*>(slots + most_slots());
+    segments = reinterpret_cast<Segment*>(slots + slot_count());
     barriers = ptx::shared_address(segments + row_segments() * kRowSegments);
   }
 
@@ -168,13 +177,9 @@ struct HopperWeightGrad {
   __device__ __forceinline__ int row_segments() const {
     return (segment_count() + kRowSegments - 1) / kRowSegments;
   }
-  // Of a plane along d: for the kind that has most, and for this one.
-  __device__ __forceinline__ int most_slots() const {
-    return C::kPlanesH * args.lines * kSlotPlanes * args.line_words;
-  }
-  __device__ __forceinline__ int slot_count() const {
-    return C::kPlanesCountH(kind.h) * args.lines * kSlotPlanes * args.line_words;
-  }
+  // Of a plane along d.
+  __device__ __forceinline__ int slot_count() const { return C::kPlanesH * args.lines * line_slots(); }
+  __device__ __forceinline__ int line_slots() const { return C::kPlanesW * args.line_words / C::kVectorY; }
   __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
   __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
   __device__ __forceinline__ unsigned stage_full(int stage) const {
@@ -185,25 +190,26 @@ struct HopperWeightGrad {
   }
 
   __device__ __forceinline__ void prepare() {
-    const int line_slots = kSlotPlanes * args.line_words;
     for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
       // Phases along w alternate as they do in memory.
-      const int line = i / line_slots, rest = i % line_slots;
-      const int plane_w = rest % kSlotPlanes, word = rest / kSlotPlanes;
+      const int line = i / line_slots(), rest = i % line_slots();
+      const int plane_w = rest % C::kPlanesW, word = rest / C::kPlanesW * C::kVectorY;
       const int plane_h = line / args.lines, h = line % args.lines;
       Slot slot;
       slot.h = static_cast<short>(h * C::kStrideH + C::kPlaneOffsetH(kind.h, plane_h));
-      slot.w = static_cast<short>(word * kPerWord * C::kStrideW + C::kPlaneOffsetW(plane_w));
-      slot.place = 2 * ((plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word);
+      slot.w =
+          static_cast<short>(word * kPerWord * (C::kLines ? 1 : C::kStrideW) + C::kPlaneOffsetW(plane_w));
+      slot.place =
+          kSides * ((plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word);
       slot.offset =
           slot.h * static_cast<Index>(args.dy_strides.h) + slot.w * static_cast<Index>(args.dy_strides.w);
       slots[i] = slot;
     }
     for (int i = static_cast<int>(threadIdx.x); i < row_segments() * kRowSegments; i += C::kThreads) {
       const int line = i / args.box.w, w = i % args.box.w;
-      Segment segment{2 * (line % args.box.h * args.line_pitch + w * kSegment), line / args.box.h,
+      Segment segment{kSides * (line % args.box.h * args.line_pitch + w * kSegmentWords), line / args.box.h,
                       line % args.box.h, w * kSegment * kPerWord};
-      if (i >= segment_count()) segment = Segment{0, 0, kNowhere, 0};  // x is zero there
+      if (i >= segment_count()) segment = Segment{kNoPlace, 0, kNowhere, 0};  // x is zero there
       segments[i] = segment;
     }
     if (threadIdx.x == 0) {
@@ -278,225 +284,228 @@ struct HopperWeightGrad {
   __device__ __forceinline__ const Scalar* x_of(const Source& source, int channel) const {
     constexpr bool kWhole = C::kInPerGroup % C::kColumns == 0;
     const int in_group = kWhole ? kind.first_in + channel : min(kind.first_in + channel, C::kInPerGroup - 1);
-    const Index offset =
-        source.offset + (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c);
-    return static_cast<const Scalar*>(args.x) + (source.first ? offset : 0);
+    const Index first = source.first ? source.offset : 0;
+    return static_cast<const Scalar*>(args.x) +
+           (first + (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c));
   }
 
-  // x passes through registers: tensor cores take it as it lies in shared memory, so it must be rounded.
-  struct JobX {
-    unsigned words[kJobChannels];
-  };
-  static constexpr int kSlotsX = kRowWords / C::kVectorX;  // loads of a row: the lanes have kVectorX rows
-  struct CourseX {
-    int job, end;
-    Source source;  // of the job's row, if w is contiguous
-  };
-
-  __device__ __forceinline__ void find_row(CourseX& course, const Run& run, int step) const {
-    if (C::kUnitCX || course.job >= course.end) return;
-    const int word = lane % kSlotsX * C::kVectorX, row_segment = course.job / kJobsX;
-    course.source =
-        find_x(run, step, segments[row_segment * kRowSegments + word / kSegment], word % kSegment);
+  // Where a word of a job goes: a piece of 16 bytes is one word of each of four segments.
+  __device__ __forceinline__ unsigned* place_x(int stage, int job, int row, int segment, int word) const {
+    return reinterpret_cast<unsigned*>(stages + stage * stage_bytes) +
+           (job * kJobChannels + row) * kRowWords + ((segment / 4 * 4 + word) ^ row) * 4 + segment % 4;
   }
-  // Loads the next job of the course, if there is one.
-  __device__ __forceinline__ void load_x(JobX& to, CourseX& course, const Run& run, int step) const {
-    if (course.job >= course.end) return;
-    const int channel = course.job % kJobsX * kJobChannels;
-    const Index between = static_cast<Index>(args.x_strides.w);
-    if constexpr (C::kUnitCX) {
-      const Segment* const found = segments + course.job / kJobsX * kRowSegments;
+  // Eight words of x, past the registers where words are whole in memory.
+  template <class FindWord, class FindSource, class FindChannel>
+  __device__ __forceinline__ void copy_words_x(FindWord&& word, FindSource&& source,
+                                               FindChannel&& channel) const {
+    if constexpr (C::kElementsX) {
+      unsigned words[kJobChannels];
 #pragma unroll
       for (int k = 0; k < kJobChannels; ++k) {
-        const Source source = find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4);
-        const Scalar* const from = x_of(source, channel + lane / 4);
-        to.words[k] = C::kElementsX ? load_elements(from, source, between) : load_word(from, source.first);
+        const Source found = source(k);
+        words[k] = load_elements(x_of(found, channel(k)), found, static_cast<Index>(args.x_strides.w));
       }
+#pragma unroll
+      for (int k = 0; k < kJobChannels; ++k) *word(k) = words[k];
     } else {
 #pragma unroll
-      for (int i = 0; i < kJobChannels / C::kVectorX; ++i) {
-        const Scalar* const from = x_of(course.source, channel + lane / kSlotsX + i * C::kVectorX);
-        if constexpr (C::kElementsX) {
-          to.words[i] = load_elements(from, course.source, between);
-        } else {
-          Vector<unsigned, C::kVectorX> loaded{};
-          if (course.source.first) loaded = load_vector<C::kVectorX>(reinterpret_cast<const unsigned*>(from));
-#pragma unroll
-          for (int e = 0; e < C::kVectorX; ++e) to.words[i * C::kVectorX + e] = loaded.at[e];
+      for (int k = 0; k < kJobChannels; ++k) {
+        const Source found = source(k);
+        ptx::copy_words<1>(word(k), x_of(found, channel(k)), found.first);
+      }
+    }
+  }
+  __device__ __forceinline__ void copy_x(int stage, const Run& run, int step) const {
+    const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
+    for (int job = own.begin; job < own.end;) {
+      const int row_segment = job / kJobsX, end = min(own.end, (row_segment + 1) * kJobsX);
+      const Segment* const found = segments + row_segment * kRowSegments;
+      if constexpr (C::kUnitCX) {
+        const int row = lane / 4, channel = job % kJobsX * kJobChannels + row;
+        copy_words_x([&](int k) { return place_x(stage, job, row, k / 4 * 4 + lane % 4, k % 4); },
+                     [&](int k) { return find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4); },
+                     [&](int) { return channel; });
+        ++job;
+      } else {
+        const Source source = find_x(run, step, found[lane / kSegment], lane % kSegment);
+#pragma unroll 1
+        for (; job < end; ++job) {
+          const int channel = job % kJobsX * kJobChannels;
+          copy_words_x([&](int k) { return place_x(stage, job, k, lane / kSegment, lane % kSegment); },
+                       [&](int) { return source; }, [&](int k) { return channel + k; });
         }
       }
     }
-    if (++course.job % kJobsX == 0) find_row(course, run, step);
   }
-  __device__ __forceinline__ void store_x(const JobX& from, int stage, int job) const {
-    unsigned* const to =
-        reinterpret_cast<unsigned*>(stages + stage * stage_bytes) + job * kJobChannels * kRowWords;
+  // What this warp has copied is there: tensor cores take it as it lies, so TF32 must be rounded.
+  __device__ __forceinline__ void deliver_x(int stage) const {
+    if constexpr (kRounded) {
+      constexpr int kVectors = kJobChannels * kRowWords / 4;
+      const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
+      Vector<unsigned, 4>* const vectors =
+          reinterpret_cast<Vector<unsigned, 4>*>(stages + stage * stage_bytes);
+      __syncwarp();
+#pragma unroll 4
+      for (int i = own.begin * kVectors + lane; i < own.end * kVectors; i += 32) {
+        Vector<unsigned, 4> words = vectors[i];
 #pragma unroll
-    for (int k = 0; k < kJobChannels; ++k) {
-      // A piece of 16 bytes is one word of each of four segments.
-      const int word = lane % kSlotsX * C::kVectorX + k % C::kVectorX;
-      const int segment = C::kUnitCX ? k / 4 * 4 + lane % 4 : word / kSegment;
-      const int row = C::kUnitCX ? lane / 4 : k / C::kVectorX * C::kVectorX + lane / kSlotsX;
-      const int piece = segment / 4 * 4 + (C::kUnitCX ? k : word) % kSegment;
-      to[row * kRowWords + (piece ^ row) * 4 + segment % 4] = rounded(from.words[k]);
+        for (int e = 0; e < 4; ++e) words.at[e] = rounded(words.at[e]);
+        vectors[i] = words;
+      }
     }
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(stage_full(stage));
   }
 
-  __device__ __forceinline__ Source find_dy(const Run& run, Index base, int d, const Slot& slot) const {
+  // Of a slot at depth 0, and at another.
+  __device__ __forceinline__ Source find_dy(const Run& run, Index base, const Slot& slot) const {
     const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
-    const bool line = inside(d, args.dy_size.d) && inside(h, args.dy_size.h);
-    return Source{base + d * static_cast<Index>(args.dy_strides.d) + slot.offset,
-                  line && inside(w, args.dy_size.w),
-                  kSeparateY && line && inside(w + C::kStrideW, args.dy_size.w)};
+    const bool line = inside(h, args.dy_size.h);
+    return Source{base + slot.offset, line && inside(w, args.dy_size.w),
+                  C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
+  }
+  __device__ __forceinline__ Source at_depth(const Source& source, int d) const {
+    const bool sheet = inside(d, args.dy_size.d);
+    return Source{source.offset + d * static_cast<Index>(args.dy_strides.d), source.first && sheet,
+                  source.second && sheet};
   }
   __device__ __forceinline__ const Scalar* dy_of(const Source& source, int channel) const {
     constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
     const int in_group =
         kWhole ? kind.first_out + channel : min(kind.first_out + channel, C::kOutPerGroup - 1);
-    const Index offset =
-        source.offset + (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c);
-    return static_cast<const Scalar*>(args.dy) + (source.first || source.second ? offset : 0);
+    const Index first = source.first || source.second ? source.offset : 0;
+    return static_cast<const Scalar*>(args.dy) +
+           (first + (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c));
   }
 
-  // Eight words of dy (or, kPairedY, of each of two planes), past the registers where words are whole in
-  // memory. `word(k)` is where they go, `source(k)` and `channel(k)` where they come from.
+  // Eight vectors of dy, past the registers where words are whole in memory. `word(k)` is where they go,
+  // `source(k)` and `channel(k)` where they come from.
   template <class FindWord, class FindSource, class FindChannel>
   __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, FindChannel&& channel,
                                           int count) const {
-    if constexpr (kSeparateY) {
-      constexpr int kTurn = C::kPairedY ? 4 : 8;  // what registers hold
+    if constexpr (C::kElementsY) {
+      unsigned words[kJobChannels];
 #pragma unroll
-      for (int first = 0; first < kJobChannels; first += kTurn) {
-        unsigned words[kTurn];
-        [[maybe_unused]] unsigned others[kTurn];  // of the second channel of a pair, for 16-bit types
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        const Source found = source(k);
+        words[k] = load_elements(dy_of(found, channel(k)), found,
+                                 C::kStrideW * static_cast<Index>(args.dy_strides.w));
+      }
 #pragma unroll
-        for (int k = 0; k < kTurn; ++k) {
-          if (first + k >= count) break;
-          const Source found = source(first + k);
-          const Scalar* const from = dy_of(found, channel(first + k));
-          if constexpr (C::kPairedY) {
-            words[k] = load_word(from, found.first);
-            others[k] = load_word(from + 2, found.second);
-          } else {
-            words[k] = load_elements(from, found, C::kStrideW * static_cast<Index>(args.dy_strides.w));
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < kTurn; ++k) {
-          if (first + k >= count) break;
-          unsigned* const to = word(first + k);
-          if constexpr (C::kPairedY) {
-            to[0] = (words[k] & 0xFFFFu) | others[k] << 16;
-            to[2 * args.plane_pitch] = words[k] >> 16 | (others[k] & 0xFFFF0000u);
-          } else {
-            to[0] = words[k];
-          }
-        }
+      for (int k = 0; k < kJobChannels; ++k) {
+        if (k >= count) break;
+        *word(k) = words[k];
       }
     } else {
 #pragma unroll
       for (int k = 0; k < kJobChannels; ++k) {
         if (k >= count) break;
         const Source found = source(k);
-        ptx::copy_words<1>(word(k), dy_of(found, channel(k)), found.first);
+        ptx::copy_words<C::kVectorY>(word(k), dy_of(found, channel(k)), found.first);
       }
     }
   }
 
-  // A group of sheets: planes along d, blocks of 16 slots, eight pairs at a time.
+  // A group of sheets: blocks of 16 slots, planes along d, eight pairs at a time. What a lane finds out about
+  // its slot serves all planes and pairs.
   __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
-    const int planes = C::kPlanesCountD(kind.d), jobs_of_plane = static_cast<int>(args.by_jobs.divisor);
-    const int count = slot_count();
-    const Part<int> own(args.box.d * planes * jobs_of_plane, kProducerWarps, warp);
+    const int jobs_of_block = static_cast<int>(args.by_jobs.divisor), count = slot_count();
+    const Part<int> own((count + 15) / 16 * jobs_of_block, kProducerWarps, warp);
     const Index base = run.n * static_cast<Index>(args.dy_strides.n) +
                        run.h * C::kStrideH * static_cast<Index>(args.dy_strides.h) +
                        run.w * C::kStrideW * static_cast<Index>(args.dy_strides.w);
     for (int job = own.begin; job < own.end;) {
-      const int plane = divide(job, args.by_jobs), rest = job - plane * jobs_of_plane;
-      const int sheet = plane / planes, plane_d = plane % planes, first_slot = rest / kJobsY * 16;
-      const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
-      const int first_pair = rest % kJobsY, last_pair = min(kJobsY, first_pair + own.end - job);
-      unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
-                           2 * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
-      job += last_pair - first_pair;
-      if constexpr (C::kUnitCY) {
-        const int half = lane % 2, index = first_slot + lane / 2 % 2;
-        for (int pair = first_pair * kJobChannels + lane / 4; pair < last_pair * kJobChannels;
-             pair += kJobChannels) {
-          if (pair >= kPairs) break;
-          copy_dy([&](int k) { return to + pair * args.pair_pitch + slots[index + 2 * k].place + half; },
-                  [&](int k) { return find_dy(run, base, d, slots[index + 2 * k]); },
-                  [&](int) { return half * kPairs + pair; }, (count - index + 1) / 2);
-        }
-      } else {
-        const int index = first_slot + lane % 16, half = lane / 16;
-        if (index >= count) continue;
-        const Slot slot = slots[index];
-        const Source source = find_dy(run, base, d, slot);
+      const int block = divide(job, args.by_jobs), first_job = block * jobs_of_block;
+      const int end = min(own.end, first_job + jobs_of_block);
+      const int index = block * 16 + (C::kUnitCY ? lane / 2 % 2 : lane % 16);
+      const Slot slot = slots[min(index, count - 1)];
+      const Source line = find_dy(run, base, slot);
 #pragma unroll 1
-        for (int pair = first_pair * kJobChannels; pair < last_pair * kJobChannels; pair += kJobChannels) {
-          copy_dy([&](int k) { return to + (pair + k) * args.pair_pitch + slot.place + half; },
-                  [&](int) { return source; }, [&](int k) { return half * kPairs + pair + k; },
-                  kPairs - pair);
+      for (; job < end; ++job) {
+        const int plane = (job - first_job) / kJobsY, first_pair = (job - first_job) % kJobsY * kJobChannels;
+        const int sheet = plane / C::kPlanesD, plane_d = plane % C::kPlanesD;
+        const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
+        unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
+                             kSides * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
+        if constexpr (C::kUnitCY) {
+          const int half = lane % 2, pair = first_pair + lane / 4;
+          if (pair >= kPairs) continue;
+          copy_dy([&](int k) { return to + pair * args.pair_pitch + slots[index + 2 * k].place + half; },
+                  [&](int k) { return at_depth(find_dy(run, base, slots[index + 2 * k]), d); },
+                  [&](int) { return half * kPairs + pair; }, (count - index + 1) / 2);
+        } else if (index < count) {
+          const int half = lane / 16;
+          const Source source = at_depth(line, d);
+          unsigned* const first = to + slot.place +
+                                  (C::kLines ? (half * kPairs + first_pair) * args.pair_pitch
+                                             : first_pair * args.pair_pitch + half);
+          copy_dy([&](int k) { return first + k * args.pair_pitch; }, [&](int) { return source; },
+                  [&](int k) { return half * kPairs + first_pair + k; }, kPairs - first_pair);
         }
       }
     }
-    if constexpr (kSeparateY) {
+    if constexpr (C::kElementsY) {
       ptx::barrier_arrive(full(group));
     } else {
       ptx::copy_arrive(full(group));
     }
   }
 
-  // A delivery is a group of sheets and, but for the first of a run, a stage of x. The first jobs of x are on
-  // their way while dy is asked for.
+  // A delivery is a group of sheets and, but for the first of a run, a stage of x. While one is on its way,
+  // the x of the one before arrives.
   __device__ __forceinline__ void produce() const {
-    Ring group, stage;
-    const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
+    Ring group, stage, arriving;
+    int pending = 0;
+    // Where few groups fit, the next must wait for consumers, and these for what has arrived.
+    const bool at_once = args.groups < args.ahead + 3;
     for (int index = part.begin; index < part.end;) {
       const Run run = run_at(index);
+#pragma unroll 1
       for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
         const bool with_x = i >= args.ahead;
-        const int step = run.first + i - args.ahead;
-        JobX batch[C::kBatchX];
-        CourseX course{own.begin, with_x ? own.end : own.begin, {}};
-        const auto ask_for_x = [&] {
-          find_row(course, run, step);
-          static_for<C::kBatchX>([&](auto b) { load_x(batch[b], course, run, step); });
-        };
-        if constexpr (!kSeparateY) ask_for_x();
+        if (with_x) {
+          ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
+          copy_x(stage.index, run, run.first + i - args.ahead);
+          ptx::copy_commit();
+          stage.advance(C::kStages);
+          ++pending;
+        }
+        if (at_once) deliver_before(with_x, arriving, pending);
         ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
         copy_group(group.index, run, run.first + i);
-        if (!with_x) continue;
-        if constexpr (kSeparateY) ask_for_x();  // dy needed the registers
-        ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
-#pragma unroll 1
-        for (int job = own.begin; job < own.end; job += C::kBatchX) {
-          static_for<C::kBatchX>([&](auto b) {
-            if (job + b < own.end) store_x(batch[b], stage.index, job + b);
-            load_x(batch[b], course, run, step);
-          });
-        }
-        ptx::fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(stage_full(stage.index));
-        stage.advance(C::kStages);
+        if (!at_once) deliver_before(with_x, arriving, pending);
       }
       index += run.count;
     }
+    deliver_before(false, arriving, pending);
+  }
+  // Delivers all x but, `with_x`, the last that was asked for.
+  __device__ __forceinline__ void deliver_before(bool with_x, Ring& arriving, int& pending) const {
+    if (pending == (with_x ? 1 : 0)) return;
+    if (with_x) {
+      ptx::copy_wait<1>();
+    } else {
+      ptx::copy_wait<0>();
+    }
+    deliver_x(arriving.index);
+    arriving.advance(C::kStages);
+    --pending;
   }
 
   // ---- Consumers.
 
-  // Words of dy as tensor cores want them: word 2i of both channels of a pair, then word 2i + 1.
+  // Words of dy as tensor cores want them: word 2i of both channels of a pair, then word 2i + 1. Some are
+  // operands as they are loaded (never with kLines), others are joined of what is.
   struct Fragments {
-    unsigned loaded[C::kLoads][4];
+    unsigned loaded[C::kLines ? 1 : C::kLoads][4];
     unsigned joined[C::kJoins > 0 ? C::kJoins : 1][4];
   };
   // Which of the loaded has a word of a plane.
   static constexpr int load_of(int plane, int word) {
     for (int i = 0; i < C::kLoads; ++i) {
-      if (C::kLoadPlane(i) == plane && C::kLoadWord(i) == word / 2 * 2) return i;
+      if (C::kLoadPlane(i) == plane && C::kLoadWord(i) == word / kLoadWords * kLoadWords) return i;
     }
     return -1;
   }
@@ -505,6 +514,12 @@ struct HopperWeightGrad {
     float sums[C::kRowTiles][C::kTaps][kSums];
     int place[C::kRowTiles];  // of this lane's pair and row of taps in a sheet
     int sheet[C::kRowTiles];  // that the row of taps reads, relative to the position's
+    float bias[C::kRowTiles][2];
+  };
+  // Where a lane's words of a chunk begin, and whether the chunk has any for it.
+  struct Place {
+    const unsigned* words;
+    bool used;
   };
 
   __device__ __forceinline__ void locate(Consumer& me, int consumer) const {
@@ -516,31 +531,64 @@ struct HopperWeightGrad {
       const int d = min(row / C::kRowsH, C::kCountD(kind.d) - 1),
                 h = min(row % C::kRowsH, C::kCountH(kind.h) - 1);
       const int plane = (C::kPlaneD(kind.d, d) * C::kPlanesH + C::kPlaneH(kind.h, h)) * C::kPlanesW;
-      me.place[r] =
-          pair * args.pair_pitch + 2 * (plane * args.plane_pitch + C::kShiftH(kind.h, h) * args.line_pitch);
+      me.place[r] = pair * args.pair_pitch +
+                    kSides * (plane * args.plane_pitch + C::kShiftH(kind.h, h) * args.line_pitch);
       me.sheet[r] = C::kShiftD(kind.d, d);
     }
   }
 
-  // Where this lane's words of a chunk begin, for row tile r. `first_sheet`: that of the step.
-  __device__ __forceinline__ const unsigned* find(const Consumer& me, int r, int chunk,
-                                                  int first_sheet) const {
+  // For row tile r. `first_sheet`: that of the step.
+  __device__ __forceinline__ Place find(const Consumer& me, int r, int chunk, int first_sheet) const {
     const Segment& segment = segments[4 * chunk + lane % 4];
     const int sheets = args.groups * args.box.d;
     int sheet = first_sheet + segment.d + me.sheet[r];
     if (sheet >= sheets) sheet -= sheets;
-    return ring + sheet * sheet_words + me.place[r] + segment.place;
+    return Place{ring + sheet * sheet_words + me.place[r] + max(segment.place, 0), segment.place != kNoPlace};
   }
 
-  __device__ __forceinline__ void load(Fragments& to, const unsigned* from) const {
+  // The elements of a word that `kWhich` names: 1 the first, 2 the second of 16-bit ones, 3 both.
+  template <int kWhich>
+  static __device__ __forceinline__ float sum_of(unsigned word) {
+    if constexpr (kPerWord == 1) {
+      return kWhich != 0 ? ptx::bits_to_float(word) : 0.0f;
+    } else {
+      const Scalar first{static_cast<unsigned short>(word)}, second{static_cast<unsigned short>(word >> 16)};
+      return (kWhich & 1 ? widen<float>(first) : 0.0f) + (kWhich & 2 ? widen<float>(second) : 0.0f);
+    }
+  }
+
+  // Adds to `sum` what own taps read of a loaded word.
+  template <int kLoad, int kWord>
+  static __device__ __forceinline__ void add_own(float& sum, unsigned word) {
+    if constexpr (C::kBias) {
+      constexpr int kWhich = C::kBiasWords(kLoad, kWord);
+      if constexpr (kWhich != 0) sum += sum_of<kWhich>(word);
+    }
+  }
+
+  __device__ __forceinline__ void load(Fragments& to, const Place& from, float (&bias)[2]) const {
+    float sums[2] = {0.0f, 0.0f};  // of few words: long sums are made of short ones
+    if constexpr (C::kLines) {
+      load_lines(to, from.words, sums);
+    } else {
+      load_planes(to, from.words, sums);
+    }
+    if (C::kBias && from.used) {
+      bias[0] += sums[0];
+      bias[1] += sums[1];
+    }
+  }
+
+  __device__ __forceinline__ void load_planes(Fragments& to, const unsigned* from, float (&sums)[2]) const {
     static_for<C::kLoads>([&](auto i) {
       constexpr int kI = decltype(i)::value;
       const Vector<unsigned, 4> words =
           load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        to.loaded[kI][e] = rounded(words.at[e]);
-      }
+      static_for<4>([&](auto e) {
+        constexpr int kE = decltype(e)::value;
+        to.loaded[kI][kE] = rounded(words.at[kE]);
+        add_own<kI, kE / 2>(sums[kE % 2], words.at[kE]);
+      });
     });
     static_for<C::kJoins>([&](auto j) {
       constexpr int kJ = decltype(j)::value;
@@ -556,6 +604,38 @@ struct HopperWeightGrad {
         }
       });
     });
+  }
+
+  // One channel after the other.
+  __device__ __forceinline__ void load_lines(Fragments& to, const unsigned* from, float (&sums)[2]) const {
+    static_for<2>([&](auto half) {
+      constexpr int kHalf = decltype(half)::value;
+      Vector<unsigned, 4> words[C::kLoads];
+      static_for<C::kLoads>([&](auto i) {
+        constexpr int kI = decltype(i)::value;
+        words[kI] = load_vector<4>(from + kHalf * kPairs * args.pair_pitch + C::kLoadWord(kI));
+        static_for<4>([&](auto e) {
+          constexpr int kE = decltype(e)::value;
+          add_own<kI, kE>(sums[kHalf], words[kI].at[kE]);
+        });
+      });
+      static_for<C::kJoins>([&](auto j) {
+        static_for<2>([&](auto k) {
+          constexpr int kJ = decltype(j)::value, kK = decltype(k)::value;
+          constexpr int kFirst = C::kJoinElement(kJ) + kK * kPerWord * C::kStrideW;
+          to.joined[kJ][2 * kK + kHalf] = word_of<kFirst>(words);
+        });
+      });
+    });
+  }
+  // The operand's word that begins with an element of a line: of 16-bit ones the second is a stride further.
+  template <int kElement>
+  static __device__ __forceinline__ unsigned word_of(const Vector<unsigned, 4> (&words)[C::kLoads]) {
+    constexpr int kWord = kElement / kPerWord, kLast = kElement + (kPerWord - 1) * C::kStrideW;
+    const unsigned first = words[load_of(0, kWord)].at[kWord % 4];
+    if constexpr (kPerWord == 1) return rounded(first);
+    const unsigned last = words[load_of(0, kLast / 2)].at[kLast / 2 % 4];
+    return (kElement % 2 ? first >> 16 : first & 0xFFFFu) | (kLast % 2 ? last & 0xFFFF0000u : last << 16);
   }
 
   template <int kRowTile>
@@ -578,27 +658,26 @@ struct HopperWeightGrad {
   // the next row's are. With two sets of fragments, the next are loaded while products run (the first are
   // there already); with one, at least they have been found.
   __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&fragments)[C::kDepth], int row,
-                                               unsigned long long b, int first_sheet,
-                                               const unsigned*& from) const {
+                                               unsigned long long b, int first_sheet, Place& from) const {
     constexpr int kItems = 2 * C::kRowTiles;
     static_for<kItems>([&](auto item) {
       constexpr int kItem = decltype(item)::value, kNext = kItem + 1;
       Fragments& present = fragments[kItem % C::kDepth];
-      if constexpr (C::kDepth == 1) load(present, from);
+      if constexpr (C::kDepth == 1) load(present, from, me.bias[kItem % C::kRowTiles]);
       multiply<kItem % C::kRowTiles>(me, present, ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
       const bool more = kNext < kItems || row + 1 < row_segments();
       if (more) from = find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet);
       ptx::matrix_wait<C::kDepth - 1>();
-      if (C::kDepth == 2 && more) load(fragments[kNext % C::kDepth], from);
+      if (C::kDepth == 2 && more) load(fragments[kNext % C::kDepth], from, me.bias[kNext % C::kRowTiles]);
     });
   }
 
   __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group) const {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
     const int first_sheet = group * args.box.d;
-    const unsigned* from = find(me, 0, 0, first_sheet);
+    Place from = find(me, 0, 0, first_sheet);
     Fragments fragments[C::kDepth];
-    if constexpr (C::kDepth == 2) load(fragments[0], from);
+    if constexpr (C::kDepth == 2) load(fragments[0], from, me.bias[0]);
 #pragma unroll 1
     for (int row = 0; row < row_segments(); ++row) {
       multiply_row(me, fragments, row,
@@ -613,6 +692,7 @@ struct HopperWeightGrad {
     locate(me, consumer);
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
+      me.bias[r][0] = me.bias[r][1] = 0.0f;
 #pragma unroll
       for (int t = 0; t < C::kTaps; ++t) {
 #pragma unroll
@@ -646,12 +726,39 @@ struct HopperWeightGrad {
       index += run.count;
     }
     store(me, consumer);
+    if constexpr (C::kBias) store_bias(me, consumer);
   }
 
+  // The lanes of a quad have the same channels at different positions; of all blocks with these positions and
+  // channels, the one with the first input channels and the row's taps writes.
+  __device__ __forceinline__ void store_bias(const Consumer& me, int consumer) const {
+    constexpr int kOut = C::kGroups * C::kOutPerGroup;
+    float* const parts = static_cast<float*>(args.bias_parts) +
+                         static_cast<long long>(static_cast<int>(blockIdx.x) / kKinds) * C::kBiasSlots * kOut;
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
+      const int row = index / kPairs, d = row / C::kRowsH, h = row % C::kRowsH;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float sum = me.bias[r][half];
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+        sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+        const int out = kind.first_out + index % kPairs + half * kPairs;
+        if (lane % 4 != 0 || kind.first_in != 0 || row >= kRows || out >= C::kOutPerGroup) continue;
+        const int slot_d = C::kBiasSlotD(kind.d, d), slot_h = C::kBiasSlotH(kind.h, h);
+        if (slot_d < 0 || slot_h < 0) continue;
+        parts[(slot_d + slot_h + C::kBiasSlotW) * kOut + kind.group * C::kOutPerGroup + out] = sum;
+      }
+    }
+  }
+
+  // Of groups that the block has together, only the channels of one and the same group.
   __device__ __forceinline__ void store(const Consumer& me, int consumer) const {
     constexpr int kIn = C::kGroups * C::kInPerGroup;
-    float* const parts = static_cast<float*>(args.parts) +
-                         static_cast<int>(blockIdx.x) / kKinds * (kTapsAll * C::kOutPerGroup * kIn);
+    constexpr int kGroupIn = C::kInPerGroup / C::kMerged, kOut = C::kOutPerGroup / C::kMerged;
+    float* const parts =
+        static_cast<float*>(args.parts) + static_cast<int>(blockIdx.x) / kKinds * (kTapsAll * kOut * kIn);
     const int in = kind.first_in + lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
@@ -665,20 +772,20 @@ struct HopperWeightGrad {
         for (int half = 0; half < 2; ++half) {
           const int out = kind.first_out + index % kPairs + half * kPairs;
           if (out >= C::kOutPerGroup) continue;
-          float* const to = parts +
-                            (static_cast<long long>(tap + C::kTapW(t)) * C::kOutPerGroup + out) * kIn +
+          const int first_in = out / kOut * kGroupIn, last_in = first_in + kGroupIn;
+          float* const to = parts + (static_cast<long long>(tap + C::kTapW(t)) * kOut + out % kOut) * kIn +
                             kind.group * C::kInPerGroup + in;
 #pragma unroll
           for (int j = 0; j < C::kColumns / 8; ++j) {
             const float* const sums = &me.sums[r][t][4 * j + 2 * half];
-            if constexpr (C::kInPerGroup % 2 == 0) {
-              if (in + 8 * j < C::kInPerGroup) {
+            if constexpr (kGroupIn % 2 == 0) {
+              if (in + 8 * j >= first_in && in + 8 * j < last_in) {
                 *reinterpret_cast<Vector<float, 2>*>(to + 8 * j) = Vector<float, 2>{sums[0], sums[1]};
               }
             } else {
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                if (in + 8 * j + e < C::kInPerGroup) to[8 * j + e] = sums[e];
+                if (in + 8 * j + e >= first_in && in + 8 * j + e < last_in) to[8 * j + e] = sums[e];
               }
             }
           }
