@@ -25,7 +25,7 @@ MAX_COLUMNS = 64
 MAX_SUMS = 128  # registers of a thread that hold weight gradients
 MIN_STAGES, MAX_STAGES = 3, 8
 # Of producers, input and weight gradient, by the size of an element: two slabs of 16-bit types need more sums.
-REGISTERS = {4: (48, 96, 184), 2: (48, 128, 168)}
+REGISTERS = {4: (56, 104, 176), 2: (48, 128, 168)}
 
 # What a multiprocessor does, in cycles, for choosing between tilings.
 L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # moved per cycle
@@ -286,7 +286,7 @@ def _main(p: Problem, q: Problem, tiling: Tiling, tiles: Tiles, parts: Parts) ->
     size = p.input_size
     return Launch(
         kernel="up_backward",
-        constants=_constants(p, tiling, parts.bias),
+        constants=_constants(p, tiling),
         grid=(tiling.kinds * parts.splits, 1, 1),
         threads=THREADS,
         shared_bytes=tiling.shared_bytes,
@@ -325,14 +325,13 @@ def _sum_of_parts(p: Problem, parts: Parts) -> Launch:
     )
 
 
-def _constants(p: Problem, tiling: Tiling, bias: bool) -> Constants:
+def _constants(p: Problem, tiling: Tiling) -> Constants:
     g = p.geometry
     producer, input_grad, weight_grad = REGISTERS[p.item_bytes]
     return (
         ("kThreads", THREADS),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
-        ("kBias", bias),
         ("kIn", g.in_channels),
         ("kOut", g.out_channels),
         *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),

@@ -41,7 +41,7 @@ struct Args {
   const void* weight;  // contiguous
   void* dx;            // or its parts, float: [ranges][batch][in][positions]
   void* parts;         // [splits], each like the weight
-  void* bias_parts;    // [splits][taps along d and h], each like the bias
+  void* bias_parts;    // [splits][taps along d and h], each like the bias; null if nobody wants them
   Strides dy_strides, x_strides, dx_strides;
   long long dx_pitch, dw_pitch, db_pitch;  // from part to part
   int tiles, splits;
@@ -109,7 +109,7 @@ struct UpBackward {
   unsigned char* stages_x;
   unsigned char* weights;
   unsigned* stages;
-  long long* rows;  // where a row begins in dy, relative to a position; -1 if there is none
+  long long* rows;  // where each is in dy, relative to a position
   unsigned barriers;
 
   __device__ __forceinline__ UpBackward(const Args& arguments)
@@ -152,10 +152,9 @@ struct UpBackward {
 
   __device__ __forceinline__ void prepare() {
     for (int i = static_cast<int>(threadIdx.x); i < C::kChunks * kRows; i += C::kThreads) {
-      const int row = first_row() + i, plane = row % kPlanes;
-      rows[i] = row < kRowsAll ? row / kPlanes * args.dy_strides.c + plane / C::kKernelH * args.dy_strides.d +
-                                     plane % C::kKernelH * args.dy_strides.h
-                               : -1;
+      const int row = min(first_row() + i, kRowsAll - 1), plane = row % kPlanes;
+      rows[i] = row / kPlanes * args.dy_strides.c + plane / C::kKernelH * args.dy_strides.d +
+                plane % C::kKernelH * args.dy_strides.h;
     }
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kStages; ++i) {
@@ -268,15 +267,22 @@ struct UpBackward {
   }
 
   __device__ __forceinline__ void copy_chunk(int stage, int chunk, const Place& place) const {
-    constexpr int kOwn = kRows / 4;
-    const Scalar* const dy = static_cast<const Scalar*>(args.dy);
-    const Scalar* const first = dy + place.dy;
-    const long long* const own = rows + chunk * kRows + warp * kOwn;
+    constexpr int kOwn = kRows / 4, kHalf = kOwn / 2;
+    constexpr bool kWhole = C::kRanges * C::kChunks * kRows == kRowsAll;
+    // Every row of a position is inside the tensor: also of the first, where the piece is not.
+    const Scalar* const first = static_cast<const Scalar*>(args.dy) + (place.inside ? place.dy : 0);
     unsigned* const to = stages + stage * (kStageBytes / 4) + warp * kOwn * kPitch + lane * 4;
-#pragma unroll 4
-    for (int i = 0; i < kOwn; ++i) {
-      const bool inside = place.inside && own[i] >= 0;
-      ptx::copy_words<4>(to + i * kPitch, inside ? first + own[i] : dy, inside);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = chunk * kRows + warp * kOwn + half * kHalf;
+      long long offsets[kHalf];
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) offsets[i] = rows[row + i];
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        const bool inside = place.inside && (kWhole || first_row() + row + i < kRowsAll);
+        ptx::copy_words<4>(to + (half * kHalf + i) * kPitch, first + offsets[i], inside);
+      }
     }
     ptx::copy_arrive(full(stage));
   }
@@ -327,19 +333,22 @@ struct UpBackward {
   };
   static constexpr int kBatches = 4;  // of a chunk
 
-  static __device__ __forceinline__ void load_positions(Batch& to, const unsigned* from) {
-    const auto first = load_vector<4>(from), second = load_vector<4>(from + 4 * kPitch);
-    if constexpr (kRounded) {
+  // What a lane loads for a batch, and the operands that it is put together to.
+  struct Loaded {
+    Vector<unsigned, 4> first, second;
+  };
+  static __device__ __forceinline__ Loaded load_positions(const unsigned* from) {
+    return Loaded{load_vector<4>(from), load_vector<4>(from + 4 * kPitch)};
+  }
+  static __device__ __forceinline__ void arrange(Batch& to, const Loaded& from) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {  // of each position both taps: the taps are 4 apart in K
-        to.words[0][e] = rounded(first.at[e % 2 * 2 + e / 2]);
-        to.words[1][e] = rounded(second.at[e % 2 * 2 + e / 2]);
-      }
-    } else {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        to.words[e / 2][e % 2] = first.at[e];
-        to.words[e / 2][2 + e % 2] = second.at[e];
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (kRounded) {  // of each position both taps: the taps are 4 apart in K
+        to.words[0][e] = rounded(from.first.at[e % 2 * 2 + e / 2]);
+        to.words[1][e] = rounded(from.second.at[e % 2 * 2 + e / 2]);
+      } else {
+        to.words[e / 2][e % 2] = from.first.at[e];
+        to.words[e / 2][2 + e % 2] = from.second.at[e];
       }
     }
   }
@@ -348,12 +357,17 @@ struct UpBackward {
                                                  const Ring& stage, unsigned long long b) const {
     const unsigned* const from =
         stages + stage.index * (kStageBytes / 4) + lane % 4 * kPitch + (warp % 4 * 8 + lane / 4) * 4;
+    // What is rounded next is on its way while products run; 16-bit types need the registers.
+    Loaded loaded = load_positions(from);
     static_for<kBatches>([&](auto i) {
       constexpr int kI = decltype(i)::value;
+      constexpr bool kLast = kI == kBatches - 1;
       Batch& batch = batches[kI % 2];
       ptx::matrix_wait<1>();
-      load_positions(batch, from + 8 * kI * kPitch);
-      if constexpr (kI == kBatches - 1) release(stage.index);
+      if constexpr (!kRounded && kI > 0) loaded = load_positions(from + 8 * kI * kPitch);
+      arrange(batch, loaded);
+      if constexpr (kRounded && !kLast) loaded = load_positions(from + 8 * (kI + 1) * kPitch);
+      if constexpr (kLast) release(stage.index);
       ptx::matrix_fence();
       static_for<2>([&](auto k) {
         constexpr int kK = decltype(k)::value, kStep = kSlabs == 2 ? kI : 2 * kI + kK;
@@ -436,7 +450,7 @@ struct UpBackward {
 
   static __device__ __forceinline__ void load_row(unsigned (&to)[4], float& sum, const unsigned* from) {
     const auto words = load_vector<4>(from);
-    if constexpr (C::kBias) sum += add(words);
+    sum += add(words);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if constexpr (kRounded) {
@@ -510,7 +524,7 @@ struct UpBackward {
     bias += __shfl_xor_sync(0xFFFFFFFFu, bias, 2);
     if (row >= kRowsAll) return;
     const int out = row / kPlanes, plane = row % kPlanes;
-    if (C::kBias && first_in == 0 && lane % 4 == 0) {
+    if (args.bias_parts != nullptr && first_in == 0 && lane % 4 == 0) {
       static_cast<float*>(args.bias_parts)[(split * kPlanes + plane) * args.db_pitch + out] = bias;
     }
     float* const to = static_cast<float*>(args.parts) + split * args.dw_pitch + row * kTaps;
