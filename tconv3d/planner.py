@@ -28,12 +28,14 @@ from . import (
     halo_planner,
     hopper_weight_grad_planner,
     norm_planner,
+    up_backward_planner,
     weight_grad_planner,
 )
 from .launch import Launch
 from .problem import Device, Pass, Plan, Problem
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
+    ("up_backward", up_backward_planner),
     ("few_outputs", few_outputs_planner),
     ("few_inputs", few_inputs_planner),
     ("few_weight_grad", few_weight_grad_planner),

@@ -92,7 +92,6 @@ class ModelRow:
     before_ms: dict[str, float] = field(default_factory=dict)  # forward, training (forward and backward)
     after_ms: dict[str, float] = field(default_factory=dict)
     difference: float | None = None  # of the outputs, relative
-    gradient_difference: float | None = None  # of all parameters' gradients together
     right: bool | None = None
     failed: str = ""
 
@@ -265,6 +264,6 @@ def _without_nan(value: Any) -> Any:
 
 
 def _with_nan(row: dict[str, Any], drop: str = "") -> dict[str, Any]:
-    numbers = ("error", "torch_error", "difference", "gradient_difference")
+    numbers = ("error", "torch_error", "difference")
     kept = {key: value for key, value in row.items() if key != drop}
     return {key: float(value) if key in numbers and value is not None else value for key, value in kept.items()}

@@ -91,8 +91,7 @@ def _models(rows: Sequence[ModelRow]) -> Table:
             table.add_row(row.model, kind, "", "[red]failed[/]", "", "", "", "")
         for which, before in row.before_ms.items():
             after = row.after_ms.get(which)
-            found = row.difference if which == "forward" else row.gradient_difference
-            difference = "" if found is None else f"[{'green' if row.ok else 'red'}]{found:.1e}[/]"
+            difference = "" if row.difference is None else f"[{'green' if row.ok else 'red'}]{row.difference:.1e}[/]"
             times = milliseconds(before), milliseconds(after), f"[bold]{ratio(before / after if after else None)}[/]"
             table.add_row(row.model, kind, str(row.swapped), which, *times, difference)
     return table

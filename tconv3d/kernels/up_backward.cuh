@@ -1,0 +1,568 @@
+// All gradients of an up-convolution (kernel equal to stride, no padding; two taps along w) from one reading
+// of dy, on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16). Every output belongs to one position q
+// and one tap t:
+//   dx[ci][q]      = sum over co, t of  w[ci][co][t] * dy[co][stride*q + t]
+//   dw[ci][co][t]  = sum over q of      x[ci][q]     * dy[co][stride*q + t]
+//   db[co]         = sum of dy[co]
+//
+// A row is what dy has of one (co, tap along d, tap along h): the two taps along w of neighbouring positions,
+// side by side as in memory. A tile is 128 words of every row, a chunk 32 rows of a tile. A block owns some
+// input channels and a range of rows, keeps their weights in shared memory and their dw in registers, and
+// walks over tiles:
+//
+//   producers        copy the chunks of the tile past the registers into a ring, and x through registers (it
+//                    must be rounded and ordered) into another
+//   input grad       one warpgroup: rows are positions, K is (row, tap along w), columns are input channels
+//   weight grad      two warpgroups, every other chunk each: rows are (row, tap along w), K is positions,
+//   columns
+//                    are input channels. They also add up what they load: db
+//
+// dy goes to tensor cores through registers in both products, so it may lie in shared memory as it is in
+// memory, and is rounded to TF32 on the way. 16 bytes of it, a piece (two positions of TF32, four of 16-bit
+// types, with both taps), are all that a lane needs of a row for one instruction:
+//   input grad    lane (g, t) of a warp loads piece g of rows t and t + 4
+//   weight grad   lane (g, t) of a warp loads pieces t and t + 4 of row g
+// K may be permuted at will if both operands are: weights and x are stored in the order that follows from
+// this. Rows are 136 words apart, so that neither way meets a bank twice (the weight gradient takes rows 0,
+// 2, 1, 3, ...).
+//
+// Parts of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
+// If there are several ranges, so are those of dx.
+#pragma once
+
+#include "cursor.cuh"
+#include "operands.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* dy;
+  const void* x;
+  const void* weight;  // contiguous
+  void* dx;            // or its parts, float: [ranges][batch][in][positions]
+  void* parts;         // [splits], each like the weight
+  void* bias_parts;    // [splits][taps along d and h], each like the bias; null if nobody wants them
+  Strides dy_strides, x_strides, dx_strides;
+  long long dx_pitch, dw_pitch, db_pitch;  // from part to part
+  int tiles, splits;
+  int lines;            // of positions along w, in all
+  int width;            // of a line, in pieces
+  int tile_lines;       // lines that a tile has
+  int tile_width;       // pieces of a line that a tile has
+  int pitch;            // from line to line in a row of a tile, in pieces
+  Divider by_segments;  // tiles side by side along w
+  Divider by_d, by_h, by_pitch;
+};
+
+template <class C>
+struct UpBackward {
+  using Scalar = typename C::Scalar;
+
+  static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
+  static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+  static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
+  static constexpr int kRows = 32;                // of a chunk
+  static constexpr int kPieces = 32;              // of a row of a tile
+  static constexpr int kPitch = 4 * kPieces + 8;  // from row to row, in words
+  static constexpr int kBlockWords = 32;          // of K in a swizzled row: 128 bytes
+  static constexpr int kStepBytes = 32;
+  static constexpr int kTaps = 2;  // along w
+  static constexpr int kPlanes = C::kKernelD * C::kKernelH;
+  static constexpr int kRowsAll = C::kOut * kPlanes;
+  static constexpr int kChunkWords = kRows * kTaps / kPerWord;  // of K, in the weights
+  static constexpr int kWeightWords = C::kChunks * kChunkWords;
+  static constexpr int kSums = C::kColumns / 2;
+  static constexpr int kSlabs = kPerWord;  // of 64 positions, in a tile
+  static constexpr int kInTiles = (C::kIn + C::kColumns - 1) / C::kColumns;
+  static constexpr int kKinds = kInTiles * C::kRanges;
+  static constexpr int kConsumers = C::kThreads - 128;
+  static constexpr int kSharers = 2;  // warpgroups that share the weight gradient
+  static constexpr int kStageBytes = 4 * kRows * kPitch;
+  static constexpr int kStageXBytes = 4 * 2 * kBlockWords * C::kColumns;
+  static constexpr int kWeightBytes = 4 * kWeightWords * C::kColumns;
+  static constexpr int kRowsOfX = C::kColumns / 4;  // that a producer warp copies
+  static constexpr int kTurnRows = kRowsOfX < 4 ? kRowsOfX : 4,
+                       kTurns = (kRowsOfX + kTurnRows - 1) / kTurnRows;
+
+  static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 2 && C::kStagesX >= 2);
+  static_assert(C::kKernelW == kTaps && C::kRanges * C::kChunks * kRows >= kRowsAll);
+
+  struct Ring {
+    int index = 0;
+    unsigned parity = 0;
+    __device__ __forceinline__ void advance(int count) {
+      if (++index == count) {
+        index = 0;
+        parity ^= 1u;
+      }
+    }
+  };
+  // Where a piece of a tile is in the tensors.
+  struct Place {
+    long long dy, x, dx;
+    bool inside;
+  };
+
+  const Args& args;
+  int split, range, first_in;
+  int warp, lane;
+  unsigned char* stages_x;
+  unsigned char* weights;
+  unsigned* stages;
+  long long* rows;  // where each is in dy, relative to a position
+  unsigned barriers;
+
+  __device__ __forceinline__ UpBackward(const Args& arguments)
+      : args(arguments),
+        split(static_cast<int>(blockIdx.x) / kKinds),
+        range(static_cast<int>(blockIdx.x) % kKinds / kInTiles),
+        first_in(static_cast<int>(blockIdx.x) % kInTiles * C::kColumns),
+        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
+        lane(static_cast<int>(threadIdx.x) % 32) {
+    weights = dynamic_shared<unsigned char>();
+    stages_x = weights + kWeightBytes;
+    stages = reinterpret_cast<unsigned*>(stages_x + C::kStagesX * kStageXBytes);
+    rows = reinterpret_cast<long long*>(stages + C::kStages * (kStageBytes / 4));
+    barriers = ptx::shared_address(rows + C::kChunks * kRows);
+  }
+
+  __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
+  __device__ __forceinline__ unsigned full_x(int stage) const {
+    return barriers + 8 * (2 * C::kStages + stage);
+  }
+  __device__ __forceinline__ unsigned empty_x(int stage) const {
+    return barriers + 8 * (2 * C::kStages + C::kStagesX + stage);
+  }
+  __device__ __forceinline__ unsigned weights_there() const {
+    return barriers + 16 * (C::kStages + C::kStagesX);
+  }
+  __device__ __forceinline__ int first_row() const { return range * C::kChunks * kRows; }
+
+  static __device__ __forceinline__ unsigned rounded(unsigned word) {
+    return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
+  }
+  // Where a word of K lies among swizzled rows: `word` in the order that tensor cores take it.
+  static __device__ __forceinline__ int swizzled(int row, int word) {
+    return (word / kBlockWords * C::kColumns + row) * kBlockWords +
+           ((word % kBlockWords / 4) ^ (row % 8)) * 4 + word % 4;
+  }
+
+  // ---- Before the walk.
+
+  __device__ __forceinline__ void prepare() {
+    for (int i = static_cast<int>(threadIdx.x); i < C::kChunks * kRows; i += C::kThreads) {
+      const int row = min(first_row() + i, kRowsAll - 1), plane = row % kPlanes;
+      rows[i] = row / kPlanes * args.dy_strides.c + plane / C::kKernelH * args.dy_strides.d +
+                plane % C::kKernelH * args.dy_strides.h;
+    }
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < C::kStages; ++i) {
+        ptx::barrier_init(full(i), 128);
+        ptx::barrier_init(empty(i), 8);
+      }
+      for (int i = 0; i < C::kStagesX; ++i) {
+        ptx::barrier_init(full_x(i), 4);
+        ptx::barrier_init(empty_x(i), 4 * kSharers);
+      }
+      ptx::barrier_init(weights_there(), kConsumers);
+      ptx::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+
+  // By all consumers, while the first tile is on its way. The weight of an input channel is one run of (row,
+  // tap along w); in TF32 the taps of four rows are ordered by tap.
+  __device__ __forceinline__ void load_weights() const {
+    constexpr int kWords = C::kColumns * kWeightWords, kWordsAll = kRowsAll * kTaps / kPerWord;
+    unsigned* const to = reinterpret_cast<unsigned*>(weights);
+    const int first = range * kWeightWords;
+#pragma unroll 16
+    for (int i = static_cast<int>(threadIdx.x) - 128; i < kWords; i += kConsumers) {
+      const int in = i / kWeightWords, word = i % kWeightWords;
+      const bool inside = first_in + in < C::kIn && first + word < kWordsAll;
+      const Scalar* const from =
+          static_cast<const Scalar*>(args.weight) +
+          ((first_in + in) * static_cast<long long>(kWordsAll) + first + word) * kPerWord;
+      unsigned bits = inside ? OperandOf<Scalar>::bits(load_constant(from)) : 0u;
+      if (kPerWord == 2 && inside) bits |= OperandOf<Scalar>::bits(load_constant(from + 1)) << 16;
+      const int ordered = kPerWord == 2 ? word : word / 8 * 8 + word % 8 / 2 + word % 2 * 4;
+      to[swizzled(in, ordered)] = bits;
+    }
+    ptx::fence_async_proxy();
+    ptx::barrier_arrive(weights_there());
+  }
+
+  __device__ __forceinline__ Place find(int tile, int piece) const {
+    const int group = divide(tile, args.by_segments);
+    const int segment = tile - group * static_cast<int>(args.by_segments.divisor);
+    const int local = divide(piece, args.by_pitch), along = piece - local * args.pitch;
+    const int line = group * args.tile_lines + local, w = segment * args.tile_width + along;
+    const int rest = divide(line, args.by_h), n = divide(rest, args.by_d);
+    const long long h = line - rest * static_cast<int>(args.by_h.divisor);
+    const long long d = rest - n * static_cast<int>(args.by_d.divisor);
+    Place found;
+    found.inside = tile < args.tiles && local < args.tile_lines && along < args.tile_width &&
+                   line < args.lines && w < args.width;
+    found.dy = n * args.dy_strides.n + d * C::kKernelD * args.dy_strides.d +
+               h * C::kKernelH * args.dy_strides.h + w * (16 / kItem);
+    found.x = n * args.x_strides.n + d * args.x_strides.d + h * args.x_strides.h + w * (8 / kItem);
+    found.dx = n * args.dx_strides.n + d * args.dx_strides.d + h * args.dx_strides.h + w * (8 / kItem);
+    return found;
+  }
+
+  // ---- Producers: a lane has the same piece of every row, and of every channel of x.
+
+  // x is copied in turns, each some channels of a warp.
+  struct Turn {
+    Vector<unsigned, 2> at[kTurnRows];
+  };
+  __device__ __forceinline__ int channel_of(int turn, int i) const {
+    return (turn * kTurnRows + i) * 4 + warp % 4;
+  }
+
+  __device__ __forceinline__ void load_x(Turn& to, int turn, const Place& place) const {
+    const Scalar* const from = static_cast<const Scalar*>(args.x) + (place.inside ? place.x : 0);
+#pragma unroll
+    for (int i = 0; i < kTurnRows; ++i) {
+      const int in = first_in + channel_of(turn, i);
+      to.at[i] = Vector<unsigned, 2>{};
+      if (place.inside && in < C::kIn) {
+        to.at[i] = load_vector<2>(reinterpret_cast<const unsigned*>(from + in * args.x_strides.c));
+      }
+    }
+  }
+  __device__ __forceinline__ void store_x(const Turn& from, int turn, int stage) const {
+    unsigned* const to = reinterpret_cast<unsigned*>(stages_x + stage * kStageXBytes);
+#pragma unroll
+    for (int i = 0; i < kTurnRows; ++i) {
+      if (kRowsOfX % kTurnRows != 0 && turn * kTurnRows + i >= kRowsOfX) break;
+      // The two halves of a row would meet in the same banks: they begin with different words.
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const int which = lane < 16 ? k : 1 - k;
+        const unsigned word = which == 0 ? from.at[i].at[0] : from.at[i].at[1];
+        to[swizzled(channel_of(turn, i), lane / 4 * 8 + which * 4 + lane % 4)] = rounded(word);
+      }
+    }
+  }
+  // Stores a turn of the stage that is next. With the last one the stage is full.
+  __device__ __forceinline__ void put_x(const Turn& from, int turn, Ring& stage) const {
+    if (turn == 0) ptx::barrier_wait(empty_x(stage.index), stage.parity ^ 1u);
+    store_x(from, turn, stage.index);
+    if (turn < kTurns - 1) return;
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(full_x(stage.index));
+    stage.advance(C::kStagesX);
+  }
+
+  // The first tile's x, by the warps of a consumer.
+  __device__ __forceinline__ void put_first_x() const {
+    const Place place = find(split, lane);
+    Turn turns[kTurns];
+    Ring stage;
+    static_for<kTurns>([&](auto i) { load_x(turns[i], i, place); });
+    static_for<kTurns>([&](auto i) { put_x(turns[i], i, stage); });
+  }
+
+  __device__ __forceinline__ void copy_chunk(int stage, int chunk, const Place& place) const {
+    constexpr int kOwn = kRows / 4, kHalf = kOwn / 2;
+    constexpr bool kWhole = C::kRanges * C::kChunks * kRows == kRowsAll;
+    // Every row of a position is inside the tensor: also of the first, where the piece is not.
+    const Scalar* const first = static_cast<const Scalar*>(args.dy) + (place.inside ? place.dy : 0);
+    unsigned* const to = stages + stage * (kStageBytes / 4) + warp * kOwn * kPitch + lane * 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = chunk * kRows + warp * kOwn + half * kHalf;
+      long long offsets[kHalf];
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) offsets[i] = rows[row + i];
+#pragma unroll
+      for (int i = 0; i < kHalf; ++i) {
+        const bool inside = place.inside && (kWhole || first_row() + row + i < kRowsAll);
+        ptx::copy_words<4>(to + (half * kHalf + i) * kPitch, first + offsets[i], inside);
+      }
+    }
+    ptx::copy_arrive(full(stage));
+  }
+
+  // The next tile's x comes with the last chunks of a tile: a turn is asked for after a chunk, and stored
+  // after the chunk that follows, so that nothing waits for it.
+  __device__ __forceinline__ void produce() const {
+    constexpr int kFirst = C::kChunks > kTurns ? C::kChunks - kTurns : 0;  // chunk with the first turn
+    constexpr int kAsked = C::kChunks - kFirst;  // turns before the last chunk's end
+    Ring stage, stage_x;
+    Turn turn;
+    Place place = find(split, lane);
+    stage_x.advance(C::kStagesX);  // the first tile's x has been stored
+#pragma unroll 1
+    for (int tile = split; tile < args.tiles; tile += args.splits) {
+      const Place next = find(tile + args.splits, lane);
+#pragma unroll 1
+      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+        ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
+        copy_chunk(stage.index, chunk, place);
+        stage.advance(C::kStages);
+        const int i = chunk - kFirst;
+        if (chunk == 0 && tile != split) put_x(turn, kTurns - 1, stage_x);
+        if (i > 0) put_x(turn, i - 1, stage_x);
+        if (i >= 0) load_x(turn, i, next);
+      }
+#pragma unroll 1
+      for (int i = kAsked; i < kTurns; ++i) {
+        put_x(turn, i - 1, stage_x);
+        load_x(turn, i, next);
+      }
+      place = next;
+    }
+  }
+
+  // ---- Consumers.
+
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(empty(stage));
+  }
+
+  // ---- The input gradient. A batch is two pieces: two steps of TF32, or one step of two slabs of a 16-bit
+  // type.
+
+  struct Batch {
+    unsigned words[2][4];
+  };
+  static constexpr int kBatches = 4;  // of a chunk
+
+  // What a lane loads for a batch, and the operands that it is put together to.
+  struct Loaded {
+    Vector<unsigned, 4> first, second;
+  };
+  static __device__ __forceinline__ Loaded load_positions(const unsigned* from) {
+    return Loaded{load_vector<4>(from), load_vector<4>(from + 4 * kPitch)};
+  }
+  static __device__ __forceinline__ void arrange(Batch& to, const Loaded& from) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (kRounded) {  // of each position both taps: the taps are 4 apart in K
+        to.words[0][e] = rounded(from.first.at[e % 2 * 2 + e / 2]);
+        to.words[1][e] = rounded(from.second.at[e % 2 * 2 + e / 2]);
+      } else {
+        to.words[e / 2][e % 2] = from.first.at[e];
+        to.words[e / 2][2 + e % 2] = from.second.at[e];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_chunk(float (&sums)[kSlabs][kSums], Batch (&batches)[2],
+                                                 const Ring& stage, unsigned long long b) const {
+    const unsigned* const from =
+        stages + stage.index * (kStageBytes / 4) + lane % 4 * kPitch + (warp % 4 * 8 + lane / 4) * 4;
+    // What is rounded next is on its way while products run; 16-bit types need the registers.
+    Loaded loaded = load_positions(from);
+    static_for<kBatches>([&](auto i) {
+      constexpr int kI = decltype(i)::value;
+      constexpr bool kLast = kI == kBatches - 1;
+      Batch& batch = batches[kI % 2];
+      ptx::matrix_wait<1>();
+      if constexpr (!kRounded && kI > 0) loaded = load_positions(from + 8 * kI * kPitch);
+      arrange(batch, loaded);
+      if constexpr (kRounded && !kLast) loaded = load_positions(from + 8 * (kI + 1) * kPitch);
+      if constexpr (kLast) release(stage.index);
+      ptx::matrix_fence();
+      static_for<2>([&](auto k) {
+        constexpr int kK = decltype(k)::value, kStep = kSlabs == 2 ? kI : 2 * kI + kK;
+        ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
+            sums[kSlabs == 2 ? kK : 0], batch.words[kK],
+            ptx::advance(b, kStep / 4 * (C::kColumns * 128) + kStep % 4 * kStepBytes));
+      });
+      ptx::matrix_commit();
+    });
+  }
+
+  // One range's sums are dx; those of several are added afterwards.
+  __device__ __forceinline__ void store_positions(const float (&sums)[kSlabs][kSums], long long at) const {
+    using To = typename Choose<C::kRanges == 1, Scalar, float>::type;
+    To* const to = static_cast<To*>(args.dx) + range * args.dx_pitch + at;
+#pragma unroll
+    for (int j = 0; j < C::kColumns / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int in = first_in + 8 * j + lane % 4 * 2 + e;
+        if (C::kIn % C::kColumns != 0 && in >= C::kIn) continue;
+        Vector<To, 2 * kSlabs> values;
+#pragma unroll
+        for (int k = 0; k < 2 * kSlabs; ++k) {
+          values.at[k] = Narrow<To>::from(sums[k / 2][4 * j + k % 2 * 2 + e]);
+        }
+        *reinterpret_cast<Vector<To, 2 * kSlabs>*>(to + in * args.dx_strides.c) = values;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void input_grad() const {
+    float sums[kSlabs][kSums];
+    Batch batches[2];
+    Ring stage;
+    const unsigned long long b = ptx::matrix_descriptor<128>(ptx::shared_address(weights), 8 * 128);
+    ptx::barrier_wait(weights_there(), 0);
+    for (int tile = split; tile < args.tiles; tile += args.splits) {
+#pragma unroll
+      for (int i = 0; i < kSlabs * kSums; ++i) {
+        sums[i / kSums][i % kSums] = 0.0f;
+        ptx::pin(sums[i / kSums][i % kSums]);
+      }
+#pragma unroll 1
+      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+        ptx::barrier_wait(full(stage.index), stage.parity);
+        multiply_chunk(sums, batches, stage, ptx::advance(b, chunk * (4 * kChunkWords * C::kColumns)));
+        stage.advance(C::kStages);
+      }
+      ptx::matrix_wait<0>();
+#pragma unroll
+      for (int i = 0; i < kSlabs * kSums; ++i) ptx::pin(sums[i / kSums][i % kSums]);
+      const Place place = find(tile, warp % 4 * 8 + lane / 4);
+      if (place.inside) store_positions(sums, place.dx);
+      __syncwarp();
+    }
+  }
+
+  // ---- The weight and bias gradients.
+
+  static __device__ __forceinline__ float add(const Vector<unsigned, 4>& words) {
+    float halves[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kRounded) {
+        halves[i] = ptx::bits_to_float(words.at[2 * i]) + ptx::bits_to_float(words.at[2 * i + 1]);
+      } else {
+        float sums[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          const unsigned word = words.at[2 * i + k];
+          sums[k] = widen<float>(Scalar{static_cast<unsigned short>(word & 0xFFFFu)}) +
+                    widen<float>(Scalar{static_cast<unsigned short>(word >> 16)});
+        }
+        halves[i] = sums[0] + sums[1];
+      }
+    }
+    return halves[0] + halves[1];
+  }
+
+  static __device__ __forceinline__ void load_row(unsigned (&to)[4], float& sum, const unsigned* from) {
+    const auto words = load_vector<4>(from);
+    sum += add(words);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (kRounded) {
+        to[e] = rounded(words.at[e]);
+      } else {
+        const unsigned low = words.at[e / 2 * 2], high = words.at[e / 2 * 2 + 1];
+        to[e] = e % 2 == 0 ? (low & 0xFFFFu) | high << 16 : low >> 16 | (high & 0xFFFF0000u);
+      }
+    }
+  }
+
+  // The row of a chunk that this lane has.
+  __device__ __forceinline__ int row_of_lane() const {
+    const int g = lane / 4;
+    return warp % 4 * 8 + (g & 4) + (g & 1) * 2 + (g >> 1 & 1);
+  }
+
+  template <int kWho>
+  __device__ __forceinline__ void weight_grad() const {
+    constexpr int kOwn = (C::kChunks - kWho + kSharers - 1) / kSharers, kSome = kOwn > 0 ? kOwn : 1;
+    constexpr int kDepth = 3, kSteps = 8;  // operands in registers; steps of a chunk
+    float sums[kSome][kSums], bias[kSome];
+    unsigned steps[kDepth][4];
+#pragma unroll
+    for (int m = 0; m < kSome; ++m) {
+      bias[m] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[m][i] = 0.0f;
+    }
+    Ring stage, stage_x;
+    const unsigned* const first = stages + row_of_lane() * kPitch + lane % 4 * 4;
+#pragma unroll 1
+    for (int tile = split; tile < args.tiles; tile += args.splits) {
+      const unsigned long long b =
+          ptx::matrix_descriptor<128>(ptx::shared_address(stages_x) + stage_x.index * kStageXBytes, 8 * 128);
+      ptx::barrier_wait(full_x(stage_x.index), stage_x.parity);
+      static_for<C::kChunks>([&](auto c) {
+        constexpr int kChunk = decltype(c)::value, kM = kChunk / kSharers;
+        if constexpr (kChunk % kSharers == kWho) {
+          ptx::barrier_wait(full(stage.index), stage.parity);
+          const unsigned* const from = first + stage.index * (kStageBytes / 4);
+          static_for<kSteps>([&](auto i) {
+            constexpr int kI = decltype(i)::value;
+            auto& step = steps[(kM * kSteps + kI) % kDepth];
+            ptx::matrix_wait<kDepth - 1>();
+            load_row(step, bias[kM], from + 16 * kI);
+            if constexpr (kI == kSteps - 1) release(stage.index);
+            ptx::matrix_fence();
+            ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
+                sums[kM], step, ptx::advance(b, kI / 4 * (C::kColumns * 128) + kI % 4 * kStepBytes));
+            ptx::matrix_commit();
+          });
+        }
+        stage.advance(C::kStages);
+      });
+      ptx::matrix_wait<0>();
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(empty_x(stage_x.index));
+      stage_x.advance(C::kStagesX);
+    }
+    if constexpr (kOwn > 0) {
+#pragma unroll
+      for (int m = 0; m < kOwn; ++m) {
+        store_rows(sums[m], bias[m], first_row() + (m * kSharers + kWho) * kRows + row_of_lane());
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store_rows(const float (&sums)[kSums], float bias, int row) const {
+    bias += __shfl_xor_sync(0xFFFFFFFFu, bias, 1);
+    bias += __shfl_xor_sync(0xFFFFFFFFu, bias, 2);
+    if (row >= kRowsAll) return;
+    const int out = row / kPlanes, plane = row % kPlanes;
+    if (args.bias_parts != nullptr && first_in == 0 && lane % 4 == 0) {
+      static_cast<float*>(args.bias_parts)[(split * kPlanes + plane) * args.db_pitch + out] = bias;
+    }
+    float* const to = static_cast<float*>(args.parts) + split * args.dw_pitch + row * kTaps;
+#pragma unroll
+    for (int j = 0; j < C::kColumns / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int in = first_in + 8 * j + lane % 4 * 2 + e;
+        if (C::kIn % C::kColumns != 0 && in >= C::kIn) continue;
+        *reinterpret_cast<Vector<float, 2>*>(to + in * static_cast<long long>(kRowsAll * kTaps)) =
+            Vector<float, 2>{sums[4 * j + e], sums[4 * j + 2 + e]};
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  UpBackward<Config> kernel(args);
+  kernel.prepare();
+  if (kernel.warp < 4) {
+    ptx::keep_registers<Config::kProducerRegisters>();
+    kernel.produce();
+    return;
+  }
+  if (kernel.warp >= 12) kernel.put_first_x();
+  kernel.load_weights();
+  if (kernel.warp < 8) {
+    ptx::keep_registers<Config::kInputRegisters>();
+    kernel.input_grad();
+  } else {
+    ptx::claim_registers<Config::kWeightRegisters>();
+    if (kernel.warp < 12) {
+      kernel.template weight_grad<0>();
+    } else {
+      kernel.template weight_grad<1>();
+    }
+  }
+}
+
+}  // namespace tconv3d

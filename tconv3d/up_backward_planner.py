@@ -1,0 +1,346 @@
+"""Plans for all gradients of an up-convolution out of one reading of dy (kernels/up_backward.cuh).
+
+Takes layers whose kernel equals their stride, without padding, on Hopper: a U-Net's decoder. Chooses which input
+channels and rows a block owns, the depth of the rings, and into how many parts the positions are split. What is
+compiled in depends on the layer alone, never on the volume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+from .direct_planner import SCALARS
+from .geometry import Geometry
+from .launch import Constants, Launch
+from .packing import divider, int32s, int64s, padded
+from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
+from .weight_grad_planner import OPERANDS, WORKSPACE_BYTES
+
+THREADS, THREADS_OF_SUM = 512, 256
+ROWS = 32  # of a chunk
+PIECES = 32  # of 16 bytes, that a tile has of a row
+PITCH_BYTES = 544  # from row to row in shared memory
+MAX_COLUMNS = 64
+MAX_SUMS = 128  # registers of a thread that hold weight gradients
+MIN_STAGES, MAX_STAGES = 3, 8
+# Of producers, input and weight gradient, by the size of an element: two slabs of 16-bit types need more sums.
+REGISTERS = {4: (56, 104, 176), 2: (48, 128, 168)}
+
+# What a multiprocessor does, in cycles, for choosing between tilings.
+L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # moved per cycle
+BATCH_CYCLES = 90.0  # two products with the way of their operands
+TILE_OVERHEAD = 600.0  # storing dx, barriers
+BLOCK_OVERHEAD = 8000.0  # weights, the first tile's way, the sums' way out
+REGION_ALIGN = 256
+LAUNCH = 3500.0  # a kernel that does next to nothing
+APART_EFFICIENCY = 0.8  # of memory, where the other families are at their best
+MIN_GAIN = 1.0
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks divide channels and rows. Everything here is compiled in."""
+
+    geometry: Geometry
+    dtype: str
+    columns: int  # input channels of a block
+    chunks: int  # of rows, that a block has
+    ranges: int  # of rows
+    stages: int
+    stages_x: int
+
+    @property
+    def kinds(self) -> int:
+        """Blocks that walk over the same positions."""
+        return -(-self.geometry.in_channels // self.columns) * self.ranges
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of weights, the stages of x, and a table of rows."""
+        item = ITEM_BYTES[self.dtype]
+        return self.columns * (self.chunks * 2 * ROWS * item + self.stages_x * 8 * PIECES) + self.chunks * ROWS * 8
+
+    @property
+    def shared_bytes(self) -> int:
+        barriers = 16 * (self.stages + self.stages_x + 1)
+        return self.resident_bytes + self.stages * ROWS * PITCH_BYTES + barriers
+
+    @property
+    def tile_cycles(self) -> float:
+        loaded = self.chunks * ROWS * 16 * PIECES + self.columns * 8 * PIECES
+        products = self.chunks * 4 * BATCH_CYCLES
+        return max(loaded / L2_BYTES, products) + TILE_OVERHEAD
+
+    def __str__(self) -> str:
+        return f"{self.columns} input channels x {self.chunks} x {ROWS} rows, {self.stages} stages"
+
+
+def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
+    """Every division of input channels, each with as few ranges of rows as registers and shared memory allow."""
+    found = []
+    rows = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS)
+    for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
+        columns = -(-g.in_channels // (8 * in_tiles)) * 8
+        ranges = -(-rows // (2 * (MAX_SUMS // (columns // 2))))
+        while ranges <= rows:
+            # Where tiles have few chunks, producers may be several tiles ahead.
+            chunks = -(-rows // ranges)
+            made = Tiling(g, dtype, columns, chunks, ranges, MIN_STAGES, 2 if chunks > MIN_STAGES + 1 else 3)
+            room = shared_bytes - made.shared_bytes
+            if room >= 0:
+                found.append(replace(made, stages=min(MAX_STAGES, MIN_STAGES + room // (ROWS * PITCH_BYTES + 16))))
+                break
+            ranges += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The positions of a volume in tiles: some lines along w, or a part of one."""
+
+    lines: int  # in all
+    width: int  # of a line, in pieces
+
+    @classmethod
+    def of(cls, p: Problem) -> Tiles:
+        return cls(p.batch * p.input_size[0] * p.input_size[1], p.input_size[2] * p.item_bytes // 8)
+
+    @property
+    def segments(self) -> int:
+        return -(-self.width // PIECES)
+
+    @property
+    def tile_width(self) -> int:
+        return -(-self.width // self.segments)
+
+    @property
+    def pitch(self) -> int:
+        """Lines begin at whole steps of K."""
+        return -(-self.tile_width // 4) * 4
+
+    @property
+    def tile_lines(self) -> int:
+        return PIECES // self.pitch
+
+    @property
+    def count(self) -> int:
+        return -(-self.lines // self.tile_lines) * self.segments
+
+
+def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
+    g = tiling.geometry
+    most = WORKSPACE_BYTES // (4 * g.in_channels * g.out_channels * g.taps)
+    splits = max(1, min(tiles, device.multiprocessors // tiling.kinds, most))
+    return -(-tiles // -(-tiles // splits))  # as few as take as long
+
+
+def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
+    """Predicted, of the whole plan."""
+    g, tiles = p.geometry, Tiles.of(p).count
+    splits = splits_of(tiling, tiles, device)
+    waves = -(-tiling.kinds * splits // device.multiprocessors)
+    walk = waves * (-(-tiles // splits) * tiling.tile_cycles + BLOCK_OVERHEAD)
+    parts = 8 * splits * g.in_channels * g.out_channels * g.taps
+    if tiling.ranges > 1:
+        parts += 8 * tiling.ranges * p.batch * g.in_channels * prod(p.input_size)
+    return max(walk, _moving(p, 2, 1, device)) + parts / _per_cycle(L2_BYTES, device) + 2 * LAUNCH
+
+
+def cycles_apart(p: Problem, device: Device) -> float:
+    """Predicted, of the other families: dy is read for each of two products, the bias comes with one of them."""
+    return _moving(p, 2, 2, device) / APART_EFFICIENCY + 5 * LAUNCH
+
+
+def _moving(p: Problem, inputs: int, outputs: int, device: Device) -> float:
+    """Cycles that memory takes for so many tensors of the input's size and of the output's."""
+    g = p.geometry
+    size = inputs * g.in_channels * prod(p.input_size) + outputs * g.out_channels * prod(p.output_size)
+    return p.batch * size * p.item_bytes / _per_cycle(MEMORY_BYTES, device)
+
+
+def _per_cycle(of_one: float, device: Device) -> float:
+    return of_one * device.multiprocessors
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    return "computes gradients together, none alone"
+
+
+def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+    if not {Pass.INPUT_GRAD, Pass.WEIGHT_GRAD} <= problems.keys():
+        return "the gradients of input and weight are not both wanted"
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    g = p.geometry
+    if p.dtype not in OPERANDS:
+        return f"{p.dtype} has no matrix instruction here"
+    if p.dtype == "float32" and not p.tf32:
+        return "float32 products must stay exact (TF32 is off)"
+    if device.capability[0] != 9:
+        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if g.groups != 1:
+        return "groups"
+    if any(axis.padding or (axis.dilation > 1 and axis.kernel > 1) for axis in g.axes):
+        return "padding or dilation"
+    if any(axis.kernel != axis.stride for axis in g.axes) or g.kernel[2] != 2:
+        return "the kernel is not the stride, or not 2 along w"
+    if not _whole_pieces(p, q):
+        return "lines of positions are not whole pieces of 16 bytes in contiguous tensors"
+    if not 0 < p.batch * prod(p.input_size) < 2**30:
+        return "too many positions, or none"
+    return None
+
+
+def _contiguous(shape: tuple[int, ...]) -> Strides:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _whole_pieces(p: Problem, q: Problem) -> bool:
+    g, item = p.geometry, p.item_bytes
+    weight = _contiguous((g.in_channels, g.out_channels, *g.kernel))
+    dense = p.input == _contiguous((p.batch, g.in_channels, *p.input_size)) and p.weight == q.weight == weight
+    lines = q.input[4] == 1 and p.output[4] == 1 and p.input_size[2] * item % 8 == 0
+    dy, x = all(v * item % 16 == 0 for v in p.output[:4]), all(v * item % 8 == 0 for v in q.input[:4])
+    return dense and lines and dy and x and p.aligned and q.aligned
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    if why_not_together(problems, device) is not None:
+        return None
+    p = problems[Pass.INPUT_GRAD]
+    found = tilings(p.geometry, p.dtype, device.shared_bytes)
+    best = min(found, key=lambda tiling: cycles(tiling, p, device), default=None)
+    if best is None or cycles_apart(p, device) < MIN_GAIN * cycles(best, p, device):
+        return None
+    return plan_tiling(problems, device, best)
+
+
+def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    g, tiles = p.geometry, Tiles.of(p)
+    # What the output padding adds belongs to no tap, but to the bias.
+    bias = Pass.BIAS_GRAD in problems and not any(axis.output_padding for axis in g.axes)
+    splits = splits_of(tiling, tiles.count, device)
+    parts = Parts(p, splits, tiling.ranges, bias)
+    passes = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
+    why = "every output has one position and one tap: all gradients from one reading of dy"
+    return Plan(
+        "up_backward",
+        why,
+        (_main(p, q, tiling, tiles, parts), _sum_of_parts(p, parts)),
+        parts.bytes,
+        f"{tiling}, {splits} parts",
+        parts.regions,
+        passes=passes,
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The sums that blocks leave, in the workspace."""
+
+    problem: Problem
+    splits: int
+    ranges: int
+    bias: bool
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Per gradient: elements, and parts to add."""
+        p, g = self.problem, self.problem.geometry
+        found = {"dw": (g.in_channels * g.out_channels * g.taps, self.splits)}
+        if self.bias:
+            found["db"] = (g.out_channels, self.splits * g.kernel[0] * g.kernel[1])
+        if self.ranges > 1:
+            found["dx"] = (p.batch * g.in_channels * prod(p.input_size), self.ranges)
+        return found
+
+    def pitch(self, name: str) -> int:
+        """From part to part, in elements."""
+        return -(-self.counts[name][0] // 4) * 4 if name in self.counts else 0
+
+    @property
+    def regions(self) -> tuple[tuple[str, int], ...]:
+        starts, end = [], 0
+        for name, (_, parts) in self.counts.items():
+            starts.append((f"{name} parts", end))
+            end += -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
+        return tuple(starts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(
+            -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
+            for name, (_, parts) in self.counts.items()
+        )
+
+    def place(self, name: str, otherwise: str = "null") -> str:
+        return f"{name} parts" if name in self.counts else otherwise
+
+
+def _main(p: Problem, q: Problem, tiling: Tiling, tiles: Tiles, parts: Parts) -> Launch:
+    size = p.input_size
+    return Launch(
+        kernel="up_backward",
+        constants=_constants(p, tiling),
+        grid=(tiling.kinds * parts.splits, 1, 1),
+        threads=THREADS,
+        shared_bytes=tiling.shared_bytes,
+        pointers=("dy", "x", "weight", parts.place("dx", "dx"), parts.place("dw"), parts.place("db")),
+        scalars=padded(
+            int64s(*p.output, *q.input, *p.input, *(parts.pitch(name) for name in ("dx", "dw", "db"))),
+            int32s(tiles.count, parts.splits, tiles.lines, tiles.width),
+            int32s(tiles.tile_lines, tiles.tile_width, tiles.pitch),
+            divider(tiles.segments),
+            divider(size[0]),
+            divider(size[1]),
+            divider(tiles.pitch),
+        ),
+    )
+
+
+def _sum_of_parts(p: Problem, parts: Parts) -> Launch:
+    names, scalars, blocks = ("dw", "db", "dx"), b"", 0
+    for name in names:
+        count, added = parts.counts.get(name, (0, 0))
+        slices = max(s for s in (1, 2, 4, 8) if s == 1 or s <= added // 2)  # that share the parts of an element
+        own = -(-count // (4 * THREADS_OF_SUM // slices))
+        scalars += int64s(count, parts.pitch(name)) + int32s(added, slices, blocks, own)
+        blocks += own
+    return Launch(
+        kernel="reduce_gradients",
+        constants=(("kThreads", THREADS_OF_SUM), ("kMinBlocks", 1), ("Scalar", SCALARS[p.dtype])),
+        grid=(blocks, 1, 1),
+        threads=THREADS_OF_SUM,
+        shared_bytes=0,
+        pointers=(
+            *(parts.place(name) for name in names),
+            *(name if name in parts.counts else "null" for name in names),
+        ),
+        scalars=scalars,
+    )
+
+
+def _constants(p: Problem, tiling: Tiling) -> Constants:
+    g = p.geometry
+    producer, input_grad, weight_grad = REGISTERS[p.item_bytes]
+    return (
+        ("kThreads", THREADS),
+        ("kMinBlocks", 1),
+        ("Scalar", SCALARS[p.dtype]),
+        ("kIn", g.in_channels),
+        ("kOut", g.out_channels),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        ("kColumns", tiling.columns),
+        ("kChunks", tiling.chunks),
+        ("kRanges", tiling.ranges),
+        ("kStages", tiling.stages),
+        ("kStagesX", tiling.stages_x),
+        ("kProducerRegisters", producer),
+        ("kInputRegisters", input_grad),
+        ("kWeightRegisters", weight_grad),
+    )

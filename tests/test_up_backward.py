@@ -1,0 +1,182 @@
+"""All gradients of an up-convolution from one reading of dy: against float64, and what its planner promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import UNIT, Layer, passes, poisoned
+from torch import Tensor
+
+from tconv3d import compiler, emulator, executor, planner
+from tconv3d import up_backward_planner as up
+from tconv3d.geometry import Geometry
+from tconv3d.problem import Device, Pass, Problem, bias_grad_problem
+
+H200 = Device("H200", (9, 0), 132, 232448)
+A100 = Device("A100", (8, 0), 108, 166912)
+T2 = (2, 2, 2)
+
+# Channels and sizes that fill nothing, and ones that do.
+LAYERS = {
+    "one tile": Layer(16, 8, (2, 4, 16), T2, T2),
+    "nothing whole": Layer(20, 12, (3, 3, 12), T2, T2),
+    "lines of two tiles": Layer(24, 20, (3, 5, 72), T2, T2, batch=1),
+    "one along d, four along h": Layer(72, 7, (3, 3, 8), (1, 4, 2), (1, 4, 2)),
+    "output padding": Layer(12, 9, (2, 3, 4), (2, 3, 2), (2, 3, 2), output_padding=(1, 2, 0), batch=3),
+}
+HALVES = {torch.float16: ["nothing whole"], torch.bfloat16: ["lines of two tiles", "output padding"]}
+CASES = [(torch.float32, name) for name in LAYERS] + [(dtype, name) for dtype in HALVES for name in HALVES[dtype]]
+
+
+@pytest.fixture
+def together(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every layer that the kernel can compute goes to it, whether it wins or not."""
+    if ours != "cpu" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("warpgroup matrix instructions need compute capability 9.0")
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    monkeypatch.setattr(up, "MIN_GAIN", 0.0)
+    executor.forget()
+    yield ours
+    executor.forget()
+
+
+def tensors(layer: Layer, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w and dy."""
+    x, w = layer.operands(dtype, device)[:2]
+    shape = F.conv_transpose3d(x.double(), w.double(), None, *layer.settings).shape
+    return x, w, torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+    with poisoned():
+        found = executor.backward(dy, x, w, (True, True, True), layer.size, layer.kernel, layer.settings)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def check(layer: Layer, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """Every element against float64, its error in roundings of the same sum over absolute values."""
+    operands = tensors(layer, dtype, device)
+    x, w, dy = (operand.double() for operand in operands)
+    bias = torch.zeros(layer.out_channels, device=device).double()
+    expected = passes(F.conv_transpose3d, [x, w, bias], layer.settings, dy)[1]
+    largest = passes(F.conv_transpose3d, [x.abs(), w.abs(), bias], layer.settings, dy.abs())[1]
+    got = gradients(layer, *operands)
+    product = 2.0**-10 if dtype == torch.float32 else 0.0  # both factors are rounded to TF32
+    for mine, exact, sum_of_all in zip(got, expected, largest, strict=True):
+        assert mine.shape == exact.shape and mine.dtype == dtype
+        allowed = sum_of_all * (product + 20 * UNIT[torch.float32]) + exact.abs() * UNIT[dtype] + 1e-7
+        assert bool(((mine.double() - exact).abs() <= allowed).all())  # NaN is wrong too
+    return got
+
+
+@pytest.mark.parametrize(("dtype", "name"), CASES, ids=lambda value: str(value))
+def test_against_float64(dtype: torch.dtype, name: str, together: str) -> None:
+    check(LAYERS[name], dtype, together)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_several_ranges_of_rows(dtype: torch.dtype, together: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of dx are added afterwards: what a block has in registers is less than the weight."""
+    made = up.Tiling(geometry(LAYERS["lines of two tiles"]), str(dtype)[6:], 16, 1, 3, 3, 2)
+    monkeypatch.setattr(up, "tilings", lambda *_: [made])
+    check(LAYERS["lines of two tiles"], dtype, together)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+def test_no_order_of_threads_changes_the_result(together: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if together != "cpu":
+        pytest.skip("the emulator chooses the order")
+    layer = LAYERS["lines of two tiles"]
+    operands = tensors(layer, torch.float32, "cpu")
+    first = gradients(layer, *operands)
+    original = emulator.prepare
+    for order in ("reversed", "shuffled:1"):
+        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
+        executor.forget()
+        again = gradients(layer, *operands)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_special_values_stay_in_their_channel(together: str) -> None:
+    """A NaN reaches its own input position and its own output channel, through nothing that only fills a tile."""
+    layer = LAYERS["nothing whole"]
+    x, w, dy = tensors(layer, torch.float32, together)
+    dy[1, 3, 4, 1, 23] = float("nan")
+    dx, dw, db = gradients(layer, x, w, dy)
+    assert dx.isnan().any(1).nonzero().tolist() == [[1, 2, 0, 11]]
+    assert dw.isnan().nonzero()[:, 1:].unique(dim=0).tolist() == [[3, 0, 1, 1]]
+    assert db.isnan().nonzero().tolist() == [[3]]
+
+
+# ---- The planner's promises.
+
+
+def geometry(layer: Layer) -> Geometry:
+    settings = (layer.padding, layer.output_padding, layer.groups, layer.dilation)
+    return Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, layer.stride, *settings)
+
+
+def problems(layer: Layer, dtype: str = "float32") -> dict[Pass, Problem]:
+    g = geometry(layer)
+    out = g.output_size(layer.size)
+    shapes = ((layer.batch, g.in_channels, *layer.size), (g.in_channels, g.out_per_group, *layer.kernel))
+    x, w, y = map(executor.contiguous_strides, (*shapes, (layer.batch, g.out_channels, *out)))
+    both = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
+    found = {which: Problem(which, g, layer.batch, layer.size, dtype, x, w, y, tf32=True) for which in both}
+    return found | {Pass.BIAS_GRAD: bias_grad_problem(layer.batch, g.out_channels, out, dtype, y)}
+
+
+UP = Layer(64, 32, (64, 64, 64), T2, T2)
+
+
+def test_what_it_refuses_and_why() -> None:
+    taken = problems(UP)
+    assert up.why_not_together(taken, H200) is None
+
+    def changed(**changes: object) -> dict[Pass, Problem]:
+        return {which: replace(problem, **changes) for which, problem in taken.items()}  # type: ignore[arg-type]
+
+    last = executor.channels_last_strides((2, 32, 128, 128, 128))
+    for refused, device, reason in (
+        ({Pass.INPUT_GRAD: taken[Pass.INPUT_GRAD]}, H200, "both"),
+        (changed(tf32=False), H200, "TF32"),
+        (changed(dtype="float64"), H200, "float64"),
+        (changed(output=last), H200, "pieces"),
+        (changed(aligned=False), H200, "pieces"),
+        (changed(batch=0), H200, "none"),
+        (taken, A100, "9.0"),
+        (problems(replace(UP, stride=(2, 2, 1))), H200, "stride"),
+        (problems(replace(UP, padding=(1, 1, 1))), H200, "padding"),
+        (problems(replace(UP, groups=2)), H200, "groups"),
+        (problems(replace(UP, size=(8, 8, 9))), H200, "pieces"),
+    ):
+        assert reason in (up.why_not_together(refused, device) or "")
+
+
+@pytest.mark.parametrize("channels", [(64, 32, 64), (128, 64, 32), (256, 128, 16), (320, 256, 8)], ids=str)
+def test_a_decoder_gets_one_plan(channels: tuple[int, int, int]) -> None:
+    inputs, outputs, side = channels
+    wanted = problems(Layer(inputs, outputs, (side, side, side), T2, T2))
+    (plan,) = planner.gradient_plans(tuple(wanted.values()), H200)
+    assert plan.kernel == "up_backward" and set(plan.passes) == set(wanted)
+    assert all(launch.shared_bytes <= H200.shared_bytes for launch in plan.launches)
+    assert plan.workspace_bytes < 2**27
+
+
+def test_output_padding_leaves_the_bias_to_others() -> None:
+    wanted = problems(replace(UP, output_padding=(1, 0, 0)))
+    plans = planner.gradient_plans(tuple(wanted.values()), H200)
+    assert [plan.passes for plan in plans] == [(Pass.INPUT_GRAD, Pass.WEIGHT_GRAD), (Pass.BIAS_GRAD,)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_are_not_serialized(dtype: str) -> None:
+    for layer in (UP, Layer(128, 64, (32, 32, 32), T2, T2)):
+        plan = up.plan_together(problems(layer, dtype), H200)
+        assert plan is not None
+        made = compiler.compile("up_backward", plan.launches[0].constants, "sm_90a")
+        assert "C75" not in made.log and made.report.spill_stores <= 128
