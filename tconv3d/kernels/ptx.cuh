@@ -135,20 +135,14 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
       : "memory");
 }
 
-// ---- Launches that overlap (compute capability 9.0 and up; elsewhere they do not, and these are nothing).
+// ---- Launches that overlap (compute capability 9.0 and up).
 
 // The next launch, if it is one that overlaps, may begin when all blocks have said this, or have ended.
-__device__ __forceinline__ void launch_dependents() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // Until the launch before has ended and what it wrote is visible. At once if this launch does not overlap it.
 __device__ __forceinline__ void wait_for_previous_launch() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
 
 // ---- Clusters: neighbouring blocks that see each other's shared memory.
