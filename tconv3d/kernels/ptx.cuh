@@ -62,7 +62,8 @@ __device__ __forceinline__ void store_shared(unsigned address, uint4 value) {
 __device__ __forceinline__ void store_global(void* address, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
                :
-               : "l"(__cvta_generic_to_global(address)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w));
+               : "l"(__cvta_generic_to_global(address)), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w));
 }
 __device__ __forceinline__ void store_global(void* address, uint2 value) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};"
