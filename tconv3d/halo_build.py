@@ -24,6 +24,7 @@ PACKING_BLOCKS = 128  # at least, if there is enough to pack: a small weight is 
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
+STORE_CYCLES = 14  # of an accumulator, from the last product to the next
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 
@@ -196,6 +197,22 @@ class Build:
         return self.program.cycles(self.out_tile) * self.steps
 
     @cached_property
+    def lead(self) -> int:
+        """Panels by which the first of two consumers is ahead of the second: about as long as storing takes.
+
+        It has to get there without what the second one has not released.
+        """
+        p = self.program
+        stored = self.sums * (self.geometry.axes[0].stride / p.dimensions[0].fields if self.march else 1)
+        of_sources = [len(shifts) for shifts in p.shifts] if self.gather else [sum(map(len, p.shifts))]
+        panels = sum(of_sources) * self.chunks
+        if self.consumers != 2 or panels == 0:
+            return 0
+        wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
+        most = min(min(of_sources) * (self.stages - 1), panels, panels if self.resident else self.slots - 2)
+        return max(0, min(round(wanted + 0.5), most))
+
+    @cached_property
     def max_passes(self) -> int:
         """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
         return 1 if self.march or self.stages <= self.stages_filled else 8
@@ -238,6 +255,7 @@ class Build:
             ("kSlotBytes", self.slot_bytes),
             ("kSharedBytes", self.shared_bytes),
             ("kSlabs", self.slabs),
+            ("kLead", self.lead),
             *self.layout_constants,
             ("kField", p.fields),
             ("kLongVectors", 16 // self.item_bytes in self.stored_vectors),

@@ -122,6 +122,23 @@ def test_moments_do_not_depend_on_who_runs_first(name: str) -> None:
         assert torch.equal(first, check(tensors, plan, 2, order)), "bits"
 
 
+@needs_compiler
+@pytest.mark.parametrize("name", ["march", "kernel 3, stride 2"])
+def test_a_large_mean_does_not_drown_the_deviations(name: str) -> None:
+    """The sum of 1000 squares of a million has no digit left for deviations of about 10."""
+    tensors = Tensors(SETTINGS[name])
+    assert tensors.bias is not None
+    tensors.bias.fill_(1e6)
+    plan = halo_planner.plan_build(build_for(tensors.case), job(tensors, 2), DEVICE)
+    assert plan is not None
+    count, shift, total, squares = leave(tensors, plan, 2).double().unbind(3)
+    values = expected(tensors).reshape(tensors.case.batch, 2, -1)
+    step = shift - values.mean(2)[..., None]
+    variance = (squares + step * (2 * total + count * step)).sum(2) / values.shape[2]
+    exact = values.var(2, correction=0)
+    assert ((variance - exact).abs() < 0.05 * exact).all()
+
+
 def test_a_march_with_moments_has_one_batch_item_per_tile() -> None:
     case = Case(16, 8, (2, 2, 2), 3, 1, 1, batch=64, build={"march": True})
     tensors = Tensors(case)

@@ -118,7 +118,8 @@ struct Halo : HaloLayout<Config> {
   static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
   static constexpr int kPanelBytes =
       Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
-  static constexpr int kBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
+  static constexpr int kRingBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
+  static constexpr int kBarriers = kRingBarriers + 2;
 
   // A warp's sums pass through scratch on their way to contiguous lines: 32 outputs of 8 channels, or 16 of
   // 16.
@@ -559,6 +560,9 @@ struct Halo : HaloLayout<Config> {
     __device__ __forceinline__ unsigned barrier(unsigned i) const { return panels() + kPanelBytes + 8 * i; }
     __device__ __forceinline__ unsigned stage_full(unsigned i) const { return barrier(i); }
     __device__ __forceinline__ unsigned stage_empty(unsigned i) const { return barrier(Config::kStages + i); }
+    // The first consumer is ahead, the second has seen it.
+    __device__ __forceinline__ unsigned ahead() const { return barrier(kRingBarriers); }
+    __device__ __forceinline__ unsigned seen() const { return barrier(kRingBarriers + 1); }
     __device__ __forceinline__ unsigned panels_full() const { return barrier(2 * Config::kStages); }
     __device__ __forceinline__ unsigned slot_full(unsigned i) const {
       return barrier(2 * Config::kStages + i);
@@ -802,13 +806,33 @@ struct Halo : HaloLayout<Config> {
 
   struct Consumer {
     Shared shared;
-    int lane;
+    int index, lane;
     Ring<Config::kStages> stages;
     Ring<Config::kResident ? 1 : Config::kSlots> slots;
     Finished finished;
     int warp;        // in the warpgroup
     float* scratch;  // of the warp
+    int panel;       // of this tile (of this plane, when marching)
+    unsigned lead_parity = 0;
   };
+
+  // The second consumer begins a tile (or plane) when the first is kLead panels into it: so that one stores
+  // while the other multiplies, where both would store at the same time, and leave the tensor cores idle.
+  static __device__ __forceinline__ void keep_behind(Consumer& me) {
+    me.panel = 0;
+    if (Config::kLead == 0 || me.index == 0) return;
+    ptx::barrier_wait(me.shared.ahead(), me.lead_parity);
+    me.lead_parity ^= 1;
+    __syncwarp();  // all lanes have passed: what follows lets the barrier move on
+    if (me.lane == 0) ptx::barrier_arrive(me.shared.seen());
+  }
+  static __device__ __forceinline__ void announce_lead(Consumer& me) {
+    if (Config::kLead == 0 || me.index != 0 || ++me.panel != Config::kLead) return;
+    ptx::barrier_wait(me.shared.seen(), me.lead_parity ^ 1);  // the lead before this
+    me.lead_parity ^= 1;
+    __syncwarp();
+    if (me.lane == 0) ptx::barrier_arrive(me.shared.ahead());
+  }
 
   // The products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
   template <int kPattern, int kSteps>
@@ -890,6 +914,7 @@ struct Halo : HaloLayout<Config> {
           ptx::matrix_commit();
           ptx::matrix_wait<1>();
           me.finished.release(me.shared, me.lane);
+          announce_lead(me);
           if constexpr (!Config::kResident) {
             me.finished.slot = me.slots.index;
             me.slots.advance();
@@ -905,6 +930,7 @@ struct Halo : HaloLayout<Config> {
                                                   const Slab (&slabs)[Config::kSlabs], bool last_pass) {
     constexpr int kFull = Layout::kLastSteps == Layout::kPartSteps ? kChunks : kChunks - 1;
     pin(sums);
+    keep_behind(me);
 #pragma unroll 1
     for (int source = 0; source < Config::kSources; ++source) {
       if constexpr (kFull > 0) {
@@ -1249,6 +1275,7 @@ struct Halo : HaloLayout<Config> {
     using AllMoments = HaloMoments<Config, Halo, Args>;
     Consumer me;
     me.shared = shared;
+    me.index = consumer;
     me.lane = lane;
     me.warp = warp;
     me.scratch = reinterpret_cast<float*>(dynamic_shared<unsigned char>() + kScratchStart +
@@ -1313,6 +1340,8 @@ __device__ void run(const Args& args) {
         ptx::barrier_init(shared.slot_empty(i), Config::kClusterSize * Kernel::kConsumerWarps);
       }
     }
+    ptx::barrier_init(shared.ahead(), 4);
+    ptx::barrier_init(shared.seen(), 4);
     ptx::fence_barrier_init();
   }
   if constexpr (Kernel::kPaired) {
