@@ -45,6 +45,7 @@ class Case:
     dtype: str = "float32"
     channels_last: bool = False
     bias: bool = True
+    strict: bool = False  # three TF32 products
     build: dict[str, object] = field(default_factory=dict)  # what the build must have
 
     @property
@@ -78,7 +79,7 @@ class Tensors:
         c = self.case
         return Problem(
             Pass.FORWARD, c.geometry, c.batch, c.size, c.dtype, self.x.stride(), self.weight.stride(),
-            self.y.stride(), c.bias, tf32=True,
+            self.y.stride(), c.bias, tf32=not c.strict,
         )  # fmt: skip
 
     def run(self, plan: HaloPlan, order: str = "forward") -> None:
@@ -88,12 +89,15 @@ class Tensors:
         addresses = (self.x.data_ptr(), packed.data_ptr(), bias, self.y.data_ptr(), 0)
         emulator.prepare(plan.main, order)(addresses)
 
+    def seen(self, tensor: Tensor) -> Tensor:
+        return tensor.double() if self.case.strict else operand(tensor)
+
     @property
     def error(self) -> float:
         c = self.case
         bias = None if self.bias is None else self.bias.double()
         reference = F.conv_transpose3d(
-            operand(self.x), operand(self.weight), bias, c.stride, c.padding, c.output_padding, c.groups, c.dilation
+            self.seen(self.x), self.seen(self.weight), bias, c.stride, c.padding, c.output_padding, c.groups, c.dilation
         )
         return float((self.y.double() - reference).norm() / reference.norm().clamp(min=1e-30))
 
@@ -110,11 +114,11 @@ def build_for(case: Case) -> Build:
     g = case.geometry
     if not case.build:
         build = halo_planner.choose(
-            halo_planner.Nominal(g, False, case.dtype, case.channels_last, 0), DEVICE.shared_bytes, 132
+            halo_planner.Nominal(g, False, case.dtype, case.channels_last, 0, case.strict), DEVICE.shared_bytes, 132
         )
         assert build is not None
         return build
-    for build in halo_planner.builds(g, case.dtype, DEVICE.shared_bytes):
+    for build in halo_planner.builds(g, case.dtype, DEVICE.shared_bytes, strict=case.strict):
         if all(getattr(build, name) == value for name, value in case.build.items() if name in CHOSEN):
             return replace(build, **{n: v for n, v in case.build.items() if n not in CHOSEN})  # type: ignore[arg-type]
     raise AssertionError(f"no build has {case.build}")
@@ -186,6 +190,14 @@ SETTINGS = {
     "channels last, march": Case(36, 9, (3, 4, 9), 3, 1, 1, channels_last=True, build=MARCH),
     "channels last, unaligned": Case(13, 9, (3, 4, 5), 3, 1, 1, channels_last=True),
     "channels last, float16": Case(40, 24, (3, 4, 9), 2, 2, channels_last=True, dtype="float16"),
+    "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
+    "strict, march": Case(44, 8, (4, 5, 9), 3, build={**MARCH, "row_bytes": 64}, strict=True),
+    "strict, pairs": Case(
+        72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2, "paired": True}, strict=True
+    ),
+    "strict, channels last, groups": Case(
+        32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT, strict=True
+    ),
     "channels last, groups": Case(32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT),
 }
 
@@ -311,7 +323,6 @@ def test_a_new_volume_compiles_nothing() -> None:
     ("problem", "reason"),
     [
         ({"dtype": "float64"}, "float64"),
-        ({"tf32": False}, "full float32"),
         ({"which": Pass.WEIGHT_GRAD}, "forward"),
         ({"batch": 0}, "nothing"),
         ({"geometry": Geometry.make(8, 8, (5, 5, 5), (4, 4, 4))}, "64 phases"),
