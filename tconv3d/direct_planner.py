@@ -26,6 +26,7 @@ MAX_THREADS = 256
 STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a time
 WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 WARPS_PER_MULTIPROCESSOR = 32  # that split kernels aim for
+LOAD_CYCLES = 400  # from a load of x to the next, in a multiprocessor with few warps
 LONG_SUM = 64  # terms from which strict float32 takes care of a sum's error
 INT32_MAX = 2**31 - 1
 
@@ -246,8 +247,10 @@ def _cycles(side: Side, tile: GatherTile) -> float:
 def cycles(problem: Problem, device: Device) -> float:
     """Predicted for a forward pass or an input gradient: to compare with other kernels."""
     side = Side.of(problem)
+    tile = tiles(side)[0]
     warps = side.positions * side.outs * problem.geometry.groups / 32
-    return _cycles(side, tiles(side)[0]) * warps / device.multiprocessors
+    loads = prod(max(gather.count) for gather in side.gathers[: 3 - tile.unrolled]) * side.reduced / tile.vector
+    return max(_cycles(side, tile) * warps / device.multiprocessors, loads * LOAD_CYCLES)
 
 
 def _load_vector(side: Side, budget: int) -> int:

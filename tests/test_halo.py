@@ -89,15 +89,13 @@ class Tensors:
         addresses = (self.x.data_ptr(), packed.data_ptr(), bias, self.y.data_ptr(), 0)
         emulator.prepare(plan.main, order)(addresses)
 
-    def seen(self, tensor: Tensor) -> Tensor:
-        return tensor.double() if self.case.strict else operand(tensor)
-
     @property
     def error(self) -> float:
         c = self.case
         bias = None if self.bias is None else self.bias.double()
+        x, weight = (self.x, self.weight) if c.strict else (operand(self.x), operand(self.weight))
         reference = F.conv_transpose3d(
-            self.seen(self.x), self.seen(self.weight), bias, c.stride, c.padding, c.output_padding, c.groups, c.dilation
+            x.double(), weight.double(), bias, c.stride, c.padding, c.output_padding, c.groups, c.dilation
         )
         return float((self.y.double() - reference).norm() / reference.norm().clamp(min=1e-30))
 
