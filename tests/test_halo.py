@@ -307,6 +307,29 @@ def test_input_may_have_any_strides() -> None:
     assert tensors.error < TOLERANCE["float32"]
 
 
+@needs_compiler
+def test_strict_float32_of_small_large_and_infinite_values() -> None:
+    """Halves of a value stay finite, and what is not finite stays what it is."""
+    case = Case(64, 8, (1, 1, 70), 1, batch=1, bias=False, strict=True)
+    tensors, most = Tensors(case), torch.tensor(3.4028e38)  # TF32 would round it to infinity
+    x, plain = tensors.x[0, :, 0, 0], slice(0, 64)
+    tensors.weight.copy_(torch.eye(8).repeat(8, 1)[:, :, None, None, None])
+    x.zero_()
+    x[:8, plain] = (torch.rand(8, 64) + 1) * torch.logspace(-44, 38, 64)  # from subnormal numbers to large ones
+    x[0, 64], x[1, 65], x[2, 66], x[3, 67] = float("inf"), -float("inf"), float("nan"), most
+    x[4, 68] = x[36, 68] = most
+    x[5, 69] = x[37, 69] = -most
+    plan = halo_planner.plan_build(build_for(case), job_of(tensors.problem), DEVICE)
+    assert plan is not None and plan.build.chunks > 1
+    tensors.run(plan)
+    y, exact = tensors.y[0, :, 0, 0], x[:8].double()
+    allowed = 2**-22 * exact.abs() + 2**-136  # TF32 has no smaller step
+    assert ((y.double() - exact).abs() <= allowed)[:, plain].all()
+    assert (y[0, 64], y[1, 65]) == (float("inf"), -float("inf")) and y[2, 66].isnan()
+    assert abs(y[3, 67] - most) <= 2**-22 * most
+    assert (y[4, 68], y[5, 69]) == (float("inf"), -float("inf"))  # a sum that is too large
+
+
 def test_a_new_volume_compiles_nothing() -> None:
     device = Device("Hopper", (9, 0), 132, 232448)
     for case in (SETTINGS["march"], SETTINGS["kernel 3, stride 2"], SETTINGS["kernel equals stride"]):
