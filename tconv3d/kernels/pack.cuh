@@ -110,8 +110,7 @@ struct Pack {
 #pragma unroll
       for (int k = 0; k < kSeriesRounds; ++k) {
         const Element e = element(k);
-        if (exists && e.exists)
-          staged[(e.column * kTaps + tap) * kPitch + e.slot] = staged_bits(values[k]);
+        if (exists && e.exists) staged[(e.column * kTaps + tap) * kPitch + e.slot] = staged_bits(values[k]);
       }
     }
   }
@@ -152,8 +151,7 @@ struct Pack {
       const int line = i / (Layout::kPartPieces * kColumns), tap = line_tap[line];
       Piece<Scalar> values;
       if (tap >= 0) {
-        const unsigned* from =
-            staged + (column * kTaps + tap % kTaps) * kPitch + piece * Layout::kPieceItems;
+        const unsigned* from = staged + (column * kTaps + tap % kTaps) * kPitch + piece * Layout::kPieceItems;
 #pragma unroll
         for (int k = 0; k < Layout::kPieceItems; ++k) {
           values.set_bits(k, written_bits(from[k], tap / kTaps));
