@@ -189,7 +189,7 @@ SETTINGS = {
     "channels last, unaligned": Case(13, 9, (3, 4, 5), 3, 1, 1, channels_last=True),
     "channels last, float16": Case(40, 24, (3, 4, 9), 2, 2, channels_last=True, dtype="float16"),
     "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
-    "strict, march": Case(44, 8, (4, 5, 9), 3, build={**MARCH, "row_bytes": 64}, strict=True),
+    "strict, march, vectors": Case(44, 8, (4, 5, 12), 3, build={**MARCH, "row_bytes": 64}, strict=True),
     "strict, pairs": Case(
         72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2, "paired": True}, strict=True
     ),

@@ -281,9 +281,7 @@ struct Halo : HaloLayout<Config> {
             Piece<Scalar> piece;
 #pragma unroll
             for (int c = 0; c < Layout::kPieceItems; ++c) {
-              Scalar value = raw[i][c].at[p];
-              if constexpr (kStrict) ptx::pin(value);  // halves made too early would take registers
-              piece.set_bits(c, Layout::operand(value, half));
+              piece.set_bits(c, Layout::operand(raw[i][c].at[p], half));
             }
             const unsigned address = start ^ 16 * (p * Layout::kPartPieces + i);
             ptx::store_shared(address + half * kHalfBytes, piece.vector());
