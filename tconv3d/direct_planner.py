@@ -5,6 +5,7 @@ Takes every problem. Chooses how many positions and channels a thread owns, and 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -25,6 +26,8 @@ MAX_THREADS = 256
 STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a time
 WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 WARPS_PER_MULTIPROCESSOR = 32  # that split kernels aim for
+LOAD_CYCLES = 400  # from a load of x to the next, in a multiprocessor with few warps
+LONG_SUM = 64  # terms from which strict float32 takes care of a sum's error
 INT32_MAX = 2**31 - 1
 
 
@@ -106,6 +109,17 @@ class Side:
         return max(x, y + max(self.y), self.positions + 2**20) > INT32_MAX
 
     @property
+    def terms(self) -> int:
+        """Products that an output is the sum of."""
+        return self.reduced * prod(max(gather.count) for gather in self.gathers)
+
+    @property
+    def chained(self) -> bool:
+        """Whether the sum is so long that sums of sums are worth their registers."""
+        p = self.problem
+        return p.dtype == "float32" and not p.tf32 and self.terms > LONG_SUM
+
+    @property
     def output_steps(self) -> Triple:
         d, h, w = self.gathers
         return d.output_step, h.output_step, w.output_step
@@ -152,6 +166,11 @@ class Unrolled:
         loads = tuple(sorted({offset for _, _, offset in found}))
         return cls(phases, tuple((f, loads.index(offset), tap) for f, tap, offset in found), loads)
 
+    @property
+    def most_taps(self) -> int:
+        """Of a phase."""
+        return max(Counter(phase for phase, _, _ in self.taps).values(), default=1)
+
     def tables(self) -> Constants:
         def columns(name: str, triples: tuple[Triple, ...]) -> Constants:
             return tuple((f"k{name}{axis}", tuple(t[i] for t in triples)) for i, axis in enumerate("DHW"))
@@ -168,6 +187,17 @@ class Unrolled:
         )
 
 
+def chain(side: Side, tile: GatherTile) -> int:
+    """After how many vectors of channels sums are added to totals; 0: never.
+
+    The error of a sum of n terms grows with the square root of n; of sums of sums, with its fourth root.
+    """
+    if not side.chained:
+        return 0
+    taps = Unrolled.of(side.gathers, tile.unrolled).most_taps
+    return max(1, round(side.terms**0.5 / (taps * tile.vector)))
+
+
 def tiles(side: Side) -> list[GatherTile]:
     """Every tile worth considering, the predicted fastest first."""
     acc_bytes = accumulator(side.problem.dtype)[1]
@@ -177,7 +207,7 @@ def tiles(side: Side) -> list[GatherTile]:
         if unrolled and (len(inner.taps) > 128 or not 0 < len(inner.loads) <= 48):
             continue
         for channels, positions in product((1, 2, 4, 8), (1, 2, 4)):
-            sums = len(inner.phases) * channels * positions
+            sums = len(inner.phases) * channels * positions * (2 if side.chained else 1)
             values = len(inner.loads) * positions
             registers = (sums + values) * acc_bytes // 4 + 8 * positions
             code = len(inner.taps) * channels * positions
@@ -212,6 +242,15 @@ def _cycles(side: Side, tile: GatherTile) -> float:
     per_phase = (20 + 11 * len(inner.phases) * tile.channels) * p
     idle = -(-side.outs // tile.channels) * tile.channels / side.outs
     return (rows * (side.reduced * per_channel + per_row) + phases * per_phase) * idle / (p * tile.channels)
+
+
+def cycles(problem: Problem, device: Device) -> float:
+    """Predicted for a forward pass or an input gradient: to compare with other kernels."""
+    side = Side.of(problem)
+    tile = tiles(side)[0]
+    warps = side.positions * side.outs * problem.geometry.groups / 32
+    loads = prod(max(gather.count) for gather in side.gathers[: 3 - tile.unrolled]) * side.reduced / tile.vector
+    return max(_cycles(side, tile) * warps / device.multiprocessors, loads * LOAD_CYCLES)
 
 
 def _load_vector(side: Side, budget: int) -> int:
@@ -270,6 +309,7 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
         ("kPositions", tile.positions),
         ("kTilesPerBlock", tile.tiles),
         ("kVector", tile.vector),
+        ("kChain", chain(side, tile)),
         ("kStoreVector", store if side.y[1] == 1 and aligned else 1),
         ("kPairs", tile.unrolled > 0 and w.phases == 2 and side.y[4] == 1),
         ("kStageChannels", stage_channels),

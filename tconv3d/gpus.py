@@ -30,7 +30,7 @@ class Gpu:
         if problem.which is Pass.BIAS_GRAD:
             return self.float32
         if problem.dtype == "float32":
-            return self.tf32 if problem.tf32 else self.float32
+            return self.tf32 if problem.tf32 else max(self.float32, self.tf32 / 3)  # three TF32 products make one
         return self.half
 
 

@@ -25,6 +25,8 @@ REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
 STORE_CYCLES = 14  # of an accumulator, from the last product to the next
+STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
+STRICT_PRODUCER_REGISTERS = 128
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 
@@ -66,6 +68,7 @@ class Build:
     slots: int
     shared_bytes: int
     paired: bool = False  # two blocks fetch panels for each other
+    strict: bool = False  # float32 by three TF32 products
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -81,6 +84,16 @@ class Build:
     @property
     def item_bytes(self) -> int:
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def halves(self) -> int:
+        """TF32 numbers that a value is the sum of."""
+        return 2 if self.strict else 1
+
+    @property
+    def terms(self) -> int:
+        """Matrix products that make one: low x high, high x low, high x high."""
+        return 3 if self.strict else 1
 
     @property
     def step_items(self) -> int:
@@ -110,8 +123,8 @@ class Build:
 
     @cached_property
     def steps(self) -> int:
-        """Of all chunks."""
-        return ceil_div(self.channel_slots, self.step_items)
+        """Of all chunks and terms."""
+        return self.terms * ceil_div(self.channel_slots, self.step_items)
 
     @cached_property
     def columns(self) -> int:
@@ -128,7 +141,7 @@ class Build:
     @property
     def chunk_bytes(self) -> int:
         """Panels of one chunk of every source."""
-        return self.program.chunk_fields * self.out_tile * self.part_bytes
+        return self.halves * self.program.chunk_fields * self.out_tile * self.part_bytes
 
     @cached_property
     def tile_bytes(self) -> int:
@@ -137,7 +150,7 @@ class Build:
 
     @cached_property
     def slot_bytes(self) -> int:
-        return round_up(self.program.panel_fields * self.out_tile * self.part_bytes, 1024)
+        return round_up(self.halves * self.program.panel_fields * self.out_tile * self.part_bytes, 1024)
 
     @cached_property
     def panel_bytes(self) -> int:
@@ -152,7 +165,7 @@ class Build:
     def stage_rows(self) -> int:
         """As many as fit, with 8 bytes of every position that a loader's lane has."""
         left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes
-        per_stage = left // (self.stages * self.row_bytes + 8 * self.shares) * self.row_bytes
+        per_stage = left // (self.stages * self.halves * self.row_bytes + 8 * self.shares) * self.row_bytes
         return max(0, per_stage // 1024 * 1024 // self.row_bytes)
 
     @cached_property
@@ -168,8 +181,8 @@ class Build:
 
     @property
     def sums(self) -> int:
-        """Accumulators of a consumer's thread."""
-        return self.slabs * self.columns // 2
+        """Registers of a consumer's thread that sums take. Strict: of one panel, and of all."""
+        return self.halves * self.slabs * self.columns // 2
 
     @property
     def cluster(self) -> int:
@@ -185,8 +198,10 @@ class Build:
         """Of a producer's and of a consumer's thread, together what the kernel starts with."""
         start = REGISTERS // self.threads // 8 * 8
         total = start * self.threads // 128
-        needed = round_up(self.sums + CONSUMER_REGISTERS, 8)
-        spare = (total - PRODUCER_REGISTERS * self.producers) // self.consumers // 8 * 8
+        beside = STRICT_CONSUMER_REGISTERS if self.strict else CONSUMER_REGISTERS
+        loading = STRICT_PRODUCER_REGISTERS if self.strict else PRODUCER_REGISTERS
+        needed = round_up(self.sums + beside, 8)
+        spare = (total - loading * self.producers) // self.consumers // 8 * 8
         consumer = min(max(needed, spare), 232)
         left = total - self.consumers * consumer
         return min(left // self.producers // 8 * 8, start), max(consumer, start)
@@ -315,7 +330,8 @@ class Build:
         starts = {(place * tiling.tile[2] + origin) * step % items for place, origin in tiles}
         vectors = ceil_div(max(starts) + tiling.halo[2] * step, items)
         noted = self.vector_batches(vectors * tiling.lines) * self.loaders * self.vector_turn.noted_bytes
-        room = self.shared_bytes - RESERVED_BYTES - self.panel_bytes - self.stages * self.stage_rows * self.row_bytes
+        stages = self.stages * self.halves * self.stage_rows * self.row_bytes
+        room = self.shared_bytes - RESERVED_BYTES - self.panel_bytes - stages
         return vectors if noted + 128 * (self.loaders + 1) <= room else 0
 
     @property
@@ -337,6 +353,7 @@ class Build:
         """What the halo kernel and the packing kernel share."""
         g, p = self.geometry, self.program
         return (
+            ("kHalves", self.halves),
             ("kGroups", g.groups),
             ("kIn", g.in_per_group),
             ("kOut", g.out_per_group),
@@ -369,7 +386,7 @@ class Build:
         parts = self.column_tiles // len(self.programs) * self.chunks * self.out_tile  # blocks of one column each
         fits = [n for n in (8, 4, 2) if n * items <= PACKED_AT_ONCE and parts // n >= PACKING_BLOCKS]
         columns = max(fits, default=1)
-        lines = len(self.programs) * p.chunk_fields
+        lines = self.halves * len(self.programs) * p.chunk_fields
         shared_bytes = 4 * (columns * (items + g.taps) + 2 * lines)
         threads = 256
         return Launch(

@@ -32,6 +32,7 @@ class Job:
     aligned: bool = True
     activation: str = "tconv3d::Identity"  # of what is written
     norm: Norm | None = None  # moments of what is written are left for it
+    strict: bool = False  # float32 by three TF32 products
 
     @property
     def item_bytes(self) -> int:
@@ -56,16 +57,17 @@ class Job:
 
 def job_of(problem: Problem) -> Job:
     g, p = problem.geometry, problem
+    strict = p.dtype == "float32" and not p.tf32
     if p.which is Pass.FORWARD:
         return Job(
             g, False, p.batch, p.dtype, p.input_size, p.output_size, p.input, p.output, p.weight,
-            g.in_per_group * p.weight[0], 0, p.bias, p.aligned, p.activation, p.norm,
+            g.in_per_group * p.weight[0], 0, p.bias, p.aligned, p.activation, p.norm, strict,
         )  # fmt: skip
     ci, co, *taps = p.weight
     swapped = Geometry(g.out_channels, g.in_channels, g.groups, g.axes)
     gather = Job(
         swapped, True, p.batch, p.dtype, p.output_size, p.input_size, p.output, p.input, (co, ci, *taps),
-        g.in_per_group * ci, 0, False, p.aligned,
+        g.in_per_group * ci, 0, False, p.aligned, strict=strict,
     )  # fmt: skip
     axes = mirrored_axes(g)
     if axes is None:

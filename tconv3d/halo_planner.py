@@ -25,18 +25,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from . import cache
+from . import cache, direct_planner
 from .geometry import Axis, Geometry, Triple
 from .halo_build import STEP_BYTES, Build, Tiling, ceil_div, moment_band, round_up
 from .halo_job import Job, job_of
 from .halo_model import best_tiling
-from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, splittable
+from .halo_program import MAX_PARTS, Dimension, Split, gather_program, splittable
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem
 
 HAS_EPILOGUE = True
 MAX_SUMS = 128  # accumulators of a thread
+STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the error of multiply-adds (measured)
+STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
 MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
@@ -64,9 +66,17 @@ def _splits(axes: tuple[Axis, Axis, Axis], march: bool) -> list[Split]:
     return list(dict.fromkeys(splits))
 
 
-def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False) -> Iterator[Build]:
+def max_columns(strict: bool) -> int:
+    """Of all slabs of a consumer."""
+    return 2 * (STRICT_SUMS if strict else MAX_SUMS)
+
+
+def builds(
+    geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False, strict: bool = False
+) -> Iterator[Build]:
     """All builds worth a look."""
     item_bytes = 4 if dtype == "float32" else 2
+    most = max_columns(strict)
     group_bytes = round_up(geometry.in_per_group * item_bytes, STEP_BYTES)
     out = round_up(geometry.out_per_group, 8)
     axes = geometry.axes
@@ -77,14 +87,14 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = Fal
         if march:
             counts[0] = Dimension.marching(axes[0]).fields
         fields = prod(counts)
-        if fields * 8 > MAX_COLUMNS:
+        if fields * 8 > most:
             continue
         together = [1]  # small groups share a tile, as many as a row and the columns hold
         if not march and not any(split):
             together += [
                 n
                 for n in range(2, geometry.groups + 1)
-                if geometry.groups % n == 0 and n * group_bytes * row_parts <= 128 and n * fields * out <= MAX_COLUMNS
+                if geometry.groups % n == 0 and n * group_bytes * row_parts <= 128 and n * fields * out <= most
             ]
         groups = together[-1]
         if groups > 1:
@@ -92,17 +102,18 @@ def builds(geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = Fal
         else:
             whole = group_bytes * row_parts
             rows = [r for r in (128, 64, 32) if 32 * row_parts <= r < 2 * whole and (r > 32 or whole == 32)]
-        widest = min(MAX_COLUMNS // (fields * groups) // 8 * 8, out)
+        widest = min(most // (fields * groups) // 8 * 8, out)
         parts = ceil_div(out, widest)
         for out_tile in dict.fromkeys(round_up(ceil_div(out, n), 8) for n in (parts, 2 * parts)):
             columns = fields * groups * out_tile
             for row_bytes, slabs, stages in product(rows, (1, 2, 3, 4), (2,)):
-                if slabs * columns > 2 * MAX_SUMS or (columns < 64 and slabs == 1):
+                if slabs * columns > most or (columns < 64 and slabs == 1):
                     continue
-                producers = 2 if slabs * columns <= 192 else 1  # more would leave a consumer too few registers
+                # More producers would leave a consumer too few registers.
+                producers = 2 if slabs * columns <= (96 if strict else 192) else 1
                 build = Build(
                     geometry, gather, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages,
-                    True, 1, shared_bytes,
+                    True, 1, shared_bytes, strict=strict,
                 )  # fmt: skip
                 if build.stage_rows >= 64:
                     yield build
@@ -123,11 +134,12 @@ class Nominal:
     dtype: str
     written_last: bool
     kind: int  # of volume, by its size
+    strict: bool = False
 
     @classmethod
     def of(cls, job: Job) -> Nominal:
         kind = sum(job.batch * prod(job.positions) >= size for size in KINDS)
-        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind)
+        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict)
 
     @property
     def jobs(self) -> list[Job]:
@@ -146,7 +158,14 @@ class Nominal:
             (c * d * h * w, 1, h * w * c, w * c, c) if self.written_last else (c * d * h * w, d * h * w, h * w, w, 1)
             for c, (d, h, w) in ((g.in_channels, read), (g.out_channels, written))
         )
-        return Job(g, self.gather, batch, self.dtype, read, written, inputs, outputs, (1, 1, 1, 1, 1), 1)
+        weight = (1, 1, 1, 1, 1)
+        return Job(
+            g, self.gather, batch, self.dtype, read, written, inputs, outputs, weight, 1, strict=self.strict
+        )  # fmt: skip
+
+
+def _builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
+    return builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict)
 
 
 @lru_cache(maxsize=1024)
@@ -203,7 +222,7 @@ def _sources() -> bytes:
 
 def _search(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build | None:
     """The build that is least slower than the best of each volume, on the average of several."""
-    everything = builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather)
+    everything = _builds_of(nominal, shared_bytes)
     slower = _slowness([build for build in everything if not build.paired], nominal, multiprocessors)
     best = sorted(slower, key=lambda build: slower[build])[:3]
     pairs = [replace(build, paired=True) for build in best if not build.resident]  # whether to pair is asked last
@@ -244,8 +263,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "the halo kernel is for compute capability 9.0"
     if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
         return "the halo kernel computes the forward pass and the input gradient"
-    if problem.dtype == "float64" or (problem.dtype == "float32" and not problem.tf32):
-        return "tensor cores have no full float32 and the halo kernel no float64"
+    if problem.dtype == "float64":
+        return "the halo kernel has no float64"
     if problem.batch == 0:
         return "there is nothing to compute"
     job = job_of(problem)
@@ -258,8 +277,19 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"{g.taps} taps are more than a block that packs the weight holds"
     if job.gather and g.groups > 1 and g.in_per_group < 16 and job.dtype == "float32":
         return "input gradients of small float32 groups are faster without tensor cores (measured)"
-    if plan_or_none(job, device) is None:
+    found = plan_or_none(job, device)
+    if found is None:
         return f"no tile of {g.phases} phases, its halo and what a block packs fit accumulators and shared memory"
+    return _why_not_strict(problem, found, device) if job.strict else None
+
+
+def _why_not_strict(problem: Problem, found: HaloPlan, device: Device) -> str | None:
+    """Why strict float32 is computed by multiply-adds, not by three TF32 products; or nothing."""
+    terms = direct_planner.Side.of(problem).terms
+    if terms < STRICT_TERMS:
+        return f"the error of three TF32 products is above that of multiply-adds in sums of {terms} terms"
+    if direct_planner.cycles(problem, device) < found.cycles:
+        return "multiply-adds are predicted to be faster than three TF32 products"
     return None
 
 
@@ -270,7 +300,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     if found is None:
         raise ValueError(why_not(problem, device))
     measured = tuned(Nominal.of(job), device.shared_bytes, device.multiprocessors)
-    return plan_of(found, problem, f"Hopper's tensor cores{', tuned: ' if measured else ''}{measured}")
+    why = "Hopper's tensor cores" + (", three TF32 products" if job.strict else "")
+    return plan_of(found, problem, f"{why}{', tuned: ' if measured else ''}{measured}")
 
 
 def plan_of(found: HaloPlan, problem: Problem, why: str = "") -> Plan:
@@ -296,7 +327,7 @@ def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
     nominal = Nominal.of(job)
     found = [
         plan
-        for build in builds(job.geometry, job.dtype, device.shared_bytes, job.gather)
+        for build in _builds_of(nominal, device.shared_bytes)
         if (plan := plan_build(build, job, device)) is not None
     ]
     found.sort(key=lambda plan: plan.cycles)

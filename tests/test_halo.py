@@ -45,6 +45,7 @@ class Case:
     dtype: str = "float32"
     channels_last: bool = False
     bias: bool = True
+    strict: bool = False  # three TF32 products
     build: dict[str, object] = field(default_factory=dict)  # what the build must have
 
     @property
@@ -78,7 +79,7 @@ class Tensors:
         c = self.case
         return Problem(
             Pass.FORWARD, c.geometry, c.batch, c.size, c.dtype, self.x.stride(), self.weight.stride(),
-            self.y.stride(), c.bias, tf32=True,
+            self.y.stride(), c.bias, tf32=not c.strict,
         )  # fmt: skip
 
     def run(self, plan: HaloPlan, order: str = "forward") -> None:
@@ -92,8 +93,9 @@ class Tensors:
     def error(self) -> float:
         c = self.case
         bias = None if self.bias is None else self.bias.double()
+        x, weight = (self.x, self.weight) if c.strict else (operand(self.x), operand(self.weight))
         reference = F.conv_transpose3d(
-            operand(self.x), operand(self.weight), bias, c.stride, c.padding, c.output_padding, c.groups, c.dilation
+            x.double(), weight.double(), bias, c.stride, c.padding, c.output_padding, c.groups, c.dilation
         )
         return float((self.y.double() - reference).norm() / reference.norm().clamp(min=1e-30))
 
@@ -110,11 +112,11 @@ def build_for(case: Case) -> Build:
     g = case.geometry
     if not case.build:
         build = halo_planner.choose(
-            halo_planner.Nominal(g, False, case.dtype, case.channels_last, 0), DEVICE.shared_bytes, 132
+            halo_planner.Nominal(g, False, case.dtype, case.channels_last, 0, case.strict), DEVICE.shared_bytes, 132
         )
         assert build is not None
         return build
-    for build in halo_planner.builds(g, case.dtype, DEVICE.shared_bytes):
+    for build in halo_planner.builds(g, case.dtype, DEVICE.shared_bytes, strict=case.strict):
         if all(getattr(build, name) == value for name, value in case.build.items() if name in CHOSEN):
             return replace(build, **{n: v for n, v in case.build.items() if n not in CHOSEN})  # type: ignore[arg-type]
     raise AssertionError(f"no build has {case.build}")
@@ -186,6 +188,14 @@ SETTINGS = {
     "channels last, march": Case(36, 9, (3, 4, 9), 3, 1, 1, channels_last=True, build=MARCH),
     "channels last, unaligned": Case(13, 9, (3, 4, 5), 3, 1, 1, channels_last=True),
     "channels last, float16": Case(40, 24, (3, 4, 9), 2, 2, channels_last=True, dtype="float16"),
+    "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
+    "strict, march, vectors": Case(44, 8, (4, 5, 12), 3, build={**MARCH, "row_bytes": 64}, strict=True),
+    "strict, pairs": Case(
+        72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2, "paired": True}, strict=True
+    ),
+    "strict, channels last, groups": Case(
+        32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT, strict=True
+    ),
     "channels last, groups": Case(32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT),
 }
 
@@ -299,6 +309,29 @@ def test_input_may_have_any_strides() -> None:
     assert tensors.error < TOLERANCE["float32"]
 
 
+@needs_compiler
+def test_strict_float32_of_small_large_and_infinite_values() -> None:
+    """Halves of a value stay finite, and what is not finite stays what it is."""
+    case = Case(64, 8, (1, 1, 70), 1, batch=1, bias=False, strict=True)
+    tensors, most = Tensors(case), torch.tensor(3.4028e38)  # TF32 would round it to infinity
+    x, plain = tensors.x[0, :, 0, 0], slice(0, 64)
+    tensors.weight.copy_(torch.eye(8).repeat(8, 1)[:, :, None, None, None])
+    x.zero_()
+    x[:8, plain] = (torch.rand(8, 64) + 1) * torch.logspace(-44, 38, 64)  # from subnormal numbers to large ones
+    x[0, 64], x[1, 65], x[2, 66], x[3, 67] = float("inf"), -float("inf"), float("nan"), most
+    x[4, 68] = x[36, 68] = most
+    x[5, 69] = x[37, 69] = -most
+    plan = halo_planner.plan_build(build_for(case), job_of(tensors.problem), DEVICE)
+    assert plan is not None and plan.build.chunks > 1
+    tensors.run(plan)
+    y, exact = tensors.y[0, :, 0, 0], x[:8].double()
+    allowed = 2**-22 * exact.abs() + 2**-136  # TF32 has no smaller step
+    assert ((y.double() - exact).abs() <= allowed)[:, plain].all()
+    assert (y[0, 64], y[1, 65]) == (float("inf"), -float("inf")) and y[2, 66].isnan()
+    assert abs(y[3, 67] - most) <= 2**-22 * most
+    assert (y[4, 68], y[5, 69]) == (float("inf"), -float("inf"))  # a sum that is too large
+
+
 def test_a_new_volume_compiles_nothing() -> None:
     device = Device("Hopper", (9, 0), 132, 232448)
     for case in (SETTINGS["march"], SETTINGS["kernel 3, stride 2"], SETTINGS["kernel equals stride"]):
@@ -313,7 +346,6 @@ def test_a_new_volume_compiles_nothing() -> None:
     ("problem", "reason"),
     [
         ({"dtype": "float64"}, "float64"),
-        ({"tf32": False}, "full float32"),
         ({"which": Pass.WEIGHT_GRAD}, "forward"),
         ({"batch": 0}, "nothing"),
         ({"geometry": Geometry.make(8, 8, (5, 5, 5), (4, 4, 4))}, "64 phases"),

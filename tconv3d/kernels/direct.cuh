@@ -13,6 +13,9 @@
 // way of the multiply-adds. Neighbouring threads are neighbours along w, or, for channels-last tensors
 // (kTilesPerBlock > 1), neighbouring tiles of output channels, so that loads and stores coalesce in either
 // format. Small volumes get smaller blocks: the number of threads is a run-time matter, kThreads its maximum.
+//
+// Strict float32 keeps the error of a long sum small (kChain > 0): every so many channels the sums are added
+// to totals and start anew.
 #pragma once
 
 #include "epilogue.cuh"
@@ -72,6 +75,10 @@ struct Direct {
   int qd[C::kPositions], qh[C::kPositions], qw[C::kPositions];
   Acc sum[C::kPositions][C::kPhases][C::kTile];
 
+  static constexpr bool kChained = C::kChain > 0;
+  Acc total[kChained ? C::kPositions : 1][C::kPhases][C::kTile];
+  int chained;  // vectors of channels in the sums
+
   __device__ __forceinline__ Index x_stride_w() const {
     return C::kUnitW ? 1 : static_cast<Index>(args.x_strides.w);
   }
@@ -122,7 +129,25 @@ struct Direct {
 #pragma unroll
       for (int p = 0; p < C::kPositions; ++p) {
 #pragma unroll
-        for (int f = 0; f < C::kPhases; ++f) sum[p][f][o] = start;
+        for (int f = 0; f < C::kPhases; ++f) {
+          sum[p][f][o] = kChained ? Acc(0) : start;
+          if constexpr (kChained) total[p][f][o] = start;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void add_to_totals() {
+    chained = 0;
+#pragma unroll
+    for (int p = 0; p < C::kPositions; ++p) {
+#pragma unroll
+      for (int f = 0; f < C::kPhases; ++f) {
+#pragma unroll
+        for (int o = 0; o < C::kTile; ++o) {
+          total[p][f][o] += sum[p][f][o];
+          sum[p][f][o] = 0;
+        }
       }
     }
   }
@@ -230,11 +255,14 @@ struct Direct {
 #pragma unroll
       for (int p = 0; p < C::kPositions; ++p)
         lines.at[p] += lines.inside[p] ? C::kVector * x_stride_c() : Index(0);
+      if constexpr (kChained) {
+        if (++chained == C::kChain) add_to_totals();
+      }
     }
   }
 
   __device__ __forceinline__ Scalar result(int p, int f, int o) const {
-    return Narrow<Scalar>::from(C::Epilogue::apply(sum[p][f][o]));
+    return Narrow<Scalar>::from(C::Epilogue::apply(kChained ? total[kChained ? p : 0][f][o] : sum[p][f][o]));
   }
 
   // The outputs of one position and one phase pair or phase: kPair neighbours along w, of every channel of
@@ -285,6 +313,7 @@ struct Direct {
   __device__ __forceinline__ void compute() {
     locate();
     start_from_bias();
+    chained = 0;
     const int rows = rows_d * rows_h * rows_w;
     for (int first_r = 0; first_r < C::kReducedPerGroup; first_r += C::kStageChannels) {
       for (int first_row = 0; first_row < rows; first_row += C::kStageRows) {
@@ -297,6 +326,7 @@ struct Direct {
         }
       }
     }
+    if constexpr (kChained) add_to_totals();
     store();
   }
 };

@@ -99,6 +99,7 @@ struct Halo : HaloLayout<Config> {
   static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
   static constexpr int kConsumerWarps = 4 * Config::kConsumers;
   static constexpr bool kPaired = Config::kClusterSize == 2;
+  static constexpr bool kStrict = Config::kHalves == 2;
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
 
   // One unit of work: a tile of positions and a column tile.
@@ -115,7 +116,8 @@ struct Halo : HaloLayout<Config> {
   };
 
   // Shared memory: halo stages, panels, barriers, scratch, the loaders' tables.
-  static constexpr int kStageBytes = Config::kStageRows * Config::kRowBytes;
+  static constexpr int kHalfBytes = Config::kStageRows * Config::kRowBytes;
+  static constexpr int kStageBytes = Config::kHalves * kHalfBytes;
   static constexpr int kPanelBytes =
       Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
   static constexpr int kRingBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
@@ -276,10 +278,16 @@ struct Halo : HaloLayout<Config> {
       for (int p = 0; p < Config::kUsedParts; ++p) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i) {
-          Piece<Scalar> piece;
 #pragma unroll
-          for (int c = 0; c < Layout::kPieceItems; ++c) piece.set(c, raw[i][c].at[p]);
-          ptx::store_shared(start ^ 16 * (p * Layout::kPartPieces + i), piece.vector());
+          for (int half = 0; half < Config::kHalves; ++half) {
+            Piece<Scalar> piece;
+#pragma unroll
+            for (int c = 0; c < Layout::kPieceItems; ++c) {
+              piece.set_bits(c, Layout::operand(raw[i][c].at[p], half));
+            }
+            const unsigned address = start ^ 16 * (p * Layout::kPartPieces + i);
+            ptx::store_shared(address + half * kHalfBytes, piece.vector());
+          }
         }
       }
     }
@@ -329,20 +337,23 @@ struct Halo : HaloLayout<Config> {
       }
     }
     // 16 bytes as they are in memory -> as tensor cores want them.
-    static __device__ __forceinline__ uint4 to_operands(uint4 raw) {
+    static __device__ __forceinline__ uint4 to_operands(uint4 raw, int half) {
       if constexpr (sizeof(Scalar) == 4) {
-        raw.x = OperandOf<float>::bits(ptx::bits_to_float(raw.x));
-        raw.y = OperandOf<float>::bits(ptx::bits_to_float(raw.y));
-        raw.z = OperandOf<float>::bits(ptx::bits_to_float(raw.z));
-        raw.w = OperandOf<float>::bits(ptx::bits_to_float(raw.w));
+        raw.x = Layout::operand(ptx::bits_to_float(raw.x), half);
+        raw.y = Layout::operand(ptx::bits_to_float(raw.y), half);
+        raw.z = Layout::operand(ptx::bits_to_float(raw.z), half);
+        raw.w = Layout::operand(ptx::bits_to_float(raw.w), half);
       }
       return raw;
     }
     __device__ __forceinline__ void store(unsigned stage, int) const {
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
-        if (row[i] != kNoRow) {
-          ptx::store_shared(row_start(stage, row[i]) ^ 16 * piece, to_operands(raw[i]));
+        if (row[i] == kNoRow) continue;
+        const unsigned address = row_start(stage, row[i]) ^ 16 * piece;
+#pragma unroll
+        for (int half = 0; half < Config::kHalves; ++half) {
+          ptx::store_shared(address + half * kHalfBytes, to_operands(raw[i], half));
         }
       }
     }
@@ -532,7 +543,12 @@ struct Halo : HaloLayout<Config> {
     __device__ __forceinline__ void store_item(unsigned stage, unsigned start, unsigned a, unsigned b,
                                                unsigned c, unsigned d) const {
       if (start == kBeside) return;
-      ptx::store_shared(stage + start ^ 16 * piece, BatchByChannel::to_operands(make_uint4(a, b, c, d)));
+      const unsigned address = stage + start ^ 16 * piece;
+#pragma unroll
+      for (int half = 0; half < Config::kHalves; ++half) {
+        ptx::store_shared(address + half * kHalfBytes,
+                          BatchByChannel::to_operands(make_uint4(a, b, c, d), half));
+      }
     }
   };
   static __device__ __forceinline__ uint4 load_16_bytes(const unsigned char* address, bool exists) {
@@ -549,7 +565,7 @@ struct Halo : HaloLayout<Config> {
   static constexpr int kSharedBytes =
       kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
   static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
-  static_assert(kStageBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
+  static_assert(kHalfBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
 
   struct Shared {
@@ -864,6 +880,35 @@ struct Halo : HaloLayout<Config> {
     });
   }
 
+  // Strict float32: the three products of a panel, the small ones first.
+  template <int kPattern, int kSteps>
+  static __device__ __forceinline__ void multiply_halves(Sums& sums,
+                                                         const unsigned long long (&a)[Config::kSlabs],
+                                                         unsigned long long b, unsigned displacement) {
+    const unsigned long long low = ptx::advance(b, Layout::half_rows(kPattern) * Layout::kPartBytes);
+    multiply_panel<kPattern, kSteps>(sums, a, b, displacement + kHalfBytes);
+    multiply_panel<kPattern, kSteps>(sums, a, low, displacement);
+    multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
+  }
+
+  // Tensor cores round every sum towards zero, so that a long chain of products drifts. Strict float32 adds
+  // the sums of each panel, of the units it feeds, to totals, by additions that round to nearest. What they
+  // round off is what the sums of the next panel start from.
+  template <int kPattern>
+  static __device__ __forceinline__ void add_to_totals(Sums& totals, Sums& sums) {
+    static_for<Config::kSlabs * Config::kGroupsPerTile * Layout::units(kPattern)>([&](auto i) {
+      constexpr int kIndex = decltype(i)::value, kUnits = Layout::units(kPattern);
+      constexpr int kSlab = kIndex / kUnits / Config::kGroupsPerTile;
+      constexpr int kGroup = kIndex / kUnits % Config::kGroupsPerTile;
+      constexpr int kUnit = Config::kUnit(Config::kPatternUnit(kPattern) + kIndex % kUnits);
+      constexpr int kFirst = (kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns) / 2;
+#pragma unroll
+      for (int k = kFirst; k < kFirst + Layout::kUnitColumns / 2; ++k) {
+        ptx::add_keeping_rest(totals[kSlab][k], sums[kSlab][k]);
+      }
+    });
+  }
+
   // The compiler must not move what happens to the sums into the matrix instructions' way.
   static __device__ __forceinline__ void pin(Sums& sums) {
 #pragma unroll
@@ -874,11 +919,11 @@ struct Halo : HaloLayout<Config> {
   }
 
   // Adds chunks of a source, of so many steps, to the sums. The last panel's products may be unfinished in
-  // the end.
+  // the end. Strict float32: to the totals, which are other registers.
   template <int kSteps>
-  static __device__ __forceinline__ void multiply_chunks(const Args& args, Consumer& me, Sums& sums,
-                                                         const Slab (&slabs)[Config::kSlabs], int source,
-                                                         int first, int end, bool last_pass) {
+  static __device__ __forceinline__ void multiply_chunks(const Args& args, Consumer& me, Sums& totals,
+                                                         Sums& sums, const Slab (&slabs)[Config::kSlabs],
+                                                         int source, int first, int end, bool last_pass) {
     const unsigned group_bytes = args.group_rows * Config::kRowBytes;
     const int line = args.halo.w * args.items, sheet = args.halo.h * line;
     for (int chunk = first; chunk < end; ++chunk, me.stages.advance()) {
@@ -908,16 +953,26 @@ struct Halo : HaloLayout<Config> {
           const int rows = Config::kShift(shift, 0) * sheet + Config::kShift(shift, 1) * line +
                            Config::kShift(shift, 2) * args.items;
           ptx::matrix_fence();
-          multiply_panel<kPattern, kSteps>(
-              sums, a, ptx::matrix_descriptor<Layout::kPartBytes>(panel, 8 * Layout::kPartBytes),
-              rows * Config::kRowBytes + Config::kShift(shift, 3) * Layout::kPartBytes);
+          const auto b = ptx::matrix_descriptor<Layout::kPartBytes>(panel, 8 * Layout::kPartBytes);
+          const unsigned displacement =
+              rows * Config::kRowBytes + Config::kShift(shift, 3) * Layout::kPartBytes;
+          if constexpr (kStrict) {
+            multiply_halves<kPattern, kSteps>(sums, a, b, displacement);
+          } else {
+            multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
+          }
           ptx::matrix_commit();
-          ptx::matrix_wait<1>();
+          ptx::matrix_wait<kStrict ? 0 : 1>();
           me.finished.release(me.shared, me.lane);
           announce_lead(me);
           if constexpr (!Config::kResident) {
             me.finished.slot = me.slots.index;
             me.slots.advance();
+          }
+          if constexpr (kStrict) {
+            me.finished.release(me.shared, me.lane);
+            pin(sums);
+            add_to_totals<kPattern>(totals, sums);
           }
         }
       });
@@ -925,19 +980,34 @@ struct Halo : HaloLayout<Config> {
     }
   }
 
-  // Adds all chunks of the tile (of the plane, when marching) to the sums.
-  static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& sums,
+  // Adds all chunks of the tile (of the plane, when marching) to the totals.
+  static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& totals,
                                                   const Slab (&slabs)[Config::kSlabs], bool last_pass) {
+    if constexpr (kStrict) {
+      Sums sums;
+#pragma unroll
+      for (int m = 0; m < Config::kSlabs; ++m) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sums[m][i] = nothing(args);
+      }
+      multiply_sources(args, me, totals, sums, slabs, last_pass);
+    } else {
+      multiply_sources(args, me, totals, totals, slabs, last_pass);
+    }
+  }
+  static __device__ __forceinline__ void multiply_sources(const Args& args, Consumer& me, Sums& totals,
+                                                          Sums& sums, const Slab (&slabs)[Config::kSlabs],
+                                                          bool last_pass) {
     constexpr int kFull = Layout::kLastSteps == Layout::kPartSteps ? kChunks : kChunks - 1;
     pin(sums);
     keep_behind(me);
 #pragma unroll 1
     for (int source = 0; source < Config::kSources; ++source) {
       if constexpr (kFull > 0) {
-        multiply_chunks<Layout::kPartSteps>(args, me, sums, slabs, source, 0, kFull, last_pass);
+        multiply_chunks<Layout::kPartSteps>(args, me, totals, sums, slabs, source, 0, kFull, last_pass);
       }
       if constexpr (kFull < kChunks) {
-        multiply_chunks<Layout::kLastSteps>(args, me, sums, slabs, source, kFull, kChunks, last_pass);
+        multiply_chunks<Layout::kLastSteps>(args, me, totals, sums, slabs, source, kFull, kChunks, last_pass);
       }
     }
     ptx::matrix_wait<0>();

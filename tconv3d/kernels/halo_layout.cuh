@@ -15,12 +15,16 @@
 // - panel: the weights of one shift, kPartBytes of input channels for every column of the units it feeds
 // - pattern: the shifts that feed the same units, one loop
 // - chunk: as many input channels as a part holds. K is walked chunk by chunk, 32 bytes (a step) at a time
+// - half: strict float32 (kHalves == 2) multiplies by three products of TF32 numbers. A value is the sum of a
+//   high and a low half, each a TF32 number, and
+//     x*w = low(x)*high(w) + high(x)*low(w) + high(x)*high(w)
+//   So a stage has the rows of the high halves and then those of the low ones, and so has a panel
 // - variant: where phases differ only in where they read and write, each can have column tiles of its own
 // - column tile: one group (or several small ones) with kOutTile of its output channels, in one variant
 //
-// Packed weights: [column tile][source][chunk][pattern, shift in it][unit, field, channel: a row][kPartBytes,
-// swizzled], in the order of consumption, so that a panel is one linear copy. Several small groups in one
-// tile share the rows: each has its own steps of the part.
+// Packed weights: [column tile][source][chunk][pattern, shift in it][half][unit, field, channel: a
+// row][kPartBytes, swizzled], in the order of consumption, so that a panel is one linear copy. Several small
+// groups in one tile share the rows: each has its own steps of the part.
 #pragma once
 
 #include "operands.cuh"
@@ -46,6 +50,7 @@ struct HaloLayout {
   static constexpr int kColumns = Config::kGroupsPerTile * kGroupColumns;
 
   static_assert(kItemBytes == 4 || kItemBytes == 2, "TF32 or 16-bit operands");
+  static_assert(Config::kHalves == 1 || (Config::kHalves == 2 && kItemBytes == 4), "two halves of a float");
   static_assert(Config::kRowBytes == 128 || Config::kRowBytes == 64 || Config::kRowBytes == 32,
                 "swizzled rows");
   static_assert(kPartBytes == 128 || kPartBytes == 64 || kPartBytes == 32, "swizzled panels");
@@ -64,7 +69,8 @@ struct HaloLayout {
   static __device__ constexpr int units(int pattern) {
     return Config::kPatternUnit(pattern + 1) - Config::kPatternUnit(pattern);
   }
-  static __device__ constexpr int panel_rows(int pattern) { return units(pattern) * kUnitColumns; }
+  static __device__ constexpr int half_rows(int pattern) { return units(pattern) * kUnitColumns; }
+  static __device__ constexpr int panel_rows(int pattern) { return Config::kHalves * half_rows(pattern); }
   static __device__ constexpr int panel_bytes(int pattern) { return panel_rows(pattern) * kPartBytes; }
   // The shifts of a pattern, in a source: from `first_shift` on.
   static __device__ constexpr int first_shift(int source, int pattern) {
@@ -122,6 +128,15 @@ struct HaloLayout {
   static constexpr bool kDense = Config::kGroupsPerTile == 1 || Config::kGroupSlots == Config::kIn;
   static constexpr bool kWholeParts = kDense && kSlots % kPartItems == 0;
 
+  // The bits that tensor cores take for a value, or for a half of it: the high one is 0.
+  static __device__ __forceinline__ unsigned operand(Scalar value, int half) {
+    if constexpr (Config::kHalves == 2) {
+      return half == 0 ? Halves::high(value) : Halves::low(value);
+    } else {
+      return OperandOf<Scalar>::bits(value);
+    }
+  }
+
   // Where a byte of rows of so many pieces lies: the hardware's swizzle, a function of the address.
   template <int kPieces>
   static __device__ __forceinline__ int swizzle(int offset) {
@@ -134,9 +149,6 @@ template <class Scalar>
 struct Piece {
   static constexpr int kItems = 16 / sizeof(Scalar);
   unsigned words[4] = {0, 0, 0, 0};
-  __device__ __forceinline__ void set(int item, Scalar value) {
-    set_bits(item, OperandOf<Scalar>::bits(value));
-  }
   __device__ __forceinline__ void set_bits(int item, unsigned bits) {
     if constexpr (sizeof(Scalar) == 4) {
       words[item] = bits;

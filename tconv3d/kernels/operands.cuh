@@ -18,6 +18,17 @@ struct OperandOf<float> {
     return ptx::float_to_bits(power * 0x1p-11f + value);
   }
 };
+// A float as a sum of two TF32 numbers, to the last bit or two. The high half is never infinite: what is
+// infinite is so in the low half alone, or infinity minus infinity would be NaN.
+struct Halves {
+  static __device__ __forceinline__ unsigned high(float value) {
+    constexpr float kLargest = 0x1.FFCp127f;  // TF32
+    return OperandOf<float>::bits(value > kLargest ? kLargest : value < -kLargest ? -kLargest : value);
+  }
+  static __device__ __forceinline__ unsigned low(float value) {
+    return OperandOf<float>::bits(value - ptx::bits_to_float(high(value) & 0xFFFFE000u));
+  }
+};
 template <>
 struct OperandOf<Half> {
   static constexpr ptx::Operand kOperand = ptx::Operand::kFloat16;

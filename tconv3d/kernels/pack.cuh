@@ -42,8 +42,8 @@ struct Pack {
   static constexpr int kSeriesRounds = (kSeries + kSeriesAtOnce - 1) / kSeriesAtOnce;
 
   const Args& args;
-  unsigned* staged;  // [column][tap][input channel, of the part's]
-  int* line_tap;     // of every line of panel rows: the tap that it has, or a negative number for zeros
+  unsigned* staged;  // [column][tap][input channel, of the part's], as bits
+  int* line_tap;     // of every line of panel rows: the tap (and half) it has, or a negative number for zeros
   int* line_start;   // and where it lies in the panels of its column tile
   int tile, chunk, first_column;
 
@@ -80,6 +80,22 @@ struct Pack {
     return load_constant(from + group + (channels.first + item) * args.stride.n + out * args.stride.c);
   }
 
+  // Halves are made when they are written.
+  static __device__ __forceinline__ unsigned staged_bits(Scalar value) {
+    if constexpr (Config::kHalves == 2) {
+      return ptx::float_to_bits(value);
+    } else {
+      return OperandOf<Scalar>::bits(value);
+    }
+  }
+  static __device__ __forceinline__ unsigned written_bits(unsigned bits, int half) {
+    if constexpr (Config::kHalves == 2) {
+      return Layout::operand(ptx::bits_to_float(bits), half);
+    } else {
+      return bits;
+    }
+  }
+
   // The panels' lines are described while the first weights are on their way.
   __device__ __forceinline__ void stage() {
     const Scalar* from = static_cast<const Scalar*>(args.weight) + args.tap;
@@ -94,8 +110,7 @@ struct Pack {
 #pragma unroll
       for (int k = 0; k < kSeriesRounds; ++k) {
         const Element e = element(k);
-        if (exists && e.exists)
-          staged[(e.column * kTaps + tap) * kPitch + e.slot] = OperandOf<Scalar>::bits(values[k]);
+        if (exists && e.exists) staged[(e.column * kTaps + tap) * kPitch + e.slot] = staged_bits(values[k]);
       }
     }
   }
@@ -103,7 +118,7 @@ struct Pack {
   __device__ __forceinline__ void describe_lines() {
     for (int i = threadIdx.x; i < kLines; i += kThreads) {
       const int variant = i / kVariantLines, line = i % kVariantLines;
-      int source = 0, shift = 0, field = 0, row = line * Config::kOutTile;
+      int source = 0, shift = 0, place = 0, row = line * Config::kOutTile, fields_of_half = 1;
       if constexpr (Config::kSources == 1) {
 #pragma unroll
         for (int p = 0; p < Config::kPatterns; ++p) {
@@ -111,17 +126,20 @@ struct Pack {
           const int local = line - Layout::rows_before(0, p) / Config::kOutTile;
           if (local >= 0 && local < fields * Layout::shifts(0, p)) {
             shift = Layout::first_shift(0, p) + local / fields;
-            field = local % fields;
+            place = local % fields;
+            fields_of_half = fields / Config::kHalves;
           }
         }
       } else {
         constexpr int kPanelFields = Layout::panel_rows(0) / Config::kOutTile;
         shift = line / kPanelFields;
-        field = line % kPanelFields;
+        place = line % kPanelFields;
+        fields_of_half = kPanelFields / Config::kHalves;
         while (shift >= Layout::first_shift(source + 1, 0)) ++source;
         row -= Layout::first_shift(source, 0) * Layout::panel_rows(0);
       }
-      line_tap[i] = Config::kTap(variant * kShifts + shift, field);
+      const int tap = Config::kTap(variant * kShifts + shift, place % fields_of_half);
+      line_tap[i] = tap < 0 ? tap : place / fields_of_half * kTaps + tap;
       line_start[i] = Layout::chunk_start(source, chunk) + (row + first_column) * Layout::kPartBytes;
     }
   }
@@ -133,9 +151,11 @@ struct Pack {
       const int line = i / (Layout::kPartPieces * kColumns), tap = line_tap[line];
       Piece<Scalar> values;
       if (tap >= 0) {
-        const unsigned* from = staged + (column * kTaps + tap) * kPitch + piece * Layout::kPieceItems;
+        const unsigned* from = staged + (column * kTaps + tap % kTaps) * kPitch + piece * Layout::kPieceItems;
 #pragma unroll
-        for (int k = 0; k < Layout::kPieceItems; ++k) values.set_bits(k, from[k]);
+        for (int k = 0; k < Layout::kPieceItems; ++k) {
+          values.set_bits(k, written_bits(from[k], tap / kTaps));
+        }
       }
       const int at = line_start[line] + column * Layout::kPartBytes + piece * 16;
       unsigned char* panels = static_cast<unsigned char*>(args.packed) +

@@ -36,6 +36,20 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return larger;
 }
 
+// total += term, after which `term` is what the addition rounded off; something finite, if that is not a
+// number, so that an infinite total stays infinite. As one block, so that few registers are in use.
+__device__ __forceinline__ void add_keeping_rest(float& total, float& term) {
+  asm volatile(
+      "{ .reg .f32 sum, rest;\n"
+      "add.rn.f32 sum, %0, %1;\n"
+      "sub.rn.f32 rest, sum, %0;\n"
+      "sub.rn.f32 rest, %1, rest;\n"
+      "min.f32 rest, rest, 0f73800000;\n"  // 2^104
+      "max.f32 %1, rest, 0fF3800000;\n"
+      "mov.f32 %0, sum; }"
+      : "+f"(total), "+f"(term));
+}
+
 // Rounds to the nearest TF32 (a float whose last 13 bits are zero), ties away from zero. Tensor cores ignore
 // those bits, so an operand that was not rounded is truncated.
 __device__ __forceinline__ unsigned float_to_tf32(float value) {

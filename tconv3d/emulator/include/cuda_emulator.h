@@ -478,4 +478,5 @@ struct Kernel {
 
 }  // namespace emulator
 
-extern emulator::Kernel emulated_kernel;  // not const: a program of several kernels says which one it launches
+extern emulator::Kernel
+    emulated_kernel;  // not const: a program of several kernels says which one it launches

@@ -54,6 +54,12 @@ inline float max_or_nan(float a, float b) {
   return a > b ? a : b;
 }
 
+inline void add_keeping_rest(float& total, float& term) {
+  const float most = 0x1p104f, sum = total + term, rest = term - (sum - total);
+  term = rest < -most ? -most : rest < most ? rest : most;  // of a NaN, too, as min and max do
+  total = sum;
+}
+
 // Ties away from zero, as cvt.rna does.
 inline unsigned float_to_tf32(float value) {
   const std::uint32_t bits = float_to_bits(value);
