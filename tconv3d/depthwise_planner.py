@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import product
-from math import prod
+from math import isqrt, prod
 
-from .direct_planner import SCALARS, Side, _reduce, even_pairs
+from .direct_planner import SCALARS, Side, _reduce, even_pairs, power_of_two_up
 from .geometry import Triple
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
-from .problem import Device, Pass, Plan, Problem
+from .problem import Device, Pass, Plan, Problem, Strides
 
 HAS_EPILOGUE = True
 THREADS = 128
 REGISTERS = 65536  # of a multiprocessor
 MAX_REGISTERS = 200  # of a thread
 MAX_LOADS = 32
+AHEAD = 4  # planes of x that are called into L2 before they are loaded
 WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 
 
@@ -67,17 +68,28 @@ class Walk:
         """About what a thread needs."""
         if which is Pass.WEIGHT_GRAD:
             return -(-len(self.taps) // 32) * 32 + 2 * len(self.loads) + self.slots + 24
-        simple = self.side.problem.item_bytes == 4 and self.side.x[4] == 1  # addresses and values are what they are
+        problem = self.side.problem
+        simple = problem.item_bytes == 4 and _known_stride(self.side.x, problem.geometry.groups) > 0
         return len(self.taps) + (self.slots + 4) * prod(self.phases) + 2 * len(self.loads) + (24 if simple else 40)
 
-    def constants(self, channel_lanes: bool) -> Constants:
+    def calls(self, every_position: bool) -> tuple[int, ...]:
+        """Loads that cover x once, all threads together; along w a line is called by its threads' first."""
+        _, h, w = self.side.gathers
+        width = w.input_step if every_position else 1
+        found = [i for i, at in enumerate(self.loads) if 0 <= at[0] < h.input_step and 0 <= at[1] < width]
+        return tuple(found or (0,))
+
+    def constants(self, channel_lanes: int) -> Constants:
         side = self.side
         d, h, w = side.gathers
+        calls = self.calls(channel_lanes > 0)
         return (
             ("kWide", side.wide),
-            ("kUnitW", side.x[4] == 1),
+            ("kStrideX", _known_stride(side.x, side.problem.geometry.groups)),
             ("kChannelLanes", channel_lanes),
+            ("kPatchW", _patch(channel_lanes)[1]),
             ("kGroups", side.problem.geometry.groups),
+            ("kAhead", AHEAD),
             ("kTaps", len(self.taps)),
             *((f"kTap{n}", tuple(tap[0][i] for tap in self.taps)) for i, n in enumerate("DHW")),
             ("kTapPlane", tuple(tap[1] for tap in self.taps)),
@@ -90,6 +102,8 @@ class Walk:
             ("kLoads", len(self.loads)),
             ("kLoadH", tuple(offset[0] for offset in self.loads)),
             ("kLoadW", tuple(offset[1] for offset in self.loads)),
+            ("kCalls", len(calls)),
+            ("kCallLoad", calls),
             *((f"kInputStep{n}", gather.input_step) for n, gather in zip("DHW", (d, h, w), strict=True)),
         )
 
@@ -100,10 +114,24 @@ def _walk(problem: Problem) -> Walk:
     return Walk.of(Side.of(replace(problem, which=which)))
 
 
-def _channel_lanes(walk: Walk) -> bool:
-    """Neighbouring threads have neighbouring channels, where these are what is contiguous in memory."""
-    y = walk.side.y
-    return y[1] == 1 and y[4] != 1
+def _channel_lanes(walk: Walk) -> int:
+    """Neighbouring threads that have neighbouring channels: where these are what is contiguous in memory, else 0."""
+    y, groups = walk.side.y, walk.side.problem.geometry.groups
+    return min(32, power_of_two_up(groups)) if y[1] == 1 and y[4] != 1 else 0
+
+
+def _patch(channel_lanes: int) -> tuple[int, int]:
+    """The positions of a block, along h and w, where neighbouring threads have neighbouring channels."""
+    if channel_lanes == 0:
+        return 1, 1
+    positions = THREADS // channel_lanes
+    w = power_of_two_up(isqrt(positions))
+    return positions // w, w
+
+
+def _known_stride(strides: Strides, groups: int) -> int:
+    """Along w, if it follows from the format; else 0."""
+    return strides[4] if strides[4] in (1, groups) else 0
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -125,9 +153,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
         taps = -(-len(walk.taps) // 32)
         if taps & (taps - 1):
             return "the sums of the taps have no halves"
-        if _channel_lanes(walk):
-            return "channels-last positions have too many channels for a block"
-        blocks = -(-walk.side.grid[1] * walk.side.grid[2] // THREADS)
+        blocks = 0 if _channel_lanes(walk) else -(-walk.side.grid[1] * walk.side.grid[2] // THREADS)
         if problem.batch * blocks * g.groups * g.taps * 4 > WORKSPACE_BYTES:
             return "the parts do not fit the workspace"
     return None
@@ -136,17 +162,21 @@ def why_not(problem: Problem, device: Device) -> str | None:
 def plan(problem: Problem, device: Device) -> Plan:
     walk = _walk(problem)
     g, side, channel_lanes = problem.geometry, walk.side, _channel_lanes(walk)
-    depth, plane = side.grid[0], side.grid[1] * side.grid[2]
-    blocks = -(-plane * (g.groups if channel_lanes else 1) // THREADS)
+    depth, along_w = side.grid[0], side.grid[2]
+    blocks = -(-side.grid[1] * side.grid[2] // THREADS)
+    if channel_lanes:
+        patch_h, patch_w = _patch(channel_lanes)
+        along_w = -(-side.grid[2] // patch_w)
+        blocks = -(-g.groups // channel_lanes) * -(-side.grid[1] // patch_h) * along_w
     flat = blocks * problem.batch * (1 if channel_lanes else g.groups)
     resident = max(1, REGISTERS // (walk.registers(problem.which) * THREADS))
     most = depth
-    if problem.which is Pass.WEIGHT_GRAD:
+    if problem.which is Pass.WEIGHT_GRAD and not channel_lanes:
         most = min(depth, WORKSPACE_BYTES // (max(1, problem.batch) * blocks * g.groups * g.taps * 4))
     length = _length(depth, most, walk.slots, flat, device.multiprocessors * resident)
     parts = -(-depth // length)
     march = int64s(*side.x) + int32s(*side.x_size, *side.grid, length, problem.batch)
-    march = padded(march, divider(side.grid[2]), divider(blocks), divider(parts))
+    march = padded(march, divider(along_w), divider(blocks), divider(parts))
     tile = f"each thread one position, walking {length} along depth"
     constants: Constants = (
         ("kThreads", THREADS),
@@ -155,8 +185,10 @@ def plan(problem: Problem, device: Device) -> Plan:
         *walk.constants(channel_lanes),
     )
     if problem.which is Pass.WEIGHT_GRAD:
+        units, chunks = flat * parts, -(-g.groups // max(1, channel_lanes))
+        grid = min(units, max(1, device.multiprocessors * resident // chunks) * chunks) if channel_lanes else units
         return _plan_weight_grad(
-            problem, walk, constants, march, (flat * parts, problem.batch * blocks * parts), tile
+            problem, walk, constants, padded(march, int64s(*problem.input), int32s(units)), grid, tile
         )
     _, h, w = side.gathers
     pairs = w.phases == 2 and side.y[4] == 1  # outputs of two phases are neighbours
@@ -170,22 +202,24 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kPhasesD", walk.phases[0]),
             ("kPhases", h.phases * w.phases),
             *((f"kOutputStep{n}", gather.output_step) for n, gather in zip("DHW", side.gathers, strict=True)),
+            ("kStrideY", _known_stride(side.y, g.groups)),
             ("kPairs", pairs),
             ("kAligned", pairs and even_pairs(side.y, side.y_size)),
         ),
         grid=(flat * parts, 1, 1),
         threads=THREADS,
-        shared_bytes=0,
+        shared_bytes=4 * channel_lanes * (len(walk.taps) | 1),
         pointers=("x", "weight", "bias", "y") if problem.which is Pass.FORWARD else ("dy", "weight", "null", "dx"),
         scalars=padded(march, int64s(*side.y, *problem.weight), int32s(*side.y_size)),
     )
     return Plan("depthwise", "multiply-adds, walking along depth", (launch,), tile=tile)
 
 
-def _plan_weight_grad(
-    p: Problem, walk: Walk, constants: Constants, march: bytes, blocks: tuple[int, int], tile: str
-) -> Plan:
-    g, splits = p.geometry, max(1, blocks[1])
+def _plan_weight_grad(p: Problem, walk: Walk, constants: Constants, scalars: bytes, grid: int, tile: str) -> Plan:
+    g, channel_lanes = p.geometry, _channel_lanes(walk)
+    splits = max(1, grid // -(-g.groups // max(1, channel_lanes)))
+    taps = len(walk.taps)
+    totals = (taps + 1) * (THREADS + 1) if channel_lanes else THREADS // 32 * (-(-taps // 32) * 32 + 1)
     main = Launch(
         kernel="depthwise_weight_grad",
         constants=(
@@ -194,18 +228,18 @@ def _plan_weight_grad(
             ("kBias", p.bias),
             ("kTapOwn", tuple(int(g.is_own(tap)) for tap, *_ in walk.taps)),
         ),
-        grid=(blocks[0], 1, 1),
+        grid=(grid, 1, 1),
         threads=THREADS,
-        shared_bytes=THREADS // 32 * (-(-len(walk.taps) // 32) * 128 + 4),
+        shared_bytes=4 * totals,
         pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
-        scalars=padded(march, int64s(*p.input)),
+        scalars=padded(scalars),
     )
     count = g.groups * g.taps
     ci, co, _, _, tap = p.weight
-    reduce = _reduce(p.dtype, count, splits if blocks[0] else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
+    reduce = _reduce(p.dtype, count, splits if grid else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
     launches: tuple[Launch, ...] = main, reduce
     if p.bias:
-        bias = _reduce(p.dtype, g.groups, splits if blocks[0] else 0, "db", (1, 1, g.groups), (0, 0, 1), "bias_parts")
+        bias = _reduce(p.dtype, g.groups, splits if grid else 0, "db", (1, 1, g.groups), (0, 0, 1), "bias_parts")
         launches = main, reduce, bias
     return Plan(
         "depthwise_weight_grad",

@@ -52,11 +52,22 @@ def test_the_bias_in_the_same_pass(name: str, ours: str) -> None:
         assert bool(((db.double() - exact).abs() <= allowed).all())
 
 
-@pytest.mark.parametrize("name", ["gan", "dilated, three phases"])
-def test_channels_last(name: str, ours: str) -> None:
+MANY_CHANNELS = Layer(35, 35, (3, 5, 5), T3, T2, T1, T1, groups=35)  # two chunks, more patches than blocks
+
+
+@pytest.mark.parametrize("layer", [LAYERS["gan"], LAYERS["dilated, three phases"], MANY_CHANNELS], ids=str)
+def test_channels_last(layer: Layer, ours: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        x, *others = LAYERS[name].operands(dtype, ours)
-        check(LAYERS[name], dtype, ours, [x.to(memory_format=torch.channels_last_3d), *others])
+        x, *others = layer.operands(dtype, ours)
+        check(layer, dtype, ours, [x.to(memory_format=torch.channels_last_3d), *others])
+
+
+def test_channels_last_has_as_many_parts_as_the_gpu_has_blocks() -> None:
+    large = replace(MANY_CHANNELS, batch=64, size=(32, 64, 64))
+    last = executor.channels_last_strides((64, 35, *large.size))
+    main, reduce = depthwise_planner.plan(replace(problem(large, Pass.WEIGHT_GRAD), input=last), H200).launches
+    assert main.kernel == "depthwise_weight_grad" and reduce.kernel == "reduce"
+    assert main.grid[0] % 2 == 0 and main.grid[0] <= 132 * dict(main.constants)["kMinBlocks"]
 
 
 @pytest.mark.parametrize("name", TRAPS)
@@ -104,13 +115,11 @@ def test_bitwise_reproducible(ours: str) -> None:
 def test_what_it_refuses_and_why() -> None:
     taken = problem(LAYERS["gan"], Pass.WEIGHT_GRAD)
     assert depthwise_planner.why_not(taken, H200) is None
-    last = executor.channels_last_strides((2, 6, *LAYERS["gan"].size))
     for refused, reason in (
         (replace(taken, which=Pass.BIAS_GRAD), "bias"),
         (replace(taken, dtype="float64"), "float32"),
         (problem(Layer(4, 8, (3, 3, 3), T3, groups=4), Pass.FORWARD), "one channel"),
         (problem(Layer(2, 2, (3, 3, 3), (7, 7, 7), padding=T3, groups=2), Pass.FORWARD), "registers"),
-        (replace(taken, input=last), "channels-last"),
     ):
         assert reason in (depthwise_planner.why_not(refused, H200) or "")
 

@@ -3,7 +3,8 @@
 // A thread owns one channel, one position within the plane, and walks along depth (march.cuh). Its weights
 // wait in registers, all of them; so do the sums of the positions along depth that the planes at hand feed, a
 // window that moves by one position every step. So a value of x is loaded once for all taps along depth, and
-// shared memory is not needed.
+// shared memory is not needed. Neighbouring threads are neighbours along w, or, channels-last, neighbouring
+// channels.
 #pragma once
 
 #include "epilogue.cuh"
@@ -30,18 +31,50 @@ struct Depthwise {
   const Args& args;
   const Marcher<C> at;
   float weight[C::kTaps];
-  float start;  // of a sum: the bias
+  float start;         // of a sum: the bias
+  Scalar* y;           // the thread's channel, at its first output within a plane
+  int left_h, left_w;  // of the plane, from there; 0: the thread stores nothing
   float sum[C::kSlots][C::kPhasesD][C::kPhases];
 
+  __device__ __forceinline__ float load_weight(int channel, int t) const {
+    const Strides& strides = args.w_strides;
+    return widen<float>(
+        static_cast<const Scalar*>(args.w)[channel * strides.n + C::kTapD(t) * strides.d +
+                                           C::kTapH(t) * strides.h + C::kTapW(t) * strides.w]);
+  }
+
+  // Neighbouring threads have different channels: each of their loads would be of a line of its own. So
+  // weights pass through shared memory, read tap after tap.
+  __device__ __forceinline__ void load_weights_of_channels(float* shared) {
+    constexpr int kLanes = C::kChannelLanes > 0 ? C::kChannelLanes : 1, kPitch = C::kTaps | 1;
+    const int first = at.block % channel_chunks<C>() * kLanes;
+    for (int i = threadIdx.x; i < kLanes * C::kTaps; i += C::kThreads) {
+      const int channel = i / C::kTaps, t = i % C::kTaps;
+      if (first + channel < C::kGroups) shared[channel * kPitch + t] = load_weight(first + channel, t);
+    }
+    __syncthreads();
+    const float* own = shared + (at.channel - first) * kPitch;
+#pragma unroll
+    for (int t = 0; t < C::kTaps; ++t) {
+      weight[t] = own[t];
+      ptx::keep(weight[t]);
+    }
+  }
+
   __device__ __forceinline__ void prepare() {
-    const Scalar* w = static_cast<const Scalar*>(args.w) + at.channel * args.w_strides.n;
-    static_for<C::kTaps>([&](auto t) {
-      constexpr int kD = C::kTapD(t), kH = C::kTapH(t), kW = C::kTapW(t);
-      weight[t] = widen<float>(w[kD * args.w_strides.d + kH * args.w_strides.h + kW * args.w_strides.w]);
-    });
+    if constexpr (C::kChannelLanes > 0) {
+      load_weights_of_channels(dynamic_shared<float>());
+    } else {
+      static_for<C::kTaps>([&](auto t) { weight[t] = load_weight(at.channel, t); });
+    }
     const Scalar* bias = static_cast<const Scalar*>(args.bias);
     start = bias == nullptr ? 0.0f : widen<float>(bias[at.channel]);
     clear(0);
+    const int first_h = at.qh * C::kOutputStepH, first_w = at.qw * C::kOutputStepW;
+    y = static_cast<Scalar*>(args.y) + at.n * args.y_strides.n + at.channel * args.y_strides.c;
+    left_h = at.exists ? args.y_size.h - first_h : 0;
+    left_w = at.exists ? args.y_size.w - first_w : 0;
+    if (at.exists) y += first_h * args.y_strides.h + first_w * args.y_strides.w;
   }
 
   __device__ __forceinline__ void clear(int first) {
@@ -70,21 +103,18 @@ struct Depthwise {
 
   // The outputs that a step completes: of every phase along depth, the first of its window.
   __device__ __forceinline__ void store(int step) const {
-    if (!at.exists) return;
-    Scalar* y = static_cast<Scalar*>(args.y) + at.n * args.y_strides.n + at.channel * args.y_strides.c;
-    const int first_h = at.qh * C::kOutputStepH, first_w = at.qw * C::kOutputStepW;
 #pragma unroll
     for (int f = 0; f < C::kPhasesD * C::kPhases; f += C::kPairs ? 2 : 1) {
       const int q = step - C::kLastLag(f / C::kPhases), d = q * C::kOutputStepD + f / C::kPhases;
       if (q < at.first || q >= at.end) continue;
-      const int h = first_h + f % C::kPhases / C::kOutputStepW, w = first_w + f % C::kOutputStepW;
-      if (d >= args.y_size.d || h >= args.y_size.h || w >= args.y_size.w) continue;
-      Scalar* to = y + (d * static_cast<Index>(args.y_strides.d) + h * static_cast<Index>(args.y_strides.h) +
-                        w * static_cast<Index>(args.y_strides.w));
+      const int h = f % C::kPhases / C::kOutputStepW, w = f % C::kOutputStepW;
+      if (d >= args.y_size.d || h >= left_h || w >= left_w) continue;
+      const Index stride_w = C::kStrideY > 0 ? Index(C::kStrideY) : static_cast<Index>(args.y_strides.w);
+      Scalar* to = y + d * args.y_strides.d + h * static_cast<Index>(args.y_strides.h) + w * stride_w;
       const float* values = &sum[0][f / C::kPhases][f % C::kPhases];
       if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
         const Vector<Scalar, 2> both{result(values[0]), result(values[1])};
-        store_pair<C::kAligned>(to, both, w + 1 < args.y_size.w);
+        store_pair<C::kAligned>(to, both, w + 1 < left_w);
       } else {
         *to = result(values[0]);
       }
@@ -107,10 +137,12 @@ struct Depthwise {
     Scalar values[2][C::kLoads];  // of one plane, and of the next, on its way
     int step = at.first + C::kFirstLag;
     at.load(step * C::kInputStepD, values[0]);
+    for (int i = 1; i < C::kAhead; ++i) at.call(step * C::kInputStepD + i);
 #pragma unroll 1  // registers are for weights and sums
     for (; step < at.end + C::kEndLag; ++step) {
       static_for<C::kInputStepD>([&](auto plane) {
         at.load(step * C::kInputStepD + plane + 1, values[1]);
+        at.call(step * C::kInputStepD + plane + C::kAhead);
         accumulate<plane>(values[0]);
 #pragma unroll
         for (int i = 0; i < C::kLoads; ++i) values[0][i] = values[1][i];
@@ -123,7 +155,7 @@ struct Depthwise {
 
 template <class Config>
 __device__ void run(const Args& args) {
-  Depthwise<Config> kernel{args, Marcher<Config>(args.march, args.x)};
+  Depthwise<Config> kernel{args, Marcher<Config>(args.march, args.x, blockIdx.x)};
   kernel.compute();
 }
 

@@ -3,8 +3,10 @@
 //
 // A thread owns one channel, one position i within the plane, and walks along depth (march.cuh) with all
 // taps' sums in registers, and the last few values of x: what is loaded of dy serves every tap along depth.
-// The block's sums are added in a fixed order and written as one part; reduce.cuh adds the parts. kBias: of
-// dy itself the outputs of the position's own taps are added up, too.
+// The block's sums are added in a fixed order and written as one part; reduce.cuh adds the parts. A block has
+// one channel, or, channels-last, as many as neighbouring threads have, at several positions; then it goes on
+// to further patches of positions with the same channels, so that there are fewer parts. kBias: of dy itself
+// the outputs of the position's own taps are added up, too.
 #pragma once
 
 #include "cursor.cuh"
@@ -19,6 +21,7 @@ struct Args {
   void* bias_parts;  // kBias: [splits][channels]
   March march;       // over dy
   Strides x_strides;
+  int units;  // of the march
 };
 
 template <class C>
@@ -27,15 +30,13 @@ struct DepthwiseWeightGrad {
   static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
   static constexpr int kValues = (C::kTaps + kLanes - 1) / kLanes * kLanes;  // sums, padded to whole warps
   static_assert((kValues & (kValues - 1)) == 0, "halves of the sums can be exchanged");
-  static_assert(!C::kChannelLanes, "a block has one channel");
 
   const Args& args;
-  const Marcher<C> at;
   float sum[kValues];
   float window[C::kSlots];  // x at the positions that the step's planes of dy belong to
   float bias;
 
-  __device__ __forceinline__ float load_x(int q) const {
+  __device__ __forceinline__ float load_x(const Marcher<C>& at, int q) const {
     if (!at.exists || q < at.first || q >= at.end) return 0.0f;
     return widen<float>(static_cast<const Scalar*>(
         args.x)[at.n * args.x_strides.n + at.channel * args.x_strides.c + q * args.x_strides.d +
@@ -52,7 +53,7 @@ struct DepthwiseWeightGrad {
 
   // The outputs of a plane that position `step` has, if it is one of the thread's.
   template <int kPlane>
-  __device__ __forceinline__ void add_own(const Scalar (&values)[C::kLoads], int step) {
+  __device__ __forceinline__ void add_own(const Marcher<C>& at, const Scalar (&values)[C::kLoads], int step) {
     if constexpr (C::kBias) {
       float own = 0.0f;
       static_for<C::kTaps>([&](auto t) {
@@ -84,17 +85,18 @@ struct DepthwiseWeightGrad {
     return first;
   }
 
-  __device__ __forceinline__ void store() {
-    float* const totals = dynamic_shared<float>();  // [warp][kValues]
+  // One channel in all threads.
+  __device__ __forceinline__ void store_channel(float* totals) {  // [warp][kValues]
     const int first = add_lanes();
 #pragma unroll
     for (int i = 0; i < kValues / kLanes; ++i) totals[threadIdx.x / kLanes * kValues + first + i] = sum[i];
     __syncthreads();
+    const Marcher<C> at(args.march, args.dy, blockIdx.x);
     const int splits = static_cast<int>(args.march.by_blocks.divisor * args.march.by_parts.divisor);
     const long long split = at.n * static_cast<long long>(splits) +
                             at.part * static_cast<int>(args.march.by_blocks.divisor) + at.block;
     float* const parts = static_cast<float*>(args.parts) + (split * C::kGroups + at.channel) * C::kTaps;
-    if constexpr (C::kBias) store_bias(split);
+    if constexpr (C::kBias) store_bias(split, at.channel);
     for (int t = threadIdx.x; t < C::kTaps; t += C::kThreads) {
       float total = 0.0f;
 #pragma unroll
@@ -103,7 +105,7 @@ struct DepthwiseWeightGrad {
     }
   }
 
-  __device__ __forceinline__ void store_bias(long long split) const {
+  __device__ __forceinline__ void store_bias(long long split, int channel) const {
     float* const totals = dynamic_shared<float>() + kWarps * kValues;
     const float own = warp_sum(bias);
     if (threadIdx.x % kLanes == 0) totals[threadIdx.x / kLanes] = own;
@@ -112,26 +114,52 @@ struct DepthwiseWeightGrad {
     float total = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) total += totals[warp];
-    static_cast<float*>(args.bias_parts)[split * C::kGroups + at.channel] = total;
+    static_cast<float*>(args.bias_parts)[split * C::kGroups + channel] = total;
   }
 
-  __device__ __forceinline__ void compute() {
-    bias = 0.0f;
+  // Neighbouring channels in neighbouring threads.
+  __device__ __forceinline__ void store_channels(float* totals) {  // [tap, and bias][kThreads + 1]
 #pragma unroll
-    for (int i = 0; i < kValues; ++i) sum[i] = 0.0f;
+    for (int t = 0; t < C::kTaps; ++t) totals[t * (C::kThreads + 1) + threadIdx.x] = sum[t];
+    if constexpr (C::kBias) totals[C::kTaps * (C::kThreads + 1) + threadIdx.x] = bias;
+    __syncthreads();
+    constexpr int kSums = C::kTaps + (C::kBias ? 1 : 0);  // of a channel
+    constexpr int kChunks = channel_chunks<C>();
+    const int split = blockIdx.x / kChunks, first = blockIdx.x % kChunks * C::kChannelLanes;
+    float* const parts =
+        static_cast<float*>(args.parts) + (static_cast<long long>(split) * C::kGroups + first) * C::kTaps;
+    for (int i = threadIdx.x; i < C::kChannelLanes * kSums; i += C::kThreads) {
+      const int t = i % kSums, channel = i / kSums;
+      if (first + channel >= C::kGroups) break;
+      float total = 0.0f;
+#pragma unroll
+      for (int thread = 0; thread < C::kThreads; thread += C::kChannelLanes > 0 ? C::kChannelLanes : 1)
+        total += totals[t * (C::kThreads + 1) + thread + channel];
+      if (t < C::kTaps) {
+        parts[channel * C::kTaps + C::kTapIndex(t)] = total;
+      } else {
+        static_cast<float*>(args.bias_parts)[static_cast<long long>(split) * C::kGroups + first + channel] =
+            total;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void walk(const Marcher<C>& at) {
     Scalar values[2][C::kLoads];  // of one plane, and of the next, on its way
     int step = at.first + C::kFirstLag;
     at.load(step * C::kInputStepD, values[0]);
+    for (int i = 1; i < C::kAhead; ++i) at.call(step * C::kInputStepD + i);
     // Slot s of the window belongs to position step - kEndLag + s.
 #pragma unroll
-    for (int slot = 0; slot < C::kSlots; ++slot) window[slot] = load_x(step - C::kEndLag + slot);
+    for (int slot = 0; slot < C::kSlots; ++slot) window[slot] = load_x(at, step - C::kEndLag + slot);
 #pragma unroll 1  // registers are for sums
     for (; step < at.end + C::kEndLag; ++step) {
-      const float next = load_x(step + 1 - C::kFirstLag);
+      const float next = load_x(at, step + 1 - C::kFirstLag);
       static_for<C::kInputStepD>([&](auto plane) {
         at.load(step * C::kInputStepD + plane + 1, values[1]);
+        at.call(step * C::kInputStepD + plane + C::kAhead);
         accumulate<plane>(values[0]);
-        add_own<plane>(values[0], step);
+        add_own<plane>(at, values[0], step);
 #pragma unroll
         for (int i = 0; i < C::kLoads; ++i) values[0][i] = values[1][i];
       });
@@ -139,13 +167,26 @@ struct DepthwiseWeightGrad {
       for (int slot = 0; slot + 1 < C::kSlots; ++slot) window[slot] = window[slot + 1];
       window[C::kSlots - 1] = next;
     }
-    store();
+  }
+
+  __device__ __forceinline__ void compute() {
+    bias = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) sum[i] = 0.0f;
+#pragma unroll 1
+    for (int unit = blockIdx.x; unit < args.units; unit += gridDim.x)
+      walk(Marcher<C>(args.march, args.dy, unit));
+    if constexpr (C::kChannelLanes > 0) {
+      store_channels(dynamic_shared<float>());
+    } else {
+      store_channel(dynamic_shared<float>());
+    }
   }
 };
 
 template <class Config>
 __device__ void run(const Args& args) {
-  DepthwiseWeightGrad<Config> kernel{args, Marcher<Config>(args.march, args.dy)};
+  DepthwiseWeightGrad<Config> kernel{args};
   kernel.compute();
 }
 

@@ -3,6 +3,9 @@
 // Position q and a tap read plane step_in*q + offset(tap) of x (geometry.py, Gather). With
 // offset = step_in*lag + plane, step j of the walk loads planes step_in*j + plane, 0 <= plane < step_in,
 // once, and uses each for every tap along depth that reads it: for position q = j - lag.
+//
+// Few threads fit a multiprocessor, with that many registers each, and a thread has one plane on its way: too
+// little to hide memory's latency. So what lies kAhead planes further is called into L2 meanwhile.
 #pragma once
 
 #include "common.cuh"
@@ -15,11 +18,20 @@ struct March {
   Extent grid;  // positions q per dimension
   int length;   // positions along depth of a block
   int batch;
-  Divider by_w, by_blocks, by_parts;  // grid.w; blocks of positions within a plane; parts along depth
+  // Positions, or, where neighbouring threads have neighbouring channels, patches of positions along w;
+  // blocks of a plane; parts along depth.
+  Divider by_w, by_blocks, by_parts;
 };
 
-// C: Scalar, kWide, kThreads, kGroups, kChannelLanes, kInputStep, kLoads with their offsets kLoadH and
-// kLoadW.
+// Blocks that share a patch of positions, each with other channels.
+template <class C>
+constexpr int channel_chunks() {
+  return C::kChannelLanes > 0 ? (C::kGroups + C::kChannelLanes - 1) / C::kChannelLanes : 1;
+}
+
+// C: Scalar, kWide, kThreads, kGroups, kChannelLanes (neighbouring threads that have neighbouring channels;
+// 0: neighbours along w) and kPatchW, kAhead, kInputStep, kStrideX (of x along w, 0: unknown), kLoads with
+// their offsets kLoadH and kLoadW.
 template <class C>
 struct Marcher {
   using Scalar = typename C::Scalar;
@@ -33,19 +45,23 @@ struct Marcher {
   int block, part;
   bool exists;
 
-  // Neighbouring threads are neighbours along w, or, channels-last, neighbouring channels.
-  __device__ __forceinline__ Marcher(const March& march, const void* tensor) : march(march) {
-    int rest = divide(static_cast<int>(blockIdx.x), march.by_blocks);
-    block = static_cast<int>(blockIdx.x) - rest * static_cast<int>(march.by_blocks.divisor);
+  // `unit`: which batch item, part along depth, and channel or patch.
+  __device__ __forceinline__ Marcher(const March& march, const void* tensor, int unit) : march(march) {
+    const int rest = divide(unit, march.by_blocks);
+    block = unit - rest * static_cast<int>(march.by_blocks.divisor);
     const int next = divide(rest, march.by_parts);
     part = rest - next * static_cast<int>(march.by_parts.divisor);
-    const int thread = block * C::kThreads + static_cast<int>(threadIdx.x);
-    const int position = C::kChannelLanes ? thread / C::kGroups : thread;
-    channel = C::kChannelLanes ? thread % C::kGroups : next % C::kGroups;
-    n = C::kChannelLanes ? next : next / C::kGroups;
-    qh = divide(position, march.by_w);
-    qw = position - qh * march.grid.w;
-    exists = qh < march.grid.h;
+    if constexpr (C::kChannelLanes > 0) {
+      locate_in_patch();
+      n = next;
+    } else {
+      const int position = block * C::kThreads + static_cast<int>(threadIdx.x);
+      qh = divide(position, march.by_w);
+      qw = position - qh * march.grid.w;
+      exists = qh < march.grid.h;
+      channel = next % C::kGroups;
+      n = next / C::kGroups;
+    }
     first = part * march.length;
     end = march.grid.d - first < march.length ? march.grid.d : first + march.length;
     inside = 0;
@@ -60,6 +76,35 @@ struct Marcher {
     if (exists) x += h * march.x_strides.h + w * march.x_strides.w;
   }
 
+  // A block has some channels and a patch of positions, so that it shares most of what it loads.
+  __device__ __forceinline__ void locate_in_patch() {
+    constexpr int kChunks = channel_chunks<C>();
+    constexpr int kPatchH = C::kThreads / C::kChannelLanes / C::kPatchW;
+    const int patch = block / kChunks, own = static_cast<int>(threadIdx.x) / C::kChannelLanes;
+    const int patch_h = divide(patch, march.by_w);
+    const int patch_w = patch - patch_h * static_cast<int>(march.by_w.divisor);
+    qh = patch_h * kPatchH + own / C::kPatchW;
+    qw = patch_w * C::kPatchW + own % C::kPatchW;
+    channel = block % kChunks * C::kChannelLanes + static_cast<int>(threadIdx.x) % C::kChannelLanes;
+    exists = qh < march.grid.h && qw < march.grid.w && channel < C::kGroups;
+    if (channel >= C::kGroups) channel = C::kGroups - 1;
+  }
+
+  __device__ __forceinline__ Index stride_w() const {
+    return C::kStrideX > 0 ? Index(C::kStrideX) : static_cast<Index>(march.x_strides.w);
+  }
+
+  // Calls a plane of x into L2: those of the loads that no other thread calls.
+  __device__ __forceinline__ void call(int plane) const {
+    if (plane < 0 || plane >= march.x_size.d) return;
+    const Scalar* from = x + plane * march.x_strides.d;
+    static_for<C::kCalls>([&](auto i) {
+      constexpr int kLoad = C::kCallLoad(i), kH = C::kLoadH(kLoad), kW = C::kLoadW(kLoad);
+      if (inside >> kLoad & 1)
+        ptx::call_into_l2(from + kH * static_cast<Index>(march.x_strides.h) + kW * stride_w());
+    });
+  }
+
   // The values of one plane that the thread's taps read, as they are in memory: a conversion would wait for
   // them.
   __device__ __forceinline__ void load(int plane, Scalar (&values)[C::kLoads]) const {
@@ -68,7 +113,7 @@ struct Marcher {
     static_for<C::kLoads>([&](auto i) {
       constexpr int kH = C::kLoadH(i), kW = C::kLoadW(i);
       const Scalar* line = from + kH * static_cast<Index>(march.x_strides.h);
-      const Scalar* at = line + kW * (C::kUnitW ? Index(1) : static_cast<Index>(march.x_strides.w));
+      const Scalar* at = line + kW * stride_w();
       values[i] = Scalar{};
       if (there && (inside >> i & 1)) values[i] = *at;
     });

@@ -132,7 +132,11 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#else
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+#endif
       "@done bra finished;\n"
       "bra again;\n"
       "finished:\n"
@@ -408,6 +412,14 @@ __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&
   }
 }
 
+// ---- The compiler keeps this value in a register, instead of loading it again where it is needed.
+__device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value)); }
+
+// ---- A hint: the line at this address will be needed soon.
+__device__ __forceinline__ void call_into_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- The asynchronous copy (sm_80): 1, 2 or 4 words from global to shared memory past the registers.
 
 // `from` must be a valid address even when not `inside`: then zeros are written.
@@ -417,6 +429,18 @@ __device__ __forceinline__ void copy_words(void* to, const void* from, bool insi
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
                "n"(4 * kWords), "r"(inside ? 4 * kWords : 0)
                : "memory");
+}
+
+// The same for what is read only once: vectors of 16 bytes need no room in L1 while they are on their way.
+template <int kWords>
+__device__ __forceinline__ void copy_words_once(void* to, const void* from, bool inside) {
+  if constexpr (kWords == 4) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
+  } else {
+    copy_words<kWords>(to, from, inside);
+  }
 }
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
