@@ -27,6 +27,7 @@ PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
 STORE_CYCLES = 14  # of an accumulator, from the last product to the next
 STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
 STRICT_PRODUCER_REGISTERS = 128
+MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 
@@ -41,7 +42,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class VectorTurn:
-    """What a batch of a loader takes of input vectors (BatchTransposed and BatchByVector in halo.cuh)."""
+    """What a batch of a loader takes of input vectors (BatchTransposed in halo.cuh)."""
 
     vectors: int
     shares: int  # batches for all channels of a chunk
@@ -321,7 +322,7 @@ class Build:
         """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""
         step, items = self.program.read_step[2], 16 // self.item_bytes
         *outer, w = job.read
-        if w != 1 or step != self.program.parts or tiling.items > 1:
+        if w != 1 or step != self.program.parts or tiling.items > 1 or self.item_bytes != 2:
             return 0
         if not job.aligned or any(v % items for v in (*outer, job.read_size[2])):
             return 0
@@ -329,6 +330,8 @@ class Build:
         tiles = product(range(tiling.tiles[3]), origins)
         starts = {(place * tiling.tile[2] + origin) * step % items for place, origin in tiles}
         vectors = ceil_div(max(starts) + tiling.halo[2] * step, items)
+        if vectors * items > MAX_BESIDE * tiling.halo[2] * step:
+            return 0  # too much comes along (measured)
         noted = self.vector_batches(vectors * tiling.lines) * self.loaders * self.vector_turn.noted_bytes
         stages = self.stages * self.halves * self.stage_rows * self.row_bytes
         room = self.shared_bytes - RESERVED_BYTES - self.panel_bytes - stages
@@ -337,11 +340,8 @@ class Build:
     @property
     def vector_turn(self) -> VectorTurn:
         pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # that tensor cores read
-        if self.item_bytes == 2:
-            turns = max(1, 4 // pieces)
-            return VectorTurn(4 * turns, 2 if pieces > 4 else 1, turns * 160)
-        together = 4 if pieces % 4 == 0 else 2
-        return VectorTurn(32 // together, pieces // together, 32 // together * 24)
+        turns = max(1, 4 // pieces)
+        return VectorTurn(4 * turns, 2 if pieces > 4 else 1, turns * 160)
 
     def vector_batches(self, vectors: int) -> int:
         """Of a loader warp, to fill a stage with so many vectors of the halo."""

@@ -18,6 +18,8 @@ class Costs:
 
     start: float = 13200.0  # of a launch
     tile: float = 1770.0  # of a tile: what nothing hides
+    plane: float = 250.0  # of a plane of a march
+    crooked: float = 1.1  # stores of runs, times those of boxes
     batch: float = 1290.0  # of a loader warp, per batch of loads
     stage: float = 130.0  # of filling a stage: barriers
     load: float = 2.99  # of a load by a warp, whoever issues it
@@ -69,7 +71,7 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: i
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
     vector = 2 if job.written_last else build.vector(job, tiling)
     at_once = 1 if vector == 2 and not job.written_last else vector  # pairs along w have not been measured
-    return outputs / 32 / at_once**0.5 * costs.store
+    return outputs / 32 / at_once**0.5 * costs.store * (costs.crooked if tiling.length else 1.0)
 
 
 def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
@@ -116,7 +118,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     units, blocks = tiling.work(build), tiling.blocks(build, multiprocessors)
     p = costs.overlap
     tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
-    work = ceil_div(units, blocks) * (tile + costs.tile)
+    work = ceil_div(units, blocks) * (tile + costs.tile + (costs.plane * planes if build.march else 0.0))
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
     memory = _memory_cycles(build, tiling, job, costs)
     return (work**p + memory**p) ** (1 / p) + costs.start

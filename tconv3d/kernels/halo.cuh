@@ -359,9 +359,9 @@ struct Halo : HaloLayout<Config> {
     }
   };
 
-  // Rows along w that begin and end at multiples of 16 bytes are loaded by vectors of 16 bytes, on such
-  // boundaries: items beside the halo come along, and are dropped. `place`: of the first item in the halo's
-  // line.
+  // Rows of 16-bit items that begin and end at multiples of 16 bytes are loaded by vectors of 16 bytes, on
+  // such boundaries: items beside the halo come along, and are dropped. `place`: of the first item in the
+  // halo's line.
   static constexpr int kVectorItems = Layout::kPieceItems;
   struct InputVector {
     long long from;  // in bytes, as of a position
@@ -489,76 +489,14 @@ struct Halo : HaloLayout<Config> {
     }
   };
 
-  // Of 32-bit items: a lane has the four channels of a piece in one vector. Neighbouring lanes have pieces
-  // and vectors such that their rows lie in different banks: lane 2*kLanePieces*a + 2*p + b has piece p in
-  // vector 2*a + b.
-  struct BatchByVector {
-    static constexpr int kLanePieces = kUsedPieces % 4 == 0 ? 4 : 2, kLaneVectors = 32 / kLanePieces;
-    static constexpr int kShares = kUsedPieces / kLanePieces, kTurns = 1;
-    uint4 raw[4];
-    uint4 target;
-    int piece;
-
-    struct Turn {
-      uint4 target[kLaneVectors];
-      long long from[kLaneVectors];
-    };
-    static constexpr unsigned kBeside = 0xFFFFFFFFu;
-    static __device__ __forceinline__ Turn* table() {
-      return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kTableStart);
-    }
-    static __device__ __forceinline__ int turns(const Args& args) {
-      return (args.vectors + kLaneVectors - 1) / kLaneVectors * kShares;
-    }
-    static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
-                                                int lane) {
-      unsigned own = lane;
-      ptx::pin(own);  // nothing of this is kept in registers from tile to tile
-      if (own >= kLaneVectors) return;
-      const InputVector vector = input_vector(args, at, source, turn / kShares * kLaneVectors + own);
-      Turn& to = table()[turn];
-      to.target[own] = make_uint4(item_start(args, vector, 0, kBeside), item_start(args, vector, 1, kBeside),
-                                  item_start(args, vector, 2, kBeside), item_start(args, vector, 3, kBeside));
-      to.from[own] = vector.from;
-    }
-    __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
-                                         int lane) {
-      const int vector = lane / (2 * kLanePieces) * 2 + lane % 2;
-      const Turn& at = table()[turn];
-      const long long from = at.from[vector];
-      target = at.target[vector];
-      piece = turn % kShares * kLanePieces + lane / 2 % kLanePieces;
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const auto channel = channel_offset(args, chunk, piece, c);
-        raw[c] = load_16_bytes(x + from + channel.bytes, channel.exists && from >= 0);
-      }
-    }
-    __device__ __forceinline__ void store(unsigned stage, int) const {
-      store_item(stage, target.x, raw[0].x, raw[1].x, raw[2].x, raw[3].x);
-      store_item(stage, target.y, raw[0].y, raw[1].y, raw[2].y, raw[3].y);
-      store_item(stage, target.z, raw[0].z, raw[1].z, raw[2].z, raw[3].z);
-      store_item(stage, target.w, raw[0].w, raw[1].w, raw[2].w, raw[3].w);
-    }
-    __device__ __forceinline__ void store_item(unsigned stage, unsigned start, unsigned a, unsigned b,
-                                               unsigned c, unsigned d) const {
-      if (start == kBeside) return;
-      const unsigned address = stage + start ^ 16 * piece;
-#pragma unroll
-      for (int half = 0; half < Config::kHalves; ++half) {
-        ptx::store_shared(address + half * kHalfBytes,
-                          BatchByChannel::to_operands(make_uint4(a, b, c, d), half));
-      }
-    }
-  };
   static __device__ __forceinline__ uint4 load_16_bytes(const unsigned char* address, bool exists) {
     return exists ? __ldg(reinterpret_cast<const uint4*>(address)) : make_uint4(0, 0, 0, 0);
   }
 
   using Batch = typename Choose<Config::kUnitC, BatchByChannel, BatchByPosition>::type;
-  using VectorBatch = typename Choose<sizeof(Scalar) == 2, BatchTransposed, BatchByVector>::type;
-  // Whether the input may be such that vectors can be loaded.
-  static constexpr bool kMayHaveVectors = !Config::kUnitC && Config::kReadStepW == Config::kParts;
+  // Whether the input may be such that vectors can be loaded. Vectors of 32-bit items lost (measured).
+  static constexpr bool kMayHaveVectors =
+      sizeof(Scalar) == 2 && !Config::kUnitC && Config::kReadStepW == Config::kParts;
 
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = kLoaderWarps * Batch::kTurns;
@@ -723,7 +661,7 @@ struct Halo : HaloLayout<Config> {
                                                     int lane) {
     if constexpr (kMayHaveVectors) {
       if (args.vectors > 0) {
-        load_halos<VectorBatch>(args, shared, warp, lane);
+        load_halos<BatchTransposed>(args, shared, warp, lane);
         return;
       }
     }
