@@ -392,7 +392,7 @@ struct FewOutputs {
 
   // The barriers' phases count the planes of the block.
   __device__ __forceinline__ void gather_all(int plane) {
-    ptx::barrier_wait(written, (plane - first_plane) & 1);
+    ptx::barrier_poll(written, (plane - first_plane) & 1);
     for (int round = 0; round < kRounds; ++round) gather(threadIdx.x + round * C::kThreads, plane);
     arrive(gathered);
   }
@@ -438,7 +438,7 @@ struct FewOutputs {
       } else if (waiting) {  // planes past the input only complete outputs
         gather_all(plane - 1);
       }
-      if (waiting) ptx::barrier_wait(gathered, (plane - 1 - first_plane) & 1);
+      if (waiting) ptx::barrier_poll(gathered, (plane - 1 - first_plane) & 1);
       exchange();
       arrive(written);
     }

@@ -132,11 +132,22 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-#else
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-#endif
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The same by asking again and again: GPUs before compute capability 9.0 cannot sleep on a barrier.
+__device__ __forceinline__ void barrier_poll(unsigned barrier, unsigned parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
       "@done bra finished;\n"
       "bra again;\n"
       "finished:\n"
