@@ -29,12 +29,13 @@ REGISTERS = {4: (56, 104, 176), 2: (48, 128, 168)}
 
 # What a multiprocessor does, in cycles, for choosing between tilings.
 L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # moved per cycle
-BATCH_CYCLES = 90.0  # two products with the way of their operands
+CHUNK_CYCLES, CHUNK_COLUMN_CYCLES = 500.0, 8.0  # copies; products and x
 TILE_OVERHEAD = 600.0  # storing dx, barriers
 BLOCK_OVERHEAD = 8000.0  # weights, the first tile's way, the sums' way out
 REGION_ALIGN = 256
 LAUNCH = 3500.0  # a kernel that does next to nothing
 APART_EFFICIENCY = 0.8  # of memory, where the other families are at their best
+APART_WORD, APART_REST = 45.0, 60000.0  # a small volume: the sum over K of one tile of dx, everything else
 MIN_GAIN = 1.0
 
 
@@ -68,9 +69,7 @@ class Tiling:
 
     @property
     def tile_cycles(self) -> float:
-        loaded = self.chunks * ROWS * 16 * PIECES + self.columns * 8 * PIECES
-        products = self.chunks * 4 * BATCH_CYCLES
-        return max(loaded / L2_BYTES, products) + TILE_OVERHEAD
+        return self.chunks * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) + TILE_OVERHEAD
 
     def __str__(self) -> str:
         return f"{self.columns} input channels x {self.chunks} x {ROWS} rows, {self.stages} stages"
@@ -149,7 +148,9 @@ def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
 
 def cycles_apart(p: Problem, device: Device) -> float:
     """Predicted, of the other families: dy is read for each of two products, the bias comes with one of them."""
-    return _moving(p, 2, 2, device) / APART_EFFICIENCY + 5 * LAUNCH
+    g = p.geometry
+    small = APART_WORD * g.out_channels * g.taps * p.item_bytes / 4 + APART_REST
+    return max(_moving(p, 2, 2, device) / APART_EFFICIENCY, small) + 5 * LAUNCH
 
 
 def _moving(p: Problem, inputs: int, outputs: int, device: Device) -> float:
