@@ -16,25 +16,26 @@ class Costs:
     Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
     """
 
-    start: float = 13200.0  # of a launch
-    tile: float = 1770.0  # of a tile: what nothing hides
-    plane: float = 250.0  # of a plane of a march
-    crooked: float = 1.1  # stores of runs, times those of boxes
-    batch: float = 1290.0  # of a loader warp, per batch of loads
-    stage: float = 130.0  # of filling a stage: barriers
-    load: float = 2.99  # of a load by a warp, whoever issues it
-    sector: float = 1.64  # of a sector that it touches
-    product: float = 0.886  # of a cycle that tensor cores should take
-    panel: float = 58.7  # of a panel: barriers, and the drain of the tensor cores
-    streamed: float = 107.0  # the same, of a panel out of the ring
-    paired: float = 12.1  # the same, more of one that two blocks fetch
-    slot: float = 909.0  # from a slot's release to its next panel's arrival
-    store: float = 4.77  # of a store by a warp
-    cache_bytes: float = 74.3  # per cycle, from L2
-    memory_bytes: float = 1530.0  # per cycle, of the whole device memory
-    run: float = 0.0779  # of the device memory, per run of outputs whose ends share sectors with other tiles
-    torn: float = 3.82  # bytes of traffic per byte of an output whose neighbours come from another column tile
-    overlap: float = 2.91  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
+    start: float = 14300.0  # of a launch
+    tile: float = 1220.0  # of a tile: what nothing hides
+    plane: float = 153.0  # of a plane of a march
+    alone: float = 1.05  # a tile of one producer warpgroup, times that of two
+    crooked: float = 1.21  # stores of runs, times those of boxes
+    batch: float = 1110.0  # of a loader warp, per batch of loads
+    stage: float = 71.5  # of filling a stage: barriers
+    load: float = 1.69  # of a load by a warp, whoever issues it
+    sector: float = 1.79  # of a sector that it touches
+    product: float = 0.862  # of a cycle that tensor cores should take
+    panel: float = 67.4  # of a panel: barriers, and the drain of the tensor cores
+    streamed: float = 82.6  # the same, of a panel out of the ring
+    paired: float = 15.2  # the same, more of one that two blocks fetch
+    slot: float = 1010.0  # from a slot's release to its next panel's arrival
+    store: float = 5.45  # of a store by a warp
+    cache_bytes: float = 134.0  # per cycle, from L2
+    memory_bytes: float = 1650.0  # per cycle, of the whole device memory
+    run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
+    torn: float = 2.87  # bytes of traffic per byte of an output whose neighbours come from another column tile
+    overlap: float = 2.6  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
 
 COSTS = Costs()
@@ -117,7 +118,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
     units, blocks = tiling.work(build), tiling.blocks(build, multiprocessors)
     p = costs.overlap
-    tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
+    tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p) * (costs.alone if build.producers == 1 else 1.0)
     work = ceil_div(units, blocks) * (tile + costs.tile + (costs.plane * planes if build.march else 0.0))
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
     memory = _memory_cycles(build, tiling, job, costs)
