@@ -63,7 +63,8 @@ def reference(problem: Problem, x: Tensor, dy: Tensor) -> Tensor:
 
 def call_of(plan: Plan, x: Tensor, dy: Tensor, dw: Tensor) -> Callable[[], None]:
     workspace = torch.full((max(1, plan.workspace_bytes // 4),), nan, device="cuda")
-    addresses = {"x": x.data_ptr(), "dy": dy.data_ptr(), "dw": dw.data_ptr(), "workspace": workspace.data_ptr()}
+    operands = {"x": x, "dy": dy, "dw": dw, "workspace": workspace}
+    addresses = {"null": 0, **{name: tensor.data_ptr() for name, tensor in operands.items()}}
     calls = [(launcher.prepare(launch, 0), tuple(addresses[n] for n in launch.pointers)) for launch in plan.launches]
     stream = torch.cuda.current_stream().cuda_stream
 

@@ -27,7 +27,6 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
-MAX_MERGED = 32  # channels of groups that a block has together
 OTHER_REGISTERS = (28, 18)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
@@ -292,7 +291,6 @@ class Tiling:
     pieces: tuple[Words, ...]  # taps along w, one launch each
     depth: int  # sets of fragments
     share: Share
-    merged: int = 1  # groups that a block has together: matrix instructions are hardly faster with few columns
     stages: int = 3
 
     @cached_property
@@ -321,9 +319,8 @@ class Tiling:
 
     def kinds(self, g: Geometry) -> int:
         """Blocks that together have all channels and taps along d and h."""
-        channels_in, channels_out = g.in_per_group * self.merged, g.out_per_group * self.merged
-        channels = -(-channels_in // self.columns) * -(-channels_out // self.out_tile)
-        return g.groups // self.merged * channels * len(self.rows_d) * len(self.rows_h)
+        channels = -(-g.in_per_group // self.columns) * -(-g.out_per_group // self.out_tile)
+        return g.groups * channels * len(self.rows_d) * len(self.rows_h)
 
     @property
     def sums(self) -> int:
@@ -333,10 +330,9 @@ class Tiling:
     def __str__(self) -> str:
         d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
         w = " + ".join(str(len(piece.taps)) for piece in self.pieces)
-        of_groups = f" of {self.merged} groups" if self.merged > 1 else ""
         return (
             f"{CONSUMERS} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
-            f"outputs{of_groups} x {d} x {h} x {w} taps{', fragments ahead' if self.depth == 2 else ''}"
+            f"outputs x {d} x {h} x {w} taps{', fragments ahead' if self.depth == 2 else ''}"
         )
 
 
@@ -576,29 +572,19 @@ def _divisions(channels: int, multiple: int, most: int) -> list[int]:
     return sorted({size for parts in range(1, units + 1) if (size := -(-units // parts) * multiple) <= most})
 
 
-def _mergings(g: Geometry) -> list[int]:
-    """How many groups a block may have: one, or as many as fill the columns that cost little."""
-    most = MAX_MERGED // max(g.in_per_group, g.out_per_group)
-    return sorted({1, max((m for m in range(1, most + 1) if g.groups % m == 0), default=1)})
-
-
 def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
     """Tilings that fit the registers, each with a rough cost per position (halos left out) and a number."""
     g, number = layer.geometry, 0
-    channels = tuple(
-        (merged, columns, out_tile)
-        for merged in _mergings(g)
-        for columns in _divisions(g.in_per_group * merged, 8, 256)[-1 if merged > 1 else 0 :]
-        for out_tile in _divisions(g.out_per_group * merged, 2, 256)[-1 if merged > 1 else 0 :]
-    )
+    channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
     for pieces, rows_d, rows_h in product(_pieces(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
         taps = max(len(piece.taps) for piece in pieces)
         fragments = [max(piece.registers(depth) for piece in pieces) + OTHER_REGISTERS[depth - 1] for depth in (1, 2)]
         rows = max(len(r.taps) for r in rows_d) * max(len(r.taps) for r in rows_h)
+        kinds = g.groups * len(rows_d) * len(rows_h)
         planes = prod(max(len(r.offsets) for r in kinds) for kinds in (rows_d, rows_h, pieces))
         planes *= g.stride[2] if pieces[0].lines else 1
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
-        for merged, columns, out_tile in channels:
+        for columns, out_tile in channels:
             row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
             needs = (held + row_tiles * (taps * columns // 2 + 2) for held in fragments)
             fits = [(depth, s) for depth, need in enumerate(needs, 1) for s in SHARES[::-1] if need <= s.consumer]
@@ -606,17 +592,16 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             ways = {share.producers: (depth, share) for depth, share in fits}
             if row_tiles > MAX_ROW_TILES or not fits:
                 continue
-            blocks = -(-g.in_per_group * merged // columns) * -(-g.out_per_group * merged // out_tile)
-            blocks *= g.groups // merged * len(rows_d) * len(rows_h)
+            blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
             tiles = CONSUMERS * row_tiles
-            if useful * merged < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
+            if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                 continue
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
             for depth, share in ways.values():
                 items = [tiles * item_cycles(piece, columns, depth) for piece in pieces]
                 cost = sum(max(item, copied) + 0.1 * copied for item in items)
                 number += 1
-                yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, share, merged)
+                yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, share)
 
 
 # ---- The bias's gradient in the same pass.
@@ -859,10 +844,9 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kProducerRegisters", tiling.share.producer),
         ("kStages", tiling.stages),
         ("kDepth", tiling.depth),
-        ("kGroups", g.groups // tiling.merged),
-        ("kInPerGroup", g.in_per_group * tiling.merged),
-        ("kOutPerGroup", g.out_per_group * tiling.merged),
-        ("kMerged", tiling.merged),
+        ("kGroups", g.groups),
+        ("kInPerGroup", g.in_per_group),
+        ("kOutPerGroup", g.out_per_group),
         ("kColumns", tiling.columns),
         ("kOutTile", tiling.out_tile),
         ("kRowTiles", tiling.row_tiles),

@@ -76,6 +76,12 @@ def test_traps(name: str, ours: str) -> None:
     check(layer, torch.float32, ours)
 
 
+def test_tensor_cores_leave_the_weight_gradient_alone() -> None:
+    layer = Layer(64, 64, (8, 8, 16), (4, 4, 4), T2, T1, groups=64)
+    for which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+        assert planner.plan(problem(layer, which, tf32=True), H200).kernel.startswith("depthwise")
+
+
 def test_unaligned_and_strided_operands(ours: str) -> None:
     layer = LAYERS["gan"]
     for dtype in (torch.float32, torch.float16):

@@ -753,12 +753,10 @@ struct HopperWeightGrad {
     }
   }
 
-  // Of groups that the block has together, only the channels of one and the same group.
   __device__ __forceinline__ void store(const Consumer& me, int consumer) const {
     constexpr int kIn = C::kGroups * C::kInPerGroup;
-    constexpr int kGroupIn = C::kInPerGroup / C::kMerged, kOut = C::kOutPerGroup / C::kMerged;
-    float* const parts =
-        static_cast<float*>(args.parts) + static_cast<int>(blockIdx.x) / kKinds * (kTapsAll * kOut * kIn);
+    float* const parts = static_cast<float*>(args.parts) +
+                         static_cast<int>(blockIdx.x) / kKinds * (kTapsAll * C::kOutPerGroup * kIn);
     const int in = kind.first_in + lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
@@ -772,20 +770,20 @@ struct HopperWeightGrad {
         for (int half = 0; half < 2; ++half) {
           const int out = kind.first_out + index % kPairs + half * kPairs;
           if (out >= C::kOutPerGroup) continue;
-          const int first_in = out / kOut * kGroupIn, last_in = first_in + kGroupIn;
-          float* const to = parts + (static_cast<long long>(tap + C::kTapW(t)) * kOut + out % kOut) * kIn +
+          float* const to = parts +
+                            (static_cast<long long>(tap + C::kTapW(t)) * C::kOutPerGroup + out) * kIn +
                             kind.group * C::kInPerGroup + in;
 #pragma unroll
           for (int j = 0; j < C::kColumns / 8; ++j) {
             const float* const sums = &me.sums[r][t][4 * j + 2 * half];
-            if constexpr (kGroupIn % 2 == 0) {
-              if (in + 8 * j >= first_in && in + 8 * j < last_in) {
+            if constexpr (C::kInPerGroup % 2 == 0) {
+              if (in + 8 * j < C::kInPerGroup) {
                 *reinterpret_cast<Vector<float, 2>*>(to + 8 * j) = Vector<float, 2>{sums[0], sums[1]};
               }
             } else {
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                if (in + 8 * j + e >= first_in && in + 8 * j + e < last_in) to[8 * j + e] = sums[e];
+                if (in + 8 * j + e < C::kInPerGroup) to[8 * j + e] = sums[e];
               }
             }
           }
