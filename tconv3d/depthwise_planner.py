@@ -70,7 +70,8 @@ class Walk:
             return -(-len(self.taps) // 32) * 32 + 2 * len(self.loads) + self.slots + 24
         problem = self.side.problem
         simple = problem.item_bytes == 4 and _known_stride(self.side.x, problem.geometry.groups) > 0
-        return len(self.taps) + (self.slots + 4) * prod(self.phases) + 2 * len(self.loads) + (24 if simple else 40)
+        sums = (self.slots + (1 if _channel_lanes(self) else 4)) * prod(self.phases)  # and what is made of them
+        return len(self.taps) + sums + 2 * len(self.loads) + (22 if simple else 40)
 
     def calls(self, every_position: bool) -> tuple[int, ...]:
         """Loads that cover x once, all threads together; along w a line is called by its threads' first."""

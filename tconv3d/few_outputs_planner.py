@@ -22,7 +22,7 @@ MAX_OUT = 4  # channels per group; with more, columns of channels fill the tenso
 MAX_SUMS = 96  # accumulators of a thread in the product
 MAX_TOTALS = 48  # and in the outputs of a position
 MAX_WARPS = 16
-STAGES = (2, 3, 4, 5)
+STAGES = (2, 3, 4)
 KEPT_COPIES = 8  # of a lane and a chunk, whose places wait in registers
 
 # What a multiprocessor does per cycle, for choosing between tiles.
@@ -235,7 +235,7 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
-    return sorted(fitting, key=lambda tile: (tile.cycles(device), -tile.stages))
+    return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3)))  # three are enough
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
