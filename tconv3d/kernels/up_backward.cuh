@@ -553,7 +553,9 @@ __device__ void run(const Args& args) {
   if (kernel.warp >= 12) kernel.put_first_x();
   kernel.load_weights();
   if (kernel.warp < 8) {
-    ptx::keep_registers<Config::kInputRegisters>();
+    if constexpr (Config::kInputRegisters < 65536 / Config::kThreads) {  // fewer than it began with
+      ptx::keep_registers<Config::kInputRegisters>();
+    }
     kernel.input_grad();
   } else {
     ptx::claim_registers<Config::kWeightRegisters>();
