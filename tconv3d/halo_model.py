@@ -19,7 +19,6 @@ class Costs:
     start: float = 14300.0  # of a launch
     tile: float = 1220.0  # of a tile: what nothing hides
     plane: float = 153.0  # of a plane of a march
-    alone: float = 1.05  # a tile of one producer warpgroup, times that of two
     crooked: float = 1.21  # stores of runs, times those of boxes
     batch: float = 1110.0  # of a loader warp, per batch of loads
     stage: float = 71.5  # of filling a stage: barriers
@@ -118,7 +117,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
     units, blocks = tiling.work(build), tiling.blocks(build, multiprocessors)
     p = costs.overlap
-    tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p) * (costs.alone if build.producers == 1 else 1.0)
+    tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
     work = ceil_div(units, blocks) * (tile + costs.tile + (costs.plane * planes if build.march else 0.0))
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
     memory = _memory_cycles(build, tiling, job, costs)

@@ -227,7 +227,9 @@ def _search(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build 
     best = sorted(slower, key=lambda build: slower[build])[:3]
     pairs = [replace(build, paired=True) for build in best if not build.resident]  # whether to pair is asked last
     slower = _slowness([*best, *pairs], nominal, multiprocessors)
-    return min(slower, key=lambda build: slower[build], default=None)
+    least = min(slower.values(), default=0.0)
+    equals = [build for build in slower if slower[build] < AS_GOOD * least]  # the model cannot tell them apart
+    return min(equals, key=lambda build: (-build.producers, build.slabs, slower[build]), default=None)
 
 
 def _slowness(found: list[Build], nominal: Nominal, multiprocessors: int) -> dict[Build, float]:

@@ -17,10 +17,18 @@ struct Gradient {
 };
 
 struct Args {
-  const void* parts[3];
-  void* results[3];
-  Gradient gradients[3];  // those that there are not have no blocks
+  const void *first_parts, *second_parts, *third_parts;
+  void *first_result, *second_result, *third_result;
+  Gradient first, second, third;  // those that there are not have no blocks
 };
+
+// One of three.
+template <int kWhich, class T>
+__device__ __forceinline__ const T& choose(const T& first, const T& second, const T& third) {
+  if constexpr (kWhich == 0) return first;
+  if constexpr (kWhich == 1) return second;
+  return third;
+}
 
 template <class C>
 __device__ void run(const Args& args) {
@@ -32,7 +40,9 @@ __device__ void run(const Args& args) {
   const int block = static_cast<int>(blockIdx.x);
   static_for<3>([&](auto which) {
     constexpr int kWhich = decltype(which)::value;
-    const Gradient& gradient = args.gradients[kWhich];
+    const Gradient& gradient = choose<kWhich>(args.first, args.second, args.third);
+    const void* const parts = choose<kWhich>(args.first_parts, args.second_parts, args.third_parts);
+    void* const result = choose<kWhich>(args.first_result, args.second_result, args.third_result);
     const int local = block - gradient.first_block;
     if (local < 0 || local >= gradient.blocks) return;
     const int slice = warp % gradient.slices, groups = kWarps / gradient.slices;
@@ -40,7 +50,7 @@ __device__ void run(const Args& args) {
         4 * ((static_cast<long long>(local) * groups + warp / gradient.slices) * kLanes + lane);
     Four sum{};
     if (first < gradient.count) {
-      const float* const from = static_cast<const float*>(args.parts[kWhich]) + first;
+      const float* const from = static_cast<const float*>(parts) + first;
 #pragma unroll 8
       for (int part = slice; part < gradient.parts; part += gradient.slices) {
         const Four values = load_vector<4>(from + part * gradient.pitch);
@@ -55,7 +65,7 @@ __device__ void run(const Args& args) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum.at[e] += sums[warp + other][lane].at[e];
     }
-    Scalar* const to = static_cast<Scalar*>(args.results[kWhich]) + first;
+    Scalar* const to = static_cast<Scalar*>(result) + first;
     Vector<Scalar, 4> narrow;
 #pragma unroll
     for (int e = 0; e < 4; ++e) narrow.at[e] = Narrow<Scalar>::from(sum.at[e]);
