@@ -171,7 +171,7 @@ class Tile:
     def shared_bytes(self) -> int:
         layer = self.layer
         weights = self.steps * layer.column_tiles * 256
-        return weights + layer.group_tiles * 8 * self.pitch * 4 + self.warps * self.stages * self.stage_bytes + 16
+        return weights + layer.group_tiles * 8 * self.pitch * 4 + self.warps * self.stages * self.stage_bytes
 
     @property
     def registers(self) -> int:

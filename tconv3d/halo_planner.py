@@ -42,18 +42,9 @@ STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and lo
 MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
-HOPELESS = 1.5  # times the cost of the best build: not looked at for other volumes
-KINDS = (
-    1024,
-    8192,
-    300_000,
-)  # positions in all from which a volume is of the next kind: a layer has a build for each
-VOLUMES = (  # batch, depth, height and width: what the kinds stand for
-    ((1, 4, 4), (2, 4, 4), (8, 4, 4)),
-    ((2, 8, 8), (32, 4, 4), (4, 8, 8)),
-    ((32, 8, 8), (2, 4, 32), (8, 16, 16), (2, 32, 32), (4, 32, 32)),
-    ((16, 32, 32), (4, 64, 64), (4, 96, 96)),
-)
+AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
+HOPELESS = 1.5  # times the cost of the best build: not worth measuring
+KINDS = (1024, 8192, 300_000)  # positions in all from which a volume is of the next kind, with a build of its own
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
@@ -141,37 +132,28 @@ class Nominal:
         kind = sum(job.batch * prod(job.positions) >= size for size in KINDS)
         return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict)
 
-    @property
-    def jobs(self) -> list[Job]:
-        """Volumes of the kind, as far as the layer has outputs for them."""
-        volumes = VOLUMES[self.kind]
-        return [job for batch, depth, width in volumes if (job := self.job(batch, (depth, width, width)))]
-
-    def job(self, batch: int, size: Triple) -> Job | None:
-        g = self.geometry
-        output = g.output_size(size)
-        if min(output) < 1:
-            return None
-        read, written = (output, size) if self.gather else (size, output)
-        # Other strides do not matter to the model, but for whether rows are aligned: as if they were contiguous.
-        inputs, outputs = (
-            (c * d * h * w, 1, h * w * c, w * c, c) if self.written_last else (c * d * h * w, d * h * w, h * w, w, 1)
-            for c, (d, h, w) in ((g.in_channels, read), (g.out_channels, written))
-        )
-        weight = (1, 1, 1, 1, 1)
-        return Job(
-            g, self.gather, batch, self.dtype, read, written, inputs, outputs, weight, 1, strict=self.strict
-        )  # fmt: skip
-
 
 def _builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     return builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict)
 
 
-@lru_cache(maxsize=1024)
-def choose(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build | None:
-    """The best build: by the model, or by measurement if the layer was tuned."""
-    found = _choice(nominal, shared_bytes, multiprocessors)["build"]
+def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
+    """The build for a job: the one that was measured to be best, if its layer was tuned. Otherwise the best by the
+    model for the first volume of this kind that the process has met: a new volume does not recompile."""
+    nominal = Nominal.of(job)
+    place = (nominal, shared_bytes, multiprocessors)
+    for build in (_build_of(nominal, _tuning(*place)), _first.get(place)):
+        if build is not None and best_tiling(build, job, multiprocessors) is not None:
+            return build
+    build = _build_of(nominal, _choice(job, shared_bytes, multiprocessors))
+    return build if build is None else _first.setdefault(place, build)
+
+
+_first: dict[tuple[Nominal, int, int], Build] = {}
+
+
+def _build_of(nominal: Nominal, choice: dict[str, Any]) -> Build | None:
+    found = choice["build"]
     if found is None:
         return None
     return Build(nominal.geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
@@ -179,31 +161,40 @@ def choose(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build |
 
 def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
     """What was measured, where the build was chosen by measurement; else nothing."""
-    return str(_choice(nominal, shared_bytes, multiprocessors)["tuned"])
+    return str(_tuning(nominal, shared_bytes, multiprocessors)["tuned"])
 
 
 def keep(nominal: Nominal, shared_bytes: int, multiprocessors: int, build: Build, tuned: str) -> None:
     """Makes a build the choice from now on, in all processes. `tuned` says what was measured."""
-    cache.put(_choice_key(nominal, shared_bytes, multiprocessors), ".json", _encoded(build, tuned))
+    cache.put(_key("tuned", nominal, shared_bytes, multiprocessors), ".json", _encoded(build, tuned))
     forget()
 
 
 def forget() -> None:
     """The next choice comes out of the disk cache."""
+    _tuning.cache_clear()
     _choice.cache_clear()
-    choose.cache_clear()
+    _first.clear()
 
 
 @lru_cache(maxsize=1024)
-def _choice(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> dict[str, Any]:
+def _tuning(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> dict[str, Any]:
+    """What a tuner left in the disk cache, if one did."""
+    key = _key("tuned", nominal, shared_bytes, multiprocessors)
+    choice: dict[str, Any] = json.loads(cache.get(key, ".json", lambda: _encoded(None)))
+    return choice
+
+
+@lru_cache(maxsize=1024)
+def _choice(job: Job, shared_bytes: int, multiprocessors: int) -> dict[str, Any]:
     """Searched once, then kept in the disk cache."""
-    key = _choice_key(nominal, shared_bytes, multiprocessors)
-    search = partial(_search, nominal, shared_bytes, multiprocessors)
+    key = _key("chosen", job, shared_bytes, multiprocessors)
+    search = partial(_search, job, shared_bytes, multiprocessors)
     choice: dict[str, Any] = json.loads(cache.get(key, ".json", lambda: _encoded(search())))
     return choice
 
 
-def _choice_key(*settings: object) -> str:
+def _key(*settings: object) -> str:
     return cache.key("halo", _sources(), repr(settings))
 
 
@@ -220,27 +211,20 @@ def _sources() -> bytes:
     return b"".join(path.read_bytes() for path in (here / "geometry.py", *sorted(here.glob("halo_*.py"))))
 
 
-def _search(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Build | None:
-    """The build that is least slower than the best of each volume, on the average of several."""
-    everything = _builds_of(nominal, shared_bytes)
-    slower = _slowness([build for build in everything if not build.paired], nominal, multiprocessors)
-    best = sorted(slower, key=lambda build: slower[build])[:3]
-    pairs = [replace(build, paired=True) for build in best if not build.resident]  # whether to pair is asked last
-    slower = _slowness([*best, *pairs], nominal, multiprocessors)
-    least = min(slower.values(), default=0.0)
-    equals = [build for build in slower if slower[build] < AS_GOOD * least]  # the model cannot tell them apart
-    return min(equals, key=lambda build: (-build.producers, build.slabs, slower[build]), default=None)
+def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
+    """The best build by the model. Whether blocks should pair is asked of the best few."""
+    found = [build for build in _builds_of(Nominal.of(job), shared_bytes) if not build.paired]
+    costs = _costs(found, job, multiprocessors)
+    best = sorted(costs, key=lambda build: costs[build])[:3]
+    costs |= _costs([replace(build, paired=True) for build in best if not build.resident], job, multiprocessors)
+    least = min(costs.values(), default=0.0)
+    equals = [build for build in costs if costs[build] < AS_GOOD * least]  # the model cannot tell them apart
+    return min(equals, key=lambda build: (-build.producers, costs[build]), default=None)
 
 
-def _slowness(found: list[Build], nominal: Nominal, multiprocessors: int) -> dict[Build, float]:
-    """Of each build, how much slower it is than the best of them, added up over volumes of the kind."""
-    slower = dict.fromkeys(found, 0.0)
-    for job in nominal.jobs:
-        tilings = {build: best_tiling(build, job, multiprocessors) for build in slower}
-        costs = {build: tiling[0] for build, tiling in tilings.items() if tiling}
-        least = min(costs.values(), default=0.0)
-        slower = {build: slower[build] + cost / least for build, cost in costs.items() if cost < HOPELESS * least}
-    return slower
+def _costs(found: list[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
+    tilings = {build: best_tiling(build, job, multiprocessors) for build in found}
+    return {build: tiling[0] for build, tiling in tilings.items() if tiling}
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------------
@@ -320,26 +304,19 @@ def plan_of(found: HaloPlan, problem: Problem, why: str = "") -> Plan:
 
 
 def plan_or_none(job: Job, device: Device) -> HaloPlan | None:
-    build = choose(Nominal.of(job), device.shared_bytes, device.multiprocessors)
+    build = choose(job, device.shared_bytes, device.multiprocessors)
     return plan_build(build, job, device) if build else None
 
 
 def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
-    """The builds that the model likes best for a job and that fit all volumes of its kind, with their best tiling."""
-    nominal = Nominal.of(job)
+    """The builds that the model likes best for a job, with their best tiling."""
     found = [
         plan
-        for build in _builds_of(nominal, device.shared_bytes)
+        for build in _builds_of(Nominal.of(job), device.shared_bytes)
         if (plan := plan_build(build, job, device)) is not None
     ]
     found.sort(key=lambda plan: plan.cycles)
-    chosen: list[HaloPlan] = []
-    for plan in found:
-        if len(chosen) == most or plan.cycles > HOPELESS * found[0].cycles:
-            break
-        if all(best_tiling(plan.build, other, device.multiprocessors) for other in nominal.jobs):
-            chosen.append(plan)
-    return chosen
+    return [plan for plan in found[:most] if plan.cycles <= HOPELESS * found[0].cycles]
 
 
 def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:

@@ -111,9 +111,7 @@ def build_for(case: Case) -> Build:
     """The planner's build, or the first of its candidates that has what the case wants."""
     g = case.geometry
     if not case.build:
-        build = halo_planner.choose(
-            halo_planner.Nominal(g, False, case.dtype, case.channels_last, 0, case.strict), DEVICE.shared_bytes, 132
-        )
+        build = halo_planner.choose(job_of(Tensors(case).problem), DEVICE.shared_bytes, 132)
         assert build is not None
         return build
     for build in halo_planner.builds(g, case.dtype, DEVICE.shared_bytes, strict=case.strict):

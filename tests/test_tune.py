@@ -216,8 +216,7 @@ def test_under_autocast_the_type_is_the_one_it_casts_to(untuned: Path) -> None:
     with torch.autocast("cpu", torch.float16):
         (found,) = tconv3d.tune(layer, torch.randn(SHAPE), gradients=False, candidates=0, clock=invented(1.0))
     assert (found.kernel, len(found.trials)) == ("halo", 1)
-    nominal = Nominal.of(job_of(problem()))
-    assert found.trials[0].build.startswith(str(halo_planner.choose(nominal, 232448, 4)))
+    assert found.trials[0].build.startswith(str(halo_planner.choose(job_of(problem()), 232448, 4)))
 
 
 def test_other_kernels_have_nothing_to_choose_from() -> None:
@@ -255,14 +254,12 @@ def test_operands_lie_as_the_callers_and_results_as_pytorchs() -> None:
         assert bench.result.is_contiguous()
 
 
-def test_candidates_fit_every_volume_of_the_kind() -> None:
+def test_candidates_are_those_that_the_model_likes_best() -> None:
     hopper = Device("H200", (9, 0), 132, 232448)
     job = job_of(problem())
     plans = halo_planner.candidates(job, hopper, 100)
     assert 2 < len(plans) == len({plan.build for plan in plans})
     assert [plan.cycles for plan in plans] == sorted(plan.cycles for plan in plans)
-    for other in Nominal.of(job).jobs:
-        assert all(halo_planner.plan_build(plan.build, other, hopper) for plan in plans)
     assert halo_planner.candidates(job, hopper, 2) == plans[:2]
 
 

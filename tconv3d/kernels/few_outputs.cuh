@@ -15,9 +15,9 @@
 //
 // A warp has kRowTiles * 16 rows of the product, neighbours in the tile's lines, and copies them itself, in
 // chunks of channels, into a ring of its own: kStages - 1 chunks ahead of the products, across planes. So the
-// warps meet only where columns change hands, at two barriers in shared memory, neither of which they wait
-// for at once: between the chunks of the next plane each warp gathers and stores its share of the outputs, at
-// different times, so that some store while others multiply.
+// block meets only where columns change hands, twice a plane, and between the chunks of the next plane each
+// warp gathers and stores its share of the outputs, at different times, so that some store while others
+// multiply.
 #pragma once
 
 #include "epilogue.cuh"
@@ -82,9 +82,8 @@ struct FewOutputs {
   // What a lane copies of a chunk: found once where the registers allow, else every time.
   static constexpr int kKeptCopies = kCopies <= 8 ? kCopies : 0;
   struct Copy {
-    Index from;   // offset in a chunk of a plane of x
-    int to;       // in a stage
-    bool inside;  // else zeros
+    Index from;  // offset in a chunk of a plane of x; -1: zeros
+    int to;      // in a stage
   };
 
   static_assert(C::kThreads % kLanes == 0, "whole warps");
@@ -104,13 +103,11 @@ struct FewOutputs {
   unsigned* weights;  // in shared memory: [step][column tile][lane][2], as the instruction wants them
   float* columns;     // in shared memory: [column][kPitch]
   Scalar* ring;       // in shared memory, of the warp: [kStages][kStageItems]
-  unsigned written, gathered;  // barriers: the columns of a plane are there, and are free again
-  const Scalar* x;             // the next chunk to copy
+  const Scalar* x;    // the first plane of the block's input
   int n, group, tile_h, tile_w, first_output, last_output, first_plane;
   int lane, warp;
   Copy kept[kKeptCopies > 0 ? kKeptCopies : 1];
   int copy_stage, copy_chunk, copy_plane;  // of the next copy
-  float start[C::kOut];                    // of a sum: the bias
   float sum[C::kRowTiles][kTiles][4];
 
   __device__ __forceinline__ void locate() {
@@ -158,8 +155,8 @@ struct FewOutputs {
     const Index offset = channel * static_cast<Index>(args.x_strides.c) +
                          x_h * static_cast<Index>(args.x_strides.h) +
                          x_w * static_cast<Index>(args.x_strides.w);
-    return Copy{inside ? offset : Index(0),
-                C::kChannelsLast ? own * C::kItemPitch + channel : channel * C::kItemPitch + own, inside};
+    return Copy{inside ? offset : Index(-1),
+                C::kChannelsLast ? own * C::kItemPitch + channel : channel * C::kItemPitch + own};
   }
 
   __device__ __forceinline__ void start_ring() {
@@ -171,15 +168,17 @@ struct FewOutputs {
   // Copies the next chunk, if there is one. Every call is one group of copies.
   __device__ __forceinline__ void copy_next() {
     if (first_plane + copy_plane < args.x_size.d) {
+      const Scalar* chunk = x + copy_plane * args.x_strides.d +
+                            copy_chunk * static_cast<long long>(C::kChunk) * args.x_strides.c;
       Scalar* stage = ring + copy_stage * kStageItems;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         const bool exists = C::kIn % C::kChunk == 0 || copy_channel(i) < C::kIn - copy_chunk * C::kChunk;
         const Copy copy = kKeptCopies > 0 ? kept[kKeptCopies > 0 ? i : 0] : copy_of(i);
-        const bool inside = copy.inside && exists;
-        const Scalar* address = x + (exists ? copy.from : Index(0));
+        const bool inside = copy.from >= 0 && exists;
+        const Scalar* address = chunk + (inside ? copy.from : Index(0));
         if constexpr (C::kVector > 0) {
-          ptx::copy_words_once<kVector * kItemBytes / 4>(stage + copy.to, address, inside);
+          ptx::copy_words<kVector * kItemBytes / 4>(stage + copy.to, address, inside);
         } else {
           stage[copy.to] = inside ? load_constant(address) : Scalar{};
         }
@@ -187,12 +186,9 @@ struct FewOutputs {
     }
     ptx::copy_commit();
     copy_stage = copy_stage + 1 < C::kStages ? copy_stage + 1 : 0;
-    const long long chunk_step = C::kChunk * args.x_strides.c;
-    x += chunk_step;
     if (++copy_chunk == kChunks) {
       copy_chunk = 0;
       ++copy_plane;
-      x += args.x_strides.d - kChunks * chunk_step;
     }
   }
 
@@ -294,16 +290,6 @@ struct FewOutputs {
     return C::kGap > 0 ? row + (row / C::kLine + 1) * C::kGap : row;
   }
 
-  __device__ __forceinline__ void prepare() {
-    const Scalar* bias = static_cast<const Scalar*>(args.bias);
-#pragma unroll
-    for (int co = 0; co < C::kOut; ++co)
-      start[co] = bias == nullptr ? 0.0f : widen<float>(load_constant(bias + group * C::kOut + co));
-    if (threadIdx.x > 0) return;
-    ptx::barrier_init(written, kWarps);
-    ptx::barrier_init(gathered, kWarps);
-  }
-
   __device__ __forceinline__ void clear_columns() {
     for (int i = threadIdx.x; i < kGroupTiles * 8 * C::kPitch; i += C::kThreads) columns[i] = 0.0f;
   }
@@ -339,9 +325,14 @@ struct FewOutputs {
     const int qh = position / C::kTileW, qw = position % C::kTileW;
     const int d = plane * C::kStrideD - C::kPaddingD + j;
     if (j >= C::kStrideD || d < first_output || d >= last_output) return;
+    const Scalar* bias = static_cast<const Scalar*>(args.bias);
     float total[kPhases][C::kOut];
 #pragma unroll
-    for (int i = 0; i < kPhases * C::kOut; ++i) total[i / C::kOut][i % C::kOut] = start[i % C::kOut];
+    for (int co = 0; co < C::kOut; ++co) {
+      const float start = bias == nullptr ? 0.0f : widen<float>(load_constant(bias + group * C::kOut + co));
+#pragma unroll
+      for (int f = 0; f < kPhases; ++f) total[f][co] = start;
+    }
     const float* own = columns + j * (kPlaneColumns * C::kPitch) + qh * kColumnLine + C::kGap + qw;
     static_for<kPlaneTaps>([&](auto i) {
       constexpr int kPhase = C::kTapPhase(i), kOffset = C::kTapOffset(i);
@@ -363,21 +354,21 @@ struct FewOutputs {
   __device__ __forceinline__ void store(const float (&total)[kPhases][C::kOut], int d, int first_h,
                                         int first_w) {
     Scalar* y = static_cast<Scalar*>(args.y) + n * args.y_strides.n +
-                static_cast<long long>(group) * C::kOut * args.y_strides.c + d * args.y_strides.d +
-                first_h * args.y_strides.h + first_w * args.y_strides.w;
+                static_cast<long long>(group) * C::kOut * args.y_strides.c + d * args.y_strides.d;
 #pragma unroll
     for (int run = 0; run < C::kStrideH * kRuns; ++run) {
       const int line = run / kRuns, co = kPoints ? 0 : run % C::kOut;
       const int phase = C::kJoined == 1 ? run % kRuns / C::kOut : 0;
-      if (first_h + line >= args.y_size.h || first_w + phase >= args.y_size.w) continue;
-      Scalar* at = y + co * args.y_strides.c + line * args.y_strides.h + phase * args.y_strides.w;
+      const int h = first_h + line, w = first_w + phase;
+      if (h >= args.y_size.h || w >= args.y_size.w) continue;
+      Scalar* at = y + co * args.y_strides.c + h * args.y_strides.h + w * args.y_strides.w;
       Vector<Scalar, C::kJoined> values;
 #pragma unroll
       for (int i = 0; i < C::kJoined; ++i) {
         const int f = line * C::kStrideW + phase + (kPoints ? i / C::kOut : i);
         values.at[i] = result(total[f][kPoints ? i % C::kOut : co]);
       }
-      const int present = (args.y_size.w - first_w - phase) * (kPoints ? C::kOut : 1);
+      const int present = (args.y_size.w - w) * (kPoints ? C::kOut : 1);
       if (present >= C::kJoined &&
           reinterpret_cast<unsigned long long>(at) % alignof(decltype(values)) == 0) {
         *reinterpret_cast<Vector<Scalar, C::kJoined>*>(at) = values;
@@ -390,16 +381,8 @@ struct FewOutputs {
     }
   }
 
-  // The barriers' phases count the planes of the block.
   __device__ __forceinline__ void gather_all(int plane) {
-    ptx::barrier_poll(written, (plane - first_plane) & 1);
     for (int round = 0; round < kRounds; ++round) gather(threadIdx.x + round * C::kThreads, plane);
-    arrive(gathered);
-  }
-
-  __device__ __forceinline__ void arrive(unsigned barrier) const {
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void compute() {
@@ -407,7 +390,6 @@ struct FewOutputs {
     start_ring();
 #pragma unroll
     for (int i = 0; i < C::kStages - 1; ++i) copy_next();
-    prepare();
     stage_weights();
     clear_columns();
 #pragma unroll
@@ -419,9 +401,8 @@ struct FewOutputs {
       }
     }
     __syncthreads();
-    // Warps of one scheduler, which are four apart, gather at different times, and not at once: other warps
-    // may still have to write.
-    const int gather_chunk = kChunks == 1 ? 0 : 1 + warp / 4 * (kChunks - 1) / ((kWarps + 3) / 4);
+    // Warps of one scheduler, which are four apart, gather at different times.
+    const int gather_chunk = warp / 4 * kChunks / ((kWarps + 3) / 4);
     const int last_plane = (last_output - 1 + C::kPaddingD) / C::kStrideD;
     int stage = 0;
     for (int plane = first_plane; plane <= last_plane; ++plane) {
@@ -438,9 +419,9 @@ struct FewOutputs {
       } else if (waiting) {  // planes past the input only complete outputs
         gather_all(plane - 1);
       }
-      if (waiting) ptx::barrier_poll(gathered, (plane - 1 - first_plane) & 1);
+      __syncthreads();  // all have gathered
       exchange();
-      arrive(written);
+      __syncthreads();
     }
     gather_all(last_plane);
   }
@@ -453,9 +434,7 @@ __device__ void run(const Args& args) {
   float* columns = reinterpret_cast<float*>(shared + Kernel::kSteps * Kernel::kTiles * 64);
   auto* ring = reinterpret_cast<typename Config::Scalar*>(columns + Kernel::kGroupTiles * 8 * Config::kPitch);
   const int warp = threadIdx.x / Kernel::kLanes;
-  constexpr int kRing = Config::kStages * Kernel::kStageItems;
-  const unsigned barriers = ptx::shared_address(ring + Kernel::kWarps * kRing);
-  Kernel kernel{args, shared, columns, ring + warp * kRing, barriers, barriers + 8};
+  Kernel kernel{args, shared, columns, ring + warp * (Config::kStages * Kernel::kStageItems)};
   kernel.compute();
 }
 

@@ -141,21 +141,6 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       : "memory");
 }
 
-// The same by asking again and again: GPUs before compute capability 9.0 cannot sleep on a barrier.
-__device__ __forceinline__ void barrier_poll(unsigned barrier, unsigned parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
 // The copy engine: `bytes` (a multiple of 16) from global to shared memory, announced on a barrier.
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   asm volatile(

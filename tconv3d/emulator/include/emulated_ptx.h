@@ -154,8 +154,6 @@ inline void barrier_wait(unsigned address, unsigned parity) {
   emulator::wait_until([&] { return barrier.parity != parity; }, "barrier_wait");
 }
 
-inline void barrier_poll(unsigned address, unsigned parity) { barrier_wait(address, parity); }
-
 inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned address) {
   if (to % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(from) % 16u)
     emulator::fail("a bulk copy of %u bytes to %u: all must be multiples of 16", bytes, to);
