@@ -18,7 +18,6 @@ from .packing import int64s
 SLAB = 64  # positions of one matrix instruction
 STEP_BYTES = 32  # of K that one matrix instruction takes
 RESERVED_BYTES = 1024 + 8 * 1024  # for barriers, and for the scratch of eight consumer warps
-SCRATCH_BYTES = 4 * 1024  # of a consumer
 LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
 PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
 PACKING_BLOCKS = 128  # at least, if there is enough to pack: a small weight is a matter of latency
@@ -266,10 +265,11 @@ class Build:
             ("kProducerRegisters", producer),
             ("kConsumerRegisters", consumer),
             ("kStages", self.stages),
-            ("kStageStart", self.stage_start(job)),
+            ("kStageRows", self.stage_rows),
             ("kResident", self.resident),
             ("kSlots", self.slots),
             ("kSlotBytes", self.slot_bytes),
+            ("kSharedBytes", self.shared_bytes),
             ("kSlabs", self.slabs),
             ("kLead", self.lead),
             *self.layout_constants,
@@ -332,36 +332,10 @@ class Build:
         vectors = ceil_div(max(starts) + tiling.halo[2] * step, items)
         if vectors * items > MAX_BESIDE * tiling.halo[2] * step:
             return 0  # too much comes along (measured)
-        fits = self._stages_end(job, tiling) + self._noted_bytes(vectors, tiling) <= self.shared_bytes
-        return vectors if fits else 0
-
-    def _noted_bytes(self, vectors: int, tiling: Tiling) -> int:
-        """Of where the halo's vectors are, and 128 for each loader for what is beside the halo."""
-        batches = self.vector_batches(vectors * tiling.lines)
-        return self.loaders * (batches * self.vector_turn.noted_bytes + 128)
-
-    def stage_start(self, job: Job) -> int:
-        """Where the stages begin in shared memory: after panels, barriers and the consumers' scratch."""
-        barriers = 2 * self.stages + (1 if self.resident else 2 * self.slots) + 2
-        scratch = 0 if job.written_last else self.consumers * SCRATCH_BYTES
-        return round_up(self.panel_bytes + round_up(8 * barriers, 16) + scratch, 1024)
-
-    def half_bytes(self, tiling: Tiling) -> int:
-        """Of a stage: all that products read."""
-        return round_up(tiling.rows_read(self) * self.row_bytes, 1024)
-
-    def _stages_end(self, job: Job, tiling: Tiling) -> int:
-        return self.stage_start(job) + self.stages * self.halves * self.half_bytes(tiling)
-
-    def used_bytes(self, job: Job, tiling: Tiling) -> int:
-        """Of shared memory, for the tiles of a volume: what is left is cache."""
-        end = self._stages_end(job, tiling)
-        if vectors := self.vectors(job, tiling):
-            return end + self._noted_bytes(vectors, tiling)
-        rows = 32 * 16 // self.row_bytes if job.read_last else 32  # of a loader's turn
-        turns = 4 * self.loaders if job.read_last else self.loaders
-        shares = 1 if job.read_last else self.shares
-        return end + round_up(ceil_div(tiling.rows, rows) * shares, turns) * rows * 8
+        noted = self.vector_batches(vectors * tiling.lines) * self.loaders * self.vector_turn.noted_bytes
+        stages = self.stages * self.halves * self.stage_rows * self.row_bytes
+        room = self.shared_bytes - RESERVED_BYTES - self.panel_bytes - stages
+        return vectors if noted + 128 * (self.loaders + 1) <= room else 0
 
     @property
     def vector_turn(self) -> VectorTurn:
@@ -509,16 +483,6 @@ class Tiling:
     @property
     def rows(self) -> int:
         return self.length + self.reach if self.length else prod(self.halo) * self.items
-
-    def rows_read(self, build: Build) -> int:
-        """Of the halo by products: slabs reach past its end."""
-        sheets = ceil_div(self.slabs, self.slabs_w * self.slabs_h)
-        d, h, w = self.slab_step
-        last = (sheets - 1) * d + (self.slabs_h - 1) * h + (self.slabs_w - 1) * w + 7 * self.group_rows + 7
-        line = self.halo[2] * self.items
-        span_d, span_h, span_w = build.program.span
-        shift = (0 if build.march else span_d * self.halo[1] * line) + span_h * line + span_w * self.items
-        return max(last + shift + 1, self.rows)
 
     @property
     def lines(self) -> int:

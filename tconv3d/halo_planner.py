@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, direct_planner
-from .geometry import Axis, Geometry, Triple
+from .geometry import Axis, Geometry
 from .halo_build import STEP_BYTES, Build, Tiling, ceil_div, moment_band, round_up
 from .halo_job import Job, job_of
 from .halo_model import best_tiling
@@ -340,7 +340,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.near_bits, tiling.rows, tiling.slabs),
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
-        int32s(build.half_bytes(tiling), build.vector(job, tiling), vectors * tiling.lines),
+        int32s(build.vector(job, tiling), vectors * tiling.lines),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, vectors)),
         divider(tiling.side_by_side(build)),
@@ -350,7 +350,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         constants=build.constants(job),
         grid=(blocks, 1, 1),
         threads=build.threads,
-        shared_bytes=build.used_bytes(job, tiling),
+        shared_bytes=build.shared_bytes,
         pointers=("x", "workspace", "bias", "y", "moments" if job.norm else "null"),
         scalars=scalars,
         overlaps=True,

@@ -26,7 +26,6 @@ from tconv3d.bench import layers, run
 from tconv3d.executor import Task
 from tconv3d.explain import call_of, problems_of
 from tconv3d.halo_job import job_of
-from tconv3d.halo_planner import Nominal
 from tconv3d.problem import Device, Problem
 from tconv3d.tune import Bench, Tuned, compile_ahead, measure, tune_pass
 

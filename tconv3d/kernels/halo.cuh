@@ -66,7 +66,6 @@ struct Args {
   Extent slab_step;  // rows from slab to slab
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles
-  int half_bytes;    // of shared memory that the halo takes, once (kHalves): a multiple of 1024
   int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 16 bytes
   int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_vectors;
@@ -116,8 +115,9 @@ struct Halo : HaloLayout<Config> {
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
   };
 
-  // Shared memory: panels, barriers, scratch, halo stages, the loaders' tables. No more of it than this
-  // volume's tiles need: the rest is the L1 cache's, and loads on their way take up its lines.
+  // Shared memory: halo stages, panels, barriers, scratch, the loaders' tables.
+  static constexpr int kHalfBytes = Config::kStageRows * Config::kRowBytes;
+  static constexpr int kStageBytes = Config::kHalves * kHalfBytes;
   static constexpr int kPanelBytes =
       Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
   static constexpr int kRingBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
@@ -127,15 +127,9 @@ struct Halo : HaloLayout<Config> {
   // 16.
   static constexpr int kScratch = 256;                                               // floats of a warp
   static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * kScratch * 4;  // of a consumer
-  static constexpr int kScratchStart = kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
-  static constexpr int kStageStart =
-      (kScratchStart + Config::kConsumers * kScratchBytes + 1023) / 1024 * 1024;  // for the swizzle
-  static_assert(kStageStart == Config::kStageStart, "the planner counts as the kernel does");
-  static_assert(kPanelBytes % 8 == 0, "barriers are aligned");
-  static __device__ __forceinline__ unsigned char* table(const Args& args) {
-    return dynamic_shared<unsigned char>() + kStageStart +
-           Config::kStages * Config::kHalves * args.half_bytes;
-  }
+  static constexpr int kScratchStart =
+      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
+  static constexpr int kTableStart = kScratchStart + Config::kConsumers * kScratchBytes;
 
   // ---- producers: the halo
 
@@ -191,14 +185,14 @@ struct Halo : HaloLayout<Config> {
   }
 
   // The positions of all warps, by turn: a warp reads what itself wrote.
-  static __device__ __forceinline__ Position* positions(const Args& args) {
-    return reinterpret_cast<Position*>(table(args));
+  static __device__ __forceinline__ Position* positions() {
+    return reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + kTableStart);
   }
   template <class Batch>
   static __device__ __forceinline__ void find_positions(const Args& args, const Place& at, int source,
                                                         int turn, int lane) {
     const int row = Batch::row_in_turn(lane);
-    positions(args)[turn * Batch::kRows + row] =
+    positions()[turn * Batch::kRows + row] =
         position(args, at, source, turn / Batch::kShares * Batch::kRows + row);
   }
   template <class Batch>
@@ -240,7 +234,7 @@ struct Halo : HaloLayout<Config> {
     // `x`: the plane and the chunk. `turn` counts those of all warps.
     __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
                                          int lane) {
-      const Position from = positions(args)[turn * kRows + lane];
+      const Position from = positions()[turn * kRows + lane];
       const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
       row = row_of(from);
       first_piece = turn % kShares * kPieces;
@@ -277,7 +271,7 @@ struct Halo : HaloLayout<Config> {
       }
       return found;
     }
-    __device__ __forceinline__ void store(const Args& args, unsigned stage, int) const {
+    __device__ __forceinline__ void store(unsigned stage, int) const {
       if (row == kNoRow) return;
       const unsigned start = row_start(stage, row) ^ 16 * first_piece;
 #pragma unroll
@@ -292,7 +286,7 @@ struct Halo : HaloLayout<Config> {
               piece.set_bits(c, Layout::operand(raw[i][c].at[p], half));
             }
             const unsigned address = start ^ 16 * (p * Layout::kPartPieces + i);
-            ptx::store_shared(address + half * args.half_bytes, piece.vector());
+            ptx::store_shared(address + half * kHalfBytes, piece.vector());
           }
         }
       }
@@ -323,7 +317,7 @@ struct Halo : HaloLayout<Config> {
       x += (first + (Config::kParts > 1 ? part * args.x_stride.w : 0)) * static_cast<int>(sizeof(Scalar));
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
-        const Position from = positions(args)[(turn + i * kLoaderWarps) * kRows + row_in_turn(lane)];
+        const Position from = positions()[(turn + i * kLoaderWarps) * kRows + row_in_turn(lane)];
         row[i] = row_of(from);
         const int count = Layout::kWholeParts ? Layout::kPieceItems : channels.count;
         const bool inside = part < parts_of(from);
@@ -352,14 +346,14 @@ struct Halo : HaloLayout<Config> {
       }
       return raw;
     }
-    __device__ __forceinline__ void store(const Args& args, unsigned stage, int) const {
+    __device__ __forceinline__ void store(unsigned stage, int) const {
 #pragma unroll
       for (int i = 0; i < kTurns; ++i) {
         if (row[i] == kNoRow) continue;
         const unsigned address = row_start(stage, row[i]) ^ 16 * piece;
 #pragma unroll
         for (int half = 0; half < Config::kHalves; ++half) {
-          ptx::store_shared(address + half * args.half_bytes, to_operands(raw[i], half));
+          ptx::store_shared(address + half * kHalfBytes, to_operands(raw[i], half));
         }
       }
     }
@@ -446,9 +440,9 @@ struct Halo : HaloLayout<Config> {
       long long from[4];
     };
     static constexpr unsigned kAbsolute = 0x80000000u;  // not in the stage: for items beside the halo
-    // After 128 bytes of each warp, for items beside the halo.
-    static __device__ __forceinline__ Turn* turn_table(const Args& args) {
-      return reinterpret_cast<Turn*>(table(args) + 128 * kLoaderWarps);
+    static constexpr int kBesideStart = (kTableStart + 127) / 128 * 128;  // 128 bytes of each warp
+    static __device__ __forceinline__ Turn* table() {
+      return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kBesideStart + 128 * kLoaderWarps);
     }
     static __device__ __forceinline__ int turns(const Args& args) { return (args.vectors + 3) / 4 * kShares; }
 
@@ -458,9 +452,9 @@ struct Halo : HaloLayout<Config> {
       ptx::pin(own);  // nothing of this is kept in registers from tile to tile
       const int q = own % 8 / 2, item = 2 * (own / 8 ^ q) + own % 2;
       const InputVector vector = input_vector(args, at, source, turn / kShares * 4 + q);
-      const unsigned beside = ptx::shared_address(table(args)) + 128 * warp;
-      Turn& to = turn_table(args)[turn];
-      to.target[own] = item_start(args, vector, item, kAbsolute | beside);
+      const unsigned shared = ptx::shared_address(dynamic_shared<unsigned char>());
+      Turn& to = table()[turn];
+      to.target[own] = item_start(args, vector, item, kAbsolute | (shared + kBesideStart + 128 * warp));
       if (own < 8 && own % 2 == 0) to.from[q] = vector.from;
     }
     __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
@@ -468,7 +462,7 @@ struct Halo : HaloLayout<Config> {
       first_piece = turn % kShares * kPieces;
 #pragma unroll
       for (int t = 0; t < kTurns; ++t) {
-        const Turn& at = turn_table(args)[turn + t * kLoaderWarps];
+        const Turn& at = table()[turn + t * kLoaderWarps];
         const long long from = at.from[lane % 4];
         target[t] = at.target[lane];
 #pragma unroll
@@ -478,7 +472,7 @@ struct Halo : HaloLayout<Config> {
         }
       }
     }
-    __device__ __forceinline__ void store(const Args&, unsigned stage, int lane) const {
+    __device__ __forceinline__ void store(unsigned stage, int lane) const {
 #pragma unroll
       for (int t = 0; t < kTurns; ++t) {
         const unsigned start = target[t] & kAbsolute ? target[t] & ~kAbsolute : stage + target[t];
@@ -504,14 +498,18 @@ struct Halo : HaloLayout<Config> {
   static constexpr bool kMayHaveVectors =
       sizeof(Scalar) == 2 && !Config::kUnitC && Config::kReadStepW == Config::kParts;
 
+  static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+  static constexpr int kRound = kLoaderWarps * Batch::kTurns;
+  static constexpr int kSharedBytes =
+      kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
+  static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
+  static_assert(kHalfBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
 
   struct Shared {
     unsigned base;
-    __device__ __forceinline__ unsigned stage(const Args& args, unsigned i) const {
-      return base + kStageStart + i * Config::kHalves * args.half_bytes;
-    }
-    __device__ __forceinline__ unsigned panels() const { return base; }
+    __device__ __forceinline__ unsigned stage(unsigned i) const { return base + i * kStageBytes; }
+    __device__ __forceinline__ unsigned panels() const { return base + Config::kStages * kStageBytes; }
     __device__ __forceinline__ unsigned slot(unsigned i) const { return panels() + i * Config::kSlotBytes; }
     __device__ __forceinline__ unsigned barrier(unsigned i) const { return panels() + kPanelBytes + 8 * i; }
     __device__ __forceinline__ unsigned stage_full(unsigned i) const { return barrier(i); }
@@ -645,7 +643,7 @@ struct Halo : HaloLayout<Config> {
       const bool more = course.advance(args);
       if (more) course.load(args, next);
       if (first) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
-      present.store(args, shared.stage(args, ring.index), lane);
+      present.store(shared.stage(ring.index), lane);
       if (last) {
         ptx::fence_async_proxy();
         __syncwarp();
@@ -822,11 +820,11 @@ struct Halo : HaloLayout<Config> {
 
   // Strict float32: the three products of a panel, the small ones first.
   template <int kPattern, int kSteps>
-  static __device__ __forceinline__ void multiply_halves(const Args& args, Sums& sums,
+  static __device__ __forceinline__ void multiply_halves(Sums& sums,
                                                          const unsigned long long (&a)[Config::kSlabs],
                                                          unsigned long long b, unsigned displacement) {
     const unsigned long long low = ptx::advance(b, Layout::half_rows(kPattern) * Layout::kPartBytes);
-    multiply_panel<kPattern, kSteps>(sums, a, b, displacement + args.half_bytes);
+    multiply_panel<kPattern, kSteps>(sums, a, b, displacement + kHalfBytes);
     multiply_panel<kPattern, kSteps>(sums, a, low, displacement);
     multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
   }
@@ -868,7 +866,7 @@ struct Halo : HaloLayout<Config> {
     const int line = args.halo.w * args.items, sheet = args.halo.h * line;
     for (int chunk = first; chunk < end; ++chunk, me.stages.advance()) {
       ptx::barrier_wait(me.shared.stage_full(me.stages.index), me.stages.parity);
-      const unsigned stage = me.shared.stage(args, me.stages.index);
+      const unsigned stage = me.shared.stage(me.stages.index);
       unsigned long long a[Config::kSlabs];
 #pragma unroll
       for (int m = 0; m < Config::kSlabs; ++m) {
@@ -897,7 +895,7 @@ struct Halo : HaloLayout<Config> {
           const unsigned displacement =
               rows * Config::kRowBytes + Config::kShift(shift, 3) * Layout::kPartBytes;
           if constexpr (kStrict) {
-            multiply_halves<kPattern, kSteps>(args, sums, a, b, displacement);
+            multiply_halves<kPattern, kSteps>(sums, a, b, displacement);
           } else {
             multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
           }
