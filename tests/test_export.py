@@ -89,7 +89,8 @@ def kernel_flags(defines: list[str]) -> list[str]:
 def host_flags(defines: list[str]) -> list[str]:
     include = Path(torch.__file__).parent / "include"
     places = (FAKE, include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
-    chosen = [flag for flag in defines if flag == "-DCHANNELS_LAST_3D"]  # all that this source asks for
+    # One that the source asks for, and one whose name PyTorch's headers might know.
+    chosen = [flag for flag in defines if flag in ("-DFOR_CHANNELS_LAST_3D", "-DFOR_TF32")]
     name = "-DTORCH_EXTENSION_NAME=exported"
     return ["-std=c++20", "-fPIC", "-O0", name, *chosen, *(f"-I{place}" for place in places)]
 
@@ -347,7 +348,7 @@ def test_named_layers_can_be_exported(name: str) -> None:
     text = export.export(name, ["float16"], ["contiguous"])
     ast.parse(text)
     source = source_of(text, "CUDA_SOURCE")
-    other = re.sub(r"#if defined\(HOPPER\).*?\n#endif\n\n", "", source, flags=re.DOTALL)
+    other = re.sub(r"#if defined\(FOR_HOPPER\).*?\n#endif\n\n", "", source, flags=re.DOTALL)
     launches = re.findall(r"launch\(\"\w+\", \w+, dim3\{[\d, ]+\}, \d+, (\d+), args, stream\)", other)
     assert len(launches) >= 3
     assert max(map(int, launches)) <= 99 * 1024
@@ -359,7 +360,7 @@ def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.main(words) == 0
     assert f"wrote {path}" in capsys.readouterr().out
     assert f"    tconv3d export '{LAYER}' --dtype float16 --layout contiguous\n" in path.read_text()
-    assert "defined(CHANNELS_LAST_3D)" not in path.read_text().split("CUDA_SOURCE = ")[1]
+    assert "defined(FOR_CHANNELS_LAST_3D)" not in path.read_text().split("CUDA_SOURCE = ")[1]
     assert cli.main(["export", "no_such_task", "-o", str(path)]) == 1
     assert "no layer is called 'no_such_task'" in capsys.readouterr().err
     assert cli.main(["export", LAYER, "--dtype", "float16", "-o", str(tmp_path / "nowhere" / "x.py")]) == 1
@@ -387,7 +388,7 @@ COMPILED = [
 
 
 def macros(arch: str, which: str, layout: str) -> list[str]:
-    return [which.upper(), layout.upper(), *(["HOPPER"] if arch == "90a" else [])]
+    return [f"FOR_{name.upper()}" for name in (which, layout, *(["hopper"] if arch == "90a" else []))]
 
 
 def compile_exported(name: str, arch: str, which: str, layout: str) -> dict[str, compiler.Report]:

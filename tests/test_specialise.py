@@ -321,13 +321,14 @@ def test_a_template_whose_argument_is_not_known_keeps_all_its_specialisations(tm
 @pytest.mark.parametrize(
     ("variants", "condition"),
     [
-        ([("hopper", "tf32", "contiguous")], "defined(HOPPER) && defined(TF32) && !defined(CHANNELS_LAST_3D)"),
+        ([("hopper", "tf32", "contiguous")],
+         "defined(FOR_HOPPER) && defined(FOR_TF32) && !defined(FOR_CHANNELS_LAST_3D)"),
         ([("hopper", "tf32", "contiguous"), ("hopper", "tf32", "channels_last_3d")],
-         "defined(HOPPER) && defined(TF32)"),
+         "defined(FOR_HOPPER) && defined(FOR_TF32)"),
         ([("any", "float16", "contiguous"), ("hopper", "float16", "contiguous")],
-         "defined(FLOAT16) && !defined(CHANNELS_LAST_3D)"),
+         "defined(FOR_FLOAT16) && !defined(FOR_CHANNELS_LAST_3D)"),
         ([("any", "tf32", "contiguous"), ("any", "float32", "contiguous")],
-         "!defined(HOPPER) && (defined(TF32) || defined(FLOAT32)) && !defined(CHANNELS_LAST_3D)"),
+         "!defined(FOR_HOPPER) && (defined(FOR_TF32) || defined(FOR_FLOAT32)) && !defined(FOR_CHANNELS_LAST_3D)"),
     ],
 )  # fmt: skip
 def test_guards_say_which_variants(variants: list[tuple[str, str, str]], condition: str) -> None:
@@ -346,9 +347,9 @@ def test_guards_are_right_for_every_set_of_variants() -> None:
 
 
 def holds_for(condition: str, variant: passes.Variant) -> bool:
-    macros = {variant.precision.upper(), variant.layout.upper(), "HOPPER" if variant.gpu == "hopper" else ""}
+    macros = {f"FOR_{name.upper()}" for name in (variant.precision, variant.layout, variant.gpu)}
     text = condition.replace("\\\n", " ").replace("&&", " and ").replace("||", " or ").replace("!", " not ")
-    names = ("HOPPER", "TF32", "FLOAT32", "FLOAT16", "BFLOAT16", "CHANNELS_LAST_3D")
+    names = tuple(f"FOR_{name}" for name in ("HOPPER", "TF32", "FLOAT32", "FLOAT16", "BFLOAT16", "CHANNELS_LAST_3D"))
     return bool(eval(text, {"defined": lambda name: name in macros, **{name: name for name in names}}))
 
 

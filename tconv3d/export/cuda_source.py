@@ -21,7 +21,8 @@ from .specialise import Part, Settings, Sources, specialise
 LINE = 110
 _ONLY_LAUNCHED = {"kMinBlocks"}  # read where a kernel is launched, not in it
 TOP = r"""// A kernel is a template over a Config, the constants of this layer; Args are its arguments at run time.
-// Which variant is compiled is said by the macros HOPPER, TF32, FLOAT32, FLOAT16, BFLOAT16, CHANNELS_LAST_3D.
+// Which variant is compiled is said by the macros FOR_HOPPER, FOR_TF32, FOR_FLOAT32, FOR_FLOAT16,
+// FOR_BFLOAT16, FOR_CHANNELS_LAST_3D.
 #ifndef __CUDACC_RTC__
 #include <cuda_runtime.h>
 
@@ -185,12 +186,13 @@ def guard(chosen: Iterable[Variant], all_of: Iterable[Variant]) -> str:
 def _rectangle(gpus: frozenset[str], precisions: list[str], layouts: frozenset[str], every: list[Variant]) -> str:
     parts = []
     if gpus != {v.gpu for v in every}:
-        parts.append("defined(HOPPER)" if "hopper" in gpus else "!defined(HOPPER)")
+        parts.append("defined(FOR_HOPPER)" if "hopper" in gpus else "!defined(FOR_HOPPER)")
     if set(precisions) != {v.precision for v in every}:
-        named = " || ".join(f"defined({precision.upper()})" for precision in precisions)
+        named = " || ".join(f"defined(FOR_{precision.upper()})" for precision in precisions)
         parts.append(f"({named})" if len(precisions) > 1 else named)
     if layouts != {v.layout for v in every}:
-        parts.append("defined(CHANNELS_LAST_3D)" if "channels_last_3d" in layouts else "!defined(CHANNELS_LAST_3D)")
+        last = "defined(FOR_CHANNELS_LAST_3D)"
+        parts.append(last if "channels_last_3d" in layouts else f"!{last}")
     return " && ".join(parts) or "1"
 
 
@@ -265,7 +267,7 @@ def _config(name: str, by_precision: dict[str, Constants]) -> str:
     differing = {p: [c for c in constants if c not in common] for p, constants in by_precision.items()}
     if any(differing.values()):
         for i, (precision, constants) in enumerate(differing.items()):
-            text += f"#{'elif' if i else 'if'} defined({precision.upper()})\n" + _members(name, constants)
+            text += f"#{'elif' if i else 'if'} defined(FOR_{precision.upper()})\n" + _members(name, constants)
         text += "#endif\n"
     return text + _members(name, common) + "};\n"
 

@@ -20,7 +20,7 @@ namespace tconv3d {  // in the CUDA source
 FORMAT = """
 }  // namespace tconv3d
 
-#ifdef CHANNELS_LAST_3D
+#ifdef FOR_CHANNELS_LAST_3D
 constexpr auto kFormat = at::MemoryFormat::ChannelsLast3d;
 #else
 constexpr auto kFormat = at::MemoryFormat::Contiguous;

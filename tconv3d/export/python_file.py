@@ -115,7 +115,7 @@ def extension(device: int, precision: str, layout: str) -> Any:
         raise RuntimeError(f"compute capability 8.0 or higher expected, got {{major}}.{{minor}}")
     hopper = (major, minor) == (9, 0)
     arch = "90a" if hopper else f"{{major}}{{minor}}"
-    defines = [f"-D{{name.upper()}}" for name in (precision, layout, *(["hopper"] if hopper else []))]
+    defines = [f"-DFOR_{{name.upper()}}" for name in (precision, layout, *(["hopper"] if hopper else []))]
     return load_inline(
         name=f"{name}_{{precision}}_{{layout}}_sm{{arch}}",
         cpp_sources=[CPP_SOURCE],
