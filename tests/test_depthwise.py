@@ -92,7 +92,7 @@ def test_unaligned_and_strided_operands(ours: str) -> None:
             check(layer, dtype, ours, [one, *others])
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     axes=st.tuples(axis, axis, axis),
     size=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 9)),

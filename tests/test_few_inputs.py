@@ -156,7 +156,7 @@ def test_unaligned_and_strided_operands(few_inputs: str) -> None:
 axis = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2), st.integers(0, 2))
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     axes=st.tuples(axis, axis, axis),
     size=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 9)),

@@ -91,7 +91,7 @@ def test_unaligned_and_strided_operands(dtype: torch.dtype, few_outputs: str) ->
         check(layer, dtype, few_outputs, [one, *others], forward_only=True)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     axes=st.tuples(axis, axis, axis),
     size=st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 20)),

@@ -120,8 +120,14 @@ def run(module: nn.Module, x: Tensor, grad: Tensor | None = None) -> list[Tensor
 # ---- against float64
 
 
-@pytest.mark.parametrize("memory_format", FORMATS)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "memory_format"),
+    [
+        (name, form)
+        for i, name in enumerate(BLOCKS)
+        for form in (list(FORMATS) if i % 3 == 0 else [list(FORMATS)[i % 2]])
+    ],
+)
 def test_result_and_gradients(name: str, memory_format: str, ours: str) -> None:
     block = BLOCKS[name]
     module, x = block.module(ours), block.input(ours, FORMATS[memory_format])
