@@ -48,7 +48,8 @@ def expected(tensors: Tensors) -> Tensor:
     c = tensors.case
     bias = None if tensors.bias is None else tensors.bias.double()
     settings = (c.stride, c.padding, c.output_padding, c.groups, c.dilation)
-    return torch.relu(F.conv_transpose3d(operand(tensors.x), operand(tensors.weight), bias, *settings))
+    x, weight = (t.double() if c.strict else operand(t) for t in (tensors.x, tensors.weight))
+    return torch.relu(F.conv_transpose3d(x, weight, bias, *settings))
 
 
 def check(tensors: Tensors, plan: HaloPlan, groups: int, order: str = "forward") -> Tensor:

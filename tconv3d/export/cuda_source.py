@@ -193,7 +193,8 @@ def _rectangle(gpus: frozenset[str], precisions: list[str], layouts: frozenset[s
     if layouts != {v.layout for v in every}:
         last = "defined(FOR_CHANNELS_LAST_3D)"
         parts.append(last if "channels_last_3d" in layouts else f"!{last}")
-    return " && ".join(parts) or "1"
+    text = " && ".join(parts) or "1"
+    return text if len(text) <= LINE else " && \\\n    ".join(parts)
 
 
 # ---- operations
