@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ from typing import Any, Protocol
 import torch
 
 L2_FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
+FLUSH_S = 50e-6  # less than a flush takes on any GPU
+MAX_FLUSHES = 20
 
 
 class Timer(Protocol):
@@ -21,7 +24,8 @@ class Timer(Protocol):
 class Clock:
     """Median time by CUDA events, with the L2 cache flushed before every run.
 
-    The flush also gives the host a head start, so that what is timed is the GPU's work and not the launching of it.
+    Flushing also gives the host a head start, so that what is timed is the GPU's work and not the launching of it:
+    the cache is flushed as often as that takes.
     """
 
     def __init__(self, budget_s: float = 0.15, device: str = "cuda") -> None:
@@ -34,14 +38,17 @@ class Clock:
         torch.cuda.synchronize()
         started = time.perf_counter()
         run()
+        launched = time.perf_counter()
         torch.cuda.synchronize()
         once = time.perf_counter() - started + 1e-4
+        flushes = min(MAX_FLUSHES, math.ceil(2 * (launched - started) / FLUSH_S))
         events = [
             (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             for _ in range(max(5, min(50, int(self.budget_s / once))))
         ]
         for begin, end in events:
-            self.flush.zero_()
+            for _ in range(flushes):
+                self.flush.zero_()
             begin.record()
             run()
             end.record()

@@ -199,9 +199,10 @@ def _gradients(
     convolution: Convolution,
     backend: Backend,
 ) -> Sequence[Tensor | None]:
-    """The wanted gradients of input, weight and bias: together, if nobody listens and no derivative is recorded."""
+    """The wanted gradients of input, weight and bias: together, if nobody would change them and no derivative is
+    recorded. A profiler only watches: what it sees is what runs without it."""
     size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
-    together = any(wanted) and _alone(grad, input, weight) and not torch.is_grad_enabled()
+    together = any(wanted) and _unchanged(grad, input, weight) and not torch.is_grad_enabled()
     if together and why_not_ours(grad, backend) is None:
         return executor.backward(grad, input, weight, wanted, size, kernel, convolution)
     with use_backend(backend):
@@ -364,8 +365,13 @@ _register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
+def _alone(first: Tensor, second: Tensor | None) -> bool:
     """Whether nothing but autograd could be listening to a call: then the dispatcher has nothing to do."""
+    return _unchanged(first, second) and not torch._C._autograd._profiler_enabled()
+
+
+def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
+    """Whether nothing but autograd could change what a call does."""
     return (
         not torch.compiler.is_compiling()
         and type(first) in _PLAIN
@@ -374,7 +380,6 @@ def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) ->
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu")
-        and not torch._C._autograd._profiler_enabled()
     )
 
 

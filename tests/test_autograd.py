@@ -79,6 +79,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     yield counts
 
 
+def test_a_profiler_sees_the_gradients_that_run_without_it(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    backward = executor.backward
+    monkeypatch.setattr(executor, "backward", lambda *arguments: calls.append(arguments[3]) or backward(*arguments))
+    leaves = leaves_of(TINY["plain"], ours)
+    with torch.profiler.profile():
+        y = call(TINY["plain"])(*leaves)
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert calls == [(True, True, True)]
+
+
 # ---- against finite differences, and of higher order
 
 
