@@ -2,27 +2,32 @@
 
 compute-sanitizer --tool memcheck python benchmarks/every_kernel.py
 compute-sanitizer --tool racecheck python benchmarks/every_kernel.py
+
+Ends with the kernels launched, and those that none of these layers needs on this GPU.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
-from tconv3d import executor, planner
-from tconv3d.problem import Plan
+from tconv3d import launcher
+from tconv3d.launch import Launch
 
 # name: input shape, weight shape, settings of conv_transpose3d
 LAYERS = {
     "plain": ((2, 16, 5, 9, 11), (16, 24, 3, 3, 3), {}),
     "strided": ((2, 16, 4, 7, 9), (16, 16, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
     "upsample": ((1, 32, 5, 6, 9), (32, 16, 2, 2, 2), {"stride": 2}),
+    "upsample, wider": ((2, 64, 8, 8, 12), (64, 32, 2, 2, 2), {"stride": 2}),
     "gan": ((3, 64, 4, 4, 4), (64, 32, 4, 4, 4), {"stride": 2, "padding": 1}),
     "few outputs": ((1, 16, 5, 9, 20), (16, 1, 4, 4, 4), {"stride": 2, "padding": 1}),
     "groups": ((2, 32, 4, 6, 9), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),
@@ -30,31 +35,49 @@ LAYERS = {
 }
 
 
+def watch() -> set[str]:
+    """The kernels of all launches from now on."""
+    launched: set[str] = set()
+    original = launcher.prepare_all
+
+    def prepare_all(steps: Sequence[tuple[Launch, Sequence[int]]], device_index: int) -> launcher.Run:
+        launched.update(launch.kernel for launch, _ in steps)
+        return original(steps, device_index)
+
+    launcher.prepare_all = prepare_all
+    return launched
+
+
+def run(x_shape: Sequence[int], w_shape: Sequence[int], settings: dict[str, Any], kind: dict[str, Any]) -> None:
+    """The layer forward and backward, alone and with ReLU and GroupNorm after it."""
+    channels = w_shape[1] * settings.get("groups", 1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device="cuda", dtype=kind["dtype"])
+
+    x = random(*x_shape).contiguous(memory_format=kind["layout"]).requires_grad_()
+    w, *vectors = (each.requires_grad_() for each in (random(*w_shape), *(random(channels) for _ in range(3))))
+    norm_groups = 2 if channels % 2 == 0 else 1
+    for y in (
+        tconv3d.conv_transpose3d(x, w, vectors[0], **settings),
+        tconv3d.conv_transpose3d_relu_group_norm(x, w, vectors[0], norm_groups, *vectors[1:], **settings),
+    ):
+        y.backward(torch.randn_like(y))
+
+
 def main() -> None:
-    kernels: set[str] = set()
-
-    def watching(original: Callable[..., Plan]) -> Callable[..., Plan]:
-        def watched(*arguments: object) -> Plan:
-            plan = original(*arguments)
-            kernels.update(launch.kernel for launch in plan.launches)
-            return plan
-
-        return watched
-
-    for name in ("plan", "plan_gradients"):
-        setattr(executor.planner, name, watching(getattr(planner, name)))
-    for name, (x_shape, w_shape, settings) in LAYERS.items():
+    launched = watch()
+    run(*LAYERS["plain"], {"dtype": torch.float64, "layout": torch.contiguous_format})
+    for name, layer in LAYERS.items():
         for dtype in (torch.float32, torch.bfloat16):
             for layout in (torch.contiguous_format, torch.channels_last_3d):
-                x = torch.randn(x_shape, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
-                w = torch.randn(w_shape, device="cuda", dtype=dtype, requires_grad=True)
-                groups = settings.get("groups", 1)
-                b = torch.randn(w_shape[1] * groups, device="cuda", dtype=dtype, requires_grad=True)
-                y = tconv3d.conv_transpose3d(x, w, b, **settings)
-                y.backward(torch.randn_like(y))
+                run(*layer, {"dtype": dtype, "layout": layout})
         torch.cuda.synchronize()
         print(name, flush=True)
-    print("kernels:", ", ".join(sorted(kernels)))
+    sources = Path(tconv3d.__file__).parent.glob("kernels/*.cuh")
+    kernels = {path.stem for path in sources if "__device__ void run(" in path.read_text()}
+    print("kernels:", ", ".join(sorted(launched)))
+    print("not launched:", ", ".join(sorted(kernels - launched)) or "none")
 
 
 if __name__ == "__main__":
