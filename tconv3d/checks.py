@@ -46,6 +46,23 @@ def triple(value: int | Sequence[int], name: str) -> Triple:
     return values
 
 
+def convolution_of(
+    stride: int | Sequence[int],
+    padding: int | Sequence[int],
+    output_padding: int | Sequence[int],
+    groups: int,
+    dilation: int | Sequence[int],
+) -> Convolution:
+    """The settings of a call, each in full."""
+    return (
+        triple(stride, "stride"),
+        triple(padding, "padding"),
+        triple(output_padding, "output_padding"),
+        integer(groups, "groups"),
+        triple(dilation, "dilation"),
+    )
+
+
 def check_tensors(input: object, weight: object, bias: object) -> None:
     """Python's own arguments; the one check that every call makes."""
     if isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)):

@@ -158,13 +158,7 @@ def _call(
     dilation: int | Sequence[int] = 1,
 ) -> Call:
     checks.check_rank(input, weight)
-    convolution = (
-        checks.triple(stride, "stride"),
-        checks.triple(padding, "padding"),
-        checks.triple(output_padding, "output_padding"),
-        groups,
-        checks.triple(dilation, "dilation"),
-    )
+    convolution = checks.convolution_of(stride, padding, output_padding, groups, dilation)
     return (input.unsqueeze(0) if input.dim() == 4 else input), weight, bias, convolution
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import fused_ops, ops
-from .checks import Convolution, check_norm, check_rank, check_tensors, integer, triple
+from .checks import check_norm, check_rank, check_tensors, convolution_of, integer
 
 
 def conv_transpose3d(
@@ -30,7 +30,7 @@ def conv_transpose3d(
     check_tensors(input, weight, bias)
     if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
-    convolution = _convolution(stride, padding, output_padding, groups, dilation)
+    convolution = convolution_of(stride, padding, output_padding, groups, dilation)
     check_rank(input, weight)
     if input.dim() == 4:
         return ops.conv_transpose3d(input.unsqueeze(0), weight, bias, convolution).squeeze(0)
@@ -52,7 +52,7 @@ def conv_transpose3d_relu(
     if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return torch.relu(result)
-    convolution = _convolution(stride, padding, output_padding, groups, dilation)
+    convolution = convolution_of(stride, padding, output_padding, groups, dilation)
     check_rank(input, weight)
     if input.dim() == 4:
         return fused_ops.conv_transpose3d_relu(input.unsqueeze(0), weight, bias, convolution).squeeze(0)
@@ -84,26 +84,10 @@ def conv_transpose3d_relu_group_norm(
     if input.dim() == 4:  # PyTorch's GroupNorm takes the first dimension for the batch, whatever it is
         result = conv_transpose3d_relu(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return F.group_norm(result, num_groups, norm_weight, norm_bias, eps)
-    convolution = _convolution(stride, padding, output_padding, groups, dilation)
+    convolution = convolution_of(stride, padding, output_padding, groups, dilation)
     num_groups = integer(num_groups, "num_groups")
     check_rank(input, weight)
     check_norm(input, weight, norm_weight, norm_bias, num_groups, convolution)
     return fused_ops.conv_transpose3d_relu_group_norm(
         input, weight, bias, norm_weight, norm_bias, num_groups, eps, convolution
-    )
-
-
-def _convolution(
-    stride: int | Sequence[int],
-    padding: int | Sequence[int],
-    output_padding: int | Sequence[int],
-    groups: int,
-    dilation: int | Sequence[int],
-) -> Convolution:
-    return (
-        triple(stride, "stride"),
-        triple(padding, "padding"),
-        triple(output_padding, "output_padding"),
-        integer(groups, "groups"),
-        triple(dilation, "dilation"),
     )

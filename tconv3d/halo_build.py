@@ -21,6 +21,7 @@ RESERVED_BYTES = 1024 + 8 * 1024  # for barriers, and for the scratch of eight c
 LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
 PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
 PACKING_BLOCKS = 128  # at least, if there is enough to pack: a small weight is a matter of latency
+PACKING_THREADS = 256
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 72  # what loaders have use for; consumers get the rest
@@ -387,8 +388,9 @@ class Build:
         fits = [n for n in (8, 4, 2) if n * items <= PACKED_AT_ONCE and parts // n >= PACKING_BLOCKS]
         columns = max(fits, default=1)
         lines = self.halves * len(self.programs) * p.chunk_fields
-        shared_bytes = 4 * (columns * (items + g.taps) + 2 * lines)
-        threads = 256
+        column_pitch = (items + g.taps + 30) // 32 * 32 + 1
+        shared_bytes = 4 * (columns * column_pitch + 2 * lines)
+        threads = PACKING_THREADS
         return Launch(
             kernel="pack",
             constants=(

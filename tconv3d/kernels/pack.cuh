@@ -26,8 +26,11 @@ struct Pack {
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kTaps = Config::kKernelD * Config::kKernelH * Config::kKernelW;
   static constexpr int kColumns = Config::kColumnsAtOnce;
-  static constexpr int kPitch = Layout::kPartItems + 1;  // of a tap: neither writing nor reading meets itself
-  static constexpr int kStaged = kColumns * kTaps * kPitch;
+  // From tap to tap, and from column to column: neither writing (a tap after the other) nor reading (pieces
+  // of several columns) meets itself in a bank.
+  static constexpr int kPitch = Layout::kPartItems + 1;
+  static constexpr int kColumnPitch = (kTaps * kPitch + 30) / 32 * 32 + 1;
+  static constexpr int kStaged = kColumns * kColumnPitch;
   static constexpr int kVariantLines = Layout::kRows / Config::kOutTile;
   static constexpr int kLines = Config::kVariants * kVariantLines;
   static constexpr int kShifts = Config::kShiftRange(Config::kSources * Config::kPatterns);
@@ -110,7 +113,8 @@ struct Pack {
 #pragma unroll
       for (int k = 0; k < kSeriesRounds; ++k) {
         const Element e = element(k);
-        if (exists && e.exists) staged[(e.column * kTaps + tap) * kPitch + e.slot] = staged_bits(values[k]);
+        if (exists && e.exists)
+          staged[e.column * kColumnPitch + tap * kPitch + e.slot] = staged_bits(values[k]);
       }
     }
   }
@@ -151,7 +155,8 @@ struct Pack {
       const int line = i / (Layout::kPartPieces * kColumns), tap = line_tap[line];
       Piece<Scalar> values;
       if (tap >= 0) {
-        const unsigned* from = staged + (column * kTaps + tap % kTaps) * kPitch + piece * Layout::kPieceItems;
+        const unsigned* from =
+            staged + column * kColumnPitch + tap % kTaps * kPitch + piece * Layout::kPieceItems;
 #pragma unroll
         for (int k = 0; k < Layout::kPieceItems; ++k) {
           values.set_bits(k, written_bits(from[k], tap / kTaps));
