@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, UNIT, Layer, check, poisoned
-from test_few_inputs import H200, T1, T2, T3, axis, problem
+from test_few_inputs import H200, T1, T2, T3, problem
 from test_weight_grad import tensors, weight_grad
 
 from tconv3d import compiler, depthwise_planner, executor, planner
-from tconv3d.geometry import Geometry
 from tconv3d.problem import Pass, bias_grad_problem
 
 LAYERS = {
@@ -93,21 +93,8 @@ def test_unaligned_and_strided_operands(ours: str) -> None:
 
 
 @settings(max_examples=12)
-@given(
-    axes=st.tuples(axis, axis, axis),
-    size=st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 9)),
-    channels=st.integers(1, 3),
-    half=st.booleans(),
-)
-def test_generated_geometries(
-    axes: tuple[tuple[int, ...], ...], size: tuple[int, int, int], channels: int, half: bool, ours: str
-) -> None:
-    kernel, stride, padding, dilation, extra = (tuple(v) for v in zip(*axes, strict=True))
-    output_padding = tuple(min(e, max(s, d) - 1) for e, s, d in zip(extra, stride, dilation, strict=True))
-    geometry = Geometry.make(channels, channels, kernel, stride, padding, output_padding, channels, dilation)
-    if min(geometry.output_size(size)) < 1:
-        return
-    layer = Layer(channels, channels, size, kernel, stride, padding, output_padding, dilation, channels, batch=1)  # type: ignore[arg-type]
+@given(layer=small_layers((5, 5, 9), st.integers(1, 3), None), half=st.booleans())
+def test_generated_geometries(layer: Layer, half: bool, ours: str) -> None:
     check(layer, torch.bfloat16 if half else torch.float32, ours)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, UNIT, Layer, passes, poisoned
@@ -153,33 +154,9 @@ def test_unaligned_and_strided_operands(few_inputs: str) -> None:
         check(layer, [operands[0], turned], grad)
 
 
-axis = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2), st.integers(0, 2))
-
-
 @settings(max_examples=15)
-@given(
-    axes=st.tuples(axis, axis, axis),
-    size=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 9)),
-    few=st.integers(1, 3),
-    many=st.integers(1, 20),
-    half=st.booleans(),
-    last=st.booleans(),
-)
-def test_generated_geometries(
-    axes: tuple[tuple[int, ...], ...],
-    size: tuple[int, int, int],
-    few: int,
-    many: int,
-    half: bool,
-    last: bool,
-    few_inputs: str,
-) -> None:
-    kernel, stride, padding, dilation, extra = (tuple(v) for v in zip(*axes, strict=True))
-    output_padding = tuple(min(e, max(s, d) - 1) for e, s, d in zip(extra, stride, dilation, strict=True))
-    geometry = Geometry.make(few, many, kernel, stride, padding, output_padding, 1, dilation)
-    if min(geometry.output_size(size)) < 1:
-        return
-    layer = Layer(few, many, size, kernel, stride, padding, output_padding, dilation, batch=1)  # type: ignore[arg-type]
+@given(layer=small_layers((4, 5, 9), st.integers(1, 3), st.integers(1, 20)), half=st.booleans(), last=st.booleans())
+def test_generated_geometries(layer: Layer, half: bool, last: bool, few_inputs: str) -> None:
     dtype = torch.bfloat16 if half else torch.float32
     for one in (layer, swapped(layer)):
         operands = one.operands(dtype, few_inputs)

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, Layer, check, to_tf32
-from test_few_inputs import A100, H200, axis, problem
+from test_few_inputs import A100, H200, problem
 
 import tconv3d
 from tconv3d import compiler, direct_planner, executor, few_outputs_planner, planner
-from tconv3d.geometry import Geometry
 from tconv3d.problem import Pass
 
 T3, T2, T1 = (3, 3, 3), (2, 2, 2), (1, 1, 1)
@@ -92,29 +92,8 @@ def test_unaligned_and_strided_operands(dtype: torch.dtype, few_outputs: str) ->
 
 
 @settings(max_examples=15)
-@given(
-    axes=st.tuples(axis, axis, axis),
-    size=st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 20)),
-    few=st.integers(1, 3),
-    many=st.integers(1, 20),
-    half=st.booleans(),
-    last=st.booleans(),
-)
-def test_generated_geometries(
-    axes: tuple[tuple[int, ...], ...],
-    size: tuple[int, int, int],
-    few: int,
-    many: int,
-    half: bool,
-    last: bool,
-    few_outputs: str,
-) -> None:
-    kernel, stride, padding, dilation, extra = (tuple(v) for v in zip(*axes, strict=True))
-    output_padding = tuple(min(e, max(s, d) - 1) for e, s, d in zip(extra, stride, dilation, strict=True))
-    geometry = Geometry.make(many, few, kernel, stride, padding, output_padding, 1, dilation)
-    if min(geometry.output_size(size)) < 1:
-        return
-    layer = Layer(many, few, size, kernel, stride, padding, output_padding, dilation, batch=1)  # type: ignore[arg-type]
+@given(layer=small_layers((5, 6, 20), st.integers(1, 20), st.integers(1, 3)), half=st.booleans(), last=st.booleans())
+def test_generated_geometries(layer: Layer, half: bool, last: bool, few_outputs: str) -> None:
     dtype = torch.bfloat16 if half else torch.float32
     operands = exact(layer, dtype, few_outputs)
     if last:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, Layer
-from test_few_inputs import A100, DTYPES, H200, LAYERS, T1, T2, T3, axis, problem, swapped
+from test_few_inputs import A100, DTYPES, H200, LAYERS, T1, T2, T3, problem, swapped
 from test_weight_grad import check, tensors, weight_grad
 
 from tconv3d import compiler, direct_planner, emulator, executor, few_weight_grad_planner, planner
-from tconv3d.geometry import Geometry
 from tconv3d.problem import Pass
 
 KERNEL = "few_weight_grad"
@@ -71,27 +71,8 @@ def test_unaligned_and_strided_operands(few: str) -> None:
 
 
 @settings(max_examples=15)
-@given(
-    axes=st.tuples(axis, axis, axis),
-    size=st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 9)),
-    channels=st.tuples(st.integers(1, 3), st.integers(1, 20)),
-    half=st.booleans(),
-    last=st.booleans(),
-)
-def test_generated_geometries(
-    axes: tuple[tuple[int, ...], ...],
-    size: tuple[int, int, int],
-    channels: tuple[int, int],
-    half: bool,
-    last: bool,
-    few: str,
-) -> None:
-    kernel, stride, padding, dilation, extra = (tuple(v) for v in zip(*axes, strict=True))
-    output_padding = tuple(min(e, max(s, d) - 1) for e, s, d in zip(extra, stride, dilation, strict=True))
-    geometry = Geometry.make(*channels, kernel, stride, padding, output_padding, 1, dilation)
-    if min(geometry.output_size(size)) < 1:
-        return
-    layer = Layer(*channels, size, kernel, stride, padding, output_padding, dilation, batch=1)  # type: ignore[arg-type]
+@given(layer=small_layers((4, 5, 9), st.integers(1, 3), st.integers(1, 20)), half=st.booleans(), last=st.booleans())
+def test_generated_geometries(layer: Layer, half: bool, last: bool, few: str) -> None:
     memory_format = torch.channels_last_3d if last else torch.contiguous_format
     for one in (layer, swapped(layer)):
         x, dy = tensors(one, torch.bfloat16 if half else torch.float32, few)
