@@ -31,18 +31,18 @@ from tconv3d.launch import Launch
 from tconv3d.problem import Device
 
 UNSTORED = "if (args.batch > 0) {\n} else if constexpr (Config::kOutputUnitC) {\n"
-# What leaves out a part: text of halo.cuh, and what replaces it. Conditions that never hold keep the code around it.
+# What leaves out a part: text of kernels/halo*.cuh, and what replaces it. Conditions that never hold keep the code
+# around it.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "loads": (  # from global memory
-        ("exists ? parts_of(from) : 0", "exists && args.batch < 0 ? parts_of(from) : 0"),
+        ("exists ? Positions::parts_of(from) : 0", "exists && args.batch < 0 ? Positions::parts_of(from) : 0"),
         ("return exists ? __ldg(", "return exists && address == nullptr ? __ldg("),
         ("inside ? count : 0", "inside && args.batch < 0 ? count : 0"),
     ),
     "staging": (  # to shared memory
-        ("if (row == kNoRow) return;", "if (row >= 0) return;"),
-        ("if (row[i] != kNoRow)", "if (row[i] < 0)"),
+        ("if (row == Positions::kNoRow) return;", "if (row >= 0) return;"),
+        ("if (row[i] == Positions::kNoRow) continue;", "if (row[i] >= 0) continue;"),
         ("ptx::store_transposed(", "if (stage == 1) ptx::store_transposed("),
-        ("if (start == kBeside) return;", "if (stage != 1) return;"),
     ),
     "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
     "stores": (("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),),
@@ -68,13 +68,15 @@ def kernels_without(parts: tuple[str, ...], directory: Path) -> Path:
     """A copy of the kernels without these parts."""
     copy = directory / ("without_" + "_".join(parts))
     shutil.copytree(compiler.KERNELS, copy)
-    text = (copy / "halo.cuh").read_text()
+    texts = {path: path.read_text() for path in copy.glob("halo*.cuh")}
     for part in parts:
         for old, new in PARTS[part]:
-            if text.count(old) != 1:
-                raise ValueError(f"halo.cuh has changed: {old!r} occurs {text.count(old)} times")
-            text = text.replace(old, new)
-    (copy / "halo.cuh").write_text(text)
+            having = [path for path, text in texts.items() if old in text]
+            if len(having) != 1 or texts[having[0]].count(old) != 1:
+                raise ValueError(f"the kernel has changed: not one place has {old!r}")
+            texts[having[0]] = texts[having[0]].replace(old, new)
+    for path, text in texts.items():
+        path.write_text(text)
     return copy
 
 

@@ -43,7 +43,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class VectorTurn:
-    """What a batch of a loader takes of input vectors (BatchTransposed in halo.cuh)."""
+    """What a batch of a loader takes of input vectors (BatchTransposed in halo_vectors.cuh)."""
 
     vectors: int
     shares: int  # batches for all channels of a chunk

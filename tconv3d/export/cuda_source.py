@@ -79,7 +79,7 @@ def cuda_source(operations: Sequence[Operation], kernels: Path = compiler.KERNEL
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
     sources = Sources(kernels, emulated)
     specialised = specialise(sources, _settings(operations))
-    parts = [_part(part, operations) for part in specialised]
+    parts = [_part(part) for part in specialised]
     mentioned = {"kThreads", *_ONLY_LAUNCHED}.union(*(cxx.words(part.text) for part in specialised))
     includes = '#include "emulated_ptx.h"\n' if emulated else ""
     written = [_operation(_trimmed(operation, mentioned), sources) for operation in operations]
@@ -108,12 +108,11 @@ def _settings(operations: Sequence[Operation]) -> Settings:
     return found
 
 
-def _part(part: Part, operations: Sequence[Operation]) -> str:
+def _part(part: Part) -> str:
     if not part.text.strip():
         return ""
-    kernels = {launch.kernel for o in operations for plan in o.plans.values() for launch in plan.launches}
     name = part.header.removesuffix(".cuh")
-    namespace = f"{part.namespace}::{name}" if name in kernels else part.namespace
+    namespace = f"{part.namespace}::{part.kernel}" if part.kernel else part.namespace
     rule = f"// ==== {name} " + "=" * (LINE - len(name) - 9)
     comment = "".join(f"{line}\n" for line in part.comment.splitlines() if "emulator" not in line)
     return f"\n{rule}\n{comment}\nnamespace {namespace} {{\n\n{part.text}\n\n}}  // namespace {namespace}\n"

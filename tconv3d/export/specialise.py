@@ -89,6 +89,7 @@ class Part:
     comment: str
     namespace: str
     text: str
+    kernel: str | None  # that it belongs to: its own header, or one named after it that no other kernel includes
 
 
 def specialise(sources: Sources, settings: Settings) -> list[Part]:
@@ -119,9 +120,17 @@ def specialise(sources: Sources, settings: Settings) -> list[Part]:
             sources.header(name).comment,
             sources.header(name).namespace,
             cxx.render(parsed[name], lambda declaration: id(declaration) in kept),
+            _owner(name, users[name]),
         )
         for name in order
     ]
+
+
+def _owner(header: str, users: list[str]) -> str | None:
+    name = header.removesuffix(".cuh")
+    if name in users:
+        return name
+    return users[0] if len(users) == 1 and name.startswith(f"{users[0]}_") else None
 
 
 # ---- what the constants say

@@ -9,16 +9,19 @@
 // of a norm group are neighbours.
 #pragma once
 
-#include "halo_layout.cuh"
+#include "halo_stores.cuh"
 #include "moments.cuh"
 
 namespace tconv3d {
 
-template <class Config, class Kernel, class Args>
+template <class Config>
 struct HaloMoments {
-  using Place = typename Kernel::Place;
-  using Slab = typename Kernel::Slab;
-  using Sums = typename Kernel::Sums;
+  using Layout = HaloLayout<Config>;
+  using Stores = HaloStores<Config>;
+  using Accumulators = HaloSums<Config>;
+  using Place = typename Stores::Place;
+  using Slab = typename Stores::Slab;
+  using Sums = typename Stores::Sums;
 
   static constexpr int kBand = Config::kMomentBand;
   static constexpr int kBands = Config::kGroups * Config::kOut / kBand;  // of all channels
@@ -46,12 +49,12 @@ struct HaloMoments {
       constexpr int kFirst = 2 * decltype(two)::value;
       constexpr int kSecond = kFirst + 1 < Config::kSlabs ? kFirst + 1 : kFirst;
       const Slab slab = lane < 16 ? slabs[kFirst] : slabs[kSecond];
-      const auto to = Kernel::target(args, at, slab, plane, 16 * warp + lane % 16);
+      const auto to = Stores::target(args, at, slab, plane, 16 * warp + lane % 16);
       static_for<Config::kFields>([&](auto field) {
         constexpr int kField = decltype(field)::value;
-        if constexpr (Kernel::complete(kField)) {
-          const bool deep = Config::kMarch || Kernel::deep(args, at, to.d + Config::kField(kField, 0));
-          const bool is = to.n == item && deep && Kernel::flat(args, to, kField);
+        if constexpr (Accumulators::complete(kField)) {
+          const bool deep = Config::kMarch || Stores::deep(args, at, to.d + Config::kField(kField, 0));
+          const bool is = to.n == item && deep && Stores::flat(args, to, kField);
           const unsigned rows = __ballot_sync(kAll, is) >> (lane / 4);
 #pragma unroll
           for (int half = 0; half < 2 * (kSecond - kFirst + 1); ++half) {
@@ -67,9 +70,9 @@ struct HaloMoments {
     Mask mask = 0;
     static_for<kBits>([&](auto bit) {
       constexpr int kBit = decltype(bit)::value, kField = kBit % Config::kFields;
-      if constexpr (Kernel::complete(kField)) {
+      if constexpr (Accumulators::complete(kField)) {
         const int d = plane * Config::kStrideD - Config::kPaddingD + Config::kField(kField, 0);
-        mask |= static_cast<Mask>(Kernel::deep(args, at, d)) << kBit;
+        mask |= static_cast<Mask>(Stores::deep(args, at, d)) << kBit;
       }
     });
     return mask;
@@ -80,7 +83,7 @@ struct HaloMoments {
   static __device__ __forceinline__ float value(const Sums& sums, int i) {
     constexpr int kHalfSlab = kBit / Config::kFields, kField = kBit % Config::kFields;
     const int group = i / (kLaneBands * kBandSums), column = i % (kLaneBands * kBandSums);
-    const int field = group * Kernel::Layout::kGroupColumns + kField * Config::kOutTile;
+    const int field = group * Layout::kGroupColumns + kField * Config::kOutTile;
     return sums[kHalfSlab / 2][field / 2 + column / 2 * 4 + kHalfSlab % 2 * 2 + column % 2];
   }
 
@@ -96,7 +99,7 @@ struct HaloMoments {
   template <int kBit = 0>
   static __device__ __forceinline__ void choose_shifts(const Sums& sums, Mask mask, int lane, Kept& kept) {
     if constexpr (kBit < kBits) {
-      if constexpr (Kernel::complete(kBit % Config::kFields)) {
+      if constexpr (Accumulators::complete(kBit % Config::kFields)) {
         const unsigned lanes = __ballot_sync(kAll, static_cast<int>(mask >> kBit & 1));
         if (lanes != 0) {
           const int own = kBand < 4 ? lane % 4 : kBand == 4 ? lane % 4 / 2 * 2 : 0;  // column of the band
@@ -121,7 +124,7 @@ struct HaloMoments {
     kept.count += sizeof(Mask) == 8 ? __popcll(mask) : __popc(static_cast<unsigned>(mask));
     static_for<kBits>([&](auto bit) {
       constexpr int kBit = decltype(bit)::value;
-      if constexpr (Kernel::complete(kBit % Config::kFields)) {
+      if constexpr (Accumulators::complete(kBit % Config::kFields)) {
         if (mask >> kBit & 1) {
 #pragma unroll
           for (int i = 0; i < kTileBands * kBandSums; ++i) {
@@ -188,8 +191,9 @@ struct HaloMoments {
       for (int i = 0; i < kCount; ++i) {
         const int place = share.first + i, group = place / kLaneBands, lane_band = place % kLaneBands;
         int column = lane_band * kBand;
-        if (kBand == 1) column = lane_band / 2 * 8 + Kernel::first_column(lane) + lane_band % 2;
-        if (kBand == 2 || kBand == 4) column = lane_band * 8 + Kernel::first_column(lane) / kBand * kBand;
+        if (kBand == 1) column = lane_band / 2 * 8 + Accumulators::first_column(lane) + lane_band % 2;
+        if (kBand == 2 || kBand == 4)
+          column = lane_band * 8 + Accumulators::first_column(lane) / kBand * kBand;
         const int out = at.first_out() + column;
         if (out >= Config::kOut) continue;
         const int band = ((at.first_group() + group) * Config::kOut + out) / kBand;
@@ -217,7 +221,7 @@ struct HaloMoments {
   static __device__ __forceinline__ long long slot(const Args& args, const Place& at, int pass, int warp) {
     const long long first =
         (static_cast<long long>(at.tile) * Config::kVariants + at.variant()) * args.passes;
-    return (first + pass) * Kernel::kConsumerWarps + warp;
+    return (first + pass) * HaloShared<Config>::kConsumerWarps + warp;
   }
 };
 

@@ -1,0 +1,123 @@
+// The halo kernel's loaders: producer warps that fill the ring of halo stages, batch after batch, across
+// chunks, planes and tiles.
+#pragma once
+
+#include "halo_vectors.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloLoaders {
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Shared = HaloShared<Config>;
+  using Tile = HaloTile<Config>;
+  using Place = typename Tile::Place;
+
+  using Batch = typename Choose<Config::kUnitC, BatchByChannel<Config>, BatchByPosition<Config>>::type;
+  // Whether the input may be such that vectors can be loaded. Vectors of 32-bit items lost (measured).
+  static constexpr bool kMayHaveVectors =
+      sizeof(Scalar) == 2 && !Config::kUnitC && Config::kReadStepW == Config::kParts;
+
+  static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+  static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
+  static constexpr int kSharedBytes =
+      Shared::kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
+  static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
+
+  // What a loader warp does, one batch after the other, across chunks, planes and tiles.
+  template <class Batch>
+  struct Course {
+    int warp, lane, batches;
+    int work, plane, source, chunk, batch, planes;
+    const unsigned char *plane_start, *x;  // of the plane, of the chunk
+
+    __device__ __forceinline__ bool start(const Args& args, int from) {
+      plane = source = chunk = batch = 0;
+      for (work = from; work < args.work; work += gridDim.x) {
+        planes = Tile::fed_planes(args, Tile::place(args, work));
+        if (planes > 0) {
+          find(args);
+          return true;
+        }
+      }
+      return false;
+    }
+    // Where the turns of this warp read and write.
+    __device__ __forceinline__ void find(const Args& args) {
+      const Place at = Tile::place(args, work);
+      __syncwarp();  // lanes that share an entry have read the last tile's
+#pragma unroll 1
+      for (int turn = warp; turn < batches * Batch::kTurns * Shared::kLoaderWarps;
+           turn += Shared::kLoaderWarps) {
+        Batch::find(args, at, source, turn, warp, lane);
+      }
+      __syncwarp();
+      const long long first = at.first_group() * Config::kIn * args.x_stride.c +
+                              (Config::kMarch ? at.first_plane * args.x_stride.d : 0);
+      x = plane_start = static_cast<const unsigned char*>(args.x) + first * static_cast<int>(sizeof(Scalar));
+    }
+    __device__ __forceinline__ bool advance(const Args& args) {
+      if (++batch < batches) return true;
+      batch = 0;
+      if constexpr (Layout::kDense) {
+        x += Layout::kPartItems * static_cast<int>(sizeof(Scalar)) * args.x_stride.c;
+      }
+      if (++chunk < Layout::kChunks) return true;
+      chunk = 0;
+      if constexpr (Config::kSources > 1) {
+        if (++source < Config::kSources) {
+          find(args);
+          return true;
+        }
+      }
+      x = plane_start += static_cast<int>(sizeof(Scalar)) * args.x_stride.d;
+      if (++plane < planes) return true;
+      return start(args, work + gridDim.x);
+    }
+    __device__ __forceinline__ void load(const Args& args, Batch& next) const {
+      next.load(args, x, chunk, batch * Batch::kTurns * Shared::kLoaderWarps + warp, lane);
+    }
+  };
+
+  template <class Batch>
+  static __device__ __forceinline__ void load(const Args& args, const Shared& shared, int warp, int lane) {
+    constexpr int kAtOnce = Shared::kLoaderWarps * Batch::kTurns;
+    Ring<Config::kStages> ring;
+    Course<Batch> course;
+    course.warp = warp;
+    course.lane = lane;
+    course.batches = (Batch::turns(args) + kAtOnce - 1) / kAtOnce;
+    if (!course.start(args, blockIdx.x)) return;
+    // Loads the next batch, then stores the present one. False: there is no next.
+    const auto step = [&](const Batch& present, Batch& next) {
+      const bool first = course.batch == 0, last = course.batch == course.batches - 1;
+      const bool more = course.advance(args);
+      if (more) course.load(args, next);
+      if (first) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
+      present.store(shared.stage(ring.index), lane);
+      if (last) {
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(shared.stage_full(ring.index));
+        ring.advance();
+      }
+      return more;
+    };
+    Batch even, odd;  // two names, so that nothing is copied while it is on its way
+    course.load(args, even);
+    while (step(even, odd) && step(odd, even)) {
+    }
+  }
+  static __device__ __forceinline__ void load(const Args& args, const Shared& shared, int warp, int lane) {
+    if constexpr (kMayHaveVectors) {
+      if (args.vectors > 0) {
+        load<BatchTransposed<Config>>(args, shared, warp, lane);
+        return;
+      }
+    }
+    load<Batch>(args, shared, warp, lane);
+  }
+};
+
+}  // namespace tconv3d

@@ -1,0 +1,70 @@
+// The halo kernel's weights: one thread of the producers copies panels to shared memory, all of them once, or
+// one after the other through a ring of slots.
+//
+// Panels are what the launch before has packed, and all that this kernel needs of it: halos are loaded
+// without waiting for it. Every block has a thread here, so this launch ends after that one.
+#pragma once
+
+#include "halo_shared.cuh"
+#include "halo_tile.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloPanels {
+  using Layout = HaloLayout<Config>;
+  using Shared = HaloShared<Config>;
+  using Tile = HaloTile<Config>;
+
+  static __device__ __forceinline__ const unsigned char* packed(const Args& args, int column_tile) {
+    return static_cast<const unsigned char*>(args.packed) +
+           static_cast<long long>(column_tile) * Layout::kTileBytes;
+  }
+
+  // All panels of the column tile, which is the same for all work of this block.
+  static __device__ __forceinline__ void load_all(const Args& args, const Shared& shared) {
+    constexpr int kCopy = 32 * 1024;
+    const unsigned char* from = packed(args, blockIdx.x % Layout::kColumnTiles);
+    ptx::wait_for_previous_launch();
+    ptx::barrier_arrive_expect(shared.panels_full(), Layout::kTileBytes);
+    for (int done = 0; done < Layout::kTileBytes; done += kCopy) {
+      const int bytes = Layout::kTileBytes - done < kCopy ? Layout::kTileBytes - done : kCopy;
+      ptx::bulk_copy(shared.panels() + done, from + done, bytes, shared.panels_full());
+    }
+  }
+
+  static __device__ __forceinline__ void fetch(const Shared& shared, unsigned slot, const unsigned char* from,
+                                               unsigned bytes) {
+    if constexpr (Tile::kPaired) {
+      const unsigned half = bytes / 2, start = ptx::cluster_rank() * half;
+      ptx::bulk_copy_to_cluster(shared.slot(slot) + start, from + start, half, shared.slot_full(slot), 3);
+    } else {
+      ptx::bulk_copy(shared.slot(slot), from, bytes, shared.slot_full(slot));
+    }
+  }
+
+  static __device__ __forceinline__ void stream(const Args& args, const Shared& shared) {
+    ptx::wait_for_previous_launch();
+    Ring<Config::kSlots> ring;
+    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
+      const auto at = Tile::place(args, work);
+      const int rounds = Tile::fed_planes(args, at) * args.passes;
+      for (int round = 0; round < rounds; ++round) {
+        const unsigned char* from = packed(args, at.column_tile);
+        for (int chunk = 0; chunk < Config::kSources * Layout::kChunks; ++chunk) {
+          const int source = Config::kSources == 1 ? 0 : chunk / Layout::kChunks;
+          for (int p = 0; p < Config::kPatterns; ++p) {
+            const unsigned bytes = Layout::panel_bytes(p);
+            for (int s = 0; s < Layout::shifts(source, p); ++s, ring.advance(), from += bytes) {
+              ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
+              ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
+              fetch(shared, ring.index, from, bytes);
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace tconv3d

@@ -1,0 +1,256 @@
+// How the halo kernel's loaders bring input to a stage, position by position.
+//
+// A batch is what a lane has in flight: some pieces of the halo, as they are in memory. While one batch is on
+// its way, the one before it is converted and stored. In a turn, a warp takes kRows positions; a batch has
+// kTurns, and kShares batches take all channels of a chunk. Which batches there are, and in which order a
+// warp takes them, is in halo_loaders.cuh.
+#pragma once
+
+#include "halo_shared.cuh"
+#include "halo_tile.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloPositions {
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Tile = HaloTile<Config>;
+  using Place = typename Tile::Place;
+  using Offset = typename Tile::Offset;
+
+  // An input position of the halo: its row in the stage, and where it lies in memory (in bytes from the
+  // tile's first plane and channel; negative: outside of the input, zero). Dividing its index into
+  // coordinates takes longer than loading, so each lane does it once per tile, and keeps its positions in
+  // shared memory.
+  using Position = long long;
+  static constexpr Position kNowhere = -1;
+  static constexpr int kNoRow = 0x1FFF;
+  static __device__ __forceinline__ int row_of(Position position) {
+    return static_cast<int>(position) & kNoRow;
+  }
+  // How many of the parts are inside: those from the first on.
+  static __device__ __forceinline__ int parts_of(Position position) {
+    if constexpr (Config::kParts == 1) return position >= 0;
+    return position < 0 ? 0 : static_cast<int>(position) >> 13 & 7;
+  }
+  static __device__ __forceinline__ long long bytes_of(Position position) { return position >> 16; }
+
+  // By the position's index, w fastest: but for 8 batch items whose rows are neighbours, so that neighbouring
+  // lanes store to different banks.
+  static __device__ __forceinline__ Position position(const Args& args, const Place& at, int source,
+                                                      int index) {
+    const int place = (index >> args.near_bits) + at.start, near = index & ((1 << args.near_bits) - 1);
+    const int line = divide(place, args.halo_w), w = place - line * args.halo.w;
+    const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
+    const int far = divide(sheet, args.halo_d), d = sheet - far * args.halo.d;
+    const int n = (far << args.near_bits) + near;
+    const int origin = at.variant() + source;  // either has more than one
+    const int x_d = Config::kMarch ? 0
+                                   : (at.d + Config::kOrigin(origin, 0) + d) * Config::kReadStepD +
+                                         Config::kReadPhase(source, 0);
+    const int x_h =
+        (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
+    const int x_w =
+        (at.w + Config::kOrigin(origin, 2) + w) * Config::kReadStepW + Config::kReadPhase(source, 2);
+    if (index >= args.rows) return kNowhere;
+    const int row = args.items == 1 ? index : ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
+    if (!(at.n + n < args.batch && Tile::inside(x_d, args.input.d) && Tile::inside(x_h, args.input.h) &&
+          Tile::inside(x_w, args.input.w))) {
+      return row - 65536;
+    }
+    const Offset offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
+                          static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) +
+                          static_cast<Offset>(x_w) * static_cast<Offset>(args.x_stride.w);
+    const long long items = (at.n + n) * args.x_stride.n + offset;
+    const int left = args.input.w - x_w, parts = left < Config::kUsedParts ? left : Config::kUsedParts;
+    return items * static_cast<long long>(sizeof(Scalar)) * 65536 + (parts << 13 | row);
+  }
+
+  // The positions of all warps, by turn: a warp reads what itself wrote.
+  static __device__ __forceinline__ Position* table() {
+    return reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + HaloShared<Config>::kTableStart);
+  }
+  template <class Batch>
+  static __device__ __forceinline__ void find_positions(const Args& args, const Place& at, int source,
+                                                        int turn, int lane) {
+    const int row = Batch::row_in_turn(lane);
+    table()[turn * Batch::kRows + row] =
+        position(args, at, source, turn / Batch::kShares * Batch::kRows + row);
+  }
+  template <class Batch>
+  static __device__ __forceinline__ int turns_by_position(const Args& args) {
+    return (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+  }
+
+  // Where a row of the stage begins; piece i of it is at this address ^ 16 * i.
+  static __device__ __forceinline__ unsigned row_start(unsigned stage, int row) {
+    return stage + Layout::template swizzle<Layout::kRowPieces>(row * Config::kRowBytes);
+  }
+};
+
+// Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels: the same
+// channels of all parts, which are neighbours in memory.
+template <class Config>
+struct BatchByPosition {
+  using Positions = HaloPositions<Config>;
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Place = typename HaloTile<Config>::Place;
+
+  static constexpr int kFlight = 16 / Layout::kPieceItems / Config::kParts;  // two batches fill registers
+  static constexpr int kAtLeast = kFlight < 1 ? 1 : kFlight;
+  static constexpr int kPieces = Layout::kPartPieces < kAtLeast ? Layout::kPartPieces : kAtLeast;
+  static constexpr int kShares = Layout::kPartPieces / kPieces;
+  static constexpr int kRows = 32, kTurns = 1;
+  struct Parts {
+    Scalar at[Config::kUsedParts];
+  };
+  Parts raw[kPieces][Layout::kPieceItems];
+  int row, first_piece;
+
+  static __device__ __forceinline__ int turns(const Args& args) {
+    return Positions::template turns_by_position<BatchByPosition>(args);
+  }
+  static __device__ __forceinline__ int row_in_turn(int lane) { return lane; }
+  static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                              int lane) {
+    Positions::template find_positions<BatchByPosition>(args, at, source, turn, lane);
+  }
+  // `x`: the plane and the chunk. `turn` counts those of all warps.
+  __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                       int lane) {
+    const auto from = Positions::table()[turn * kRows + lane];
+    const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
+    row = Positions::row_of(from);
+    first_piece = turn % kShares * kPieces;
+    const unsigned char* address = x + Positions::bytes_of(from) + first_piece * Layout::kPieceItems * stride;
+    const int left = Layout::kSlots - chunk * Layout::kPartItems - first_piece * Layout::kPieceItems;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const auto channels = Layout::channels(chunk, first_piece + i);
+      if constexpr (!Layout::kDense) {
+        address = x + Positions::bytes_of(from) + (channels.group * Config::kIn + channels.first) * stride;
+      }
+#pragma unroll
+      for (int c = 0; c < Layout::kPieceItems; ++c, address += stride) {
+        const bool exists = Layout::kWholeParts ? true
+                            : Layout::kDense    ? i * Layout::kPieceItems + c < left
+                                                : c < channels.count;
+        raw[i][c] =
+            gather(args, reinterpret_cast<const Scalar*>(address), exists ? Positions::parts_of(from) : 0);
+      }
+    }
+  }
+  static __device__ __forceinline__ Parts gather(const Args& args, const Scalar* x, int parts) {
+    Parts found{};
+    if constexpr (Config::kVectorParts) {  // all or none, and aligned
+      if (parts > 0) {
+        const auto all = load_vector<Config::kUsedParts>(x);
+#pragma unroll
+        for (int p = 0; p < Config::kUsedParts; ++p) found.at[p] = all.at[p];
+      }
+    } else {
+#pragma unroll
+      for (int p = 0; p < Config::kUsedParts; ++p) {
+        if (p < parts) found.at[p] = load_constant(x + p * args.x_stride.w);
+      }
+    }
+    return found;
+  }
+  __device__ __forceinline__ void store(unsigned stage, int) const {
+    if (row == Positions::kNoRow) return;
+    const unsigned start = Positions::row_start(stage, row) ^ 16 * first_piece;
+#pragma unroll
+    for (int p = 0; p < Config::kUsedParts; ++p) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+        for (int half = 0; half < Config::kHalves; ++half) {
+          Piece<Scalar> piece;
+#pragma unroll
+          for (int c = 0; c < Layout::kPieceItems; ++c) {
+            piece.set_bits(c, Layout::operand(raw[i][c].at[p], half));
+          }
+          const unsigned address = start ^ 16 * (p * Layout::kPartPieces + i);
+          ptx::store_shared(address + half * HaloShared<Config>::kHalfBytes, piece.vector());
+        }
+      }
+    }
+  }
+};
+
+// Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
+template <class Config>
+struct BatchByChannel {
+  using Positions = HaloPositions<Config>;
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Place = typename HaloTile<Config>::Place;
+
+  static constexpr int kShares = 1, kTurns = 4, kRows = 32 / Layout::kRowPieces;
+  uint4 raw[kTurns];
+  int row[kTurns], piece;
+
+  static __device__ __forceinline__ int turns(const Args& args) {
+    return Positions::template turns_by_position<BatchByChannel>(args);
+  }
+  static __device__ __forceinline__ int row_in_turn(int lane) { return lane / Layout::kRowPieces; }
+  static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                              int lane) {
+    Positions::template find_positions<BatchByChannel>(args, at, source, turn, lane);
+  }
+  __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                       int lane) {
+    piece = lane % Layout::kRowPieces;
+    const int part = piece / Layout::kPartPieces, in_part = piece % Layout::kPartPieces;
+    const auto channels = Layout::channels(chunk, in_part);
+    const int first =
+        Layout::kDense ? in_part * Layout::kPieceItems : channels.group * Config::kIn + channels.first;
+    x += (first + (Config::kParts > 1 ? part * args.x_stride.w : 0)) * static_cast<int>(sizeof(Scalar));
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      const auto from =
+          Positions::table()[(turn + i * HaloShared<Config>::kLoaderWarps) * kRows + row_in_turn(lane)];
+      row[i] = Positions::row_of(from);
+      const int count = Layout::kWholeParts ? Layout::kPieceItems : channels.count;
+      const bool inside = part < Positions::parts_of(from);
+      raw[i] = gather(reinterpret_cast<const Scalar*>(x + Positions::bytes_of(from)), inside ? count : 0);
+    }
+  }
+  static __device__ __forceinline__ uint4 gather(const Scalar* x, int count) {
+    if constexpr (Config::kVectorInput) {  // a piece is whole or empty, and aligned
+      return count == 0 ? make_uint4(0, 0, 0, 0) : __ldg(reinterpret_cast<const uint4*>(x));
+    } else {
+      Vector<Scalar, Layout::kPieceItems> items{};
+#pragma unroll
+      for (int c = 0; c < Layout::kPieceItems; ++c) {
+        if (c < count) items.at[c] = load_constant(x + c);
+      }
+      return *reinterpret_cast<const uint4*>(&items);
+    }
+  }
+  // 16 bytes as they are in memory -> as tensor cores want them.
+  static __device__ __forceinline__ uint4 to_operands(uint4 raw, int half) {
+    if constexpr (sizeof(Scalar) == 4) {
+      raw.x = Layout::operand(ptx::bits_to_float(raw.x), half);
+      raw.y = Layout::operand(ptx::bits_to_float(raw.y), half);
+      raw.z = Layout::operand(ptx::bits_to_float(raw.z), half);
+      raw.w = Layout::operand(ptx::bits_to_float(raw.w), half);
+    }
+    return raw;
+  }
+  __device__ __forceinline__ void store(unsigned stage, int) const {
+#pragma unroll
+    for (int i = 0; i < kTurns; ++i) {
+      if (row[i] == Positions::kNoRow) continue;
+      const unsigned address = Positions::row_start(stage, row[i]) ^ 16 * piece;
+#pragma unroll
+      for (int half = 0; half < Config::kHalves; ++half) {
+        ptx::store_shared(address + half * HaloShared<Config>::kHalfBytes, to_operands(raw[i], half));
+      }
+    }
+  }
+};
+
+}  // namespace tconv3d

@@ -1,0 +1,75 @@
+// The matrix instructions of the halo kernel: rows of the halo, in place, times one panel.
+#pragma once
+
+#include "halo_shared.cuh"
+#include "halo_sums.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloProducts {
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Sums = typename HaloSums<Config>::Sums;
+
+  // The products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
+  template <int kPattern, int kSteps>
+  static __device__ __forceinline__ void multiply_panel(Sums& sums,
+                                                        const unsigned long long (&a)[Config::kSlabs],
+                                                        unsigned long long b, unsigned displacement) {
+    constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+    static_for<Config::kGroupsPerTile>([&](auto group) {
+      constexpr int kGroup = decltype(group)::value;
+      constexpr int kFirstStep = kGroup * Config::kGroupSlots / Layout::kStepItems;
+      constexpr int kGroupSteps =
+          Config::kGroupsPerTile > 1 ? Config::kGroupSlots / Layout::kStepItems : kSteps;
+#pragma unroll
+      for (int step = 0; step < kGroupSteps; ++step) {
+        const unsigned k = 32 * (kFirstStep + step);
+        static_for<Layout::units(kPattern)>([&](auto u) {
+          constexpr int kPlace = decltype(u)::value;  // of the unit in the panel
+          constexpr int kUnit = Config::kUnit(Config::kPatternUnit(kPattern) + kPlace);
+          constexpr int kFirst = kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns;
+          const unsigned long long panel =
+              ptx::advance(b, kPlace * Layout::kUnitColumns * Layout::kPartBytes + k);
+          static_for<Config::kSlabs>([&](auto m) {
+            constexpr int kSlab = decltype(m)::value;
+            ptx::MatrixMultiply<Layout::kUnitColumns>::template issue<kOperand>(
+                &sums[kSlab][kFirst / 2], ptx::advance(a[kSlab], displacement + k), panel);
+          });
+        });
+      }
+    });
+  }
+
+  // Strict float32: the three products of a panel, the small ones first.
+  template <int kPattern, int kSteps>
+  static __device__ __forceinline__ void multiply_halves(Sums& sums,
+                                                         const unsigned long long (&a)[Config::kSlabs],
+                                                         unsigned long long b, unsigned displacement) {
+    const unsigned long long low = ptx::advance(b, Layout::half_rows(kPattern) * Layout::kPartBytes);
+    multiply_panel<kPattern, kSteps>(sums, a, b, displacement + HaloShared<Config>::kHalfBytes);
+    multiply_panel<kPattern, kSteps>(sums, a, low, displacement);
+    multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
+  }
+
+  // Tensor cores round every sum towards zero, so that a long chain of products drifts. Strict float32 adds
+  // the sums of each panel, of the units it feeds, to totals, by additions that round to nearest. What they
+  // round off is what the sums of the next panel start from.
+  template <int kPattern>
+  static __device__ __forceinline__ void add_to_totals(Sums& totals, Sums& sums) {
+    static_for<Config::kSlabs * Config::kGroupsPerTile * Layout::units(kPattern)>([&](auto i) {
+      constexpr int kIndex = decltype(i)::value, kUnits = Layout::units(kPattern);
+      constexpr int kSlab = kIndex / kUnits / Config::kGroupsPerTile;
+      constexpr int kGroup = kIndex / kUnits % Config::kGroupsPerTile;
+      constexpr int kUnit = Config::kUnit(Config::kPatternUnit(kPattern) + kIndex % kUnits);
+      constexpr int kFirst = (kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns) / 2;
+#pragma unroll
+      for (int k = kFirst; k < kFirst + Layout::kUnitColumns / 2; ++k) {
+        ptx::add_keeping_rest(totals[kSlab][k], sums[kSlab][k]);
+      }
+    });
+  }
+};
+
+}  // namespace tconv3d

@@ -1,0 +1,90 @@
+// A block of the halo kernel: which warps it has, and what its shared memory holds: halo stages, panels,
+// barriers, the consumers' scratch, and last the loaders' tables (halo_loaders.cuh).
+#pragma once
+
+#include "halo_layout.cuh"
+
+namespace tconv3d {
+
+// A position in a ring of buffers, and the parity of its barriers' phase.
+template <int kCount>
+struct Ring {
+  unsigned index = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++index == kCount) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class Config>
+struct HaloShared {
+  using Layout = HaloLayout<Config>;
+
+  static constexpr int kProducerThreads = 128 * Config::kProducers;
+  static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
+  static constexpr int kConsumerWarps = 4 * Config::kConsumers;
+  static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
+
+  static constexpr int kHalfBytes = Config::kStageRows * Config::kRowBytes;
+  static constexpr int kStageBytes = Config::kHalves * kHalfBytes;
+  static constexpr int kPanelBytes =
+      Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
+  static constexpr int kRingBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
+  static constexpr int kBarriers = kRingBarriers + 2;
+
+  // A warp's sums pass through scratch on their way to contiguous lines: 32 outputs of 8 channels, or 16 of
+  // 16.
+  static constexpr int kScratch = 256;                                               // floats of a warp
+  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * kScratch * 4;  // of a consumer
+  static constexpr int kScratchStart =
+      Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
+  static constexpr int kTableStart = kScratchStart + Config::kConsumers * kScratchBytes;
+  static_assert(kHalfBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
+  static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
+
+  // Addresses.
+  unsigned base;
+  __device__ __forceinline__ unsigned stage(unsigned i) const { return base + i * kStageBytes; }
+  __device__ __forceinline__ unsigned panels() const { return base + Config::kStages * kStageBytes; }
+  __device__ __forceinline__ unsigned slot(unsigned i) const { return panels() + i * Config::kSlotBytes; }
+  __device__ __forceinline__ unsigned barrier(unsigned i) const { return panels() + kPanelBytes + 8 * i; }
+  __device__ __forceinline__ unsigned stage_full(unsigned i) const { return barrier(i); }
+  __device__ __forceinline__ unsigned stage_empty(unsigned i) const { return barrier(Config::kStages + i); }
+  // The first consumer is ahead, the second has seen it.
+  __device__ __forceinline__ unsigned ahead() const { return barrier(kRingBarriers); }
+  __device__ __forceinline__ unsigned seen() const { return barrier(kRingBarriers + 1); }
+  __device__ __forceinline__ unsigned panels_full() const { return barrier(2 * Config::kStages); }
+  __device__ __forceinline__ unsigned slot_full(unsigned i) const { return barrier(2 * Config::kStages + i); }
+  __device__ __forceinline__ unsigned slot_empty(unsigned i) const {
+    return barrier(2 * Config::kStages + Config::kSlots + i);
+  }
+
+  // Of a warp of a consumer.
+  __device__ __forceinline__ float* scratch(int consumer, int warp) const {
+    return reinterpret_cast<float*>(dynamic_shared<unsigned char>() + kScratchStart +
+                                    consumer * kScratchBytes + warp * (kScratchBytes / 4));
+  }
+
+  // By one thread, before anybody uses them.
+  __device__ __forceinline__ void start_barriers() const {
+    for (int i = 0; i < Config::kStages; ++i) {
+      ptx::barrier_init(stage_full(i), kLoaderWarps);
+      ptx::barrier_init(stage_empty(i), kConsumerWarps);
+    }
+    if constexpr (Config::kResident) {
+      ptx::barrier_init(panels_full(), 1);
+    } else {
+      for (int i = 0; i < Config::kSlots; ++i) {
+        ptx::barrier_init(slot_full(i), 1);
+        ptx::barrier_init(slot_empty(i), Config::kClusterSize * kConsumerWarps);
+      }
+    }
+    ptx::barrier_init(ahead(), 4);
+    ptx::barrier_init(seen(), 4);
+    ptx::fence_barrier_init();
+  }
+};
+
+}  // namespace tconv3d

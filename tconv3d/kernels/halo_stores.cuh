@@ -1,0 +1,275 @@
+// How the halo kernel's consumers store what they have summed up: where the outputs of a position lie, and
+// the ways to write them, along channels or, through scratch, along w.
+#pragma once
+
+#include "halo_shared.cuh"
+#include "halo_sums.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloStores {
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Tile = HaloTile<Config>;
+  using Place = typename Tile::Place;
+  using Slab = typename Tile::Slab;
+  using Offset = typename Tile::Offset;
+  using Accumulators = HaloSums<Config>;
+  using Sums = typename Accumulators::Sums;
+
+  // A warp that stores.
+  struct Writer {
+    int warp, lane;  // warp of the warpgroup
+    float* scratch;  // of the warp
+  };
+
+  // The outputs of one position of a slab: which, and where phase 0 of them lies.
+  struct Target {
+    bool exists;
+    int n;  // of the tile's batch items
+    int d, h, w;
+    long long start;  // in the tile's first channel
+  };
+  static __device__ __forceinline__ Target target(const Args& args, const Place& at, const Slab& slab,
+                                                  int plane, int row_of_slab) {
+    const int step = row_of_slab / 8 * args.group_rows + row_of_slab % 8;
+    const int row = slab.row + step + at.start;
+    const int position = divide(row, args.by_items), item = row - position * args.items;
+    const int line = divide(position, args.halo_w), w = position - line * args.halo.w;
+    const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
+    const int n = Config::kMarch ? item + sheet : item;
+    Target to;
+    to.exists = slab.exists && slab.first + step < args.run && at.n + n < args.batch && w < args.tile.w &&
+                h < args.tile.h && sheet < (Config::kMarch ? args.sheets : args.tile.d);
+    to.n = n;
+    to.d = Config::kMarch ? plane * Config::kStrideD - Config::kPaddingD
+                          : (at.d + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
+    to.h = (at.h + h) * Config::kStrideH + Config::kOffset(at.variant(), 1);
+    to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
+    const int channel = at.first_group() * Config::kOut + at.first_out();
+    to.start = (at.n + n) * args.y_stride.n + channel * args.y_stride.c + offset(args, to.d, to.h, to.w);
+    return to;
+  }
+
+  static __device__ __forceinline__ Offset offset(const Args& args, int d, int h, int w) {
+    return static_cast<Offset>(d) * static_cast<Offset>(args.y_stride.d) +
+           static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
+           static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w);
+  }
+  // From phase 0 of a position in the tile's first channel to a field of one of the tile's groups.
+  static __device__ __forceinline__ long long field_start(const Args& args, int group, int field) {
+    return group * Config::kOut * args.y_stride.c +
+           offset(args, Config::kField(field, 0), Config::kField(field, 1), Config::kField(field, 2));
+  }
+
+  // Whether the output of a field is one, and this tile's to store: along depth, and otherwise.
+  static __device__ __forceinline__ bool deep(const Args& args, const Place& at, int d) {
+    return Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
+  }
+  static __device__ __forceinline__ bool flat(const Args& args, const Target& to, int field) {
+    return to.exists && to.h + Config::kField(field, 1) < args.output.h &&
+           to.w + Config::kField(field, 2) < args.output.w;
+  }
+
+  // Two neighbours in memory, by one access if the address allows it.
+  static __device__ __forceinline__ void store_pair(Scalar* address, float first, float second, bool both) {
+    using Pair = Vector<Scalar, 2>;
+    if (both && reinterpret_cast<unsigned long long>(address) % sizeof(Pair) == 0) {
+      Pair pair;
+      pair.at[0] = Narrow<Scalar>::from(first);
+      pair.at[1] = Narrow<Scalar>::from(second);
+      *reinterpret_cast<Pair*>(address) = pair;
+    } else {
+      *address = Narrow<Scalar>::from(first);
+      if (both) address[1] = Narrow<Scalar>::from(second);
+    }
+  }
+
+  // One field of one position: a lane's channels.
+  static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
+                                                     int lane, int group, int field, const float* sums) {
+    if (!(deep(args, at, to.d + Config::kField(field, 0)) && flat(args, to, field))) return;
+    const int out = at.first_out() + Accumulators::first_column(lane);
+    Scalar* y = static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) +
+                Accumulators::first_column(lane);
+#pragma unroll
+    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8) {
+      if (Config::kOut % Config::kOutTile && out + 8 * j >= Config::kOut) break;
+      const bool both = Config::kOut % 2 == 0 || out + 8 * j + 1 < Config::kOut;
+      store_pair(y, sums[4 * j], sums[4 * j + 1], both);
+    }
+  }
+
+  // Contiguous along channels: a lane stores its pairs of channels where they are.
+  static __device__ __forceinline__ void store_by_channel(const Args& args, const Place& at, const Sums& sums,
+                                                          const Slab (&slabs)[Config::kSlabs], int plane,
+                                                          int warp, int lane) {
+    static_for<Config::kSlabs>([&](auto m) {
+      constexpr int kSlab = decltype(m)::value;
+      static_for<2>([&](auto half) {
+        constexpr int kHalf = decltype(half)::value;
+        const Target to = target(args, at, slabs[kSlab], plane, 16 * warp + 8 * kHalf + lane / 4);
+        static_for<Config::kGroupsPerTile>([&](auto group) {
+          constexpr int kGroup = decltype(group)::value;
+          constexpr int kFirst = kGroup * Layout::kGroupColumns / 2 + 2 * kHalf;
+          static_for<Config::kFields>([&](auto field) {
+            constexpr int kField = decltype(field)::value;
+            if constexpr (Accumulators::complete(kField)) {
+              store_field(args, at, to, lane, kGroup, kField,
+                          &sums[kSlab][kFirst + kField * Config::kOutTile / 2]);
+            }
+          });
+        });
+      });
+    });
+  }
+
+  // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of a
+  // warp's 16 positions are 32 neighbours of 8 channels; where a field has no partner, 16 positions of 16
+  // channels.
+  template <int kVector>
+  static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
+                                                           const Writer& me, const Sums& sums,
+                                                           const Slab (&slabs)[Config::kSlabs], int plane) {
+    static_for<Config::kSlabs>([&](auto m) {
+      constexpr int kSlab = decltype(m)::value;
+      const int row = 16 * me.warp;
+      const Target by_pair =
+          target(args, at, slabs[kSlab], plane, row + Lines<2, kVector>::position(me.lane));
+      const Target by_one = target(args, at, slabs[kSlab], plane, row + Lines<1, kVector>::position(me.lane));
+      static_for<Config::kGroupsPerTile>([&](auto group) {
+        constexpr int kGroup = decltype(group)::value;
+        static_for<Config::kFields>([&](auto field) {
+          constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
+          if constexpr (kPartner != Config::kStoredByPartner && Accumulators::complete(kField)) {
+            constexpr int kFirst = kGroup * Layout::kGroupColumns / 2, kWidth = kPartner >= 0 ? 2 : 1;
+            const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
+            const float* second =
+                &sums[kSlab][kFirst + (kPartner >= 0 ? kPartner : kField) * Config::kOutTile / 2];
+            Lines<kWidth, kVector>::store(args, at, me, kWidth == 2 ? by_pair : by_one, kGroup, kField, first,
+                                          second);
+          }
+        });
+      });
+    });
+  }
+
+  // Lines of kWidth outputs for each of 16 positions, stored kVector at a time. In scratch a line is a row,
+  // and its outputs are swizzled so that neither writing nor reading meets itself.
+  template <int kWidth, int kVector>
+  struct Lines {
+    static constexpr int kLength = 16 * kWidth, kRows = HaloShared<Config>::kScratch / kLength;
+    static constexpr int kChannels = kRows < Config::kOutTile ? kRows : Config::kOutTile;  // at a time
+    static constexpr int kLanes = kLength / kVector;  // that store a channel
+    static constexpr int kAtOnce = 32 / kLanes;       // channels
+
+    // The (first) position, of the warp's 16, whose outputs a lane stores.
+    static __device__ __forceinline__ int position(int lane) { return lane % kLanes * kVector / kWidth; }
+
+    // Lines of 32: in the order of the channels. Lines of 16: of every 8 channels the even ones first.
+    static __device__ constexpr int channel_of(int row) {
+      return kWidth == 2 ? row : row / 8 * 8 + row % 4 * 2 + row / 4 % 2;
+    }
+    static __device__ __forceinline__ int swizzle(int row) {
+      return kWidth == 2 ? row / 2 % 4 * 8 : row / 2 % 2 * 8;
+    }
+
+    // A lane's sums of 8 channels and two positions.
+    static __device__ __forceinline__ void write(float* scratch, int lane, int j, const float* first,
+                                                 const float* second) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int i = 4 * j + 2 * half + e, place = (8 * half + lane / 4) * kWidth;
+          const int row = kWidth == 2 ? Accumulators::first_column(lane) : lane % 4;  // of e == 0
+          float* to = scratch + row * kLength + (place ^ swizzle(row)) + e * (kWidth == 2 ? 1 : 4) * kLength;
+          if constexpr (kWidth == 2) {
+            *reinterpret_cast<Vector<float, 2>*>(to) = Vector<float, 2>{first[i], second[i]};
+          } else {
+            *to = first[i];
+          }
+        }
+      }
+    }
+
+    static __device__ __forceinline__ void store(const Args& args, const Place& at, const Writer& me,
+                                                 const Target& to, int group, int field, const float* first,
+                                                 const float* second) {
+      const int h = to.h + Config::kField(field, 1), w = to.w + Config::kField(field, 2);
+      const bool line = to.exists && deep(args, at, to.d + Config::kField(field, 0)) && h < args.output.h;
+      const int phase = me.lane % kLanes * kVector % kWidth;  // of the first output
+      const bool exists = line && w + phase < args.output.w;
+      const int row = me.lane / kLanes, own = channel_of(row);
+      Scalar* y = static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) + phase +
+                  own * args.y_stride.c;
+      ptx::pin(y);  // else the compiler begins at args.y for every store
+      const float* from = me.scratch + row * kLength;
+#pragma unroll
+      for (int done = 0; done < Config::kOutTile; done += kChannels) {
+        const int out = Config::kOut % Config::kOutTile == 0 ? 0 : Config::kOut - at.first_out();
+        const int left = (out == 0 || out > Config::kOutTile ? Config::kOutTile : out) - done;
+#pragma unroll
+        for (int j = 0; j < kChannels / 8; ++j) {
+          if (done + 8 * j < Config::kOutTile) {
+            write(me.scratch + 8 * j * kLength, me.lane, done / 8 + j, first, second);
+          }
+        }
+        __syncwarp();
+        constexpr int kStores = (kChannels + kAtOnce - 1) / kAtOnce;
+        Vector<Scalar, kVector> vectors[kStores];
+#pragma unroll
+        for (int i = 0; i < kStores; ++i) {
+          const int place = me.lane % kLanes * kVector ^ swizzle(row + i * kAtOnce);
+          vectors[i] = read(from + i * kAtOnce * kLength + place);
+        }
+        __syncwarp();  // the next lines may be written
+        if (!exists) continue;
+#pragma unroll
+        for (int i = 0; i < kStores; ++i) {
+          const int channel = channel_of(i * kAtOnce);
+          const bool all = left >= kChannels && kChannels % kAtOnce == 0;  // for whole tiles: at compile time
+          if (all || own + channel < left) store_vector(further(args, y, done + channel), vectors[i]);
+        }
+      }
+    }
+    static __device__ __forceinline__ Vector<Scalar, kVector> read(const float* from) {
+      constexpr int kRead = kVector < 4 ? kVector : 4;
+      Vector<Scalar, kVector> vector;
+#pragma unroll
+      for (int i = 0; i < kVector; i += kRead) {
+        const auto some = load_vector<kRead>(from + i);
+#pragma unroll
+        for (int k = 0; k < kRead; ++k) vector.at[i + k] = Narrow<Scalar>::from(some.at[k]);
+      }
+      return vector;
+    }
+  };
+
+  // The same output so many channels further on: where 32 bits hold a channel's volume, by one instruction.
+  static __device__ __forceinline__ Scalar* further(const Args& args, Scalar* y, int channels) {
+    if constexpr (Config::kWide) return y + channels * args.y_stride.c;
+    const unsigned long long stride = static_cast<unsigned>(args.y_stride.c);
+    return reinterpret_cast<Scalar*>(reinterpret_cast<unsigned char*>(y) +
+                                     stride * (channels * sizeof(Scalar)));
+  }
+
+  static __device__ __forceinline__ void store_outputs(const Args& args, const Place& at, const Writer& me,
+                                                       const Sums& sums, const Slab (&slabs)[Config::kSlabs],
+                                                       int plane) {
+    constexpr int kLong = Config::kLongVectors ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
+    constexpr int kPair = Config::kPairs ? 2 : 1;
+    if constexpr (Config::kOutputUnitC) {
+      store_by_channel(args, at, sums, slabs, plane, me.warp, me.lane);
+    } else if (kLong > 1 && args.vector == kLong) {
+      store_by_position<kLong>(args, at, me, sums, slabs, plane);
+    } else if (kPair > 1 && args.vector == kPair) {
+      store_by_position<kPair>(args, at, me, sums, slabs, plane);
+    } else {
+      store_by_position<1>(args, at, me, sums, slabs, plane);
+    }
+  }
+};
+
+}  // namespace tconv3d

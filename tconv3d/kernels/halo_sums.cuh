@@ -1,0 +1,108 @@
+// The accumulators of a consumer of the halo kernel, outside of the matrix instructions: what they start
+// from, the window of a march, the activation.
+#pragma once
+
+#include "epilogue.cuh"
+#include "halo_tile.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloSums {
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Place = typename HaloTile<Config>::Place;
+
+  static constexpr int kSums = Layout::kColumns / 2;  // registers of one slab
+  using Sums = float[Config::kSlabs][kSums];
+
+  // A lane's columns of a field: 2*(lane%4) and the next, in every 8.
+  static __device__ __forceinline__ int first_column(int lane) { return lane % 4 * 2; }
+
+  // A zero that the compiler cannot know, to add to a value that becomes a sum. Of a mere copy it thinks that
+  // it is one value in two places, and then keeps matrix instructions apart that could overlap.
+  static __device__ __forceinline__ float nothing(const Args& args) {
+    return ptx::bits_to_float(static_cast<unsigned>(args.batch >> 31));
+  }
+
+  // What a field's sums start from.
+  static __device__ __forceinline__ float bias(const Args& args, const Place& at, int group, int out) {
+    if constexpr (!Config::kBias) return 0.0f;
+    if (at.first_out() + out >= Config::kOut) return 0.0f;
+    const int channel = (at.first_group() + group) * Config::kOut + at.first_out() + out;
+    return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));
+  }
+  static __device__ __forceinline__ void start_fields(const Args& args, const Place& at, Sums& sums, int lane,
+                                                      int first_field) {
+#pragma unroll
+    for (int group = 0; group < Config::kGroupsPerTile; ++group) {
+#pragma unroll
+      for (int j = 0; j < Config::kOutTile / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float value = bias(args, at, group, 8 * j + first_column(lane) + e) + nothing(args);
+#pragma unroll
+          for (int field = 0; field < Config::kFields; ++field) {
+            if (field < first_field) continue;
+            const int column = group * Layout::kGroupColumns + field * Config::kOutTile + 8 * j;
+#pragma unroll
+            for (int m = 0; m < Config::kSlabs; ++m) {
+              sums[m][column / 2 + e] = value;
+              sums[m][column / 2 + 2 + e] = value;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // After a plane of a march: its first output planes are stored, the window moves on.
+  static __device__ __forceinline__ void move_window(const Args& args, const Place& at, Sums& sums,
+                                                     int lane) {
+    constexpr int kStored = Config::kStrideD * Config::kSheetFields;
+    constexpr int kKept = Config::kFields - kStored;
+    static_assert(Config::kGroupsPerTile == 1, "a march has one group");
+#pragma unroll
+    for (int m = 0; m < Config::kSlabs; ++m) {
+#pragma unroll
+      for (int i = 0; i < kKept * Config::kOutTile / 2; ++i) {
+        sums[m][i] = sums[m][i + kStored * Config::kOutTile / 2] + nothing(args);
+      }
+    }
+    start_fields(args, at, sums, lane, kKept);
+  }
+
+  // A march stores the window's first planes.
+  static __device__ constexpr bool complete(int field) {
+    return !Config::kMarch || Config::kField(field, 0) < Config::kStrideD;
+  }
+
+  // Applies the activation to the sums that are complete.
+  static __device__ __forceinline__ void activate(Sums& sums) {
+    static_for<Config::kFields>([&](auto field) {
+      constexpr int kField = decltype(field)::value;
+      if constexpr (complete(kField)) {
+#pragma unroll
+        for (int m = 0; m < Config::kSlabs; ++m) {
+#pragma unroll
+          for (int group = 0; group < Config::kGroupsPerTile; ++group) {
+            float* first = &sums[m][(group * Layout::kGroupColumns + kField * Config::kOutTile) / 2];
+#pragma unroll
+            for (int i = 0; i < Config::kOutTile / 2; ++i) first[i] = Config::Epilogue::apply(first[i]);
+          }
+        }
+      }
+    });
+  }
+
+  // The compiler must not move what happens to the sums into the matrix instructions' way.
+  static __device__ __forceinline__ void pin(Sums& sums) {
+#pragma unroll
+    for (int m = 0; m < Config::kSlabs; ++m) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) ptx::pin(sums[m][i]);
+    }
+  }
+};
+
+}  // namespace tconv3d

@@ -1,0 +1,160 @@
+// How the halo kernel's loaders bring 16-bit input to a stage by vectors along w, which the store transposes.
+#pragma once
+
+#include "halo_positions.cuh"
+
+namespace tconv3d {
+
+// Rows of 16-bit items that begin and end at multiples of 16 bytes are loaded by vectors of 16 bytes, on
+// such boundaries: items beside the halo come along, and are dropped. `place`: of the first item in the
+// halo's line.
+template <class Config>
+struct HaloVectors {
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Tile = HaloTile<Config>;
+  using Place = typename Tile::Place;
+  using Offset = typename Tile::Offset;
+  using Positions = HaloPositions<Config>;
+
+  static constexpr int kVectorItems = Layout::kPieceItems;
+  struct InputVector {
+    long long from;  // in bytes, as of a position
+    int first_row, place, end;
+  };
+  static __device__ __forceinline__ InputVector input_vector(const Args& args, const Place& at, int source,
+                                                             int index) {
+    InputVector v;
+    const int line = divide(index, args.by_vectors);
+    const int of_run = Config::kMarch ? line + divide(at.start, args.halo_w) : line;
+    const int sheet = divide(of_run, args.halo_h), h = of_run - sheet * args.halo.h;
+    const int origin = at.variant() + source;
+    const int x_d = Config::kMarch ? 0
+                                   : (at.d + Config::kOrigin(origin, 0) + sheet) * Config::kReadStepD +
+                                         Config::kReadPhase(source, 0);
+    const int x_h =
+        (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
+    const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
+    const int in_line = index - line * static_cast<int>(args.by_vectors.divisor);
+    const int x_w = (start & -kVectorItems) + kVectorItems * in_line;
+    v.first_row = of_run * args.halo.w - at.start;
+    v.place = x_w - start;
+    v.end = index < args.vectors ? args.halo.w * Config::kReadStepW : 0;
+    const Offset offset = static_cast<Offset>(x_d) * static_cast<Offset>(args.x_stride.d) +
+                          static_cast<Offset>(x_h) * static_cast<Offset>(args.x_stride.h) + x_w;
+    const int n = Config::kMarch ? at.n + sheet : at.n;
+    const bool read = v.place < v.end && n < args.batch && Tile::inside(x_d, args.input.d) &&
+                      Tile::inside(x_h, args.input.h) && Tile::inside(x_w, args.input.w);
+    v.from = read ? (n * args.x_stride.n + offset) * static_cast<int>(sizeof(Scalar)) : Positions::kNowhere;
+    return v;
+  }
+  // Where an item of a vector begins in a stage, or `beside` if it is not in the halo.
+  static __device__ __forceinline__ unsigned item_start(const Args& args, const InputVector& v, int item,
+                                                        unsigned beside) {
+    const int place = v.place + item;
+    const int row = v.first_row + place / Config::kReadStepW;
+    return Tile::inside(place, v.end) && Tile::inside(row, args.rows)
+               ? Positions::row_start(0, row) ^ 16 * (place % Config::kReadStepW * Layout::kPartPieces)
+               : beside;
+  }
+  // Pieces that tensor cores read: only these are loaded. And whether all of their items are channels.
+  static constexpr int kUsedPieces = Layout::kChunks > 1 ? Layout::kPartPieces : 2 * Layout::kLastSteps;
+  static constexpr bool kWholePieces =
+      Layout::kDense &&
+      Layout::kSlots % (Layout::kChunks > 1 ? Layout::kPartItems : Layout::kPieceItems * kUsedPieces) == 0;
+  // From a vector of channel 0 of the chunk to that of item `c` of a piece, and whether there is one.
+  struct ChannelOffset {
+    long long bytes;
+    bool exists;
+  };
+  static __device__ __forceinline__ ChannelOffset channel_offset(const Args& args, int chunk, int piece,
+                                                                 int c) {
+    const long long stride = args.x_stride.c * static_cast<int>(sizeof(Scalar));
+    if constexpr (kWholePieces) return {(piece * Layout::kPieceItems + c) * stride, true};
+    const auto channels = Layout::channels(chunk, piece);
+    const int channel =
+        Layout::kDense ? piece * Layout::kPieceItems + c : channels.group * Config::kIn + channels.first + c;
+    return {channel * stride, c < channels.count};
+  }
+};
+
+// Of 16-bit items: the store transposes. In a turn, lane 4*c + q has channel c of a piece in vector q of
+// the turn's four, two items to a register. The store takes a register of every lane for a matrix whose
+// rows, two from each vector, may lie anywhere: it writes 8 channels of a position to each. Which register
+// a vector gives to which matrix is such that the rows of a matrix lie in different banks.
+template <class Config>
+struct BatchTransposed {
+  using Vectors = HaloVectors<Config>;
+  using Shared = HaloShared<Config>;
+  using Place = typename HaloTile<Config>::Place;
+
+  static constexpr int kPieces = Vectors::kUsedPieces == 6  ? 3
+                                 : Vectors::kUsedPieces < 4 ? Vectors::kUsedPieces
+                                                            : 4;
+  static constexpr int kShares = Vectors::kUsedPieces / kPieces, kTurns = 4 / kPieces;
+  static_assert(Vectors::kUsedPieces % kPieces == 0 && (kShares == 1 || kTurns == 1), "whole batches");
+  uint4 raw[kTurns][kPieces];
+  unsigned target[kTurns];
+  int first_piece;
+
+  // What a turn reads and writes; of each lane the row of a matrix that it addresses.
+  struct Turn {
+    unsigned target[32];
+    long long from[4];
+  };
+  static constexpr unsigned kAbsolute = 0x80000000u;  // not in the stage: for items beside the halo
+  static constexpr int kBesideStart = (Shared::kTableStart + 127) / 128 * 128;  // 128 bytes of each warp
+  static __device__ __forceinline__ Turn* table() {
+    return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kBesideStart +
+                                   128 * Shared::kLoaderWarps);
+  }
+  static __device__ __forceinline__ int turns(const Args& args) { return (args.vectors + 3) / 4 * kShares; }
+
+  static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn,
+                                              int warp, int lane) {
+    unsigned own = lane;
+    ptx::pin(own);  // nothing of this is kept in registers from tile to tile
+    const int q = own % 8 / 2, item = 2 * (own / 8 ^ q) + own % 2;
+    const auto vector = Vectors::input_vector(args, at, source, turn / kShares * 4 + q);
+    const unsigned shared = ptx::shared_address(dynamic_shared<unsigned char>());
+    Turn& to = table()[turn];
+    to.target[own] =
+        Vectors::item_start(args, vector, item, kAbsolute | (shared + kBesideStart + 128 * warp));
+    if (own < 8 && own % 2 == 0) to.from[q] = vector.from;
+  }
+  __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                       int lane) {
+    first_piece = turn % kShares * kPieces;
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const Turn& at = table()[turn + t * Shared::kLoaderWarps];
+      const long long from = at.from[lane % 4];
+      target[t] = at.target[lane];
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const auto channel = Vectors::channel_offset(args, chunk, first_piece + i, lane / 4);
+        raw[t][i] = load_16_bytes(x + from + channel.bytes, channel.exists && from >= 0);
+      }
+    }
+  }
+  __device__ __forceinline__ void store(unsigned stage, int lane) const {
+#pragma unroll
+    for (int t = 0; t < kTurns; ++t) {
+      const unsigned start = target[t] & kAbsolute ? target[t] & ~kAbsolute : stage + target[t];
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        ptx::store_transposed(start ^ 16 * (first_piece + i), by_matrix(raw[t][i], lane));
+      }
+    }
+  }
+  // Matrix m gets register m ^ q.
+  static __device__ __forceinline__ uint4 by_matrix(uint4 raw, int lane) {
+    const uint4 near = lane & 1 ? make_uint4(raw.y, raw.x, raw.w, raw.z) : raw;
+    return lane & 2 ? make_uint4(near.z, near.w, near.x, near.y) : near;
+  }
+  static __device__ __forceinline__ uint4 load_16_bytes(const unsigned char* address, bool exists) {
+    return exists ? __ldg(reinterpret_cast<const uint4*>(address)) : make_uint4(0, 0, 0, 0);
+  }
+};
+
+}  // namespace tconv3d
