@@ -7,6 +7,7 @@ What stands between the marks of a table is replaced. A test makes every table a
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TIMES = "benchmarks/results/h200.json"
 RANDOM = "benchmarks/results/h200-random.json"
 ERRORS = "benchmarks/results/h200-verify.json"
+EXPORTS = "benchmarks/results/h200-export.json"
 
 
 def read(name: str) -> Results:
@@ -128,6 +130,24 @@ def errors() -> str:
     return "\n".join([*lines, "", source(ERRORS, found)])
 
 
+# ---- docs: exported files beside the library
+
+
+def exports() -> str:
+    found = json.loads((ROOT / EXPORTS).read_text())
+    lines = ["| task | type | layout | same bits | forward: file | library | backward: file | library |"]
+    lines.append("| --- |" + " --- |" * 7)
+    for row in found["rows"]:
+        same = row["right"] and row["other_stream"] and all(row["same_bits"].values())
+        times = [f"{ms:.3f}" for ms in (*row["forward_ms"], *row["backward_ms"])]
+        cells = [row["task"], row["dtype"], row["layout"], "yes" if same else "no", *times]
+        lines.append(f"| {' | '.join(cells)} |")
+    machine = found["machine"]
+    return "\n".join(
+        [*lines, "", f"One {machine['gpu']}, commit {machine['commit'][:7]}, {machine['measured'][:10]}."]
+    )
+
+
 @dataclass(frozen=True)
 class Table:
     """A place in a document, and what fills it."""
@@ -150,6 +170,7 @@ TABLES = (
     Table("docs/performance.md", "means", means),
     Table("docs/performance.md", "random", random_layers),
     Table("docs/numerics.md", "errors", errors),
+    Table("docs/export.md", "export", exports),
 )
 
 
