@@ -143,9 +143,8 @@ def exports() -> str:
         cells = [row["task"], row["dtype"], row["layout"], "yes" if same else "no", *times]
         lines.append(f"| {' | '.join(cells)} |")
     machine = found["machine"]
-    return "\n".join(
-        [*lines, "", f"One {machine['gpu']}, commit {machine['commit'][:7]}, {machine['measured'][:10]}."]
-    )
+    lines += ["", f"One {machine['gpu']}, commit {machine['commit'][:7]}, {machine['measured'][:10]}; milliseconds."]
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
