@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
@@ -319,6 +319,15 @@ class Build:
                 return vector
         return 1
 
+    @cached_property
+    def origins_w(self) -> set[int]:
+        """Where lines of the halo begin, of all programs and sources."""
+        return {dimensions[2].origin for program in self.programs for dimensions in program.sources}
+
+    def whole_lines(self, tiling: Tiling) -> bool:
+        """Whether rows left and right of the input are the same for all halos: then they are zero from the start."""
+        return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1
+
     def vectors(self, job: Job, tiling: Tiling) -> int:
         """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""
         step, items = self.program.read_step[2], 16 // self.item_bytes
@@ -327,10 +336,12 @@ class Build:
             return 0
         if not job.aligned or any(v % items for v in (*outer, job.read_size[2])):
             return 0
-        origins = [dimensions[2].origin for program in self.programs for dimensions in program.sources]
-        tiles = product(range(tiling.tiles[3]), origins)
-        starts = {(place * tiling.tile[2] + origin) * step % items for place, origin in tiles}
-        vectors = ceil_div(max(starts) + tiling.halo[2] * step, items)
+        tiles = product(range(tiling.tiles[3]), self.origins_w)
+        starts = [(place * tiling.tile[2] + origin) * step for place, origin in tiles]
+        spans = [(start, start + tiling.halo[2] * step) for start in starts]
+        if self.whole_lines(tiling):
+            spans = [(max(0, start), min(end, job.read_size[2])) for start, end in spans]
+        vectors = max(0, *(ceil_div(start % items + end - start, items) for start, end in spans))
         if vectors * items > MAX_BESIDE * tiling.halo[2] * step:
             return 0  # too much comes along (measured)
         noted = self.vector_batches(vectors * tiling.lines) * self.loaders * self.vector_turn.noted_bytes
@@ -465,10 +476,21 @@ def _vector_parts(job: Job, parts: int) -> bool:
 
 
 @dataclass(frozen=True)
+class Shares:
+    """How the planes of a march are divided among blocks (kernels/halo_tile.cuh)."""
+
+    planes: int  # of all tiles in sequence
+    share: int  # of them, of a block
+    beside: int  # column tiles of neighbouring blocks
+    in_turn: int  # column tiles of one block
+    pieces: int  # of a tile, at the most
+
+
+@dataclass(frozen=True)
 class Tiling:
     """How a volume is cut into tiles, and a tile's positions into slabs."""
 
-    tile: Triple  # positions; marching: of depth that a block walks over
+    tile: Triple  # positions; marching: all of depth
     halo: Triple
     items: int  # batch items per tile
     tiles: tuple[int, int, int, int]  # batch, d, h, w
@@ -492,6 +514,11 @@ class Tiling:
         return ceil_div(self.rows - 1, self.halo[2]) + 1 if self.length else prod(self.halo[:2])
 
     @property
+    def item_tiles(self) -> int:
+        """Tiles that touch a batch item, at the most."""
+        return (self.halo[1] * self.halo[2] - 2) // self.length + 2 if self.sheets > 1 else prod(self.tiles[1:])
+
+    @property
     def near_bits(self) -> int:
         """Of the number of batch items that neighbouring lanes load."""
         return min(self.items, 8).bit_length() - 1
@@ -500,21 +527,28 @@ class Tiling:
     def count(self) -> int:
         return prod(self.tiles)
 
-    def side_by_side(self, build: Build) -> int:
-        """Tiles that are marched through together, in whole clusters."""
-        batch, _, height, width = self.tiles
-        return round_up(batch * height * width, build.cluster)
-
     def work(self, build: Build) -> int:
-        """Tiles times column tiles, in whole clusters."""
-        tiles = self.side_by_side(build) * self.tiles[1] if build.march else round_up(self.count, build.cluster)
-        return tiles * build.column_tiles
+        """Tiles times column tiles, in whole clusters. Not of a march."""
+        return round_up(self.count, build.cluster) * build.column_tiles
 
     def blocks(self, build: Build, multiprocessors: int) -> int:
+        if build.march:
+            shares = self.shares(build, multiprocessors)
+            return ceil_div(shares.planes, shares.share) * shares.beside * build.cluster
         blocks = max(min(self.work(build), multiprocessors) // build.cluster, 1) * build.cluster
         if build.resident:  # a block keeps the panels of one column tile
             blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
         return blocks
+
+    def shares(self, build: Build, multiprocessors: int) -> Shares:
+        """How blocks divide a march."""
+        units = max(multiprocessors // build.cluster, 1)
+        tiles, depth = build.column_tiles, self.tile[0]
+        divisors = [tiles] if build.resident else [n for n in range(1, tiles + 1) if tiles % n == 0]
+        beside = max(divisors, key=lambda n: (max(units // n, 1) * n if n <= units or build.resident else 0, n))
+        planes = ceil_div(self.count, build.cluster) * (tiles // beside) * depth
+        share = ceil_div(planes, max(units // beside, 1))
+        return Shares(planes, share, beside, tiles // beside, max(1, (depth - 2) // share + 2) if depth > 1 else 1)
 
     def __str__(self) -> str:
         if self.length:
@@ -549,14 +583,9 @@ def _extents(size: int, fixed: Iterable[int]) -> list[int]:
     return sorted(even | {value for value in fixed if value < size + 7})
 
 
-def _segments(positions: Triple) -> list[int]:
-    """Into how many parts a march may cut the depth."""
-    return [n for n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16) if n <= positions[0]]
-
-
 def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
     """Marching tiles that are runs of the lines of all planes, of one batch item or of all."""
-    depth, height, width = positions
+    _, height, width = positions
     # The zeros right of a line can be those left of the next; below a plane, those above the next batch item's.
     pitch = [
         extent
@@ -574,13 +603,11 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
         rows = (sheets - 1) * sheet + (height - 1) * line + width
         if rows + length + reach > INT32_MAX // 2:
             continue
-        for parts in _segments(positions):
-            deep = ceil_div(depth, parts)
-            tiles = (batch // sheets, ceil_div(depth, deep), ceil_div(rows, length), 1)
-            yield Tiling(
-                (deep, height, width), (1, pitch[1], pitch[2]), 1, tiles, build.round_slabs, build.round_slabs, 1, 8,
-                (0, 0, SLAB), INT32_MAX, length, sheets, reach,
-            )  # fmt: skip
+        tiles = (batch // sheets, 1, ceil_div(rows, length), 1)
+        yield Tiling(
+            positions, (1, pitch[1], pitch[2]), 1, tiles, build.round_slabs, build.round_slabs, 1, 8,
+            (0, 0, SLAB), INT32_MAX, length, sheets, reach,
+        )  # fmt: skip
 
 
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
@@ -592,7 +619,6 @@ def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> I
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
     depths = [1] if build.march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
-    segments = _segments(positions) if build.march else [1]
     limit = per_round * SLAB * build.max_passes
     least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are all overhead
     for items, depth, height, width in product(
@@ -617,15 +643,10 @@ def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> I
             if slabs > per_round * build.max_passes or last + displacement >= build.stage_rows:
                 continue
             if best is None or slabs < best.slabs:
-                tiles = (ceil_div(batch, items), ceil_div(positions[0], depth), *across)
-                best = Tiling(
-                    (depth, height, width), halo, items, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
-                )
-        if best is None:
-            continue
-        for parts in segments:
-            if build.march:  # a block walks over a part of the depth
-                deep = ceil_div(positions[0], parts)
+                deep = positions[0] if build.march else depth
                 tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)
-                best = replace(best, tile=(deep, height, width), tiles=tiles)
+                best = Tiling(
+                    (deep, height, width), halo, items, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
+                )
+        if best is not None:
             yield best

@@ -40,8 +40,8 @@ class Costs:
 COSTS = Costs()
 
 
-def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Costs) -> float:
-    """Of the loaders, for one tile: either warps wait for their batches, or the multiprocessor for its loads."""
+def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> float:
+    """Of the loaders, for one tile or so many planes: their warps wait for loads, or the multiprocessor does."""
     warps = build.loaders
     groups = ceil_div(tiling.rows, 32)
     pieces = build.row_bytes // 16
@@ -64,9 +64,9 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: int, costs: Cos
     return planes * max(waiting, loads * costs.load + sectors * costs.sector)
 
 
-def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: int, costs: Costs) -> float:
-    """Of the consumers' stores, for one tile."""
-    outputs = float(rounds * build.round_slabs * SLAB * build.columns * planes)
+def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: float, costs: Costs) -> float:
+    """Of the consumers' stores, for one tile (or so many planes)."""
+    outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
     vector = 2 if job.written_last else build.vector(job, tiling)
@@ -97,13 +97,17 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     return traffic / costs.memory_bytes + (0.0 if aligned else runs * costs.run)
 
 
+def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> float:
+    """Planes of input that a block of a march multiplies. The window's first are those of the share before, too."""
+    share, depth = tiling.shares(build, multiprocessors).share, tiling.tile[0]
+    twice = ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1 if share % depth else 0
+    return share * min(1.0, job.read_size[0] / depth) + twice
+
+
 def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs = COSTS) -> float:
     """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
     rounds = ceil_div(tiling.slabs, build.round_slabs)
-    planes = 1
-    if build.march:  # the window's first planes are computed by two blocks
-        overlap = ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1
-        planes = min(job.read_size[0], tiling.tile[0] + overlap)
+    planes = _planes(build, tiling, job, multiprocessors) if build.march else 1.0
     panels = len(build.program.taps) * build.chunks * rounds * planes
     multiply = rounds * build.round_slabs * build.cycles_per_slab * planes * costs.product
     if not build.resident:
@@ -115,10 +119,13 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     reads = build.program.used_parts * len(build.program.sources)
     elements = tiling.rows * build.channel_slots * reads * planes
     cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
-    units, blocks = tiling.work(build), tiling.blocks(build, multiprocessors)
     p = costs.overlap
-    tile = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
-    work = ceil_div(units, blocks) * (tile + costs.tile + (costs.plane * planes if build.march else 0.0))
+    work = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
+    if build.march:
+        tiles = tiling.shares(build, multiprocessors).share / tiling.tile[0] + 1
+        work += costs.tile * tiles + costs.plane * planes
+    else:
+        work = (work + costs.tile) * ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
     memory = _memory_cycles(build, tiling, job, costs)
     return (work**p + memory**p) ** (1 / p) + costs.start
@@ -126,16 +133,20 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
 
 def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> float:
     """Cycles of the tensor cores alone: quickly said, and less than `cycles`."""
-    rounds = ceil_div(tiling.slabs, build.round_slabs) * (min(job.read_size[0], tiling.tile[0]) if build.march else 1)
-    tiles = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
-    return tiles * rounds * build.round_slabs * build.cycles_per_slab * COSTS.product
+    if build.march:
+        times = _planes(build, tiling, job, multiprocessors)
+    else:
+        times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
+    rounds = ceil_div(tiling.slabs, build.round_slabs)
+    return times * rounds * build.round_slabs * build.cycles_per_slab * COSTS.product
 
 
 def best_tiling(build: Build, job: Job, multiprocessors: int) -> tuple[float, Tiling] | None:
     best: tuple[float, Tiling] | None = None
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
-        if job.norm and build.march and (tiling.items > 1 or tiling.sheets > 1):
-            continue  # a march adds up the moments of one batch item
+        many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
+        if job.norm and build.march and many:
+            continue  # a march adds up the moments of one batch item, or of two
         if best is not None and _products(build, tiling, job, multiprocessors) > best[0]:
             continue
         cost = cycles(build, tiling, job, multiprocessors)

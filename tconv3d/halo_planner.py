@@ -27,7 +27,7 @@ from typing import Any
 
 from . import cache, direct_planner
 from .geometry import Axis, Geometry
-from .halo_build import STEP_BYTES, Build, Tiling, ceil_div, moment_band, round_up
+from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, moment_band, round_up
 from .halo_job import Job, job_of
 from .halo_model import best_tiling
 from .halo_program import MAX_PARTS, Dimension, Split, gather_program, splittable
@@ -328,22 +328,25 @@ def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """The launches of a build and a tiling."""
-    work, blocks = tiling.work(build), tiling.blocks(build, device.multiprocessors)
-    depth = tiling.tile[0] * (build.geometry.axes[0].stride if build.march else 1)  # marching: outputs
+    blocks = tiling.blocks(build, device.multiprocessors)
+    shares = tiling.shares(build, device.multiprocessors)
+    work = shares.planes if build.march else tiling.work(build)
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     packed_bytes = build.column_tiles * build.tile_bytes
-    slots = _moment_slots(build, tiling)
+    slots = _moment_slots(build, tiling, shares)
     vectors = build.vectors(job, tiling)
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
-        int32s(depth, *tiling.tile[1:], *tiling.halo, tiling.items, tiling.near_bits, tiling.rows, tiling.slabs),
+        int32s(*tiling.tile, *tiling.halo, tiling.items, tiling.near_bits, tiling.rows, tiling.slabs),
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
-        int32s(build.vector(job, tiling), vectors * tiling.lines),
-        *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h, tiles_d)),
+        int32s(build.vector(job, tiling), vectors * tiling.lines, build.whole_lines(tiling)),
+        *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h)),
+        divider(tiling.tile[0] if build.march else tiles_d),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, vectors)),
-        divider(tiling.side_by_side(build)),
+        int32s(shares.share, shares.beside, shares.pieces, tiling.item_tiles),
+        divider(shares.in_turn),
     ) + int64s(slots)
     main = Launch(
         kernel="halo",
@@ -360,7 +363,8 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     return HaloPlan(build, tiling, build.pack(job), packed_bytes, main, cost, moments)
 
 
-def _moment_slots(build: Build, tiling: Tiling) -> int:
-    """Moments that all tiles leave of a band of channels: every consumer warp once in each pass."""
+def _moment_slots(build: Build, tiling: Tiling, shares: Shares) -> int:
+    """Moments that all tiles leave of a band of channels: every consumer warp once in each pass, or piece."""
     passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
-    return prod(tiling.tiles[1:]) * len(build.programs) * passes * 4 * build.consumers
+    pieces = shares.pieces if build.march else 1
+    return tiling.item_tiles * pieces * len(build.programs) * passes * 4 * build.consumers

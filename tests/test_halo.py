@@ -244,15 +244,18 @@ VECTORS = {  # inputs that are loaded by vectors of 16 bytes along w
 @needs_compiler
 @pytest.mark.parametrize("name", VECTORS)
 def test_aligned_rows_are_loaded_as_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles that begin between vectors; and by the same kernel a tensor that is not aligned."""
+    """Whole lines, tiles that begin between vectors, and by the same kernel a tensor that is not aligned."""
     monkeypatch.setattr(halo_build, "MAX_BESIDE", 99.0)
     case = replace(VECTORS[name], batch=1)
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
-    found = [t for t in tilings(build, 1, job.positions, job.read_size) if t.tiles[3] > 1 and t.tile[2] % 4]
-    tiling = min((t for t in found if build.vectors(job, t)), key=lambda t: t.count)
-    tensors.run(halo_planner.assemble(build, tiling, job, DEVICE), "shuffled:1")
-    assert tensors.error < TOLERANCE[case.dtype], tiling
+    found = [t for t in tilings(build, 1, job.positions, job.read_size) if build.vectors(job, t)]
+    whole = max((t for t in found if t.tiles[3] == 1 and not t.length), key=lambda t: t.count)
+    tiling = min((t for t in found if t.tiles[3] > 1 and t.tile[2] % 4), key=lambda t: t.count)
+    for each in (whole, tiling):
+        tensors.y.fill_(float("nan"))
+        tensors.run(halo_planner.assemble(build, each, job, DEVICE), "shuffled:1")
+        assert tensors.error < TOLERANCE[case.dtype], each
     unaligned = torch.empty(tensors.x.numel() + 1, dtype=tensors.x.dtype)[1:].view(tensors.x.shape)
     tensors.x = unaligned.copy_(tensors.x)
     job, by_vector = replace(job, aligned=False), build.constants(job)

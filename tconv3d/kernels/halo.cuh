@@ -166,8 +166,8 @@ struct Halo {
     Consumer me = Consumer::make(shared, consumer, warp, lane);
     Sums sums;
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
-    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
-      const Place at = Tile::place(args, work);
+    for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
+      const Place at = work.place(args);
       const Ring<Config::kStages> first_stage = me.stages;
       for (int pass = 0; pass < args.passes; ++pass) {
         me.stages = first_stage;
@@ -178,25 +178,24 @@ struct Halo {
         }
         Accumulators::start_fields(args, at, sums, lane, 0);
         const int fed = Tile::fed_planes(args, at);
-        typename AllMoments::Kept moments;
+        typename AllMoments::Marching moments;
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
-          moments.outputs = AllMoments::outputs(args, at, slabs, 0, 0, warp, lane);
+          moments.start(args, at, slabs, warp, lane);
         }
         for (int plane = 0; plane < at.planes; ++plane) {
           if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
           Accumulators::activate(sums);
           Stores::store_outputs(args, at, me, sums, slabs, at.first_plane + plane);
-          if constexpr (Config::Epilogue::kLeavesMoments) {
-            const long long slot = AllMoments::slot(args, at, pass, 4 * consumer + warp);
-            if constexpr (Config::kMarch) {
-              AllMoments::add(args, at, sums, at.first_plane + plane, lane, moments);
-              if (plane == at.planes - 1 && at.n < args.batch)
-                AllMoments::store(args, at, at.n, slot, lane, moments);
-            } else {
-              AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
-            }
+          if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
+            moments.add(args, at, sums, at.first_plane + plane, lane);
+          } else if constexpr (Config::Epilogue::kLeavesMoments) {
+            const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
+            AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
           if constexpr (Config::kMarch) Accumulators::move_window(args, at, sums, lane);
+        }
+        if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
+          moments.store(args, at, 4 * consumer + warp, lane);
         }
       }
     }
@@ -212,6 +211,7 @@ __device__ void run(const Args& args) {
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) shared.start_barriers();
+  if (HaloLoaders<Config>::kMayHaveVectors && args.vectors > 0 && args.whole_lines) shared.clear_stages();
   if constexpr (HaloTile<Config>::kPaired) {
     ptx::cluster_sync();
   } else {
@@ -227,6 +227,9 @@ __device__ void run(const Args& args) {
       if (lane == 0) HaloPanels<Config>::stream(args, shared);
     } else {
       HaloLoaders<Config>::load(args, shared, warp - 1, lane);
+    }
+    if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
+      if (warp == 1) HaloMoments<Config>::leave_nothing(args, lane);
     }
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();

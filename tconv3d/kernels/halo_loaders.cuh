@@ -29,13 +29,15 @@ struct HaloLoaders {
   template <class Batch>
   struct Course {
     int warp, lane, batches;
-    int work, plane, source, chunk, batch, planes;
+    typename Tile::Work work;
+    int plane, source, chunk, batch, planes;
     const unsigned char *plane_start, *x;  // of the plane, of the chunk
 
-    __device__ __forceinline__ bool start(const Args& args, int from) {
+    // At the present place, or the next one that has input.
+    __device__ __forceinline__ bool start(const Args& args) {
       plane = source = chunk = batch = 0;
-      for (work = from; work < args.work; work += gridDim.x) {
-        planes = Tile::fed_planes(args, Tile::place(args, work));
+      for (; work.left(args); work.advance(args)) {
+        planes = Tile::fed_planes(args, work.place(args));
         if (planes > 0) {
           find(args);
           return true;
@@ -45,7 +47,7 @@ struct HaloLoaders {
     }
     // Where the turns of this warp read and write.
     __device__ __forceinline__ void find(const Args& args) {
-      const Place at = Tile::place(args, work);
+      const Place at = work.place(args);
       __syncwarp();  // lanes that share an entry have read the last tile's
 #pragma unroll 1
       for (int turn = warp; turn < batches * Batch::kTurns * Shared::kLoaderWarps;
@@ -73,7 +75,8 @@ struct HaloLoaders {
       }
       x = plane_start += static_cast<int>(sizeof(Scalar)) * args.x_stride.d;
       if (++plane < planes) return true;
-      return start(args, work + gridDim.x);
+      work.advance(args);
+      return start(args);
     }
     __device__ __forceinline__ void load(const Args& args, Batch& next) const {
       next.load(args, x, chunk, batch * Batch::kTurns * Shared::kLoaderWarps + warp, lane);
@@ -88,7 +91,8 @@ struct HaloLoaders {
     course.warp = warp;
     course.lane = lane;
     course.batches = (Batch::turns(args) + kAtOnce - 1) / kAtOnce;
-    if (!course.start(args, blockIdx.x)) return;
+    course.work = Tile::Work::of_block(args);
+    if (!course.start(args)) return;
     // Loads the next batch, then stores the present one. False: there is no next.
     const auto step = [&](const Batch& present, Batch& next) {
       const bool first = course.batch == 0, last = course.batch == course.batches - 1;

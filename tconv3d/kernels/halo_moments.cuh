@@ -89,7 +89,7 @@ struct HaloMoments {
 
   // What a lane has seen of its bands.
   struct Kept {
-    Mask outputs;
+    Mask outputs = 0;
     int count = 0;  // of each channel
     bool shifted = false;
     float shift[kTileBands] = {}, sum[kTileBands] = {}, squares[kTileBands] = {};
@@ -217,10 +217,89 @@ struct HaloMoments {
     }
   }
 
-  // Where a warp's moments of a tile go; the passes over it follow each other.
-  static __device__ __forceinline__ long long slot(const Args& args, const Place& at, int pass, int warp) {
-    const long long first =
-        (static_cast<long long>(at.tile) * Config::kVariants + at.variant()) * args.passes;
+  // A march keeps the moments of every batch item that its tile touches: one, or two if it is a run through
+  // the batch. Few warps have outputs of both.
+  struct Marching {
+    int first, count;  // items, as of the tile's first
+    Kept kept[2];
+
+    __device__ __forceinline__ void start(const Args& args, const Place& at,
+                                          const Slab (&slabs)[Config::kSlabs], int warp, int lane) {
+      first = first_item(args, at);
+      count = items(args, at, first);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i < count) kept[i].outputs = HaloMoments::outputs(args, at, slabs, 0, first + i, warp, lane);
+      }
+    }
+    __device__ __forceinline__ void add(const Args& args, const Place& at, const Sums& sums, int plane,
+                                        int lane) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (__any_sync(kAll, kept[i].outputs != 0)) HaloMoments::add(args, at, sums, plane, lane, kept[i]);
+      }
+    }
+    __device__ __forceinline__ void store(const Args& args, const Place& at, int warp, int lane) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (i >= count) continue;
+        const long long slot = HaloMoments::slot(args, at, tile_of_item(args, at, first + i), 0, warp);
+        HaloMoments::store(args, at, at.n + first + i, slot, lane, kept[i]);
+      }
+    }
+  };
+  static __device__ __forceinline__ int first_item(const Args& args, const Place& at) {
+    return divide(divide(at.start, args.halo_w), args.halo_h);
+  }
+  static __device__ __forceinline__ int items(const Args& args, const Place& at, int first) {
+    if (at.n + first >= args.batch) return 0;
+    const bool two = args.sheets > 1 && (first + 1) * args.halo.h * args.halo.w < at.start + args.step_rows;
+    return two && at.n + first + 1 < args.batch ? 2 : 1;
+  }
+  // The tile's place among those that touch the item.
+  static __device__ __forceinline__ int tile_of_item(const Args& args, const Place& at, int item) {
+    return args.sheets > 1 ? at.tile - item * args.halo.h * args.halo.w / args.step_rows : at.tile;
+  }
+
+  // Items have different numbers of tiles, and shares cut tiles into different numbers of pieces. For those
+  // that there are not, a loader warp of the block that marches through the end of the last tile (or piece)
+  // leaves moments of nothing.
+  static __device__ __forceinline__ void leave_nothing(const Args& args, int lane) {
+    using Work = typename HaloTile<Config>::Work;
+    for (Work work = Work::of_block(args); work.left(args); work.advance(args)) {
+      const Place at = work.place(args);
+      if (at.last_output < args.output.d) continue;
+      const int first = first_item(args, at), count = items(args, at, first);
+      for (int item = first; item < first + count; ++item) {
+        const int tile = tile_of_item(args, at, item);
+        const bool goes_on = at.start + args.step_rows < (item + 1) * args.halo.h * args.halo.w;
+        const bool last =
+            args.sheets > 1 && (!goes_on || at.tile == static_cast<int>(args.tiles_h.divisor) - 1);
+        const int end = (last ? args.item_tiles : tile + 1) * args.pieces;
+        for (int piece = tile * args.pieces + at.piece + 1; piece < end; ++piece) {
+          leave_nothing(args, at, at.n + item, piece, lane);
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ void leave_nothing(const Args& args, const Place& at, int n, int piece,
+                                                       int lane) {
+    constexpr int kGroupBands = Config::kOutTile / kBand, kWarps = HaloShared<Config>::kConsumerWarps;
+    for (int i = lane; i < Config::kGroupsPerTile * kGroupBands * kWarps; i += 32) {
+      const int band = i / kWarps, group = at.first_group() + band / kGroupBands;
+      const int out = at.first_out() + band % kGroupBands * kBand;
+      const long long row = static_cast<long long>(n) * kBands + (group * Config::kOut + out) / kBand;
+      const long long slot =
+          (static_cast<long long>(piece) * Config::kVariants + at.variant()) * kWarps + i % kWarps;
+      if (out < Config::kOut) static_cast<Moments<float>*>(args.moments)[row * args.moment_slots + slot] = {};
+    }
+  }
+
+  // Where a warp's moments of a tile go; the passes over it follow each other. A march has one.
+  static __device__ __forceinline__ long long slot(const Args& args, const Place& at, int tile, int pass,
+                                                   int warp) {
+    const long long place = Config::kMarch ? static_cast<long long>(tile) * args.pieces + at.piece : tile;
+    const long long first = (place * Config::kVariants + at.variant()) * args.passes;
     return (first + pass) * HaloShared<Config>::kConsumerWarps + warp;
   }
 };

@@ -24,7 +24,7 @@ struct HaloPanels {
   // All panels of the column tile, which is the same for all work of this block.
   static __device__ __forceinline__ void load_all(const Args& args, const Shared& shared) {
     constexpr int kCopy = 32 * 1024;
-    const unsigned char* from = packed(args, blockIdx.x % Layout::kColumnTiles);
+    const unsigned char* from = packed(args, static_cast<int>(blockIdx.x) % Layout::kColumnTiles);
     ptx::wait_for_previous_launch();
     ptx::barrier_arrive_expect(shared.panels_full(), Layout::kTileBytes);
     for (int done = 0; done < Layout::kTileBytes; done += kCopy) {
@@ -46,8 +46,8 @@ struct HaloPanels {
   static __device__ __forceinline__ void stream(const Args& args, const Shared& shared) {
     ptx::wait_for_previous_launch();
     Ring<Config::kSlots> ring;
-    for (int work = blockIdx.x; work < args.work; work += gridDim.x) {
-      const auto at = Tile::place(args, work);
+    for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
+      const auto at = work.place(args);
       const int rounds = Tile::fed_planes(args, at) * args.passes;
       for (int round = 0; round < rounds; ++round) {
         const unsigned char* from = packed(args, at.column_tile);

@@ -67,6 +67,15 @@ struct HaloShared {
                                     consumer * kScratchBytes + warp * (kScratchBytes / 4));
   }
 
+  // By all threads, before anybody uses the stages.
+  __device__ __forceinline__ void clear_stages() const {
+    constexpr int kBytes = Config::kStages * kStageBytes;
+    for (int i = 16 * static_cast<int>(threadIdx.x); i < kBytes; i += 16 * Config::kThreads) {
+      ptx::store_shared(base + i, make_uint4(0, 0, 0, 0));
+    }
+    ptx::fence_async_proxy();
+  }
+
   // By one thread, before anybody uses them.
   __device__ __forceinline__ void start_barriers() const {
     for (int i = 0; i < Config::kStages; ++i) {

@@ -17,7 +17,7 @@ struct Args {
   int batch;
 
   // The tile, chosen for this volume.
-  Extent tile;       // positions per dimension (marching: output planes of depth)
+  Extent tile;       // positions per dimension (marching: all of depth)
   Extent halo;       // rows per dimension
   int items;         // batch items in a tile: neighbouring rows are the same position of neighbouring items
   int near_bits;     // of the number of items (at most 8) that neighbouring lanes load
@@ -30,11 +30,18 @@ struct Args {
   int run;           // rows of a run that slabs along w cut into pieces: rows past its end belong to nobody
   Extent slab_step;  // rows from slab to slab
   int passes;        // of the consumers over the slabs
-  int work;          // tiles times column tiles
+  int work;          // tiles times column tiles; marching: planes of all tiles that blocks side by side share
   int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 16 bytes
   int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
+  int whole_lines;  // whether every tile has whole lines: then vectors beside the input are left out of these
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_vectors;
-  Divider side_by_side;  // marching: tiles of one depth, of all batch items, in whole pairs
+
+  // Marching: a block takes its share of the planes of all tiles, wherever a tile ends.
+  int share;        // planes of positions
+  int beside;       // column tiles that neighbouring blocks (or pairs) compute
+  int pieces;       // into which shares cut a tile, at the most
+  int item_tiles;   // that touch a batch item, at the most
+  Divider in_turn;  // column tiles that a block computes one after the other
 
   long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
 };
@@ -45,58 +52,98 @@ struct HaloTile {
   using Offset = typename IndexType<Config::kWide>::type;  // inside one channel's volume
   static constexpr bool kPaired = Config::kClusterSize == 2;
 
-  // One unit of work: a tile of positions and a column tile.
+  // What a block works at: a tile of positions and a column tile; marching: some planes of the tile.
   struct Place {
     int column_tile;
     int n, d, h, w;  // the tile's first batch item and position (marching: d is the first output plane)
     int first_plane, planes;  // steps of the march; one if there is none
     int last_output;          // marching: one past the last output plane
     int tile;                 // its place among those of a batch item
+    int piece;                // marching: of the tile
     int start;                // of a run: its first row
     __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
   };
 
-  static __device__ __forceinline__ Place place(const Args& args, int work) {
-    Place at;
-    const int unit = kPaired ? work / 2 : work, rank = kPaired ? work % 2 : 0;
-    at.column_tile = unit % Layout::kColumnTiles;
-    int rest = (kPaired ? 2 : 1) * (unit / Layout::kColumnTiles) + rank, d = 0;
-    if constexpr (Config::kMarch) {  // the tiles of a pair have the same planes
-      d = divide(rest, args.side_by_side);
-      rest -= d * static_cast<int>(args.side_by_side.divisor);
+  // The places of a block, one after the other. Blocks march through equal shares of the planes of all tiles
+  // in sequence, so that all of them end at the same time: where a share begins inside of a tile, the
+  // window's first planes are computed by two blocks.
+  struct Work {
+    int next;  // tile, or plane of positions
+
+    static __device__ __forceinline__ Work of_block(const Args& args) {
+      return {Config::kMarch ? share(args) * args.share : static_cast<int>(blockIdx.x)};
     }
-    int next = divide(rest, args.tiles_w);
-    const int w = rest - next * static_cast<int>(args.tiles_w.divisor);
-    rest = next;
-    next = divide(rest, args.tiles_h);
-    const int h = rest - next * static_cast<int>(args.tiles_h.divisor);
-    if constexpr (!Config::kMarch) {
-      rest = next;
-      next = divide(rest, args.tiles_d);
-      d = rest - next * static_cast<int>(args.tiles_d.divisor);
+    __device__ __forceinline__ bool left(const Args& args) const { return next < end(args); }
+    __device__ __forceinline__ void advance(const Args& args) {
+      next = Config::kMarch ? (divide(next, args.tiles_d) + 1) * depth(args)
+                            : next + static_cast<int>(gridDim.x);
     }
-    at.w = w * args.tile.w;
-    at.h = h * args.step_h;
-    at.start = Config::kMarch ? h * args.step_rows : 0;
-    at.d = d * args.tile.d;
-    at.n = next * args.items;  // past the batch: the second of a pair of which only one exists
-    at.tile = static_cast<int>((d * args.tiles_h.divisor + h) * args.tiles_w.divisor) + w;
-    at.first_plane = 0;
-    at.planes = 1;
-    at.last_output = 0;
-    if constexpr (Config::kMarch) {
-      // Plane i completes outputs [i*stride - padding, (i+1)*stride - padding), and feeds kWindow planes from
-      // there.
-      const int last = at.d + args.tile.d;
-      at.last_output = last < args.output.d ? last : args.output.d;
-      const int reach = at.d + Config::kPaddingD - (Config::kWindow - 1);
-      at.first_plane = reach > 0 ? (reach + Config::kStrideD - 1) / Config::kStrideD : 0;
-      at.planes = (at.last_output - 1 + Config::kPaddingD) / Config::kStrideD + 1 - at.first_plane;
+
+    // Marching: which share is this block's, and planes of positions of a tile.
+    static __device__ __forceinline__ int share(const Args& args) {
+      return static_cast<int>(blockIdx.x) / (Config::kClusterSize * args.beside);
     }
-    return at;
-  }
+    static __device__ __forceinline__ int depth(const Args& args) {
+      return static_cast<int>(args.tiles_d.divisor);
+    }
+    static __device__ __forceinline__ int end(const Args& args) {
+      const int end = (share(args) + 1) * args.share;
+      return Config::kMarch && end < args.work ? end : args.work;
+    }
+
+    __device__ __forceinline__ Place place(const Args& args) const {
+      Place at;
+      int rest, d = 0;
+      if constexpr (Config::kMarch) {
+        const int tile = divide(next, args.tiles_d), turns = static_cast<int>(args.in_turn.divisor);
+        d = next - tile * depth(args);
+        rest = divide(tile, args.in_turn);
+        const int beside = static_cast<int>(blockIdx.x) / Config::kClusterSize % args.beside;
+        at.column_tile = beside * turns + tile - rest * turns;
+        at.piece = share(args) - tile * depth(args) / args.share;
+      } else {
+        const int unit = next / Config::kClusterSize;
+        rest = unit / Layout::kColumnTiles;
+        at.column_tile = unit - rest * Layout::kColumnTiles;
+        at.piece = 0;
+      }
+      if constexpr (kPaired) rest = 2 * rest + static_cast<int>(blockIdx.x) % 2;
+      int above = divide(rest, args.tiles_w);
+      const int w = rest - above * static_cast<int>(args.tiles_w.divisor);
+      rest = above;
+      above = divide(rest, args.tiles_h);
+      const int h = rest - above * static_cast<int>(args.tiles_h.divisor);
+      if constexpr (!Config::kMarch) {
+        rest = above;
+        above = divide(rest, args.tiles_d);
+        d = rest - above * static_cast<int>(args.tiles_d.divisor);
+      }
+      at.w = w * args.tile.w;
+      at.h = h * args.step_h;
+      at.start = Config::kMarch ? h * args.step_rows : 0;
+      at.n = above * args.items;  // past the batch: the second of a pair of which only one exists
+      at.tile = h * static_cast<int>(args.tiles_w.divisor) + w;
+      at.first_plane = 0;
+      at.planes = 1;
+      at.last_output = 0;
+      if constexpr (Config::kMarch) {
+        // Plane i completes outputs [i*stride - padding, (i+1)*stride - padding), and feeds kWindow planes
+        // from there.
+        at.d = d * Config::kStrideD;
+        const int last = at.d + (end(args) - next) * Config::kStrideD;
+        at.last_output = last < args.output.d ? last : args.output.d;
+        const int reach = at.d + Config::kPaddingD - (Config::kWindow - 1);
+        at.first_plane = reach > 0 ? (reach + Config::kStrideD - 1) / Config::kStrideD : 0;
+        at.planes = (at.last_output - 1 + Config::kPaddingD) / Config::kStrideD + 1 - at.first_plane;
+      } else {
+        at.d = d * args.tile.d;
+        at.tile += d * static_cast<int>(args.tiles_h.divisor * args.tiles_w.divisor);
+      }
+      return at;
+    }
+  };
 
   // Planes of a march that have input; those after them only complete outputs.
   static __device__ __forceinline__ int fed_planes(const Args& args, const Place& at) {

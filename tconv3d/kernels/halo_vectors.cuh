@@ -6,8 +6,9 @@
 namespace tconv3d {
 
 // Rows of 16-bit items that begin and end at multiples of 16 bytes are loaded by vectors of 16 bytes, on
-// such boundaries: items beside the halo come along, and are dropped. `place`: of the first item in the
-// halo's line.
+// such boundaries: items beside the halo come along, and are dropped. Where every tile has whole lines, rows
+// left and right of the input are the same for all tiles: they are zero from the beginning, and nobody writes
+// to them. `place`: of the first item in the halo's line.
 template <class Config>
 struct HaloVectors {
   using Layout = HaloLayout<Config>;
@@ -18,6 +19,7 @@ struct HaloVectors {
   using Positions = HaloPositions<Config>;
 
   static constexpr int kVectorItems = Layout::kPieceItems;
+  static_assert((Config::kReadStepW & (Config::kReadStepW - 1)) == 0, "whole vectors of phases");
   struct InputVector {
     long long from;  // in bytes, as of a position
     int first_row, place, end;
@@ -36,7 +38,7 @@ struct HaloVectors {
         (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
     const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
     const int in_line = index - line * static_cast<int>(args.by_vectors.divisor);
-    const int x_w = (start & -kVectorItems) + kVectorItems * in_line;
+    const int x_w = (args.whole_lines && start < 0 ? 0 : start & -kVectorItems) + kVectorItems * in_line;
     v.first_row = of_run * args.halo.w - at.start;
     v.place = x_w - start;
     v.end = index < args.vectors ? args.halo.w * Config::kReadStepW : 0;
@@ -48,14 +50,15 @@ struct HaloVectors {
     v.from = read ? (n * args.x_stride.n + offset) * static_cast<int>(sizeof(Scalar)) : Positions::kNowhere;
     return v;
   }
-  // Where an item of a vector begins in a stage, or `beside` if it is not in the halo.
+  // Where an item of a vector begins in a stage. If it is not in the halo: in 128 bytes from `beside` on, in
+  // the banks that it would have in the stage, so that rows of a matrix do not meet there.
   static __device__ __forceinline__ unsigned item_start(const Args& args, const InputVector& v, int item,
                                                         unsigned beside) {
     const int place = v.place + item;
-    const int row = v.first_row + place / Config::kReadStepW;
-    return Tile::inside(place, v.end) && Tile::inside(row, args.rows)
-               ? Positions::row_start(0, row) ^ 16 * (place % Config::kReadStepW * Layout::kPartPieces)
-               : beside;
+    const int row = v.first_row + (place & -Config::kReadStepW) / Config::kReadStepW;
+    const unsigned start =
+        Positions::row_start(0, row) ^ 16 * (place & (Config::kReadStepW - 1)) * Layout::kPartPieces;
+    return Tile::inside(place, v.end) && Tile::inside(row, args.rows) ? start : beside + start % 128;
   }
   // Pieces that tensor cores read: only these are loaded. And whether all of their items are channels.
   static constexpr int kUsedPieces = Layout::kChunks > 1 ? Layout::kPartPieces : 2 * Layout::kLastSteps;
