@@ -195,14 +195,14 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
     return None
 
 
-def _contiguous(shape: tuple[int, ...]) -> Strides:
+def contiguous(shape: tuple[int, ...]) -> Strides:
     return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _whole_pieces(p: Problem, q: Problem) -> bool:
     g, item = p.geometry, p.item_bytes
-    weight = _contiguous((g.in_channels, g.out_channels, *g.kernel))
-    dense = p.input == _contiguous((p.batch, g.in_channels, *p.input_size)) and p.weight == q.weight == weight
+    weight = contiguous((g.in_channels, g.out_channels, *g.kernel))
+    dense = p.input == contiguous((p.batch, g.in_channels, *p.input_size)) and p.weight == q.weight == weight
     lines = q.input[4] == 1 and p.output[4] == 1 and p.input_size[2] * item % 8 == 0
     dy, x = all(v * item % 16 == 0 for v in p.output[:4]), all(v * item % 8 == 0 for v in q.input[:4])
     return dense and lines and dy and x and p.aligned and q.aligned
@@ -232,7 +232,7 @@ def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -
     return Plan(
         "up_backward",
         why,
-        (_main(p, q, tiling, tiles, parts), _sum_of_parts(p, parts)),
+        (_main(p, q, tiling, tiles, parts), sum_of_parts(p, parts)),
         parts.bytes,
         f"{tiling}, {splits} parts",
         parts.regions,
@@ -253,7 +253,7 @@ class Parts:
     def counts(self) -> dict[str, tuple[int, int]]:
         """Per gradient: elements, and parts to add."""
         p, g = self.problem, self.problem.geometry
-        found = {"dw": (g.in_channels * g.out_channels * g.taps, self.splits)}
+        found = {"dw": (g.in_channels * g.out_per_group * g.taps, self.splits)}
         if self.bias:
             found["db"] = (g.out_channels, self.splits * g.kernel[0] * g.kernel[1])
         if self.ranges > 1:
@@ -304,7 +304,7 @@ def _main(p: Problem, q: Problem, tiling: Tiling, tiles: Tiles, parts: Parts) ->
     )
 
 
-def _sum_of_parts(p: Problem, parts: Parts) -> Launch:
+def sum_of_parts(p: Problem, parts: Parts) -> Launch:
     names, scalars, blocks = ("dw", "db", "dx"), b"", 0
     for name in names:
         count, added = parts.counts.get(name, (0, 0))

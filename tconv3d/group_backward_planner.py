@@ -1,0 +1,292 @@
+"""Plans for the gradients of layers with small groups (kernels/group_backward.cuh).
+
+At most 8 channels in and out per group leave nothing to do but to read dy: both gradients, or the wanted one, come
+out of one reading. Chooses how many lines a block's tile has, how deep its rings are, and how columns of tiles are
+divided among blocks; these are arguments. What is compiled in depends on the layer and on what is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from .direct_planner import SCALARS
+from .geometry import Axis, Geometry
+from .launch import Constants, Launch
+from .packing import divider, int32s, int64s, padded
+from .problem import Device, Pass, Plan, Problem, Strides
+from .up_backward_planner import Parts, contiguous, sum_of_parts
+from .weight_grad_planner import OPERANDS
+
+CHANNELS = 8  # of a bundle: the least that a matrix instruction has of columns and of K
+ROWS = 2  # lines of positions of a unit
+UNIT = 16  # positions of a line of a unit
+INPUT_WARPS, WEIGHT_WARPS = 8, 7  # with the producer 16: a thread has 128 registers
+MIN_STAGES, MAX_STAGES = 3, 8
+BARRIER_BYTES = 32 * MAX_STAGES
+MAX_WEIGHTS, MAX_SUMS = 64, 80  # registers of a thread
+MIN_WIDTH = 12  # positions of a line, that fill a unit
+START_PLANES = 3  # a column's first planes are on their way for as long as so many take
+
+
+def shifts(axis: Axis) -> tuple[int, int]:
+    """The least and the largest of the taps."""
+    found = [axis.shift(tap) for tap in range(axis.kernel)]
+    return min(found), max(found)
+
+
+def reach(axis: Axis) -> int:
+    return axis.dilation * (axis.kernel - 1)
+
+
+def bundled(g: Geometry) -> int:
+    """Groups that a bundle has: as many as fit, of those that divide all groups."""
+    most = CHANNELS // max(g.in_per_group, g.out_per_group)
+    return max(n for n in range(1, most + 1) if g.groups % n == 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block has in shared memory: some whole lines of positions, and what they reach of dy."""
+
+    problem: Problem
+    bands: int  # of ROWS lines
+    weight_grad: bool
+    shared_bytes: int  # of the device
+
+    @property
+    def lines(self) -> int:
+        """Of positions."""
+        return self.bands * ROWS
+
+    @property
+    def lines_of_dy(self) -> int:
+        axis = self.problem.geometry.axes[1]
+        return axis.stride * (self.lines - 1) + reach(axis) + 1
+
+    def _pitch(self, elements: int) -> int:
+        """Bytes of a run that begins anywhere; an odd multiple of 16."""
+        return -(-(elements * self.problem.item_bytes + 30) // 32) * 32 + 16
+
+    @property
+    def pitch(self) -> int:
+        return self._pitch(self.lines_of_dy * self.problem.output_size[2])
+
+    @property
+    def pitch_x(self) -> int:
+        return self._pitch(self.lines * self.problem.input_size[2])
+
+    @property
+    def slots(self) -> int:
+        least, largest = shifts(self.problem.geometry.axes[0])
+        return largest - least + 1
+
+    def stages_x(self, stages: int) -> int:
+        """Positions along d that are in use, and those on their way with the planes of dy."""
+        ahead = -(-stages // self.problem.geometry.stride[0])
+        return min(MAX_STAGES, self.slots + ahead) if self.weight_grad else 0
+
+    def bytes(self, stages: int) -> int:
+        g, groups = self.problem.geometry, bundled(self.problem.geometry)
+        rings = stages * groups * g.out_per_group * self.pitch
+        rings += self.stages_x(stages) * groups * g.in_per_group * self.pitch_x
+        passed = 4 * 32 * WEIGHT_WARPS * products(g) * 4 if self.weight_grad else 0
+        return BARRIER_BYTES + max(rings, passed)
+
+    @property
+    def stages(self) -> int:
+        """As many as fit; none if too few do."""
+        fitting = [n for n in range(MIN_STAGES, MAX_STAGES + 1) if self.bytes(n) <= self.shared_bytes]
+        return fitting[-1] if fitting and self.slots < MAX_STAGES else 0
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.input_size[2] // UNIT)
+
+    @property
+    def columns(self) -> int:
+        """Along h."""
+        return -(-self.problem.input_size[1] // self.lines)
+
+    def __str__(self) -> str:
+        return f"{self.lines} lines, {self.stages} planes in shared memory"
+
+
+def products(g: Geometry) -> int:
+    """Of a position in the weight gradient, for two taps along w each."""
+    return g.kernel[0] * g.kernel[1] * -(-g.kernel[2] // 2)
+
+
+@lru_cache(maxsize=1024)
+def tile_of(problem: Problem, weight_grad: bool, device: Device) -> Tile | None:
+    """The one with the most lines that its warps can take: lines between tiles are read twice."""
+    chunks = -(-problem.input_size[2] // UNIT)
+    bands = min(INPUT_WARPS // chunks, -(-problem.input_size[1] // ROWS)) if chunks else 0
+    for count in range(bands, 0, -1):
+        tile = Tile(problem, count, weight_grad, device.shared_bytes)
+        if tile.stages:
+            return tile
+    return None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Columns of positions along d, and how many blocks of a bundle share them."""
+
+    length: int
+    segments: int
+    tasks: int
+    splits: int
+
+
+def split_of(problem: Problem, tile: Tile, bundles: int, device: Device) -> Split:
+    depth = problem.input_size[0]
+    splits = max(1, device.multiprocessors // bundles)
+    least, largest = shifts(problem.geometry.axes[0])
+    found = []
+    for segments in range(1, depth + 1):
+        length = -(-depth // segments)
+        if -(-depth // length) != segments:
+            continue
+        tasks = problem.batch * tile.columns * segments
+        rounds = -(-tasks // min(splits, tasks))
+        cost = rounds * (length + largest - least + START_PLANES / problem.geometry.stride[0])
+        found.append((cost, Split(length, segments, tasks, min(splits, tasks))))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    if problem.which not in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+        return "it computes the gradients of input and weight"
+    return _why_not(problem, problem.which is Pass.WEIGHT_GRAD, device)
+
+
+def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
+    g = problem.geometry
+    if problem.dtype not in OPERANDS:
+        return f"{problem.dtype} has no matrix instruction here"
+    if problem.dtype == "float32" and not problem.tf32:
+        return "float32 products must stay exact (TF32 is off)"
+    if device.capability[0] != 9:
+        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if not 2 <= min(g.in_per_group, g.out_per_group) <= max(g.in_per_group, g.out_per_group) <= CHANNELS:
+        return f"fewer than 2 or more than {CHANNELS} channels per group"
+    if 2 * g.taps > MAX_WEIGHTS or 4 * products(g) > MAX_SUMS:
+        return "the taps do not fit the registers"
+    if not _dense(problem):
+        return "the tensors are not contiguous, or not aligned"
+    if not 0 < problem.batch * prod(problem.input_size) < 2**31 or min(problem.output_size) <= 0:
+        return "too many positions, or none"
+    if problem.input_size[2] < MIN_WIDTH:
+        return f"lines of fewer than {MIN_WIDTH} positions"
+    if tile_of(problem, weight_grad, device) is None:
+        return "the lines that a position reaches do not fit shared memory, or have too many positions"
+    return None
+
+
+def _dense(p: Problem) -> bool:
+    g = p.geometry
+    return (
+        p.aligned
+        and p.input == contiguous((p.batch, g.in_channels, *p.input_size))
+        and p.output == contiguous((p.batch, g.out_channels, *p.output_size))
+        and p.weight == contiguous((g.in_channels, g.out_per_group, *g.kernel))
+    )
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    return _plan({problem.which: problem}, device)
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    wanted = {which: problems[which] for which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD) if which in problems}
+    if len(wanted) < 2 or any(_why_not(problem, True, device) for problem in wanted.values()):
+        return None
+    return _plan(wanted, device)
+
+
+def _plan(wanted: dict[Pass, Problem], device: Device) -> Plan:
+    p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
+    tile = tile_of(p, weight_grad, device)
+    assert tile is not None, "a plan of a problem that why_not() refuses"
+    bundles = p.geometry.groups // bundled(p.geometry)
+    split = split_of(p, tile, bundles, device)
+    parts = Parts(p, split.splits, 1, False)
+    launches = (_main(wanted, tile, split, parts), *((sum_of_parts(p, parts),) if weight_grad else ()))
+    return Plan(
+        "group_backward",
+        "groups of few channels: every element of dy is read once, for all its taps",
+        launches,
+        parts.bytes if weight_grad else 0,
+        f"{tile}, {split.splits} parts",
+        parts.regions if weight_grad else (),
+        passes=tuple(wanted),
+    )
+
+
+def _main(wanted: dict[Pass, Problem], tile: Tile, split: Split, parts: Parts) -> Launch:
+    p = tile.problem
+    input_grad, weight_grad = Pass.INPUT_GRAD in wanted, Pass.WEIGHT_GRAD in wanted
+    g, stages, size, dy_size = p.geometry, tile.stages, p.input_size, p.output_size
+    constants = _constants(p, input_grad, weight_grad)
+    return Launch(
+        kernel="group_backward",
+        constants=constants,
+        grid=(g.groups // bundled(g) * split.splits, 1, 1),
+        threads=int(dict(constants)["kThreads"]),  # type: ignore[arg-type]
+        shared_bytes=tile.bytes(stages),
+        pointers=(
+            "dy",
+            "x" if weight_grad else "null",
+            "weight" if input_grad else "null",
+            "dx" if input_grad else "null",
+            parts.place("dw") if weight_grad else "null",
+        ),
+        scalars=padded(
+            int64s(*p.output, *p.input, *p.input),
+            int64s(_count(p.output, p.batch), _count(p.input, p.batch), parts.pitch("dw")),
+            int32s(*size, *dy_size, split.tasks, split.splits, split.length, tile.bands, tile.chunks),
+            int32s(tile.pitch, tile.pitch_x, stages, tile.stages_x(stages)),
+            divider(tile.columns),
+            divider(split.segments),
+            divider(tile.chunks),
+        ),
+    )
+
+
+def _count(strides: Strides, batch: int) -> int:
+    return strides[0] * batch
+
+
+def _constants(p: Problem, input_grad: bool, weight_grad: bool) -> Constants:
+    g, groups = p.geometry, bundled(p.geometry)
+    depth, _, _ = g.axes
+    least, largest = shifts(depth)
+    axes = list(zip("DHW", g.axes, strict=True))
+    input_warps, weight_warps = INPUT_WARPS * input_grad, WEIGHT_WARPS * weight_grad
+    return (
+        ("kThreads", 32 * (1 + input_warps + weight_warps)),
+        ("kMinBlocks", 1),
+        ("Scalar", SCALARS[p.dtype]),
+        ("kIn", groups * g.in_per_group),
+        ("kOut", groups * g.out_per_group),
+        ("kInPerGroup", g.in_per_group),
+        ("kOutPerGroup", g.out_per_group),
+        ("kBundles", g.groups // groups),
+        *((f"kKernel{n}", axis.kernel) for n, axis in axes),
+        *((f"kStride{n}", axis.stride) for n, axis in axes),
+        *((f"kDilation{n}", axis.dilation) for n, axis in axes[1:]),
+        *((f"kPadding{n}", axis.padding) for n, axis in axes[1:]),
+        ("kPhaseD", tuple(depth.phase(tap) for tap in range(depth.kernel))),
+        ("kShiftD", tuple(depth.shift(tap) for tap in range(depth.kernel))),
+        ("kMinShiftD", least),
+        ("kMaxShiftD", largest),
+        ("kRows", ROWS),
+        ("kMaxStages", MAX_STAGES),
+        ("kInputWarps", input_warps),
+        ("kWeightWarps", weight_warps),
+    )

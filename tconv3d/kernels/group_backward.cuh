@@ -1,0 +1,546 @@
+// The gradients of a layer with small groups (at most 8 channels in and out) from one reading of dy, on
+// Hopper (sm_90; TF32, and 16-bit types, which are TF32 numbers too):
+//   dx[ci][i]      = sum over co, t of  w[ci][co][t] * dy[co][stride*i + t*dilation - padding]
+//   dw[ci][co][t]  = sum over i of      x[ci][i]     * dy[co][stride*i + t*dilation - padding]
+//
+// So few channels leave nothing to do but to move dy: what counts is to bring every element once, by few
+// instructions, and to load it from shared memory once for each gradient, for all its taps. A block owns a
+// bundle of groups (8 channels in and out, weights between groups are zero) and walks over columns: a tile of
+// whole lines of positions, some of them along h, from one position to another along d.
+//
+//   producer       a warp. The copy engine brings the lines of dy that a plane of the tile needs, a run of
+//                  memory for each channel, to a stage of a ring; and those of x to a stage of another
+//   input grad     warps with 16 positions of kRows lines each. Rows are positions, K is co, columns are ci.
+//                  They keep all weights in registers, and the sums of as many positions along d as a plane
+//                  of dy adds to
+//   weight grad    warps that take 8 positions of kRows lines in turn. Rows are two taps along w and co, K is
+//                  positions, columns are ci. All taps' sums stay in registers until the end
+//
+// A plane of dy (output stride*q + phase along d) is used for all taps of its phase at once: tap t adds to
+// position q - shift(t), or multiplies it. Of a line, a lane loads a window: all words that the taps of two
+// neighbouring positions reach, so that the lanes of a warp are two strides apart. Lines outside of dy are
+// left out, words outside are zero.
+//
+// Runs begin wherever memory has them: copies begin at the multiple of 16 bytes before. With a stride of 2
+// and an odd distance between channels, the banks that four channels' windows begin with are different.
+//
+// Parts of dw are written side by side and added by reduce_gradients.cuh in a fixed order.
+#pragma once
+
+#include "operands.cuh"
+#include "ring.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* dy;
+  const void* x;
+  const void* weight;  // contiguous
+  void* dx;
+  void* parts;                                // [splits], each like the weight
+  Strides dy_strides, x_strides, dx_strides;  // lines are contiguous, and follow one another
+  long long dy_count, x_count;                // elements of the tensors
+  long long dw_pitch;                         // from part to part
+  Extent size, dy_size;
+  int tasks, splits;
+  int length;          // of a column
+  int bands, chunks;   // that a tile has: kRows lines, 16 positions of a line
+  int pitch, pitch_x;  // bytes from channel to channel in a stage
+  int stages, stages_x;
+  Divider by_columns, by_segments, by_chunks;  // columns along h, and along d
+};
+
+template <class C>
+struct GroupBackward {
+  using Scalar = typename C::Scalar;
+
+  static constexpr int kItem = sizeof(Scalar);
+  static constexpr int kWidth = 16;  // positions of a unit along w
+  static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
+  static constexpr int kLines = C::kStrideH * (C::kRows - 1) + C::kDilationH * (C::kKernelH - 1) + 1;
+  static constexpr int kWindow = C::kStrideW + C::kDilationW * (C::kKernelW - 1) + 1;
+  static constexpr int kSlots = C::kMaxShiftD - C::kMinShiftD + 1;  // positions along d that a plane reaches
+  static constexpr int kHalves = C::kOut > 4 ? 2 : 1;               // of K, that have channels
+  static constexpr int kPairs = (C::kKernelW + 1) / 2;
+  static constexpr int kProducts = C::kKernelD * C::kKernelH * kPairs;  // of the weight gradient
+  static constexpr int kConsumers = C::kInputWarps + C::kWeightWarps;
+  static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
+
+  static_assert(C::kIn <= 8 && C::kOut <= 8 && C::kThreads == 32 * (1 + kConsumers));
+
+  struct Task {
+    int n, h, begin, end;
+  };
+
+  const Args& args;
+  int bundle, split;
+  int warp, lane;
+  unsigned char* stages;
+  unsigned char* stages_x;
+  unsigned barriers;
+
+  __device__ __forceinline__ GroupBackward(const Args& arguments)
+      : args(arguments),
+        bundle(static_cast<int>(blockIdx.x) % C::kBundles),
+        split(static_cast<int>(blockIdx.x) / C::kBundles),
+        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
+        lane(static_cast<int>(threadIdx.x) % 32) {
+    constexpr int kBarriers = 16 * 2 * C::kMaxStages;
+    barriers = ptx::shared_address(dynamic_shared<unsigned char>());
+    stages = dynamic_shared<unsigned char>() + kBarriers;
+    stages_x = stages + args.stages * stage_bytes();
+  }
+
+  __device__ __forceinline__ int stage_bytes() const { return C::kOut * args.pitch; }
+  __device__ __forceinline__ int stage_x_bytes() const { return C::kIn * args.pitch_x; }
+  __device__ __forceinline__ unsigned full(int stage) const { return barriers + 32 * stage; }
+  __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 32 * stage + 8; }
+  __device__ __forceinline__ unsigned full_x(int stage) const { return barriers + 32 * stage + 16; }
+  __device__ __forceinline__ unsigned empty_x(int stage) const { return barriers + 32 * stage + 24; }
+
+  __device__ __forceinline__ void prepare() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < C::kMaxStages; ++i) {
+        ptx::barrier_init(full(i), C::kOut);
+        ptx::barrier_init(empty(i), kConsumers);
+        ptx::barrier_init(full_x(i), C::kIn);
+        ptx::barrier_init(empty_x(i), max(1, C::kWeightWarps));
+      }
+      ptx::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ Task task_at(int index) const {
+    const int rest = divide(index, args.by_columns), n = divide(rest, args.by_segments);
+    const int begin = (rest - n * static_cast<int>(args.by_segments.divisor)) * args.length;
+    const int column = index - rest * static_cast<int>(args.by_columns.divisor);
+    return Task{n, column * args.bands * C::kRows, begin, min(begin + args.length, args.size.d)};
+  }
+
+  // Whether a plane of dy is there, and adds to the column.
+  template <int kPhase>
+  __device__ __forceinline__ bool needed(const Task& task, int q) const {
+    bool found = false;
+    static_for<C::kKernelD>([&](auto t) {
+      constexpr int kT = decltype(t)::value;
+      if constexpr (C::kPhaseD(kT) == kPhase) {
+        const int i = q - C::kShiftD(kT);
+        found = found || (i >= task.begin && i < task.end);
+      }
+    });
+    const int plane = C::kStrideD * q + kPhase;
+    return found && plane >= 0 && plane < args.dy_size.d;
+  }
+
+  __device__ __forceinline__ int first_line(const Task& task) const {
+    return C::kStrideH * task.h - C::kPaddingH;
+  }
+  __device__ __forceinline__ long long offset_of(const Strides& strides, int n, int c, int d, int h) const {
+    return n * strides.n + c * strides.c + d * strides.d + h * strides.h;
+  }
+  // Where a run lies in its place in a stage: as far from a multiple of 16 bytes as in memory.
+  __device__ __forceinline__ int skipped(const Strides& strides, int n, int c, int d, int h) const {
+    return static_cast<int>(static_cast<unsigned>(offset_of(strides, n, c, d, h)) * kItem & 15u);
+  }
+
+  // ---- The producer.
+
+  // A run of a tensor, with what the copy engine must take along at its ends. Past the last multiple of 16
+  // bytes of the tensor nothing may be read: the lane copies the rest itself.
+  __device__ __forceinline__ void copy(unsigned char* to, const void* tensor, long long first, int count,
+                                       long long all, unsigned barrier) const {
+    const long long begin = first * kItem / 16 * 16, end = (first + count) * kItem;
+    const long long last = min((end + 15) / 16 * 16, all * kItem / 16 * 16);
+    for (long long at = max(last, first * kItem); at < end; at += kItem) {
+      *reinterpret_cast<Scalar*>(to + (at - begin)) =
+          *reinterpret_cast<const Scalar*>(static_cast<const unsigned char*>(tensor) + at);
+    }
+    const unsigned bytes = static_cast<unsigned>(max(last - begin, 0ll));
+    ptx::barrier_arrive_expect(barrier, bytes);
+    if (bytes > 0) {
+      ptx::bulk_copy(ptx::shared_address(to), static_cast<const unsigned char*>(tensor) + begin, bytes,
+                     barrier);
+    }
+  }
+
+  __device__ __forceinline__ void copy_plane(const Task& task, int plane, int stage) const {
+    const int first = first_line(task), from = max(first, 0);
+    const int lines = min(first + kLines + C::kStrideH * C::kRows * (args.bands - 1), args.dy_size.h) - from;
+    if (lane < C::kOut) {
+      copy(stages + stage * stage_bytes() + lane * args.pitch, args.dy,
+           offset_of(args.dy_strides, task.n, bundle * C::kOut + lane, plane, from),
+           max(lines, 0) * args.dy_size.w, args.dy_count, full(stage));
+    }
+  }
+
+  __device__ __forceinline__ void copy_x(const Task& task, int plane, int stage) const {
+    const int lines = min(args.bands * C::kRows, args.size.h - task.h);
+    if (lane < C::kIn) {
+      copy(stages_x + stage * stage_x_bytes() + lane * args.pitch_x, args.x,
+           offset_of(args.x_strides, task.n, bundle * C::kIn + lane, plane, task.h), lines * args.size.w,
+           args.x_count, full_x(stage));
+    }
+  }
+
+  __device__ __forceinline__ void produce() const {
+    Ring stage, stage_x;
+    for (int index = split; index < args.tasks; index += args.splits) {
+      const Task task = task_at(index);
+      for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
+        if (C::kWeightWarps > 0 && q - C::kMinShiftD < task.end) {
+          ptx::barrier_wait(empty_x(stage_x.index), stage_x.parity ^ 1u);
+          copy_x(task, q - C::kMinShiftD, stage_x.index);
+          stage_x.advance(args.stages_x);
+        }
+        static_for<C::kStrideD>([&](auto phase) {
+          constexpr int kPhase = decltype(phase)::value;
+          if (!needed<kPhase>(task, q)) return;
+          ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
+          copy_plane(task, C::kStrideD * q + kPhase, stage.index);
+          stage.advance(args.stages);
+        });
+      }
+    }
+  }
+
+  // ---- Consumers.
+
+  static __device__ __forceinline__ unsigned operand(Scalar value) {
+    if constexpr (kItem == 4) {
+      return OperandOf<float>::bits(value);
+    } else {
+      return ptx::float_to_bits(widen<float>(value));
+    }
+  }
+
+  // Whether a tap of one of two neighbouring positions reads this word of a window.
+  static constexpr bool word_used(int word) {
+    for (int t = 0; t < C::kKernelW; ++t) {
+      if (word == t * C::kDilationW || word == C::kStrideW + t * C::kDilationW) return true;
+    }
+    return false;
+  }
+  static constexpr bool line_used(int line) {
+    for (int r = 0; r < C::kRows; ++r) {
+      for (int t = 0; t < C::kKernelH; ++t) {
+        if (line == C::kStrideH * r + t * C::kDilationH) return true;
+      }
+    }
+    return false;
+  }
+
+  // The first word of a window in a stage. It may lie before the stage, where it is not in dy.
+  __device__ __forceinline__ const Scalar* window_at(int stage, const Task& task, int c, int plane, int line,
+                                                     int word) const {
+    const int from = max(first_line(task), 0);
+    const int skip = skipped(args.dy_strides, task.n, bundle * C::kOut + c, plane, from);
+    const int at = ((line - from) * args.dy_size.w + word) * kItem;
+    return reinterpret_cast<const Scalar*>(stages + (stage * stage_bytes() + c * args.pitch + skip + at));
+  }
+
+  __device__ __forceinline__ void load_window(unsigned (&to)[kWindow], const Scalar* from, int word,
+                                              bool exists) const {
+    static_for<kWindow>([&](auto j) {
+      constexpr int kJ = decltype(j)::value;
+      if constexpr (word_used(kJ)) {
+        const bool inside = exists && word + kJ >= 0 && word + kJ < args.dy_size.w;
+        to[kJ] = inside ? operand(from[kJ]) : 0u;
+      }
+    });
+  }
+
+  // body(line of a tile's band, row of positions, tap along h), for all that meet in dy.
+  template <class Begin, class Body>
+  __device__ __forceinline__ void for_each_line(int first, Begin&& begin, Body&& body) const {
+    static_for<kLines>([&](auto l) {
+      constexpr int kLine = decltype(l)::value;
+      if constexpr (line_used(kLine)) {
+        if (first + kLine < 0 || first + kLine >= args.dy_size.h) return;
+        begin(l);
+        static_for<C::kRows>([&](auto r) {
+          static_for<C::kKernelH>([&](auto t) {
+            constexpr int kR = decltype(r)::value, kT = decltype(t)::value;
+            if constexpr (kLine == C::kStrideH * kR + C::kDilationH * kT) body(r, t);
+          });
+        });
+      }
+    });
+  }
+
+  template <int kPhase, class Body>
+  static __device__ __forceinline__ void for_each_tap(Body&& body) {
+    static_for<C::kKernelD>([&](auto t) {
+      constexpr int kT = decltype(t)::value;
+      if constexpr (C::kPhaseD(kT) == kPhase) body(t);
+    });
+  }
+
+  __device__ __forceinline__ void release(unsigned barrier) const {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(barrier);
+  }
+
+  // ---- The input gradient.
+
+  using InputSums = float[kSlots][C::kRows][4];
+
+  // Of one tap: rows co, columns ci.
+  __device__ __forceinline__ void load_weights(unsigned (&to)[kTaps][2]) const {
+    const int in = lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int out = lane % 4 + 4 * half;
+      const bool exists = in < C::kIn && out < C::kOut && in / C::kInPerGroup == out / C::kOutPerGroup;
+      const Scalar* const from = static_cast<const Scalar*>(args.weight) +
+                                 ((bundle * C::kIn + in) * C::kOutPerGroup + out % C::kOutPerGroup) * kTaps;
+#pragma unroll
+      for (int t = 0; t < kTaps; ++t) to[t][half] = exists ? operand(load_constant(from + t)) : 0u;
+    }
+  }
+
+  template <int kPhase>
+  __device__ __forceinline__ void add_plane(InputSums& sums, const unsigned (&weights)[kTaps][2],
+                                            const Task& task, int unit, int plane, int stage) const {
+    const int band = divide(unit, args.by_chunks), chunk = unit - band * args.chunks;
+    const int first = first_line(task) + C::kStrideH * C::kRows * band;
+    const int word = C::kStrideW * (chunk * kWidth + lane / 4 * 2) - C::kPaddingW;
+    const Scalar* from[kHalves];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      from[half] = window_at(stage, task, lane % 4 + 4 * half, plane, first, word);
+    }
+    unsigned windows[2][kWindow];
+    for_each_line(
+        first,
+        [&](auto l) {
+          constexpr int kLine = decltype(l)::value;
+#pragma unroll
+          for (int half = 0; half < kHalves; ++half) {
+            load_window(windows[half], from[half] + kLine * args.dy_size.w, word,
+                        C::kOut % 4 == 0 || lane % 4 + 4 * half < C::kOut);
+          }
+        },
+        [&](auto r, auto t_h) {
+          for_each_tap<kPhase>([&](auto t_d) {
+            constexpr int kRow = decltype(r)::value, kD = decltype(t_d)::value;
+            constexpr int kFirstTap = (kD * C::kKernelH + decltype(t_h)::value) * C::kKernelW;
+            constexpr int kSlot = C::kMaxShiftD - C::kShiftD(kD);
+            static_for<C::kKernelW>([&](auto t_w) {
+              constexpr int kTap = decltype(t_w)::value;
+              constexpr int kFirst = kTap * C::kDilationW, kSecond = kFirst + C::kStrideW;
+              unsigned a[4] = {windows[0][kFirst], windows[0][kSecond], 0u, 0u};
+              if constexpr (kHalves == 2) {
+                a[2] = windows[1][kFirst];
+                a[3] = windows[1][kSecond];
+              }
+              ptx::warp_multiply<kOperand>(sums[kSlot][kRow], a, weights[kFirstTap + kTap]);
+            });
+          });
+        });
+  }
+
+  __device__ __forceinline__ void store_positions(const float (&sums)[C::kRows][4], const Task& task,
+                                                  int unit, int d) const {
+    const int band = divide(unit, args.by_chunks), chunk = unit - band * args.chunks;
+    const int w = chunk * kWidth + lane / 4 * 2;
+    if (w >= args.size.w) return;
+#pragma unroll
+    for (int r = 0; r < C::kRows; ++r) {
+      const int h = task.h + band * C::kRows + r;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int in = lane % 4 * 2 + e;
+        if (h >= args.size.h || in >= C::kIn) continue;
+        Scalar* const to = static_cast<Scalar*>(args.dx) + w +
+                           offset_of(args.dx_strides, task.n, bundle * C::kIn + in, d, h);
+        const Vector<Scalar, 2> both{Narrow<Scalar>::from(sums[r][e]), Narrow<Scalar>::from(sums[r][2 + e])};
+        store_pair<false>(to, both, w + 1 < args.size.w);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void input_grad(int unit) const {
+    const bool exists = unit < args.bands * args.chunks;
+    unsigned weights[kTaps][2];
+    load_weights(weights);
+    Ring stage;
+    for (int index = split; index < args.tasks; index += args.splits) {
+      const Task task = task_at(index);
+      InputSums sums = {};
+      for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
+        static_for<C::kStrideD>([&](auto phase) {
+          constexpr int kPhase = decltype(phase)::value;
+          if (!needed<kPhase>(task, q)) return;
+          ptx::barrier_wait(full(stage.index), stage.parity);
+          if (exists) add_plane<kPhase>(sums, weights, task, unit, C::kStrideD * q + kPhase, stage.index);
+          release(empty(stage.index));
+          stage.advance(args.stages);
+        });
+        const int done = q - C::kMaxShiftD;
+        if (exists && done >= task.begin) store_positions(sums[0], task, unit, done);
+        static_for<kSlots>([&](auto s) {
+          constexpr int kSlot = decltype(s)::value;
+#pragma unroll
+          for (int i = 0; i < 4 * C::kRows; ++i) {
+            float& sum = sums[kSlot][i / 4][i % 4];
+            if constexpr (kSlot + 1 < kSlots) {
+              sum = sums[kSlot + 1][i / 4][i % 4];
+            } else {
+              sum = 0.0f;
+            }
+          }
+        });
+      }
+    }
+  }
+
+  // ---- The weight gradient.
+
+  using WeightSums = float[kProducts][4];
+  using Positions = unsigned[kSlots][C::kRows][2];
+
+  // x of the 8 positions, of those along d that a plane of this phase meets. What is not there is zero.
+  template <int kPhase>
+  __device__ __forceinline__ void load_positions(Positions& to, const Task& task, int q, int h, int w,
+                                                 const Ring& stage_x) const {
+    for_each_tap<kPhase>([&](auto t) {
+      constexpr int kSlot = C::kMaxShiftD - C::kShiftD(decltype(t)::value);
+      const int d = q - C::kMaxShiftD + kSlot, in = lane / 4;
+      // Stages follow one another from the oldest position that is still in use.
+      const int age = d - max(q - C::kMaxShiftD, task.begin);
+      const int stage = stage_x.index + age - (stage_x.index + age >= args.stages_x ? args.stages_x : 0);
+      const bool exists = d >= task.begin && d < task.end && in < C::kIn;
+      const int skip = skipped(args.x_strides, task.n, bundle * C::kIn + in, d, task.h);
+      const unsigned char* const from = stages_x + (stage * stage_x_bytes() + in * args.pitch_x + skip);
+#pragma unroll
+      for (int r = 0; r < C::kRows; ++r) {
+        const Scalar* const line = reinterpret_cast<const Scalar*>(from) + (h + r - task.h) * args.size.w + w;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool inside = exists && h + r < args.size.h && w + e < args.size.w;
+          to[kSlot][r][e] = inside ? operand(line[e]) : 0u;
+        }
+      }
+    });
+  }
+
+  template <int kPhase>
+  __device__ __forceinline__ void multiply_plane(WeightSums& sums, const Task& task, int unit, int half,
+                                                 int q, int stage, const Ring& stage_x) const {
+    const int band = divide(unit, args.by_chunks), chunk = unit - band * args.chunks;
+    const int h = task.h + band * C::kRows, w = chunk * kWidth + half * 8 + lane % 4 * 2;
+    const int first = C::kStrideH * h - C::kPaddingH, word = C::kStrideW * w - C::kPaddingW;
+    Positions positions;
+    load_positions<kPhase>(positions, task, q, h, w, stage_x);
+    const Scalar* const from = window_at(stage, task, lane / 4, C::kStrideD * q + kPhase, first, word);
+    unsigned window[kWindow];
+    for_each_line(
+        first,
+        [&](auto l) {
+          constexpr int kLine = decltype(l)::value;
+          load_window(window, from + kLine * args.dy_size.w, word, C::kOut == 8 || lane / 4 < C::kOut);
+        },
+        [&](auto r, auto t_h) {
+          for_each_tap<kPhase>([&](auto t_d) {
+            constexpr int kRow = decltype(r)::value, kD = decltype(t_d)::value;
+            constexpr int kProduct = (kD * C::kKernelH + decltype(t_h)::value) * kPairs;
+            constexpr int kSlot = C::kMaxShiftD - C::kShiftD(kD);
+            static_for<kPairs>([&](auto pair) {
+              constexpr int kPair = decltype(pair)::value;
+              constexpr int kFirst = 2 * kPair * C::kDilationW, kSecond = kFirst + C::kDilationW;
+              unsigned a[4] = {window[kFirst], 0u, window[C::kStrideW + kFirst], 0u};
+              if constexpr (2 * kPair + 1 < C::kKernelW) {
+                a[1] = window[kSecond];
+                a[3] = window[C::kStrideW + kSecond];
+              }
+              ptx::warp_multiply<kOperand>(sums[kProduct + kPair], a, positions[kSlot][kRow]);
+            });
+          });
+        });
+  }
+
+  __device__ __forceinline__ void weight_grad(WeightSums& sums, int first_unit) const {
+    const int units = 2 * args.bands * args.chunks;
+    Ring stage, stage_x, next_x;  // stage_x: of the oldest position in use
+    for (int index = split; index < args.tasks; index += args.splits) {
+      const Task task = task_at(index);
+      for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
+        if (q - C::kMinShiftD < task.end) {
+          ptx::barrier_wait(full_x(next_x.index), next_x.parity);
+          next_x.advance(args.stages_x);
+        }
+        static_for<C::kStrideD>([&](auto phase) {
+          constexpr int kPhase = decltype(phase)::value;
+          if (!needed<kPhase>(task, q)) return;
+          ptx::barrier_wait(full(stage.index), stage.parity);
+#pragma unroll 1
+          for (int unit = first_unit; unit < units; unit += C::kWeightWarps) {
+            multiply_plane<kPhase>(sums, task, unit / 2, unit % 2, q, stage.index, stage_x);
+          }
+          release(empty(stage.index));
+          stage.advance(args.stages);
+        });
+        if (q - C::kMaxShiftD >= task.begin) {
+          release(empty_x(stage_x.index));
+          stage_x.advance(args.stages_x);
+        }
+      }
+    }
+  }
+
+  static constexpr int kSums = 4 * kProducts;
+
+  // All warps, wherever they come from.
+  static __device__ __forceinline__ void meet() { __syncthreads(); }
+
+  // Through the stages that nobody needs any more.
+  __device__ __forceinline__ void pass_weights(const WeightSums& sums, int first_unit) const {
+    float* const passed = reinterpret_cast<float*>(stages) + first_unit * kSums * 32 + lane;
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) passed[i * 32] = sums[i / 4][i % 4];
+  }
+
+  // Adds what the warps have passed, in the order of the warps.
+  __device__ __forceinline__ void store_weights() const {
+    const float* const passed = reinterpret_cast<const float*>(stages);
+    for (int i = static_cast<int>(threadIdx.x); i < kSums * 32; i += C::kThreads) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int from = 0; from < C::kWeightWarps; ++from) sum += passed[from * kSums * 32 + i];
+      const int of_lane = i % 32, e = i / 32 % 4, product = i / 128;
+      const int in = of_lane % 4 * 2 + e % 2, out = of_lane / 4, tap = product % kPairs * 2 + e / 2;
+      if (in >= C::kIn || out >= C::kOut || tap >= C::kKernelW) continue;
+      if (in / C::kInPerGroup != out / C::kOutPerGroup) continue;
+      const int channels = (bundle * C::kIn + in) * C::kOutPerGroup + out % C::kOutPerGroup;
+      static_cast<float*>(args.parts)[split * args.dw_pitch + static_cast<long long>(channels) * kTaps +
+                                      product / kPairs * C::kKernelW + tap] = sum;
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  GroupBackward<Config> kernel(args);
+  kernel.prepare();
+  if (kernel.warp > Config::kInputWarps) {
+    typename GroupBackward<Config>::WeightSums sums = {};
+    const int first_unit = kernel.warp - 1 - Config::kInputWarps;
+    kernel.weight_grad(sums, first_unit);
+    kernel.meet();
+    kernel.pass_weights(sums, first_unit);
+  } else {
+    if (kernel.warp == 0) {
+      kernel.produce();
+    } else {
+      kernel.input_grad(kernel.warp - 1);
+    }
+    if (Config::kWeightWarps > 0) kernel.meet();
+  }
+  if (Config::kWeightWarps > 0) {
+    kernel.meet();
+    kernel.store_weights();
+  }
+}
+
+}  // namespace tconv3d

@@ -1,0 +1,137 @@
+"""The gradients of small groups from one reading of dy: against float64, and what its planner promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import UNIT, Layer, passes, poisoned
+from torch import Tensor
+
+from tconv3d import compiler, emulator, executor, planner
+from tconv3d import group_backward_planner as group
+from tconv3d.geometry import Geometry
+from tconv3d.problem import Device, Pass, Problem
+
+H200 = Device("H200", (9, 0), 132, 232448)
+A100 = Device("A100", (8, 0), 108, 166912)
+T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
+
+# Odd lines, columns of several segments, bundles of several groups, taps that miss, and what output padding adds.
+LAYERS = {
+    "grouped_strided": Layer(16, 16, (3, 3, 21), T3, T2, T1, groups=2),
+    "no stride": Layer(8, 6, (4, 5, 13), T3, groups=2, batch=1),
+    "bundles": Layer(12, 18, (2, 2, 33), (2, 3, 4), (2, 1, 3), (0, 1, 2), (1, 0, 2), groups=6),
+    "dilated": Layer(10, 8, (3, 4, 16), (3, 2, 3), (1, 2, 2), (2, 0, 1), (0, 1, 1), (2, 3, 3), groups=2),
+    "one group": Layer(8, 8, (5, 3, 12), (4, 2, 2), (3, 2, 1), (1, 0, 0), groups=1),
+}
+CASES = [(torch.float32, name) for name in LAYERS] + [
+    (torch.float16, "bundles"),
+    (torch.bfloat16, "grouped_strided"),
+]
+
+
+@pytest.fixture
+def hopper(ours: str) -> Iterator[str]:
+    if ours != "cpu" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the copy engine needs compute capability 9.0")
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    executor.forget()
+    yield ours
+    executor.forget()
+
+
+def tensors(layer: Layer, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w and dy."""
+    x, w = layer.operands(dtype, device)[:2]
+    shape = F.conv_transpose3d(x.double(), w.double(), None, *layer.settings).shape
+    return x, w, torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor, wanted: tuple[bool, bool]) -> list[Tensor]:
+    with poisoned():
+        found = executor.backward(dy, x, w, (*wanted, False), layer.size, layer.kernel, layer.settings)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@pytest.mark.parametrize(("dtype", "name"), CASES, ids=lambda value: str(value))
+def test_against_float64(dtype: torch.dtype, name: str, hopper: str) -> None:
+    """Every element, its error in roundings of the same sum over absolute values; together, and each alone."""
+    layer = LAYERS[name]
+    operands = tensors(layer, dtype, hopper)
+    x, w, dy = (operand.double() for operand in operands)
+    expected = passes(F.conv_transpose3d, [x, w], layer.settings, dy)[1]
+    largest = passes(F.conv_transpose3d, [x.abs(), w.abs()], layer.settings, dy.abs())[1]
+    got = gradients(layer, *operands, (True, True))
+    product = 2.0**-10 if dtype == torch.float32 else 0.0  # both factors are rounded to TF32
+    for mine, exact, sum_of_all in zip(got, expected, largest, strict=True):
+        assert mine.shape == exact.shape and mine.dtype == dtype
+        allowed = sum_of_all * (product + 20 * UNIT[torch.float32]) + exact.abs() * UNIT[dtype] + 1e-7
+        assert bool(((mine.double() - exact).abs() <= allowed).all())  # NaN is wrong too
+    if name in ("bundles", "grouped_strided"):
+        alone = [gradients(layer, *operands, wanted)[0] for wanted in ((True, False), (False, True))]
+        assert all(torch.equal(a, b) for a, b in zip(got, alone, strict=True))
+
+
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+def test_no_order_of_threads_changes_the_result(hopper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if hopper != "cpu":
+        pytest.skip("the emulator chooses the order")
+    layer = LAYERS["grouped_strided"]
+    operands = tensors(layer, torch.float32, "cpu")
+    first = gradients(layer, *operands, (True, True))
+    original = emulator.prepare
+    for order in ("reversed", "shuffled:1"):
+        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
+        executor.forget()
+        again = gradients(layer, *operands, (True, True))
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+# ---- The planner's promises.
+
+
+def problems(layer: Layer, dtype: str = "float32") -> dict[Pass, Problem]:
+    settings = (layer.padding, layer.output_padding, layer.groups, layer.dilation)
+    g = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, layer.stride, *settings)
+    shapes = ((layer.batch, g.in_channels, *layer.size), (g.in_channels, g.out_per_group, *layer.kernel))
+    x, w, y = map(executor.contiguous_strides, (*shapes, (layer.batch, g.out_channels, *g.output_size(layer.size))))
+    both = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
+    return {which: Problem(which, g, layer.batch, layer.size, dtype, x, w, y, tf32=True) for which in both}
+
+
+TASK = Layer(32, 32, (32, 64, 128), T3, T2, T1, groups=4, batch=4)
+
+
+def test_what_it_refuses_and_why() -> None:
+    taken = problems(TASK)[Pass.INPUT_GRAD]
+    assert group.why_not(taken, H200) is None
+    last = executor.channels_last_strides((4, 32, 63, 127, 255))
+    for refused, device, reason in (
+        (replace(taken, which=Pass.FORWARD), H200, "gradients"),
+        (replace(taken, tf32=False), H200, "TF32"),
+        (replace(taken, dtype="float64"), H200, "float64"),
+        (replace(taken, output=last), H200, "contiguous"),
+        (replace(taken, aligned=False), H200, "aligned"),
+        (replace(taken, batch=0), H200, "none"),
+        (taken, A100, "9.0"),
+        (problems(replace(TASK, groups=2))[Pass.INPUT_GRAD], H200, "channels"),
+        (problems(replace(TASK, groups=32))[Pass.INPUT_GRAD], H200, "channels"),
+        (problems(replace(TASK, kernel=(4, 4, 4)))[Pass.INPUT_GRAD], H200, "registers"),
+        (problems(replace(TASK, size=(32, 64, 8)))[Pass.INPUT_GRAD], H200, "positions"),
+        (problems(replace(TASK, size=(32, 64, 512)))[Pass.INPUT_GRAD], H200, "positions"),
+    ):
+        assert reason in (group.why_not(refused, device) or "")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_plan_without_spills(dtype: str) -> None:
+    wanted = problems(TASK, dtype)
+    (plan,) = planner.gradient_plans(tuple(wanted.values()), H200)
+    assert plan.kernel == "group_backward" and set(plan.passes) == set(wanted)
+    assert all(launch.shared_bytes <= H200.shared_bytes for launch in plan.launches)
+    made = compiler.compile("group_backward", plan.launches[0].constants, "sm_90a")
+    assert made.report.spill_stores == 0
