@@ -203,7 +203,8 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    wanted = {which: problems[which] for which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD) if which in problems}
+    both = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
+    wanted: dict[Pass, Problem] = {which: problems[which] for which in both if which in problems}
     if len(wanted) < 2 or any(_why_not(problem, True, device) for problem in wanted.values()):
         return None
     return _plan(wanted, device)

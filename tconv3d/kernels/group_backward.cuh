@@ -239,24 +239,26 @@ struct GroupBackward {
     return reinterpret_cast<const Scalar*>(stages + (stage * stage_bytes() + c * args.pitch + skip + at));
   }
 
+  template <bool kInside>
   __device__ __forceinline__ void load_window(unsigned (&to)[kWindow], const Scalar* from, int word,
                                               bool exists) const {
     static_for<kWindow>([&](auto j) {
       constexpr int kJ = decltype(j)::value;
       if constexpr (word_used(kJ)) {
-        const bool inside = exists && word + kJ >= 0 && word + kJ < args.dy_size.w;
-        to[kJ] = inside ? operand(from[kJ]) : 0u;
+        const bool inside =
+            kInside || static_cast<unsigned>(word + kJ) < static_cast<unsigned>(args.dy_size.w);
+        to[kJ] = exists && inside ? operand(from[kJ]) : 0u;
       }
     });
   }
 
   // body(line of a tile's band, row of positions, tap along h), for all that meet in dy.
-  template <class Begin, class Body>
+  template <bool kInside, class Begin, class Body>
   __device__ __forceinline__ void for_each_line(int first, Begin&& begin, Body&& body) const {
     static_for<kLines>([&](auto l) {
       constexpr int kLine = decltype(l)::value;
       if constexpr (line_used(kLine)) {
-        if (first + kLine < 0 || first + kLine >= args.dy_size.h) return;
+        if (!kInside && (first + kLine < 0 || first + kLine >= args.dy_size.h)) return;
         begin(l);
         static_for<C::kRows>([&](auto r) {
           static_for<C::kKernelH>([&](auto t) {
@@ -266,6 +268,14 @@ struct GroupBackward {
         });
       }
     });
+  }
+
+  // Whether `width` positions of a band's lines, and all that their taps read, are inside the tensors: then
+  // nothing need be asked (kInside).
+  __device__ __forceinline__ bool is_inside(int h, int w, int width) const {
+    const int line = C::kStrideH * h - C::kPaddingH, word = C::kStrideW * w - C::kPaddingW;
+    return line >= 0 && line + kLines <= args.dy_size.h && h + C::kRows <= args.size.h && word >= 0 &&
+           word + (width - 2) * C::kStrideW + kWindow <= args.dy_size.w && w + width <= args.size.w;
   }
 
   template <int kPhase, class Body>
@@ -299,26 +309,34 @@ struct GroupBackward {
     }
   }
 
-  template <int kPhase>
+  // A warp's 16 positions of kRows lines: the first line and position.
+  struct Unit {
+    int h, w;
+  };
+  __device__ __forceinline__ Unit unit_at(const Task& task, int index) const {
+    const int band = divide(index, args.by_chunks), chunk = index - band * args.chunks;
+    return Unit{task.h + band * C::kRows, chunk * kWidth};
+  }
+
+  template <int kPhase, bool kInside>
   __device__ __forceinline__ void add_plane(InputSums& sums, const unsigned (&weights)[kTaps][2],
-                                            const Task& task, int unit, int plane, int stage) const {
-    const int band = divide(unit, args.by_chunks), chunk = unit - band * args.chunks;
-    const int first = first_line(task) + C::kStrideH * C::kRows * band;
-    const int word = C::kStrideW * (chunk * kWidth + lane / 4 * 2) - C::kPaddingW;
+                                            const Task& task, const Unit& unit, int plane, int stage) const {
+    const int first = C::kStrideH * unit.h - C::kPaddingH;
+    const int word = C::kStrideW * (unit.w + lane / 4 * 2) - C::kPaddingW;
     const Scalar* from[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       from[half] = window_at(stage, task, lane % 4 + 4 * half, plane, first, word);
     }
     unsigned windows[2][kWindow];
-    for_each_line(
+    for_each_line<kInside>(
         first,
         [&](auto l) {
           constexpr int kLine = decltype(l)::value;
 #pragma unroll
           for (int half = 0; half < kHalves; ++half) {
-            load_window(windows[half], from[half] + kLine * args.dy_size.w, word,
-                        C::kOut % 4 == 0 || lane % 4 + 4 * half < C::kOut);
+            load_window<kInside>(windows[half], from[half] + kLine * args.dy_size.w, word,
+                                 C::kOut % 4 == 0 || lane % 4 + 4 * half < C::kOut);
           }
         },
         [&](auto r, auto t_h) {
@@ -341,13 +359,12 @@ struct GroupBackward {
   }
 
   __device__ __forceinline__ void store_positions(const float (&sums)[C::kRows][4], const Task& task,
-                                                  int unit, int d) const {
-    const int band = divide(unit, args.by_chunks), chunk = unit - band * args.chunks;
-    const int w = chunk * kWidth + lane / 4 * 2;
+                                                  const Unit& unit, int d) const {
+    const int w = unit.w + lane / 4 * 2;
     if (w >= args.size.w) return;
 #pragma unroll
     for (int r = 0; r < C::kRows; ++r) {
-      const int h = task.h + band * C::kRows + r;
+      const int h = unit.h + r;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int in = lane % 4 * 2 + e;
@@ -360,20 +377,27 @@ struct GroupBackward {
     }
   }
 
-  __device__ __forceinline__ void input_grad(int unit) const {
-    const bool exists = unit < args.bands * args.chunks;
+  __device__ __forceinline__ void input_grad(int index_of_unit) const {
+    const bool exists = index_of_unit < args.bands * args.chunks;
     unsigned weights[kTaps][2];
     load_weights(weights);
     Ring stage;
     for (int index = split; index < args.tasks; index += args.splits) {
       const Task task = task_at(index);
+      const Unit unit = unit_at(task, index_of_unit);
+      const bool inside = is_inside(unit.h, unit.w, kWidth);
       InputSums sums = {};
       for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
         static_for<C::kStrideD>([&](auto phase) {
           constexpr int kPhase = decltype(phase)::value;
           if (!needed<kPhase>(task, q)) return;
           ptx::barrier_wait(full(stage.index), stage.parity);
-          if (exists) add_plane<kPhase>(sums, weights, task, unit, C::kStrideD * q + kPhase, stage.index);
+          const int plane = C::kStrideD * q + kPhase;
+          if (exists && inside) {
+            add_plane<kPhase, true>(sums, weights, task, unit, plane, stage.index);
+          } else if (exists) {
+            add_plane<kPhase, false>(sums, weights, task, unit, plane, stage.index);
+          }
           release(empty(stage.index));
           stage.advance(args.stages);
         });
@@ -397,11 +421,12 @@ struct GroupBackward {
 
   // ---- The weight gradient.
 
+  static constexpr int kSums = 4 * kProducts;
   using WeightSums = float[kProducts][4];
   using Positions = unsigned[kSlots][C::kRows][2];
 
   // x of the 8 positions, of those along d that a plane of this phase meets. What is not there is zero.
-  template <int kPhase>
+  template <int kPhase, bool kInside>
   __device__ __forceinline__ void load_positions(Positions& to, const Task& task, int q, int h, int w,
                                                  const Ring& stage_x) const {
     for_each_tap<kPhase>([&](auto t) {
@@ -418,28 +443,28 @@ struct GroupBackward {
         const Scalar* const line = reinterpret_cast<const Scalar*>(from) + (h + r - task.h) * args.size.w + w;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const bool inside = exists && h + r < args.size.h && w + e < args.size.w;
-          to[kSlot][r][e] = inside ? operand(line[e]) : 0u;
+          const bool inside = kInside || (h + r < args.size.h && w + e < args.size.w);
+          to[kSlot][r][e] = exists && inside ? operand(line[e]) : 0u;
         }
       }
     });
   }
 
-  template <int kPhase>
-  __device__ __forceinline__ void multiply_plane(WeightSums& sums, const Task& task, int unit, int half,
-                                                 int q, int stage, const Ring& stage_x) const {
-    const int band = divide(unit, args.by_chunks), chunk = unit - band * args.chunks;
-    const int h = task.h + band * C::kRows, w = chunk * kWidth + half * 8 + lane % 4 * 2;
-    const int first = C::kStrideH * h - C::kPaddingH, word = C::kStrideW * w - C::kPaddingW;
+  // 8 positions of kRows lines.
+  template <int kPhase, bool kInside>
+  __device__ __forceinline__ void multiply_plane(WeightSums& sums, const Task& task, const Unit& unit, int q,
+                                                 int stage, const Ring& stage_x) const {
+    const int w = unit.w + lane % 4 * 2;
+    const int first = C::kStrideH * unit.h - C::kPaddingH, word = C::kStrideW * w - C::kPaddingW;
     Positions positions;
-    load_positions<kPhase>(positions, task, q, h, w, stage_x);
+    load_positions<kPhase, kInside>(positions, task, q, unit.h, w, stage_x);
     const Scalar* const from = window_at(stage, task, lane / 4, C::kStrideD * q + kPhase, first, word);
     unsigned window[kWindow];
-    for_each_line(
+    for_each_line<kInside>(
         first,
         [&](auto l) {
-          constexpr int kLine = decltype(l)::value;
-          load_window(window, from + kLine * args.dy_size.w, word, C::kOut == 8 || lane / 4 < C::kOut);
+          load_window<kInside>(window, from + decltype(l)::value * args.dy_size.w, word,
+                               C::kOut == 8 || lane / 4 < C::kOut);
         },
         [&](auto r, auto t_h) {
           for_each_tap<kPhase>([&](auto t_d) {
@@ -460,8 +485,10 @@ struct GroupBackward {
         });
   }
 
-  __device__ __forceinline__ void weight_grad(WeightSums& sums, int first_unit) const {
+  __device__ __forceinline__ void weight_grad(int first_unit) const {
+    WeightSums sums = {};
     const int units = 2 * args.bands * args.chunks;
+    int unit = first_unit;        // warps go on where they are with the next plane, so that all have as many
     Ring stage, stage_x, next_x;  // stage_x: of the oldest position in use
     for (int index = split; index < args.tasks; index += args.splits) {
       const Task task = task_at(index);
@@ -475,9 +502,16 @@ struct GroupBackward {
           if (!needed<kPhase>(task, q)) return;
           ptx::barrier_wait(full(stage.index), stage.parity);
 #pragma unroll 1
-          for (int unit = first_unit; unit < units; unit += C::kWeightWarps) {
-            multiply_plane<kPhase>(sums, task, unit / 2, unit % 2, q, stage.index, stage_x);
+          for (; unit < units; unit += C::kWeightWarps) {
+            Unit half = unit_at(task, unit / 2);
+            half.w += unit % 2 * 8;
+            if (is_inside(half.h, half.w, 8)) {
+              multiply_plane<kPhase, true>(sums, task, half, q, stage.index, stage_x);
+            } else {
+              multiply_plane<kPhase, false>(sums, task, half, q, stage.index, stage_x);
+            }
           }
+          unit -= units;
           release(empty(stage.index));
           stage.advance(args.stages);
         });
@@ -487,19 +521,15 @@ struct GroupBackward {
         }
       }
     }
-  }
-
-  static constexpr int kSums = 4 * kProducts;
-
-  // All warps, wherever they come from.
-  static __device__ __forceinline__ void meet() { __syncthreads(); }
-
-  // Through the stages that nobody needs any more.
-  __device__ __forceinline__ void pass_weights(const WeightSums& sums, int first_unit) const {
+    // Passed to all through the stages, once nobody needs them any more.
+    meet();
     float* const passed = reinterpret_cast<float*>(stages) + first_unit * kSums * 32 + lane;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) passed[i * 32] = sums[i / 4][i % 4];
   }
+
+  // All warps, wherever they come from.
+  static __device__ __forceinline__ void meet() { __syncthreads(); }
 
   // Adds what the warps have passed, in the order of the warps.
   __device__ __forceinline__ void store_weights() const {
@@ -523,21 +553,17 @@ template <class Config>
 __device__ void run(const Args& args) {
   GroupBackward<Config> kernel(args);
   kernel.prepare();
-  if (kernel.warp > Config::kInputWarps) {
-    typename GroupBackward<Config>::WeightSums sums = {};
-    const int first_unit = kernel.warp - 1 - Config::kInputWarps;
-    kernel.weight_grad(sums, first_unit);
-    kernel.meet();
-    kernel.pass_weights(sums, first_unit);
-  } else {
-    if (kernel.warp == 0) {
-      kernel.produce();
-    } else {
-      kernel.input_grad(kernel.warp - 1);
-    }
-    if (Config::kWeightWarps > 0) kernel.meet();
+  if (kernel.warp == 0) {
+    kernel.produce();
+  } else if (kernel.warp <= Config::kInputWarps) {
+    if constexpr (Config::kInputWarps > 0) kernel.input_grad(kernel.warp - 1);
   }
-  if (Config::kWeightWarps > 0) {
+  if constexpr (Config::kWeightWarps > 0) {
+    if (kernel.warp > Config::kInputWarps) {
+      kernel.weight_grad(kernel.warp - 1 - Config::kInputWarps);
+    } else {
+      kernel.meet();
+    }
     kernel.meet();
     kernel.store_weights();
   }
