@@ -753,6 +753,7 @@ def _sum_of_parts(p: Problem, device: Device, count: int, splits: int, bias_part
             int64s(ci, co, tap, count),
             int32s(splits, g.taps, g.out_per_group, g.in_channels, bias_parts, g.out_channels),
         ),
+        overlaps=True,
     )
 
 
@@ -803,6 +804,7 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) ->
             dividers(box.count(p.input_size, layer.per_word)),
             divider(jobs),
         ),
+        overlaps=True,
     )
 
 

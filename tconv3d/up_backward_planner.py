@@ -323,6 +323,7 @@ def sum_of_parts(p: Problem, parts: Parts) -> Launch:
             *(name if name in parts.counts else "null" for name in names),
         ),
         scalars=scalars,
+        overlaps=True,
     )
 
 

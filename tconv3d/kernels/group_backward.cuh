@@ -551,6 +551,7 @@ struct GroupBackward {
 
 template <class Config>
 __device__ void run(const Args& args) {
+  ptx::launch_dependents();
   GroupBackward<Config> kernel(args);
   kernel.prepare();
   if (kernel.warp == 0) {

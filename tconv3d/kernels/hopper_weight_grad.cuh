@@ -716,6 +716,7 @@ struct HopperWeightGrad {
       }
       index += run.count;
     }
+    ptx::wait_for_previous_launch();  // which may still read what lies where the parts will
     store(me, consumer);
     if constexpr (C::kBias) store_bias(me, consumer);
   }
@@ -786,6 +787,7 @@ struct HopperWeightGrad {
 
 template <class Config>
 __device__ void run(const Args& args) {
+  ptx::launch_dependents();
   HopperWeightGrad<Config> kernel(args);
   kernel.prepare();
   if (kernel.warp < kernel.kProducerWarps) {

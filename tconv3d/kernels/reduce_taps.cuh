@@ -54,6 +54,7 @@ __device__ void run(const Args& args) {
   const int first_tap = static_cast<int>(blockIdx.x) % tap_tiles * C::kTaps;
   const int rest = static_cast<int>(blockIdx.x) / tap_tiles;
   const int first_in = rest % in_tiles * kLanes, out = rest / in_tiles;
+  ptx::wait_for_previous_launch();
   if constexpr (C::kBias) {
     if (out >= args.out) {
       sum_bias<C>(args, static_cast<int>(blockIdx.x) - tap_tiles * in_tiles * args.out, &tile[0][0][0]);

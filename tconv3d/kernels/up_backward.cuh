@@ -534,6 +534,7 @@ struct UpBackward {
 
 template <class Config>
 __device__ void run(const Args& args) {
+  ptx::launch_dependents();
   UpBackward<Config> kernel(args);
   kernel.prepare();
   if (kernel.warp < 4) {
