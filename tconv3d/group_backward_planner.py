@@ -91,7 +91,7 @@ class Tile:
         g, groups = self.problem.geometry, bundled(self.problem.geometry)
         rings = stages * groups * g.out_per_group * self.pitch
         rings += self.stages_x(stages) * groups * g.in_per_group * self.pitch_x
-        passed = 4 * 32 * WEIGHT_WARPS * products(g) * 4 if self.weight_grad else 0
+        passed = 4 * WEIGHT_WARPS * (32 * 4 * products(g) + CHANNELS) if self.weight_grad else 0
         return BARRIER_BYTES + max(rings, passed)
 
     @property
@@ -203,20 +203,23 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    both = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
-    wanted: dict[Pass, Problem] = {which: problems[which] for which in both if which in problems}
-    if len(wanted) < 2 or any(_why_not(problem, True, device) for problem in wanted.values()):
+    weight_grad = Pass.WEIGHT_GRAD in problems
+    wanted: dict[Pass, Problem] = {which: p for which, p in problems.items() if which is not Pass.BIAS_GRAD}
+    if any(_why_not(problem, weight_grad, device) for problem in wanted.values()):
         return None
-    return _plan(wanted, device)
+    if weight_grad and Pass.BIAS_GRAD in problems and wanted[Pass.WEIGHT_GRAD].geometry.own_taps_cover:
+        wanted[Pass.BIAS_GRAD] = problems[Pass.BIAS_GRAD]
+    return _plan(wanted, device) if len(wanted) > 1 else None
 
 
 def _plan(wanted: dict[Pass, Problem], device: Device) -> Plan:
+    """Of input and weight gradient, or of one of them; the bias's comes with that of the weight."""
     p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
     tile = tile_of(p, weight_grad, device)
     assert tile is not None, "a plan of a problem that why_not() refuses"
     bundles = p.geometry.groups // bundled(p.geometry)
     split = split_of(p, tile, bundles, device)
-    parts = Parts(p, split.splits, 1, False)
+    parts = Parts(p, split.splits, 1, 1 if Pass.BIAS_GRAD in wanted else 0)
     launches = (_main(wanted, tile, split, parts), *((sum_of_parts(p, parts),) if weight_grad else ()))
     return Plan(
         "group_backward",
@@ -233,23 +236,22 @@ def _main(wanted: dict[Pass, Problem], tile: Tile, split: Split, parts: Parts) -
     p = tile.problem
     input_grad, weight_grad = Pass.INPUT_GRAD in wanted, Pass.WEIGHT_GRAD in wanted
     g, stages, size, dy_size = p.geometry, tile.stages, p.input_size, p.output_size
-    constants = _constants(p, input_grad, weight_grad)
+    warps = INPUT_WARPS * input_grad, WEIGHT_WARPS * weight_grad
     return Launch(
         kernel="group_backward",
-        constants=constants,
+        constants=_constants(p, *warps, Pass.BIAS_GRAD in wanted),
         grid=(g.groups // bundled(g) * split.splits, 1, 1),
-        threads=int(dict(constants)["kThreads"]),  # type: ignore[arg-type]
+        threads=32 * (1 + sum(warps)),
         shared_bytes=tile.bytes(stages),
         pointers=(
             "dy",
-            "x" if weight_grad else "null",
-            "weight" if input_grad else "null",
-            "dx" if input_grad else "null",
-            parts.place("dw") if weight_grad else "null",
+            *(("x",) if weight_grad else ("null",)),
+            *(("weight", "dx") if input_grad else ("null", "null")),
+            *((parts.place("dw"), parts.place("db")) if weight_grad else ("null", "null")),
         ),
         scalars=padded(
             int64s(*p.output, *p.input, *p.input),
-            int64s(_count(p.output, p.batch), _count(p.input, p.batch), parts.pitch("dw")),
+            int64s(_count(p.output, p.batch), _count(p.input, p.batch), parts.pitch("dw"), parts.pitch("db")),
             int32s(*size, *dy_size, split.tasks, split.splits, split.length, tile.bands, tile.chunks),
             int32s(tile.pitch, tile.pitch_x, stages, tile.stages_x(stages)),
             divider(tile.columns),
@@ -263,12 +265,11 @@ def _count(strides: Strides, batch: int) -> int:
     return strides[0] * batch
 
 
-def _constants(p: Problem, input_grad: bool, weight_grad: bool) -> Constants:
+def _constants(p: Problem, input_warps: int, weight_warps: int, bias: bool) -> Constants:
     g, groups = p.geometry, bundled(p.geometry)
     depth, _, _ = g.axes
     least, largest = shifts(depth)
     axes = list(zip("DHW", g.axes, strict=True))
-    input_warps, weight_warps = INPUT_WARPS * input_grad, WEIGHT_WARPS * weight_grad
     return (
         ("kThreads", 32 * (1 + input_warps + weight_warps)),
         ("kMinBlocks", 1),
@@ -290,4 +291,5 @@ def _constants(p: Problem, input_grad: bool, weight_grad: bool) -> Constants:
         ("kMaxStages", MAX_STAGES),
         ("kInputWarps", input_warps),
         ("kWeightWarps", weight_warps),
+        ("kBias", bias),
     )

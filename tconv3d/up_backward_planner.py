@@ -226,7 +226,7 @@ def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -
     # What the output padding adds belongs to no tap, but to the bias.
     bias = Pass.BIAS_GRAD in problems and not any(axis.output_padding for axis in g.axes)
     splits = splits_of(tiling, tiles.count, device)
-    parts = Parts(p, splits, tiling.ranges, bias)
+    parts = Parts(p, splits, tiling.ranges, g.kernel[0] * g.kernel[1] if bias else 0)
     passes = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
     why = "every output has one position and one tap: all gradients from one reading of dy"
     return Plan(
@@ -247,7 +247,7 @@ class Parts:
     problem: Problem
     splits: int
     ranges: int
-    bias: bool
+    bias: int  # parts of a split; none if the gradient is not wanted
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
@@ -255,7 +255,7 @@ class Parts:
         p, g = self.problem, self.problem.geometry
         found = {"dw": (g.in_channels * g.out_per_group * g.taps, self.splits)}
         if self.bias:
-            found["db"] = (g.out_channels, self.splits * g.kernel[0] * g.kernel[1])
+            found["db"] = (g.out_channels, self.splits * self.bias)
         if self.ranges > 1:
             found["dx"] = (p.batch * g.in_channels * prod(p.input_size), self.ranges)
         return found

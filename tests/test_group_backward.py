@@ -14,7 +14,7 @@ from torch import Tensor
 from tconv3d import compiler, emulator, executor, planner
 from tconv3d import group_backward_planner as group
 from tconv3d.geometry import Geometry
-from tconv3d.problem import Device, Pass, Problem
+from tconv3d.problem import Device, Pass, Problem, bias_grad_problem
 
 H200 = Device("H200", (9, 0), 132, 232448)
 A100 = Device("A100", (8, 0), 108, 166912)
@@ -51,9 +51,9 @@ def tensors(layer: Layer, dtype: torch.dtype, device: str) -> tuple[Tensor, Tens
     return x, w, torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
-def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor, wanted: tuple[bool, bool]) -> list[Tensor]:
+def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor, wanted: tuple[bool, bool, bool]) -> list[Tensor]:
     with poisoned():
-        found = executor.backward(dy, x, w, (*wanted, False), layer.size, layer.kernel, layer.settings)
+        found = executor.backward(dy, x, w, wanted, layer.size, layer.kernel, layer.settings)
     return [gradient for gradient in found if gradient is not None]
 
 
@@ -63,17 +63,18 @@ def test_against_float64(dtype: torch.dtype, name: str, hopper: str) -> None:
     layer = LAYERS[name]
     operands = tensors(layer, dtype, hopper)
     x, w, dy = (operand.double() for operand in operands)
-    expected = passes(F.conv_transpose3d, [x, w], layer.settings, dy)[1]
-    largest = passes(F.conv_transpose3d, [x.abs(), w.abs()], layer.settings, dy.abs())[1]
-    got = gradients(layer, *operands, (True, True))
+    bias = torch.zeros(layer.out_channels, device=hopper).double()
+    expected = passes(F.conv_transpose3d, [x, w, bias], layer.settings, dy)[1]
+    largest = passes(F.conv_transpose3d, [x.abs(), w.abs(), bias], layer.settings, dy.abs())[1]
+    got = gradients(layer, *operands, (True, True, True))
     product = 2.0**-10 if dtype == torch.float32 else 0.0  # both factors are rounded to TF32
     for mine, exact, sum_of_all in zip(got, expected, largest, strict=True):
         assert mine.shape == exact.shape and mine.dtype == dtype
         allowed = sum_of_all * (product + 20 * UNIT[torch.float32]) + exact.abs() * UNIT[dtype] + 1e-7
         assert bool(((mine.double() - exact).abs() <= allowed).all())  # NaN is wrong too
     if name in ("bundles", "grouped_strided"):
-        alone = [gradients(layer, *operands, wanted)[0] for wanted in ((True, False), (False, True))]
-        assert all(torch.equal(a, b) for a, b in zip(got, alone, strict=True))
+        alone = [gradients(layer, *operands, wanted)[0] for wanted in ((True, False, False), (False, True, False))]
+        assert all(torch.equal(a, b) for a, b in zip(got[:2], alone, strict=True))
 
 
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
@@ -82,12 +83,12 @@ def test_no_order_of_threads_changes_the_result(hopper: str, monkeypatch: pytest
         pytest.skip("the emulator chooses the order")
     layer = LAYERS["grouped_strided"]
     operands = tensors(layer, torch.float32, "cpu")
-    first = gradients(layer, *operands, (True, True))
+    first = gradients(layer, *operands, (True, True, True))
     original = emulator.prepare
     for order in ("reversed", "shuffled:1"):
         monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
         executor.forget()
-        again = gradients(layer, *operands, (True, True))
+        again = gradients(layer, *operands, (True, True, True))
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
@@ -100,7 +101,9 @@ def problems(layer: Layer, dtype: str = "float32") -> dict[Pass, Problem]:
     shapes = ((layer.batch, g.in_channels, *layer.size), (g.in_channels, g.out_per_group, *layer.kernel))
     x, w, y = map(executor.contiguous_strides, (*shapes, (layer.batch, g.out_channels, *g.output_size(layer.size))))
     both = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
-    return {which: Problem(which, g, layer.batch, layer.size, dtype, x, w, y, tf32=True) for which in both}
+    found = {which: Problem(which, g, layer.batch, layer.size, dtype, x, w, y, tf32=True) for which in both}
+    bias = bias_grad_problem(layer.batch, g.out_channels, g.output_size(layer.size), dtype, y)
+    return {**found, Pass.BIAS_GRAD: bias}
 
 
 TASK = Layer(32, 32, (32, 64, 128), T3, T2, T1, groups=4, batch=4)
@@ -135,3 +138,9 @@ def test_one_plan_without_spills(dtype: str) -> None:
     assert all(launch.shared_bytes <= H200.shared_bytes for launch in plan.launches)
     made = compiler.compile("group_backward", plan.launches[0].constants, "sm_90a")
     assert made.report.spill_stores == 0
+
+
+def test_outputs_without_a_position_leave_the_bias_to_others() -> None:
+    wanted = problems(replace(TASK, padding=(0, 0, 0)))
+    plans = planner.gradient_plans(tuple(wanted.values()), H200)
+    assert [plan.passes for plan in plans] == [(Pass.INPUT_GRAD, Pass.WEIGHT_GRAD), (Pass.BIAS_GRAD,)]

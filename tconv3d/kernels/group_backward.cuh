@@ -2,6 +2,7 @@
 // Hopper (sm_90; TF32, and 16-bit types, which are TF32 numbers too):
 //   dx[ci][i]      = sum over co, t of  w[ci][co][t] * dy[co][stride*i + t*dilation - padding]
 //   dw[ci][co][t]  = sum over i of      x[ci][i]     * dy[co][stride*i + t*dilation - padding]
+//   db[co]         = sum of dy[co], if it is wanted and every output belongs to a position (kBias)
 //
 // So few channels leave nothing to do but to move dy: what counts is to bring every element once, by few
 // instructions, and to load it from shared memory once for each gradient, for all its taps. A block owns a
@@ -14,7 +15,8 @@
 //                  They keep all weights in registers, and the sums of as many positions along d as a plane
 //                  of dy adds to
 //   weight grad    warps that take 8 positions of kRows lines in turn. Rows are two taps along w and co, K is
-//                  positions, columns are ci. All taps' sums stay in registers until the end
+//                  positions, columns are ci. All taps' sums stay in registers until the end. They also add
+//                  up what they load of a position's own outputs: db
 //
 // A plane of dy (output stride*q + phase along d) is used for all taps of its phase at once: tap t adds to
 // position q - shift(t), or multiplies it. Of a line, a lane loads a window: all words that the taps of two
@@ -24,7 +26,7 @@
 // Runs begin wherever memory has them: copies begin at the multiple of 16 bytes before. With a stride of 2
 // and an odd distance between channels, the banks that four channels' windows begin with are different.
 //
-// Parts of dw are written side by side and added by reduce_gradients.cuh in a fixed order.
+// Parts of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
 #pragma once
 
 #include "operands.cuh"
@@ -38,9 +40,10 @@ struct Args {
   const void* weight;  // contiguous
   void* dx;
   void* parts;                                // [splits], each like the weight
+  void* bias_parts;                           // [splits], each like the bias
   Strides dy_strides, x_strides, dx_strides;  // lines are contiguous, and follow one another
   long long dy_count, x_count;                // elements of the tensors
-  long long dw_pitch;                         // from part to part
+  long long dw_pitch, db_pitch;               // from part to part
   Extent size, dy_size;
   int tasks, splits;
   int length;          // of a column
@@ -206,13 +209,12 @@ struct GroupBackward {
 
   // ---- Consumers.
 
-  static __device__ __forceinline__ unsigned operand(Scalar value) {
-    if constexpr (kItem == 4) {
-      return OperandOf<float>::bits(value);
-    } else {
-      return ptx::float_to_bits(widen<float>(value));
-    }
+  // 16-bit types are TF32 numbers as they are.
+  static __device__ __forceinline__ unsigned operand(float value) {
+    return kItem == 4 ? OperandOf<float>::bits(value) : ptx::float_to_bits(value);
   }
+  static __device__ __forceinline__ unsigned operand(Half value) { return operand(widen<float>(value)); }
+  static __device__ __forceinline__ unsigned operand(BFloat16 value) { return operand(widen<float>(value)); }
 
   // Whether a tap of one of two neighbouring positions reads this word of a window.
   static constexpr bool word_used(int word) {
@@ -239,15 +241,18 @@ struct GroupBackward {
     return reinterpret_cast<const Scalar*>(stages + (stage * stage_bytes() + c * args.pitch + skip + at));
   }
 
-  template <bool kInside>
-  __device__ __forceinline__ void load_window(unsigned (&to)[kWindow], const Scalar* from, int word,
-                                              bool exists) const {
+  // kSum: adds the two positions' own outputs to `sum`.
+  template <bool kInside, bool kSum>
+  __device__ __forceinline__ void load_window(unsigned (&to)[kWindow], float& sum, const Scalar* from,
+                                              int word, bool exists) const {
     static_for<kWindow>([&](auto j) {
       constexpr int kJ = decltype(j)::value;
       if constexpr (word_used(kJ)) {
         const bool inside =
             kInside || static_cast<unsigned>(word + kJ) < static_cast<unsigned>(args.dy_size.w);
-        to[kJ] = exists && inside ? operand(from[kJ]) : 0u;
+        const float value = exists && inside ? widen<float>(from[kJ]) : 0.0f;
+        to[kJ] = operand(value);
+        if constexpr (kSum && kJ >= C::kPaddingW && kJ < C::kPaddingW + 2 * C::kStrideW) sum += value;
       }
     });
   }
@@ -329,14 +334,15 @@ struct GroupBackward {
       from[half] = window_at(stage, task, lane % 4 + 4 * half, plane, first, word);
     }
     unsigned windows[2][kWindow];
+    float unused;
     for_each_line<kInside>(
         first,
         [&](auto l) {
           constexpr int kLine = decltype(l)::value;
 #pragma unroll
           for (int half = 0; half < kHalves; ++half) {
-            load_window<kInside>(windows[half], from[half] + kLine * args.dy_size.w, word,
-                                 C::kOut % 4 == 0 || lane % 4 + 4 * half < C::kOut);
+            load_window<kInside, false>(windows[half], unused, from[half] + kLine * args.dy_size.w, word,
+                                        C::kOut % 4 == 0 || lane % 4 + 4 * half < C::kOut);
           }
         },
         [&](auto r, auto t_h) {
@@ -452,8 +458,9 @@ struct GroupBackward {
 
   // 8 positions of kRows lines.
   template <int kPhase, bool kInside>
-  __device__ __forceinline__ void multiply_plane(WeightSums& sums, const Task& task, const Unit& unit, int q,
-                                                 int stage, const Ring& stage_x) const {
+  __device__ __forceinline__ void multiply_plane(WeightSums& sums, float& sum, const Task& task,
+                                                 const Unit& unit, int q, int stage,
+                                                 const Ring& stage_x) const {
     const int w = unit.w + lane % 4 * 2;
     const int first = C::kStrideH * unit.h - C::kPaddingH, word = C::kStrideW * w - C::kPaddingW;
     Positions positions;
@@ -463,8 +470,10 @@ struct GroupBackward {
     for_each_line<kInside>(
         first,
         [&](auto l) {
-          load_window<kInside>(window, from + decltype(l)::value * args.dy_size.w, word,
-                               C::kOut == 8 || lane / 4 < C::kOut);
+          constexpr int kLine = decltype(l)::value;
+          constexpr bool kOwn = kLine >= C::kPaddingH && kLine < C::kPaddingH + C::kRows * C::kStrideH;
+          load_window<kInside, C::kBias && kOwn>(window, sum, from + kLine * args.dy_size.w, word,
+                                                 C::kOut == 8 || lane / 4 < C::kOut);
         },
         [&](auto r, auto t_h) {
           for_each_tap<kPhase>([&](auto t_d) {
@@ -487,6 +496,7 @@ struct GroupBackward {
 
   __device__ __forceinline__ void weight_grad(int first_unit) const {
     WeightSums sums = {};
+    float bias = 0.0f;
     const int units = 2 * args.bands * args.chunks;
     int unit = first_unit;        // warps go on where they are with the next plane, so that all have as many
     Ring stage, stage_x, next_x;  // stage_x: of the oldest position in use
@@ -501,17 +511,19 @@ struct GroupBackward {
           constexpr int kPhase = decltype(phase)::value;
           if (!needed<kPhase>(task, q)) return;
           ptx::barrier_wait(full(stage.index), stage.parity);
+          float sum = 0.0f;
 #pragma unroll 1
           for (; unit < units; unit += C::kWeightWarps) {
             Unit half = unit_at(task, unit / 2);
             half.w += unit % 2 * 8;
             if (is_inside(half.h, half.w, 8)) {
-              multiply_plane<kPhase, true>(sums, task, half, q, stage.index, stage_x);
+              multiply_plane<kPhase, true>(sums, sum, task, half, q, stage.index, stage_x);
             } else {
-              multiply_plane<kPhase, false>(sums, task, half, q, stage.index, stage_x);
+              multiply_plane<kPhase, false>(sums, sum, task, half, q, stage.index, stage_x);
             }
           }
           unit -= units;
+          if (C::kBias && q >= task.begin && q < task.end) bias += sum;  // else another column's own
           release(empty(stage.index));
           stage.advance(args.stages);
         });
@@ -526,6 +538,15 @@ struct GroupBackward {
     float* const passed = reinterpret_cast<float*>(stages) + first_unit * kSums * 32 + lane;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) passed[i * 32] = sums[i / 4][i % 4];
+    if constexpr (C::kBias) {
+      bias += __shfl_xor_sync(0xFFFFFFFFu, bias, 1);
+      bias += __shfl_xor_sync(0xFFFFFFFFu, bias, 2);
+      if (lane % 4 == 0) passed_bias()[first_unit * 8 + lane / 4] = bias;
+    }
+  }
+
+  __device__ __forceinline__ float* passed_bias() const {
+    return reinterpret_cast<float*>(stages) + C::kWeightWarps * kSums * 32;
   }
 
   // All warps, wherever they come from.
@@ -545,6 +566,12 @@ struct GroupBackward {
       const int channels = (bundle * C::kIn + in) * C::kOutPerGroup + out % C::kOutPerGroup;
       static_cast<float*>(args.parts)[split * args.dw_pitch + static_cast<long long>(channels) * kTaps +
                                       product / kPairs * C::kKernelW + tap] = sum;
+    }
+    if (C::kBias && threadIdx.x < C::kOut) {
+      float sum = 0.0f;
+#pragma unroll
+      for (int from = 0; from < C::kWeightWarps; ++from) sum += passed_bias()[from * 8 + threadIdx.x];
+      static_cast<float*>(args.bias_parts)[split * args.db_pitch + bundle * C::kOut + threadIdx.x] = sum;
     }
   }
 };
