@@ -248,8 +248,8 @@ struct GroupBackward {
     static_for<kWindow>([&](auto j) {
       constexpr int kJ = decltype(j)::value;
       if constexpr (word_used(kJ)) {
-        const bool inside =
-            kInside || static_cast<unsigned>(word + kJ) < static_cast<unsigned>(args.dy_size.w);
+        constexpr bool kSure = kInside && kJ >= C::kPaddingW && kJ < kWindow - C::kPaddingW;
+        const bool inside = kSure || static_cast<unsigned>(word + kJ) < static_cast<unsigned>(args.dy_size.w);
         const float value = exists && inside ? widen<float>(from[kJ]) : 0.0f;
         to[kJ] = operand(value);
         if constexpr (kSum && kJ >= C::kPaddingW && kJ < C::kPaddingW + 2 * C::kStrideW) sum += value;
@@ -275,12 +275,12 @@ struct GroupBackward {
     });
   }
 
-  // Whether `width` positions of a band's lines, and all that their taps read, are inside the tensors: then
-  // nothing need be asked (kInside).
+  // Whether `width` positions of a band's lines, and all lines that they reach, are there (kInside). Then
+  // only words that padding puts outside need be asked for.
   __device__ __forceinline__ bool is_inside(int h, int w, int width) const {
-    const int line = C::kStrideH * h - C::kPaddingH, word = C::kStrideW * w - C::kPaddingW;
-    return line >= 0 && line + kLines <= args.dy_size.h && h + C::kRows <= args.size.h && word >= 0 &&
-           word + (width - 2) * C::kStrideW + kWindow <= args.dy_size.w && w + width <= args.size.w;
+    const int line = C::kStrideH * h - C::kPaddingH;
+    return line >= 0 && line + kLines <= args.dy_size.h && h + C::kRows <= args.size.h &&
+           w + width <= args.size.w;
   }
 
   template <int kPhase, class Body>
