@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
+from . import tensor_cores
 from .direct_planner import SCALARS, Side
 from .few_channels import Taps, Tile, best, tiles
 from .launch import Constants, Launch
@@ -121,10 +122,8 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
 def why_not(problem: Problem, device: Device) -> str | None:
     if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
         return "it computes the forward pass and the input gradient"
-    if problem.dtype == "float64" or (problem.dtype == "float32" and not problem.tf32):
-        return "tensor cores round products to TF32 or 16 bits"
-    if device.capability < (8, 0):
-        return f"needs compute capability 8.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
+        return refusal
     side = Side.of(problem)
     strided = problem.which is Pass.INPUT_GRAD and problem.geometry.phases > 1
     most = MAX_STRIDED if strided else MAX_REDUCED

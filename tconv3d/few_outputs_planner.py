@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
+from . import tensor_cores
 from .direct_planner import INT32_MAX, SCALARS, power_of_two_up
 from .geometry import Gather, Geometry
 from .launch import Constants, Launch
@@ -242,12 +243,10 @@ def why_not(problem: Problem, device: Device) -> str | None:
     g = problem.geometry
     if problem.which is not Pass.FORWARD:
         return "it computes the forward pass"
-    if problem.dtype == "float64" or (problem.dtype == "float32" and not problem.tf32):
-        return "tensor cores round products to TF32 or 16 bits"
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
+        return refusal
     if g.out_per_group > MAX_OUT:
         return f"more than {MAX_OUT} output channels per group"
-    if device.capability < (8, 0):
-        return f"needs compute capability 8.0, the device has {device.capability[0]}.{device.capability[1]}"
     if g.in_per_group < MIN_IN:
         return f"fewer than {MIN_IN} input channels per group"
     if g.stride[1] * g.stride[2] * g.out_per_group > MAX_TOTALS:

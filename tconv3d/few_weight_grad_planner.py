@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from . import tensor_cores
 from .direct_planner import INT32_MAX, SCALARS, Side, _reduce, power_of_two_up
 from .few_channels import Taps, Tile, best, tiles
 from .launch import Constants, Launch
@@ -144,10 +145,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     g = problem.geometry
     if problem.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {problem.which.value}"
-    if problem.dtype == "float64" or (problem.dtype == "float32" and not problem.tf32):
-        return "tensor cores round products to TF32 or 16 bits"
-    if device.capability < (8, 0):
-        return f"needs compute capability 8.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
+        return refusal
     few, many = sorted((g.in_per_group, g.out_per_group))
     if few > MAX_FEW:
         return f"more than {MAX_FEW} channels per group on both sides"

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+from . import tensor_cores
 from .direct_planner import SCALARS
 from .geometry import Axis, Geometry
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, Strides
 from .up_backward_planner import Parts, contiguous, sum_of_parts
-from .weight_grad_planner import OPERANDS
 
 CHANNELS = 8  # of a bundle: the least that a matrix instruction has of columns and of K
 ROWS = 2  # lines of positions of a unit
@@ -26,6 +26,7 @@ INPUT_WARPS, WEIGHT_WARPS = 8, 7  # with the producer 16: a thread has 128 regis
 MIN_STAGES, MAX_STAGES = 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
 MAX_WEIGHTS, MAX_SUMS = 64, 80  # registers of a thread
+MIX = True
 MIN_WIDTH = 12  # positions of a line, that fill a unit
 START_PLANES = 3  # a column's first planes are on their way for as long as so many take
 
@@ -167,12 +168,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
     g = problem.geometry
-    if problem.dtype not in OPERANDS:
-        return f"{problem.dtype} has no matrix instruction here"
-    if problem.dtype == "float32" and not problem.tf32:
-        return "float32 products must stay exact (TF32 is off)"
-    if device.capability[0] != 9:
-        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARPGROUP):
+        return refusal
     if not 2 <= min(g.in_per_group, g.out_per_group) <= max(g.in_per_group, g.out_per_group) <= CHANNELS:
         return f"fewer than 2 or more than {CHANNELS} channels per group"
     if 2 * g.taps > MAX_WEIGHTS or 4 * products(g) > MAX_SUMS:
@@ -292,4 +289,5 @@ def _constants(p: Problem, input_warps: int, weight_warps: int, bias: bool) -> C
         ("kInputWarps", input_warps),
         ("kWeightWarps", weight_warps),
         ("kBias", bias),
+        ("kMix", MIX),
     )

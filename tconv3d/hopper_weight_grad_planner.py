@@ -14,12 +14,13 @@ from itertools import product
 from math import prod
 from typing import NamedTuple, TypeAlias
 
+from . import tensor_cores
 from .direct_planner import INT32_MAX, SCALARS
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
-from .weight_grad_planner import OPERANDS, WORKSPACE_BYTES
+from .weight_grad_planner import WORKSPACE_BYTES
 
 SEGMENT = 4  # words of 32 bits along w
 ROW_SEGMENTS = 8  # of a row of K in shared memory
@@ -659,12 +660,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"computes weight gradients, not the pass {p.which.value}"
     if p.bias and not g.own_taps_cover:
         return "no set of taps reads every output once, as a bias's gradient needs it"
-    if p.dtype not in OPERANDS:
-        return f"{p.dtype} has no matrix instruction here"
-    if p.dtype == "float32" and not p.tf32:
-        return "float32 products must stay exact (TF32 is off)"
-    if device.capability[0] != 9:
-        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP):
+        return refusal
     if any(size > 2**20 for size in p.input_size) or p.batch * max(p.input_size) >= 2**30:
         return "the volume is too long"
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import prod
 
+from . import tensor_cores
 from .direct_planner import SCALARS
 from .geometry import Geometry
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
-from .weight_grad_planner import OPERANDS, WORKSPACE_BYTES
+from .weight_grad_planner import WORKSPACE_BYTES
 
 THREADS, THREADS_OF_SUM = 512, 256
 ROWS = 32  # of a chunk
@@ -176,12 +177,8 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
         return "the gradients of input and weight are not both wanted"
     p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
     g = p.geometry
-    if p.dtype not in OPERANDS:
-        return f"{p.dtype} has no matrix instruction here"
-    if p.dtype == "float32" and not p.tf32:
-        return "float32 products must stay exact (TF32 is off)"
-    if device.capability[0] != 9:
-        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP):
+        return refusal
     if g.groups != 1:
         return "groups"
     if any(axis.padding or (axis.dilation > 1 and axis.kernel > 1) for axis in g.axes):

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
+from . import tensor_cores
 from .direct_planner import INT32_MAX, SCALARS, _reduce
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import dividers, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
 
-OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # ptx::Operand
 SEGMENT = 4  # words of 32 bits: one load of a lane
 CHUNK = 4  # segments that a warp multiplies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
@@ -386,12 +386,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
-    if p.dtype not in OPERANDS:
-        return f"{p.dtype} has no matrix instruction here"
-    if p.dtype == "float32" and not p.tf32:
-        return "float32 products must stay exact (TF32 is off)"
-    if device.capability < (8, 0):
-        return f"needs compute capability 8.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARP):
+        return refusal
     rows = 8 if g.in_per_group <= 8 else -(-g.in_per_group // 16) * 16
     padded_channels = max(rows, 16) * -(-g.out_per_group // 8) * 8
     if g.in_per_group * g.out_per_group < MIN_EFFICIENCY * padded_channels:
@@ -525,7 +521,7 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kThreads", 32 * tiling.warps),
         ("kMinBlocks", tiling.blocks),
         ("Scalar", SCALARS[p.dtype]),
-        ("kOperand", OPERANDS[p.dtype]),
+        ("kOperand", tensor_cores.OPERANDS[p.dtype]),
         ("kWide", _wide(p)),
         ("kVectorX", layer.vector_x),
         ("kVectorY", layer.vector_y),

@@ -581,14 +581,21 @@ __device__ void run(const Args& args) {
   ptx::launch_dependents();
   GroupBackward<Config> kernel(args);
   kernel.prepare();
-  if (kernel.warp == 0) {
+  // The last warp is the producer. Of the four schedulers, two have the warps of each gradient, and only
+  // their instructions to fetch.
+  constexpr bool kBoth = Config::kMix && Config::kInputWarps > 0 && Config::kWeightWarps > 0;
+  const bool of_input = kBoth ? kernel.warp % 4 < 2 : kernel.warp < Config::kInputWarps;
+  const int index = kBoth      ? kernel.warp / 4 * 2 + kernel.warp % 2
+                    : of_input ? kernel.warp
+                               : kernel.warp - Config::kInputWarps;
+  if (kernel.warp == Config::kThreads / 32 - 1) {
     kernel.produce();
-  } else if (kernel.warp <= Config::kInputWarps) {
-    if constexpr (Config::kInputWarps > 0) kernel.input_grad(kernel.warp - 1);
+  } else if (of_input) {
+    if constexpr (Config::kInputWarps > 0) kernel.input_grad(index);
   }
   if constexpr (Config::kWeightWarps > 0) {
-    if (kernel.warp > Config::kInputWarps) {
-      kernel.weight_grad(kernel.warp - 1 - Config::kInputWarps);
+    if (!of_input && kernel.warp < Config::kThreads / 32 - 1) {
+      kernel.weight_grad(index);
     } else {
       kernel.meet();
     }

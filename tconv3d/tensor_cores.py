@@ -1,0 +1,24 @@
+"""What tensor cores take: the first questions of every planner whose kernel multiplies on them.
+
+Knows types and devices. No kernel, no geometry.
+"""
+
+from __future__ import annotations
+
+from .problem import Device, Problem
+
+OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # ptx::Operand
+
+WARP, WARPGROUP = (8, 0), (9, 0)  # the compute capability that has the instructions
+
+
+def why_not(problem: Problem, device: Device, needed: tuple[int, int]) -> str | None:
+    """Why the products cannot be done there, or nothing. What warpgroups have was there in one generation alone."""
+    if problem.dtype not in OPERANDS:
+        return f"{problem.dtype} has no matrix instruction here"
+    if problem.dtype == "float32" and not problem.tf32:
+        return "float32 products must stay exact (TF32 is off)"
+    if device.capability < needed or (needed == WARPGROUP and device.capability[0] != WARPGROUP[0]):
+        has, needs = (".".join(map(str, version)) for version in (device.capability, needed))
+        return f"needs compute capability {needs}, the device has {has}"
+    return None
