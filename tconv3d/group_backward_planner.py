@@ -26,7 +26,6 @@ INPUT_WARPS, WEIGHT_WARPS = 8, 7  # with the producer 16: a thread has 128 regis
 MIN_STAGES, MAX_STAGES = 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
 MAX_WEIGHTS, MAX_SUMS = 64, 80  # registers of a thread
-MIX = True
 MIN_WIDTH = 12  # positions of a line, that fill a unit
 START_PLANES = 3  # a column's first planes are on their way for as long as so many take
 
@@ -115,8 +114,10 @@ class Tile:
 
 
 def products(g: Geometry) -> int:
-    """Of a position in the weight gradient, for two taps along w each."""
-    return g.kernel[0] * g.kernel[1] * -(-g.kernel[2] // 2)
+    """Of a position in the weight gradient: two taps along w each, or two along d that read the same plane."""
+    depth, (_, h, w) = g.axes[0], g.kernel
+    counts = [len(depth.taps(phase)) for phase in range(depth.stride)]
+    return h * sum(min(-(-count // 2) * w, count * -(-w // 2)) for count in counts)
 
 
 @lru_cache(maxsize=1024)
@@ -289,5 +290,4 @@ def _constants(p: Problem, input_warps: int, weight_warps: int, bias: bool) -> C
         ("kInputWarps", input_warps),
         ("kWeightWarps", weight_warps),
         ("kBias", bias),
-        ("kMix", MIX),
     )

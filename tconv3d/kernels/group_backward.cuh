@@ -64,8 +64,6 @@ struct GroupBackward {
   static constexpr int kWindow = C::kStrideW + C::kDilationW * (C::kKernelW - 1) + 1;
   static constexpr int kSlots = C::kMaxShiftD - C::kMinShiftD + 1;  // positions along d that a plane reaches
   static constexpr int kHalves = C::kOut > 4 ? 2 : 1;               // of K, that have channels
-  static constexpr int kPairs = (C::kKernelW + 1) / 2;
-  static constexpr int kProducts = C::kKernelD * C::kKernelH * kPairs;  // of the weight gradient
   static constexpr int kConsumers = C::kInputWarps + C::kWeightWarps;
   static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
 
@@ -427,45 +425,151 @@ struct GroupBackward {
 
   // ---- The weight gradient.
 
-  static constexpr int kSums = 4 * kProducts;
-  using WeightSums = float[kProducts][4];
-  using Positions = unsigned[kSlots][C::kRows][2];
+  // Matrix instructions have 16 rows. In a phase that one tap along d has, these are two taps along w and 8
+  // output channels of dy, and columns are input channels. Where two taps along d read the same dy, they are
+  // the positions of both and 8 input channels of x, and columns are output channels.
+  static constexpr int taps_of(int phase) {
+    int count = 0;
+    for (int t = 0; t < C::kKernelD; ++t) count += C::kPhaseD(t) == phase;
+    return count;
+  }
+  static constexpr int tap_of(int phase, int index) {  // -1 if there are fewer
+    for (int t = 0; t < C::kKernelD; ++t) {
+      if (C::kPhaseD(t) == phase && index-- == 0) return t;
+    }
+    return -1;
+  }
+  static constexpr int half_up(int count) { return (count + 1) / 2; }
+  static constexpr bool rows_are_x(int phase) {
+    return half_up(taps_of(phase)) * C::kKernelW < taps_of(phase) * half_up(C::kKernelW);
+  }
+  static constexpr int products_of(int phase) {
+    const int taps = taps_of(phase);
+    return C::kKernelH * (rows_are_x(phase) ? half_up(taps) * C::kKernelW : taps * half_up(C::kKernelW));
+  }
+  static constexpr int products_before(int phase) {
+    int count = 0;
+    for (int i = 0; i < phase; ++i) count += products_of(i);
+    return count;
+  }
+  static constexpr int kProducts = products_before(C::kStrideD), kSums = 4 * kProducts;
 
-  // x of the 8 positions, of those along d that a plane of this phase meets. What is not there is zero.
-  template <int kPhase, bool kInside>
-  __device__ __forceinline__ void load_positions(Positions& to, const Task& task, int q, int h, int w,
-                                                 const Ring& stage_x) const {
-    for_each_tap<kPhase>([&](auto t) {
-      constexpr int kSlot = C::kMaxShiftD - C::kShiftD(decltype(t)::value);
-      const int d = q - C::kMaxShiftD + kSlot, in = lane / 4;
+  // The taps that a product's first and last 8 rows belong to; -1 if nothing does.
+  struct Product {
+    bool rows_are_x;
+    int d[2], h, w[2];
+  };
+  static constexpr Product product_at(int index) {
+    int phase = 0;
+    while (index >= products_before(phase + 1)) ++phase;
+    index -= products_before(phase);
+    const bool of_x = rows_are_x(phase);
+    const int steps = of_x ? C::kKernelW : half_up(C::kKernelW), last = index % steps;
+    const int h = index / steps % C::kKernelH, first = index / steps / C::kKernelH;
+    if (of_x) return Product{true, {tap_of(phase, 2 * first), tap_of(phase, 2 * first + 1)}, h, {last, last}};
+    const int second = 2 * last + 1 < C::kKernelW ? 2 * last + 1 : -1, d = tap_of(phase, first);
+    return Product{false, {d, d}, h, {2 * last, second}};
+  }
+
+  using WeightSums = float[kProducts][4];
+  // x of two neighbouring positions, by tap of the phase and line; one tap more, which is zero.
+  template <int kPhase>
+  struct Positions {
+    unsigned at[taps_of(kPhase) + 1][C::kRows][2];
+  };
+
+  // What a lane reads of a plane: its channel of dy, of x the positions along d that the phase's taps meet,
+  // each from the tile's first line and position on.
+  template <int kPhase>
+  struct Plane {
+    const Scalar* dy;
+    const Scalar* x[taps_of(kPhase) > 0 ? taps_of(kPhase) : 1];
+    bool exists[taps_of(kPhase) > 0 ? taps_of(kPhase) : 1];
+  };
+  template <int kPhase>
+  __device__ __forceinline__ Plane<kPhase> plane_at(const Task& task, int q, int stage,
+                                                    const Ring& stage_x) const {
+    Plane<kPhase> found;
+    const int in = lane / 4, oldest = max(q - C::kMaxShiftD, task.begin);
+    found.dy = window_at(stage, task, lane / 4, C::kStrideD * q + kPhase, first_line(task),
+                         C::kStrideW * (lane % 4 * 2) - C::kPaddingW);
+    static_for<taps_of(kPhase)>([&](auto i) {
+      const int d = q - C::kShiftD(tap_of(kPhase, decltype(i)::value));
       // Stages follow one another from the oldest position that is still in use.
-      const int age = d - max(q - C::kMaxShiftD, task.begin);
-      const int stage = stage_x.index + age - (stage_x.index + age >= args.stages_x ? args.stages_x : 0);
-      const bool exists = d >= task.begin && d < task.end && in < C::kIn;
+      const int later = stage_x.index + d - oldest;
+      const int stage_of_d = later - (later >= args.stages_x ? args.stages_x : 0);
       const int skip = skipped(args.x_strides, task.n, bundle * C::kIn + in, d, task.h);
-      const unsigned char* const from = stages_x + (stage * stage_x_bytes() + in * args.pitch_x + skip);
+      found.exists[i] = d >= task.begin && d < task.end && in < C::kIn;
+      found.x[i] = reinterpret_cast<const Scalar*>(
+                       stages_x + (stage_of_d * stage_x_bytes() + in * args.pitch_x + skip)) +
+                   lane % 4 * 2;
+    });
+    return found;
+  }
+
+  // What is not there is zero.
+  template <int kPhase, bool kInside>
+  __device__ __forceinline__ void load_positions(Positions<kPhase>& to, const Plane<kPhase>& plane,
+                                                 const Task& task, const Unit& unit) const {
+    const int w = unit.w + lane % 4 * 2, offset = (unit.h - task.h) * args.size.w + unit.w;
+    static_for<taps_of(kPhase)>([&](auto i) {
 #pragma unroll
       for (int r = 0; r < C::kRows; ++r) {
-        const Scalar* const line = reinterpret_cast<const Scalar*>(from) + (h + r - task.h) * args.size.w + w;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const bool inside = kInside || (h + r < args.size.h && w + e < args.size.w);
-          to[kSlot][r][e] = exists && inside ? operand(line[e]) : 0u;
+          const bool inside = kInside || (unit.h + r < args.size.h && w + e < args.size.w);
+          to.at[i][r][e] = plane.exists[i] && inside ? operand(plane.x[i][offset + r * args.size.w + e]) : 0u;
         }
       }
     });
+#pragma unroll
+    for (int r = 0; r < C::kRows; ++r) to.at[taps_of(kPhase)][r][0] = to.at[taps_of(kPhase)][r][1] = 0u;
+  }
+
+  // One line of dy that a row of positions meets at tap kH.
+  template <int kPhase, int kH, int kRow>
+  static __device__ __forceinline__ void multiply_line(WeightSums& sums, const unsigned (&window)[kWindow],
+                                                       const Positions<kPhase>& x) {
+    constexpr int kFirst = products_before(kPhase), kTaps = taps_of(kPhase);
+    if constexpr (rows_are_x(kPhase)) {
+      static_for<half_up(kTaps)>([&](auto pair) {
+        constexpr int kPair = decltype(pair)::value;
+        const auto& one = x.at[2 * kPair][kRow];
+        const auto& other = x.at[2 * kPair + 1][kRow];
+        const unsigned a[4] = {one[0], other[0], one[1], other[1]};
+        static_for<C::kKernelW>([&](auto t) {
+          constexpr int kWord = decltype(t)::value * C::kDilationW;
+          const unsigned b[2] = {window[kWord], window[kWord + C::kStrideW]};
+          ptx::warp_multiply<kOperand>(
+              sums[kFirst + (kPair * C::kKernelH + kH) * C::kKernelW + decltype(t)::value], a, b);
+        });
+      });
+    } else {
+      constexpr int kPairs = half_up(C::kKernelW);
+      static_for<kTaps * kPairs>([&](auto i) {
+        constexpr int kTap = decltype(i)::value / kPairs, kPair = decltype(i)::value % kPairs;
+        constexpr int kWord = 2 * kPair * C::kDilationW, kSecond = kWord + C::kDilationW;
+        unsigned a[4] = {window[kWord], 0u, window[kWord + C::kStrideW], 0u};
+        if constexpr (2 * kPair + 1 < C::kKernelW) {
+          a[1] = window[kSecond];
+          a[3] = window[kSecond + C::kStrideW];
+        }
+        ptx::warp_multiply<kOperand>(sums[kFirst + (kTap * C::kKernelH + kH) * kPairs + kPair], a,
+                                     x.at[kTap][kRow]);
+      });
+    }
   }
 
   // 8 positions of kRows lines.
   template <int kPhase, bool kInside>
   __device__ __forceinline__ void multiply_plane(WeightSums& sums, float& sum, const Task& task,
-                                                 const Unit& unit, int q, int stage,
-                                                 const Ring& stage_x) const {
-    const int w = unit.w + lane % 4 * 2;
-    const int first = C::kStrideH * unit.h - C::kPaddingH, word = C::kStrideW * w - C::kPaddingW;
-    Positions positions;
-    load_positions<kPhase, kInside>(positions, task, q, unit.h, w, stage_x);
-    const Scalar* const from = window_at(stage, task, lane / 4, C::kStrideD * q + kPhase, first, word);
+                                                 const Unit& unit, const Plane<kPhase>& plane) const {
+    const int first = C::kStrideH * unit.h - C::kPaddingH;
+    const int word = C::kStrideW * (unit.w + lane % 4 * 2) - C::kPaddingW;
+    Positions<kPhase> positions;
+    load_positions<kPhase, kInside>(positions, plane, task, unit);
+    const Scalar* const from =
+        plane.dy + (C::kStrideH * (unit.h - task.h) * args.dy_size.w + C::kStrideW * unit.w);
     unsigned window[kWindow];
     for_each_line<kInside>(
         first,
@@ -475,30 +579,17 @@ struct GroupBackward {
           load_window<kInside, C::kBias && kOwn>(window, sum, from + kLine * args.dy_size.w, word,
                                                  C::kOut == 8 || lane / 4 < C::kOut);
         },
-        [&](auto r, auto t_h) {
-          for_each_tap<kPhase>([&](auto t_d) {
-            constexpr int kRow = decltype(r)::value, kD = decltype(t_d)::value;
-            constexpr int kProduct = (kD * C::kKernelH + decltype(t_h)::value) * kPairs;
-            constexpr int kSlot = C::kMaxShiftD - C::kShiftD(kD);
-            static_for<kPairs>([&](auto pair) {
-              constexpr int kPair = decltype(pair)::value;
-              constexpr int kFirst = 2 * kPair * C::kDilationW, kSecond = kFirst + C::kDilationW;
-              unsigned a[4] = {window[kFirst], 0u, window[C::kStrideW + kFirst], 0u};
-              if constexpr (2 * kPair + 1 < C::kKernelW) {
-                a[1] = window[kSecond];
-                a[3] = window[C::kStrideW + kSecond];
-              }
-              ptx::warp_multiply<kOperand>(sums[kProduct + kPair], a, positions[kSlot][kRow]);
-            });
-          });
+        [&](auto r, auto t) {
+          multiply_line<kPhase, decltype(t)::value, decltype(r)::value>(sums, window, positions);
         });
   }
 
   __device__ __forceinline__ void weight_grad(int first_unit) const {
     WeightSums sums = {};
     float bias = 0.0f;
-    const int units = 2 * args.bands * args.chunks;
-    int unit = first_unit;        // warps go on where they are with the next plane, so that all have as many
+    // Warps go on where they are with the next plane, so that all have as many units.
+    Unit unit{0, first_unit * 8};
+    const int width = args.chunks * kWidth, lines = args.bands * C::kRows;
     Ring stage, stage_x, next_x;  // stage_x: of the oldest position in use
     for (int index = split; index < args.tasks; index += args.splits) {
       const Task task = task_at(index);
@@ -512,17 +603,20 @@ struct GroupBackward {
           if (!needed<kPhase>(task, q)) return;
           ptx::barrier_wait(full(stage.index), stage.parity);
           float sum = 0.0f;
+          const Plane<kPhase> plane = plane_at<kPhase>(task, q, stage.index, stage_x);
 #pragma unroll 1
-          for (; unit < units; unit += C::kWeightWarps) {
-            Unit half = unit_at(task, unit / 2);
-            half.w += unit % 2 * 8;
-            if (is_inside(half.h, half.w, 8)) {
-              multiply_plane<kPhase, true>(sums, sum, task, half, q, stage.index, stage_x);
+          while (true) {
+            for (; unit.w >= width; unit.w -= width) unit.h += C::kRows;
+            if (unit.h >= lines) break;
+            const Unit here{task.h + unit.h, unit.w};
+            if (is_inside(here.h, here.w, 8)) {
+              multiply_plane<kPhase, true>(sums, sum, task, here, plane);
             } else {
-              multiply_plane<kPhase, false>(sums, sum, task, half, q, stage.index, stage_x);
+              multiply_plane<kPhase, false>(sums, sum, task, here, plane);
             }
+            unit.w += C::kWeightWarps * 8;
           }
-          unit -= units;
+          unit.h -= lines;
           if (C::kBias && q >= task.begin && q < task.end) bias += sum;  // else another column's own
           release(empty(stage.index));
           stage.advance(args.stages);
@@ -554,19 +648,25 @@ struct GroupBackward {
 
   // Adds what the warps have passed, in the order of the warps.
   __device__ __forceinline__ void store_weights() const {
-    const float* const passed = reinterpret_cast<const float*>(stages);
-    for (int i = static_cast<int>(threadIdx.x); i < kSums * 32; i += C::kThreads) {
+    constexpr int kAtOnce = C::kThreads / 128;
+    const int thread = static_cast<int>(threadIdx.x), g = thread % 32 / 4, e = thread / 32 % 4;
+    const int column = thread % 4 * 2 + e % 2, half = e / 2;
+    static_for<kProducts>([&](auto p) {
+      constexpr Product kProduct = product_at(decltype(p)::value);
+      if (thread / 128 != decltype(p)::value % kAtOnce) return;
+      const float* const passed =
+          reinterpret_cast<const float*>(stages) + (decltype(p)::value * 4 + e) * 32 + thread % 32;
       float sum = 0.0f;
 #pragma unroll
-      for (int from = 0; from < C::kWeightWarps; ++from) sum += passed[from * kSums * 32 + i];
-      const int of_lane = i % 32, e = i / 32 % 4, product = i / 128;
-      const int in = of_lane % 4 * 2 + e % 2, out = of_lane / 4, tap = product % kPairs * 2 + e / 2;
-      if (in >= C::kIn || out >= C::kOut || tap >= C::kKernelW) continue;
-      if (in / C::kInPerGroup != out / C::kOutPerGroup) continue;
+      for (int from = 0; from < C::kWeightWarps; ++from) sum += passed[from * kSums * 32];
+      const int in = kProduct.rows_are_x ? g : column, out = kProduct.rows_are_x ? column : g;
+      const int d = half ? kProduct.d[1] : kProduct.d[0], w = half ? kProduct.w[1] : kProduct.w[0];
+      if (d < 0 || w < 0 || in >= C::kIn || out >= C::kOut) return;
+      if (in / C::kInPerGroup != out / C::kOutPerGroup) return;
       const int channels = (bundle * C::kIn + in) * C::kOutPerGroup + out % C::kOutPerGroup;
       static_cast<float*>(args.parts)[split * args.dw_pitch + static_cast<long long>(channels) * kTaps +
-                                      product / kPairs * C::kKernelW + tap] = sum;
-    }
+                                      (d * C::kKernelH + kProduct.h) * C::kKernelW + w] = sum;
+    });
     if (C::kBias && threadIdx.x < C::kOut) {
       float sum = 0.0f;
 #pragma unroll
@@ -581,21 +681,14 @@ __device__ void run(const Args& args) {
   ptx::launch_dependents();
   GroupBackward<Config> kernel(args);
   kernel.prepare();
-  // The last warp is the producer. Of the four schedulers, two have the warps of each gradient, and only
-  // their instructions to fetch.
-  constexpr bool kBoth = Config::kMix && Config::kInputWarps > 0 && Config::kWeightWarps > 0;
-  const bool of_input = kBoth ? kernel.warp % 4 < 2 : kernel.warp < Config::kInputWarps;
-  const int index = kBoth      ? kernel.warp / 4 * 2 + kernel.warp % 2
-                    : of_input ? kernel.warp
-                               : kernel.warp - Config::kInputWarps;
-  if (kernel.warp == Config::kThreads / 32 - 1) {
+  if (kernel.warp == 0) {
     kernel.produce();
-  } else if (of_input) {
-    if constexpr (Config::kInputWarps > 0) kernel.input_grad(index);
+  } else if (kernel.warp <= Config::kInputWarps) {
+    if constexpr (Config::kInputWarps > 0) kernel.input_grad(kernel.warp - 1);
   }
   if constexpr (Config::kWeightWarps > 0) {
-    if (!of_input && kernel.warp < Config::kThreads / 32 - 1) {
-      kernel.weight_grad(index);
+    if (kernel.warp > Config::kInputWarps) {
+      kernel.weight_grad(kernel.warp - 1 - Config::kInputWarps);
     } else {
       kernel.meet();
     }
