@@ -29,6 +29,7 @@ from . import (
     hopper_weight_grad_planner,
     norm_planner,
     up_backward_planner,
+    up_planner,
     weight_grad_planner,
 )
 from .launch import Launch
@@ -39,6 +40,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("few_outputs", few_outputs_planner),
     ("few_inputs", few_inputs_planner),
     ("few_weight_grad", few_weight_grad_planner),
+    ("up", up_planner),
     ("halo", halo_planner),
     ("hopper_weight_grad", hopper_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),

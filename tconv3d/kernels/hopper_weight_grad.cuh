@@ -39,6 +39,7 @@
 
 #include "cursor.cuh"
 #include "operands.cuh"
+#include "ring.cuh"
 
 namespace tconv3d {
 
@@ -119,16 +120,6 @@ struct HopperWeightGrad {
   struct Run {
     int n, h, w;
     int first, count;
-  };
-  struct Ring {
-    int index = 0;
-    unsigned parity = 0;
-    __device__ __forceinline__ void advance(int count) {
-      if (++index == count) {
-        index = 0;
-        parity ^= 1u;
-      }
-    }
   };
 
   const Args& args;

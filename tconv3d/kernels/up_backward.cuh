@@ -32,6 +32,7 @@
 
 #include "cursor.cuh"
 #include "operands.cuh"
+#include "ring.cuh"
 
 namespace tconv3d {
 
@@ -87,16 +88,6 @@ struct UpBackward {
   static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 2 && C::kStagesX >= 2);
   static_assert(C::kKernelW == kTaps && C::kRanges * C::kChunks * kRows >= kRowsAll);
 
-  struct Ring {
-    int index = 0;
-    unsigned parity = 0;
-    __device__ __forceinline__ void advance(int count) {
-      if (++index == count) {
-        index = 0;
-        parity ^= 1u;
-      }
-    }
-  };
   // Where a piece of a tile is in the tensors.
   struct Place {
     long long dy, x, dx;

@@ -1,0 +1,219 @@
+"""Plans for the forward pass of up-convolutions (kernels/up.cuh): kernel equal to stride, a U-Net's decoder.
+
+Chooses how many columns (output channel and tap) a block owns, the depth of its ring, and how many blocks share the
+positions. What is compiled in depends on the layer and on the kind of its volume, of which there are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import log2, prod
+
+from .direct_planner import SCALARS
+from .geometry import Geometry
+from .launch import Constants, Launch
+from .packing import divider, int32s, int64s, padded
+from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
+from .weight_grad_planner import OPERANDS
+
+HAS_EPILOGUE = True
+THREADS = 384
+SLAB = 64  # positions that a matrix instruction has
+ROW_BYTES, STEP_BYTES = 128, 32  # of K: in a swizzled row of weights, and in one matrix instruction
+MIN_CHANNELS = 4
+MAX_K_BYTES = 4096  # the loop over K is unrolled
+MAX_COLUMNS = 256  # of all slabs
+MIN_STAGES, MAX_STAGES = 3, 16
+NOMINAL = (2, 16, 128, 1024, 8192)  # slabs of kinds of volume: twice 4^3, 8^3, ... positions
+REGISTERS = (40, 232)  # of producers and consumers
+
+# What a multiprocessor does, in cycles, for choosing between tilings.
+L2_BYTES, MEMORY_BYTES = 25.0, 16.0  # moved per cycle
+STEP_COLUMN = 0.5  # a matrix instruction, per column
+TILE_OVERHEAD = 700.0  # barriers, and what follows the last product
+BLOCK_OVERHEAD = 3000.0  # until the first bytes arrive
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks divide columns. Everything here is compiled in."""
+
+    geometry: Geometry
+    dtype: str
+    columns: int  # of a block
+    slabs: int  # of positions, in a tile
+    stages: int
+
+    @property
+    def kinds(self) -> int:
+        """Blocks that walk over the same positions."""
+        return -(-self.geometry.out_channels * self.geometry.taps // self.columns)
+
+    @property
+    def steps(self) -> int:
+        """Matrix instructions of a tile."""
+        return -(-self.geometry.in_channels * ITEM_BYTES[self.dtype] // STEP_BYTES)
+
+    @property
+    def positions(self) -> int:
+        """Of a tile."""
+        return self.slabs * SLAB
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of x, with what keeps banks apart, and two barriers."""
+        return ROW_BYTES * (self.positions + 8) + 16
+
+    @property
+    def shared_bytes(self) -> int:
+        chunks = -(-self.steps * STEP_BYTES // ROW_BYTES)
+        bias = -(-self.columns // 2) * 8
+        return chunks * ROW_BYTES * self.columns + self.stages * self.stage_bytes + bias + 24
+
+    def tiles(self, p: Problem) -> int:
+        return p.batch * -(-prod(p.input_size) // self.positions)
+
+    def __str__(self) -> str:
+        return f"{self.positions} positions x {self.columns} columns, {self.stages} stages"
+
+
+def tilings(g: Geometry, dtype: str, shared_bytes: int, fours: bool) -> list[Tiling]:
+    """Every division of columns whose weights leave room for a ring. `fours`: lines are whole fours of positions."""
+    found = []
+    groups = -(-g.out_channels * g.taps // 8)
+    most = 2 if fours and ITEM_BYTES[dtype] == 2 else 1
+    for columns in dict.fromkeys(-(-groups // kinds) * 8 for kinds in range(1, groups + 1)):
+        for slabs in range(1, most + 1):
+            made = Tiling(g, dtype, columns, slabs, 0)
+            stages = min(MAX_STAGES, (shared_bytes - made.shared_bytes) // made.stage_bytes)
+            if slabs * columns <= MAX_COLUMNS and stages >= MIN_STAGES:
+                found.append(replace(made, stages=stages))
+    return found
+
+
+def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
+    """Blocks that share the positions: as few as take as long."""
+    splits = max(1, min(tiles, device.multiprocessors // tiling.kinds))
+    return -(-tiles // -(-tiles // splits))
+
+
+def cycles(tiling: Tiling, slabs: int, device: Device) -> float:
+    """Predicted, for a volume of so many slabs."""
+    g, item, tiles = tiling.geometry, ITEM_BYTES[tiling.dtype], -(-slabs // tiling.slabs)
+    splits = splits_of(tiling, tiles, device)
+    waves = -(-tiling.kinds * splits // device.multiprocessors)
+    bytes_of_tile = tiling.positions * item
+    moving = (g.in_channels + tiling.columns) * bytes_of_tile / L2_BYTES
+    products = tiling.slabs * tiling.steps * tiling.columns * STEP_COLUMN
+    weights = g.in_channels * tiling.columns * item / L2_BYTES
+    walk = -(-tiles // splits) * max(moving, products) + TILE_OVERHEAD
+    moved = tiles * bytes_of_tile * (g.in_channels + g.out_channels * g.taps)
+    memory = moved / (MEMORY_BYTES * device.multiprocessors)
+    return max(waves * (walk + weights), memory) + BLOCK_OVERHEAD
+
+
+def nominal(p: Problem) -> int:
+    """The slabs of the volume that a tiling is chosen for: one of five, so that a new volume seldom compiles anew."""
+    slabs = p.batch * -(-prod(p.input_size) // SLAB)
+    return min(NOMINAL, key=lambda kind: abs(log2(slabs) - log2(kind)))
+
+
+def choose(p: Problem, device: Device) -> Tiling | None:
+    fours = p.input_size[2] % 4 == 0 and all(v % 8 == 0 for v in p.output[:4])
+    found = tilings(p.geometry, p.dtype, device.shared_bytes, fours)
+    return min(found, key=lambda tiling: (cycles(tiling, nominal(p), device), -tiling.columns), default=None)
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, g = problem, problem.geometry
+    if p.which is not Pass.FORWARD:
+        return "it computes the forward pass"
+    if p.dtype not in OPERANDS:
+        return f"{p.dtype} has no matrix instruction here"
+    if p.dtype == "float32" and not p.tf32:
+        return "float32 products must stay exact (TF32 is off)"
+    if device.capability != (9, 0):
+        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if p.norm is not None:
+        return "it leaves no moments for a norm"
+    if g.groups != 1:
+        return "it takes no groups"
+    if any(axis.padding or axis.output_padding or axis.dilation != 1 for axis in g.axes):
+        return "padding or dilation: outputs do not have one position each"
+    if g.kernel != g.stride or g.kernel[2] != 2 or g.kernel[0] * g.kernel[1] not in (1, 2, 4):
+        return "the kernel is not the stride, or not 2 along w and at most 2 x 2 otherwise"
+    if not _whole_pieces(p):
+        return "positions or outputs are not whole pieces of 16 bytes in contiguous tensors"
+    if not 0 < p.batch * prod(p.input_size) < 2**30:
+        return "too many positions, or none"
+    if min(g.in_channels, g.out_channels) < MIN_CHANNELS:
+        return f"fewer than {MIN_CHANNELS} channels leave tensor cores idle"
+    if g.in_channels * p.item_bytes > MAX_K_BYTES or choose(p, device) is None:
+        return f"the weights of {g.in_channels} input channels are too many for shared memory"
+    return None
+
+
+def _whole_pieces(p: Problem) -> bool:
+    """Positions of a channel are one run of whole 16 bytes, pairs of positions lie in one line."""
+    g, item, (_, height, width) = p.geometry, p.item_bytes, p.input_size
+    taps = g.kernel[0] * g.kernel[1] * g.kernel[2]
+    weight = (g.out_channels * taps, taps, g.kernel[1] * g.kernel[2], g.kernel[2], 1)
+    run = _same(p.input[2:], (height * width, width, 1), p.input_size) and prod(p.input_size) * item % 16 == 0
+    x = run and all(v * item % 16 == 0 for v in p.input[:2])
+    y = p.output[4] == 1 and width % 2 == 0 and all(v % 4 == 0 for v in p.output[:4])
+    return x and y and _same(p.weight, weight, (g.in_channels, g.out_channels, *g.kernel)) and p.aligned
+
+
+def _same(strides: Strides, wanted: Strides, size: tuple[int, ...]) -> bool:
+    """The stride of a dimension of size 1 does not matter."""
+    return all(a == b or n == 1 for a, b, n in zip(strides, wanted, size, strict=True))
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tiling = choose(problem, device)
+    assert tiling is not None, "plan() of a problem that why_not() refuses"
+    return plan_tiling(problem, device, tiling)
+
+
+def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    size, tiles = p.input_size, tiling.tiles(p)
+    splits = splits_of(tiling, tiles, device)
+    launch = Launch(
+        kernel="up",
+        constants=_constants(p, tiling),
+        grid=(tiling.kinds * splits, 1, 1),
+        threads=THREADS,
+        shared_bytes=tiling.shared_bytes,
+        pointers=("x", "weight", "bias", "y"),
+        scalars=padded(
+            int64s(*p.input[:2], *p.output),
+            int32s(prod(size), tiles, splits),
+            divider(tiles // p.batch),
+            divider(size[1]),
+            divider(size[2]),
+        ),
+    )
+    why = "every output has one position and one tap: one product, x as it is in memory"
+    return Plan("up", why, (launch,), tile=f"{tiling}, {splits} share the positions")
+
+
+def _constants(p: Problem, tiling: Tiling) -> Constants:
+    g = p.geometry
+    return (
+        ("kThreads", THREADS),
+        ("kMinBlocks", 1),
+        ("Scalar", SCALARS[p.dtype]),
+        ("Epilogue", p.activation),
+        ("kIn", g.in_channels),
+        ("kOut", g.out_channels),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        ("kColumns", tiling.columns),
+        ("kSlabs", tiling.slabs),
+        ("kStages", tiling.stages),
+        ("kProducerRegisters", REGISTERS[0]),
+        ("kConsumerRegisters", REGISTERS[1]),
+    )
