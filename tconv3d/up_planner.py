@@ -7,6 +7,7 @@ positions. What is compiled in depends on the layer and on the kind of its volum
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from math import log2, prod
 
 from .direct_planner import SCALARS
@@ -17,6 +18,7 @@ from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
 from .weight_grad_planner import OPERANDS
 
 HAS_EPILOGUE = True
+LAST = False  # whether channels-last tensors are taken: not measured yet
 THREADS = 384
 SLAB = 64  # positions that a matrix instruction has
 ROW_BYTES, STEP_BYTES = 128, 32  # of K: in a swizzled row of weights, and in one matrix instruction
@@ -25,13 +27,14 @@ MAX_K_BYTES = 4096  # the loop over K is unrolled
 MAX_COLUMNS = 256  # of all slabs
 MIN_STAGES, MAX_STAGES = 3, 16
 NOMINAL = (2, 16, 128, 1024, 8192)  # slabs of kinds of volume: twice 4^3, 8^3, ... positions
+SECTOR_BYTES = 32
 REGISTERS = (40, 232)  # of producers and consumers
 
 # What a multiprocessor does, in cycles, for choosing between tilings.
-L2_BYTES, MEMORY_BYTES = 25.0, 16.0  # moved per cycle
+L2_BYTES, WEIGHT_BYTES, MEMORY_BYTES = 18.0, 11.0, 15.0  # moved per cycle; weights pass through registers
 STEP_COLUMN = 0.5  # a matrix instruction, per column
 TILE_OVERHEAD = 700.0  # barriers, and what follows the last product
-BLOCK_OVERHEAD = 3000.0  # until the first bytes arrive
+BLOCK_OVERHEAD = 8000.0  # launching, until the first bytes arrive
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,25 @@ class Tiling:
 
     geometry: Geometry
     dtype: str
-    columns: int  # of a block
+    last: bool  # channels-last tensors
+    taps: int  # of a block; all, if tensors are contiguous
+    columns: int  # of a block: taps and output channels
     slabs: int  # of positions, in a tile
     stages: int
 
     @property
     def kinds(self) -> int:
         """Blocks that walk over the same positions."""
-        return -(-self.geometry.out_channels * self.geometry.taps // self.columns)
+        g = self.geometry
+        if self.last:
+            return g.taps // self.taps * -(-g.out_channels * self.taps // self.columns)
+        return -(-g.out_channels * g.taps // self.columns)
 
     @property
     def steps(self) -> int:
         """Matrix instructions of a tile."""
-        return -(-self.geometry.in_channels * ITEM_BYTES[self.dtype] // STEP_BYTES)
+        unit = ROW_BYTES if self.last else STEP_BYTES
+        return -(-self.geometry.in_channels * ITEM_BYTES[self.dtype] // unit) * unit // STEP_BYTES
 
     @property
     def positions(self) -> int:
@@ -62,7 +71,7 @@ class Tiling:
     @property
     def stage_bytes(self) -> int:
         """Of x, with what keeps banks apart, and two barriers."""
-        return ROW_BYTES * (self.positions + 8) + 16
+        return ROW_BYTES * (self.positions + (0 if self.last else 8)) + 16
 
     @property
     def shared_bytes(self) -> int:
@@ -77,18 +86,27 @@ class Tiling:
         return f"{self.positions} positions x {self.columns} columns, {self.stages} stages"
 
 
-def tilings(g: Geometry, dtype: str, shared_bytes: int, fours: bool) -> list[Tiling]:
+def tilings(g: Geometry, dtype: str, shared_bytes: int, last: bool, fours: bool) -> list[Tiling]:
     """Every division of columns whose weights leave room for a ring. `fours`: lines are whole fours of positions."""
     found = []
-    groups = -(-g.out_channels * g.taps // 8)
-    most = 2 if fours and ITEM_BYTES[dtype] == 2 else 1
-    for columns in dict.fromkeys(-(-groups // kinds) * 8 for kinds in range(1, groups + 1)):
-        for slabs in range(1, most + 1):
-            made = Tiling(g, dtype, columns, slabs, 0)
-            stages = min(MAX_STAGES, (shared_bytes - made.shared_bytes) // made.stage_bytes)
-            if slabs * columns <= MAX_COLUMNS and stages >= MIN_STAGES:
-                found.append(replace(made, stages=stages))
+    most = 2 if fours and not last and ITEM_BYTES[dtype] == 2 else 1
+    for (taps, columns), slabs in product(_columns(g, dtype, last), range(1, most + 1)):
+        made = Tiling(g, dtype, last, taps, columns, slabs, 0)
+        stages = min(MAX_STAGES, (shared_bytes - made.shared_bytes) // made.stage_bytes)
+        if slabs * columns <= MAX_COLUMNS and stages >= MIN_STAGES:
+            found.append(replace(made, stages=stages))
     return found
+
+
+def _columns(g: Geometry, dtype: str, last: bool) -> list[tuple[int, int]]:
+    """Taps and columns that a block may have."""
+    if not last:
+        groups = -(-g.out_channels * g.taps // 8)
+        return [(g.taps, 8 * -(-groups // kinds)) for kinds in range(1, groups + 1)]
+    block = 64 // ITEM_BYTES[dtype]  # channels whose outputs four lanes store
+    blocks = -(-g.out_channels // block)
+    divisors = [taps for taps in range(1, g.taps + 1) if g.taps % taps == 0]
+    return [(taps, taps * block * -(-blocks // kinds)) for taps in divisors for kinds in range(1, blocks + 1)]
 
 
 def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
@@ -105,7 +123,8 @@ def cycles(tiling: Tiling, slabs: int, device: Device) -> float:
     bytes_of_tile = tiling.positions * item
     moving = (g.in_channels + tiling.columns) * bytes_of_tile / L2_BYTES
     products = tiling.slabs * tiling.steps * tiling.columns * STEP_COLUMN
-    weights = g.in_channels * tiling.columns * item / L2_BYTES
+    unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps)  # of a sector of weights, other blocks' taps
+    weights = g.in_channels * tiling.columns * item * unused / WEIGHT_BYTES
     walk = -(-tiles // splits) * max(moving, products) + TILE_OVERHEAD
     moved = tiles * bytes_of_tile * (g.in_channels + g.out_channels * g.taps)
     memory = moved / (MEMORY_BYTES * device.multiprocessors)
@@ -120,7 +139,7 @@ def nominal(p: Problem) -> int:
 
 def choose(p: Problem, device: Device) -> Tiling | None:
     fours = p.input_size[2] % 4 == 0 and all(v % 8 == 0 for v in p.output[:4])
-    found = tilings(p.geometry, p.dtype, device.shared_bytes, fours)
+    found = tilings(p.geometry, p.dtype, device.shared_bytes, _is_last(p), fours)
     return min(found, key=lambda tiling: (cycles(tiling, nominal(p), device), -tiling.columns), default=None)
 
 
@@ -143,10 +162,14 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "it takes no groups"
     if any(axis.padding or axis.output_padding or axis.dilation != 1 for axis in g.axes):
         return "padding or dilation: outputs do not have one position each"
-    if g.kernel != g.stride or g.kernel[2] != 2 or g.kernel[0] * g.kernel[1] not in (1, 2, 4):
-        return "the kernel is not the stride, or not 2 along w and at most 2 x 2 otherwise"
-    if not _whole_pieces(p):
-        return "positions or outputs are not whole pieces of 16 bytes in contiguous tensors"
+    if _is_last(p) and not LAST:
+        return "channels-last tensors are the halo kernel's"
+    if g.kernel != g.stride:
+        return "the kernel is not the stride"
+    if not _is_last(p) and (g.kernel[2] != 2 or g.kernel[0] * g.kernel[1] not in (1, 2, 4)):
+        return "the kernel is not 2 along w and at most 2 otherwise, and tensors are contiguous"
+    if not (_whole_channels(p) if _is_last(p) else _whole_lines(p)):
+        return "positions, channels or outputs are not whole pieces of 16 bytes in a row"
     if not 0 < p.batch * prod(p.input_size) < 2**30:
         return "too many positions, or none"
     if min(g.in_channels, g.out_channels) < MIN_CHANNELS:
@@ -156,15 +179,29 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def _whole_pieces(p: Problem) -> bool:
+def _is_last(p: Problem) -> bool:
+    return p.input[1] == p.output[1] == 1 and p.output[4] != 1
+
+
+def _whole_lines(p: Problem) -> bool:
     """Positions of a channel are one run of whole 16 bytes, pairs of positions lie in one line."""
-    g, item, (_, height, width) = p.geometry, p.item_bytes, p.input_size
-    taps = g.kernel[0] * g.kernel[1] * g.kernel[2]
-    weight = (g.out_channels * taps, taps, g.kernel[1] * g.kernel[2], g.kernel[2], 1)
-    run = _same(p.input[2:], (height * width, width, 1), p.input_size) and prod(p.input_size) * item % 16 == 0
+    g, item, width = p.geometry, p.item_bytes, p.input_size[2]
+    weight = (g.out_channels * g.taps, g.taps, g.kernel[1] * g.kernel[2], g.kernel[2], 1)
+    run = p.input[4] == 1 and _one_run(p) and prod(p.input_size) * item % 16 == 0
     x = run and all(v * item % 16 == 0 for v in p.input[:2])
     y = p.output[4] == 1 and width % 2 == 0 and all(v % 4 == 0 for v in p.output[:4])
     return x and y and _same(p.weight, weight, (g.in_channels, g.out_channels, *g.kernel)) and p.aligned
+
+
+def _whole_channels(p: Problem) -> bool:
+    """Channels of a position are whole 16 bytes, positions one run."""
+    strides = (p.input[0], p.input[4], p.output[0], *p.output[2:], p.geometry.in_channels, p.geometry.out_channels)
+    return _one_run(p) and all(v * p.item_bytes % 16 == 0 for v in strides) and p.aligned
+
+
+def _one_run(p: Problem) -> bool:
+    (_, height, width), step = p.input_size, p.input[4]
+    return _same(p.input[2:4], (height * width * step, width * step), p.input_size[:2])
 
 
 def _same(strides: Strides, wanted: Strides, size: tuple[int, ...]) -> bool:
@@ -190,7 +227,7 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
         shared_bytes=tiling.shared_bytes,
         pointers=("x", "weight", "bias", "y"),
         scalars=padded(
-            int64s(*p.input[:2], *p.output),
+            int64s(*p.input, *p.output, *p.weight),
             int32s(prod(size), tiles, splits),
             divider(tiles // p.batch),
             divider(size[1]),
@@ -211,6 +248,8 @@ def _constants(p: Problem, tiling: Tiling) -> Constants:
         ("kIn", g.in_channels),
         ("kOut", g.out_channels),
         *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        ("kLast", tiling.last),
+        ("kTapTile", tiling.taps),
         ("kColumns", tiling.columns),
         ("kSlabs", tiling.slabs),
         ("kStages", tiling.stages),

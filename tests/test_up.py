@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import UNIT, Layer, passes, poisoned
+from layers import UNIT, Layer, Triple, passes, poisoned
 from torch import Tensor
 
 from tconv3d import compiler, direct_planner, emulator, executor, planner
@@ -23,17 +23,41 @@ A100 = Device("A100", (8, 0), 108, 166912)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 T2 = (2, 2, 2)
 
-# Layer, columns of a block, slabs of a tile, stages.
-LAYERS: dict[str, tuple[Layer, int, int, int]] = {
-    "one tile": (Layer(16, 8, (2, 4, 8), T2, T2, batch=1), 64, 1, 3),
-    "nothing whole": (Layer(20, 13, (4, 5, 10), T2, T2), 40, 1, 2),
-    "more stages of K than the ring has": (Layer(200, 6, (2, 3, 36), T2, T2, bias=False), 16, 1, 3),
-    "lines end inside a pair of slabs": (Layer(24, 10, (3, 6, 20), T2, T2, batch=3), 40, 2, 3),
-    "two taps along h": (Layer(33, 7, (3, 4, 12), (1, 2, 2), (1, 2, 2)), 16, 1, 3),
-    "two taps along d": (Layer(40, 12, (4, 5, 36), (2, 1, 2), (2, 1, 2)), 24, 2, 2),
-    "taps along w alone": (Layer(17, 21, (1, 2, 72), (1, 1, 2), (1, 1, 2)), 24, 1, 4),
+
+@dataclass(frozen=True)
+class Case:
+    """A layer, and how blocks divide it."""
+
+    layer: Layer
+    columns: int
+    slabs: int = 1
+    stages: int = 3
+    taps: int = 0  # of a block, in channels-last tensors
+
+    def tiling(self, dtype: torch.dtype) -> up.Tiling:
+        g = geometry(self.layer)
+        taps = self.taps or g.taps
+        return up.Tiling(g, str(dtype)[6:], self.taps > 0, taps, self.columns, self.slabs, self.stages)
+
+
+CASES = {
+    "one tile": Case(Layer(16, 8, (2, 4, 8), T2, T2, batch=1), 64),
+    "nothing whole": Case(Layer(20, 13, (4, 5, 10), T2, T2), 40, stages=2),
+    "more stages of K than the ring has": Case(Layer(200, 6, (2, 3, 36), T2, T2, bias=False), 16),
+    "lines end inside a pair of slabs": Case(Layer(24, 10, (3, 6, 20), T2, T2, batch=3), 40, 2),
+    "two taps along h": Case(Layer(33, 7, (3, 4, 12), (1, 2, 2), (1, 2, 2)), 16),
+    "two taps along d": Case(Layer(40, 12, (4, 5, 36), (2, 1, 2), (2, 1, 2)), 24, 2, 2),
+    "taps along w alone": Case(Layer(17, 21, (1, 2, 72), (1, 1, 2), (1, 1, 2)), 24, 1, 4),
+    "channels last": Case(Layer(40, 24, (3, 5, 7), T2, T2), 64, taps=2),
+    "channels last, odd taps": Case(Layer(72, 40, (3, 5, 9), (3, 1, 3), (3, 1, 3), batch=3), 96, stages=2, taps=3),
+    "channels last, pointwise": Case(Layer(264, 40, (1, 9, 9), (1, 1, 1), bias=False), 32, taps=1),
 }
-CASES = [(dtype, name) for dtype in DTYPES for name in LAYERS if dtype != torch.float32 or LAYERS[name][2] == 1]
+HALVES = {
+    torch.float16: ["nothing whole", "two taps along d", "channels last"],
+    torch.bfloat16: ["one tile", "lines end inside a pair of slabs", "two taps along h", "channels last, odd taps"],
+}
+RUN = [(torch.float32, name) for name, case in CASES.items() if case.slabs == 1]
+RUN += [(dtype, name) for dtype, names in HALVES.items() for name in names]
 
 
 @pytest.fixture
@@ -44,6 +68,7 @@ def only_up(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     monkeypatch.setattr(planner, "FAMILIES", (("up", up), ("direct", direct_planner)))
     monkeypatch.setattr(up, "MIN_CHANNELS", 1)
+    monkeypatch.setattr(up, "LAST", True)
     monkeypatch.setattr(executor, "device_of", lambda _: replace(H200, multiprocessors=5))
     executor.forget()
     yield ours
@@ -56,10 +81,9 @@ def geometry(layer: Layer) -> Geometry:
 
 
 def tiled(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> Layer:
-    layer, columns, slabs, stages = LAYERS[name]
-    made = up.Tiling(geometry(layer), str(dtype)[6:], columns, slabs, stages)
-    monkeypatch.setattr(up, "choose", lambda *_: made)
-    return layer
+    """The layer, for which the planner has no choice."""
+    monkeypatch.setattr(up, "choose", lambda *_: CASES[name].tiling(dtype))
+    return CASES[name].layer
 
 
 def result(layer: Layer, operands: list[Tensor], relu: bool = False) -> Tensor:
@@ -83,28 +107,38 @@ def check(layer: Layer, operands: list[Tensor], relu: bool = False) -> None:
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} wrong, first {wrong.nonzero()[0].tolist()}"
 
 
-@pytest.mark.parametrize(("dtype", "name"), CASES, ids=str)
+@pytest.mark.parametrize(("dtype", "name"), RUN, ids=str)
 def test_against_float64(dtype: torch.dtype, name: str, only_up: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = tiled(monkeypatch, name, dtype)
-    check(layer, layer.operands(dtype, only_up), relu=name == "nothing whole")
+    operands = layer.operands(dtype, only_up)
+    if CASES[name].taps:
+        operands[0] = operands[0].to(memory_format=torch.channels_last_3d)
+    if name == "channels last, odd taps":
+        operands[1] = operands[1].to(memory_format=torch.channels_last_3d)
+    check(layer, operands, relu=name in ("nothing whole", "channels last"))
 
 
-@settings(max_examples=6)
+@settings(max_examples=8)
 @given(
     channels=st.tuples(st.integers(1, 80), st.integers(1, 40)),
     taps=st.sampled_from([(1, 1, 2), (1, 2, 2), (2, 1, 2), T2]),
     size=st.tuples(st.integers(1, 4), st.integers(1, 9), st.sampled_from([8, 16, 24, 40])),
     batch=st.integers(1, 3),
     dtype=st.sampled_from(DTYPES),
+    last=st.booleans(),
 )
 def test_generated(
-    channels: tuple[int, int], taps: tuple[int, int, int], size: tuple[int, int, int], batch: int, dtype: torch.dtype,
-    only_up: str,
-) -> None:  # fmt: skip
+    channels: tuple[int, int], taps: Triple, size: Triple, batch: int, dtype: torch.dtype, last: bool, only_up: str
+) -> None:
     """As the planner has it."""
+    if last:
+        channels, taps = (8 * channels[0], 8 * channels[1]), (taps[2], taps[0], 3)
     layer = Layer(*channels, size, taps, taps, batch=batch)
-    assert planner.plan(problem(layer, str(dtype)[6:]), H200).kernel == "up"
-    check(layer, layer.operands(dtype, only_up))
+    operands = layer.operands(dtype, only_up)
+    if last:
+        operands[0] = operands[0].to(memory_format=torch.channels_last_3d)
+    assert up.why_not(problem(layer, str(dtype)[6:], last), H200) is None
+    check(layer, operands)
 
 
 def test_parts_of_larger_tensors(only_up: str) -> None:
@@ -142,7 +176,7 @@ def test_special_values_stay_with_their_position(only_up: str, monkeypatch: pyte
 # ---- The planner's promises.
 
 
-def problem(layer: Layer, dtype: str = "float32") -> Problem:
+def problem(layer: Layer, dtype: str = "float32", last: bool = False) -> Problem:
     g = geometry(layer)
     weight = (g.in_channels, g.out_per_group, *layer.kernel)
     shapes = (
@@ -151,13 +185,16 @@ def problem(layer: Layer, dtype: str = "float32") -> Problem:
         (layer.batch, g.out_channels, *g.output_size(layer.size)),
     )
     x, w, y = map(executor.contiguous_strides, shapes)
+    if last:
+        x, y = map(executor.channels_last_strides, (shapes[0], shapes[2]))
     return Problem(Pass.FORWARD, g, layer.batch, layer.size, dtype, x, w, y, tf32=True)
 
 
 UP = Layer(64, 32, (64, 64, 64), T2, T2)
 
 
-def test_what_it_refuses_and_why() -> None:
+def test_what_it_refuses_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "LAST", True)
     taken = problem(UP)
     assert up.why_not(taken, H200) is None
     for refused, device, reason in (
@@ -165,13 +202,15 @@ def test_what_it_refuses_and_why() -> None:
         (replace(taken, tf32=False), H200, "TF32"),
         (replace(taken, dtype="float64"), H200, "float64"),
         (replace(taken, input=executor.channels_last_strides((2, 64, 64, 64, 64))), H200, "pieces"),
+        (problem(replace(UP, in_channels=10), last=True), H200, "pieces"),
+        (problem(replace(UP, out_channels=20), "bfloat16", last=True), H200, "pieces"),
         (replace(taken, output=executor.channels_last_strides((2, 32, 128, 128, 128))), H200, "pieces"),
         (replace(taken, aligned=False), H200, "pieces"),
         (replace(taken, batch=0), H200, "none"),
         (replace(taken, norm=Norm(4, 1e-5)), H200, "moments"),
         (taken, A100, "9.0"),
         (problem(replace(UP, stride=(2, 2, 1))), H200, "stride"),
-        (problem(replace(UP, kernel=(4, 2, 2), stride=(4, 2, 2))), H200, "stride"),
+        (problem(replace(UP, kernel=(4, 2, 2), stride=(4, 2, 2))), H200, "along w"),
         (problem(replace(UP, padding=(1, 1, 1))), H200, "padding"),
         (problem(replace(UP, output_padding=(1, 0, 0))), H200, "padding"),
         (problem(replace(UP, groups=2)), H200, "groups"),
@@ -183,11 +222,13 @@ def test_what_it_refuses_and_why() -> None:
         assert reason in (up.why_not(refused, device) or "")
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_decoder(dtype: str) -> None:
+def test_a_decoder(dtype: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory suffices, one wave fills the GPU, the compiler keeps products in flight and nothing spills."""
-    for inputs, outputs, side in ((64, 32, 64), (256, 128, 16), (320, 320, 4)):
-        (launch,) = planner.plan(problem(Layer(inputs, outputs, (side,) * 3, T2, T2), dtype), H200).launches
+    monkeypatch.setattr(up, "LAST", True)
+    for inputs, outputs, side in ((64, 32, 64), (256, 128, 16), (320, 256, 8)):
+        (launch,) = up.plan(problem(Layer(inputs, outputs, (side,) * 3, T2, T2), dtype, last), H200).launches
         assert launch.kernel == "up" and launch.shared_bytes <= H200.shared_bytes
         assert 0.9 * H200.multiprocessors < launch.grid[0] <= H200.multiprocessors
         if side != 16:
