@@ -31,7 +31,7 @@ SECTOR_BYTES = 32
 REGISTERS = (40, 232)  # of producers and consumers
 
 # What a multiprocessor does, in cycles, for choosing between tilings.
-L2_BYTES, WEIGHT_BYTES, MEMORY_BYTES = 18.0, 11.0, 15.0  # moved per cycle; weights pass through registers
+L2_BYTES, WEIGHT_BYTES, MEMORY_BYTES = 18.0, 15.0, 15.0  # moved per cycle; weights are put in order, too
 STEP_COLUMN = 0.5  # a matrix instruction, per column
 TILE_OVERHEAD = 700.0  # barriers, and what follows the last product
 BLOCK_OVERHEAD = 8000.0  # launching, until the first bytes arrive
@@ -185,18 +185,30 @@ def _is_last(p: Problem) -> bool:
 
 def _whole_lines(p: Problem) -> bool:
     """Positions of a channel are one run of whole 16 bytes, pairs of positions lie in one line."""
-    g, item, width = p.geometry, p.item_bytes, p.input_size[2]
-    weight = (g.out_channels * g.taps, g.taps, g.kernel[1] * g.kernel[2], g.kernel[2], 1)
+    item, width = p.item_bytes, p.input_size[2]
     run = p.input[4] == 1 and _one_run(p) and prod(p.input_size) * item % 16 == 0
     x = run and all(v * item % 16 == 0 for v in p.input[:2])
     y = p.output[4] == 1 and width % 2 == 0 and all(v % 4 == 0 for v in p.output[:4])
-    return x and y and _same(p.weight, weight, (g.in_channels, g.out_channels, *g.kernel)) and p.aligned
+    return x and y and _weight(p) == "contiguous" and p.aligned
 
 
 def _whole_channels(p: Problem) -> bool:
     """Channels of a position are whole 16 bytes, positions one run."""
     strides = (p.input[0], p.input[4], p.output[0], *p.output[2:], p.geometry.in_channels, p.geometry.out_channels)
-    return _one_run(p) and all(v * p.item_bytes % 16 == 0 for v in strides) and p.aligned
+    whole = all(v * p.item_bytes % 16 == 0 for v in strides)
+    return whole and _one_run(p) and _weight(p) in ("contiguous", "last") and p.aligned
+
+
+def _weight(p: Problem) -> str:
+    """The layout of the weight."""
+    g, (_, high, wide) = p.geometry, p.geometry.kernel
+    shape = (g.in_channels, g.out_channels, *g.kernel)
+    tap = {"contiguous": 1, "last": g.out_channels}
+    for name, out in (("contiguous", g.taps), ("last", 1)):
+        wanted = (g.out_channels * g.taps, out, high * wide * tap[name], wide * tap[name], tap[name])
+        if _same(p.weight, wanted, shape):
+            return name
+    return "other"
 
 
 def _one_run(p: Problem) -> bool:
@@ -219,6 +231,10 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
     size, tiles = p.input_size, tiling.tiles(p)
     splits = splits_of(tiling, tiles, device)
+    weight = (
+        p.geometry.out_channels * p.geometry.taps,
+        *((1, 0, 0, p.geometry.out_channels) if _weight(p) == "last" else (p.geometry.taps, 0, 0, 1)),
+    )
     launch = Launch(
         kernel="up",
         constants=_constants(p, tiling),
@@ -227,7 +243,7 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
         shared_bytes=tiling.shared_bytes,
         pointers=("x", "weight", "bias", "y"),
         scalars=padded(
-            int64s(*p.input, *p.output, *p.weight),
+            int64s(*p.input, *p.output, *weight),
             int32s(prod(size), tiles, splits),
             divider(tiles // p.batch),
             divider(size[1]),
@@ -249,6 +265,7 @@ def _constants(p: Problem, tiling: Tiling) -> Constants:
         ("kOut", g.out_channels),
         *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
         ("kLast", tiling.last),
+        ("kWeightLast", _weight(p) == "last"),
         ("kTapTile", tiling.taps),
         ("kColumns", tiling.columns),
         ("kSlabs", tiling.slabs),

@@ -60,18 +60,20 @@ struct Up {
   // A consumer's turn to take stages. Not before it is, the parity of a stage's barrier tells its rounds
   // apart.
   __device__ __forceinline__ unsigned turn(int who) const { return barriers + 8 * (2 * C::kStages + who); }
-  __device__ __forceinline__ unsigned weights_there() const {
+  __device__ __forceinline__ unsigned consumers_there() const {
     return barriers + 8 * (2 * C::kStages + kConsumers);
   }
 
+  // A producer makes the barriers while consumers ask for the weights.
   __device__ __forceinline__ void prepare() const {
+    if (warp >= kProducers / 32) copy_weights();
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kStages; ++i) {
         ptx::barrier_init(full(i), kProducers);
         ptx::barrier_init(empty(i), 4);
       }
       for (int i = 0; i < kConsumers; ++i) ptx::barrier_init(turn(i), 4);
-      ptx::barrier_init(weights_there(), 128 * kConsumers);
+      ptx::barrier_init(consumers_there(), 128 * kConsumers);
       ptx::fence_barrier_init();
     }
     __syncthreads();
@@ -98,29 +100,108 @@ struct Up {
     }
   }
 
-  // ---- Consumers, before the walk: weights, while the first tiles are on their way.
+  // ---- Consumers, before the walk: weights, while the first tiles are on their way. They are copied as they
+  // are in memory, [channel][column], all at once, and then put in order chunk by chunk, in their place. A
+  // unit is 16 bytes of K of a column, or of two of a 16-bit type.
 
-  __device__ __forceinline__ void load_weights() const {
-    constexpr int kWords = Layout::kUnitWords, kAtOnce = 64 / kWords, kThreads = 128 * kConsumers;
-    const int own = static_cast<int>(threadIdx.x) - kProducers;
-#pragma unroll 1
-    for (int first = own; first < Layout::kUnits; first += kAtOnce * kThreads) {
-      unsigned units[kAtOnce][kWords];
+  static constexpr int kThreads = 128 * kConsumers;  // of consumers
+  static constexpr int kChunkBytes = C::kColumns * kRowBytes;
+  static constexpr int kUnitColumns = C::kColumns / Layout::kPerWord;
+  static constexpr int kUnits = kUnitColumns * 8,
+                       kOwnUnits = (kUnits + kThreads - 1) / kThreads;  // of a chunk
+  static constexpr int kGroups = kChunks < 8 ? kChunks : 8;  // of chunks that are waited for together
+  static constexpr int group_of(int chunk) { return chunk * kGroups / kChunks; }
+
+  struct Unit {
+    unsigned words[Layout::kUnitItems];
+  };
+
+  __device__ __forceinline__ int own() const { return static_cast<int>(threadIdx.x) - kProducers; }
+
+  __device__ __forceinline__ void copy_weights() const {
+    static_for<kChunks>([&](auto chunk) {
+      copy_chunk(chunk);
+      if constexpr (group_of(chunk.value + 1) != group_of(chunk.value)) ptx::copy_commit();
+    });
+  }
+  __device__ __forceinline__ void copy_chunk(int chunk) const {
+    constexpr int kItems = Layout::kWeightPiece / Layout::kItem, kPieces = C::kColumns / kItems;
+    // A weight may begin anywhere among other parameters.
+    const bool aligned = reinterpret_cast<unsigned long long>(args.weight) % Layout::kWeightPiece == 0;
+    Scalar* const raw = reinterpret_cast<Scalar*>(weights + chunk * kChunkBytes);
+    for (int i = own(); i < Layout::kStageItems * kPieces; i += kThreads) {
+      const int in = i / kPieces, column = i % kPieces * kItems;
+      const Scalar* const from = layout.weight_at(chunk * Layout::kStageItems + in, column);
+      Scalar* const to = raw + in * C::kColumns + column;
+      if (Layout::kWeightPiece >= 4 && aligned) {
+        constexpr int kWords = Layout::kWeightPiece >= 4 ? Layout::kWeightPiece / 4 : 1;
+        ptx::copy_words_once<kWords>(to, from == nullptr ? args.weight : from, from != nullptr);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) layout.load_unit(units[i], first + i * kThreads);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i * kThreads < Layout::kUnits) layout.store_unit(weights, units[i], first + i * kThreads);
+        for (int k = 0; k < kItems; ++k) to[k] = from == nullptr ? Scalar{} : load_constant(from + k);
       }
     }
-    for (int i = own; i < Layout::kOutTile; i += kThreads) {
+  }
+  __device__ __forceinline__ Unit load_unit(int chunk, int unit) const {
+    const unsigned* const raw =
+        reinterpret_cast<const unsigned*>(weights + chunk * kChunkBytes) + unit % kUnitColumns;
+    Unit found;
+#pragma unroll
+    for (int i = 0; i < Layout::kUnitItems; ++i) {
+      found.words[i] = raw[Layout::channel_of(unit / kUnitColumns, i) * kUnitColumns];
+    }
+    return found;
+  }
+  __device__ __forceinline__ void store_unit(const Unit& from, int chunk, int unit) const {
+#pragma unroll
+    for (int k = 0; k < Layout::kPerWord; ++k) {
+      const int row = Layout::row_of(unit % kUnitColumns * Layout::kPerWord + k), piece = unit / kUnitColumns;
+      unsigned words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (Layout::kRounded) {
+          words[i] = Layout::rounded(from.words[i]);
+        } else {
+          words[i] = Layout::pair(from.words[2 * i], from.words[2 * i + 1], k);
+        }
+      }
+      *reinterpret_cast<uint4*>(weights + chunk * kChunkBytes + row * kRowBytes + (piece ^ row % 8) * 16) =
+          uint4{words[0], words[1], words[2], words[3]};
+    }
+  }
+
+  // Of all consumers; the number of the meeting.
+  __device__ __forceinline__ void meet(int number) const {
+    ptx::barrier_arrive(consumers_there());
+    ptx::barrier_wait(consumers_there(), static_cast<unsigned>(number) % 2u);
+  }
+
+  __device__ __forceinline__ void order_weights() const {
+    for (int i = own(); i < Layout::kOutTile; i += kThreads) {
       const int out = layout.first_out() + i;
       const bool there = args.bias != nullptr && out < C::kOut;
       bias[i] = there ? widen<float>(static_cast<const Scalar*>(args.bias)[out]) : 0.0f;
     }
+    ptx::copy_wait<kGroups - 1>();
+    meet(0);
+    static_for<kChunks>([&](auto chunk) {
+      constexpr int kNext = decltype(chunk)::value + 1;
+      Unit units[kOwnUnits];
+#pragma unroll
+      for (int i = 0; i < kOwnUnits; ++i) {
+        const int unit = own() + i * kThreads;
+        if (kUnits % kThreads == 0 || unit < kUnits) units[i] = load_unit(chunk, unit);
+      }
+      if constexpr (kNext < kChunks) ptx::copy_wait<kGroups - 1 - group_of(kNext)>();
+      meet(kNext);  // this chunk is in registers, and the next one is there
+#pragma unroll
+      for (int i = 0; i < kOwnUnits; ++i) {
+        const int unit = own() + i * kThreads;
+        if (kUnits % kThreads == 0 || unit < kUnits) store_unit(units[i], chunk, unit);
+      }
+    });
     ptx::fence_async_proxy();
-    ptx::barrier_arrive(weights_there());
-    ptx::barrier_wait(weights_there(), 0);
+    meet(kChunks + 1);
   }
 
   // ---- Consumers, walking.
@@ -163,8 +244,8 @@ struct Up {
         ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(weights), 8 * kRowBytes);
     static_for<kChunks>([&](auto chunk) {
       constexpr int kChunk = decltype(chunk)::value, kLeft = kSteps - kChunk * kStageSteps;
-      multiply_chunk<(kLeft < kStageSteps ? kLeft : kStageSteps)>(
-          sums, steps[kChunk % 2], stage, ptx::advance(b, kChunk * C::kColumns * kRowBytes));
+      multiply_chunk<(kLeft < kStageSteps ? kLeft : kStageSteps)>(sums, steps[kChunk % 2], stage,
+                                                                  ptx::advance(b, kChunk * kChunkBytes));
       stage.advance(C::kStages);
     });
     if (lane == 0) ptx::barrier_arrive(turn(1 - who));
@@ -207,7 +288,7 @@ __device__ void run(const Args& args) {
     kernel.produce();
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
-    kernel.load_weights();
+    kernel.order_weights();
     kernel.consume();
   }
 }

@@ -17,12 +17,17 @@ struct Args {
   const void* bias;  // or null
   void* y;
   Strides x_strides, y_strides;  // the positions of x are one run: d and h follow from w
-  Strides w_strides;             // input channel, output channel, taps
+  Strides w_strides;             // input channel, output channel; taps are w apart
   int positions;                 // of a batch item
   int tiles, splits;             // tiles in all, and blocks that share them
   Divider by_tiles;              // of a batch item
   Divider by_h, by_w;
 };
+
+// As many bytes as pieces of such a length can be copied at a time.
+__device__ constexpr int common_bytes(int bytes) {
+  return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 2;
+}
 
 // What both agree on.
 template <class C>
@@ -36,6 +41,7 @@ struct UpShape {
   static constexpr int kStepItems = kStepBytes / kItem, kStageItems = kRowBytes / kItem;  // channels
   static constexpr int kStageSteps = kRowBytes / kStepBytes;
   static constexpr int kPieceItems = 16 / kItem;
+  static constexpr int kUnitItems = 4 * kPerWord;  // channels in 16 bytes of K
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
   static constexpr int kSums = C::kColumns / 2;
   static constexpr int kProducers = 128, kConsumers = 2;  // threads; warpgroups
@@ -58,12 +64,6 @@ struct UpShape {
   static __device__ __forceinline__ unsigned pair(unsigned low, unsigned high, int which) {
     return which == 0 ? (low & 0xFFFFu) | high << 16 : low >> 16 | (high & 0xFFFF0000u);
   }
-  // 16 bytes of K of a column, among swizzled rows.
-  static __device__ __forceinline__ void store_piece(unsigned char* weights, int row, int piece,
-                                                     const unsigned (&words)[4]) {
-    *reinterpret_cast<uint4*>(weights + (piece / 8 * C::kColumns + row) * kRowBytes +
-                              (piece % 8 ^ row % 8) * 16) = uint4{words[0], words[1], words[2], words[3]};
-  }
   // Where the outputs of a position begin.
   __device__ __forceinline__ Scalar* outputs(int n, int position) const {
     const int line = divide(position, args.by_w), d = divide(line, args.by_h);
@@ -84,7 +84,8 @@ struct UpContiguous : UpShape<C> {
   using Shape = UpShape<C>;
   using Shape::args, Shape::warp, Shape::lane;
   using Shape::kItem, Shape::kPerWord, Shape::kRounded, Shape::kTile, Shape::kTaps, Shape::kProducers;
-  using Shape::kStepItems, Shape::kStageItems, Shape::kStageSteps, Shape::kSums, Shape::kPieceItems;
+  using Shape::kStepItems, Shape::kStageItems, Shape::kStageSteps, Shape::kSums, Shape::kPieceItems,
+      Shape::kUnitItems;
   using typename Shape::Scalar, typename Shape::Step, typename Shape::Sums;
 
   static constexpr int kSteps = (C::kIn + kStepItems - 1) / kStepItems;
@@ -134,49 +135,17 @@ struct UpContiguous : UpShape<C> {
     }
   }
 
-  // ---- Weights. A unit is a piece of K of one column, or of two of a 16-bit type: neighbouring threads read
-  // neighbouring columns.
+  // ---- Weights: in the order of memory.
 
-  static constexpr int kUnitWords = 4 * kPerWord;  // one for each channel
-  static constexpr int kUnitColumns = C::kColumns / kPerWord;
-  static constexpr int kUnits = kUnitColumns * kSteps * 2;
+  static constexpr int kWeightPiece = common_bytes(kColumnsAll * kItem);
 
-  // A weight may begin anywhere among other parameters.
-  __device__ __forceinline__ unsigned load_word(const Scalar* from) const {
-    if (kPerWord == 1 || reinterpret_cast<unsigned long long>(args.weight) % 4 == 0) {
-      return __ldg(reinterpret_cast<const unsigned*>(from));
-    }
-    return OperandOf<Scalar>::bits(load_constant(from)) | OperandOf<Scalar>::bits(load_constant(from + 1))
-                                                              << 16;
+  __device__ __forceinline__ const Scalar* weight_at(int in, int column) const {
+    column += first_column;
+    if (in >= C::kIn || (kColumnsAll % C::kColumns != 0 && column >= kColumnsAll)) return nullptr;
+    return static_cast<const Scalar*>(args.weight) + in * static_cast<long long>(kColumnsAll) + column;
   }
-  __device__ __forceinline__ void load_unit(unsigned (&to)[kUnitWords], int unit) const {
-    const int column = first_column + unit % kUnitColumns * kPerWord;
-    const int in = unit / kUnitColumns * kUnitWords;
-    const Scalar* const from =
-        static_cast<const Scalar*>(args.weight) + in * static_cast<long long>(kColumnsAll) + column;
-    const bool inside = unit < kUnits && column < kColumnsAll;
-#pragma unroll
-    for (int i = 0; i < kUnitWords; ++i) {
-      const bool there = inside && (C::kIn % kStepItems == 0 || in + i < C::kIn);
-      to[i] = there ? load_word(from + i * kColumnsAll) : 0u;
-    }
-  }
-  __device__ __forceinline__ void store_unit(unsigned char* weights, const unsigned (&from)[kUnitWords],
-                                             int unit) const {
-#pragma unroll
-    for (int k = 0; k < kPerWord; ++k) {
-      unsigned words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if constexpr (kRounded) {
-          words[i] = Shape::rounded(from[i]);
-        } else {
-          words[i] = Shape::pair(from[2 * i], from[2 * i + 1], k);
-        }
-      }
-      Shape::store_piece(weights, unit % kUnitColumns * kPerWord + k, unit / kUnitColumns, words);
-    }
-  }
+  static __device__ __forceinline__ int channel_of(int piece, int i) { return piece * kUnitItems + i; }
+  static __device__ __forceinline__ int row_of(int column) { return column; }
 
   // ---- Consumers.
 
@@ -241,7 +210,7 @@ struct UpChannelsLast : UpShape<C> {
   using Shape = UpShape<C>;
   using Shape::args, Shape::warp, Shape::lane;
   using Shape::kItem, Shape::kPerWord, Shape::kTile, Shape::kTaps, Shape::kProducers, Shape::kRowBytes;
-  using Shape::kStageItems, Shape::kStageSteps, Shape::kSums, Shape::kPieceItems;
+  using Shape::kStageItems, Shape::kStageSteps, Shape::kSums, Shape::kPieceItems, Shape::kUnitItems;
   using typename Shape::Scalar, typename Shape::Step, typename Shape::Sums;
 
   static constexpr int kChunks = (C::kIn + kStageItems - 1) / kStageItems;
@@ -297,42 +266,26 @@ struct UpChannelsLast : UpShape<C> {
     }
   }
 
-  // ---- Weights. A unit is a piece of K of one column. Neighbouring threads read neighbouring taps.
+  // ---- Weights: in the order of memory, by channel and tap, or by tap and channel.
 
-  static constexpr int kUnitWords = 4;
-  static constexpr int kUnits = C::kColumns * kSteps * 2;
+  static constexpr int kWeightPiece = common_bytes((C::kWeightLast ? kOutTile : C::kTapTile) * kItem);
 
-  // Word i of a piece: which of the words of channels that a chunk has.
-  static __device__ __forceinline__ int word_of(int piece, int i) {
-    return piece % 2 * 16 + i * 4 + piece % 8 / 2;
+  __device__ __forceinline__ const Scalar* weight_at(int in, int column) const {
+    const int tap = first_tap + (C::kWeightLast ? column / kOutTile : column % C::kTapTile);
+    const int co = out + (C::kWeightLast ? column % kOutTile : column / C::kTapTile);
+    if (in >= C::kIn || (C::kOut % kOutTile != 0 && co >= C::kOut)) return nullptr;
+    return static_cast<const Scalar*>(args.weight) + in * args.w_strides.n + co * args.w_strides.c +
+           tap * args.w_strides.w;
   }
-  __device__ __forceinline__ void load_unit(unsigned (&to)[kUnitWords], int unit) const {
-    const int column = unit % C::kColumns, piece = unit / C::kColumns;
-    const int tap = first_tap + column % C::kTapTile, co = out + column / C::kTapTile;
-    const int kw = tap % C::kKernelW, kh = tap / C::kKernelW % C::kKernelH;
-    const int kd = tap / (C::kKernelW * C::kKernelH);
-    const Scalar* const from = static_cast<const Scalar*>(args.weight) + co * args.w_strides.c +
-                               kd * args.w_strides.d + kh * args.w_strides.h + kw * args.w_strides.w;
-#pragma unroll
-    for (int i = 0; i < kUnitWords; ++i) {
-      const int in = piece / 8 * kStageItems + word_of(piece, i) * kPerWord;
-      const bool there = unit < kUnits && co < C::kOut && in < C::kIn;
-      to[i] = 0;
-      if (there) {
-#pragma unroll
-        for (int k = 0; k < kPerWord; ++k) {
-          to[i] |= OperandOf<Scalar>::bits(load_constant(from + (in + k) * args.w_strides.n)) << 16 * k;
-        }
-      }
-    }
+  // A lane takes 16 bytes of x at a time: a word of each of four steps.
+  static __device__ __forceinline__ int channel_of(int piece, int i) {
+    return (piece % 2 * 16 + i / kPerWord * 4 + piece / 2) * kPerWord + i % kPerWord;
   }
-  __device__ __forceinline__ void store_unit(unsigned char* weights, const unsigned (&from)[kUnitWords],
-                                             int unit) const {
-    const int column = unit % C::kColumns;
-    const int ordered = column % C::kTapTile * kOutTile + column / C::kTapTile;  // by tap, then by channel
+  static __device__ __forceinline__ int row_of(int column) {
+    const int ordered =  // by tap, then by channel
+        C::kWeightLast ? column : column % C::kTapTile * kOutTile + column / C::kTapTile;
     const int in_block = ordered % kBlock, owner = in_block / kPieceItems, item = in_block % kPieceItems;
-    const int row = ordered / kBlock * kBlock + item / 2 * 8 + owner * 2 + item % 2;
-    Shape::store_piece(weights, row, unit / C::kColumns, from);
+    return ordered / kBlock * kBlock + item / 2 * 8 + owner * 2 + item % 2;
   }
 
   // ---- Consumers.
