@@ -47,13 +47,15 @@ CASES = {
     "lines end inside a pair of slabs": Case(Layer(24, 10, (3, 6, 20), T2, T2, batch=3), 40, 2),
     "two taps along h": Case(Layer(33, 7, (3, 4, 12), (1, 2, 2), (1, 2, 2)), 16),
     "two taps along d": Case(Layer(40, 12, (4, 5, 36), (2, 1, 2), (2, 1, 2)), 24, 2, 2),
+    "four taps along w, odd planes": Case(Layer(24, 5, (3, 4, 10), (1, 3, 4), (1, 3, 4)), 40),
+    "one tap along w": Case(Layer(24, 7, (4, 4, 6), (2, 2, 1), (2, 2, 1)), 24),
     "taps along w alone": Case(Layer(17, 21, (1, 2, 72), (1, 1, 2), (1, 1, 2)), 24, 1, 4),
     "channels last": Case(Layer(40, 24, (3, 5, 7), T2, T2), 64, taps=2),
     "channels last, odd taps": Case(Layer(72, 40, (3, 5, 9), (3, 1, 3), (3, 1, 3), batch=3), 96, stages=2, taps=3),
     "channels last, pointwise": Case(Layer(264, 40, (1, 9, 9), (1, 1, 1), bias=False), 32, taps=1),
 }
 HALVES = {
-    torch.float16: ["nothing whole", "two taps along d", "channels last"],
+    torch.float16: ["nothing whole", "two taps along d", "channels last", "four taps along w, odd planes"],
     torch.bfloat16: ["one tile", "lines end inside a pair of slabs", "two taps along h", "channels last, odd taps"],
 }
 RUN = [(torch.float32, name) for name, case in CASES.items() if case.slabs == 1]
@@ -68,7 +70,8 @@ def only_up(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     monkeypatch.setattr(planner, "FAMILIES", (("up", up), ("direct", direct_planner)))
     monkeypatch.setattr(up, "MIN_CHANNELS", 1)
-    monkeypatch.setattr(up, "LAST", True)
+    monkeypatch.setattr(up, "MIN_LAST", 1)
+    monkeypatch.setattr(up, "ALONG_W", (1, 2, 4))
     monkeypatch.setattr(executor, "device_of", lambda _: replace(H200, multiprocessors=5))
     executor.forget()
     yield ours
@@ -193,8 +196,7 @@ def problem(layer: Layer, dtype: str = "float32", last: bool = False) -> Problem
 UP = Layer(64, 32, (64, 64, 64), T2, T2)
 
 
-def test_what_it_refuses_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "LAST", True)
+def test_what_it_refuses_and_why() -> None:
     taken = problem(UP)
     assert up.why_not(taken, H200) is None
     for refused, device, reason in (
@@ -210,7 +212,7 @@ def test_what_it_refuses_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
         (replace(taken, norm=Norm(4, 1e-5)), H200, "moments"),
         (taken, A100, "9.0"),
         (problem(replace(UP, stride=(2, 2, 1))), H200, "stride"),
-        (problem(replace(UP, kernel=(4, 2, 2), stride=(4, 2, 2))), H200, "along w"),
+        (problem(replace(UP, kernel=(2, 2, 3), stride=(2, 2, 3))), H200, "along w"),
         (problem(replace(UP, padding=(1, 1, 1))), H200, "padding"),
         (problem(replace(UP, output_padding=(1, 0, 0))), H200, "padding"),
         (problem(replace(UP, groups=2)), H200, "groups"),
@@ -226,7 +228,7 @@ def test_what_it_refuses_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_decoder(dtype: str, last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Shared memory suffices, one wave fills the GPU, the compiler keeps products in flight and nothing spills."""
-    monkeypatch.setattr(up, "LAST", True)
+    monkeypatch.setattr(up, "MIN_LAST", 1)
     for inputs, outputs, side in ((64, 32, 64), (256, 128, 16), (320, 256, 8)):
         (launch,) = up.plan(problem(Layer(inputs, outputs, (side,) * 3, T2, T2), dtype, last), H200).launches
         assert launch.kernel == "up" and launch.shared_bytes <= H200.shared_bytes

@@ -32,6 +32,7 @@ struct Up {
   static constexpr int kChunks = (kSteps + kStageSteps - 1) / kStageSteps;  // stages that a tile takes
   static constexpr int kProducers = Layout::kProducers, kConsumers = Layout::kConsumers;
   static constexpr int kWeightBytes = kChunks * C::kColumns * kRowBytes;
+  static constexpr int kStageBytes = 4 * C::kStages * Layout::kStageWords;
 
   static_assert(C::kThreads == kProducers + 128 * kConsumers && C::kColumns % 8 == 0 && C::kStages >= 2);
 
@@ -48,10 +49,11 @@ struct Up {
         split(static_cast<int>(blockIdx.x) / Layout::kKinds),
         warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
         lane(static_cast<int>(threadIdx.x) % 32),
-        layout(arguments, warp, lane, static_cast<int>(blockIdx.x) % Layout::kKinds) {
+        layout(arguments, warp, lane, static_cast<int>(blockIdx.x) % Layout::kKinds,
+               reinterpret_cast<long long*>(dynamic_shared<unsigned char>() + kWeightBytes + kStageBytes)) {
     weights = dynamic_shared<unsigned char>();
     stages = reinterpret_cast<unsigned*>(weights + kWeightBytes);
-    bias = reinterpret_cast<float*>(stages + C::kStages * Layout::kStageWords);
+    bias = reinterpret_cast<float*>(weights + kWeightBytes + kStageBytes + 8 * Layout::kTable);
     barriers = ptx::shared_address(bias + (Layout::kOutTile + 1) / 2 * 2);
   }
 
@@ -142,20 +144,26 @@ struct Up {
       }
     }
   }
+  // Neighbouring units are neighbouring columns. Where these are not neighbouring rows, they would be stored
+  // to the same banks if they had the same piece.
+  static __device__ __forceinline__ int piece_of(int unit) {
+    return Layout::kNeighbours ? unit / kUnitColumns : (unit / kUnitColumns + unit % kUnitColumns) % 8;
+  }
   __device__ __forceinline__ Unit load_unit(int chunk, int unit) const {
     const unsigned* const raw =
         reinterpret_cast<const unsigned*>(weights + chunk * kChunkBytes) + unit % kUnitColumns;
+    const int piece = piece_of(unit);
     Unit found;
 #pragma unroll
     for (int i = 0; i < Layout::kUnitItems; ++i) {
-      found.words[i] = raw[Layout::channel_of(unit / kUnitColumns, i) * kUnitColumns];
+      found.words[i] = raw[Layout::channel_of(piece, i) * kUnitColumns];
     }
     return found;
   }
   __device__ __forceinline__ void store_unit(const Unit& from, int chunk, int unit) const {
 #pragma unroll
     for (int k = 0; k < Layout::kPerWord; ++k) {
-      const int row = Layout::row_of(unit % kUnitColumns * Layout::kPerWord + k), piece = unit / kUnitColumns;
+      const int row = Layout::row_of(unit % kUnitColumns * Layout::kPerWord + k), piece = piece_of(unit);
       unsigned words[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -182,6 +190,7 @@ struct Up {
       const bool there = args.bias != nullptr && out < C::kOut;
       bias[i] = there ? widen<float>(static_cast<const Scalar*>(args.bias)[out]) : 0.0f;
     }
+    layout.fill_table(own(), kThreads);
     ptx::copy_wait<kGroups - 1>();
     meet(0);
     static_for<kChunks>([&](auto chunk) {

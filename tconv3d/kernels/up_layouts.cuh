@@ -75,10 +75,11 @@ struct UpShape {
   }
 };
 
-// Contiguous tensors, two taps along w. Columns are (channel, tap) in the order of the weight. A stage has
-// its channels one after another. Lane (g, t) of a warp has positions 2g and 2g + 1 as rows g and g + 8; with
-// two slabs of a 16-bit type, four. Of the sums it then has both taps along w of all: outputs in a row, one
-// store, and the eight lanes with the same t fill whole lines.
+// Contiguous tensors; one, two or four taps along w. Columns are (channel, tap) in the order of the weight. A
+// stage has its channels one after another. Lane (g, t) of a warp has positions 2g and 2g + 1 as rows g and
+// g + 8; with two slabs of a 16-bit type, four. Of the sums it then has two taps along w of all: outputs in a
+// row, one store (of four taps, two lanes exchange halves before), and the eight lanes with the same t fill
+// whole lines.
 template <class C>
 struct UpContiguous : UpShape<C> {
   using Shape = UpShape<C>;
@@ -93,21 +94,37 @@ struct UpContiguous : UpShape<C> {
   // From channel to channel in a stage, in words: no load of an operand meets a bank twice.
   static constexpr int kPitch = kTile / kPerWord + 8 / kPerWord;
   static constexpr int kStageWords = kStageItems * kPitch;
-  static constexpr int kPlanes = C::kKernelD * C::kKernelH;
+  static constexpr int kPlanes = C::kKernelD * C::kKernelH, kAlongW = C::kKernelW;
   static constexpr int kColumnsAll = C::kOut * kTaps;
   static constexpr int kKinds = (kColumnsAll + C::kColumns - 1) / C::kColumns;
-  static constexpr int kGroupOut = 4 / kPlanes;  // output channels of 8 columns
-  static constexpr int kOutTile = C::kColumns / 8 * kGroupOut;
+  static constexpr int kOutTile = (C::kColumns + kTaps - 1) / kTaps + (8 % kTaps != 0);
+  static constexpr int kGroupLines = 8 / kAlongW;  // lines of y that 8 columns have: channel and plane
+  // Where a block's lines begin is computed, or looked up.
+  static constexpr bool kComputed = kGroupLines % kPlanes == 0;
+  static constexpr int kTable = kComputed ? 0 : C::kColumns / kAlongW;
 
-  static_assert(C::kSlabs == 1 || (C::kSlabs == 2 && kPerWord == 2), "one store of 16 bytes at most");
-  static_assert(C::kKernelW == 2 && 4 % kPlanes == 0, "8 columns are whole output channels");
+  static_assert(C::kSlabs == 1 || (C::kSlabs == 2 && kPerWord == 2 && kAlongW == 2), "16 bytes of outputs");
+  static_assert(kAlongW == 1 || kAlongW == 2 || kAlongW == 4, "lines begin with a group of 8 columns");
 
   int first_column;
+  long long* table;
 
-  __device__ __forceinline__ UpContiguous(const Args& args, int warp, int lane, int kind)
-      : Shape{args, warp, lane}, first_column(kind * C::kColumns) {}
+  __device__ __forceinline__ UpContiguous(const Args& args, int warp, int lane, int kind, long long* table)
+      : Shape{args, warp, lane}, first_column(kind * C::kColumns), table(table) {}
 
-  __device__ __forceinline__ int first_out() const { return first_column / 8 * kGroupOut; }
+  __device__ __forceinline__ int first_out() const { return first_column / kTaps; }
+
+  // Where a line of the block begins, from the position's outputs.
+  __device__ __forceinline__ long long begin_of(int line) const {
+    line += first_column / kAlongW;
+    const int plane = line % kPlanes;
+    return line / kPlanes * args.y_strides.c + plane / C::kKernelH * args.y_strides.d +
+           plane % C::kKernelH * args.y_strides.h;
+  }
+  // By `threads` consumers, before they store.
+  __device__ __forceinline__ void fill_table(int own, int threads) const {
+    for (int i = own; i < kTable; i += threads) table[i] = begin_of(i);
+  }
 
   // ---- Producers: a thread has the same piece of every channel that it copies.
 
@@ -138,6 +155,7 @@ struct UpContiguous : UpShape<C> {
   // ---- Weights: in the order of memory.
 
   static constexpr int kWeightPiece = common_bytes(kColumnsAll * kItem);
+  static constexpr bool kNeighbours = true;
 
   __device__ __forceinline__ const Scalar* weight_at(int in, int column) const {
     column += first_column;
@@ -150,7 +168,11 @@ struct UpContiguous : UpShape<C> {
   // ---- Consumers.
 
   // The channel of a lane's sum, from the block's first.
-  __device__ __forceinline__ int out_of_sum(int i) const { return i / 4 * kGroupOut + lane % 4 / kPlanes; }
+  __device__ __forceinline__ int out_of_sum(int i) const {
+    const int in_group = lane % 4 * 2 + (kTaps % 2 == 0 ? 0 : i % 2);
+    if constexpr (8 % kTaps == 0) return i / 4 * (8 / kTaps) + (kTaps == 8 ? 0 : in_group / kTaps);
+    return (first_column + i / 4 * 8 + in_group) / kTaps - first_out();
+  }
 
   // Where this lane's first position is in a tile.
   __device__ __forceinline__ int own_position() const { return (warp % 4 * 8 + lane / 4) * (2 * C::kSlabs); }
@@ -180,23 +202,56 @@ struct UpContiguous : UpShape<C> {
     }
   }
 
-  // Of each 8 columns a lane has both taps along w of an output channel, in a plane (taps along d and h).
+  // Outputs of a lane in a line.
+  using Values = Vector<Scalar, (kAlongW == 1 ? 2 : 4) * C::kSlabs>;
+
+  // Of group j of 8 columns. Lines of one tap along w: the lane has two, this is line `which` of them.
+  static __device__ __forceinline__ Values values_of(const Sums& sums, int j, int which) {
+    Values values;
+#pragma unroll
+    for (int e = 0; e < static_cast<int>(sizeof(values) / kItem); ++e) {
+      const int i = kAlongW == 1 ? 2 * e + which : e % 4;
+      values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[e / 4][4 * j + i]));
+    }
+    return values;
+  }
+  // Two lanes have two of four taps each, of the same two positions: the first gets all of the first
+  // position, the second all of the second.
+  __device__ __forceinline__ void exchange(Values& values) const {
+    constexpr int kWords = sizeof(Values) / 8;  // of a half
+    auto& words = *reinterpret_cast<Vector<unsigned, 2 * kWords>*>(&values);
+    const bool second = lane % 2 == 1;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const unsigned got = __shfl_xor_sync(0xFFFFFFFFu, second ? words.at[i] : words.at[kWords + i], 1);
+      if (second) {
+        words.at[i] = got;
+      } else {
+        words.at[kWords + i] = got;
+      }
+    }
+  }
+
   __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
-    const int position = first + own_position();
-    if (position >= args.positions) return;
-    const int plane = lane % 4 % kPlanes, out = first_out() + lane % 4 / kPlanes;
-    Scalar* to = Shape::outputs(n, position) + out * args.y_strides.c +
-                 plane / C::kKernelH * args.y_strides.d + plane % C::kKernelH * args.y_strides.h;
+    constexpr int kOwn = kAlongW == 1 ? 2 : 1;  // lines of a lane, in a group
+    const int position = first + own_position(), local = lane % 4 * kGroupLines / 4;
+    const bool inside = position < args.positions;
+    if (kAlongW != 4 && !inside) return;  // no other lane waits for this one
+    Scalar* const to = Shape::outputs(n, position) + (kAlongW == 4 ? lane % 2 * kAlongW : 0);
+    Scalar* lines[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) lines[i] = to + (kComputed ? begin_of(local + i) : 0);
 #pragma unroll
     for (int j = 0; j < C::kColumns / 8; ++j) {
-      if (kColumnsAll % C::kColumns != 0 && out + j * kGroupOut >= C::kOut) break;
-      Vector<Scalar, 4 * C::kSlabs> values;
 #pragma unroll
-      for (int e = 0; e < 4 * C::kSlabs; ++e) {
-        values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[e / 4][4 * j + e % 4]));
+      for (int i = 0; i < kOwn; ++i) {
+        const int line = j * kGroupLines + local + i;
+        Values values = values_of(sums, j, i);
+        if constexpr (kAlongW == 4) exchange(values);
+        const bool there = kColumnsAll % C::kColumns == 0 || first_column + line * kAlongW < kColumnsAll;
+        if (inside && there) store_vector(lines[i] + (kComputed ? 0 : table[line]), values);
+        if constexpr (kComputed) lines[i] += kGroupLines / kPlanes * args.y_strides.c;
       }
-      store_vector(to, values);
-      to += kGroupOut * args.y_strides.c;
     }
   }
 };
@@ -220,6 +275,7 @@ struct UpChannelsLast : UpShape<C> {
   static constexpr int kOutTile = C::kColumns / C::kTapTile;
   static constexpr int kTapTiles = kTaps / C::kTapTile;
   static constexpr int kKinds = kTapTiles * ((C::kOut + kOutTile - 1) / kOutTile);
+  static constexpr int kTable = 0;
 
   static_assert(C::kSlabs == 1 && kTaps % C::kTapTile == 0 && C::kColumns % C::kTapTile == 0);
   static_assert(kOutTile % kBlock == 0, "a block of columns has one tap");
@@ -227,12 +283,13 @@ struct UpChannelsLast : UpShape<C> {
 
   int first_tap, out;
 
-  __device__ __forceinline__ UpChannelsLast(const Args& args, int warp, int lane, int kind)
+  __device__ __forceinline__ UpChannelsLast(const Args& args, int warp, int lane, int kind, long long*)
       : Shape{args, warp, lane},
         first_tap(kind % kTapTiles * C::kTapTile),
         out(kind / kTapTiles * kOutTile) {}
 
   __device__ __forceinline__ int first_out() const { return out; }
+  __device__ __forceinline__ void fill_table(int, int) const {}
 
   // ---- Producers: a thread has the same piece of some positions.
 
@@ -269,6 +326,7 @@ struct UpChannelsLast : UpShape<C> {
   // ---- Weights: in the order of memory, by channel and tap, or by tap and channel.
 
   static constexpr int kWeightPiece = common_bytes((C::kWeightLast ? kOutTile : C::kTapTile) * kItem);
+  static constexpr bool kNeighbours = C::kWeightLast;
 
   __device__ __forceinline__ const Scalar* weight_at(int in, int column) const {
     const int tap = first_tap + (C::kWeightLast ? column / kOutTile : column % C::kTapTile);
