@@ -30,6 +30,7 @@ from . import (
     hopper_weight_grad_planner,
     norm_planner,
     up_backward_planner,
+    up_planner,
     weight_grad_planner,
 )
 from .launch import Launch
@@ -41,6 +42,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("few_inputs", few_inputs_planner),
     ("few_weight_grad", few_weight_grad_planner),
     ("group_backward", group_backward_planner),
+    ("up", up_planner),
     ("halo", halo_planner),
     ("hopper_weight_grad", hopper_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),

@@ -31,7 +31,7 @@ from tconv3d.launch import Constants
 HOPPER = "sm_90a"
 ENDS, BETWEEN = ("sm_80", "sm_120"), ("sm_86", "sm_89", "sm_100a")
 # Kernels that need wgmma, or run for one that does, by the beginning of their names.
-HOPPER_ONLY = ("halo", "hopper", "up_backward", "group_backward", "pack", "reduce_gradients", "reduce_taps")
+HOPPER_ONLY = ("halo", "hopper", "up", "group_backward", "pack", "reduce_gradients", "reduce_taps")
 DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce")
 SPILL_LIMIT = 512  # bytes of loads and stores on Hopper: some values that wait, none of an inner loop's own
 MOST_OF_A_KIND = 1

@@ -32,7 +32,7 @@ from tconv3d.tune import Bench, Tuned, compile_ahead, measure, tune_pass
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 needs_gpu = pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")
 
-SHAPE = (1, 8, 2, 3, 4)
+SHAPE = (1, 8, 2, 3, 5)
 ROOT = Path(tconv3d.__file__).parents[1]
 EXPLAIN = f"""
 import torch, tconv3d
@@ -112,7 +112,7 @@ def test_the_fastest_is_kept_for_all_processes(untuned: Path) -> None:
 
     after = tconv3d.explain(layer, SHAPE).passes[0]
     assert after.tile == forward.trials[2].build
-    assert after.why == "Hopper's tensor cores, tuned: 2 ms instead of 3 ms for batch 1 of 2x3x4 on emulator"
+    assert after.why == "Hopper's tensor cores, tuned: 2 ms instead of 3 ms for batch 1 of 2x3x5 on emulator"
     elsewhere = explain_elsewhere(untuned)
     assert after.why in elsewhere and after.tile in elsewhere
 
@@ -282,7 +282,7 @@ def test_compiling_ahead_leaves_kernels_in_the_cache(tmp_path: Path, monkeypatch
 @needs_emulator
 def test_the_planner_is_compared_with_all_builds(untuned: Path) -> None:
     pytest.importorskip("cuda.core", reason="compiling needs cuda-core")
-    layer = layers.layer(1, 8, 8, (2, 3, 4), 2, 2)
+    layer = layers.layer(1, 8, 8, (2, 3, 5), 2, 2)
     kind = "float16", "contiguous"
     (work,) = planner_check.prepare(layer, kind, executor.EMULATED, planner_check.PASSES[:1], 2)
     work = pickle.loads(pickle.dumps(work))  # it comes out of another process

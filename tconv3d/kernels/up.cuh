@@ -1,0 +1,305 @@
+// The forward pass of an up-convolution (kernel equal to stride, no padding) on Hopper's tensor cores
+// (sm_90a; TF32, float16, bfloat16). Every output has one position q and one tap t:
+//   y[co][stride*q + t] = bias[co] + sum over ci of  x[ci][q] * w[ci][co][t]
+// So it is one product: rows are positions, columns are (co, t), K is ci. It moves far more bytes than it
+// multiplies numbers, and is arranged around them.
+//
+// A tile is 64 positions in sequence (or 128, two slabs), wherever lines end. A block owns some columns,
+// keeps their weights in shared memory, and walks over tiles:
+//
+//   producers   copy x past the registers into a ring, as it is in memory: a stage is the channels that a
+//               swizzled row of weights has
+//   consumers   two warpgroups, every other tile each: one multiplies while the other stores
+//
+// x goes to tensor cores through registers, so it need not be transposed. What depends on the layout of the
+// tensors is in up_layouts.cuh.
+#pragma once
+
+#include "ring.cuh"
+#include "up_layouts.cuh"
+
+namespace tconv3d {
+
+template <class C>
+struct Up {
+  using Layout = typename Choose<C::kLast, UpChannelsLast<C>, UpContiguous<C>>::type;
+  using Scalar = typename Layout::Scalar;
+  using Step = typename Layout::Step;
+  using Sums = typename Layout::Sums;
+
+  static constexpr int kRowBytes = Layout::kRowBytes, kStepBytes = Layout::kStepBytes;
+  static constexpr int kStageSteps = Layout::kStageSteps, kSteps = Layout::kSteps, kSums = Layout::kSums;
+  static constexpr int kChunks = (kSteps + kStageSteps - 1) / kStageSteps;  // stages that a tile takes
+  static constexpr int kProducers = Layout::kProducers, kConsumers = Layout::kConsumers;
+  static constexpr int kWeightBytes = kChunks * C::kColumns * kRowBytes;
+  static constexpr int kStageBytes = 4 * C::kStages * Layout::kStageWords;
+
+  static_assert(C::kThreads == kProducers + 128 * kConsumers && C::kColumns % 8 == 0 && C::kStages >= 2);
+
+  const Args& args;
+  int split, warp, lane;
+  Layout layout;
+  unsigned char* weights;
+  unsigned* stages;
+  float* bias;
+  unsigned barriers;
+
+  __device__ __forceinline__ Up(const Args& arguments)
+      : args(arguments),
+        split(static_cast<int>(blockIdx.x) / Layout::kKinds),
+        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        layout(arguments, warp, lane, static_cast<int>(blockIdx.x) % Layout::kKinds,
+               reinterpret_cast<long long*>(dynamic_shared<unsigned char>() + kWeightBytes + kStageBytes)) {
+    weights = dynamic_shared<unsigned char>();
+    stages = reinterpret_cast<unsigned*>(weights + kWeightBytes);
+    bias = reinterpret_cast<float*>(weights + kWeightBytes + kStageBytes + 8 * Layout::kTable);
+    barriers = ptx::shared_address(bias + (Layout::kOutTile + 1) / 2 * 2);
+  }
+
+  __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
+  // A consumer's turn to take stages. Not before it is, the parity of a stage's barrier tells its rounds
+  // apart.
+  __device__ __forceinline__ unsigned turn(int who) const { return barriers + 8 * (2 * C::kStages + who); }
+  __device__ __forceinline__ unsigned consumers_there() const {
+    return barriers + 8 * (2 * C::kStages + kConsumers);
+  }
+
+  // A producer makes the barriers while consumers ask for the weights.
+  __device__ __forceinline__ void prepare() const {
+    if (warp >= kProducers / 32) copy_weights();
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < C::kStages; ++i) {
+        ptx::barrier_init(full(i), kProducers);
+        ptx::barrier_init(empty(i), 4);
+      }
+      for (int i = 0; i < kConsumers; ++i) ptx::barrier_init(turn(i), 4);
+      ptx::barrier_init(consumers_there(), 128 * kConsumers);
+      ptx::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+
+  // Of a tile, in its batch item.
+  __device__ __forceinline__ int first_position(int tile, int n) const {
+    return (tile - n * static_cast<int>(args.by_tiles.divisor)) * Layout::kTile;
+  }
+
+  __device__ __forceinline__ void produce() const {
+    Ring stage;
+#pragma unroll 1
+    for (int tile = split; tile < args.tiles; tile += args.splits) {
+      const int n = divide(tile, args.by_tiles);
+      const auto source = layout.source(n, first_position(tile, n));
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
+        layout.copy(stages + stage.index * Layout::kStageWords, source, chunk);
+        ptx::copy_arrive(full(stage.index));
+        stage.advance(C::kStages);
+      }
+    }
+  }
+
+  // ---- Consumers, before the walk: weights, while the first tiles are on their way. They are copied as they
+  // are in memory, [channel][column], all at once, and then put in order chunk by chunk, in their place. A
+  // unit is 16 bytes of K of a column, or of two of a 16-bit type.
+
+  static constexpr int kThreads = 128 * kConsumers;  // of consumers
+  static constexpr int kChunkBytes = C::kColumns * kRowBytes;
+  static constexpr int kUnitColumns = C::kColumns / Layout::kPerWord;
+  static constexpr int kUnits = kUnitColumns * 8,
+                       kOwnUnits = (kUnits + kThreads - 1) / kThreads;  // of a chunk
+  static constexpr int kGroups = kChunks < 8 ? kChunks : 8;  // of chunks that are waited for together
+  static constexpr int group_of(int chunk) { return chunk * kGroups / kChunks; }
+
+  struct Unit {
+    unsigned words[Layout::kUnitItems];
+  };
+
+  __device__ __forceinline__ int own() const { return static_cast<int>(threadIdx.x) - kProducers; }
+
+  __device__ __forceinline__ void copy_weights() const {
+    static_for<kChunks>([&](auto chunk) {
+      copy_chunk(chunk);
+      if constexpr (group_of(chunk.value + 1) != group_of(chunk.value)) ptx::copy_commit();
+    });
+  }
+  __device__ __forceinline__ void copy_chunk(int chunk) const {
+    constexpr int kItems = Layout::kWeightPiece / Layout::kItem, kPieces = C::kColumns / kItems;
+    // A weight may begin anywhere among other parameters.
+    const bool aligned = reinterpret_cast<unsigned long long>(args.weight) % Layout::kWeightPiece == 0;
+    Scalar* const raw = reinterpret_cast<Scalar*>(weights + chunk * kChunkBytes);
+    for (int i = own(); i < Layout::kStageItems * kPieces; i += kThreads) {
+      const int in = i / kPieces, column = i % kPieces * kItems;
+      const Scalar* const from = layout.weight_at(chunk * Layout::kStageItems + in, column);
+      Scalar* const to = raw + in * C::kColumns + column;
+      if (Layout::kWeightPiece >= 4 && aligned) {
+        constexpr int kWords = Layout::kWeightPiece >= 4 ? Layout::kWeightPiece / 4 : 1;
+        ptx::copy_words_once<kWords>(to, from == nullptr ? args.weight : from, from != nullptr);
+      } else {
+#pragma unroll
+        for (int k = 0; k < kItems; ++k) to[k] = from == nullptr ? Scalar{} : load_constant(from + k);
+      }
+    }
+  }
+  // Neighbouring units are neighbouring columns. Where these are not neighbouring rows, they would be stored
+  // to the same banks if they had the same piece.
+  static __device__ __forceinline__ int piece_of(int unit) {
+    return Layout::kNeighbours ? unit / kUnitColumns : (unit / kUnitColumns + unit % kUnitColumns) % 8;
+  }
+  __device__ __forceinline__ Unit load_unit(int chunk, int unit) const {
+    const unsigned* const raw =
+        reinterpret_cast<const unsigned*>(weights + chunk * kChunkBytes) + unit % kUnitColumns;
+    const int piece = piece_of(unit);
+    Unit found;
+#pragma unroll
+    for (int i = 0; i < Layout::kUnitItems; ++i) {
+      found.words[i] = raw[Layout::channel_of(piece, i) * kUnitColumns];
+    }
+    return found;
+  }
+  __device__ __forceinline__ void store_unit(const Unit& from, int chunk, int unit) const {
+#pragma unroll
+    for (int k = 0; k < Layout::kPerWord; ++k) {
+      const int row = Layout::row_of(unit % kUnitColumns * Layout::kPerWord + k), piece = piece_of(unit);
+      unsigned words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (Layout::kRounded) {
+          words[i] = Layout::rounded(from.words[i]);
+        } else {
+          words[i] = Layout::pair(from.words[2 * i], from.words[2 * i + 1], k);
+        }
+      }
+      *reinterpret_cast<uint4*>(weights + chunk * kChunkBytes + row * kRowBytes + (piece ^ row % 8) * 16) =
+          uint4{words[0], words[1], words[2], words[3]};
+    }
+  }
+
+  // Of all consumers; the number of the meeting.
+  __device__ __forceinline__ void meet(int number) const {
+    ptx::barrier_arrive(consumers_there());
+    ptx::barrier_wait(consumers_there(), static_cast<unsigned>(number) % 2u);
+  }
+
+  __device__ __forceinline__ void order_weights() const {
+    for (int i = own(); i < Layout::kOutTile; i += kThreads) {
+      const int out = layout.first_out() + i;
+      const bool there = args.bias != nullptr && out < C::kOut;
+      bias[i] = there ? widen<float>(static_cast<const Scalar*>(args.bias)[out]) : 0.0f;
+    }
+    layout.fill_table(own(), kThreads);
+    ptx::copy_wait<kGroups - 1>();
+    meet(0);
+    static_for<kChunks>([&](auto chunk) {
+      constexpr int kNext = decltype(chunk)::value + 1;
+      Unit units[kOwnUnits];
+#pragma unroll
+      for (int i = 0; i < kOwnUnits; ++i) {
+        const int unit = own() + i * kThreads;
+        if (kUnits % kThreads == 0 || unit < kUnits) units[i] = load_unit(chunk, unit);
+      }
+      if constexpr (kNext < kChunks) ptx::copy_wait<kGroups - 1 - group_of(kNext)>();
+      meet(kNext);  // this chunk is in registers, and the next one is there
+#pragma unroll
+      for (int i = 0; i < kOwnUnits; ++i) {
+        const int unit = own() + i * kThreads;
+        if (kUnits % kThreads == 0 || unit < kUnits) store_unit(units[i], chunk, unit);
+      }
+    });
+    ptx::fence_async_proxy();
+    meet(kChunks + 1);
+  }
+
+  // ---- Consumers, walking.
+
+  template <int kCount>
+  __device__ __forceinline__ void multiply_chunk(Sums& sums, Step (&steps)[kStageSteps], const Ring& stage,
+                                                 unsigned long long b) const {
+    ptx::barrier_wait(full(stage.index), stage.parity);
+    ptx::matrix_wait<1>();  // of two operands in registers, the one that is next is free
+    layout.template load<kCount>(steps, stages + stage.index * Layout::kStageWords);
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(empty(stage.index));
+#pragma unroll
+    for (int i = 0; i < kCount * C::kSlabs * 4; ++i) {  // before the first product, all of them
+      ptx::pin(steps[i / (C::kSlabs * 4)].at[i / 4 % C::kSlabs][i % 4]);
+    }
+    ptx::matrix_fence();
+    static_for<kCount * C::kSlabs>([&](auto i) {
+      constexpr int kStep = decltype(i)::value / C::kSlabs, kSlab = decltype(i)::value % C::kSlabs;
+      ptx::MatrixMultiply<C::kColumns>::template issue<Layout::kOperand>(
+          sums.at[kSlab], steps[kStep].at[kSlab], ptx::advance(b, kStep * kStepBytes));
+    });
+    ptx::matrix_commit();
+  }
+
+  // Past the other consumer's tile.
+  static __device__ __forceinline__ void skip_tile(Ring& stage) {
+    stage.index += kChunks % C::kStages;
+    stage.parity ^= static_cast<unsigned>(kChunks / C::kStages % 2);
+    if (stage.index >= C::kStages) {
+      stage.index -= C::kStages;
+      stage.parity ^= 1u;
+    }
+  }
+
+  // All of K; the stages of the next tile are then the other consumer's.
+  __device__ __forceinline__ void multiply(Sums& sums, Ring& stage, int who) const {
+    Step steps[2][kStageSteps];
+    const unsigned long long b =
+        ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(weights), 8 * kRowBytes);
+    static_for<kChunks>([&](auto chunk) {
+      constexpr int kChunk = decltype(chunk)::value, kLeft = kSteps - kChunk * kStageSteps;
+      multiply_chunk<(kLeft < kStageSteps ? kLeft : kStageSteps)>(sums, steps[kChunk % 2], stage,
+                                                                  ptx::advance(b, kChunk * kChunkBytes));
+      stage.advance(C::kStages);
+    });
+    if (lane == 0) ptx::barrier_arrive(turn(1 - who));
+    skip_tile(stage);
+    ptx::matrix_wait<0>();
+  }
+
+  __device__ __forceinline__ void consume() const {
+    const int who = warp / 4 - 1;
+    Sums sums;
+    Ring stage;
+    unsigned parity = who == 0 ? 1 : 0;  // the first tile is the first consumer's at once
+    if (who == 1) skip_tile(stage);
+#pragma unroll 1
+    for (int tile = split + who * args.splits; tile < args.tiles; tile += kConsumers * args.splits) {
+#pragma unroll
+      for (int i = 0; i < C::kSlabs * kSums; ++i) {
+        float& sum = sums.at[i / kSums][i % kSums];
+        sum = bias[layout.out_of_sum(i % kSums)];
+        ptx::pin(sum);
+      }
+      ptx::barrier_wait(turn(who), parity);
+      parity ^= 1u;
+      multiply(sums, stage, who);
+#pragma unroll
+      for (int i = 0; i < C::kSlabs * kSums; ++i) ptx::pin(sums.at[i / kSums][i % kSums]);
+      const int n = divide(tile, args.by_tiles);
+      layout.store(sums, n, first_position(tile, n));
+      __syncwarp();
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  Up<Config> kernel(args);
+  kernel.prepare();
+  if (kernel.warp < 4) {
+    ptx::keep_registers<Config::kProducerRegisters>();
+    kernel.produce();
+  } else {
+    ptx::claim_registers<Config::kConsumerRegisters>();
+    kernel.order_weights();
+    kernel.consume();
+  }
+}
+
+}  // namespace tconv3d

@@ -1,0 +1,396 @@
+// What up.cuh does differently for contiguous tensors and for channels-last ones: how x is copied and taken
+// to registers, which column of the product is which output, and how sums are stored.
+//
+// Both copy x as it is in memory, 16 bytes at a time; it is rounded to TF32 on its way to tensor cores. Rows
+// of a product may be any positions, columns any outputs, and K may be permuted if both operands are: so both
+// choose them such that what a lane loads lies together, and what it stores, too.
+#pragma once
+
+#include "epilogue.cuh"
+#include "operands.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  const void* weight;
+  const void* bias;  // or null
+  void* y;
+  Strides x_strides, y_strides;  // the positions of x are one run: d and h follow from w
+  Strides w_strides;             // input channel, output channel; taps are w apart
+  int positions;                 // of a batch item
+  int tiles, splits;             // tiles in all, and blocks that share them
+  Divider by_tiles;              // of a batch item
+  Divider by_h, by_w;
+};
+
+// As many bytes as pieces of such a length can be copied at a time.
+__device__ constexpr int common_bytes(int bytes) {
+  return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 2;
+}
+
+// What both agree on.
+template <class C>
+struct UpShape {
+  using Scalar = typename C::Scalar;
+  static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
+  static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+  static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
+  static constexpr int kTile = 64 * C::kSlabs;  // positions
+  static constexpr int kStepBytes = 32, kRowBytes = 128;
+  static constexpr int kStepItems = kStepBytes / kItem, kStageItems = kRowBytes / kItem;  // channels
+  static constexpr int kStageSteps = kRowBytes / kStepBytes;
+  static constexpr int kPieceItems = 16 / kItem;
+  static constexpr int kUnitItems = 4 * kPerWord;  // channels in 16 bytes of K
+  static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
+  static constexpr int kSums = C::kColumns / 2;
+  static constexpr int kProducers = 128, kConsumers = 2;  // threads; warpgroups
+
+  // The sums of a lane, and the operand of one step.
+  struct Sums {
+    float at[C::kSlabs][kSums];
+  };
+  struct Step {
+    unsigned at[C::kSlabs][4];
+  };
+
+  const Args& args;
+  int warp, lane;
+
+  static __device__ __forceinline__ unsigned rounded(unsigned word) {
+    return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
+  }
+  // Half `which` of each of two words.
+  static __device__ __forceinline__ unsigned pair(unsigned low, unsigned high, int which) {
+    return which == 0 ? (low & 0xFFFFu) | high << 16 : low >> 16 | (high & 0xFFFF0000u);
+  }
+  // Where the outputs of a position begin.
+  __device__ __forceinline__ Scalar* outputs(int n, int position) const {
+    const int line = divide(position, args.by_w), d = divide(line, args.by_h);
+    const long long h = line - d * static_cast<int>(args.by_h.divisor);
+    const long long w = position - line * static_cast<int>(args.by_w.divisor);
+    return static_cast<Scalar*>(args.y) + n * args.y_strides.n +
+           static_cast<long long>(d) * C::kKernelD * args.y_strides.d + h * C::kKernelH * args.y_strides.h +
+           w * C::kKernelW * args.y_strides.w;
+  }
+};
+
+// Contiguous tensors; one, two or four taps along w. Columns are (channel, tap) in the order of the weight. A
+// stage has its channels one after another. Lane (g, t) of a warp has positions 2g and 2g + 1 as rows g and
+// g + 8; with two slabs of a 16-bit type, four. Of the sums it then has two taps along w of all: outputs in a
+// row, one store (of four taps, two lanes exchange halves before), and the eight lanes with the same t fill
+// whole lines.
+template <class C>
+struct UpContiguous : UpShape<C> {
+  using Shape = UpShape<C>;
+  using Shape::args, Shape::warp, Shape::lane;
+  using Shape::kItem, Shape::kPerWord, Shape::kRounded, Shape::kTile, Shape::kTaps, Shape::kProducers;
+  using Shape::kStepItems, Shape::kStageItems, Shape::kStageSteps, Shape::kSums, Shape::kPieceItems,
+      Shape::kUnitItems;
+  using typename Shape::Scalar, typename Shape::Step, typename Shape::Sums;
+
+  static constexpr int kSteps = (C::kIn + kStepItems - 1) / kStepItems;
+  static constexpr int kLaneWords = C::kSlabs * 2 / kPerWord;  // of a channel: the positions of a lane
+  // From channel to channel in a stage, in words: no load of an operand meets a bank twice.
+  static constexpr int kPitch = kTile / kPerWord + 8 / kPerWord;
+  static constexpr int kStageWords = kStageItems * kPitch;
+  static constexpr int kPlanes = C::kKernelD * C::kKernelH, kAlongW = C::kKernelW;
+  static constexpr int kColumnsAll = C::kOut * kTaps;
+  static constexpr int kKinds = (kColumnsAll + C::kColumns - 1) / C::kColumns;
+  static constexpr int kOutTile = (C::kColumns + kTaps - 1) / kTaps + (8 % kTaps != 0);
+  static constexpr int kGroupLines = 8 / kAlongW;  // lines of y that 8 columns have: channel and plane
+  // Where a block's lines begin is computed, or looked up.
+  static constexpr bool kComputed = kGroupLines % kPlanes == 0;
+  static constexpr int kTable = kComputed ? 0 : C::kColumns / kAlongW;
+
+  static_assert(C::kSlabs == 1 || (C::kSlabs == 2 && kPerWord == 2 && kAlongW == 2), "16 bytes of outputs");
+  static_assert(kAlongW == 1 || kAlongW == 2 || kAlongW == 4, "lines begin with a group of 8 columns");
+
+  int first_column;
+  long long* table;
+
+  __device__ __forceinline__ UpContiguous(const Args& args, int warp, int lane, int kind, long long* table)
+      : Shape{args, warp, lane}, first_column(kind * C::kColumns), table(table) {}
+
+  __device__ __forceinline__ int first_out() const { return first_column / kTaps; }
+
+  // Where a line of the block begins, from the position's outputs.
+  __device__ __forceinline__ long long begin_of(int line) const {
+    line += first_column / kAlongW;
+    const int plane = line % kPlanes;
+    return line / kPlanes * args.y_strides.c + plane / C::kKernelH * args.y_strides.d +
+           plane % C::kKernelH * args.y_strides.h;
+  }
+  // By `threads` consumers, before they store.
+  __device__ __forceinline__ void fill_table(int own, int threads) const {
+    for (int i = own; i < kTable; i += threads) table[i] = begin_of(i);
+  }
+
+  // ---- Producers: a thread has the same piece of every channel that it copies.
+
+  struct Source {
+    const Scalar* from;
+    bool inside;
+  };
+  static constexpr int kPieces = kTile / kPieceItems, kRowsAtOnce = kProducers / kPieces;
+
+  __device__ __forceinline__ Source source(int n, int first) const {
+    const int position = first + static_cast<int>(threadIdx.x) % kPieces * kPieceItems;
+    const bool inside = position < args.positions;
+    return Source{static_cast<const Scalar*>(args.x) + n * args.x_strides.n + (inside ? position : 0),
+                  inside};
+  }
+  __device__ __forceinline__ void copy(unsigned* stage, const Source& source, int chunk) const {
+    const int row = static_cast<int>(threadIdx.x) / kPieces, piece = static_cast<int>(threadIdx.x) % kPieces;
+    unsigned* const to = stage + row * kPitch + piece * 4;
+#pragma unroll
+    for (int i = 0; i < kStageItems / kRowsAtOnce; ++i) {
+      const int in = chunk * kStageItems + row + i * kRowsAtOnce;
+      const bool there = source.inside && (C::kIn % kStageItems == 0 || in < C::kIn);
+      ptx::copy_words_once<4>(to + i * kRowsAtOnce * kPitch,
+                              source.from + (there ? in * args.x_strides.c : 0), there);
+    }
+  }
+
+  // ---- Weights: in the order of memory.
+
+  static constexpr int kWeightPiece = common_bytes(kColumnsAll * kItem);
+  static constexpr bool kNeighbours = true;
+
+  __device__ __forceinline__ const Scalar* weight_at(int in, int column) const {
+    column += first_column;
+    if (in >= C::kIn || (kColumnsAll % C::kColumns != 0 && column >= kColumnsAll)) return nullptr;
+    return static_cast<const Scalar*>(args.weight) + in * static_cast<long long>(kColumnsAll) + column;
+  }
+  static __device__ __forceinline__ int channel_of(int piece, int i) { return piece * kUnitItems + i; }
+  static __device__ __forceinline__ int row_of(int column) { return column; }
+
+  // ---- Consumers.
+
+  // The channel of a lane's sum, from the block's first.
+  __device__ __forceinline__ int out_of_sum(int i) const {
+    const int in_group = lane % 4 * 2 + (kTaps % 2 == 0 ? 0 : i % 2);
+    if constexpr (8 % kTaps == 0) return i / 4 * (8 / kTaps) + (kTaps == 8 ? 0 : in_group / kTaps);
+    return (first_column + i / 4 * 8 + in_group) / kTaps - first_out();
+  }
+
+  // Where this lane's first position is in a tile.
+  __device__ __forceinline__ int own_position() const { return (warp % 4 * 8 + lane / 4) * (2 * C::kSlabs); }
+
+  template <int kCount>
+  __device__ __forceinline__ void load(Step (&to)[kStageSteps], const unsigned* stage) const {
+    static_for<kCount>(
+        [&](auto i) { load_step(to[i], stage + own_position() / kPerWord + i * kStepItems * kPitch); });
+  }
+  // `from`: this lane's positions of the step's first channel.
+  __device__ __forceinline__ void load_step(Step& to, const unsigned* from) const {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      if constexpr (kRounded) {
+        const auto both = load_vector<kLaneWords>(from + (lane % 4 + 4 * k) * kPitch);
+        to.at[0][2 * k] = Shape::rounded(both.at[0]);
+        to.at[0][2 * k + 1] = Shape::rounded(both.at[1]);
+      } else {
+        const unsigned* const channel = from + (lane % 4 * 2 + 8 * k) * kPitch;
+        const auto low = load_vector<kLaneWords>(channel), high = load_vector<kLaneWords>(channel + kPitch);
+#pragma unroll
+        for (int slab = 0; slab < C::kSlabs; ++slab) {
+          to.at[slab][2 * k] = Shape::pair(low.at[slab], high.at[slab], 0);
+          to.at[slab][2 * k + 1] = Shape::pair(low.at[slab], high.at[slab], 1);
+        }
+      }
+    }
+  }
+
+  // Outputs of a lane in a line.
+  using Values = Vector<Scalar, (kAlongW == 1 ? 2 : 4) * C::kSlabs>;
+
+  // Of group j of 8 columns. Lines of one tap along w: the lane has two, this is line `which` of them.
+  static __device__ __forceinline__ Values values_of(const Sums& sums, int j, int which) {
+    Values values;
+#pragma unroll
+    for (int e = 0; e < static_cast<int>(sizeof(values) / kItem); ++e) {
+      const int i = kAlongW == 1 ? 2 * e + which : e % 4;
+      values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[e / 4][4 * j + i]));
+    }
+    return values;
+  }
+  // Two lanes have two of four taps each, of the same two positions: the first gets all of the first
+  // position, the second all of the second.
+  __device__ __forceinline__ void exchange(Values& values) const {
+    constexpr int kWords = sizeof(Values) / 8;  // of a half
+    auto& words = *reinterpret_cast<Vector<unsigned, 2 * kWords>*>(&values);
+    const bool second = lane % 2 == 1;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const unsigned got = __shfl_xor_sync(0xFFFFFFFFu, second ? words.at[i] : words.at[kWords + i], 1);
+      if (second) {
+        words.at[i] = got;
+      } else {
+        words.at[kWords + i] = got;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
+    constexpr int kOwn = kAlongW == 1 ? 2 : 1;  // lines of a lane, in a group
+    const int position = first + own_position(), local = lane % 4 * kGroupLines / 4;
+    const bool inside = position < args.positions;
+    if (kAlongW != 4 && !inside) return;  // no other lane waits for this one
+    Scalar* const to = Shape::outputs(n, position) + (kAlongW == 4 ? lane % 2 * kAlongW : 0);
+    Scalar* lines[kOwn];
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) lines[i] = to + (kComputed ? begin_of(local + i) : 0);
+#pragma unroll
+    for (int j = 0; j < C::kColumns / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int line = j * kGroupLines + local + i;
+        Values values = values_of(sums, j, i);
+        if constexpr (kAlongW == 4) exchange(values);
+        const bool there = kColumnsAll % C::kColumns == 0 || first_column + line * kAlongW < kColumnsAll;
+        if (inside && there) store_vector(lines[i] + (kComputed ? 0 : table[line]), values);
+        if constexpr (kComputed) lines[i] += kGroupLines / kPlanes * args.y_strides.c;
+      }
+    }
+  }
+};
+
+// Channels-last tensors, any taps. A block has some channels of some taps. A stage has its positions one
+// after another, 128 bytes of channels each: lane (g, t) of a warp has positions g and g + 8, and takes 16
+// bytes at a time, which are a word of each of four steps. Columns are ordered such that in four or eight
+// times 8 of them a lane has neighbouring channels of one tap, 16 bytes: a block of columns.
+template <class C>
+struct UpChannelsLast : UpShape<C> {
+  using Shape = UpShape<C>;
+  using Shape::args, Shape::warp, Shape::lane;
+  using Shape::kItem, Shape::kPerWord, Shape::kTile, Shape::kTaps, Shape::kProducers, Shape::kRowBytes;
+  using Shape::kStageItems, Shape::kStageSteps, Shape::kSums, Shape::kPieceItems, Shape::kUnitItems;
+  using typename Shape::Scalar, typename Shape::Step, typename Shape::Sums;
+
+  static constexpr int kChunks = (C::kIn + kStageItems - 1) / kStageItems;
+  static constexpr int kSteps = kChunks * kStageSteps;  // a chunk's channels are in all of its steps
+  static constexpr int kStageWords = kTile * kRowBytes / 4;
+  static constexpr int kBlock = 4 * kPieceItems, kBlockGroups = kBlock / 8;  // columns; times 8 of them
+  static constexpr int kOutTile = C::kColumns / C::kTapTile;
+  static constexpr int kTapTiles = kTaps / C::kTapTile;
+  static constexpr int kKinds = kTapTiles * ((C::kOut + kOutTile - 1) / kOutTile);
+  static constexpr int kTable = 0;
+
+  static_assert(C::kSlabs == 1 && kTaps % C::kTapTile == 0 && C::kColumns % C::kTapTile == 0);
+  static_assert(kOutTile % kBlock == 0, "a block of columns has one tap");
+  static_assert(C::kIn % kPieceItems == 0 && C::kOut % kPieceItems == 0, "whole pieces");
+
+  int first_tap, out;
+
+  __device__ __forceinline__ UpChannelsLast(const Args& args, int warp, int lane, int kind, long long*)
+      : Shape{args, warp, lane},
+        first_tap(kind % kTapTiles * C::kTapTile),
+        out(kind / kTapTiles * kOutTile) {}
+
+  __device__ __forceinline__ int first_out() const { return out; }
+  __device__ __forceinline__ void fill_table(int, int) const {}
+
+  // ---- Producers: a thread has the same piece of some positions.
+
+  static constexpr int kPieces = kRowBytes / 16, kRowsAtOnce = kProducers / kPieces;
+  static constexpr int kCopies = kTile / kRowsAtOnce;
+
+  struct Source {
+    const Scalar* from;
+    int first;  // position
+  };
+  __device__ __forceinline__ Source source(int n, int first) const {
+    const int position = first + static_cast<int>(threadIdx.x) / kPieces;
+    return Source{static_cast<const Scalar*>(args.x) + n * args.x_strides.n +
+                      static_cast<int>(threadIdx.x) % kPieces * kPieceItems,
+                  position};
+  }
+  // Of two neighbouring positions, the second has the halves of its 128 bytes exchanged: lanes of both load
+  // the same half at once.
+  __device__ __forceinline__ void copy(unsigned* stage, const Source& source, int chunk) const {
+    const int row = static_cast<int>(threadIdx.x) / kPieces, piece = static_cast<int>(threadIdx.x) % kPieces;
+    unsigned* const to = stage + row * (kRowBytes / 4) + (piece ^ row % 2 * 4) * 4;
+    const int in = chunk * kStageItems;
+    const bool channel = C::kIn % kStageItems == 0 || in + piece * kPieceItems < C::kIn;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int position = source.first + i * kRowsAtOnce;
+      const bool there = channel && position < args.positions;
+      ptx::copy_words_once<4>(
+          to + i * kRowsAtOnce * (kRowBytes / 4),
+          there ? source.from + position * args.x_strides.w + in : static_cast<const Scalar*>(args.x), there);
+    }
+  }
+
+  // ---- Weights: in the order of memory, by channel and tap, or by tap and channel.
+
+  static constexpr int kWeightPiece = common_bytes((C::kWeightLast ? kOutTile : C::kTapTile) * kItem);
+  static constexpr bool kNeighbours = C::kWeightLast;
+
+  __device__ __forceinline__ const Scalar* weight_at(int in, int column) const {
+    const int tap = first_tap + (C::kWeightLast ? column / kOutTile : column % C::kTapTile);
+    const int co = out + (C::kWeightLast ? column % kOutTile : column / C::kTapTile);
+    if (in >= C::kIn || (C::kOut % kOutTile != 0 && co >= C::kOut)) return nullptr;
+    return static_cast<const Scalar*>(args.weight) + in * args.w_strides.n + co * args.w_strides.c +
+           tap * args.w_strides.w;
+  }
+  // A lane takes 16 bytes of x at a time: a word of each of four steps.
+  static __device__ __forceinline__ int channel_of(int piece, int i) {
+    return (piece % 2 * 16 + i / kPerWord * 4 + piece / 2) * kPerWord + i % kPerWord;
+  }
+  static __device__ __forceinline__ int row_of(int column) {
+    const int ordered =  // by tap, then by channel
+        C::kWeightLast ? column : column % C::kTapTile * kOutTile + column / C::kTapTile;
+    const int in_block = ordered % kBlock, owner = in_block / kPieceItems, item = in_block % kPieceItems;
+    return ordered / kBlock * kBlock + item / 2 * 8 + owner * 2 + item % 2;
+  }
+
+  // ---- Consumers.
+
+  // The channel of a lane's sum, from the block's first.
+  __device__ __forceinline__ int out_of_sum(int i) const {
+    const int group = i / 4, item = group % kBlockGroups * 2 + i % 2;
+    return group / kBlockGroups * kBlock % kOutTile + lane % 4 * kPieceItems + item;
+  }
+
+  __device__ __forceinline__ int own_position(int half) const { return warp % 4 * 16 + lane / 4 + 8 * half; }
+
+  template <int kCount>
+  __device__ __forceinline__ void load(Step (&to)[kStageSteps], const unsigned* stage) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {  // as in the operand: half of the rows, half of the step
+      const int position = own_position(k % 2), piece = k / 2 * 4 + lane % 4;
+      const auto words = load_vector<4>(stage + position * (kRowBytes / 4) + (piece ^ position % 2 * 4) * 4);
+#pragma unroll
+      for (int step = 0; step < kStageSteps; ++step) to[step].at[0][k] = Shape::rounded(words.at[step]);
+    }
+  }
+
+  __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
+    constexpr int kBlocks = C::kColumns / kBlock, kTapBlocks = kOutTile / kBlock;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int position = first + own_position(half);
+      if (position >= args.positions) return;
+      Scalar* const to = Shape::outputs(n, position) + out + lane % 4 * kPieceItems;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const int tap = first_tap + block / kTapBlocks, in_tile = block % kTapBlocks * kBlock;
+        const int kw = tap % C::kKernelW, kh = tap / C::kKernelW % C::kKernelH;
+        const int kd = tap / (C::kKernelW * C::kKernelH);
+        if (C::kOut % kOutTile != 0 && out + in_tile + lane % 4 * kPieceItems >= C::kOut) continue;
+        Vector<Scalar, kPieceItems> values;
+#pragma unroll
+        for (int e = 0; e < kPieceItems; ++e) {
+          const int i = 4 * (block * kBlockGroups + e / 2) + 2 * half + e % 2;
+          values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[0][i]));
+        }
+        store_vector(to + kd * args.y_strides.d + kh * args.y_strides.h + kw * args.y_strides.w + in_tile,
+                     values);
+      }
+    }
+  }
+};
+
+}  // namespace tconv3d

@@ -1,0 +1,286 @@
+"""Plans for the forward pass of up-convolutions (kernels/up.cuh): kernel equal to stride, a U-Net's decoder.
+
+Chooses how many columns (output channel and tap) a block owns, the depth of its ring, and how many blocks share the
+positions. What is compiled in depends on the layer and on the kind of its volume, of which there are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from math import log2, prod
+
+from .direct_planner import SCALARS
+from .geometry import Geometry
+from .launch import Constants, Launch
+from .packing import divider, int32s, int64s, padded
+from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
+from .weight_grad_planner import OPERANDS
+
+HAS_EPILOGUE = True
+THREADS = 384
+SLAB = 64  # positions that a matrix instruction has
+ROW_BYTES, STEP_BYTES = 128, 32  # of K: in a swizzled row of weights, and in one matrix instruction
+MIN_CHANNELS = 4
+MIN_LAST = 2048  # positions
+ALONG_W = (2,)  # taps, in contiguous tensors
+MAX_K_BYTES = 4096  # the loop over K is unrolled
+MAX_COLUMNS = 256  # of all slabs
+MIN_STAGES, MAX_STAGES = 3, 16
+NOMINAL = (2, 16, 128, 1024, 8192)  # slabs of kinds of volume: twice 4^3, 8^3, ... positions
+SECTOR_BYTES = 32
+REGISTERS = (40, 232)  # of producers and consumers
+
+# What a multiprocessor does, in cycles, for choosing between tilings: fitted to 23 measured times (4% off).
+X_BYTES, Y_BYTES, WEIGHT_BYTES, MEMORY_BYTES = 32.0, 19.0, 17.5, 15.3  # moved per cycle
+LATENCY = 1720.0  # of a copy
+STEP_COLUMN = 0.5  # a matrix instruction, per column
+CHUNK, TILE = 190.0, 114.0  # putting weights in order; what else a tile takes
+AS_GOOD = 1.015
+OVERHEAD = 10400.0  # launching, until the first bytes arrive
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks divide columns. Everything here is compiled in."""
+
+    geometry: Geometry
+    dtype: str
+    last: bool  # channels-last tensors
+    taps: int  # of a block; all, if tensors are contiguous
+    columns: int  # of a block: taps and output channels
+    slabs: int  # of positions, in a tile
+    stages: int
+
+    @property
+    def kinds(self) -> int:
+        """Blocks that walk over the same positions."""
+        g = self.geometry
+        if self.last:
+            return g.taps // self.taps * -(-g.out_channels * self.taps // self.columns)
+        return -(-g.out_channels * g.taps // self.columns)
+
+    @property
+    def steps(self) -> int:
+        """Matrix instructions of a tile."""
+        unit = ROW_BYTES if self.last else STEP_BYTES
+        return -(-self.geometry.in_channels * ITEM_BYTES[self.dtype] // unit) * unit // STEP_BYTES
+
+    @property
+    def positions(self) -> int:
+        """Of a tile."""
+        return self.slabs * SLAB
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of x, with what keeps banks apart, and two barriers."""
+        return ROW_BYTES * (self.positions + (0 if self.last else 8)) + 16
+
+    @property
+    def chunks(self) -> int:
+        """Stages that a tile takes."""
+        return -(-self.steps * STEP_BYTES // ROW_BYTES)
+
+    @property
+    def shared_bytes(self) -> int:
+        bias, table = -(-self.columns // 2) * 8 + 8, self.columns // self.geometry.kernel[2] * 8
+        return self.chunks * ROW_BYTES * self.columns + self.stages * self.stage_bytes + bias + table + 24
+
+    def tiles(self, p: Problem) -> int:
+        return p.batch * -(-prod(p.input_size) // self.positions)
+
+    def __str__(self) -> str:
+        return f"{self.positions} positions x {self.columns} columns, {self.stages} stages"
+
+
+def tilings(g: Geometry, dtype: str, shared_bytes: int, last: bool, fours: bool) -> list[Tiling]:
+    """Every division of columns whose weights leave room for a ring. `fours`: lines are whole fours of positions."""
+    found = []
+    most = 2 if fours and not last and ITEM_BYTES[dtype] == 2 and g.kernel[2] == 2 else 1
+    for (taps, columns), slabs in product(_columns(g, dtype, last), range(1, most + 1)):
+        made = Tiling(g, dtype, last, taps, columns, slabs, 0)
+        stages = min(MAX_STAGES, (shared_bytes - made.shared_bytes) // made.stage_bytes)
+        if slabs * columns <= MAX_COLUMNS and stages >= MIN_STAGES:
+            found.append(replace(made, stages=stages))
+    return found
+
+
+def _columns(g: Geometry, dtype: str, last: bool) -> list[tuple[int, int]]:
+    """Taps and columns that a block may have."""
+    if not last:
+        groups = -(-g.out_channels * g.taps // 8)
+        return [(g.taps, 8 * -(-groups // kinds)) for kinds in range(1, groups + 1)]
+    block = 64 // ITEM_BYTES[dtype]  # channels whose outputs four lanes store
+    blocks = -(-g.out_channels // block)
+    divisors = [taps for taps in range(1, g.taps + 1) if g.taps % taps == 0]
+    return [(taps, taps * block * -(-blocks // kinds)) for taps in divisors for kinds in range(1, blocks + 1)]
+
+
+def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
+    """Blocks that share the positions: as few as take as long."""
+    splits = max(1, min(tiles, device.multiprocessors // tiling.kinds))
+    return -(-tiles // -(-tiles // splits))
+
+
+def cycles(tiling: Tiling, slabs: int, device: Device) -> float:
+    """Predicted, for a volume of so many slabs."""
+    g, item, tiles = tiling.geometry, ITEM_BYTES[tiling.dtype], -(-slabs // tiling.slabs)
+    splits = splits_of(tiling, tiles, device)
+    waves = -(-tiling.kinds * splits // device.multiprocessors)
+    bytes_of_tile = tiling.positions * item
+    x_rate = min(X_BYTES, tiling.stages * tiling.positions * ROW_BYTES / LATENCY)
+    moving = bytes_of_tile * (g.in_channels / x_rate + tiling.columns / Y_BYTES)
+    products = tiling.slabs * tiling.steps * tiling.columns * STEP_COLUMN
+    unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps)  # of a sector of weights, other blocks' taps
+    weights = g.in_channels * tiling.columns * item * unused / WEIGHT_BYTES + tiling.chunks * CHUNK
+    walk = weights + -(-tiles // splits) * (max(moving, products) + TILE)
+    moved = tiles * bytes_of_tile * (g.in_channels + g.out_channels * g.taps)
+    return OVERHEAD + max(waves * walk, moved / (MEMORY_BYTES * device.multiprocessors))
+
+
+def nominal(p: Problem) -> int:
+    """The slabs of the volume that a tiling is chosen for: one of five, so that a new volume seldom compiles anew."""
+    slabs = p.batch * -(-prod(p.input_size) // SLAB)
+    return min(NOMINAL, key=lambda kind: abs(log2(slabs) - log2(kind)))
+
+
+def choose(p: Problem, device: Device) -> Tiling | None:
+    fours = p.input_size[2] % 4 == 0 and all(v % 8 == 0 for v in p.output[:4])
+    found = tilings(p.geometry, p.dtype, device.shared_bytes, _is_last(p), fours)
+    costs = {tiling: cycles(tiling, nominal(p), device) for tiling in found}
+    least = min(costs.values(), default=0.0)
+    equals = [tiling for tiling in found if costs[tiling] < AS_GOOD * least]  # the model cannot tell them apart
+    return min(equals, key=lambda tiling: (tiling.kinds, tiling.slabs, costs[tiling]), default=None)
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, g = problem, problem.geometry
+    if p.which is not Pass.FORWARD:
+        return "it computes the forward pass"
+    if p.dtype not in OPERANDS:
+        return f"{p.dtype} has no matrix instruction here"
+    if p.dtype == "float32" and not p.tf32:
+        return "float32 products must stay exact (TF32 is off)"
+    if device.capability != (9, 0):
+        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if p.norm is not None:
+        return "it leaves no moments for a norm"
+    if g.groups != 1:
+        return "it takes no groups"
+    if any(axis.padding or axis.output_padding or axis.dilation != 1 for axis in g.axes):
+        return "padding or dilation: outputs do not have one position each"
+    if _is_last(p) and p.batch * prod(p.input_size) < MIN_LAST:
+        return f"fewer than {MIN_LAST} positions of channels-last tensors (measured)"
+    if g.kernel != g.stride:
+        return "the kernel is not the stride"
+    if not _is_last(p) and g.kernel[2] not in ALONG_W:
+        return f"{g.kernel[2]} taps along w, and tensors are contiguous"
+    if not (_whole_channels(p) if _is_last(p) else _whole_lines(p)):
+        return "positions, channels or outputs are not whole pieces of 16 bytes in a row"
+    if not 0 < p.batch * prod(p.input_size) < 2**30:
+        return "too many positions, or none"
+    if min(g.in_channels, g.out_channels) < MIN_CHANNELS:
+        return f"fewer than {MIN_CHANNELS} channels leave tensor cores idle"
+    if g.in_channels * p.item_bytes > MAX_K_BYTES or choose(p, device) is None:
+        return f"the weights of {g.in_channels} input channels are too many for shared memory"
+    return None
+
+
+def _is_last(p: Problem) -> bool:
+    return p.input[1] == p.output[1] == 1 and p.output[4] != 1
+
+
+def _whole_lines(p: Problem) -> bool:
+    """Positions of a channel are one run of whole 16 bytes, pairs of positions lie in one line."""
+    item, width = p.item_bytes, p.input_size[2]
+    run = p.input[4] == 1 and _one_run(p) and prod(p.input_size) * item % 16 == 0
+    x = run and all(v * item % 16 == 0 for v in p.input[:2])
+    pair = 2 * min(2, p.geometry.kernel[2])  # outputs of two positions in a store
+    y = p.output[4] == 1 and width % 2 == 0 and all(v % pair == 0 for v in p.output[:4])
+    return x and y and _weight(p) == "contiguous" and p.aligned
+
+
+def _whole_channels(p: Problem) -> bool:
+    """Channels of a position are whole 16 bytes, positions one run."""
+    strides = (p.input[0], p.input[4], p.output[0], *p.output[2:], p.geometry.in_channels, p.geometry.out_channels)
+    whole = all(v * p.item_bytes % 16 == 0 for v in strides)
+    return whole and _one_run(p) and _weight(p) in ("contiguous", "last") and p.aligned
+
+
+def _weight(p: Problem) -> str:
+    """The layout of the weight."""
+    g, (_, high, wide) = p.geometry, p.geometry.kernel
+    shape = (g.in_channels, g.out_channels, *g.kernel)
+    tap = {"contiguous": 1, "last": g.out_channels}
+    for name, out in (("contiguous", g.taps), ("last", 1)):
+        wanted = (g.out_channels * g.taps, out, high * wide * tap[name], wide * tap[name], tap[name])
+        if _same(p.weight, wanted, shape):
+            return name
+    return "other"
+
+
+def _one_run(p: Problem) -> bool:
+    (_, height, width), step = p.input_size, p.input[4]
+    return _same(p.input[2:4], (height * width * step, width * step), p.input_size[:2])
+
+
+def _same(strides: Strides, wanted: Strides, size: tuple[int, ...]) -> bool:
+    """The stride of a dimension of size 1 does not matter."""
+    return all(a == b or n == 1 for a, b, n in zip(strides, wanted, size, strict=True))
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tiling = choose(problem, device)
+    assert tiling is not None, "plan() of a problem that why_not() refuses"
+    return plan_tiling(problem, device, tiling)
+
+
+def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    size, tiles = p.input_size, tiling.tiles(p)
+    splits = splits_of(tiling, tiles, device)
+    weight = (
+        p.geometry.out_channels * p.geometry.taps,
+        *((1, 0, 0, p.geometry.out_channels) if _weight(p) == "last" else (p.geometry.taps, 0, 0, 1)),
+    )
+    launch = Launch(
+        kernel="up",
+        constants=_constants(p, tiling),
+        grid=(tiling.kinds * splits, 1, 1),
+        threads=THREADS,
+        shared_bytes=tiling.shared_bytes,
+        pointers=("x", "weight", "bias", "y"),
+        scalars=padded(
+            int64s(*p.input, *p.output, *weight),
+            int32s(prod(size), tiles, splits),
+            divider(tiles // p.batch),
+            divider(size[1]),
+            divider(size[2]),
+        ),
+    )
+    why = "every output has one position and one tap: one product, x as it is in memory"
+    return Plan("up", why, (launch,), tile=f"{tiling}, {splits} share the positions")
+
+
+def _constants(p: Problem, tiling: Tiling) -> Constants:
+    g = p.geometry
+    return (
+        ("kThreads", THREADS),
+        ("kMinBlocks", 1),
+        ("Scalar", SCALARS[p.dtype]),
+        ("Epilogue", p.activation),
+        ("kIn", g.in_channels),
+        ("kOut", g.out_channels),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        ("kLast", tiling.last),
+        ("kWeightLast", _weight(p) == "last"),
+        ("kTapTile", tiling.taps),
+        ("kColumns", tiling.columns),
+        ("kSlabs", tiling.slabs),
+        ("kStages", tiling.stages),
+        ("kProducerRegisters", REGISTERS[0]),
+        ("kConsumerRegisters", REGISTERS[1]),
+    )
