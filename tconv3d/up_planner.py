@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import log2, prod
 
+from . import tensor_cores
 from .direct_planner import SCALARS
 from .geometry import Geometry
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
-from .weight_grad_planner import OPERANDS
 
 HAS_EPILOGUE = True
 THREADS = 384
@@ -160,12 +160,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     p, g = problem, problem.geometry
     if p.which is not Pass.FORWARD:
         return "it computes the forward pass"
-    if p.dtype not in OPERANDS:
-        return f"{p.dtype} has no matrix instruction here"
-    if p.dtype == "float32" and not p.tf32:
-        return "float32 products must stay exact (TF32 is off)"
-    if device.capability != (9, 0):
-        return f"needs compute capability 9.0, the device has {device.capability[0]}.{device.capability[1]}"
+    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP):
+        return refusal
     if p.norm is not None:
         return "it leaves no moments for a norm"
     if g.groups != 1:
