@@ -7,7 +7,7 @@ positions. What is compiled in depends on the layer and on the kind of its volum
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import product
+from functools import lru_cache
 from math import log2, prod
 
 from . import tensor_cores
@@ -19,15 +19,13 @@ from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
 
 HAS_EPILOGUE = True
 THREADS = 384
-SLAB = 64  # positions that a matrix instruction has
+POSITIONS = 64  # of a tile
 ROW_BYTES, STEP_BYTES = 128, 32  # of K: in a swizzled row of weights, and in one matrix instruction
 MIN_CHANNELS = 4
-MIN_LAST = 2048  # positions
-ALONG_W = (2,)  # taps, in contiguous tensors
 MAX_K_BYTES = 4096  # the loop over K is unrolled
-MAX_COLUMNS = 256  # of all slabs
+MAX_COLUMNS = 256
 MIN_STAGES, MAX_STAGES = 3, 16
-NOMINAL = (2, 16, 128, 1024, 8192)  # slabs of kinds of volume: twice 4^3, 8^3, ... positions
+NOMINAL = (2, 16, 128, 1024, 8192)  # tiles of kinds of volume: twice 4^3, 8^3, ... positions
 SECTOR_BYTES = 32
 REGISTERS = (40, 232)  # of producers and consumers
 
@@ -49,7 +47,6 @@ class Tiling:
     last: bool  # channels-last tensors
     taps: int  # of a block; all, if tensors are contiguous
     columns: int  # of a block: taps and output channels
-    slabs: int  # of positions, in a tile
     stages: int
 
     @property
@@ -67,14 +64,9 @@ class Tiling:
         return -(-self.geometry.in_channels * ITEM_BYTES[self.dtype] // unit) * unit // STEP_BYTES
 
     @property
-    def positions(self) -> int:
-        """Of a tile."""
-        return self.slabs * SLAB
-
-    @property
     def stage_bytes(self) -> int:
         """Of x, with what keeps banks apart, and two barriers."""
-        return ROW_BYTES * (self.positions + (0 if self.last else 8)) + 16
+        return ROW_BYTES * (POSITIONS + (0 if self.last else 8)) + 16
 
     @property
     def chunks(self) -> int:
@@ -86,21 +78,17 @@ class Tiling:
         bias, table = -(-self.columns // 2) * 8 + 8, self.columns // self.geometry.kernel[2] * 8
         return self.chunks * ROW_BYTES * self.columns + self.stages * self.stage_bytes + bias + table + 24
 
-    def tiles(self, p: Problem) -> int:
-        return p.batch * -(-prod(p.input_size) // self.positions)
-
     def __str__(self) -> str:
-        return f"{self.positions} positions x {self.columns} columns, {self.stages} stages"
+        return f"{POSITIONS} positions x {self.columns} columns, {self.stages} stages"
 
 
-def tilings(g: Geometry, dtype: str, shared_bytes: int, last: bool, fours: bool) -> list[Tiling]:
-    """Every division of columns whose weights leave room for a ring. `fours`: lines are whole fours of positions."""
+def tilings(g: Geometry, dtype: str, shared_bytes: int, last: bool) -> list[Tiling]:
+    """Every division of columns whose weights leave room for a ring."""
     found = []
-    most = 2 if fours and not last and ITEM_BYTES[dtype] == 2 and g.kernel[2] == 2 else 1
-    for (taps, columns), slabs in product(_columns(g, dtype, last), range(1, most + 1)):
-        made = Tiling(g, dtype, last, taps, columns, slabs, 0)
+    for taps, columns in _columns(g, dtype, last):
+        made = Tiling(g, dtype, last, taps, columns, 0)
         stages = min(MAX_STAGES, (shared_bytes - made.shared_bytes) // made.stage_bytes)
-        if slabs * columns <= MAX_COLUMNS and stages >= MIN_STAGES:
+        if columns <= MAX_COLUMNS and stages >= MIN_STAGES:
             found.append(replace(made, stages=stages))
     return found
 
@@ -109,11 +97,16 @@ def _columns(g: Geometry, dtype: str, last: bool) -> list[tuple[int, int]]:
     """Taps and columns that a block may have."""
     if not last:
         groups = -(-g.out_channels * g.taps // 8)
-        return [(g.taps, 8 * -(-groups // kinds)) for kinds in range(1, groups + 1)]
+        return [(g.taps, columns) for columns in _parts(groups, 8)]
     block = 64 // ITEM_BYTES[dtype]  # channels whose outputs four lanes store
     blocks = -(-g.out_channels // block)
     divisors = [taps for taps in range(1, g.taps + 1) if g.taps % taps == 0]
-    return [(taps, taps * block * -(-blocks // kinds)) for taps in divisors for kinds in range(1, blocks + 1)]
+    return [(taps, taps * outs) for taps in divisors for outs in _parts(blocks, block)]
+
+
+def _parts(count: int, unit: int) -> list[int]:
+    """The sizes of the parts of so many units, in units that are not divided."""
+    return list(dict.fromkeys(unit * -(-count // parts) for parts in range(1, count + 1)))
 
 
 def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
@@ -122,15 +115,19 @@ def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
     return -(-tiles // -(-tiles // splits))
 
 
-def cycles(tiling: Tiling, slabs: int, device: Device) -> float:
-    """Predicted, for a volume of so many slabs."""
-    g, item, tiles = tiling.geometry, ITEM_BYTES[tiling.dtype], -(-slabs // tiling.slabs)
+def tiles_of(p: Problem) -> int:
+    return p.batch * -(-prod(p.input_size) // POSITIONS)
+
+
+def cycles(tiling: Tiling, tiles: int, device: Device) -> float:
+    """Predicted, for a volume of so many tiles."""
+    g, item = tiling.geometry, ITEM_BYTES[tiling.dtype]
     splits = splits_of(tiling, tiles, device)
     waves = -(-tiling.kinds * splits // device.multiprocessors)
-    bytes_of_tile = tiling.positions * item
-    x_rate = min(X_BYTES, tiling.stages * tiling.positions * ROW_BYTES / LATENCY)
+    bytes_of_tile = POSITIONS * item
+    x_rate = min(X_BYTES, tiling.stages * POSITIONS * ROW_BYTES / LATENCY)
     moving = bytes_of_tile * (g.in_channels / x_rate + tiling.columns / Y_BYTES)
-    products = tiling.slabs * tiling.steps * tiling.columns * STEP_COLUMN
+    products = tiling.steps * tiling.columns * STEP_COLUMN
     unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps)  # of a sector of weights, other blocks' taps
     weights = g.in_channels * tiling.columns * item * unused / WEIGHT_BYTES + tiling.chunks * CHUNK
     walk = weights + -(-tiles // splits) * (max(moving, products) + TILE)
@@ -139,18 +136,17 @@ def cycles(tiling: Tiling, slabs: int, device: Device) -> float:
 
 
 def nominal(p: Problem) -> int:
-    """The slabs of the volume that a tiling is chosen for: one of five, so that a new volume seldom compiles anew."""
-    slabs = p.batch * -(-prod(p.input_size) // SLAB)
-    return min(NOMINAL, key=lambda kind: abs(log2(slabs) - log2(kind)))
+    """The tiles of the volume that a tiling is chosen for: one of five, so that a new volume seldom compiles anew."""
+    return min(NOMINAL, key=lambda kind: abs(log2(tiles_of(p)) - log2(kind)))
 
 
+@lru_cache(maxsize=1024)
 def choose(p: Problem, device: Device) -> Tiling | None:
-    fours = p.input_size[2] % 4 == 0 and all(v % 8 == 0 for v in p.output[:4])
-    found = tilings(p.geometry, p.dtype, device.shared_bytes, _is_last(p), fours)
+    found = tilings(p.geometry, p.dtype, device.shared_bytes, _is_last(p))
     costs = {tiling: cycles(tiling, nominal(p), device) for tiling in found}
     least = min(costs.values(), default=0.0)
     equals = [tiling for tiling in found if costs[tiling] < AS_GOOD * least]  # the model cannot tell them apart
-    return min(equals, key=lambda tiling: (tiling.kinds, tiling.slabs, costs[tiling]), default=None)
+    return min(equals, key=lambda tiling: (tiling.kinds, costs[tiling]), default=None)
 
 
 # ---- The family.
@@ -168,12 +164,10 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "it takes no groups"
     if any(axis.padding or axis.output_padding or axis.dilation != 1 for axis in g.axes):
         return "padding or dilation: outputs do not have one position each"
-    if _is_last(p) and p.batch * prod(p.input_size) < MIN_LAST:
-        return f"fewer than {MIN_LAST} positions of channels-last tensors (measured)"
     if g.kernel != g.stride:
         return "the kernel is not the stride"
-    if not _is_last(p) and g.kernel[2] not in ALONG_W:
-        return f"{g.kernel[2]} taps along w, and tensors are contiguous"
+    if not _is_last(p) and g.kernel[2] not in (1, 2, 4):
+        return f"{g.kernel[2]} taps along w of contiguous tensors, not 1, 2 or 4"
     if not (_whole_channels(p) if _is_last(p) else _whole_lines(p)):
         return "positions, channels or outputs are not whole pieces of 16 bytes in a row"
     if not 0 < p.batch * prod(p.input_size) < 2**30:
@@ -236,7 +230,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
-    size, tiles = p.input_size, tiling.tiles(p)
+    size, tiles = p.input_size, tiles_of(p)
     splits = splits_of(tiling, tiles, device)
     weight = (
         p.geometry.out_channels * p.geometry.taps,
@@ -275,7 +269,6 @@ def _constants(p: Problem, tiling: Tiling) -> Constants:
         ("kWeightLast", _weight(p) == "last"),
         ("kTapTile", tiling.taps),
         ("kColumns", tiling.columns),
-        ("kSlabs", tiling.slabs),
         ("kStages", tiling.stages),
         ("kProducerRegisters", REGISTERS[0]),
         ("kConsumerRegisters", REGISTERS[1]),

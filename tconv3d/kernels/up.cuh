@@ -4,7 +4,7 @@
 // So it is one product: rows are positions, columns are (co, t), K is ci. It moves far more bytes than it
 // multiplies numbers, and is arranged around them.
 //
-// A tile is 64 positions in sequence (or 128, two slabs), wherever lines end. A block owns some columns,
+// A tile is 64 positions in sequence, wherever lines end. A block owns some columns,
 // keeps their weights in shared memory, and walks over tiles:
 //
 //   producers   copy x past the registers into a ring, as it is in memory: a stage is the channels that a
@@ -224,14 +224,11 @@ struct Up {
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(empty(stage.index));
 #pragma unroll
-    for (int i = 0; i < kCount * C::kSlabs * 4; ++i) {  // before the first product, all of them
-      ptx::pin(steps[i / (C::kSlabs * 4)].at[i / 4 % C::kSlabs][i % 4]);
-    }
+    for (int i = 0; i < kCount * 4; ++i) ptx::pin(steps[i / 4].at[i % 4]);  // before the first product
     ptx::matrix_fence();
-    static_for<kCount * C::kSlabs>([&](auto i) {
-      constexpr int kStep = decltype(i)::value / C::kSlabs, kSlab = decltype(i)::value % C::kSlabs;
-      ptx::MatrixMultiply<C::kColumns>::template issue<Layout::kOperand>(
-          sums.at[kSlab], steps[kStep].at[kSlab], ptx::advance(b, kStep * kStepBytes));
+    static_for<kCount>([&](auto i) {
+      ptx::MatrixMultiply<C::kColumns>::template issue<Layout::kOperand>(sums.at, steps[i].at,
+                                                                         ptx::advance(b, i * kStepBytes));
     });
     ptx::matrix_commit();
   }
@@ -271,16 +268,15 @@ struct Up {
 #pragma unroll 1
     for (int tile = split + who * args.splits; tile < args.tiles; tile += kConsumers * args.splits) {
 #pragma unroll
-      for (int i = 0; i < C::kSlabs * kSums; ++i) {
-        float& sum = sums.at[i / kSums][i % kSums];
-        sum = bias[layout.out_of_sum(i % kSums)];
-        ptx::pin(sum);
+      for (int i = 0; i < kSums; ++i) {
+        sums.at[i] = bias[layout.out_of_sum(i)];
+        ptx::pin(sums.at[i]);
       }
       ptx::barrier_wait(turn(who), parity);
       parity ^= 1u;
       multiply(sums, stage, who);
 #pragma unroll
-      for (int i = 0; i < C::kSlabs * kSums; ++i) ptx::pin(sums.at[i / kSums][i % kSums]);
+      for (int i = 0; i < kSums; ++i) ptx::pin(sums.at[i]);
       const int n = divide(tile, args.by_tiles);
       layout.store(sums, n, first_position(tile, n));
       __syncwarp();

@@ -36,7 +36,7 @@ struct UpShape {
   static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
   static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
   static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
-  static constexpr int kTile = 64 * C::kSlabs;  // positions
+  static constexpr int kTile = 64;  // positions
   static constexpr int kStepBytes = 32, kRowBytes = 128;
   static constexpr int kStepItems = kStepBytes / kItem, kStageItems = kRowBytes / kItem;  // channels
   static constexpr int kStageSteps = kRowBytes / kStepBytes;
@@ -48,10 +48,10 @@ struct UpShape {
 
   // The sums of a lane, and the operand of one step.
   struct Sums {
-    float at[C::kSlabs][kSums];
+    float at[kSums];
   };
   struct Step {
-    unsigned at[C::kSlabs][4];
+    unsigned at[4];
   };
 
   const Args& args;
@@ -77,9 +77,8 @@ struct UpShape {
 
 // Contiguous tensors; one, two or four taps along w. Columns are (channel, tap) in the order of the weight. A
 // stage has its channels one after another. Lane (g, t) of a warp has positions 2g and 2g + 1 as rows g and
-// g + 8; with two slabs of a 16-bit type, four. Of the sums it then has two taps along w of all: outputs in a
-// row, one store (of four taps, two lanes exchange halves before), and the eight lanes with the same t fill
-// whole lines.
+// g + 8. Of the sums it then has two taps along w of both: outputs in a row, one store (of four taps, two
+// lanes exchange halves before), and the eight lanes with the same t fill whole sectors.
 template <class C>
 struct UpContiguous : UpShape<C> {
   using Shape = UpShape<C>;
@@ -90,7 +89,6 @@ struct UpContiguous : UpShape<C> {
   using typename Shape::Scalar, typename Shape::Step, typename Shape::Sums;
 
   static constexpr int kSteps = (C::kIn + kStepItems - 1) / kStepItems;
-  static constexpr int kLaneWords = C::kSlabs * 2 / kPerWord;  // of a channel: the positions of a lane
   // From channel to channel in a stage, in words: no load of an operand meets a bank twice.
   static constexpr int kPitch = kTile / kPerWord + 8 / kPerWord;
   static constexpr int kStageWords = kStageItems * kPitch;
@@ -103,7 +101,6 @@ struct UpContiguous : UpShape<C> {
   static constexpr bool kComputed = kGroupLines % kPlanes == 0;
   static constexpr int kTable = kComputed ? 0 : C::kColumns / kAlongW;
 
-  static_assert(C::kSlabs == 1 || (C::kSlabs == 2 && kPerWord == 2 && kAlongW == 2), "16 bytes of outputs");
   static_assert(kAlongW == 1 || kAlongW == 2 || kAlongW == 4, "lines begin with a group of 8 columns");
 
   int first_column;
@@ -175,7 +172,7 @@ struct UpContiguous : UpShape<C> {
   }
 
   // Where this lane's first position is in a tile.
-  __device__ __forceinline__ int own_position() const { return (warp % 4 * 8 + lane / 4) * (2 * C::kSlabs); }
+  __device__ __forceinline__ int own_position() const { return (warp % 4 * 8 + lane / 4) * 2; }
 
   template <int kCount>
   __device__ __forceinline__ void load(Step (&to)[kStageSteps], const unsigned* stage) const {
@@ -187,31 +184,27 @@ struct UpContiguous : UpShape<C> {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       if constexpr (kRounded) {
-        const auto both = load_vector<kLaneWords>(from + (lane % 4 + 4 * k) * kPitch);
-        to.at[0][2 * k] = Shape::rounded(both.at[0]);
-        to.at[0][2 * k + 1] = Shape::rounded(both.at[1]);
+        const auto both = load_vector<2>(from + (lane % 4 + 4 * k) * kPitch);
+        to.at[2 * k] = Shape::rounded(both.at[0]);
+        to.at[2 * k + 1] = Shape::rounded(both.at[1]);
       } else {
         const unsigned* const channel = from + (lane % 4 * 2 + 8 * k) * kPitch;
-        const auto low = load_vector<kLaneWords>(channel), high = load_vector<kLaneWords>(channel + kPitch);
-#pragma unroll
-        for (int slab = 0; slab < C::kSlabs; ++slab) {
-          to.at[slab][2 * k] = Shape::pair(low.at[slab], high.at[slab], 0);
-          to.at[slab][2 * k + 1] = Shape::pair(low.at[slab], high.at[slab], 1);
-        }
+        to.at[2 * k] = Shape::pair(channel[0], channel[kPitch], 0);
+        to.at[2 * k + 1] = Shape::pair(channel[0], channel[kPitch], 1);
       }
     }
   }
 
   // Outputs of a lane in a line.
-  using Values = Vector<Scalar, (kAlongW == 1 ? 2 : 4) * C::kSlabs>;
+  using Values = Vector<Scalar, kAlongW == 1 ? 2 : 4>;
 
   // Of group j of 8 columns. Lines of one tap along w: the lane has two, this is line `which` of them.
   static __device__ __forceinline__ Values values_of(const Sums& sums, int j, int which) {
     Values values;
 #pragma unroll
     for (int e = 0; e < static_cast<int>(sizeof(values) / kItem); ++e) {
-      const int i = kAlongW == 1 ? 2 * e + which : e % 4;
-      values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[e / 4][4 * j + i]));
+      const int i = kAlongW == 1 ? 2 * e + which : e;
+      values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[4 * j + i]));
     }
     return values;
   }
@@ -277,7 +270,7 @@ struct UpChannelsLast : UpShape<C> {
   static constexpr int kKinds = kTapTiles * ((C::kOut + kOutTile - 1) / kOutTile);
   static constexpr int kTable = 0;
 
-  static_assert(C::kSlabs == 1 && kTaps % C::kTapTile == 0 && C::kColumns % C::kTapTile == 0);
+  static_assert(kTaps % C::kTapTile == 0 && C::kColumns % C::kTapTile == 0);
   static_assert(kOutTile % kBlock == 0, "a block of columns has one tap");
   static_assert(C::kIn % kPieceItems == 0 && C::kOut % kPieceItems == 0, "whole pieces");
 
@@ -363,7 +356,7 @@ struct UpChannelsLast : UpShape<C> {
       const int position = own_position(k % 2), piece = k / 2 * 4 + lane % 4;
       const auto words = load_vector<4>(stage + position * (kRowBytes / 4) + (piece ^ position % 2 * 4) * 4);
 #pragma unroll
-      for (int step = 0; step < kStageSteps; ++step) to[step].at[0][k] = Shape::rounded(words.at[step]);
+      for (int step = 0; step < kStageSteps; ++step) to[step].at[k] = Shape::rounded(words.at[step]);
     }
   }
 
@@ -384,7 +377,7 @@ struct UpChannelsLast : UpShape<C> {
 #pragma unroll
         for (int e = 0; e < kPieceItems; ++e) {
           const int i = 4 * (block * kBlockGroups + e / 2) + 2 * half + e % 2;
-          values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[0][i]));
+          values.at[e] = Narrow<Scalar>::from(C::Epilogue::apply(sums.at[i]));
         }
         store_vector(to + kd * args.y_strides.d + kh * args.y_strides.h + kw * args.y_strides.w + in_tile,
                      values);
