@@ -427,6 +427,18 @@ __device__ __forceinline__ void copy_words(void* to, const void* from, bool insi
                : "memory");
 }
 
+// The same for what is read only once: vectors of 16 bytes need no room in L1 while they are on their way.
+template <int kWords>
+__device__ __forceinline__ void copy_words_once(void* to, const void* from, bool inside) {
+  if constexpr (kWords == 4) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(inside ? 16 : 0)
+                 : "memory");
+  } else {
+    copy_words<kWords>(to, from, inside);
+  }
+}
+
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Arrives at a barrier in shared memory when all copies that this thread has begun are done.

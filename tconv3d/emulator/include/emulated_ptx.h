@@ -424,6 +424,10 @@ inline void copy_words(void* to, const void* from, bool inside) {
   for (int i = 0; i < kWords; ++i)
     copy_word(static_cast<std::uint32_t*>(to) + i, inside ? static_cast<const char*>(from) + 4 * i : nullptr);
 }
+template <int kWords>
+inline void copy_words_once(void* to, const void* from, bool inside) {
+  copy_words<kWords>(to, from, inside);
+}
 
 inline void copy_commit() {
   auto& copies = emulator::thread_state<EmulatedCopies>();
