@@ -604,9 +604,14 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
         if rows + length + reach > INT32_MAX // 2:
             continue
         tiles = (batch // sheets, 1, ceil_div(rows, length), 1)
+        # Two slabs are woven: 8 rows of the one, 8 of the other, so that a warp has 32 rows in sequence.
+        woven = build.slabs % 2 == 0
+        across, down, group, step = (
+            (2, build.round_slabs // 2, 16, (0, 2 * SLAB, 8)) if woven else (build.round_slabs, 1, 8, (0, 0, SLAB))
+        )
         yield Tiling(
-            positions, (1, pitch[1], pitch[2]), 1, tiles, build.round_slabs, build.round_slabs, 1, 8,
-            (0, 0, SLAB), INT32_MAX, length, sheets, reach,
+            positions, (1, pitch[1], pitch[2]), 1, tiles, build.round_slabs, across, down, group,
+            step, INT32_MAX, length, sheets, reach,
         )  # fmt: skip
 
 

@@ -126,69 +126,88 @@ struct HaloStores {
   }
 
   // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of a
-  // warp's 16 positions are 32 neighbours of 8 channels; where a field has no partner, 16 positions of 16
-  // channels.
+  // warp's 16 positions are 32 neighbours of 8 channels. Where no field has a partner, two slabs are stored
+  // together: 32 positions of 8 channels, neighbours if the slabs are woven (halo_build.py); one slab alone
+  // is 16 positions of 16 channels.
   template <int kVector>
   static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
                                                            const Writer& me, const Sums& sums,
                                                            const Slab (&slabs)[Config::kSlabs], int plane) {
-    static_for<Config::kSlabs>([&](auto m) {
-      constexpr int kSlab = decltype(m)::value;
-      const int row = 16 * me.warp;
-      const Target by_pair =
-          target(args, at, slabs[kSlab], plane, row + Lines<2, kVector>::position(me.lane));
-      const Target by_one = target(args, at, slabs[kSlab], plane, row + Lines<1, kVector>::position(me.lane));
+    constexpr int kTogether = Config::kSlabs % 2 == 0 && !has_partners() ? 2 : 1;
+    static_for<Config::kSlabs / kTogether>([&](auto m) {
+      constexpr int kSlab = kTogether * decltype(m)::value, kNext = kSlab + kTogether - 1;
+      const int by_pair = Lines<2, kVector, 1>::position(me.lane);
+      const int by_one = Lines<1, kVector, kTogether>::position(me.lane);
+      const Slab slab = kTogether == 2 && by_one & 8 ? slabs[kNext] : slabs[kSlab];
+      const int row = kTogether == 2 ? by_one / 16 * 8 + by_one % 8 : by_one;
+      const Target to_pair = target(args, at, slabs[kSlab], plane, 16 * me.warp + by_pair);
+      const Target to_one = target(args, at, slab, plane, 16 * me.warp + row);
       static_for<Config::kGroupsPerTile>([&](auto group) {
         constexpr int kGroup = decltype(group)::value;
         static_for<Config::kFields>([&](auto field) {
           constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
           if constexpr (kPartner != Config::kStoredByPartner && Accumulators::complete(kField)) {
-            constexpr int kFirst = kGroup * Layout::kGroupColumns / 2, kWidth = kPartner >= 0 ? 2 : 1;
+            constexpr int kFirst = kGroup * Layout::kGroupColumns / 2;
             const float* first = &sums[kSlab][kFirst + kField * Config::kOutTile / 2];
-            const float* second =
-                &sums[kSlab][kFirst + (kPartner >= 0 ? kPartner : kField) * Config::kOutTile / 2];
-            Lines<kWidth, kVector>::store(args, at, me, kWidth == 2 ? by_pair : by_one, kGroup, kField, first,
-                                          second);
+            if constexpr (kPartner >= 0) {
+              const float* second = &sums[kSlab][kFirst + kPartner * Config::kOutTile / 2];
+              Lines<2, kVector, 1>::store(args, at, me, to_pair, kGroup, kField, first, second);
+            } else {
+              const float* second = &sums[kNext][kFirst + kField * Config::kOutTile / 2];
+              Lines<1, kVector, kTogether>::store(args, at, me, to_one, kGroup, kField, first, second);
+            }
           }
         });
       });
     });
   }
+  static __device__ constexpr bool has_partners() {
+    for (int field = 0; field < Config::kFields; ++field) {
+      if (Config::kPartner(field) >= 0) return true;
+    }
+    return false;
+  }
 
-  // Lines of kWidth outputs for each of 16 positions, stored kVector at a time. In scratch a line is a row,
-  // and its outputs are swizzled so that neither writing nor reading meets itself.
-  template <int kWidth, int kVector>
+  // Lines of kWidth outputs for each of 16 positions of kTogether slabs, stored kVector at a time. In scratch
+  // a line is a row, and its outputs are swizzled so that neither writing nor reading meets itself.
+  template <int kWidth, int kVector, int kTogether>
   struct Lines {
-    static constexpr int kLength = 16 * kWidth, kRows = HaloShared<Config>::kScratch / kLength;
+    static constexpr int kLength = 16 * kWidth * kTogether, kRows = HaloShared<Config>::kScratch / kLength;
+    static constexpr bool kLong = kLength == 32;
+    static_assert(kLong || kLength == 16, "swizzled lines");
     static constexpr int kChannels = kRows < Config::kOutTile ? kRows : Config::kOutTile;  // at a time
     static constexpr int kLanes = kLength / kVector;  // that store a channel
     static constexpr int kAtOnce = 32 / kLanes;       // channels
 
-    // The (first) position, of the warp's 16, whose outputs a lane stores.
+    // The (first) position, of the warp's 16 or 32, whose outputs a lane stores. Every 8 are of one slab.
     static __device__ __forceinline__ int position(int lane) { return lane % kLanes * kVector / kWidth; }
 
     // Lines of 32: in the order of the channels. Lines of 16: of every 8 channels the even ones first.
     static __device__ constexpr int channel_of(int row) {
-      return kWidth == 2 ? row : row / 8 * 8 + row % 4 * 2 + row / 4 % 2;
+      return kLong ? row : row / 8 * 8 + row % 4 * 2 + row / 4 % 2;
     }
     static __device__ __forceinline__ int swizzle(int row) {
-      return kWidth == 2 ? row / 2 % 4 * 8 : row / 2 % 2 * 8;
+      return kLong ? row / 2 % 4 * 8 : row / 2 % 2 * 8;
     }
 
-    // A lane's sums of 8 channels and two positions.
+    // A lane's sums of 8 channels and two positions of each slab. `second`: the partner's, or the next
+    // slab's.
     static __device__ __forceinline__ void write(float* scratch, int lane, int j, const float* first,
                                                  const float* second) {
+      const int row = kLong ? Accumulators::first_column(lane) : lane % 4;  // of e == 0
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
+        const int place = (8 * half * kTogether + lane / 4) * kWidth;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int i = 4 * j + 2 * half + e, place = (8 * half + lane / 4) * kWidth;
-          const int row = kWidth == 2 ? Accumulators::first_column(lane) : lane % 4;  // of e == 0
-          float* to = scratch + row * kLength + (place ^ swizzle(row)) + e * (kWidth == 2 ? 1 : 4) * kLength;
+          const int i = 4 * j + 2 * half + e;
+          float* line = scratch + row * kLength + e * (kLong ? 1 : 4) * kLength;
           if constexpr (kWidth == 2) {
-            *reinterpret_cast<Vector<float, 2>*>(to) = Vector<float, 2>{first[i], second[i]};
+            *reinterpret_cast<Vector<float, 2>*>(line + (place ^ swizzle(row))) =
+                Vector<float, 2>{first[i], second[i]};
           } else {
-            *to = first[i];
+            line[place ^ swizzle(row)] = first[i];
+            if constexpr (kTogether == 2) line[(place + 8) ^ swizzle(row)] = second[i];
           }
         }
       }
