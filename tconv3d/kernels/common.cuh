@@ -40,11 +40,17 @@ struct Narrow {
 template <>
 struct Narrow<Half> {
   static __device__ __forceinline__ Half from(float value) { return Half{ptx::float_to_half(value)}; }
+  static __device__ __forceinline__ unsigned two(float first, float second) {
+    return ptx::floats_to_halves(first, second);
+  }
 };
 template <>
 struct Narrow<BFloat16> {
   static __device__ __forceinline__ BFloat16 from(float value) {
     return BFloat16{ptx::float_to_bfloat16(value)};
+  }
+  static __device__ __forceinline__ unsigned two(float first, float second) {
+    return ptx::floats_to_bfloat16s(first, second);
   }
 };
 

@@ -169,12 +169,15 @@ struct HaloStores {
   }
 
   // Lines of kWidth outputs for each of 16 positions of kTogether slabs, stored kVector at a time. In scratch
-  // a line is a row, and its outputs are swizzled so that neither writing nor reading meets itself.
+  // a line is a row, and its outputs are swizzled so that neither writing nor reading meets itself. Lines of
+  // 32 outputs of 16 bits are packed there, others are floats.
   template <int kWidth, int kVector, int kTogether>
   struct Lines {
-    static constexpr int kLength = 16 * kWidth * kTogether, kRows = HaloShared<Config>::kScratch / kLength;
-    static constexpr bool kLong = kLength == 32;
+    static constexpr int kLength = 16 * kWidth * kTogether;
+    static constexpr bool kLong = kLength == 32, kPacked = kLong && sizeof(Scalar) == 2;
     static_assert(kLong || kLength == 16, "swizzled lines");
+    static constexpr int kRowBytes = kLength * (kPacked ? 2 : 4);
+    static constexpr int kRows = HaloShared<Config>::kScratch * 4 / kRowBytes;
     static constexpr int kChannels = kRows < Config::kOutTile ? kRows : Config::kOutTile;  // at a time
     static constexpr int kLanes = kLength / kVector;  // that store a channel
     static constexpr int kAtOnce = 32 / kLanes;       // channels
@@ -186,30 +189,65 @@ struct HaloStores {
     static __device__ constexpr int channel_of(int row) {
       return kLong ? row : row / 8 * 8 + row % 4 * 2 + row / 4 % 2;
     }
-    static __device__ __forceinline__ int swizzle(int row) {
-      return kLong ? row / 2 % 4 * 8 : row / 2 % 2 * 8;
+
+    // Where an output of a row lies, in bytes. Outputs that a vector or a matrix has stay together.
+    static __device__ __forceinline__ int place(int row, int output) {
+      if constexpr (kPacked) {  // two rows are 128 bytes
+        const int half = (row ^ row / 2) % 2, piece = output / 8 ^ row / 2 % 4;
+        return row / 2 * 128 + half * 64 + piece * 16 + output % 8 * 2;
+      } else {
+        return (row * kLength + (output ^ (kLong ? row / 2 % 4 * 8 : row / 2 % 2 * 8))) * 4;
+      }
+    }
+    template <class T>
+    static __device__ __forceinline__ T* at(float* scratch, int row, int output) {
+      return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(scratch) + place(row, output));
     }
 
-    // A lane's sums of 8 channels and two positions of each slab. `second`: the partner's, or the next
-    // slab's.
-    static __device__ __forceinline__ void write(float* scratch, int lane, int j, const float* first,
+    // A lane's sums of 8 channels, from row 8 * to on, and two positions of each slab. `second`: the
+    // partner's, or the next slab's.
+    static __device__ __forceinline__ void write(float* scratch, int lane, int to, const float* first,
                                                  const float* second) {
-      const int row = kLong ? Accumulators::first_column(lane) : lane % 4;  // of e == 0
+      if constexpr (kPacked && kTogether == 2) {  // four matrices of 8 positions x 8 channels, transposed
+        using Two = Narrow<Scalar>;
+        const auto* row = at<unsigned char>(scratch, 8 * to + lane % 8, lane / 8 * 8);
+        ptx::store_transposed(ptx::shared_address(row),
+                              make_uint4(Two::two(first[0], first[1]), Two::two(second[0], second[1]),
+                                         Two::two(first[2], first[3]), Two::two(second[2], second[3])));
+      } else {
+        const int row = 8 * to + (kLong ? Accumulators::first_column(lane) : lane % 4);  // of e == 0
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int place = (8 * half * kTogether + lane / 4) * kWidth;
+        for (int half = 0; half < 2; ++half) {
+          const int output = (8 * half * kTogether + lane / 4) * kWidth;
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int i = 4 * j + 2 * half + e;
-          float* line = scratch + row * kLength + e * (kLong ? 1 : 4) * kLength;
-          if constexpr (kWidth == 2) {
-            *reinterpret_cast<Vector<float, 2>*>(line + (place ^ swizzle(row))) =
-                Vector<float, 2>{first[i], second[i]};
-          } else {
-            line[place ^ swizzle(row)] = first[i];
-            if constexpr (kTogether == 2) line[(place + 8) ^ swizzle(row)] = second[i];
+          for (int e = 0; e < 2; ++e) {
+            const int i = 2 * half + e, own = row + e * (kLong ? 1 : 4);
+            if constexpr (kPacked) {
+              *at<unsigned>(scratch, own, output) = Narrow<Scalar>::two(first[i], second[i]);
+            } else if constexpr (kWidth == 2) {
+              *at<Vector<float, 2>>(scratch, own, output) = Vector<float, 2>{first[i], second[i]};
+            } else {
+              *at<float>(scratch, own, output) = first[i];
+              if constexpr (kTogether == 2) *at<float>(scratch, own, output + 8) = second[i];
+            }
           }
         }
+      }
+    }
+    static __device__ __forceinline__ Vector<Scalar, kVector> read(float* scratch, int row, int output) {
+      using Outputs = Vector<Scalar, kVector>;
+      if constexpr (kPacked) {
+        return *at<Outputs>(scratch, row, output);
+      } else {
+        constexpr int kRead = kVector < 4 ? kVector : 4;
+        Outputs vector;
+#pragma unroll
+        for (int i = 0; i < kVector; i += kRead) {
+          const auto some = load_vector<kRead>(at<float>(scratch, row, output) + i);
+#pragma unroll
+          for (int k = 0; k < kRead; ++k) vector.at[i + k] = Narrow<Scalar>::from(some.at[k]);
+        }
+        return vector;
       }
     }
 
@@ -218,13 +256,12 @@ struct HaloStores {
                                                  const float* second) {
       const int h = to.h + Config::kField(field, 1), w = to.w + Config::kField(field, 2);
       const bool line = to.exists && deep(args, at, to.d + Config::kField(field, 0)) && h < args.output.h;
-      const int phase = me.lane % kLanes * kVector % kWidth;  // of the first output
+      const int output = me.lane % kLanes * kVector, phase = output % kWidth;  // of the first output
       const bool exists = line && w + phase < args.output.w;
       const int row = me.lane / kLanes, own = channel_of(row);
       Scalar* y = static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) + phase +
                   own * args.y_stride.c;
       ptx::pin(y);  // else the compiler begins at args.y for every store
-      const float* from = me.scratch + row * kLength;
 #pragma unroll
       for (int done = 0; done < Config::kOutTile; done += kChannels) {
         const int out = Config::kOut % Config::kOutTile == 0 ? 0 : Config::kOut - at.first_out();
@@ -232,17 +269,14 @@ struct HaloStores {
 #pragma unroll
         for (int j = 0; j < kChannels / 8; ++j) {
           if (done + 8 * j < Config::kOutTile) {
-            write(me.scratch + 8 * j * kLength, me.lane, done / 8 + j, first, second);
+            write(me.scratch, me.lane, j, first + (done / 2 + 4 * j), second + (done / 2 + 4 * j));
           }
         }
         __syncwarp();
         constexpr int kStores = (kChannels + kAtOnce - 1) / kAtOnce;
         Vector<Scalar, kVector> vectors[kStores];
 #pragma unroll
-        for (int i = 0; i < kStores; ++i) {
-          const int place = me.lane % kLanes * kVector ^ swizzle(row + i * kAtOnce);
-          vectors[i] = read(from + i * kAtOnce * kLength + place);
-        }
+        for (int i = 0; i < kStores; ++i) vectors[i] = read(me.scratch, row + i * kAtOnce, output);
         __syncwarp();  // the next lines may be written
         if (!exists) continue;
 #pragma unroll
@@ -252,17 +286,6 @@ struct HaloStores {
           if (all || own + channel < left) store_vector(further(args, y, done + channel), vectors[i]);
         }
       }
-    }
-    static __device__ __forceinline__ Vector<Scalar, kVector> read(const float* from) {
-      constexpr int kRead = kVector < 4 ? kVector : 4;
-      Vector<Scalar, kVector> vector;
-#pragma unroll
-      for (int i = 0; i < kVector; i += kRead) {
-        const auto some = load_vector<kRead>(from + i);
-#pragma unroll
-        for (int k = 0; k < kRead; ++k) vector.at[i + k] = Narrow<Scalar>::from(some.at[k]);
-      }
-      return vector;
     }
   };
 

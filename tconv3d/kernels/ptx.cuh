@@ -29,6 +29,19 @@ __device__ __forceinline__ unsigned short float_to_bfloat16(float value) {
   return bits;
 }
 
+// Two at once, the first in the low half.
+__device__ __forceinline__ unsigned floats_to_halves(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
+__device__ __forceinline__ unsigned floats_to_bfloat16s(float first, float second) {
+  unsigned bits;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+  return bits;
+}
+
 // The larger one, or NaN if either is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float larger;

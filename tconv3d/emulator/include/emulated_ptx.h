@@ -49,6 +49,14 @@ inline unsigned short float_to_bfloat16(float value) {
   return static_cast<unsigned short>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
+inline unsigned floats_to_halves(float first, float second) {
+  return float_to_half(first) | static_cast<unsigned>(float_to_half(second)) << 16;
+}
+
+inline unsigned floats_to_bfloat16s(float first, float second) {
+  return float_to_bfloat16(first) | static_cast<unsigned>(float_to_bfloat16(second)) << 16;
+}
+
 inline float max_or_nan(float a, float b) {
   if (a != a || b != b) return bits_to_float(0x7FFFFFFFu);
   return a > b ? a : b;
