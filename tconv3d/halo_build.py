@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
@@ -480,7 +480,9 @@ class Shares:
     """How the planes of a march are divided among blocks (kernels/halo_tile.cuh)."""
 
     planes: int  # of all tiles in sequence
-    share: int  # of them, of a block
+    even: int  # of tiles that are not divided
+    share: int  # of the rest, of a block
+    count: int  # of shares
     beside: int  # column tiles of neighbouring blocks
     in_turn: int  # column tiles of one block
     pieces: int  # of a tile, at the most
@@ -503,6 +505,7 @@ class Tiling:
     length: int = 0  # rows of a tile that is a run of all lines; 0: tiles are boxes
     sheets: int = 1  # batch items whose lines follow each other
     reach: int = 0  # rows after a run that it reads
+    shared: bool = False  # marching: whether blocks divide the last tiles, to end at the same time
 
     @property
     def rows(self) -> int:
@@ -534,7 +537,7 @@ class Tiling:
     def blocks(self, build: Build, multiprocessors: int) -> int:
         if build.march:
             shares = self.shares(build, multiprocessors)
-            return ceil_div(shares.planes, shares.share) * shares.beside * build.cluster
+            return shares.count * shares.beside * build.cluster
         blocks = max(min(self.work(build), multiprocessors) // build.cluster, 1) * build.cluster
         if build.resident:  # a block keeps the panels of one column tile
             blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
@@ -543,17 +546,28 @@ class Tiling:
     def shares(self, build: Build, multiprocessors: int) -> Shares:
         """How blocks divide a march."""
         units = max(multiprocessors // build.cluster, 1)
-        tiles, depth = build.column_tiles, self.tile[0]
-        divisors = [tiles] if build.resident else [n for n in range(1, tiles + 1) if tiles % n == 0]
-        beside = max(divisors, key=lambda n: (max(units // n, 1) * n if n <= units or build.resident else 0, n))
-        planes = ceil_div(self.count, build.cluster) * (tiles // beside) * depth
-        share = ceil_div(planes, max(units // beside, 1))
-        return Shares(planes, share, beside, tiles // beside, max(1, (depth - 2) // share + 2) if depth > 1 else 1)
+        columns, depth = build.column_tiles, self.tile[0]
+        divisors = [columns] if build.resident else [n for n in range(1, columns + 1) if columns % n == 0]
+        beside = max(divisors, key=lambda n: (units // n * n, n))
+        tiles = ceil_div(self.count, build.cluster) * (columns // beside)
+        count = max(1, units // beside)
+        if not self.shared:
+            count = min(count, tiles)
+        even = tiles // count * count if self.shared else round_up(tiles, count)
+        rest = max(0, tiles - even) * depth
+        share = max(1, ceil_div(rest, count))
+        if even == 0:
+            count = ceil_div(rest, share)
+        pieces = (depth - 2) // share + 2 if rest and depth > 1 else 1
+        return Shares(tiles * depth, even * depth, share if rest else 0, count, beside, columns // beside, pieces)
 
     def __str__(self) -> str:
+        shared = ", shared" if self.shared else ""
         if self.length:
-            return f"{self.tile[0]}x{self.length} in sequence" + (", through the batch" if self.sheets > 1 else "")
-        return "x".join(map(str, self.tile)) + (f" of {self.items} batch items" if self.items > 1 else "")
+            through = ", through the batch" if self.sheets > 1 else ""
+            return f"{self.tile[0]}x{self.length} in sequence{through}{shared}"
+        items = f" of {self.items} batch items" if self.items > 1 else ""
+        return "x".join(map(str, self.tile)) + items + shared
 
 
 def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, Triple, int]]:
@@ -618,7 +632,15 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
     """All tilings of the volume that fit the build's stages."""
     if build.march:
-        yield from _runs(build, batch, positions, read_size)
+        for tiling in (*_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)):
+            yield tiling
+            yield replace(tiling, shared=True)
+    else:
+        yield from _boxes(build, batch, positions)
+
+
+def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
+    """Tiles that are boxes of positions."""
     span_d, span_h, span_w = build.program.span
     per_round = build.round_slabs
     small = prod(positions) < 512

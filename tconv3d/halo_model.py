@@ -19,6 +19,7 @@ class Costs:
     start: float = 14300.0  # of a launch
     tile: float = 1220.0  # of a tile: what nothing hides
     plane: float = 153.0  # of a plane of a march
+    shared: float = 1.1  # planes of shares, times those of whole tiles: blocks side by side are at different depths
     crooked: float = 1.21  # stores of runs, times those of boxes
     batch: float = 1110.0  # of a loader warp, per batch of loads
     stage: float = 71.5  # of filling a stage: barriers
@@ -97,17 +98,21 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     return traffic / costs.memory_bytes + (0.0 if aligned else runs * costs.run)
 
 
-def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> float:
+def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs) -> float:
     """Planes of input that a block of a march multiplies. The window's first are those of the share before, too."""
-    share, depth = tiling.shares(build, multiprocessors).share, tiling.tile[0]
-    twice = ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1 if share % depth else 0
-    return share * min(1.0, job.read_size[0] / depth) + twice
+    shares, depth = tiling.shares(build, multiprocessors), tiling.tile[0]
+    fed = min(1.0, job.read_size[0] / depth)
+    whole = shares.even // depth // shares.count * depth * fed
+    twice = (
+        ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1 if shares.share % depth else 0
+    )
+    return whole + (shares.share * fed + twice) * costs.shared
 
 
 def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs = COSTS) -> float:
     """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
     rounds = ceil_div(tiling.slabs, build.round_slabs)
-    planes = _planes(build, tiling, job, multiprocessors) if build.march else 1.0
+    planes = _planes(build, tiling, job, multiprocessors, costs) if build.march else 1.0
     panels = len(build.program.taps) * build.chunks * rounds * planes
     multiply = rounds * build.round_slabs * build.cycles_per_slab * planes * costs.product
     if not build.resident:
@@ -122,8 +127,9 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     p = costs.overlap
     work = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
     if build.march:
-        tiles = tiling.shares(build, multiprocessors).share / tiling.tile[0] + 1
-        work += costs.tile * tiles + costs.plane * planes
+        shares = tiling.shares(build, multiprocessors)
+        tiles = shares.even / shares.count + shares.share + (tiling.tile[0] if shares.share else 0)
+        work += costs.tile * tiles / tiling.tile[0] + costs.plane * planes
     else:
         work = (work + costs.tile) * ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
@@ -134,7 +140,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
 def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> float:
     """Cycles of the tensor cores alone: quickly said, and less than `cycles`."""
     if build.march:
-        times = _planes(build, tiling, job, multiprocessors)
+        times = _planes(build, tiling, job, multiprocessors, COSTS)
     else:
         times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
     rounds = ceil_div(tiling.slabs, build.round_slabs)

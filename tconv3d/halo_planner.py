@@ -345,7 +345,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h)),
         divider(tiling.tile[0] if build.march else tiles_d),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, vectors)),
-        int32s(shares.share, shares.beside, shares.pieces, tiling.item_tiles),
+        int32s(shares.even, shares.share, shares.beside, shares.pieces, tiling.item_tiles),
         divider(shares.in_turn),
     ) + int64s(slots)
     main = Launch(

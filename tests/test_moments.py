@@ -150,8 +150,9 @@ def test_a_march_through_the_batch_leaves_the_moments_of_every_item(multiprocess
     tensors, build, device = Tensors(case), build_for(case), replace(DEVICE, multiprocessors=multiprocessors)
     wanted = job(tensors, 2)
     runs = [t for t in tilings_of(build, case.batch, wanted.positions, wanted.read_size) if t.sheets > 1]
-    assert [run.tiles[2] for run in runs] == [5]
-    check(tensors, halo_planner.assemble(build, runs[0], wanted, device), 2)
+    assert [(run.tiles[2], run.shared) for run in runs] == [(5, False), (5, True)]
+    for run in runs:
+        check(tensors, halo_planner.assemble(build, run, wanted, device), 2)
 
 
 def test_a_march_with_moments_has_at_most_two_batch_items_per_tile() -> None:

@@ -36,8 +36,10 @@ struct Args {
   int whole_lines;  // whether every tile has whole lines: then vectors beside the input are left out of these
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_vectors;
 
-  // Marching: a block takes its share of the planes of all tiles, wherever a tile ends.
-  int share;        // planes of positions
+  // Marching: the planes of positions of all tiles are one sequence. Of its first part, blocks take whole
+  // tiles in turn; the rest they divide into equal shares, wherever a tile ends.
+  int even;         // planes of the first part
+  int share;        // planes of a share
   int beside;       // column tiles that neighbouring blocks (or pairs) compute
   int pieces;       // into which shares cut a tile, at the most
   int item_tiles;   // that touch a batch item, at the most
@@ -66,22 +68,30 @@ struct HaloTile {
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
   };
 
-  // The places of a block, one after the other. Blocks march through equal shares of the planes of all tiles
-  // in sequence, so that all of them end at the same time: where a share begins inside of a tile, the
-  // window's first planes are computed by two blocks.
+  // The places of a block, one after the other. Blocks that march through whole tiles side by side meet in
+  // the cache: what they load and where their lines end. Shares of the rest let all of them end at the same
+  // time: where a share begins inside of a tile, the window's first planes are computed by two blocks.
   struct Work {
     int next;  // tile, or plane of positions
 
     static __device__ __forceinline__ Work of_block(const Args& args) {
-      return {Config::kMarch ? share(args) * args.share : static_cast<int>(blockIdx.x)};
+      if constexpr (!Config::kMarch) return {static_cast<int>(blockIdx.x)};
+      const int first = share(args) * depth(args);
+      return {first < args.even ? first : args.even + share(args) * args.share};
     }
     __device__ __forceinline__ bool left(const Args& args) const { return next < end(args); }
     __device__ __forceinline__ void advance(const Args& args) {
-      next = Config::kMarch ? (divide(next, args.tiles_d) + 1) * depth(args)
-                            : next + static_cast<int>(gridDim.x);
+      if constexpr (!Config::kMarch) {
+        next += static_cast<int>(gridDim.x);
+      } else if (next < args.even) {
+        next += static_cast<int>(gridDim.x) / (Config::kClusterSize * args.beside) * depth(args);
+        if (next >= args.even) next = args.even + share(args) * args.share;
+      } else {
+        next = (divide(next, args.tiles_d) + 1) * depth(args);
+      }
     }
 
-    // Marching: which share is this block's, and planes of positions of a tile.
+    // Marching: which share is this block's, and planes of a tile.
     static __device__ __forceinline__ int share(const Args& args) {
       return static_cast<int>(blockIdx.x) / (Config::kClusterSize * args.beside);
     }
@@ -89,7 +99,7 @@ struct HaloTile {
       return static_cast<int>(args.tiles_d.divisor);
     }
     static __device__ __forceinline__ int end(const Args& args) {
-      const int end = (share(args) + 1) * args.share;
+      const int end = args.even + (share(args) + 1) * args.share;
       return Config::kMarch && end < args.work ? end : args.work;
     }
 
@@ -102,7 +112,7 @@ struct HaloTile {
         rest = divide(tile, args.in_turn);
         const int beside = static_cast<int>(blockIdx.x) / Config::kClusterSize % args.beside;
         at.column_tile = beside * turns + tile - rest * turns;
-        at.piece = share(args) - tile * depth(args) / args.share;
+        at.piece = next < args.even ? 0 : share(args) - (tile * depth(args) - args.even) / args.share;
       } else {
         const int unit = next / Config::kClusterSize;
         rest = unit / Layout::kColumnTiles;
