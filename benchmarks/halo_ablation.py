@@ -42,7 +42,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "staging": (  # to shared memory
         ("if (row == Positions::kNoRow) return;", "if (row >= 0) return;"),
         ("if (row[i] == Positions::kNoRow) continue;", "if (row[i] >= 0) continue;"),
-        ("ptx::store_transposed(", "if (stage == 1) ptx::store_transposed("),
+        ("ptx::store_transposed(start", "if (stage == 1) ptx::store_transposed(start"),
     ),
     "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
     "stores": (("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),),

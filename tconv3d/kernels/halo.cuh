@@ -176,7 +176,8 @@ struct Halo {
         for (int m = 0; m < Config::kSlabs; ++m) {
           slabs[m] = Tile::slab(args, (pass * Config::kConsumers + consumer) * Config::kSlabs + m);
         }
-        Accumulators::start_fields(args, at, sums, lane, 0);
+        const auto start = Accumulators::Start::load(args, at, lane);
+        Accumulators::start_fields(args, start, sums, 0);
         const int fed = Tile::fed_planes(args, at);
         typename AllMoments::Marching moments;
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
@@ -192,7 +193,7 @@ struct Halo {
             const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
-          if constexpr (Config::kMarch) Accumulators::move_window(args, at, sums, lane);
+          if constexpr (Config::kMarch) Accumulators::move_window(args, start, sums);
         }
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
           moments.store(args, at, 4 * consumer + warp, lane);

@@ -220,13 +220,11 @@ struct HaloMoments {
   // A march keeps the moments of every batch item that its tile touches: one, or two if it is a run through
   // the batch. Few warps have outputs of both.
   struct Marching {
-    int first, count;  // items, as of the tile's first
     Kept kept[2];
 
     __device__ __forceinline__ void start(const Args& args, const Place& at,
                                           const Slab (&slabs)[Config::kSlabs], int warp, int lane) {
-      first = first_item(args, at);
-      count = items(args, at, first);
+      const int first = first_item(args, at), count = items(args, at, first);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (i < count) kept[i].outputs = HaloMoments::outputs(args, at, slabs, 0, first + i, warp, lane);
@@ -240,6 +238,7 @@ struct HaloMoments {
       }
     }
     __device__ __forceinline__ void store(const Args& args, const Place& at, int warp, int lane) {
+      const int first = first_item(args, at), count = items(args, at, first);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (i >= count) continue;

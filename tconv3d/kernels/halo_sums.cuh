@@ -25,14 +25,27 @@ struct HaloSums {
     return ptx::bits_to_float(static_cast<unsigned>(args.batch >> 31));
   }
 
-  // What a field's sums start from.
-  static __device__ __forceinline__ float bias(const Args& args, const Place& at, int group, int out) {
-    if constexpr (!Config::kBias) return 0.0f;
-    if (at.first_out() + out >= Config::kOut) return 0.0f;
-    const int channel = (at.first_group() + group) * Config::kOut + at.first_out() + out;
-    return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));
-  }
-  static __device__ __forceinline__ void start_fields(const Args& args, const Place& at, Sums& sums, int lane,
+  // What sums start from: the bias of a lane's channels, loaded once for a tile.
+  struct Start {
+    float at[Config::kGroupsPerTile][Config::kOutTile / 8][2];
+
+    static __device__ __forceinline__ Start load(const Args& args, const Place& at, int lane) {
+      Start start;
+#pragma unroll
+      for (int i = 0; i < Config::kGroupsPerTile * Config::kOutTile / 4; ++i) {
+        const int group = i / (Config::kOutTile / 4), j = i / 2 % (Config::kOutTile / 8), e = i % 2;
+        start.at[group][j][e] = bias(args, at, group, 8 * j + first_column(lane) + e);
+      }
+      return start;
+    }
+    static __device__ __forceinline__ float bias(const Args& args, const Place& at, int group, int out) {
+      if constexpr (!Config::kBias) return 0.0f;
+      if (at.first_out() + out >= Config::kOut) return 0.0f;
+      const int channel = (at.first_group() + group) * Config::kOut + at.first_out() + out;
+      return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));
+    }
+  };
+  static __device__ __forceinline__ void start_fields(const Args& args, const Start& start, Sums& sums,
                                                       int first_field) {
 #pragma unroll
     for (int group = 0; group < Config::kGroupsPerTile; ++group) {
@@ -40,7 +53,7 @@ struct HaloSums {
       for (int j = 0; j < Config::kOutTile / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float value = bias(args, at, group, 8 * j + first_column(lane) + e) + nothing(args);
+          const float value = start.at[group][j][e] + nothing(args);
 #pragma unroll
           for (int field = 0; field < Config::kFields; ++field) {
             if (field < first_field) continue;
@@ -57,8 +70,7 @@ struct HaloSums {
   }
 
   // After a plane of a march: its first output planes are stored, the window moves on.
-  static __device__ __forceinline__ void move_window(const Args& args, const Place& at, Sums& sums,
-                                                     int lane) {
+  static __device__ __forceinline__ void move_window(const Args& args, const Start& start, Sums& sums) {
     constexpr int kStored = Config::kStrideD * Config::kSheetFields;
     constexpr int kKept = Config::kFields - kStored;
     static_assert(Config::kGroupsPerTile == 1, "a march has one group");
@@ -69,7 +81,7 @@ struct HaloSums {
         sums[m][i] = sums[m][i + kStored * Config::kOutTile / 2] + nothing(args);
       }
     }
-    start_fields(args, at, sums, lane, kKept);
+    start_fields(args, start, sums, kKept);
   }
 
   // A march stores the window's first planes.
