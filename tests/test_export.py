@@ -82,7 +82,7 @@ def load_file(name: str, path: Path) -> ModuleType:
 
 def kernel_flags(defines: list[str]) -> list[str]:
     flags = [flag for flag in emulator._FLAGS if flag not in ("-fno-exceptions", "-fvisibility=hidden")]
-    flags += ["-O1", "-fno-gnu-unique"]  # constants of the same name in two libraries are not the same
+    flags += ["-Og", "-fno-gnu-unique"]  # constants of the same name in two libraries are not the same
     return [*flags, f"-I{FAKE}", f"-I{emulator._INCLUDE}", "-include", str(emulator._HEADER), *defines]
 
 

@@ -186,7 +186,8 @@ def _sanitizers() -> list[str]:
 def _flags() -> tuple[str, ...]:
     sanitizers = _sanitizers()
     debug = os.environ.get("TCONV3D_EMULATOR_DEBUG", "") not in ("", "0")
-    flags = [*_FLAGS, *(("-O0", "-g3") if debug else ("-O1",))]
+    # Compiling takes longer than running: -Og compiles in two thirds of the time of -O1, and runs as fast.
+    flags = [*_FLAGS, *(("-O0", "-g3") if debug else ("-Og",))]
     if sanitizers:
         flags += [f"-fsanitize={','.join(sanitizers)}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
     if "address" in sanitizers and not hasattr(ctypes.CDLL(None), "__asan_init"):
