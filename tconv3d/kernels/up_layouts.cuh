@@ -57,6 +57,9 @@ struct UpShape {
   const Args& args;
   int warp, lane;
 
+  __device__ __forceinline__ UpShape(const Args& args, int warp, int lane)
+      : args(args), warp(warp), lane(lane) {}
+
   static __device__ __forceinline__ unsigned rounded(unsigned word) {
     return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
   }
@@ -107,7 +110,7 @@ struct UpContiguous : UpShape<C> {
   long long* table;
 
   __device__ __forceinline__ UpContiguous(const Args& args, int warp, int lane, int kind, long long* table)
-      : Shape{args, warp, lane}, first_column(kind * C::kColumns), table(table) {}
+      : Shape(args, warp, lane), first_column(kind * C::kColumns), table(table) {}
 
   __device__ __forceinline__ int first_out() const { return first_column / kTaps; }
 
@@ -277,7 +280,7 @@ struct UpChannelsLast : UpShape<C> {
   int first_tap, out;
 
   __device__ __forceinline__ UpChannelsLast(const Args& args, int warp, int lane, int kind, long long*)
-      : Shape{args, warp, lane},
+      : Shape(args, warp, lane),
         first_tap(kind % kTapTiles * C::kTapTile),
         out(kind / kTapTiles * kOutTile) {}
 
