@@ -17,7 +17,7 @@ def geometry_of(layer: Layer) -> Geometry:
 
 
 def describe(build: Build) -> str:
-    panels = "resident" if build.resident else f"{build.slots} slots{' by pairs' if build.paired else ''}"
+    panels = "resident" if build.resident else f"{build.slots} slots"
     apart = "".join(name for name, apart in zip("dhw", build.split, strict=True) if apart)
     how = "gather" if build.gather else "march" if build.march else f"split {apart}"
     return (

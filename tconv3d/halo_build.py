@@ -69,7 +69,6 @@ class Build:
     resident: bool
     slots: int
     shared_bytes: int
-    paired: bool = False  # two blocks fetch panels for each other
     strict: bool = False  # float32 by three TF32 products
 
     @cached_property
@@ -187,11 +186,6 @@ class Build:
         return self.halves * self.slabs * self.columns // 2
 
     @property
-    def cluster(self) -> int:
-        """Blocks that share panels."""
-        return 2 if self.paired else 1
-
-    @property
     def threads(self) -> int:
         return 128 * (self.producers + self.consumers)
 
@@ -237,7 +231,7 @@ class Build:
 
     def __str__(self) -> str:
         way = "gathering" if self.gather else "marching along depth" if self.march else "phases together"
-        panels = "weights resident" if self.resident else f"weights streamed{' by pairs' if self.paired else ''}"
+        panels = "weights resident" if self.resident else "weights streamed"
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
             f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
@@ -252,7 +246,6 @@ class Build:
         return (
             ("kThreads", self.threads),
             ("kMinBlocks", 1),
-            ("kClusterSize", self.cluster),
             ("Scalar", SCALARS[self.dtype]),
             ("Epilogue", f"tconv3d::LeavingMoments<{job.activation}>" if job.norm else job.activation),
             ("kMomentBand", moment_band(self, job)),
@@ -532,26 +525,25 @@ class Tiling:
         return prod(self.tiles)
 
     def work(self, build: Build) -> int:
-        """Tiles times column tiles, in whole clusters. Not of a march."""
-        return round_up(self.count, build.cluster) * build.column_tiles
+        """Tiles times column tiles. Not of a march."""
+        return self.count * build.column_tiles
 
     def blocks(self, build: Build, multiprocessors: int) -> int:
         if build.march:
             shares = self.shares(build, multiprocessors)
-            return shares.count * shares.beside * build.cluster
-        blocks = max(min(self.work(build), multiprocessors) // build.cluster, 1) * build.cluster
+            return shares.count * shares.beside
+        blocks = max(min(self.work(build), multiprocessors), 1)
         if build.resident:  # a block keeps the panels of one column tile
             blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
         return blocks
 
     def shares(self, build: Build, multiprocessors: int) -> Shares:
         """How blocks divide a march."""
-        units = max(multiprocessors // build.cluster, 1)
         columns, depth = build.column_tiles, self.tile[0]
         divisors = [columns] if build.resident else [n for n in range(1, columns + 1) if columns % n == 0]
-        beside = max(divisors, key=lambda n: (units // n * n, n))
-        tiles = ceil_div(self.count, build.cluster) * (columns // beside)
-        count = max(1, units // beside)
+        beside = max(divisors, key=lambda n: (multiprocessors // n * n, n))
+        tiles = self.count * (columns // beside)
+        count = max(1, multiprocessors // beside)
         if not self.shared:
             count = min(count, tiles)
         even = tiles // count * count if self.shared else round_up(tiles, count)

@@ -28,7 +28,6 @@ class Costs:
     product: float = 0.862  # of a cycle that tensor cores should take
     panel: float = 67.4  # of a panel: barriers, and the drain of the tensor cores
     streamed: float = 82.6  # the same, of a panel out of the ring
-    paired: float = 15.2  # the same, more of one that two blocks fetch
     slot: float = 1010.0  # from a slot's release to its next panel's arrival
     store: float = 5.45  # of a store by a warp
     cache_bytes: float = 134.0  # per cycle, from L2
@@ -117,10 +116,10 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     multiply = rounds * build.round_slabs * build.cycles_per_slab * planes * costs.product
     if not build.resident:
         multiply = max(multiply, panels * costs.slot / (build.slots - 1))
-    multiply += panels * (costs.panel if build.resident else costs.streamed + build.paired * costs.paired)
+    multiply += panels * (costs.panel if build.resident else costs.streamed)
     store = _store_cycles(build, tiling, job, rounds, planes, costs)
     load = _load_cycles(build, tiling, job, planes, costs)
-    streamed = 0 if build.resident else build.tile_bytes * rounds * planes / build.cluster
+    streamed = 0 if build.resident else build.tile_bytes * rounds * planes
     reads = build.program.used_parts * len(build.program.sources)
     elements = tiling.rows * build.channel_slots * reads * planes
     cache = (elements * build.item_bytes + streamed) / costs.cache_bytes

@@ -113,7 +113,6 @@ def builds(
                     build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
                     if build.stage_rows >= 64:
                         yield build
-                        yield replace(build, paired=True)
 
 
 @dataclass(frozen=True)
@@ -212,17 +211,14 @@ def _sources() -> bytes:
 
 
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
-    """The best build by the model. Whether blocks should pair is asked of the best few."""
-    found = [build for build in _builds_of(Nominal.of(job), shared_bytes) if not build.paired]
-    costs = _costs(found, job, multiprocessors)
-    best = sorted(costs, key=lambda build: costs[build])[:3]
-    costs |= _costs([replace(build, paired=True) for build in best if not build.resident], job, multiprocessors)
+    """The best build by the model."""
+    costs = _costs(_builds_of(Nominal.of(job), shared_bytes), job, multiprocessors)
     least = min(costs.values(), default=0.0)
     equals = [build for build in costs if costs[build] < AS_GOOD * least]  # the model cannot tell them apart
     return min(equals, key=lambda build: (-build.producers, costs[build]), default=None)
 
 
-def _costs(found: list[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
+def _costs(found: Iterator[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
     tilings = {build: best_tiling(build, job, multiprocessors) for build in found}
     return {build: tiling[0] for build, tiling in tilings.items() if tiling}
 

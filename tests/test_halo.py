@@ -170,11 +170,6 @@ SETTINGS = {
     "no bias": Case(8, 8, (3, 4, 5), 3, 2, 1, bias=False),
     "weights streamed": Case(72, 16, (3, 4, 5), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2}),
     "weights streamed, march": Case(40, 16, (4, 4, 5), 3, 1, 1, build={**MARCH, "resident": False, "slots": 3}),
-    "pairs": Case(72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2, "paired": True}, batch=3),
-    "pairs, march": Case(
-        40, 16, (4, 9, 17), 3, 1, 1, build={**MARCH, "resident": False, "slots": 3, "paired": True}, batch=3
-    ),
-    "pairs, one tile": Case(40, 72, (2, 3, 4), 3, 2, 1, build={"resident": False, "slots": 2, "paired": True}),
     "several slabs": Case(16, 16, (6, 12, 17), 3, 1, 1, build={**FLAT, "slabs": 3}),
     "aligned rows": Case(8, 12, (3, 4, 32), 2, 2, build=FLAT),
     "aligned rows, march": Case(8, 12, (3, 4, 32), (4, 4, 2), 2, (1, 1, 0), build=MARCH),
@@ -190,8 +185,8 @@ SETTINGS = {
     "channels last, float16": Case(40, 24, (3, 4, 9), 2, 2, channels_last=True, dtype="float16"),
     "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
     "strict, march, vectors": Case(44, 8, (4, 5, 12), 3, build={**MARCH, "row_bytes": 64}, strict=True),
-    "strict, pairs": Case(
-        72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2, "paired": True}, strict=True
+    "strict, weights streamed": Case(
+        72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2}, strict=True
     ),
     "strict, channels last, groups": Case(
         32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT, strict=True
@@ -208,7 +203,7 @@ def test_setting(name: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("order", ["reversed", "shuffled:1", "shuffled:2"])
-@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs", "pairs", "pairs, march"])
+@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs"])
 def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None:
     check(SETTINGS[name], order)
 

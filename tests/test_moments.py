@@ -74,9 +74,7 @@ def job(tensors: Tensors, groups: int) -> Job:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "name", [*list(SETTINGS)[::4], "march", "pairs, march", "groups share a tile", "batch in the rows"]
-)
+@pytest.mark.parametrize("name", [*list(SETTINGS)[::4], "march", "groups share a tile", "batch in the rows"])
 def test_setting(name: str) -> None:
     tensors, groups = Tensors(SETTINGS[name]), groups_of(name)
     plan = halo_planner.plan_build(build_for(tensors.case), job(tensors, groups), DEVICE)

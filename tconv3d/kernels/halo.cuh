@@ -29,8 +29,7 @@
 // Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
 // ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
 // kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
-// are at the next. Two blocks may be a pair (kClusterSize): they have the same column tile and neighbouring
-// tiles, and each fetches half of every panel for both, so that panels come out of the cache half as often.
+// are at the next.
 //
 // The words (field, unit, panel, pattern, chunk, column tile) are explained in halo_layout.cuh. This file has
 // the consumers' loops; the others, from the outside in: halo_tile.cuh (what a block works at),
@@ -213,11 +212,7 @@ __device__ void run(const Args& args) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) shared.start_barriers();
   if (HaloLoaders<Config>::kMayHaveVectors && args.vectors > 0 && args.whole_lines) shared.clear_stages();
-  if constexpr (HaloTile<Config>::kPaired) {
-    ptx::cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (threadIdx.x < Shared::kProducerThreads) {
     ptx::keep_registers<Config::kProducerRegisters>();
@@ -236,7 +231,6 @@ __device__ void run(const Args& args) {
     ptx::claim_registers<Config::kConsumerRegisters>();
     Halo<Config>::consume(args, shared, (warp - Shared::kProducerThreads / 32) / 4, warp % 4, lane);
   }
-  if constexpr (HaloTile<Config>::kPaired) ptx::cluster_sync();  // until the other no longer writes here
 }
 
 }  // namespace tconv3d

@@ -4,7 +4,6 @@
 
 #include "halo_shared.cuh"
 #include "halo_stores.cuh"
-#include "halo_tile.cuh"
 
 namespace tconv3d {
 
@@ -40,14 +39,7 @@ struct HaloConsumer : HaloStores<Config>::Writer {
     const int lane = this->lane;
     if (lane == 0 && finished.stage != Finished::kNone)
       ptx::barrier_arrive(shared.stage_empty(finished.stage));
-    if constexpr (HaloTile<Config>::kPaired) {  // both blocks write to the slot
-      if (lane < 2 && finished.slot != Finished::kNone) {
-        ptx::barrier_arrive_in(shared.slot_empty(finished.slot), lane);
-      }
-    } else {
-      if (lane == 0 && finished.slot != Finished::kNone)
-        ptx::barrier_arrive(shared.slot_empty(finished.slot));
-    }
+    if (lane == 0 && finished.slot != Finished::kNone) ptx::barrier_arrive(shared.slot_empty(finished.slot));
     finished = {};
   }
 

@@ -33,16 +33,6 @@ struct HaloPanels {
     }
   }
 
-  static __device__ __forceinline__ void fetch(const Shared& shared, unsigned slot, const unsigned char* from,
-                                               unsigned bytes) {
-    if constexpr (Tile::kPaired) {
-      const unsigned half = bytes / 2, start = ptx::cluster_rank() * half;
-      ptx::bulk_copy_to_cluster(shared.slot(slot) + start, from + start, half, shared.slot_full(slot), 3);
-    } else {
-      ptx::bulk_copy(shared.slot(slot), from, bytes, shared.slot_full(slot));
-    }
-  }
-
   static __device__ __forceinline__ void stream(const Args& args, const Shared& shared) {
     ptx::wait_for_previous_launch();
     Ring<Config::kSlots> ring;
@@ -58,7 +48,7 @@ struct HaloPanels {
             for (int s = 0; s < Layout::shifts(source, p); ++s, ring.advance(), from += bytes) {
               ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
               ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
-              fetch(shared, ring.index, from, bytes);
+              ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));
             }
           }
         }

@@ -87,7 +87,7 @@ struct HaloShared {
     } else {
       for (int i = 0; i < Config::kSlots; ++i) {
         ptx::barrier_init(slot_full(i), 1);
-        ptx::barrier_init(slot_empty(i), Config::kClusterSize * kConsumerWarps);
+        ptx::barrier_init(slot_empty(i), kConsumerWarps);
       }
     }
     ptx::barrier_init(ahead(), 4);

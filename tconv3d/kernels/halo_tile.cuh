@@ -40,7 +40,7 @@ struct Args {
   // tiles in turn; the rest they divide into equal shares, wherever a tile ends.
   int even;         // planes of the first part
   int share;        // planes of a share
-  int beside;       // column tiles that neighbouring blocks (or pairs) compute
+  int beside;       // column tiles that neighbouring blocks compute
   int pieces;       // into which shares cut a tile, at the most
   int item_tiles;   // that touch a batch item, at the most
   Divider in_turn;  // column tiles that a block computes one after the other
@@ -52,7 +52,6 @@ template <class Config>
 struct HaloTile {
   using Layout = HaloLayout<Config>;
   using Offset = typename IndexType<Config::kWide>::type;  // inside one channel's volume
-  static constexpr bool kPaired = Config::kClusterSize == 2;
 
   // What a block works at: a tile of positions and a column tile; marching: some planes of the tile.
   struct Place {
@@ -84,7 +83,7 @@ struct HaloTile {
       if constexpr (!Config::kMarch) {
         next += static_cast<int>(gridDim.x);
       } else if (next < args.even) {
-        next += static_cast<int>(gridDim.x) / (Config::kClusterSize * args.beside) * depth(args);
+        next += static_cast<int>(gridDim.x) / args.beside * depth(args);
         if (next >= args.even) next = args.even + share(args) * args.share;
       } else {
         next = (divide(next, args.tiles_d) + 1) * depth(args);
@@ -93,7 +92,7 @@ struct HaloTile {
 
     // Marching: which share is this block's, and planes of a tile.
     static __device__ __forceinline__ int share(const Args& args) {
-      return static_cast<int>(blockIdx.x) / (Config::kClusterSize * args.beside);
+      return static_cast<int>(blockIdx.x) / args.beside;
     }
     static __device__ __forceinline__ int depth(const Args& args) {
       return static_cast<int>(args.tiles_d.divisor);
@@ -110,16 +109,14 @@ struct HaloTile {
         const int tile = divide(next, args.tiles_d), turns = static_cast<int>(args.in_turn.divisor);
         d = next - tile * depth(args);
         rest = divide(tile, args.in_turn);
-        const int beside = static_cast<int>(blockIdx.x) / Config::kClusterSize % args.beside;
+        const int beside = static_cast<int>(blockIdx.x) % args.beside;
         at.column_tile = beside * turns + tile - rest * turns;
         at.piece = next < args.even ? 0 : share(args) - (tile * depth(args) - args.even) / args.share;
       } else {
-        const int unit = next / Config::kClusterSize;
-        rest = unit / Layout::kColumnTiles;
-        at.column_tile = unit - rest * Layout::kColumnTiles;
+        rest = next / Layout::kColumnTiles;
+        at.column_tile = next - rest * Layout::kColumnTiles;
         at.piece = 0;
       }
-      if constexpr (kPaired) rest = 2 * rest + static_cast<int>(blockIdx.x) % 2;
       int above = divide(rest, args.tiles_w);
       const int w = rest - above * static_cast<int>(args.tiles_w.divisor);
       rest = above;
@@ -133,7 +130,7 @@ struct HaloTile {
       at.w = w * args.tile.w;
       at.h = h * args.step_h;
       at.start = Config::kMarch ? h * args.step_rows : 0;
-      at.n = above * args.items;  // past the batch: the second of a pair of which only one exists
+      at.n = above * args.items;
       at.tile = h * static_cast<int>(args.tiles_w.divisor) + w;
       at.first_plane = 0;
       at.planes = 1;
