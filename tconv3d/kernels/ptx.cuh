@@ -172,44 +172,6 @@ __device__ __forceinline__ void wait_for_previous_launch() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// ---- Clusters: neighbouring blocks that see each other's shared memory.
-
-__device__ __forceinline__ unsigned cluster_rank() {
-  unsigned rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// All threads of all blocks of the cluster: what they wrote to shared memory before it is visible after it.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release;\n"
-      "barrier.cluster.wait.acquire;" ::
-          : "memory");
-}
-
-// Arrives at the barrier that lies at this address in another block of the cluster.
-__device__ __forceinline__ void barrier_arrive_in(unsigned barrier, unsigned rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-      "}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-
-// A bulk copy to the same address in every block that the mask has a bit for, each with its own barrier.
-__device__ __forceinline__ void bulk_copy_to_cluster(unsigned to, const void* from, unsigned bytes,
-                                                     unsigned barrier, unsigned short mask) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
-      : "memory");
-}
-
 // ---- Registers move between warpgroups: every warp of a warpgroup must call it.
 
 template <int kRegisters>

@@ -171,35 +171,6 @@ inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned ad
   complete_phase_if_done(barrier);
 }
 
-// ---- Clusters.
-
-inline unsigned cluster_rank() { return emulator::block().rank_in_cluster; }
-
-struct EmulatedArrivals {
-  unsigned count = 0, phase = 0;
-};
-inline void cluster_sync() {
-  auto& arrivals = emulator::cluster_state<EmulatedArrivals>();
-  const unsigned phase = arrivals.phase;
-  if (++arrivals.count == emulator::cluster.size * blockDim.x) {
-    arrivals.count = 0;
-    ++arrivals.phase;
-  }
-  emulator::wait_until([&] { return arrivals.phase != phase; }, "cluster_sync");
-}
-
-inline void barrier_arrive_in(unsigned address, unsigned rank) {
-  barrier_arrive(emulator::map_shared_rank(address, rank));
-}
-
-inline void bulk_copy_to_cluster(unsigned to, const void* from, unsigned bytes, unsigned address,
-                                 unsigned short mask) {
-  for (unsigned rank = 0; rank < emulator::cluster.size; ++rank) {
-    if (mask >> rank & 1)
-      bulk_copy(emulator::map_shared_rank(to, rank), from, bytes, emulator::map_shared_rank(address, rank));
-  }
-}
-
 template <int kRegisters>
 inline void keep_registers() {}
 template <int kRegisters>
