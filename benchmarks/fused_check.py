@@ -1,6 +1,7 @@
 """Checks and times the fused block (ConvTranspose3d, ReLU, GroupNorm) beside PyTorch's layers; JSON for the docs.
 
     python benchmarks/fused_check.py --json fused.json
+    python benchmarks/fused_check.py --only checks task --no-torch
 
 Correctness first: varied layers against float64, gradients included. Then the reference task: forward, forward and
 backward, beside eager PyTorch and `torch.compile` in the same process, peak memory of a training step, the parts of
@@ -31,8 +32,11 @@ from tconv3d.bench.precision import DTYPES
 from tconv3d.clock import Clock
 from tconv3d.norm_planner import Wanted
 
+SECTIONS = ("checks", "parts", "relu", "task")
+# Outputs of the convolution this close to zero, in deviations, may lie on its other side after rounding.
+IN_DOUBT = 1e-4
 # Largest accepted relative error of a whole tensor against float64.
-TOLERANCE = {"tf32": 2e-3, "float16": 3e-3, "bfloat16": 2e-2, "float64": 1e-12}
+TOLERANCE = {"tf32": 1e-3, "float16": 3e-3, "bfloat16": 2e-2, "float64": 1e-12}
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ def to_tf32(tensor: Tensor) -> Tensor:
     return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
-def layers(case: Case) -> tuple[nn.Module, nn.Module]:
+def layers(case: Case) -> tuple[nn.Module, nn.Sequential]:
     """Ours, and PyTorch's in float64, with the same random parameters."""
     settings: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
     sizes = case.shape[1], case.out_channels, case.kernel
@@ -114,8 +118,11 @@ def check(case: Case) -> dict[str, Any]:
     if case.channels_last:
         x = x.contiguous(memory_format=torch.channels_last_3d)
     leaf, exact = x.requires_grad_(), x.detach().double().requires_grad_()
-    expected = theirs(exact)
+    before = theirs[0](exact)
+    expected = theirs[1:](before)
     grad = torch.randn(expected.shape, device="cuda").to(x.dtype)
+    # Where the ReLU's mask is in doubt, nothing that matters may depend on it.
+    grad[before.abs() < IN_DOUBT * before.std()] = 0
     expected.backward(grad.double())
     runs = []
     for _ in range(2):
@@ -170,7 +177,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def time_task(dtype: str, clock: Clock, compiled: bool) -> dict[str, Any]:
+def time_task(dtype: str, clock: Clock, torch_too: bool, compiled: bool) -> dict[str, Any]:
     task = tasks.load("relu_group_norm")
     set_precision(dtype)
     x = task.get_inputs()[0].to("cuda", DTYPES[dtype])
@@ -180,11 +187,14 @@ def time_task(dtype: str, clock: Clock, compiled: bool) -> dict[str, Any]:
     last = torch.channels_last_3d
     ways: dict[str, tuple[Any, nn.Module, Tensor, bool]] = {
         "ours": (ours, ours, x, False),
-        "eager": (theirs, theirs, x, False),
-        "eager, benchmark": (theirs, theirs, x, True),
-        "eager, channels-last": (theirs, theirs, x.contiguous(memory_format=last), True),
     }
-    if compiled:
+    if torch_too:
+        ways |= {
+            "eager": (theirs, theirs, x, False),
+            "eager, benchmark": (theirs, theirs, x, True),
+            "eager, channels-last": (theirs, theirs, x.contiguous(memory_format=last), True),
+        }
+    if torch_too and compiled:
         ways["compile"] = (torch.compile(theirs), theirs, x, True)
     found: dict[str, Any] = {}
     for name, (call, model, input, benchmark) in ways.items():
@@ -262,7 +272,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=0.15, help="seconds per timing")
     parser.add_argument("--dtype", nargs="+", default=["tf32", "bfloat16"])
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
-    parser.add_argument("--no-time", action="store_true")
+    parser.add_argument("--no-torch", action="store_true", help="time ours alone")
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     args = parser.parse_args()
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -275,23 +286,24 @@ def main() -> int:
         if args.json:
             args.json.write_text(json.dumps(found, indent=1))
 
-    found["checks"] = check_all()
-    found["large_mean"] = large_mean()
-    for name, row in found["checks"].items():
-        print("right" if row["right"] else "WRONG", name, row.get("failed", row.get("errors")), flush=True)
-    print("large mean", found["large_mean"], flush=True)
-    save()
-    if not args.no_time:
-        clock = Clock(args.budget)
-        for section, measure in (("parts", time_parts), ("relu", relu_alone)):
+    if "checks" in args.only:
+        found["checks"], found["large_mean"] = check_all(), large_mean()
+        for name, row in found["checks"].items():
+            print("right" if row["right"] else "WRONG", name, row.get("failed", row.get("errors")), flush=True)
+        print("large mean", found["large_mean"], flush=True)
+        save()
+    clock = Clock(args.budget)
+    for section, measure in (("parts", time_parts), ("relu", relu_alone)):
+        if section in args.only:
             found[section] = {dtype: measure(dtype, clock) for dtype in args.dtype}
             print(section, json.dumps(found[section], indent=1), flush=True)
             save()
+    if "task" in args.only:
         found["task"] = {}
         for dtype in args.dtype:
-            found["task"][dtype] = time_task(dtype, clock, not args.no_compile)
+            found["task"][dtype] = time_task(dtype, clock, not args.no_torch, not args.no_compile)
             save()
-    return int(not all(row["right"] for row in found["checks"].values()))
+    return int(not all(row["right"] for row in found.get("checks", {}).values()))
 
 
 if __name__ == "__main__":

@@ -295,12 +295,13 @@ def _explain_fused(
     normed = NormProblem(activation, problem.dtype, problem.dtype, norm.num_groups)
     wanted = Wanted(True, norm.affine, problem.bias)
     moved = activation.bytes
+    gradient = norm_planner.plan_gradient(normed, wanted, device)
     gradients = [each for each in problems_of(*call) if each.which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)]
     passes = (
         forward,
         _explain_sweep("normalize", norm_planner.plan_normalize(normed, device), 2 * moved, ceilings),
         # The gradient of the convolution's bias comes with the norm's.
-        _explain_sweep("norm_grad", norm_planner.plan_gradient(normed, wanted, device), 5 * moved, ceilings),
+        _explain_sweep("norm_grad", gradient, (3 if gradient.kernel == "norm_both" else 5) * moved, ceilings),
         *_explain_passes(gradients, device, ceilings),
     )
     text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"

@@ -20,6 +20,12 @@ THREADS = 256
 VECTORS_PER_THREAD = 16  # of a strip; fewer where that leaves multiprocessors without work
 FLIGHT = 4  # vectors that a thread has on their way (kernels/sweep.cuh)
 STATISTICS_THREADS = 512
+# Both passes of the gradient in one launch (kernels/norm_both.cuh).
+BOTH_VECTORS = 8  # per thread: small units keep what lies between a group's passes short
+BOTH_BLOCKS = 3  # on a multiprocessor
+MIN_BLOCKS = {"normalize": 4, "norm_both": BOTH_BLOCKS}
+KEPT_BYTES = 32 << 20  # what L2 keeps from the first pass to the second, beside what flows through it
+LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -60,7 +66,7 @@ class Strips:
     blocks: int
 
     @classmethod
-    def of(cls, a: Activation, device: Device) -> Strips:
+    def of(cls, a: Activation, device: Device, vectors_per_thread: int = VECTORS_PER_THREAD) -> Strips:
         rows = a.batch * a.channels
         if a.channels_last:
             vectors = ceil_div(a.channels, a.vector)
@@ -70,7 +76,7 @@ class Strips:
             quantum, parallel = 32 * a.vector, rows
         wanted = ceil_div(device.multiprocessors * 64, max(parallel, 1))  # strips of a channel that fill the GPU
         slots = max(
-            ceil_div(a.volume, quantum * VECTORS_PER_THREAD), min(wanted, ceil_div(a.volume, quantum * FLIGHT))
+            ceil_div(a.volume, quantum * vectors_per_thread), min(wanted, ceil_div(a.volume, quantum * FLIGHT))
         )
         length = ceil_div(ceil_div(a.volume, slots), quantum) * quantum
         slots = ceil_div(a.volume, length)
@@ -84,7 +90,7 @@ class Strips:
         acc, acc_bytes = accumulator(a.dtype)
         constants: Constants = (
             ("kThreads", THREADS),
-            ("kMinBlocks", 4 if kernel == "normalize" and not a.channels_last else 2),  # as the registers want it
+            ("kMinBlocks", 2 if a.channels_last else MIN_BLOCKS.get(kernel, 2)),  # as the registers want it
             ("Scalar", SCALARS[a.dtype]),
             ("Acc", acc),
             *((name, SCALARS[dtype]) for name, dtype in types.items()),
@@ -98,8 +104,13 @@ class Strips:
             threads=THREADS,
             shared_bytes=THREADS * a.vector * sums * acc_bytes if a.channels_last else 0,
             pointers=pointers,
-            scalars=padded(int64s(a.volume), int32s(a.batch, a.channels, self.slots, self.length), scalars),
+            scalars=padded(self.scalars, scalars),
         )
+
+    @property
+    def scalars(self) -> bytes:
+        a = self.activation
+        return int64s(a.volume) + int32s(a.batch, a.channels, self.slots, self.length)
 
 
 # ---- statistics, behind the convolution
@@ -179,57 +190,103 @@ class Wanted:
 
 @lru_cache(maxsize=1024)
 def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
-    a = p.activation
-    strips = Strips.of(a, device)
+    a, both = p.activation, Both.of(p, device)
+    strips = Strips.of(a, device) if both is None else both.strips  # whatever is wanted: sums have the same bits
     acc_bytes = accumulator(a.dtype)[1]
     sizes = {
         "sums": a.batch * a.channels * strips.slots * 2 * acc_bytes,
         "by_channel": a.batch * 2 * a.channels * acc_bytes,
         "coefficients": 2 * a.batch * p.groups * acc_bytes,
         "bias_sums": a.batch * strips.slots * a.channels * acc_bytes if wanted.bias else 0,
+        "counters": _counters(p) * 4,
     }
     regions, end = [], 256  # never nothing, not for a batch of zero either
     for name, size in sizes.items():
         regions.append((name, end))
         end += ceil_div(size, 256) * 256
-    launches = [
-        strips.launch("norm_sums", 2, ("dy", "x", "statistics", "sums"), p._norm_scalars, Gradient=p.result),
-        _coefficients(p, strips),
-    ]
+    if not (wanted.input or wanted.bias):
+        both = None  # there is no second pass
+    launches = _passes(p, strips, wanted) if both is None else both.launches(p, wanted)
     if wanted.parameters:
         count = 2 * a.channels
         launches.append(_reduce(p.parameter, count, a.batch, "dparameters", (1, 1, count), (0, 0, 1), "by_channel"))
-    if wanted.input or wanted.bias:
-        sums = "bias_sums" if wanted.bias else "null"
-        pointers = ("dy", "x", "statistics", "coefficients", "weight", "dz", sums)
-        launches.append(
-            strips.launch("norm_grad", 1, pointers, p._norm_scalars, Gradient=p.result, Parameter=p.parameter)
-        )
     if wanted.bias:
         splits = a.batch * strips.slots
         launches.append(_reduce(a.dtype, a.channels, splits, "dbias", (1, 1, a.channels), (0, 0, 1), "bias_sums"))
-    return Plan(
-        "norm_grad", "two reads of the gradient and of what was normalized, one write", tuple(launches), end,
-        _describe(strips), tuple(regions),
-    )  # fmt: skip
+    name, why = "norm_grad", "two reads of the gradient and of what was normalized, one write"
+    if both is not None:
+        name, why = "norm_both", "one read of the gradient and of what was normalized, another out of L2, one write"
+    return Plan(name, why, tuple(launches), end, _describe(strips), tuple(regions))
 
 
-def _coefficients(p: NormProblem, strips: Strips) -> Launch:
-    a = p.activation
-    return Launch(
+def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
+    """Each pass a launch."""
+    types = {"Gradient": p.result, "Parameter": p.parameter}
+    sums = strips.launch("norm_sums", 2, ("dy", "x", "statistics", "sums"), p._norm_scalars, Gradient=p.result)
+    coefficients = Launch(
         kernel="norm_coefficients",
         constants=(
             ("kThreads", THREADS),
             ("kMinBlocks", 1),
-            ("Acc", accumulator(a.dtype)[0]),
+            ("Acc", accumulator(p.activation.dtype)[0]),
             ("Parameter", SCALARS[p.parameter]),
         ),
-        grid=(a.batch * p.groups, 1, 1),
+        grid=(p.activation.batch * p.groups, 1, 1),
         threads=THREADS,
         shared_bytes=THREADS // 32 * 16,
         pointers=("sums", "statistics", "weight", "by_channel", "coefficients"),
-        scalars=padded(int64s(a.volume), int32s(a.batch, a.channels, strips.slots, p.groups, a.channels // p.groups)),
+        scalars=padded(strips.scalars, p._norm_scalars),
     )
+    if not (wanted.input or wanted.bias):
+        return [sums, coefficients]
+    pointers = ("dy", "x", "statistics", "coefficients", "weight", "dz", _bias_sums(wanted))
+    return [sums, coefficients, strips.launch("norm_grad", 1, pointers, p._norm_scalars, **types)]
+
+
+def _bias_sums(wanted: Wanted) -> str:
+    return "bias_sums" if wanted.bias else "null"
+
+
+def _counters(p: NormProblem) -> int:
+    return 1 + 2 * p.activation.batch * p.groups
+
+
+@dataclass(frozen=True)
+class Both:
+    """Both passes of the gradient in one launch, for groups of which L2 keeps as many as must be under way."""
+
+    strips: Strips
+    units: int  # blocks for a pass of a norm group
+    lag: int  # norm groups from the first pass to the second
+
+    @classmethod
+    def of(cls, p: NormProblem, device: Device) -> Both | None:
+        a = p.activation
+        item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
+        group_bytes = a.channels // p.groups * a.volume * item_bytes
+        if device.capability < (9, 0) or a.channels_last or a.batch * p.groups * group_bytes <= LEAST_BYTES:
+            return None
+        strips = Strips.of(a, device, BOTH_VECTORS)
+        units = ceil_div(a.channels // p.groups * strips.slots, THREADS // 32)
+        lag = 1 + ceil_div(device.multiprocessors * BOTH_BLOCKS, 2 * units)
+        return cls(strips, units, lag) if lag * group_bytes <= KEPT_BYTES else None
+
+    def launches(self, p: NormProblem, wanted: Wanted) -> list[Launch]:
+        clear = Launch(
+            kernel="clear",
+            constants=(("kThreads", THREADS), ("kMinBlocks", 1)),
+            grid=(1, 1, 1),
+            threads=THREADS,
+            shared_bytes=0,
+            pointers=("counters",),
+            scalars=int32s(_counters(p)),
+        )
+        inputs, between = ("dy", "x", "statistics", "weight"), ("sums", "by_channel", "coefficients")
+        pointers = (*inputs, *between, "dz", _bias_sums(wanted), "counters")
+        scalars = p._norm_scalars + int32s(self.units, self.lag)
+        both = self.strips.launch("norm_both", 2, pointers, scalars, Gradient=p.result, Parameter=p.parameter)
+        blocks = self.units * (self.lag + 2 * p.activation.batch * p.groups)
+        return [clear, replace(both, grid=(blocks, 1, 1), shared_bytes=THREADS // 32 * 16, overlaps=True)]
 
 
 def _describe(strips: Strips) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tconv3d
-from tconv3d import emulator, executor, halo_planner, norm_executor, planner
+from tconv3d import emulator, executor, halo_planner, norm_executor, norm_planner, planner
 from tconv3d.backend import Backend
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -255,6 +255,53 @@ def test_gradients_of_any_layout(name: str, ours: str) -> None:
     grad = LAYOUTS[name](torch.randn(2, 6, 5, 6, 7, device=ours))
     found = errors(run(module, x, grad), run(three_layers(module), x.double(), grad.double()))
     assert max(found) < TOLERANCE[torch.float32], found
+
+
+def norm_gradient(dy: Tensor, x: Tensor, groups: int, weight: Tensor) -> list[Tensor]:
+    """Of a ReLU's result x, in float64: what `norm_executor.gradient` computes."""
+    leaves = [x.double().requires_grad_(), weight.double().requires_grad_(), torch.zeros_like(weight, dtype=F64)]
+    y = F.group_norm(leaves[0], groups, leaves[1], leaves[2].requires_grad_())
+    dx, dweight, dbias = torch.autograd.grad(y, leaves, dy.double())
+    dz = dx * (x > 0)
+    return [dz, torch.stack([dweight, dbias]), dz.sum((0, 2, 3, 4))]
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "kinds"),
+    [
+        ((6, 12, 5, 7, 61), 3, (torch.float32, torch.float32)),  # several units of a pass, odd volumes
+        ((9, 8, 2, 3, 3), 8, (BF16, torch.float32)),  # one strip of a norm group
+        ((1, 20, 3, 10, 16), 5, (F16, F16)),  # fewer groups than lie between the passes
+    ],
+)
+def test_both_passes_of_the_norms_gradient_in_one_launch(
+    shape: tuple[int, ...], groups: int, kinds: tuple[torch.dtype, torch.dtype], ours: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """As it is for tensors that L2 does not hold: against float64, and the same bits whatever is wanted."""
+    torch.manual_seed(6)
+    x, dy = torch.randn(shape, device=ours).relu().to(kinds[0]), torch.randn(shape, device=ours).to(kinds[1])
+    weight = torch.randn(shape[1], device=ours)
+    variance, mean = torch.var_mean(x.double().reshape(shape[0], groups, -1), 2, correction=0)
+    statistics = torch.stack([mean, (variance + 1e-5).rsqrt()]).float()
+    monkeypatch.setattr(norm_planner, "LEAST_BYTES", 0)
+    monkeypatch.setattr(executor, "_tasks", {})
+    norm_planner.plan_gradient.cache_clear()
+    ran: list[str] = []
+    make_task = executor.make_task
+    monkeypatch.setattr(
+        executor, "make_task", lambda plan, *rest: (ran.append(plan.kernel), make_task(plan, *rest))[1]
+    )
+    with poisoned():
+        got, dz, parameters = (
+            norm_executor.gradient(dy, x, statistics, weight, torch.float32, norm_planner.Wanted(*wanted))
+            for wanted in ((True, True, True), (True, False, False), (False, True, False))
+        )
+    norm_planner.plan_gradient.cache_clear()
+    assert ran == ["norm_both", "norm_both", "norm_grad"]
+    found = errors(list(got), norm_gradient(dy, x, groups, weight))
+    assert max(found) < TOLERANCE[kinds[0]], found
+    assert torch.equal(dz[0], got[0]) and torch.equal(parameters[1], got[1])
 
 
 # ---- derivatives as PyTorch's machinery asks for them

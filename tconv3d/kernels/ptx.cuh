@@ -113,6 +113,70 @@ __device__ __forceinline__ void store_global(void* address, unsigned short value
   asm volatile("st.global.b16 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "h"(value));
 }
 
+// ---- The same, and loads, of what is not needed again soon: it leaves the caches before anything else does.
+
+__device__ __forceinline__ void store_passing(void* address, uint4 value) {
+  asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(value.x), "r"(value.y), "r"(value.z),
+                 "r"(value.w));
+}
+__device__ __forceinline__ void store_passing(void* address, uint2 value) {
+  asm volatile("st.global.cs.v2.b32 [%0], {%1, %2};"
+               :
+               : "l"(__cvta_generic_to_global(address)), "r"(value.x), "r"(value.y));
+}
+__device__ __forceinline__ void store_passing(void* address, unsigned value) {
+  asm volatile("st.global.cs.b32 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "r"(value));
+}
+__device__ __forceinline__ void store_passing(void* address, unsigned short value) {
+  asm volatile("st.global.cs.b16 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "h"(value));
+}
+
+__device__ __forceinline__ void load_passing(const void* address, uint4& value) {
+  asm volatile("ld.global.cs.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(__cvta_generic_to_global(address)));
+}
+__device__ __forceinline__ void load_passing(const void* address, uint2& value) {
+  asm volatile("ld.global.cs.v2.b32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
+               : "l"(__cvta_generic_to_global(address)));
+}
+__device__ __forceinline__ void load_passing(const void* address, unsigned& value) {
+  asm volatile("ld.global.cs.b32 %0, [%1];" : "=r"(value) : "l"(__cvta_generic_to_global(address)));
+}
+__device__ __forceinline__ void load_passing(const void* address, unsigned short& value) {
+  asm volatile("ld.global.cs.b16 %0, [%1];" : "=h"(value) : "l"(__cvta_generic_to_global(address)));
+}
+
+// ---- Words in global memory by which blocks speak to each other.
+
+// Adds one; returns what was there. What this thread knew before is known to whoever counts after it.
+__device__ __forceinline__ unsigned count_up(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return before;
+}
+
+__device__ __forceinline__ void raise_flag(unsigned* flag) {
+  asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(flag)) : "memory");
+}
+
+// Until another block has raised it: what that block's thread knew then, this one knows now.
+__device__ __forceinline__ void wait_for_flag(const unsigned* flag) {
+  unsigned raised;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
+                 : "=r"(raised)
+                 : "l"(__cvta_generic_to_global(flag))
+                 : "memory");
+  } while (raised == 0);
+}
+
 // What this thread wrote to shared memory by ordinary stores becomes visible to tensor cores and the copy
 // engine (after a barrier between the threads).
 __device__ __forceinline__ void fence_async_proxy() {

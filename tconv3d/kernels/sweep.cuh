@@ -13,6 +13,46 @@
 
 namespace tconv3d {
 
+// The widest word that a vector is made of.
+template <int kBytes>
+struct Word {
+  using type = uint4;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<4> {
+  using type = unsigned;
+};
+template <>
+struct Word<2> {
+  using type = unsigned short;
+};
+
+// A vector that is not needed again soon.
+template <int N, class T>
+__device__ __forceinline__ Vector<T, N> load_passing(const T* address) {
+  using Part = typename Word<sizeof(Vector<T, N>)>::type;
+  Vector<T, N> vector;
+  Part* parts = reinterpret_cast<Part*>(&vector);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(vector) / sizeof(Part)); ++i) {
+    ptx::load_passing(reinterpret_cast<const Part*>(address) + i, parts[i]);
+  }
+  return vector;
+}
+template <class T, int N>
+__device__ __forceinline__ void store_passing(T* address, const Vector<T, N>& vector) {
+  using Part = typename Word<sizeof(vector)>::type;
+  const Part* parts = reinterpret_cast<const Part*>(&vector);
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(vector) / sizeof(Part)); ++i) {
+    ptx::store_passing(reinterpret_cast<Part*>(address) + i, parts[i]);
+  }
+}
+
 struct Strips {
   long long volume;  // positions
   int batch, channels;
@@ -39,8 +79,15 @@ struct Sweep {
     if constexpr (C::kChannelsLast) {
       by_position(strips, unit);
     } else {
-      by_channel(strips, unit);
+      by_channel(strips, 0, static_cast<unsigned>(strips.batch) * strips.channels * strips.slots, unit);
     }
+    if (!exists) first = last = head = tail = 0;
+  }
+
+  // Contiguous: block `unit` of those that `count` strips take, the first of which is `begin` of all.
+  __device__ __forceinline__ Sweep(const Strips& strips, unsigned begin, unsigned count, unsigned unit) {
+    static_assert(!C::kChannelsLast, "a strip would belong to several channels");
+    by_channel(strips, begin, count, unit);
     if (!exists) first = last = head = tail = 0;
   }
 
@@ -61,20 +108,21 @@ struct Sweep {
     head = tail = 0;
   }
 
-  __device__ __forceinline__ void by_channel(const Strips& strips, int unit) {
+  __device__ __forceinline__ void by_channel(const Strips& strips, unsigned begin, unsigned count,
+                                             unsigned unit) {
     const int lane = threadIdx.x % 32;
-    const unsigned warp = static_cast<unsigned>(unit) * (C::kThreads / 32) + threadIdx.x / 32;
-    const unsigned row = warp / strips.slots;
-    slot = static_cast<int>(warp % strips.slots);
+    const unsigned own = unit * (C::kThreads / 32) + threadIdx.x / 32, strip = begin + own;
+    const unsigned row = strip / strips.slots;
+    slot = static_cast<int>(strip % strips.slots);
     n = static_cast<int>(row / strips.channels);
     channel = static_cast<int>(row % strips.channels);
-    exists = n < strips.batch;
+    exists = own < count;
     speaks = exists && lane == 0;
     start = row * strips.volume + static_cast<long long>(slot) * strips.length;
-    const int count = positions(strips), before = static_cast<int>(-start & (kVector - 1));
-    head = before < count ? before : count;
-    last = head + (count - head) / kVector * kVector;
-    tail = count - last;
+    const int items = positions(strips), before = static_cast<int>(-start & (kVector - 1));
+    head = before < items ? before : items;
+    last = head + (items - head) / kVector * kVector;
+    tail = items - last;
     first = head + lane * kVector;
     step = 32 * kVector;
     across = 0;

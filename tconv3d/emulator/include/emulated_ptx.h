@@ -116,6 +116,25 @@ inline void store_global(void* address, Vector value) {
   std::memcpy(address, &value, sizeof value);
 }
 
+template <class Vector>
+inline void store_passing(void* address, Vector value) {
+  store_global(address, value);
+}
+
+template <class Vector>
+inline void load_passing(const void* address, Vector& value) {
+  if (reinterpret_cast<std::uintptr_t>(address) % sizeof value) {
+    emulator::fail("a load of %zu bytes at %p", sizeof value, address);
+  }
+  std::memcpy(&value, address, sizeof value);
+}
+
+inline unsigned count_up(unsigned* counter) { return (*counter)++; }
+inline void raise_flag(unsigned* flag) { *flag = 1; }
+inline void wait_for_flag(const unsigned* flag) {
+  emulator::wait_until([&] { return *flag != 0; }, "wait_for_flag");
+}
+
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
 

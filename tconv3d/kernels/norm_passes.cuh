@@ -1,0 +1,204 @@
+// GroupNorm's gradient, and the ReLU's before it, over strips: what its kernels share.
+//
+//   dx = rstd * (dy * weight - S/M - xhat * T/M),   S = sum of weight * dy,  T = sum of weight * dy * xhat
+//      = dy * (rstd * weight) + (x - mean) * slope + constant
+//
+// with both sums over the M values of a norm group: a first pass over dy and x for the sums, something small
+// for slope and constant, and a second pass for dx. What went into the ReLU has the gradient dz = dx where
+// x > 0, else zero. Kernels' arguments have the same names everywhere:
+//
+//   dy, x, dz     dense activations; x is what was normalized
+//   statistics    [2][batch][norm groups]: means, then reciprocal deviations
+//   weight        per channel; null: one
+//   sums          [batch][channels][slots] pairs: of dy, of dy * xhat
+//   by_channel    [batch][2][channels]: of dy * xhat (the weight's gradient), of dy (the bias's)
+//   coefficients  [2][batch][norm groups]: slopes, then constants
+//   bias_sums     [batch][slots][channels]: of dz, the gradient of a bias that was added to z; null: not
+//   wanted groups, per_group  norm groups, and channels of each
+#pragma once
+
+#include "sweep.cuh"
+
+namespace tconv3d {
+
+template <class C, int kCount>
+struct NormItems {
+  Vector<typename C::Gradient, kCount> dy;
+  Vector<typename C::Scalar, kCount> x;
+};
+
+// The first pass, over the strip of a thread.
+template <class C>
+struct NormSums {
+  using Scalar = typename C::Scalar;
+  using Gradient = typename C::Gradient;
+  using Acc = typename C::Acc;
+
+  const Gradient* dy;  // the strip's
+  const Scalar* x;
+  Acc mean[Sweep<C>::kOwn];
+  Acc sums[Sweep<C>::kOwn][2] = {};  // of dy, of dy * (x - mean)
+
+  template <int kCount>
+  __device__ __forceinline__ NormItems<C, kCount> load(int at) const {
+    return {load_vector<kCount>(dy + at), load_vector<kCount>(x + at)};
+  }
+  template <int kCount>
+  __device__ __forceinline__ void use(int, const NormItems<C, kCount>& items) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int own = C::kChannelsLast ? i : 0;
+      const Acc gradient = widen<Acc>(items.dy.at[i]);
+      sums[own][0] += gradient;
+      sums[own][1] += gradient * (widen<Acc>(items.x.at[i]) - mean[own]);
+    }
+  }
+};
+
+// Leaves the sums of this block's strips.
+template <class C, class Args>
+__device__ __forceinline__ void sum_strip(const Args& args, const Sweep<C>& sweep) {
+  using Acc = typename C::Acc;
+  NormSums<C> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
+                   static_cast<const typename C::Scalar*>(args.x) + sweep.start};
+  const Acc* means = static_cast<const Acc*>(args.statistics);
+  const Acc* rstds = means + static_cast<long long>(args.strips.batch) * args.groups;
+  const auto group = [&](int i) {
+    return static_cast<long long>(sweep.n) * args.groups + (sweep.channel + i) / args.per_group;
+  };
+#pragma unroll
+  for (int i = 0; i < Sweep<C>::kOwn; ++i) {
+    if (sweep.exists) body.mean[i] = means[group(i)];
+  }
+  sweep.run(body);
+  sweep.add_up(body.sums, dynamic_shared<Acc>());
+  if (!sweep.speaks) return;
+#pragma unroll
+  for (int i = 0; i < Sweep<C>::kOwn; ++i) {
+    const long long row = static_cast<long long>(sweep.n) * args.strips.channels + sweep.channel + i;
+    static_cast<Vector<Acc, 2>*>(args.sums)[row * args.strips.slots + sweep.slot] =
+        Vector<Acc, 2>{body.sums[i][0], body.sums[i][1] * rstds[group(i)]};
+  }
+}
+
+// Between the passes: a block adds up the sums of a norm group's channels (of one batch item, `group` of all
+// of them), in an order that depends on nothing but their number. Thread 0 leaves the coefficients.
+template <class C, class Args>
+__device__ __forceinline__ void find_coefficients(const Args& args, int group) {
+  using Acc = typename C::Acc;
+  constexpr int kWarps = C::kThreads / 32;
+  double* shared = dynamic_shared<double>();
+  const Strips& strips = args.strips;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int n = group / args.groups, first = group % args.groups * args.per_group;
+  Acc* by_channel = static_cast<Acc*>(args.by_channel) + static_cast<long long>(n) * 2 * strips.channels;
+  double all[2] = {0, 0};  // of this warp's channels
+  for (int channel = first + warp; channel < first + args.per_group; channel += kWarps) {
+    const long long row = static_cast<long long>(n) * strips.channels + channel;
+    const Vector<Acc, 2>* parts = static_cast<const Vector<Acc, 2>*>(args.sums) + row * strips.slots;
+    double own[2] = {0, 0};
+    for (int i = lane; i < strips.slots; i += 32) {
+      own[0] += parts[i].at[0];
+      own[1] += parts[i].at[1];
+    }
+    own[0] = warp_sum(own[0]);
+    own[1] = warp_sum(own[1]);
+    if (lane == 0) {
+      by_channel[channel] = static_cast<Acc>(own[1]);
+      by_channel[strips.channels + channel] = static_cast<Acc>(own[0]);
+    }
+    const double weight =
+        args.weight ? widen<double>(static_cast<const typename C::Parameter*>(args.weight)[channel]) : 1.0;
+    all[0] += weight * own[0];
+    all[1] += weight * own[1];
+  }
+  if (lane == 0) {
+    shared[2 * warp] = all[0];
+    shared[2 * warp + 1] = all[1];
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int other = 1; other < kWarps; ++other) {
+    all[0] += shared[2 * other];
+    all[1] += shared[2 * other + 1];
+  }
+  const long long norm_groups = static_cast<long long>(strips.batch) * args.groups;
+  const double rstd = static_cast<const Acc*>(args.statistics)[norm_groups + group];
+  const double values = static_cast<double>(strips.volume) * args.per_group;
+  Acc* coefficients = static_cast<Acc*>(args.coefficients);
+  coefficients[group] = static_cast<Acc>(-rstd * rstd * all[1] / values);
+  coefficients[norm_groups + group] = static_cast<Acc>(-rstd * all[0] / values);
+}
+
+// The second pass, over the strip of a thread.
+template <class C>
+struct NormGrad {
+  using Scalar = typename C::Scalar;
+  using Gradient = typename C::Gradient;
+  using Acc = typename C::Acc;
+
+  const Gradient* dy;  // the strip's
+  const Scalar* x;
+  Scalar* dz;
+  Acc mean[Sweep<C>::kOwn], scale[Sweep<C>::kOwn], slope[Sweep<C>::kOwn], constant[Sweep<C>::kOwn];
+  Acc sums[Sweep<C>::kOwn][1] = {};
+
+  template <class Args>
+  __device__ __forceinline__ void prepare(const Args& args, const Sweep<C>& sweep) {
+    const long long norm_groups = static_cast<long long>(args.strips.batch) * args.groups;
+    const Acc* statistics = static_cast<const Acc*>(args.statistics);
+    const Acc* coefficients = static_cast<const Acc*>(args.coefficients);
+#pragma unroll
+    for (int i = 0; i < Sweep<C>::kOwn; ++i) {
+      if (!sweep.exists) continue;
+      const int channel = sweep.channel + i;
+      const long long group = static_cast<long long>(sweep.n) * args.groups + channel / args.per_group;
+      mean[i] = statistics[group];
+      scale[i] = statistics[norm_groups + group];
+      if (args.weight)
+        scale[i] *= widen<Acc>(static_cast<const typename C::Parameter*>(args.weight)[channel]);
+      slope[i] = coefficients[group];
+      constant[i] = coefficients[norm_groups + group];
+    }
+  }
+  template <int kCount>
+  __device__ __forceinline__ NormItems<C, kCount> load(int at) const {
+    return {load_passing<kCount>(dy + at), load_passing<kCount>(x + at)};
+  }
+  template <int kCount>
+  __device__ __forceinline__ void use(int at, const NormItems<C, kCount>& items) {
+    Vector<Scalar, kCount> results;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int own = C::kChannelsLast ? i : 0;
+      const Acc value = widen<Acc>(items.x.at[i]);
+      const Acc whole =
+          widen<Acc>(items.dy.at[i]) * scale[own] + ((value - mean[own]) * slope[own] + constant[own]);
+      const Acc passed = value <= Acc(0) ? Acc(0) : whole;  // NaN passes, as in PyTorch
+      results.at[i] = Narrow<Scalar>::from(passed);
+      sums[own][0] += passed;
+    }
+    store_passing(dz + at, results);
+  }
+};
+
+// Leaves dz of this block's strips, and its sums.
+template <class C, class Args>
+__device__ __forceinline__ void grad_strip(const Args& args, const Sweep<C>& sweep) {
+  using Acc = typename C::Acc;
+  NormGrad<C> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
+                   static_cast<const typename C::Scalar*>(args.x) + sweep.start,
+                   static_cast<typename C::Scalar*>(args.dz) + sweep.start};
+  body.prepare(args, sweep);
+  sweep.run(body);
+  if (args.bias_sums == nullptr) return;
+  sweep.add_up(body.sums, dynamic_shared<Acc>());
+  if (!sweep.speaks) return;
+  const long long row = static_cast<long long>(sweep.n) * args.strips.slots + sweep.slot;
+#pragma unroll
+  for (int i = 0; i < Sweep<C>::kOwn; ++i) {
+    static_cast<Acc*>(args.bias_sums)[row * args.strips.channels + sweep.channel + i] = body.sums[i][0];
+  }
+}
+
+}  // namespace tconv3d
