@@ -279,7 +279,7 @@ class Both:
             threads=THREADS,
             shared_bytes=0,
             pointers=("counters",),
-            scalars=int32s(_counters(p)),
+            scalars=padded(int32s(_counters(p))),
         )
         inputs, between = ("dy", "x", "statistics", "weight"), ("sums", "by_channel", "coefficients")
         pointers = (*inputs, *between, "dz", _bias_sums(wanted), "counters")

@@ -54,7 +54,7 @@ def test_every_header_is_read_whole(name: str, emulated: bool) -> None:
 def test_the_layout_of_arguments_is_understood(name: str) -> None:
     layout = Sources(compiler.KERNELS).layout(name.removesuffix(".cuh"))
     values, size = layout.decode("Args", bytes(range(256)) * 4)
-    assert len(values) >= 3
+    assert len(values) >= 2
     assert size % 8 == 0
 
 
