@@ -21,10 +21,10 @@ VECTORS_PER_THREAD = 16  # of a strip; fewer where that leaves multiprocessors w
 FLIGHT = 4  # vectors that a thread has on their way (kernels/sweep.cuh)
 STATISTICS_THREADS = 512
 # Both passes of the gradient in one launch (kernels/norm_both.cuh).
+BOTH_THREADS = 128
+BOTH_BLOCKS = 5  # on a multiprocessor, as many as run at a time
 BOTH_VECTORS = 8  # per thread: small units keep what lies between a group's passes short
-BOTH_BLOCKS = 3  # on a multiprocessor
-MIN_BLOCKS = {"normalize": 4, "norm_both": BOTH_BLOCKS}
-KEPT_BYTES = 32 << 20  # what L2 keeps from the first pass to the second, beside what flows through it
+KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside what flows through it (measured)
 LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
 
 
@@ -84,13 +84,21 @@ class Strips:
             return cls(a, slots, length, a.batch * slots * ceil_div(vectors, across))
         return cls(a, slots, length, ceil_div(rows * slots, THREADS // 32))
 
-    def launch(self, kernel: str, sums: int, pointers: tuple[str, ...], scalars: bytes = b"", **types: str) -> Launch:
+    def launch(
+        self,
+        kernel: str,
+        sums: int,
+        pointers: tuple[str, ...],
+        scalars: bytes = b"",
+        min_blocks: int = 2,
+        **types: str,
+    ) -> Launch:
         """`sums`: numbers that the kernel adds up for each channel. `types`: of the tensors beside the activation."""
         a = self.activation
         acc, acc_bytes = accumulator(a.dtype)
         constants: Constants = (
             ("kThreads", THREADS),
-            ("kMinBlocks", 2 if a.channels_last else MIN_BLOCKS.get(kernel, 2)),  # as the registers want it
+            ("kMinBlocks", min_blocks),
             ("Scalar", SCALARS[a.dtype]),
             ("Acc", acc),
             *((name, SCALARS[dtype]) for name, dtype in types.items()),
@@ -174,6 +182,7 @@ def plan_normalize(p: NormProblem, device: Device) -> Plan:
     strips = Strips.of(p.activation, device)
     launch = strips.launch(
         "normalize", 0, ("x", "statistics", "weight", "bias", "y"), p._norm_scalars,
+        min_blocks=2 if p.activation.channels_last else 4,  # as the registers want it
         Result=p.result, Parameter=p.parameter,
     )  # fmt: skip
     return Plan("normalize", "one read and one write", (launch,), tile=_describe(strips))
@@ -233,7 +242,7 @@ def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
         ),
         grid=(p.activation.batch * p.groups, 1, 1),
         threads=THREADS,
-        shared_bytes=THREADS // 32 * 16,
+        shared_bytes=0,
         pointers=("sums", "statistics", "weight", "by_channel", "coefficients"),
         scalars=padded(strips.scalars, p._norm_scalars),
     )
@@ -248,7 +257,7 @@ def _bias_sums(wanted: Wanted) -> str:
 
 
 def _counters(p: NormProblem) -> int:
-    return 1 + 2 * p.activation.batch * p.groups
+    return 1 + p.activation.batch * (p.activation.channels + 2 * p.groups)
 
 
 @dataclass(frozen=True)
@@ -258,6 +267,7 @@ class Both:
     strips: Strips
     units: int  # blocks for a pass of a norm group
     lag: int  # norm groups from the first pass to the second
+    blocks: int  # as many as run at a time
 
     @classmethod
     def of(cls, p: NormProblem, device: Device) -> Both | None:
@@ -267,9 +277,10 @@ class Both:
         if device.capability < (9, 0) or a.channels_last or a.batch * p.groups * group_bytes <= LEAST_BYTES:
             return None
         strips = Strips.of(a, device, BOTH_VECTORS)
-        units = ceil_div(a.channels // p.groups * strips.slots, THREADS // 32)
-        lag = 1 + ceil_div(device.multiprocessors * BOTH_BLOCKS, 2 * units)
-        return cls(strips, units, lag) if lag * group_bytes <= KEPT_BYTES else None
+        units = ceil_div(a.channels // p.groups * strips.slots, BOTH_THREADS // 32)
+        lag = KEPT_BYTES // group_bytes
+        at_a_time = device.multiprocessors * BOTH_BLOCKS
+        return cls(strips, units, lag, at_a_time) if 2 * units * (lag - 1) >= at_a_time else None
 
     def launches(self, p: NormProblem, wanted: Wanted) -> list[Launch]:
         clear = Launch(
@@ -284,9 +295,13 @@ class Both:
         inputs, between = ("dy", "x", "statistics", "weight"), ("sums", "by_channel", "coefficients")
         pointers = (*inputs, *between, "dz", _bias_sums(wanted), "counters")
         scalars = p._norm_scalars + int32s(self.units, self.lag)
-        both = self.strips.launch("norm_both", 2, pointers, scalars, Gradient=p.result, Parameter=p.parameter)
-        blocks = self.units * (self.lag + 2 * p.activation.batch * p.groups)
-        return [clear, replace(both, grid=(blocks, 1, 1), shared_bytes=THREADS // 32 * 16, overlaps=True)]
+        both = self.strips.launch(
+            "norm_both", 2, pointers, scalars, BOTH_BLOCKS, Gradient=p.result, Parameter=p.parameter
+        )
+        constants = (("kThreads", BOTH_THREADS), *both.constants[1:])
+        grid = (self.blocks, 1, 1)
+        both = replace(both, constants=constants, grid=grid, threads=BOTH_THREADS, shared_bytes=8, overlaps=True)
+        return [clear, both]
 
 
 def _describe(strips: Strips) -> str:

@@ -15,7 +15,7 @@ struct Args {
 template <class C>
 __device__ void run(const Args& args) {
   // From the end: what the first pass read last may still be in the cache.
-  grad_strip<C>(args, Sweep<C>(args.strips, gridDim.x - 1 - blockIdx.x));
+  grad_strip<C, false>(args, Sweep<C>(args.strips, gridDim.x - 1 - blockIdx.x));
 }
 
 }  // namespace tconv3d

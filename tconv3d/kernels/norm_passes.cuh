@@ -81,57 +81,56 @@ __device__ __forceinline__ void sum_strip(const Args& args, const Sweep<C>& swee
   }
 }
 
-// Between the passes: a block adds up the sums of a norm group's channels (of one batch item, `group` of all
-// of them), in an order that depends on nothing but their number. Thread 0 leaves the coefficients.
+// Between the passes, by a warp: adds up a channel's sums, in an order that depends on nothing but their
+// number.
+template <class C, class Args>
+__device__ __forceinline__ void add_up_channel(const Args& args, int n, int channel) {
+  using Acc = typename C::Acc;
+  const int lane = threadIdx.x % 32, slots = args.strips.slots, channels = args.strips.channels;
+  const long long row = static_cast<long long>(n) * channels + channel;
+  const Vector<Acc, 2>* parts = static_cast<const Vector<Acc, 2>*>(args.sums) + row * slots;
+  double own[2] = {0, 0};
+  for (int i = lane; i < slots; i += 32) {
+    own[0] += parts[i].at[0];
+    own[1] += parts[i].at[1];
+  }
+  own[0] = warp_sum(own[0]);
+  own[1] = warp_sum(own[1]);
+  if (lane != 0) return;
+  Acc* by_channel = static_cast<Acc*>(args.by_channel) + static_cast<long long>(n) * 2 * channels;
+  by_channel[channel] = static_cast<Acc>(own[1]);
+  by_channel[channels + channel] = static_cast<Acc>(own[0]);
+}
+
+// Then, by a warp: the coefficients of a norm group of one batch item, `group` of all of them. Lane 0 leaves
+// them.
 template <class C, class Args>
 __device__ __forceinline__ void find_coefficients(const Args& args, int group) {
   using Acc = typename C::Acc;
-  constexpr int kWarps = C::kThreads / 32;
-  double* shared = dynamic_shared<double>();
-  const Strips& strips = args.strips;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, channels = args.strips.channels;
   const int n = group / args.groups, first = group % args.groups * args.per_group;
-  Acc* by_channel = static_cast<Acc*>(args.by_channel) + static_cast<long long>(n) * 2 * strips.channels;
-  double all[2] = {0, 0};  // of this warp's channels
-  for (int channel = first + warp; channel < first + args.per_group; channel += kWarps) {
-    const long long row = static_cast<long long>(n) * strips.channels + channel;
-    const Vector<Acc, 2>* parts = static_cast<const Vector<Acc, 2>*>(args.sums) + row * strips.slots;
-    double own[2] = {0, 0};
-    for (int i = lane; i < strips.slots; i += 32) {
-      own[0] += parts[i].at[0];
-      own[1] += parts[i].at[1];
-    }
-    own[0] = warp_sum(own[0]);
-    own[1] = warp_sum(own[1]);
-    if (lane == 0) {
-      by_channel[channel] = static_cast<Acc>(own[1]);
-      by_channel[strips.channels + channel] = static_cast<Acc>(own[0]);
-    }
+  const Acc* by_channel = static_cast<const Acc*>(args.by_channel) + static_cast<long long>(n) * 2 * channels;
+  double all[2] = {0, 0};
+  for (int channel = first + lane; channel < first + args.per_group; channel += 32) {
     const double weight =
         args.weight ? widen<double>(static_cast<const typename C::Parameter*>(args.weight)[channel]) : 1.0;
-    all[0] += weight * own[0];
-    all[1] += weight * own[1];
+    all[0] += weight * by_channel[channels + channel];
+    all[1] += weight * by_channel[channel];
   }
-  if (lane == 0) {
-    shared[2 * warp] = all[0];
-    shared[2 * warp + 1] = all[1];
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  for (int other = 1; other < kWarps; ++other) {
-    all[0] += shared[2 * other];
-    all[1] += shared[2 * other + 1];
-  }
-  const long long norm_groups = static_cast<long long>(strips.batch) * args.groups;
+  all[0] = warp_sum(all[0]);
+  all[1] = warp_sum(all[1]);
+  if (lane != 0) return;
+  const long long norm_groups = static_cast<long long>(args.strips.batch) * args.groups;
   const double rstd = static_cast<const Acc*>(args.statistics)[norm_groups + group];
-  const double values = static_cast<double>(strips.volume) * args.per_group;
+  const double values = static_cast<double>(args.strips.volume) * args.per_group;
   Acc* coefficients = static_cast<Acc*>(args.coefficients);
   coefficients[group] = static_cast<Acc>(-rstd * rstd * all[1] / values);
   coefficients[norm_groups + group] = static_cast<Acc>(-rstd * all[0] / values);
 }
 
-// The second pass, over the strip of a thread.
-template <class C>
+// The second pass, over the strip of a thread. kLast: what it reads and writes is not needed soon, but other
+// memory is.
+template <class C, bool kLast>
 struct NormGrad {
   using Scalar = typename C::Scalar;
   using Gradient = typename C::Gradient;
@@ -163,7 +162,8 @@ struct NormGrad {
   }
   template <int kCount>
   __device__ __forceinline__ NormItems<C, kCount> load(int at) const {
-    return {load_passing<kCount>(dy + at), load_passing<kCount>(x + at)};
+    if constexpr (kLast) return {load_passing<kCount>(dy + at), load_passing<kCount>(x + at)};
+    return {load_vector<kCount>(dy + at), load_vector<kCount>(x + at)};
   }
   template <int kCount>
   __device__ __forceinline__ void use(int at, const NormItems<C, kCount>& items) {
@@ -178,17 +178,21 @@ struct NormGrad {
       results.at[i] = Narrow<Scalar>::from(passed);
       sums[own][0] += passed;
     }
-    store_passing(dz + at, results);
+    if constexpr (kLast) {
+      store_passing(dz + at, results);
+    } else {
+      *reinterpret_cast<Vector<Scalar, kCount>*>(dz + at) = results;
+    }
   }
 };
 
 // Leaves dz of this block's strips, and its sums.
-template <class C, class Args>
+template <class C, bool kLast, class Args>
 __device__ __forceinline__ void grad_strip(const Args& args, const Sweep<C>& sweep) {
   using Acc = typename C::Acc;
-  NormGrad<C> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
-                   static_cast<const typename C::Scalar*>(args.x) + sweep.start,
-                   static_cast<typename C::Scalar*>(args.dz) + sweep.start};
+  NormGrad<C, kLast> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
+                          static_cast<const typename C::Scalar*>(args.x) + sweep.start,
+                          static_cast<typename C::Scalar*>(args.dz) + sweep.start};
   body.prepare(args, sweep);
   sweep.run(body);
   if (args.bias_sums == nullptr) return;

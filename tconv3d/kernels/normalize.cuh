@@ -43,7 +43,7 @@ struct Normalize {
   }
   template <int kCount>
   __device__ __forceinline__ Vector<Scalar, kCount> load(int at) const {
-    return load_passing<kCount>(x + at);
+    return load_vector<kCount>(x + at);
   }
   template <int kCount>
   __device__ __forceinline__ void use(int at, const Vector<Scalar, kCount>& items) const {
@@ -53,7 +53,7 @@ struct Normalize {
       const int own = C::kChannelsLast ? i : 0;
       results.at[i] = Narrow<Result>::from((widen<Acc>(items.at[i]) - mean[own]) * scale[own] + bias[own]);
     }
-    store_passing(y + at, results);
+    *reinterpret_cast<Vector<Result, kCount>*>(y + at) = results;
   }
 };
 

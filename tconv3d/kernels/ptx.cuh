@@ -152,7 +152,15 @@ __device__ __forceinline__ void load_passing(const void* address, unsigned short
 
 // ---- Words in global memory by which blocks speak to each other.
 
-// Adds one; returns what was there. What this thread knew before is known to whoever counts after it.
+// Adds one; returns what was there. A turn has no say in what is known of other memory; what a thread knew
+// when it counted is known to whoever counts after it.
+__device__ __forceinline__ unsigned take_turn(unsigned* counter) {
+  unsigned before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter)));
+  return before;
+}
 __device__ __forceinline__ unsigned count_up(unsigned* counter) {
   unsigned before;
   asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"

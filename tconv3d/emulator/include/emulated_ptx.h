@@ -129,6 +129,7 @@ inline void load_passing(const void* address, Vector& value) {
   std::memcpy(&value, address, sizeof value);
 }
 
+inline unsigned take_turn(unsigned* counter) { return (*counter)++; }
 inline unsigned count_up(unsigned* counter) { return (*counter)++; }
 inline void raise_flag(unsigned* flag) { *flag = 1; }
 inline void wait_for_flag(const unsigned* flag) {
