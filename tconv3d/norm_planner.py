@@ -230,7 +230,6 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
 
 def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
     """Each pass a launch."""
-    types = {"Gradient": p.result, "Parameter": p.parameter}
     sums = strips.launch("norm_sums", 2, ("dy", "x", "statistics", "sums"), p._norm_scalars, Gradient=p.result)
     coefficients = Launch(
         kernel="norm_coefficients",
@@ -249,7 +248,8 @@ def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
     if not (wanted.input or wanted.bias):
         return [sums, coefficients]
     pointers = ("dy", "x", "statistics", "coefficients", "weight", "dz", _bias_sums(wanted))
-    return [sums, coefficients, strips.launch("norm_grad", 1, pointers, p._norm_scalars, **types)]
+    grad = strips.launch("norm_grad", 1, pointers, p._norm_scalars, Gradient=p.result, Parameter=p.parameter)
+    return [sums, coefficients, grad]
 
 
 def _bias_sums(wanted: Wanted) -> str:
