@@ -21,8 +21,7 @@ VECTORS_PER_THREAD = 16  # of a strip; fewer where that leaves multiprocessors w
 FLIGHT = 4  # vectors that a thread has on their way (kernels/sweep.cuh)
 STATISTICS_THREADS = 512
 # Both passes of the gradient in one launch (kernels/norm_both.cuh).
-BOTH_THREADS = 128
-BOTH_BLOCKS = 5  # on a multiprocessor, as many as run at a time
+BOTH_BLOCKS = 3  # on a multiprocessor
 BOTH_VECTORS = 8  # per thread: small units keep what lies between a group's passes short
 KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside what flows through it (measured)
 LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
@@ -179,7 +178,7 @@ class NormProblem:
 
 @lru_cache(maxsize=1024)
 def plan_normalize(p: NormProblem, device: Device) -> Plan:
-    strips = Strips.of(p.activation, device)
+    strips = Strips.of(p.activation, device, FLIGHT)
     launch = strips.launch(
         "normalize", 0, ("x", "statistics", "weight", "bias", "y"), p._norm_scalars,
         min_blocks=2 if p.activation.channels_last else 4,  # as the registers want it
@@ -204,10 +203,10 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
     acc_bytes = accumulator(a.dtype)[1]
     sizes = {
         "sums": a.batch * a.channels * strips.slots * 2 * acc_bytes,
-        "by_channel": a.batch * 2 * a.channels * acc_bytes,
         "coefficients": 2 * a.batch * p.groups * acc_bytes,
+        "turns": 4,
+        "by_channel": a.batch * 2 * a.channels * acc_bytes,
         "bias_sums": a.batch * strips.slots * a.channels * acc_bytes if wanted.bias else 0,
-        "counters": _counters(p) * 4,
     }
     regions, end = [], 256  # never nothing, not for a batch of zero either
     for name, size in sizes.items():
@@ -215,7 +214,7 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
         end += ceil_div(size, 256) * 256
     if not (wanted.input or wanted.bias):
         both = None  # there is no second pass
-    launches = _passes(p, strips, wanted) if both is None else both.launches(p, wanted)
+    launches = _passes(p, strips, wanted) if both is None else both.launches(p, wanted, dict(regions))
     if wanted.parameters:
         count = 2 * a.channels
         launches.append(_reduce(p.parameter, count, a.batch, "dparameters", (1, 1, count), (0, 0, 1), "by_channel"))
@@ -241,7 +240,7 @@ def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
         ),
         grid=(p.activation.batch * p.groups, 1, 1),
         threads=THREADS,
-        shared_bytes=0,
+        shared_bytes=THREADS // 32 * 16,
         pointers=("sums", "statistics", "weight", "by_channel", "coefficients"),
         scalars=padded(strips.scalars, p._norm_scalars),
     )
@@ -256,10 +255,6 @@ def _bias_sums(wanted: Wanted) -> str:
     return "bias_sums" if wanted.bias else "null"
 
 
-def _counters(p: NormProblem) -> int:
-    return 1 + p.activation.batch * (p.activation.channels + 2 * p.groups)
-
-
 @dataclass(frozen=True)
 class Both:
     """Both passes of the gradient in one launch, for groups of which L2 keeps as many as must be under way."""
@@ -267,41 +262,41 @@ class Both:
     strips: Strips
     units: int  # blocks for a pass of a norm group
     lag: int  # norm groups from the first pass to the second
-    blocks: int  # as many as run at a time
 
     @classmethod
     def of(cls, p: NormProblem, device: Device) -> Both | None:
         a = p.activation
         item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
         group_bytes = a.channels // p.groups * a.volume * item_bytes
-        if device.capability < (9, 0) or a.channels_last or a.batch * p.groups * group_bytes <= LEAST_BYTES:
+        if a.batch * p.groups * group_bytes <= LEAST_BYTES or a.channels_last or a.dtype == "float64":
+            return None
+        if device.capability < (9, 0):
             return None
         strips = Strips.of(a, device, BOTH_VECTORS)
-        units = ceil_div(a.channels // p.groups * strips.slots, BOTH_THREADS // 32)
-        lag = KEPT_BYTES // group_bytes
-        at_a_time = device.multiprocessors * BOTH_BLOCKS
-        return cls(strips, units, lag, at_a_time) if 2 * units * (lag - 1) >= at_a_time else None
+        units = ceil_div(a.channels // p.groups * strips.slots, THREADS // 32)
+        rounds = ceil_div(device.multiprocessors * BOTH_BLOCKS, 2 * units)  # of groups that run at a time
+        lag = min(KEPT_BYTES // group_bytes, 1 + 2 * rounds)
+        return cls(strips, units, lag) if lag > rounds else None
 
-    def launches(self, p: NormProblem, wanted: Wanted) -> list[Launch]:
-        clear = Launch(
-            kernel="clear",
+    def launches(self, p: NormProblem, wanted: Wanted, regions: dict[str, int]) -> list[Launch]:
+        words = (regions["by_channel"] - regions["sums"]) // 16
+        fill = Launch(
+            kernel="fill",
             constants=(("kThreads", THREADS), ("kMinBlocks", 1)),
-            grid=(1, 1, 1),
+            grid=(ceil_div(words, THREADS), 1, 1),
             threads=THREADS,
             shared_bytes=0,
-            pointers=("counters",),
-            scalars=padded(int32s(_counters(p))),
+            pointers=("sums",),
+            scalars=int64s(words),
         )
-        inputs, between = ("dy", "x", "statistics", "weight"), ("sums", "by_channel", "coefficients")
-        pointers = (*inputs, *between, "dz", _bias_sums(wanted), "counters")
+        inputs, between = ("dy", "x", "statistics", "weight"), ("sums", "coefficients", "turns")
+        pointers = (*inputs, *between, "by_channel", "dz", _bias_sums(wanted))
         scalars = p._norm_scalars + int32s(self.units, self.lag)
         both = self.strips.launch(
             "norm_both", 2, pointers, scalars, BOTH_BLOCKS, Gradient=p.result, Parameter=p.parameter
         )
-        constants = (("kThreads", BOTH_THREADS), *both.constants[1:])
-        grid = (self.blocks, 1, 1)
-        both = replace(both, constants=constants, grid=grid, threads=BOTH_THREADS, shared_bytes=8, overlaps=True)
-        return [clear, both]
+        blocks = (self.units + 1) * (self.lag + 2 * p.activation.batch * p.groups)
+        return [fill, replace(both, grid=(blocks, 1, 1), shared_bytes=THREADS // 32 * 16, overlaps=True)]
 
 
 def _describe(strips: Strips) -> str:

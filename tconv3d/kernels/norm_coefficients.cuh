@@ -14,13 +14,7 @@ struct Args {
 
 template <class C>
 __device__ void run(const Args& args) {
-  const int n = blockIdx.x / args.groups, first = blockIdx.x % args.groups * args.per_group;
-  const int warp = threadIdx.x / 32;
-  for (int channel = warp; channel < args.per_group; channel += C::kThreads / 32) {
-    add_up_channel<C>(args, n, first + channel);
-  }
-  __syncthreads();
-  if (warp == 0) find_coefficients<C>(args, blockIdx.x);
+  find_coefficients<C, false>(args, blockIdx.x);
 }
 
 }  // namespace tconv3d

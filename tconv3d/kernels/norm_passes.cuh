@@ -12,7 +12,7 @@
 //   weight        per channel; null: one
 //   sums          [batch][channels][slots] pairs: of dy, of dy * xhat
 //   by_channel    [batch][2][channels]: of dy * xhat (the weight's gradient), of dy (the bias's)
-//   coefficients  [2][batch][norm groups]: slopes, then constants
+//   coefficients  [batch][norm groups] pairs: slope, constant
 //   bias_sums     [batch][slots][channels]: of dz, the gradient of a bias that was added to z; null: not
 //   wanted groups, per_group  norm groups, and channels of each
 #pragma once
@@ -20,6 +20,29 @@
 #include "sweep.cuh"
 
 namespace tconv3d {
+
+// A pair of sums or coefficients. kAtOnce: others wait for it (all ones, before it is written), or this
+// thread does.
+template <bool kAtOnce, class Acc>
+__device__ __forceinline__ void write_pair(Vector<Acc, 2>* to, const Vector<Acc, 2>& pair) {
+  if constexpr (kAtOnce) {
+    static_assert(sizeof(Acc) == 4, "a pair is one word");
+    ptx::write_word(to, static_cast<unsigned long long>(ptx::float_to_bits(pair.at[1])) << 32 |
+                            ptx::float_to_bits(pair.at[0]));
+  } else {
+    *to = pair;
+  }
+}
+template <bool kAtOnce, class Acc>
+__device__ __forceinline__ Vector<Acc, 2> read_pair(const Vector<Acc, 2>* from) {
+  if constexpr (kAtOnce) {
+    const unsigned long long word = ptx::read_when_written(from);
+    return {ptx::bits_to_float(static_cast<unsigned>(word)),
+            ptx::bits_to_float(static_cast<unsigned>(word >> 32))};
+  } else {
+    return *from;
+  }
+}
 
 template <class C, int kCount>
 struct NormItems {
@@ -56,7 +79,7 @@ struct NormSums {
 };
 
 // Leaves the sums of this block's strips.
-template <class C, class Args>
+template <class C, bool kAtOnce, class Args>
 __device__ __forceinline__ void sum_strip(const Args& args, const Sweep<C>& sweep) {
   using Acc = typename C::Acc;
   NormSums<C> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
@@ -76,61 +99,64 @@ __device__ __forceinline__ void sum_strip(const Args& args, const Sweep<C>& swee
 #pragma unroll
   for (int i = 0; i < Sweep<C>::kOwn; ++i) {
     const long long row = static_cast<long long>(sweep.n) * args.strips.channels + sweep.channel + i;
-    static_cast<Vector<Acc, 2>*>(args.sums)[row * args.strips.slots + sweep.slot] =
-        Vector<Acc, 2>{body.sums[i][0], body.sums[i][1] * rstds[group(i)]};
+    write_pair<kAtOnce>(static_cast<Vector<Acc, 2>*>(args.sums) + row * args.strips.slots + sweep.slot,
+                        Vector<Acc, 2>{body.sums[i][0], body.sums[i][1] * rstds[group(i)]});
   }
 }
 
-// Between the passes, by a warp: adds up a channel's sums, in an order that depends on nothing but their
-// number.
-template <class C, class Args>
-__device__ __forceinline__ void add_up_channel(const Args& args, int n, int channel) {
-  using Acc = typename C::Acc;
-  const int lane = threadIdx.x % 32, slots = args.strips.slots, channels = args.strips.channels;
-  const long long row = static_cast<long long>(n) * channels + channel;
-  const Vector<Acc, 2>* parts = static_cast<const Vector<Acc, 2>*>(args.sums) + row * slots;
-  double own[2] = {0, 0};
-  for (int i = lane; i < slots; i += 32) {
-    own[0] += parts[i].at[0];
-    own[1] += parts[i].at[1];
-  }
-  own[0] = warp_sum(own[0]);
-  own[1] = warp_sum(own[1]);
-  if (lane != 0) return;
-  Acc* by_channel = static_cast<Acc*>(args.by_channel) + static_cast<long long>(n) * 2 * channels;
-  by_channel[channel] = static_cast<Acc>(own[1]);
-  by_channel[channels + channel] = static_cast<Acc>(own[0]);
-}
-
-// Then, by a warp: the coefficients of a norm group of one batch item, `group` of all of them. Lane 0 leaves
-// them.
-template <class C, class Args>
+// Between the passes: a block adds up the sums of a norm group's channels (of one batch item, `group` of all
+// of them), in an order that depends on nothing but their number, and leaves the coefficients.
+template <class C, bool kAtOnce, class Args>
 __device__ __forceinline__ void find_coefficients(const Args& args, int group) {
   using Acc = typename C::Acc;
-  const int lane = threadIdx.x % 32, channels = args.strips.channels;
+  constexpr int kWarps = C::kThreads / 32;
+  double* shared = dynamic_shared<double>();
+  const Strips& strips = args.strips;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int n = group / args.groups, first = group % args.groups * args.per_group;
-  const Acc* by_channel = static_cast<const Acc*>(args.by_channel) + static_cast<long long>(n) * 2 * channels;
-  double all[2] = {0, 0};
-  for (int channel = first + lane; channel < first + args.per_group; channel += 32) {
+  Acc* by_channel = static_cast<Acc*>(args.by_channel) + static_cast<long long>(n) * 2 * strips.channels;
+  double all[2] = {0, 0};  // of this warp's channels
+  for (int channel = first + warp; channel < first + args.per_group; channel += kWarps) {
+    const long long row = static_cast<long long>(n) * strips.channels + channel;
+    const Vector<Acc, 2>* parts = static_cast<const Vector<Acc, 2>*>(args.sums) + row * strips.slots;
+    double own[2] = {0, 0};
+    for (int i = lane; i < strips.slots; i += 32) {
+      const Vector<Acc, 2> part = read_pair<kAtOnce>(parts + i);
+      own[0] += part.at[0];
+      own[1] += part.at[1];
+    }
+    own[0] = warp_sum(own[0]);
+    own[1] = warp_sum(own[1]);
+    if (lane == 0) {
+      by_channel[channel] = static_cast<Acc>(own[1]);
+      by_channel[strips.channels + channel] = static_cast<Acc>(own[0]);
+    }
     const double weight =
         args.weight ? widen<double>(static_cast<const typename C::Parameter*>(args.weight)[channel]) : 1.0;
-    all[0] += weight * by_channel[channels + channel];
-    all[1] += weight * by_channel[channel];
+    all[0] += weight * own[0];
+    all[1] += weight * own[1];
   }
-  all[0] = warp_sum(all[0]);
-  all[1] = warp_sum(all[1]);
-  if (lane != 0) return;
-  const long long norm_groups = static_cast<long long>(args.strips.batch) * args.groups;
+  if (lane == 0) {
+    shared[2 * warp] = all[0];
+    shared[2 * warp + 1] = all[1];
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int other = 1; other < kWarps; ++other) {
+    all[0] += shared[2 * other];
+    all[1] += shared[2 * other + 1];
+  }
+  const long long norm_groups = static_cast<long long>(strips.batch) * args.groups;
   const double rstd = static_cast<const Acc*>(args.statistics)[norm_groups + group];
-  const double values = static_cast<double>(args.strips.volume) * args.per_group;
-  Acc* coefficients = static_cast<Acc*>(args.coefficients);
-  coefficients[group] = static_cast<Acc>(-rstd * rstd * all[1] / values);
-  coefficients[norm_groups + group] = static_cast<Acc>(-rstd * all[0] / values);
+  const double values = static_cast<double>(strips.volume) * args.per_group;
+  write_pair<kAtOnce>(static_cast<Vector<Acc, 2>*>(args.coefficients) + group,
+                      Vector<Acc, 2>{static_cast<Acc>(-rstd * rstd * all[1] / values),
+                                     static_cast<Acc>(-rstd * all[0] / values)});
 }
 
-// The second pass, over the strip of a thread. kLast: what it reads and writes is not needed soon, but other
-// memory is.
-template <class C, bool kLast>
+// The second pass, over the strip of a thread. kAtOnce: while first passes go on, whose tensors are to stay
+// in the cache, instead of what this one has done with.
+template <class C, bool kAtOnce>
 struct NormGrad {
   using Scalar = typename C::Scalar;
   using Gradient = typename C::Gradient;
@@ -146,7 +172,7 @@ struct NormGrad {
   __device__ __forceinline__ void prepare(const Args& args, const Sweep<C>& sweep) {
     const long long norm_groups = static_cast<long long>(args.strips.batch) * args.groups;
     const Acc* statistics = static_cast<const Acc*>(args.statistics);
-    const Acc* coefficients = static_cast<const Acc*>(args.coefficients);
+    const Vector<Acc, 2>* coefficients = static_cast<const Vector<Acc, 2>*>(args.coefficients);
 #pragma unroll
     for (int i = 0; i < Sweep<C>::kOwn; ++i) {
       if (!sweep.exists) continue;
@@ -156,13 +182,14 @@ struct NormGrad {
       scale[i] = statistics[norm_groups + group];
       if (args.weight)
         scale[i] *= widen<Acc>(static_cast<const typename C::Parameter*>(args.weight)[channel]);
-      slope[i] = coefficients[group];
-      constant[i] = coefficients[norm_groups + group];
+      const Vector<Acc, 2> pair = read_pair<kAtOnce>(coefficients + group);
+      slope[i] = pair.at[0];
+      constant[i] = pair.at[1];
     }
   }
   template <int kCount>
   __device__ __forceinline__ NormItems<C, kCount> load(int at) const {
-    if constexpr (kLast) return {load_passing<kCount>(dy + at), load_passing<kCount>(x + at)};
+    if constexpr (kAtOnce) return {load_passing<kCount>(dy + at), load_passing<kCount>(x + at)};
     return {load_vector<kCount>(dy + at), load_vector<kCount>(x + at)};
   }
   template <int kCount>
@@ -178,7 +205,7 @@ struct NormGrad {
       results.at[i] = Narrow<Scalar>::from(passed);
       sums[own][0] += passed;
     }
-    if constexpr (kLast) {
+    if constexpr (kAtOnce) {
       store_passing(dz + at, results);
     } else {
       *reinterpret_cast<Vector<Scalar, kCount>*>(dz + at) = results;
@@ -187,12 +214,12 @@ struct NormGrad {
 };
 
 // Leaves dz of this block's strips, and its sums.
-template <class C, bool kLast, class Args>
+template <class C, bool kAtOnce, class Args>
 __device__ __forceinline__ void grad_strip(const Args& args, const Sweep<C>& sweep) {
   using Acc = typename C::Acc;
-  NormGrad<C, kLast> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
-                          static_cast<const typename C::Scalar*>(args.x) + sweep.start,
-                          static_cast<typename C::Scalar*>(args.dz) + sweep.start};
+  NormGrad<C, kAtOnce> body{static_cast<const typename C::Gradient*>(args.dy) + sweep.start,
+                            static_cast<const typename C::Scalar*>(args.x) + sweep.start,
+                            static_cast<typename C::Scalar*>(args.dz) + sweep.start};
   body.prepare(args, sweep);
   sweep.run(body);
   if (args.bias_sums == nullptr) return;

@@ -15,7 +15,7 @@ struct Args {
 
 template <class C>
 __device__ void run(const Args& args) {
-  sum_strip<C>(args, Sweep<C>(args.strips, blockIdx.x));
+  sum_strip<C, false>(args, Sweep<C>(args.strips, blockIdx.x));
 }
 
 }  // namespace tconv3d

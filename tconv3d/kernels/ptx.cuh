@@ -150,39 +150,27 @@ __device__ __forceinline__ void load_passing(const void* address, unsigned short
   asm volatile("ld.global.cs.b16 %0, [%1];" : "=h"(value) : "l"(__cvta_generic_to_global(address)));
 }
 
-// ---- Words in global memory by which blocks speak to each other.
+// ---- Words in global memory by which blocks speak to each other. They were all ones before.
 
-// Adds one; returns what was there. A turn has no say in what is known of other memory; what a thread knew
-// when it counted is known to whoever counts after it.
-__device__ __forceinline__ unsigned take_turn(unsigned* counter) {
+// Adds one; returns what is there then: 0 for the first.
+__device__ __forceinline__ unsigned take_turn(unsigned* turns) {
   unsigned before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
                : "=r"(before)
-               : "l"(__cvta_generic_to_global(counter)));
-  return before;
-}
-__device__ __forceinline__ unsigned count_up(unsigned* counter) {
-  unsigned before;
-  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-               : "=r"(before)
-               : "l"(__cvta_generic_to_global(counter))
-               : "memory");
-  return before;
+               : "l"(__cvta_generic_to_global(turns)));
+  return before + 1;
 }
 
-__device__ __forceinline__ void raise_flag(unsigned* flag) {
-  asm volatile("st.release.gpu.global.u32 [%0], 1;" ::"l"(__cvta_generic_to_global(flag)) : "memory");
+// One word is written and read as a whole, so that nothing else need be in order.
+__device__ __forceinline__ void write_word(void* address, unsigned long long word) {
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "l"(word));
 }
-
-// Until another block has raised it: what that block's thread knew then, this one knows now.
-__device__ __forceinline__ void wait_for_flag(const unsigned* flag) {
-  unsigned raised;
+__device__ __forceinline__ unsigned long long read_when_written(const void* address) {
+  unsigned long long word;
   do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
-                 : "=r"(raised)
-                 : "l"(__cvta_generic_to_global(flag))
-                 : "memory");
-  } while (raised == 0);
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(__cvta_generic_to_global(address)));
+  } while (word == ~0ull);
+  return word;
 }
 
 // What this thread wrote to shared memory by ordinary stores becomes visible to tensor cores and the copy

@@ -129,11 +129,17 @@ inline void load_passing(const void* address, Vector& value) {
   std::memcpy(&value, address, sizeof value);
 }
 
-inline unsigned take_turn(unsigned* counter) { return (*counter)++; }
-inline unsigned count_up(unsigned* counter) { return (*counter)++; }
-inline void raise_flag(unsigned* flag) { *flag = 1; }
-inline void wait_for_flag(const unsigned* flag) {
-  emulator::wait_until([&] { return *flag != 0; }, "wait_for_flag");
+inline unsigned take_turn(unsigned* turns) { return ++*turns; }
+inline void write_word(void* address, unsigned long long word) { store_global(address, word); }
+inline unsigned long long read_when_written(const void* address) {
+  unsigned long long word = ~0ull;
+  emulator::wait_until(
+      [&] {
+        load_passing(address, word);
+        return word != ~0ull;
+      },
+      "read_when_written");
+  return word;
 }
 
 inline void fence_async_proxy() {}
