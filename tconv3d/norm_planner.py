@@ -17,12 +17,11 @@ from .packing import int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Plan, Problem
 
 THREADS = 256
-VECTORS_PER_THREAD = 16  # of a strip; fewer where that leaves multiprocessors without work
+VECTORS_PER_THREAD = 8  # of a strip; fewer where that leaves multiprocessors without work
 FLIGHT = 4  # vectors that a thread has on their way (kernels/sweep.cuh)
 STATISTICS_THREADS = 512
 # Both passes of the gradient in one launch (kernels/norm_both.cuh).
 BOTH_BLOCKS = 3  # on a multiprocessor
-BOTH_VECTORS = 8  # per thread: small units keep what lies between a group's passes short
 KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside what flows through it (measured)
 LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
 
@@ -178,7 +177,7 @@ class NormProblem:
 
 @lru_cache(maxsize=1024)
 def plan_normalize(p: NormProblem, device: Device) -> Plan:
-    strips = Strips.of(p.activation, device, FLIGHT)
+    strips = Strips.of(p.activation, device, FLIGHT)  # the shortest are the fastest
     launch = strips.launch(
         "normalize", 0, ("x", "statistics", "weight", "bias", "y"), p._norm_scalars,
         min_blocks=2 if p.activation.channels_last else 4,  # as the registers want it
@@ -199,7 +198,7 @@ class Wanted:
 @lru_cache(maxsize=1024)
 def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
     a, both = p.activation, Both.of(p, device)
-    strips = Strips.of(a, device) if both is None else both.strips  # whatever is wanted: sums have the same bits
+    strips = Strips.of(a, device)
     acc_bytes = accumulator(a.dtype)[1]
     sizes = {
         "sums": a.batch * a.channels * strips.slots * 2 * acc_bytes,
@@ -272,7 +271,7 @@ class Both:
             return None
         if device.capability < (9, 0):
             return None
-        strips = Strips.of(a, device, BOTH_VECTORS)
+        strips = Strips.of(a, device)
         units = ceil_div(a.channels // p.groups * strips.slots, THREADS // 32)
         rounds = ceil_div(device.multiprocessors * BOTH_BLOCKS, 2 * units)  # of groups that run at a time
         lag = min(KEPT_BYTES // group_bytes, 1 + 2 * rounds)
