@@ -151,7 +151,7 @@ def say(row: Row) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tasks", nargs="*", choices=tasks.NAMES, default=list(tasks.NAMES))
+    parser.add_argument("tasks", nargs="*", help=f"of {', '.join(tasks.NAMES)}; else all")
     parser.add_argument("--dtype", nargs="+", choices=PRECISIONS, default=["tf32", "bfloat16"])
     parser.add_argument("--layout", nargs="+", choices=export.LAYOUTS, default=["contiguous"])
     parser.add_argument("--compile", nargs=3, metavar=("FILE", "PRECISION", "LAYOUT"), help="one variant, no more")
@@ -161,10 +161,11 @@ def main() -> int:
         path, *variant = options.compile
         load(Path(path)).extension(0, *variant)
         return 0
-    kinds = list(product(options.tasks, options.dtype, options.layout))
+    names = options.tasks or tasks.NAMES
+    kinds = list(product(names, options.dtype, options.layout))
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        for task in options.tasks:
+        for task in names:
             (folder / f"{task}.py").write_text(export.export(task))
         compile_all(kinds, folder)
         rows = []

@@ -22,6 +22,7 @@ from tconv3d.bench.table import ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = "benchmarks/results/h200.json"
+HALF = "benchmarks/results/h200-bf16.json"
 RANDOM = "benchmarks/results/h200-random.json"
 ERRORS = "benchmarks/results/h200-verify.json"
 EXPORTS = "benchmarks/results/h200-export.json"
@@ -43,15 +44,42 @@ def source(name: str, found: Results) -> str:
     )
 
 
-# ---- README: times
+# ---- README and docs: times
 
 
 def times() -> str:
-    """TF32, contiguous: forward and backward side by side."""
     found = read(TIMES)
-    rows = {(row.layer, row.which): row for row in found.rows if (row.dtype, row.layout) == ("tf32", "contiguous")}
-    names = dict.fromkeys(layer for layer, _ in rows)
+    lines = _table(found, "tf32")
+    if found.host_us:
+        lines += ["", _host(found)]
+    return "\n".join([*lines, "", source(TIMES, found)])
+
+
+def half_times() -> str:
+    """Ours alone, as multiples of the floor."""
+    found = read(HALF)
+    rows = {(row.layer, row.which): row for row in found.rows}
     lines = [
+        "| layer | forward: floor | ours | x floor | backward: floor | ours | x floor |",
+        "| --- |" + " --- |" * 6,
+    ]
+    for name in dict.fromkeys(row.layer for row in found.rows):
+        cells = [_over_floor(rows[name, which]) for which in results.PASSES]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", source(HALF, found)])
+
+
+def _over_floor(row: Row) -> str:
+    if row.failed or row.ours_ms is None or not row.floor_ms:
+        return "failed |  | "
+    return f"{row.floor_ms:.3f} | {row.ours_ms:.3f} | {ratio(row.ours_ms / row.floor_ms)}"
+
+
+def _table(found: Results, dtype: str) -> list[str]:
+    """Contiguous tensors: forward and backward side by side, and the means."""
+    rows = {(row.layer, row.which): row for row in found.rows if (row.dtype, row.layout) == (dtype, "contiguous")}
+    names = dict.fromkeys(layer for layer, _ in rows)
+    return [
         "| layer | kernel | floor | ours | PyTorch | best | over best "
         "| backward: floor | ours | PyTorch | best | over best |",
         "| --- |" + " --- |" * 11,
@@ -60,11 +88,8 @@ def times() -> str:
             for name in names
         ),
         "",
-        *(_means(summary) for summary in results.summarize(found.rows) if summary.dtype == "tf32"),
+        *(_means(summary) for summary in results.summarize(found.rows) if summary.dtype == dtype),
     ]
-    if found.host_us:
-        lines += ["", _host(found)]
-    return "\n".join([*lines, "", source(TIMES, found)])
 
 
 def _times(row: Row, kernel: bool = True) -> str:
@@ -167,6 +192,7 @@ class Table:
 TABLES = (
     Table("README.md", "performance", times),
     Table("docs/performance.md", "means", means),
+    Table("docs/performance.md", "bfloat16", half_times),
     Table("docs/performance.md", "random", random_layers),
     Table("docs/numerics.md", "errors", errors),
     Table("docs/export.md", "export", exports),

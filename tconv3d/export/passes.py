@@ -13,7 +13,7 @@ from math import prod
 
 from .. import norm_planner, planner
 from ..bench.layers import Layer
-from ..executor import OPERANDS, WITH_STATISTICS, channels_last_strides, contiguous_strides
+from ..executor import BACKWARD, OPERANDS, WITH_STATISTICS, channels_last_strides, contiguous_strides
 from ..geometry import Geometry
 from ..gpus import GPUS
 from ..norm_executor import GRADIENT, NORMALIZE
@@ -78,23 +78,44 @@ def variants(dtypes: Sequence[str], layouts: Sequence[str]) -> list[Variant]:
 
 def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
     """What a training step of the layer computes."""
+    wanted = [Pass.INPUT_GRAD, Pass.WEIGHT_GRAD]
     if layer.norm_groups:
-        gradients = [_pass(layer, which, chosen) for which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)]
-        return [_statistics(layer, chosen), _normalize(layer, chosen), _norm_grad(layer, chosen), *gradients]
-    return [_pass(layer, which, chosen) for which in Pass if layer.bias or which is not Pass.BIAS_GRAD]
+        forward = [_statistics(layer, chosen), _normalize(layer, chosen), _norm_grad(layer, chosen)]
+    else:
+        forward = [_pass(layer, Pass.FORWARD, chosen)]
+        wanted += [Pass.BIAS_GRAD] if layer.bias else []
+    return [*forward, *(_pass(layer, which, chosen) for which in wanted), *_together(layer, wanted, chosen)]
 
 
 def _pass(layer: Layer, which: Pass, chosen: Sequence[Variant]) -> Operation:
     """Forward, or the gradient of input, weight or bias."""
-    *operands, _, result, _ = OPERANDS[which]  # before the result nothing, after it the workspace
+    *operands, _, _, _ = OPERANDS[which]  # then nothing, the result, the workspace
+    plans = {v: planner.plan(problem(layer, which, v), DEVICES[v.gpu]) for v in chosen}
+    return Operation(which.value, _given(layer, operands), (_result(layer, which),), plans)
+
+
+def _result(layer: Layer, which: Pass) -> Result:
     results = {
         "y": Result("y", layer.output_shape, volume=True),
         "dx": Result("dx", layer.input_shape, volume=True),
         "dw": Result("dw", weight_shape(layer)),
         "db": Result("db", (layer.out_channels,)),
     }
-    plans = {v: planner.plan(problem(layer, which, v), DEVICES[v.gpu]) for v in chosen}
-    return Operation(which.value, _given(layer, operands), (results[result],), plans)
+    return results[OPERANDS[which][-2]]
+
+
+def _together(layer: Layer, wanted: Sequence[Pass], chosen: Sequence[Variant]) -> list[Operation]:
+    """All gradients by one call, where some kernel computes several of them at once."""
+    problems = {v: tuple(problem(layer, which, v) for which in wanted) for v in chosen}
+    if not any(shares_kernels(p, DEVICES[v.gpu]) for v, p in problems.items()):
+        return []
+    plans = {v: planner.plan_gradients(p, DEVICES[v.gpu]) for v, p in problems.items()}
+    operands = BACKWARD[: BACKWARD.index("null")]
+    return [Operation("backward", operands, tuple(_result(layer, which) for which in wanted), plans)]
+
+
+def shares_kernels(problems: tuple[Problem, ...], device: Device) -> bool:
+    return any(len(plan.passes) > 1 for plan in planner.gradient_plans(problems, device))
 
 
 def _given(layer: Layer, operands: Sequence[str]) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ class Convolution(torch.autograd.Function):
         dy = ready(dy, ctx.layout)
         kernels = compiled(dy, ctx.layout)
         wanted = ctx.needs_input_grad
-        return (
+{together}        return (
             kernels.input_grad(dy, weight) if wanted[0] else None,
             kernels.weight_grad(dy, x) if wanted[1] else None,
 {bias_gradient}        )'''
@@ -201,7 +201,7 @@ class Block(torch.autograd.Function):
         # dz: of what went into the ReLU.
         dz, dparameters{dbias} = kernels.norm_grad(dy, hidden, statistics, scale)
         wanted = ctx.needs_input_grad
-        return (
+{together}        return (
             kernels.input_grad(dz, weight) if wanted[0] else None,
             kernels.weight_grad(dz, x) if wanted[1] else None,
 {bias_gradient}            *dparameters,
@@ -261,7 +261,7 @@ def python_file(name: str, layer: Layer, operations: Sequence[Operation], comman
         layouts=", ".join(f'"{layout}": {formats[layout]}' for layout in layouts),
         model=_model(layer, task),
         get_init_inputs=_get_init_inputs(layer, task),
-        operation=_operation(layer),
+        operation=_operation(layer, any(each.name == "backward" for each in operations)),
         name=f"{name}_{hashlib.sha256((cuda + host).encode()).hexdigest()[:8]}",
         functions=", ".join(f'"{name}"' for name in function_names(operations)),
         cpp=host,
@@ -280,16 +280,25 @@ def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _operation(layer: Layer) -> str:
+def _operation(layer: Layer, together: bool) -> str:
+    """`together`: all gradients may come from one call."""
     if layer.norm_groups:
         gradient = "            dbias if wanted[2] else None,\n" if layer.bias else ""
+        dbias = "dbias if wanted[2] else None, " if layer.bias else ""
+        at_once = f"""        if wanted[0] and wanted[1]:
+            return *kernels.backward(dz, x, weight), {dbias}*dparameters
+"""
     else:
         gradient = "            kernels.bias_grad(dy) if wanted[2] else None,\n" if layer.bias else ""
+        at_once = """        if all(wanted):
+            return kernels.backward(dy, x, weight)
+"""
     return (BLOCK if layer.norm_groups else CONVOLUTION).format(
         bias=", layer.bias" if layer.bias else "",
         bias_parameter=", bias: Tensor" if layer.bias else "",
         bias_argument=", bias.contiguous()" if layer.bias else "",
         bias_gradient=gradient,
+        together=at_once if together else "",
         dbias=", dbias" if layer.bias else "",
     )
 
