@@ -496,9 +496,13 @@ def test_an_interruption_keeps_what_there_is(
     monkeypatch.setattr(run, "measure_layer", interrupted)
     monkeypatch.setattr(run, "have_gpu", lambda: False)
     handler = signal.getsignal(signal.SIGTERM)
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     file = tmp_path / "found.json"
     words = [word for size in (2, 3, 4) for word in ("--layer", f"2, 2, 1, size={size}")]
-    assert cli.main(["verify", *words, "--json", str(file)]) == 130
+    try:
+        assert cli.main(["verify", *words, "--json", str(file)]) == 130
+    finally:
+        signal.signal(signal.SIGINT, interrupt)
     kept = results.read(file)
     assert kept.interrupted and [row.layer for row in kept.rows] == ["layer_1"] * 2
     assert "interrupted" in capsys.readouterr().out

@@ -429,9 +429,10 @@ def test_exported_kernels_are_as_lean_as_the_librarys(name: str, arch: str, gpu:
     """Registers and spills are those of the kernels that the library compiles for the same constants."""
     reports = compile_exported(name, arch, which, "contiguous")
     variant = export.passes.Variant(gpu, which, "contiguous")
+    every = export.passes.variants(list(export.PRECISIONS), export.LAYOUTS)
     expected = {
         f"{operation.name}_{launch.kernel}": compiler.compile(launch.kernel, launch.constants, f"sm_{arch}").report
-        for operation in export.passes.operations(layers.LAYERS[name], [variant])
+        for operation in export.passes.operations(layers.LAYERS[name], every)
         for launch in operation.plans[variant].launches
     }
     assert filled_up(reports) == filled_up(expected)
