@@ -297,6 +297,11 @@ def test_both_passes_of_the_norms_gradient_in_one_launch(
             norm_executor.gradient(dy, x, statistics, weight, torch.float32, norm_planner.Wanted(*wanted))
             for wanted in ((True, True, True), (True, False, False), (False, True, False))
         )
+    # What is not yet written is all ones, and so is one of the NaNs: it must arrive nevertheless.
+    ones = torch.full(shape, -1, dtype=torch.int32, device=ours).view(torch.float32).to(kinds[1])
+    everything = norm_planner.Wanted(True, True, True)
+    spoiled = norm_executor.gradient(ones, x, statistics, weight, torch.float32, everything)
+    assert all(each.isnan().any() for each in spoiled)
     norm_planner.plan_gradient.cache_clear()
     assert ran == ["norm_both", "norm_both", "norm_grad"]
     found = errors(list(got), norm_gradient(dy, x, groups, weight))

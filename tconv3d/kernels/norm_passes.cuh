@@ -27,8 +27,9 @@ template <bool kAtOnce, class Acc>
 __device__ __forceinline__ void write_pair(Vector<Acc, 2>* to, const Vector<Acc, 2>& pair) {
   if constexpr (kAtOnce) {
     static_assert(sizeof(Acc) == 4, "a pair is one word");
-    ptx::write_word(to, static_cast<unsigned long long>(ptx::float_to_bits(pair.at[1])) << 32 |
-                            ptx::float_to_bits(pair.at[0]));
+    const unsigned long long word = static_cast<unsigned long long>(ptx::float_to_bits(pair.at[1])) << 32 |
+                                    ptx::float_to_bits(pair.at[0]);
+    ptx::write_word(to, word == ~0ull ? word >> 1 : word);  // two NaNs that would never arrive: two others
   } else {
     *to = pair;
   }
