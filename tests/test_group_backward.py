@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layers import UNIT, Layer, passes, poisoned
+from test_up_backward import tensors
 from torch import Tensor
 
 from tconv3d import compiler, emulator, executor, planner
@@ -42,13 +43,6 @@ def hopper(ours: str) -> Iterator[str]:
     executor.forget()
     yield ours
     executor.forget()
-
-
-def tensors(layer: Layer, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w and dy."""
-    x, w = layer.operands(dtype, device)[:2]
-    shape = F.conv_transpose3d(x.double(), w.double(), None, *layer.settings).shape
-    return x, w, torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
 def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor, wanted: tuple[bool, bool, bool]) -> list[Tensor]:
