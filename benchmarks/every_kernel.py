@@ -1,15 +1,18 @@
 """Launches every kernel on small layers, for tools that watch a program on the GPU.
 
-compute-sanitizer --tool memcheck python benchmarks/every_kernel.py
-compute-sanitizer --tool racecheck python benchmarks/every_kernel.py
+compute-sanitizer --target-processes application-only --tool memcheck python benchmarks/every_kernel.py
+compute-sanitizer --target-processes application-only --tool racecheck python benchmarks/every_kernel.py groups "small groups"
 
-Ends with the kernels launched, and those that none of these layers needs on this GPU.
+Layers are all, or those named. What is not compiled yet is compiled first, all layers at once, in processes that no
+tool watches. Ends with the kernels launched, and those that none of these layers needs on this GPU.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +69,31 @@ def run(x_shape: Sequence[int], w_shape: Sequence[int], settings: dict[str, Any]
         y.backward(torch.randn_like(y))
 
 
+def run_all(name: str) -> None:
+    if name == "plain":
+        run(*LAYERS[name], {"dtype": torch.float64, "layout": torch.contiguous_format})
+    for dtype in (torch.float32, torch.bfloat16):
+        for layout in (torch.contiguous_format, torch.channels_last_3d):
+            run(*LAYERS[name], {"dtype": dtype, "layout": layout})
+    torch.cuda.synchronize()
+
+
+def use_tf32() -> None:
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+
+
+def compile_all(names: Sequence[str]) -> None:
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=use_tf32) as pool:
+        list(pool.map(run_all, names))
+
+
 def main() -> None:
+    names = sys.argv[1:] or list(LAYERS)
+    use_tf32()
+    compile_all(names)
     launched = watch()
-    run(*LAYERS["plain"], {"dtype": torch.float64, "layout": torch.contiguous_format})
-    for name, layer in LAYERS.items():
-        for dtype in (torch.float32, torch.bfloat16):
-            for layout in (torch.contiguous_format, torch.channels_last_3d):
-                run(*layer, {"dtype": dtype, "layout": layout})
-        torch.cuda.synchronize()
+    for name in names:
+        run_all(name)
         print(name, flush=True)
     sources = Path(tconv3d.__file__).parent.glob("kernels/*.cuh")
     kernels = {path.stem for path in sources if "__device__ void run(" in path.read_text()}
@@ -82,5 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
     main()

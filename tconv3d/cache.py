@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import os
 import re
@@ -87,10 +88,26 @@ def sources(*directories: Path) -> str:
     """A hash of the names and contents of all source files in these directories, for `key`."""
     parts: list[str | bytes] = []
     for root in directories:
-        for file in sorted(root.rglob("*")):
-            if file.suffix in (".cuh", ".cu", ".h", ".hpp", ".cpp"):
-                parts += [file.relative_to(root).as_posix(), file.read_bytes()]
+        for name in sorted(_source_files(str(root))):
+            path = os.path.join(root, name)
+            stat = os.stat(path)
+            parts += [name, _source(path, stat.st_mtime_ns, stat.st_size)]
     return key(*parts)
+
+
+def _source_files(root: str, below: str = "") -> Iterator[str]:
+    with os.scandir(os.path.join(root, below)) as found:
+        for file in found:
+            if file.is_dir():
+                yield from _source_files(root, f"{below}{file.name}/")
+            elif file.name.endswith((".cuh", ".cu", ".h", ".hpp", ".cpp")):
+                yield below + file.name
+
+
+@functools.lru_cache(maxsize=1024)
+def _source(path: str, changed: int, size: int) -> bytes:
+    """What is in a source file, read again when it has changed."""
+    return Path(path).read_bytes()
 
 
 def get(key: str, suffix: str, build: Callable[[], bytes]) -> bytes:

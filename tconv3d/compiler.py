@@ -55,8 +55,11 @@ class Compiled:
     """A kernel for one architecture."""
 
     cubin: bytes
-    report: Report
     log: str  # the compiler's, warnings included
+
+    @property
+    def report(self) -> Report:
+        return report(self.log)
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -93,7 +96,7 @@ def compile(kernel: str, constants: Constants, arch: str) -> Compiled:
     key = cache.key(cache.sources(KERNELS), unit, arch, repr(_OPTIONS), version())
     entry = cache.get(key, ".cubin", lambda: _build(kernel, constants, unit, arch))
     log, cubin = _unpack(entry)
-    return Compiled(cubin, report(log), log)
+    return Compiled(cubin, log)
 
 
 @functools.cache

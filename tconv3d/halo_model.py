@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 
 from .halo_build import SLAB, Build, Tiling, ceil_div, tilings
@@ -146,6 +147,7 @@ def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> f
     return times * rounds * build.round_slabs * build.cycles_per_slab * COSTS.product
 
 
+@lru_cache(maxsize=256)  # what was chosen is asked for again when it is planned
 def best_tiling(build: Build, job: Job, multiprocessors: int) -> tuple[float, Tiling] | None:
     best: tuple[float, Tiling] | None = None
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
