@@ -1,5 +1,8 @@
 """tconv3d: transposed 3D convolution on CUDA kernels of its own, a drop-in for PyTorch's."""
 
+import torch
+
+from . import launcher
 from .accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
 from .backend import current_backend, use_backend
 from .explain import Explanation, explain
@@ -28,3 +31,6 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+if torch.version.cuda is not None:  # the first layer should not have to wait for imports
+    launcher.preload()

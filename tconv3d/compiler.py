@@ -16,6 +16,7 @@ import re
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from . import cache
@@ -27,6 +28,8 @@ ENTRY = "tconv3d_kernel"
 # "-v" makes ptxas report registers and spills. No fast math: division, denormals and rounding are IEEE's.
 # Lambdas of device functions are device functions without saying so.
 _OPTIONS = {"std": "c++20", "ptxas_options": "-v", "device_as_default_execution_space": True}
+
+_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12", "13": "nvidia-cuda-nvrtc"}  # by the major version of cuda-bindings
 
 _importing = threading.Lock()  # while one thread imports cuda.core for the first time, another finds half of it
 
@@ -93,10 +96,21 @@ def translation_unit(kernel: str, constants: Constants) -> str:
 def compile(kernel: str, constants: Constants, arch: str) -> Compiled:
     """The cubin of a kernel, out of the disk cache or out of NVRTC."""
     unit = translation_unit(kernel, constants)
-    key = cache.key(cache.sources(KERNELS), unit, arch, repr(_OPTIONS), version())
+    key = cache.key(cache.sources(KERNELS), unit, arch, repr(_OPTIONS), identity())
     entry = cache.get(key, ".cubin", lambda: _build(kernel, constants, unit, arch))
     log, cubin = _unpack(entry)
     return Compiled(cubin, log)
+
+
+@functools.cache
+def identity() -> str:
+    """Which compiler it is, for the names of cached cubins: the version of its wheel, because loading it takes longer
+    than all else that a cached kernel needs. Without a wheel its own word."""
+    try:
+        major = metadata.version("cuda-bindings").split(".")[0]
+        return f"NVRTC {metadata.version(_WHEELS[major])}"
+    except (metadata.PackageNotFoundError, KeyError):
+        return version()
 
 
 @functools.cache
@@ -186,6 +200,7 @@ def _integer(values: list[int]) -> str:
 
 def _build(kernel: str, constants: Constants, unit: str, arch: str) -> bytes:
     """Runs NVRTC; the payload of a cache entry."""
+    version()  # raises if there is none
     try:
         with _importing:
             from cuda.core import Program, ProgramOptions

@@ -96,6 +96,12 @@ def _picker(indices: Sequence[int]) -> Pick:
     return lambda operands: tuple([operands[i] for i in indices])
 
 
+def preload() -> None:
+    """Imports what a first launch needs and takes longest, if it is there. Starts nothing."""
+    with contextlib.suppress(ImportError, LaunchError):
+        _driver()
+
+
 @functools.cache
 def device_properties(device_index: int) -> DeviceProperties:
     """The properties of a device, by the index PyTorch and the driver have for it."""

@@ -266,11 +266,18 @@ def test_without_libnvrtc_the_error_says_what_to_install(monkeypatch: pytest.Mon
         compiler.version.cache_clear()
 
 
+def test_a_cached_kernel_does_not_load_the_compiler(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compiler.compile("tiny", CONSTANTS, "sm_80")
+    monkeypatch.setattr(compiler, "version", lambda: pytest.fail("the compiler was loaded"))
+    assert compiler.compile("tiny", CONSTANTS, "sm_80") == first
+
+
 def test_the_package_imports_without_cuda() -> None:
     script = """
 import sys
 sys.modules |= dict.fromkeys(["cuda", "cuda.core", "cuda.bindings"])
 import tconv3d.compiler, tconv3d.launcher
+tconv3d.launcher.preload()
 """
     environment = os.environ | {"PYTHONPATH": str(Path(compiler.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
@@ -291,7 +298,7 @@ def test_whatever_the_cubin_depends_on_is_in_the_key(
     compiler.compile("tiny", CONSTANTS, "sm_80")
     compiler.compile("tiny", CONSTANTS, "sm_86")
     compiler.compile("tiny", (*CONSTANTS, ("kExtra", 1)), "sm_80")
-    monkeypatch.setattr(compiler, "version", lambda: "NVRTC 99.0")
+    monkeypatch.setattr(compiler, "identity", lambda: "NVRTC 99.0")
     compiler.compile("tiny", CONSTANTS, "sm_80")
     monkeypatch.setattr(compiler, "_OPTIONS", {**compiler._OPTIONS, "std": "c++17"})
     compiler.compile("tiny", CONSTANTS, "sm_80")
