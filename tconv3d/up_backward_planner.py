@@ -7,7 +7,7 @@ compiled in depends on the layer alone, never on the volume.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 from . import tensor_cores
@@ -24,9 +24,9 @@ PIECES = 32  # of 16 bytes, that a tile has of a row
 PITCH_BYTES = 544  # from row to row in shared memory
 MAX_COLUMNS = 64
 MAX_SUMS = 128  # registers of a thread that hold weight gradients
-MIN_STAGES, MAX_STAGES = 3, 8
+STAGES = (8, 7, 6, 5, 4, 3)
 # Of producers, input and weight gradient, by the size of an element: two slabs of 16-bit types need more sums.
-REGISTERS = {4: (56, 104, 176), 2: (48, 128, 168)}
+REGISTERS = {4: (40, 104, 184), 2: (40, 136, 168)}
 
 # What a multiprocessor does, in cycles, for choosing between tilings.
 L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # moved per cycle
@@ -51,6 +51,11 @@ class Tiling:
     ranges: int  # of rows
     stages: int
     stages_x: int
+
+    @classmethod
+    def deep(cls, g: Geometry, dtype: str, columns: int, chunks: int, ranges: int, stages: int) -> Tiling:
+        """So many stages, and enough of x that it can be asked for a chunk before those of its tile."""
+        return cls(g, dtype, columns, chunks, ranges, stages, 1 + -(-(stages + 1) // chunks))
 
     @property
     def kinds(self) -> int:
@@ -84,48 +89,31 @@ def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
         columns = -(-g.in_channels // (8 * in_tiles)) * 8
         ranges = -(-rows // (2 * (MAX_SUMS // (columns // 2))))
         while ranges <= rows:
-            # Where tiles have few chunks, producers may be several tiles ahead.
             chunks = -(-rows // ranges)
-            made = Tiling(g, dtype, columns, chunks, ranges, MIN_STAGES, 2 if chunks > MIN_STAGES + 1 else 3)
-            room = shared_bytes - made.shared_bytes
-            if room >= 0:
-                found.append(replace(made, stages=min(MAX_STAGES, MIN_STAGES + room // (ROWS * PITCH_BYTES + 16))))
+            made = (Tiling.deep(g, dtype, columns, chunks, ranges, stages) for stages in STAGES)
+            fits = next((tiling for tiling in made if tiling.shared_bytes <= shared_bytes), None)
+            if fits is not None:
+                found.append(fits)
                 break
             ranges += 1
     return found
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """The positions of a volume in tiles: some lines along w, or a part of one."""
+def pieces_of(p: Problem) -> int:
+    """Of a row: 16 bytes of dy, 8 of x."""
+    return p.batch * prod(p.input_size) * p.item_bytes // 8
 
-    lines: int  # in all
-    width: int  # of a line, in pieces
 
-    @classmethod
-    def of(cls, p: Problem) -> Tiles:
-        return cls(p.batch * p.input_size[0] * p.input_size[1], p.input_size[2] * p.item_bytes // 8)
+def tiles_of(p: Problem) -> int:
+    return -(-pieces_of(p) // PIECES)
 
-    @property
-    def segments(self) -> int:
-        return -(-self.width // PIECES)
 
-    @property
-    def tile_width(self) -> int:
-        return -(-self.width // self.segments)
-
-    @property
-    def pitch(self) -> int:
-        """Lines begin at whole steps of K."""
-        return -(-self.tile_width // 4) * 4
-
-    @property
-    def tile_lines(self) -> int:
-        return PIECES // self.pitch
-
-    @property
-    def count(self) -> int:
-        return -(-self.lines // self.tile_lines) * self.segments
+def _vectors(p: Problem, q: Problem) -> bool:
+    """Whether two pieces of x, counted through all lines of the batch, are always 16 bytes in a row."""
+    n, c, d, h, _ = (stride * p.item_bytes % 16 == 0 for stride in q.input)
+    lines = d and h and p.input_size[2] * p.item_bytes % 16 == 0
+    dense = q.input[2:4] == contiguous(p.input_size)[:2] and prod(p.input_size) * p.item_bytes % 16 == 0
+    return n and c and (lines or dense)
 
 
 def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
@@ -137,7 +125,7 @@ def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
 
 def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
     """Predicted, of the whole plan."""
-    g, tiles = p.geometry, Tiles.of(p).count
+    g, tiles = p.geometry, tiles_of(p)
     splits = splits_of(tiling, tiles, device)
     waves = -(-tiling.kinds * splits // device.multiprocessors)
     walk = waves * (-(-tiles // splits) * tiling.tile_cycles + BLOCK_OVERHEAD)
@@ -219,17 +207,17 @@ def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
 def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
     p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
-    g, tiles = p.geometry, Tiles.of(p)
+    g = p.geometry
     # What the output padding adds belongs to no tap, but to the bias.
     bias = Pass.BIAS_GRAD in problems and not any(axis.output_padding for axis in g.axes)
-    splits = splits_of(tiling, tiles.count, device)
+    splits = splits_of(tiling, tiles_of(p), device)
     parts = Parts(p, splits, tiling.ranges, g.kernel[0] * g.kernel[1] if bias else 0)
     passes = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
     why = "every output has one position and one tap: all gradients from one reading of dy"
     return Plan(
         "up_backward",
         why,
-        (_main(p, q, tiling, tiles, parts), sum_of_parts(p, parts)),
+        (_main(p, q, tiling, parts), sum_of_parts(p, parts)),
         parts.bytes,
         f"{tiling}, {splits} parts",
         parts.regions,
@@ -280,7 +268,7 @@ class Parts:
         return f"{name} parts" if name in self.counts else otherwise
 
 
-def _main(p: Problem, q: Problem, tiling: Tiling, tiles: Tiles, parts: Parts) -> Launch:
+def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
     size = p.input_size
     return Launch(
         kernel="up_backward",
@@ -291,12 +279,10 @@ def _main(p: Problem, q: Problem, tiling: Tiling, tiles: Tiles, parts: Parts) ->
         pointers=("dy", "x", "weight", parts.place("dx", "dx"), parts.place("dw"), parts.place("db")),
         scalars=padded(
             int64s(*p.output, *q.input, *p.input, *(parts.pitch(name) for name in ("dx", "dw", "db"))),
-            int32s(tiles.count, parts.splits, tiles.lines, tiles.width),
-            int32s(tiles.tile_lines, tiles.tile_width, tiles.pitch),
-            divider(tiles.segments),
+            int32s(tiles_of(p), parts.splits, pieces_of(p), int(_vectors(p, q))),
             divider(size[0]),
             divider(size[1]),
-            divider(tiles.pitch),
+            divider(size[2] * p.item_bytes // 8),
         ),
     )
 

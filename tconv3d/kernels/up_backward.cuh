@@ -10,8 +10,9 @@
 // input channels and a range of rows, keeps their weights in shared memory and their dw in registers, and
 // walks over tiles:
 //
-//   producers        copy the chunks of the tile past the registers into a ring, and x through registers (it
-//                    must be rounded and ordered) into another
+//   producers        copy the chunks of the tile past the registers into a ring, and x into another, where
+//   they
+//                    round and order it when it has arrived
 //   input grad       one warpgroup: rows are positions, K is (row, tap along w), columns are input channels
 //   weight grad      two warpgroups, every other chunk each: rows are (row, tap along w), K is positions,
 //   columns
@@ -46,13 +47,9 @@ struct Args {
   Strides dy_strides, x_strides, dx_strides;
   long long dx_pitch, dw_pitch, db_pitch;  // from part to part
   int tiles, splits;
-  int lines;            // of positions along w, in all
-  int width;            // of a line, in pieces
-  int tile_lines;       // lines that a tile has
-  int tile_width;       // pieces of a line that a tile has
-  int pitch;            // from line to line in a row of a tile, in pieces
-  Divider by_segments;  // tiles side by side along w
-  Divider by_d, by_h, by_pitch;
+  int pieces;   // of a row, in all
+  int vectors;  // whether two pieces of x are always 16 bytes in a row
+  Divider by_d, by_h, by_w;
 };
 
 template <class C>
@@ -81,11 +78,8 @@ struct UpBackward {
   static constexpr int kStageBytes = 4 * kRows * kPitch;
   static constexpr int kStageXBytes = 4 * 2 * kBlockWords * C::kColumns;
   static constexpr int kWeightBytes = 4 * kWeightWords * C::kColumns;
-  static constexpr int kRowsOfX = C::kColumns / 4;  // that a producer warp copies
-  static constexpr int kTurnRows = kRowsOfX < 4 ? kRowsOfX : 4,
-                       kTurns = (kRowsOfX + kTurnRows - 1) / kTurnRows;
 
-  static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 2 && C::kStagesX >= 2);
+  static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 3 && C::kStagesX >= 2);
   static_assert(C::kKernelW == kTaps && C::kRanges * C::kChunks * kRows >= kRowsAll);
 
   // Where a piece of a tile is in the tensors.
@@ -133,11 +127,6 @@ struct UpBackward {
   static __device__ __forceinline__ unsigned rounded(unsigned word) {
     return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
   }
-  // Where a word of K lies among swizzled rows: `word` in the order that tensor cores take it.
-  static __device__ __forceinline__ int swizzled(int row, int word) {
-    return (word / kBlockWords * C::kColumns + row) * kBlockWords +
-           ((word % kBlockWords / 4) ^ (row % 8)) * 4 + word % 4;
-  }
 
   // ---- Before the walk.
 
@@ -162,39 +151,92 @@ struct UpBackward {
     __syncthreads();
   }
 
+  // ---- What tensor cores read from shared memory: weights and x. A group is 8 input channels, and of each a
+  // block of K: 8 vectors of 16 bytes, swizzled. A warp copies it past the registers as it is in memory, and
+  // puts it in order when it has arrived: of 8 words those at even places, then those at odd ones.
+
+  static constexpr int kGroupsOfBlock = C::kColumns / 8;
+
+  static __device__ __forceinline__ unsigned* group_at(unsigned char* operand, int block, int group) {
+    return reinterpret_cast<unsigned*>(operand) + (block * kGroupsOfBlock + group) * 8 * kBlockWords;
+  }
+  static __device__ __forceinline__ unsigned* vector_at(unsigned* group, int row, int vector) {
+    return group + row * kBlockWords + (vector ^ row) * 4;
+  }
+
+  __device__ __forceinline__ void order(unsigned* group) const {
+    const int row = lane / 4, vector = lane % 4 * 2;
+    unsigned* const to[2] = {vector_at(group, row, vector), vector_at(group, row, vector + 1)};
+    const Vector<unsigned, 4> from[2] = {load_vector<4>(to[0]), load_vector<4>(to[1])};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      Vector<unsigned, 4> words;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words.at[e] = rounded(from[e / 2].at[e % 2 * 2 + k]);
+      *reinterpret_cast<Vector<unsigned, 4>*>(to[k]) = words;
+    }
+  }
+
   // By all consumers, while the first tile is on its way. The weight of an input channel is one run of (row,
-  // tap along w); in TF32 the taps of four rows are ordered by tap.
+  // tap along w).
   __device__ __forceinline__ void load_weights() const {
-    constexpr int kWords = C::kColumns * kWeightWords, kWordsAll = kRowsAll * kTaps / kPerWord;
-    unsigned* const to = reinterpret_cast<unsigned*>(weights);
-    const int first = range * kWeightWords;
-#pragma unroll 16
-    for (int i = static_cast<int>(threadIdx.x) - 128; i < kWords; i += kConsumers) {
-      const int in = i / kWeightWords, word = i % kWeightWords;
-      const bool inside = first_in + in < C::kIn && first + word < kWordsAll;
-      const Scalar* const from =
-          static_cast<const Scalar*>(args.weight) +
-          ((first_in + in) * static_cast<long long>(kWordsAll) + first + word) * kPerWord;
-      unsigned bits = inside ? OperandOf<Scalar>::bits(load_constant(from)) : 0u;
-      if (kPerWord == 2 && inside) bits |= OperandOf<Scalar>::bits(load_constant(from + 1)) << 16;
-      const int ordered = kPerWord == 2 ? word : word / 8 * 8 + word % 8 / 2 + word % 2 * 4;
-      to[swizzled(in, ordered)] = bits;
+    constexpr int kGroups = kWeightWords / kBlockWords * kGroupsOfBlock, kWarps = kConsumers / 32;
+    for (int i = warp - 4; i < kGroups; i += kWarps) {
+      copy_weights(group_at(weights, 0, i), i / kGroupsOfBlock, i % kGroupsOfBlock * 8);
+    }
+    ptx::copy_commit();
+    ptx::copy_wait<0>();
+    if constexpr (kRounded) {  // words of 16-bit types have both taps
+      __syncwarp();
+#pragma unroll 4
+      for (int i = warp - 4; i < kGroups; i += kWarps) order(group_at(weights, 0, i));
     }
     ptx::fence_async_proxy();
     ptx::barrier_arrive(weights_there());
   }
+  __device__ __forceinline__ void copy_weights(unsigned* group, int block, int first) const {
+    constexpr int kWordsAll = kRowsAll * kTaps / kPerWord;
+    constexpr int kPart = kWordsAll % 4 == 0 ? 4 : kWordsAll % 2 == 0 ? 2 : 1;  // of a vector, in words
+    // A weight may begin anywhere among other parameters.
+    const bool aligned = reinterpret_cast<unsigned long long>(args.weight) % (4 * kPart) == 0;
+#pragma unroll
+    for (int i = 0; i < 8 / kPart; ++i) {
+      const int row = lane / 8 + i % 2 * 4, part = i / 2 * kPart;
+      const int in = first_in + first + row;
+      const int word = range * kWeightWords + block * kBlockWords + lane % 8 * 4 + part;
+      const bool inside = in < C::kIn && word < kWordsAll;
+      const Scalar* const from = static_cast<const Scalar*>(args.weight) +
+                                 (inside ? (in * static_cast<long long>(kWordsAll) + word) * kPerWord : 0);
+      unsigned* const to = vector_at(group, row, lane % 8) + part;
+      if (aligned) {
+        ptx::copy_words_once<kPart>(to, from, inside);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kPart; ++e) {
+          unsigned bits = raw(from[e * kPerWord]);
+          if (kPerWord == 2) bits |= raw(from[e * kPerWord + 1]) << 16;
+          to[e] = inside ? bits : 0u;
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ unsigned raw(Scalar value) {
+    if constexpr (kRounded) {
+      return ptx::float_to_bits(value);
+    } else {
+      return value.bits;
+    }
+  }
 
+  // Pieces of all lines follow one another.
   __device__ __forceinline__ Place find(int tile, int piece) const {
-    const int group = divide(tile, args.by_segments);
-    const int segment = tile - group * static_cast<int>(args.by_segments.divisor);
-    const int local = divide(piece, args.by_pitch), along = piece - local * args.pitch;
-    const int line = group * args.tile_lines + local, w = segment * args.tile_width + along;
-    const int rest = divide(line, args.by_h), n = divide(rest, args.by_d);
+    const int at = tile * kPieces + piece;
+    const int line = divide(at, args.by_w), rest = divide(line, args.by_h), n = divide(rest, args.by_d);
+    const long long w = at - line * static_cast<int>(args.by_w.divisor);
     const long long h = line - rest * static_cast<int>(args.by_h.divisor);
     const long long d = rest - n * static_cast<int>(args.by_d.divisor);
     Place found;
-    found.inside = tile < args.tiles && local < args.tile_lines && along < args.tile_width &&
-                   line < args.lines && w < args.width;
+    found.inside = at < args.pieces;
     found.dy = n * args.dy_strides.n + d * C::kKernelD * args.dy_strides.d +
                h * C::kKernelH * args.dy_strides.h + w * (16 / kItem);
     found.x = n * args.x_strides.n + d * args.x_strides.d + h * args.x_strides.h + w * (8 / kItem);
@@ -202,59 +244,58 @@ struct UpBackward {
     return found;
   }
 
-  // ---- Producers: a lane has the same piece of every row, and of every channel of x.
+  // ---- Producers.
 
-  // x is copied in turns, each some channels of a warp.
-  struct Turn {
-    Vector<unsigned, 2> at[kTurnRows];
-  };
-  __device__ __forceinline__ int channel_of(int turn, int i) const {
-    return (turn * kTurnRows + i) * 4 + warp % 4;
+  // Of x a warp copies half of K, and every other group.
+
+  __device__ __forceinline__ unsigned* first_group_of_x(int stage) const {
+    return group_at(stages_x + stage * kStageXBytes, warp % 2, warp / 2);
   }
 
-  __device__ __forceinline__ void load_x(Turn& to, int turn, const Place& place) const {
-    const Scalar* const from = static_cast<const Scalar*>(args.x) + (place.inside ? place.x : 0);
+  __device__ __forceinline__ void copy_x(int tile, Ring& stage) const {
+    const int vector = warp % 2 * 8 + lane % 8;
+    const Place first = find(tile, 2 * vector), second = find(tile, 2 * vector + 1);
+    int in = first_in + warp / 2 * 8 + lane / 8;
+    unsigned* to = first_group_of_x(stage.index);
+    ptx::barrier_wait(empty_x(stage.index), stage.parity ^ 1u);
+#pragma unroll 1
+    for (int group = warp / 2; group < kGroupsOfBlock; group += 2) {
 #pragma unroll
-    for (int i = 0; i < kTurnRows; ++i) {
-      const int in = first_in + channel_of(turn, i);
-      to.at[i] = Vector<unsigned, 2>{};
-      if (place.inside && in < C::kIn) {
-        to.at[i] = load_vector<2>(reinterpret_cast<const unsigned*>(from + in * args.x_strides.c));
+      for (int half = 0; half < 2; ++half) {
+        copy_vector_of_x(vector_at(to, lane / 8 + half * 4, lane % 8), in + half * 4, first, second);
       }
+      in += 16;
+      to += 16 * kBlockWords;
+    }
+    stage.advance(C::kStagesX);
+  }
+  __device__ __forceinline__ void copy_vector_of_x(unsigned* to, int in, const Place& first,
+                                                   const Place& second) const {
+    const Scalar* const x = static_cast<const Scalar*>(args.x);
+    const bool inside[2] = {in < C::kIn && first.inside, in < C::kIn && second.inside};
+    const long long channel = in * args.x_strides.c;
+    if (args.vectors) {
+      ptx::copy_words_once<4>(to, x + (inside[0] ? channel + first.x : 0), inside[0]);
+    } else {
+      ptx::copy_words<2>(to, x + (inside[0] ? channel + first.x : 0), inside[0]);
+      ptx::copy_words<2>(to + 2, x + (inside[1] ? channel + second.x : 0), inside[1]);
     }
   }
-  __device__ __forceinline__ void store_x(const Turn& from, int turn, int stage) const {
-    unsigned* const to = reinterpret_cast<unsigned*>(stages_x + stage * kStageXBytes);
-#pragma unroll
-    for (int i = 0; i < kTurnRows; ++i) {
-      if (kRowsOfX % kTurnRows != 0 && turn * kTurnRows + i >= kRowsOfX) break;
-      // The two halves of a row would meet in the same banks: they begin with different words.
-#pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        const int which = lane < 16 ? k : 1 - k;
-        const unsigned word = which == 0 ? from.at[i].at[0] : from.at[i].at[1];
-        to[swizzled(channel_of(turn, i), lane / 4 * 8 + which * 4 + lane % 4)] = rounded(word);
-      }
+  // When at most kPending groups of copies have been committed since.
+  template <int kPending>
+  __device__ __forceinline__ void deliver_x(Ring& stage) const {
+    unsigned* to = first_group_of_x(stage.index);
+    ptx::copy_wait<kPending>();
+    __syncwarp();
+#pragma unroll 1
+    for (int group = warp / 2; group < kGroupsOfBlock; group += 2) {
+      order(to);
+      to += 16 * kBlockWords;
     }
-  }
-  // Stores a turn of the stage that is next. With the last one the stage is full.
-  __device__ __forceinline__ void put_x(const Turn& from, int turn, Ring& stage) const {
-    if (turn == 0) ptx::barrier_wait(empty_x(stage.index), stage.parity ^ 1u);
-    store_x(from, turn, stage.index);
-    if (turn < kTurns - 1) return;
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane == 0) ptx::barrier_arrive(full_x(stage.index));
     stage.advance(C::kStagesX);
-  }
-
-  // The first tile's x, by the warps of a consumer.
-  __device__ __forceinline__ void put_first_x() const {
-    const Place place = find(split, lane);
-    Turn turns[kTurns];
-    Ring stage;
-    static_for<kTurns>([&](auto i) { load_x(turns[i], i, place); });
-    static_for<kTurns>([&](auto i) { put_x(turns[i], i, stage); });
   }
 
   __device__ __forceinline__ void copy_chunk(int stage, int chunk, const Place& place) const {
@@ -272,41 +313,51 @@ struct UpBackward {
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) {
         const bool inside = place.inside && (kWhole || first_row() + row + i < kRowsAll);
-        ptx::copy_words<4>(to + (half * kHalf + i) * kPitch, first + offsets[i], inside);
+        ptx::copy_words_once<4>(to + (half * kHalf + i) * kPitch, first + offsets[i], inside);
       }
     }
     ptx::copy_arrive(full(stage));
   }
 
-  // The next tile's x comes with the last chunks of a tile: a turn is asked for after a chunk, and stored
-  // after the chunk that follows, so that nothing waits for it.
+  // x is asked for kEarly chunks before the first of its tile, as early as its stage is sure to be empty, and
+  // delivered kLate chunks after it, when the ring has room for one more: that one is asked for before
+  // anybody waits.
+  static constexpr int kLag = C::kChunks * (C::kStagesX - 1) - C::kStages;
+  static constexpr int kEarly = kLag < 0 ? 0 : kLag < 4 ? kLag : 4;
+  static constexpr int kMostLate = C::kChunks * C::kStagesX - kEarly - 1;
+  static constexpr int kLate = C::kStages - 2 < kMostLate ? C::kStages - 2 : kMostLate;
+
   __device__ __forceinline__ void produce() const {
-    constexpr int kFirst = C::kChunks > kTurns ? C::kChunks - kTurns : 0;  // chunk with the first turn
-    constexpr int kAsked = C::kChunks - kFirst;  // turns before the last chunk's end
-    Ring stage, stage_x;
-    Turn turn;
-    Place place = find(split, lane);
-    stage_x.advance(C::kStagesX);  // the first tile's x has been stored
+    // The same in tiles, and the chunk of a tile.
+    constexpr int kTilesEarly = (kEarly + C::kChunks - 1) / C::kChunks;
+    constexpr int kChunkEarly = kTilesEarly * C::kChunks - kEarly;
+    constexpr int kTilesLate = kLate / C::kChunks, kChunkLate = kLate % C::kChunks;
+    Ring stage, asked, delivered;
+    static_for<kEarly>([&](auto i) {
+      const int tile = split + i / C::kChunks * args.splits;
+      if (i % C::kChunks == 0 && tile < args.tiles) copy_x(tile, asked);
+      ptx::copy_commit();
+    });
+    int behind = 0;  // tiles whose x has not been delivered
 #pragma unroll 1
     for (int tile = split; tile < args.tiles; tile += args.splits) {
-      const Place next = find(tile + args.splits, lane);
+      const Place place = find(tile, lane);
+      const int next = tile + kTilesEarly * args.splits;
+      ++behind;
 #pragma unroll 1
       for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+        if (chunk == kChunkEarly && next < args.tiles) copy_x(next, asked);
         ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
         copy_chunk(stage.index, chunk, place);
+        ptx::copy_commit();
         stage.advance(C::kStages);
-        const int i = chunk - kFirst;
-        if (chunk == 0 && tile != split) put_x(turn, kTurns - 1, stage_x);
-        if (i > 0) put_x(turn, i - 1, stage_x);
-        if (i >= 0) load_x(turn, i, next);
+        if (chunk == kChunkLate && behind > kTilesLate) {
+          deliver_x<kEarly + kLate>(delivered);
+          --behind;
+        }
       }
-#pragma unroll 1
-      for (int i = kAsked; i < kTurns; ++i) {
-        put_x(turn, i - 1, stage_x);
-        load_x(turn, i, next);
-      }
-      place = next;
     }
+    for (; behind > 0; --behind) deliver_x<0>(delivered);
   }
 
   // ---- Consumers.
@@ -542,7 +593,6 @@ __device__ void run(const Args& args) {
     kernel.produce();
     return;
   }
-  if (kernel.warp >= 12) kernel.put_first_x();
   kernel.load_weights();
   if (kernel.warp < 8) {
     if constexpr (Config::kInputRegisters < 65536 / Config::kThreads) {  // fewer than it began with
