@@ -31,7 +31,6 @@ MAX_ROW_TILES = 4
 OTHER_REGISTERS = (28, 18)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
-LARGE_WEIGHT = 2**20  # elements
 
 CONSUMERS = 2  # warpgroups that multiply
 
@@ -707,7 +706,7 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     splits = _splits(p, device, layer, made, count)
     mains = tuple(_main(p, layer, made, piece, splits) for piece in tiling.pieces)
     bias_parts = splits * bias_slots(g, tiling) if p.bias else 0
-    reduce = _sum_of_parts(p, device, count, splits, bias_parts)
+    reduce = _sum_of_parts(p, device, tiling.kinds(g), splits, bias_parts)
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
@@ -720,17 +719,25 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     )
 
 
-def _sum_of_parts(p: Problem, device: Device, count: int, splits: int, bias_parts: int) -> Launch:
+def _slices(device: Device, kinds: int) -> int:
+    """Warps that share the parts of an element: there are many parts where few kinds of blocks share the GPU.
+
+    (How many exactly depends on the volume, and what is compiled in must not.)
+    """
+    return max(slices for slices in (1, 2, 4, 8) if slices == 1 or 2 * slices <= device.multiprocessors // kinds)
+
+
+def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_parts: int) -> Launch:
     g, (ci, co, _, _, tap) = p.geometry, p.weight
-    # A small weight has many parts: warps share them. A large one has few: a warp has whole lines of the result.
-    slices, threads = 8 if count < LARGE_WEIGHT else 1, 256
-    taps = 8 if slices > 1 or g.taps <= 8 else 32 if g.taps <= 32 else 64
+    count, threads = g.in_channels * g.out_per_group * g.taps, 256
+    slices = _slices(device, kinds)
 
-    def blocks(taps: int) -> int:
-        return -(-g.taps // taps) * -(-g.in_channels // 32) * g.out_per_group
+    def blocks(rows: int) -> int:
+        return -(-g.out_per_group * g.taps // rows) * -(-g.in_channels // 32)
 
-    while slices > 1 and taps > 2 and blocks(taps) < 2 * device.multiprocessors:
-        taps //= 2
+    rows = min(32, 64 // slices)  # at most 8 of a warp
+    while rows > max(2, 8 // slices) and blocks(rows) < 4 * device.multiprocessors:
+        rows //= 2
     bias_blocks = -(-g.out_channels // 8) if p.bias else 0
     return Launch(
         kernel="reduce_taps",
@@ -738,11 +745,11 @@ def _sum_of_parts(p: Problem, device: Device, count: int, splits: int, bias_part
             ("kThreads", threads),
             ("kMinBlocks", 1),
             ("Scalar", SCALARS[p.dtype]),
-            ("kTaps", taps),
+            ("kRows", rows),
             ("kSlices", slices),
             ("kBias", p.bias),
         ),
-        grid=(blocks(taps) + bias_blocks, 1, 1),
+        grid=(blocks(rows) + bias_blocks, 1, 1),
         threads=threads,
         shared_bytes=0,
         pointers=("workspace", "dw", *(("bias_parts", "db") if p.bias else ("null", "null"))),

@@ -278,8 +278,8 @@ def test_the_bias_in_the_same_pass(
 def test_any_number_of_parts(splits: int, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More parts than steps too: some have nothing to add."""
     monkeypatch.setattr(hopper_weight_grad_planner, "_splits", lambda *_: splits)
-    for name, large in (("two tiles and a rest", 0), ("groups of twelve", 2**20), ("five taps along w", 0)):
-        monkeypatch.setattr(hopper_weight_grad_planner, "LARGE_WEIGHT", large)
+    for name, slices in (("two tiles and a rest", 1), ("groups of twelve", 8), ("five taps along w", 2)):
+        monkeypatch.setattr(hopper_weight_grad_planner, "_slices", lambda *_, slices=slices: slices)
         check(LAYERS[name], *tensors(LAYERS[name], torch.float32, tensor_cores))
 
 

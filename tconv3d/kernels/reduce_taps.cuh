@@ -1,7 +1,7 @@
 // Adds the parts that split kernels leave as [taps][out][in], always in the same order, and writes them as a
-// weight, [in][out][taps]: a block turns a tile of taps and input channels of one output channel in shared
-// memory, so that reading and writing are both contiguous. kSlices warps share the parts of a tap. kBias: the
-// last blocks add the parts of the bias's gradient.
+// weight, [in][out][taps]. A row is one (out, tap), in the weight's order: a block turns a tile of rows and
+// input channels in shared memory, so that reading and writing are both contiguous. kSlices warps share the
+// parts of a row. kBias: the last blocks add the parts of the bias's gradient.
 #pragma once
 
 #include "common.cuh"
@@ -46,50 +46,57 @@ __device__ __forceinline__ void sum_bias(const Args& args, int block, float* sum
 
 template <class C>
 __device__ void run(const Args& args) {
-  constexpr int kLanes = 32, kTapWarps = C::kThreads / kLanes / C::kSlices;
-  static_assert(C::kTaps % kTapWarps == 0 && C::kThreads % C::kTaps == 0);
-  static_assert(C::kSlices * C::kTaps >= 8, "room for the sums of a bias");
-  __shared__ float tile[C::kSlices][C::kTaps][kLanes + 1];  // one word more: turning meets no bank twice
-  const int tap_tiles = (args.taps + C::kTaps - 1) / C::kTaps, in_tiles = (args.in + kLanes - 1) / kLanes;
-  const int first_tap = static_cast<int>(blockIdx.x) % tap_tiles * C::kTaps;
-  const int rest = static_cast<int>(blockIdx.x) / tap_tiles;
-  const int first_in = rest % in_tiles * kLanes, out = rest / in_tiles;
+  constexpr int kLanes = 32, kWarps = C::kThreads / kLanes / C::kSlices;  // that share the rows of a tile
+  static_assert(C::kRows % kWarps == 0 && C::kThreads % C::kRows == 0);
+  static_assert(C::kSlices * C::kRows >= 8, "room for the sums of a bias");
+  __shared__ float tile[C::kSlices][C::kRows][kLanes + 1];  // one word more: turning meets no bank twice
+  const int rows = args.out * args.taps, in_tiles = (args.in + kLanes - 1) / kLanes;
+  const int row_tiles = (rows + C::kRows - 1) / C::kRows;
+  const int first_row = static_cast<int>(blockIdx.x) % row_tiles * C::kRows;
+  const int first_in = static_cast<int>(blockIdx.x) / row_tiles * kLanes;
   ptx::wait_for_previous_launch();
   if constexpr (C::kBias) {
-    if (out >= args.out) {
-      sum_bias<C>(args, static_cast<int>(blockIdx.x) - tap_tiles * in_tiles * args.out, &tile[0][0][0]);
+    if (first_in >= args.in) {
+      sum_bias<C>(args, static_cast<int>(blockIdx.x) - row_tiles * in_tiles, &tile[0][0][0]);
       return;
     }
   }
   const int warp = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
-  const int slice = warp % C::kSlices;
-  // A warp's taps side by side, so that many loads are on their way.
-  constexpr int kOwn = C::kTaps / kTapWarps;
-  const int own_tap = warp / C::kSlices, in = first_in + lane, taps = args.taps - first_tap - own_tap;
-  const long long between = static_cast<long long>(kTapWarps) * args.out * args.in;
-  const float* const parts = static_cast<const float*>(args.parts) +
-                             (static_cast<long long>(first_tap + own_tap) * args.out + out) * args.in + in;
+  const int slice = warp % C::kSlices, own_row = warp / C::kSlices;
+  // A warp's rows side by side, so that many loads are on their way.
+  constexpr int kOwn = C::kRows / kWarps;
+  const int in = first_in + lane;
+  const float* parts[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int row = min(first_row + i * kWarps + own_row, rows - 1), out = row / args.taps;
+    parts[i] = static_cast<const float*>(args.parts) + slice * args.count +
+               (static_cast<long long>(row - out * args.taps) * args.out + out) * args.in + in;
+  }
   float sums[kOwn] = {};
   if (in < args.in) {
 #pragma unroll 4
     for (int split = slice; split < args.splits; split += C::kSlices) {
 #pragma unroll
       for (int i = 0; i < kOwn; ++i) {
-        if (i * kTapWarps < taps) sums[i] += parts[split * args.count + i * between];
+        sums[i] += *parts[i];
+        parts[i] += C::kSlices * args.count;
       }
     }
   }
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) tile[slice][i * kTapWarps + own_tap][lane] = sums[i];
+  for (int i = 0; i < kOwn; ++i) tile[slice][i * kWarps + own_row][lane] = sums[i];
   __syncthreads();
-  const int tap = static_cast<int>(threadIdx.x) % C::kTaps;
-  for (int i = static_cast<int>(threadIdx.x) / C::kTaps; i < kLanes; i += C::kThreads / C::kTaps) {
-    if (first_tap + tap >= args.taps || first_in + i >= args.in) continue;
+  const int local = static_cast<int>(threadIdx.x) % C::kRows, row = first_row + local;
+  const int out = row / args.taps, tap = row - out * args.taps;
+  if (row >= rows) return;
+  for (int i = static_cast<int>(threadIdx.x) / C::kRows; i < kLanes; i += C::kThreads / C::kRows) {
+    if (first_in + i >= args.in) break;
     float sum = 0.0f;
 #pragma unroll
-    for (int from = 0; from < C::kSlices; ++from) sum += tile[from][tap][i];
-    static_cast<typename C::Scalar*>(args.result)[(first_in + i) * args.stride_in + out * args.stride_out +
-                                                  (first_tap + tap) * args.stride_tap] =
+    for (int from = 0; from < C::kSlices; ++from) sum += tile[from][local][i];
+    static_cast<typename C::Scalar*>(
+        args.result)[(first_in + i) * args.stride_in + out * args.stride_out + tap * args.stride_tap] =
         Narrow<typename C::Scalar>::from(sum);
   }
 }
