@@ -724,7 +724,7 @@ def _slices(device: Device, kinds: int) -> int:
 
     (How many exactly depends on the volume, and what is compiled in must not.)
     """
-    return max(slices for slices in (1, 2, 4, 8) if slices == 1 or 2 * slices <= device.multiprocessors // kinds)
+    return max(slices for slices in (1, 2, 4, 8) if slices == 1 or 8 * slices <= device.multiprocessors // kinds)
 
 
 def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_parts: int) -> Launch:
@@ -735,8 +735,8 @@ def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_part
     def blocks(rows: int) -> int:
         return -(-g.out_per_group * g.taps // rows) * -(-g.in_channels // 32)
 
-    rows = min(32, 64 // slices)  # at most 8 of a warp
-    while rows > max(2, 8 // slices) and blocks(rows) < 4 * device.multiprocessors:
+    rows = 64 // slices  # 8 of a warp
+    while rows > max(2, 8 // slices) and blocks(rows) < 3 * device.multiprocessors:
         rows //= 2
     bias_blocks = -(-g.out_channels // 8) if p.bias else 0
     return Launch(
