@@ -32,6 +32,7 @@ LAYERS = {
     "upsample": ((1, 32, 5, 6, 9), (32, 16, 2, 2, 2), {"stride": 2}),
     "upsample, wider": ((2, 64, 8, 8, 12), (64, 32, 2, 2, 2), {"stride": 2}),
     "gan": ((3, 64, 4, 4, 4), (64, 32, 4, 4, 4), {"stride": 2, "padding": 1}),
+    "wide": ((2, 384, 8, 8, 8), (384, 64, 3, 3, 3), {"stride": 2, "padding": 1}),
     "few outputs": ((1, 16, 5, 9, 20), (16, 1, 4, 4, 4), {"stride": 2, "padding": 1}),
     "groups": ((2, 32, 4, 6, 9), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),
     "small groups": ((2, 32, 4, 6, 21), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),

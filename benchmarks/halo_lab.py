@@ -104,8 +104,17 @@ class Bench:
         stream = torch.cuda.current_stream().cuda_stream
         launcher.prepare(plan.pack, 0)((self.weight.data_ptr(), packed.data_ptr()), stream)
         run = launcher.prepare(plan.main, 0)
-        addresses = (self.read.data_ptr(), packed.data_ptr(), self.bias.data_ptr(), self.written.data_ptr(), 0)
-        return lambda: (run(addresses, stream), packed)[0]  # keeps `packed` alive
+        rest = (packed.data_ptr(), self.bias.data_ptr(), self.written.data_ptr(), 0)
+        if plan.rows is None:
+            return lambda: (run((self.read.data_ptr(), *rest), stream), packed)[0]  # keeps `packed` alive
+        rows = torch.full((plan.rows_bytes,), 255, dtype=torch.uint8, device="cuda")
+        write_rows = launcher.prepare(plan.rows, 0)
+
+        def both() -> None:
+            write_rows((self.read.data_ptr(), rows.data_ptr()), stream)
+            run((rows.data_ptr(), *rest), stream)
+
+        return lambda: (both(), packed)[0]
 
     def error(self, run: Callable[[], None]) -> float:
         self.written.fill_(float("nan"))

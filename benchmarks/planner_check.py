@@ -82,7 +82,7 @@ def prepare(layer: Layer, kind: tuple[str, str], device: Device, passes: Sequenc
     found = []
     for problem in problems:
         plans = contenders(problem, device, most) if problem.which in passes else []
-        launches = [launch for plan in plans for launch in (plan.pack, plan.main)]
+        launches = [launch for plan in plans for launch in plan.launches]
         compile_all(
             [(launch.kernel, launch.constants) for launch in launches], compiler.architecture(device.capability)
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from functools import cached_property
 from itertools import product
 from math import gcd, prod
@@ -13,7 +15,8 @@ from .geometry import Geometry, Triple
 from .halo_job import Job
 from .halo_program import Program, Split, gather_program, programs
 from .launch import Constants, Launch
-from .packing import int64s
+from .packing import divider, int32s, int64s, padded
+from .problem import Strides
 
 SLAB = 64  # positions of one matrix instruction
 STEP_BYTES = 32  # of K that one matrix instruction takes
@@ -22,15 +25,20 @@ LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of 
 PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
 PACKING_BLOCKS = 600  # at least, if there is enough to pack: more than can run at once, each soon done
 PACKING_THREADS = 128
+ROW_PIECES = 8  # of 16 bytes, of a position, by a block that writes rows
+ROW_POSITIONS = 64
+ROW_THREADS = 128
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 64  # what loaders have use for; consumers get the rest
 STORE_CYCLES = 14  # of an accumulator, from the last product to the next
+COPYING_REGISTERS = 40  # what loaders have use for that copy past registers
 STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
 STRICT_PRODUCER_REGISTERS = 88
 MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
+NOT_PACKED = -2  # a field of a panel that nobody reads
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -41,6 +49,16 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
+class Run(IntEnum):
+    """What lies in a run of a weight's memory (`Pack::Run`)."""
+
+    TAPS = 0
+    COLUMN_TAPS = 1
+    CHANNEL_TAPS = 2
+    COLUMNS = 3
+    CHANNELS = 4
+
+
 @dataclass(frozen=True)
 class VectorTurn:
     """What a batch of a loader takes of input vectors (BatchTransposed in halo_vectors.cuh)."""
@@ -48,6 +66,16 @@ class VectorTurn:
     vectors: int
     shares: int  # batches for all channels of a chunk
     noted_bytes: int  # of where its vectors are
+
+
+@dataclass(frozen=True)
+class VariantKind:
+    """Variants with as many shifts."""
+
+    count: int
+    panels: int
+    cycles_per_slab: float  # of the tensor cores, for all of K
+    panel_bytes: int  # of all panels
 
 
 @dataclass(frozen=True)
@@ -70,6 +98,7 @@ class Build:
     slots: int
     shared_bytes: int
     strict: bool = False  # float32 by three TF32 products
+    copied: bool = False  # whether what is read are rows of channels, copied past registers
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -81,6 +110,29 @@ class Build:
     @property
     def program(self) -> Program:
         return self.programs[0]
+
+    @cached_property
+    def own_shifts(self) -> bool:
+        """Whether variants have shifts of their own: patterns have room for those of any."""
+        return any(program.shifts != self.program.shifts for program in self.programs)
+
+    @cached_property
+    def pattern_shifts(self) -> tuple[int, ...]:
+        """Of each source and pattern, of the variant with most."""
+        return tuple(max(map(len, shifts)) for shifts in zip(*(p.shifts for p in self.programs), strict=True))
+
+    @cached_property
+    def chunk_fields(self) -> int:
+        """Of all panels of a chunk that there is room for."""
+        p = self.program
+        if not self.own_shifts:
+            return p.chunk_fields
+        return sum(n * len(units) * p.unit for n, units in zip(self.pattern_shifts, p.patterns, strict=True))
+
+    @cached_property
+    def span(self) -> Triple:
+        """How much larger than a tile its halo is."""
+        return tuple(max(program.span[axis] for program in self.programs) for axis in range(3))
 
     @property
     def item_bytes(self) -> int:
@@ -142,12 +194,17 @@ class Build:
     @property
     def chunk_bytes(self) -> int:
         """Panels of one chunk of every source."""
-        return self.halves * self.program.chunk_fields * self.out_tile * self.part_bytes
+        return self.halves * self.chunk_fields * self.out_tile * self.part_bytes
 
     @cached_property
     def tile_bytes(self) -> int:
         """All panels of one column tile."""
         return self.chunks * self.chunk_bytes
+
+    @property
+    def packed_bytes(self) -> int:
+        """All panels of all column tiles."""
+        return self.column_tiles // len(self.programs) * sum(kind.count * kind.panel_bytes for kind in self.kinds)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -167,11 +224,14 @@ class Build:
         """As many as fit, with 8 bytes of every position that a loader's lane has."""
         left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes
         per_stage = left // (self.stages * self.halves * self.row_bytes + 8 * self.shares) * self.row_bytes
-        return max(0, per_stage // 1024 * 1024 // self.row_bytes)
+        whole = max(1024, 32 * self.row_bytes) if self.copied else 1024  # turns of 32 rows
+        return max(0, per_stage // whole * whole // self.row_bytes)
 
     @cached_property
     def shares(self) -> int:
         """Batches of a loader for all channels of a chunk: it has 16 items of a position in flight."""
+        if self.copied:
+            return 1
         in_flight = max(1, 16 * self.item_bytes // 16 // self.program.parts)
         return max(1, self.part_bytes // 16 // in_flight)
 
@@ -196,6 +256,8 @@ class Build:
         total = start * self.threads // 128
         beside = STRICT_CONSUMER_REGISTERS if self.strict else CONSUMER_REGISTERS
         loading = STRICT_PRODUCER_REGISTERS if self.strict else PRODUCER_REGISTERS
+        if self.copied:
+            loading = COPYING_REGISTERS
         needed = round_up(self.sums + beside, 8)
         spare = (total - loading * self.producers) // self.consumers // 8 * 8
         consumer = min(max(needed, spare), 232)
@@ -203,9 +265,24 @@ class Build:
         return min(left // self.producers // 8 * 8, start), max(consumer, start)
 
     @cached_property
+    def kinds(self) -> tuple[VariantKind, ...]:
+        """Of variants, those that take longest first."""
+        counts = Counter(tuple(map(len, program.shifts)) for program in self.programs)
+        first = {tuple(map(len, program.shifts)): program for program in reversed(self.programs)}
+        return tuple(
+            VariantKind(
+                counts[shifts],
+                len(program.taps) * self.chunks,
+                program.cycles(self.out_tile) * self.steps,
+                self.chunks * self.halves * program.chunk_fields * self.out_tile * self.part_bytes,
+            )
+            for shifts, program in sorted(first.items(), key=lambda item: -len(item[1].taps))
+        )
+
+    @property
     def cycles_per_slab(self) -> float:
         """Of the tensor cores, for all of K (of one plane, when marching)."""
-        return self.program.cycles(self.out_tile) * self.steps
+        return self.kinds[0].cycles_per_slab
 
     @cached_property
     def lead(self) -> int:
@@ -216,7 +293,8 @@ class Build:
         """
         p = self.program
         stored = self.sums * (self.geometry.axes[0].stride / p.dimensions[0].fields if self.march else 1)
-        of_sources = [len(shifts) for shifts in p.shifts] if self.gather else [sum(map(len, p.shifts))]
+        least = min(sum(map(len, program.shifts)) for program in self.programs)
+        of_sources = [len(shifts) for shifts in p.shifts] if self.gather else [least]
         panels = sum(of_sources) * self.chunks
         if self.consumers != 2 or panels == 0:
             return 0
@@ -224,14 +302,23 @@ class Build:
         most = min(min(of_sources) * (self.stages - 1), panels // 2, panels if self.resident else self.slots - 2)
         return max(0, min(round(wanted + 0.5), most))
 
+    @property
+    def torn(self) -> bool:
+        """Whether neighbouring outputs along w come from different column tiles."""
+        return self.split[2] and self.geometry.axes[2].stride > 1
+
     @cached_property
     def max_passes(self) -> int:
         """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
         return 1 if self.march or self.stages <= self.stages_filled else 8
 
     def __str__(self) -> str:
-        way = "gathering" if self.gather else "marching along depth" if self.march else "phases together"
+        apart = ", ".join(name for name, split in zip("dhw", self.split, strict=True) if split)
+        phases = f"phases along {apart} apart" if apart else "phases together"
+        way = "gathering" if self.gather else "marching along depth" if self.march else phases
         panels = "weights resident" if self.resident else "weights streamed"
+        if self.copied:
+            panels += ", input copied past registers"
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
             f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
@@ -252,7 +339,10 @@ class Build:
             ("kWide", _wide(job)),
             ("kBias", job.bias),
             ("kUnitC", job.read_last),
-            ("kVectorInput", _vector_input(job)),
+            ("kVectorInput", job.vector_input),
+            ("kCopied", self.copied),
+            ("kOperands", job.rows or self.item_bytes == 2),
+            ("kAfterRows", job.rows),
             ("kVectorParts", _vector_parts(job, p.used_parts)),
             ("kOutputUnitC", job.written_last),
             ("kProducers", self.producers),
@@ -273,7 +363,8 @@ class Build:
             ("kPairs", 2 in self.stored_vectors),
             ("kPartner", _partners(p.fields, job.written[4] == 1)),
             ("kStoredByPartner", STORED_BY_PARTNER),
-            ("kShift", tuple(shift for shifts in p.shifts for shift in shifts)),
+            ("kShift", self._shift_table),
+            ("kSpan", tuple(program.span for program in self.programs)),
             ("kStrideD", written_step[0]),
             ("kStrideH", written_step[1]),
             ("kStrideW", written_step[2]),
@@ -291,6 +382,16 @@ class Build:
         )
 
     @property
+    def _shift_table(self) -> tuple[tuple[int, ...], ...]:
+        """Of one variant, or of all if they have their own, with room for as many of each pattern."""
+        return tuple(
+            (*shifts, *((0, 0, 0, 0),) * (room - len(shifts)))[i]
+            for program in (self.programs if self.own_shifts else self.programs[:1])
+            for shifts, room in zip(program.shifts, self.pattern_shifts, strict=True)
+            for i in range(room)
+        )
+
+    @property
     def stored_vectors(self) -> dict[int, int]:
         """What a store along w may take for some volume: so many neighbouring outputs, of so many positions.
 
@@ -300,7 +401,7 @@ class Build:
         if stride > 1 and (self.split[2] or stride % 2):
             return {}
         found = {vector: max(1, vector // min(stride, 2)) for vector in (16 // self.item_bytes, 2)}
-        span = self.program.span[2]
+        span = self.span[2]
         return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
 
     def vector(self, job: Job, tiling: Tiling) -> int:
@@ -326,7 +427,7 @@ class Build:
         """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""
         step, items = self.program.read_step[2], 16 // self.item_bytes
         *outer, w = job.read
-        if w != 1 or step != self.program.parts or tiling.items > 1 or self.item_bytes != 2:
+        if w != 1 or step != self.program.parts or tiling.items > 1 or self.item_bytes != 2 or self.copied:
             return 0
         if not job.aligned or any(v % items for v in (*outer, job.read_size[2])):
             return 0
@@ -375,45 +476,109 @@ class Build:
             ("kPatterns", len(p.patterns)),
             ("kUnitFields", p.unit),
             ("kPatternUnit", _running(len(units) for units in p.patterns)),
-            ("kShiftRange", _running(len(shifts) for shifts in p.shifts)),
+            ("kShiftRange", _running(self.pattern_shifts)),
             ("kUnit", tuple(unit for units in p.patterns for unit in units)),
+            ("kOwnShifts", self.own_shifts),
+            ("kVariantShifts", tuple(len(shifts) for program in self.programs for shifts in program.shifts)),
         )
+
+    def _padded_taps(self, program: Program) -> Iterator[tuple[Triple | None, ...]]:
+        """Those of each shift, none where a pattern has room for more shifts than it has."""
+        taps = iter(program.taps)
+        for shifts, room in zip(program.shifts, self.pattern_shifts, strict=True):
+            yield from (next(taps) if i < len(shifts) else () for i in range(room))
+
+    def _weight_run(self, job: Job) -> Run:
+        """What lies in a run of a weight's memory."""
+        g = self.geometry
+        read, written, *taps = job.weight
+        _, kernel_h, kernel_w = g.kernel
+        steps = (kernel_h * kernel_w, kernel_w, 1)
+        used = [(stride, step) for stride, step, size in zip(taps, steps, g.kernel, strict=True) if size > 1]
+        flat = all(stride == step for stride, step in used) or all(stride == -step for stride, step in used)
+        if self.groups_per_tile > 1:
+            return Run.TAPS
+        if flat and written == g.taps:
+            return Run.COLUMN_TAPS
+        if flat and read == g.taps:
+            return Run.CHANNEL_TAPS
+        return Run.COLUMNS if written == 1 else Run.CHANNELS if read == 1 else Run.TAPS
 
     def pack(self, job: Job) -> Launch:
         g, p = self.geometry, self.program
         _, kernel_h, kernel_w = g.kernel
         table = tuple(
             tuple(-1 if tap is None else (tap[0] * kernel_h + tap[1]) * kernel_w + tap[2] for tap in taps)
-            + (-1,) * (p.panel_fields - len(taps))
+            + (NOT_PACKED,) * (p.panel_fields - len(taps))
             for variant in self.programs
-            for taps in variant.taps
+            for taps in self._padded_taps(variant)
         )
-        items = g.taps * (self.part_bytes // self.item_bytes)  # of one column
-        parts = self.column_tiles // len(self.programs) * self.chunks * self.out_tile  # blocks of one column each
-        fits = [n for n in (8, 4, 2) if n * items <= PACKED_AT_ONCE and parts // n >= PACKING_BLOCKS]
-        columns = max(fits, default=1)
-        lines = self.halves * len(self.programs) * p.chunk_fields
-        column_pitch = (items + g.taps + 30) // 32 * 32 + 1
+        run = self._weight_run(job)
+        channels, parts = self.part_bytes // self.item_bytes, self.column_tiles // len(self.programs) * self.chunks
+        if run == Run.COLUMNS:  # of 128 bytes, of a few taps
+            columns = max(n for n in (32, 16, 8) if self.out_tile % n == 0)
+            taps = max(1, PACKED_AT_ONCE // (columns * channels))
+        else:
+            taps = g.taps
+            fits = [
+                n
+                for n in (8, 4, 2)
+                if n * taps * channels <= PACKED_AT_ONCE and parts * self.out_tile // n >= PACKING_BLOCKS
+            ]
+            columns = max(fits, default=1)
+        lines = self.halves * len(self.programs) * self.chunk_fields
+        column_pitch = (taps * (channels + 1) + 30) // 32 * 32 + 1
         shared_bytes = 4 * (columns * column_pitch + 2 * lines)
         threads = PACKING_THREADS
         return Launch(
             kernel="pack",
             constants=(
                 ("kThreads", threads),
-                ("kMinBlocks", 1),
+                ("kMinBlocks", 8),
                 ("Scalar", SCALARS[self.dtype]),
                 *((f"kKernel{name}", size) for name, size in zip("DHW", g.kernel, strict=True)),
                 ("kColumnsAtOnce", columns),
+                ("kTapsAtOnce", taps),
+                ("kRun", int(run)),
+                ("kReversed", job.weight[4] < 0),
                 ("kSharedBytes", shared_bytes),
                 *self.layout_constants,
                 ("kTap", table),
+                ("kNotPacked", NOT_PACKED),
             ),
-            grid=(parts // columns, 1, 1),
+            grid=(parts * (self.out_tile // columns) * ceil_div(g.taps, taps), 1, 1),
             threads=threads,
             shared_bytes=shared_bytes,
             pointers=("weight", "workspace"),
             scalars=int64s(*job.weight, job.weight_group, job.weight_tap),
         )
+
+
+def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
+    """Writes what a job reads, with these strides, as rows of channels. 16-bit types by two positions if possible."""
+    channels, (d, h, w) = job.geometry.in_channels, job.read_size
+    items, blocks = ROW_PIECES * 16 // job.item_bytes, ceil_div(d * h * w, ROW_POSITIONS)
+    shared_bytes = 4 * ROW_POSITIONS * (items + 1)
+    n, c, *volume = read
+    pairs = job.item_bytes == 2 and aligned and volume == [h * w, w, 1] and not any(v % 2 for v in (d * h * w, n, c))
+    return Launch(
+        kernel="rows",
+        constants=(
+            ("kThreads", ROW_THREADS),
+            ("kMinBlocks", 1),
+            ("Scalar", SCALARS[job.dtype]),
+            ("kAllChannels", channels),
+            ("kPositions", ROW_POSITIONS),
+            ("kPairs", pairs),
+            ("kSharedBytes", shared_bytes),
+        ),
+        grid=(job.batch * blocks * ceil_div(channels, items), 1, 1),
+        threads=ROW_THREADS,
+        shared_bytes=shared_bytes,
+        pointers=("x", "rows"),
+        scalars=padded(int64s(*read, d * h * w), int32s(blocks), divider(w), divider(h)),
+        overlaps=True,
+    )
 
 
 def moment_band(build: Build, job: Job) -> int:
@@ -455,13 +620,6 @@ def _wide(job: Job) -> bool:
     return max(x, y, job.read[1]) > INT32_MAX
 
 
-def _vector_input(job: Job) -> bool:
-    """Whether 16 bytes of neighbouring channels can be loaded at once."""
-    items = 16 // job.item_bytes
-    n, c, *rest = job.read
-    return c == 1 and job.aligned and not any(v % items for v in (job.geometry.in_per_group, n, *rest))
-
-
 def _vector_parts(job: Job, parts: int) -> bool:
     """Whether the parts of a position can be loaded at once: all of them are inside, or none."""
     *outer, w = job.read
@@ -489,6 +647,7 @@ class Tiling:
     tile: Triple  # positions; marching: all of depth
     halo: Triple
     items: int  # batch items per tile
+    near: int  # of these, whose rows of a position are neighbours
     tiles: tuple[int, int, int, int]  # batch, d, h, w
     slabs: int
     slabs_w: int
@@ -563,25 +722,30 @@ class Tiling:
         return "x".join(map(str, self.tile)) + items + shared
 
 
-def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, Triple, int]]:
-    """Ways to cut a tile into slabs: slabs, slabs_w, slabs_h, group_rows, slab_step, run."""
+def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, int, Triple, int]]:
+    """Ways to cut a tile into slabs: near items, slabs, slabs_w, slabs_h, group_rows, slab_step, run."""
     depth, height, width = tile
     _, halo_h, halo_w = halo
     line, sheet = halo_w * items, halo_h * halo_w * items
     everything = INT32_MAX
+    near = 8 // width
+    if width * near == 8 and items % (8 * near) == 0:  # 8 rows of whole lines, of 8 times as many items
+        across = items // (8 * near)
+        step = (sheet, line, 8 * halo_w * near)
+        yield near, depth * height * across, across, height, halo_w * near, step, everything
     if width * items % 8 == 0:
         across = width * items // 8
         if height % 8 == 0 or depth == 1:  # 8 rows on 8 lines
             down = ceil_div(height, 8)
-            yield depth * down * across, across, down, line, (sheet, 8 * line, 8), everything
+            yield items, depth * down * across, across, down, line, (sheet, 8 * line, 8), everything
         if depth % 8 == 0 and sheet < 2**14:  # 8 rows on 8 sheets
-            yield depth // 8 * height * across, across, height, sheet, (8 * sheet, line, 8), everything
+            yield items, depth // 8 * height * across, across, height, sheet, (8 * sheet, line, 8), everything
     run = width * items  # 64 rows in sequence: of a line, of a sheet, of everything
-    yield depth * height * ceil_div(run, SLAB), ceil_div(run, SLAB), height, 8, (sheet, line, SLAB), run
+    yield items, depth * height * ceil_div(run, SLAB), ceil_div(run, SLAB), height, 8, (sheet, line, SLAB), run
     run = (height - 1) * line + width * items
-    yield depth * ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (sheet, 0, SLAB), run
+    yield items, depth * ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (sheet, 0, SLAB), run
     run = (depth - 1) * sheet + (height - 1) * line + width * items
-    yield ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (0, 0, SLAB), run
+    yield items, ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (0, 0, SLAB), run
 
 
 def _extents(size: int, fixed: Iterable[int]) -> list[int]:
@@ -617,7 +781,7 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
             (2, build.round_slabs // 2, 16, (0, 2 * SLAB, 8)) if woven else (build.round_slabs, 1, 8, (0, 0, SLAB))
         )
         yield Tiling(
-            positions, (1, pitch[1], pitch[2]), 1, tiles, build.round_slabs, across, down, group,
+            positions, (1, pitch[1], pitch[2]), 1, 1, tiles, build.round_slabs, across, down, group,
             step, INT32_MAX, length, sheets, reach,
         )  # fmt: skip
 
@@ -634,7 +798,7 @@ def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> I
 
 def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
     """Tiles that are boxes of positions."""
-    span_d, span_h, span_w = build.program.span
+    span_d, span_h, span_w = build.span
     per_round = build.round_slabs
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
@@ -655,18 +819,20 @@ def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
             continue
         across = (ceil_div(positions[1], height), ceil_div(positions[2], width))
         line, sheet = halo[2] * items, halo[1] * halo[2] * items
-        displacement = (0 if build.march else span_d) * sheet + span_h * line + span_w * items
+        displacement = (0 if build.march else span_d) * sheet + span_h * line
         best: Tiling | None = None
-        for slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts((depth, height, width), halo, items):
+        for near, slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts(
+            (depth, height, width), halo, items
+        ):
             sheets = ceil_div(slabs, slabs_w * slabs_h)
             last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
-            if slabs > per_round * build.max_passes or last + displacement >= build.stage_rows:
+            if slabs > per_round * build.max_passes or last + displacement + span_w * near >= build.stage_rows:
                 continue
             if best is None or slabs < best.slabs:
                 deep = positions[0] if build.march else depth
                 tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)
                 best = Tiling(
-                    (deep, height, width), halo, items, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
+                    (deep, height, width), halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
                 )
         if best is not None:
             yield best

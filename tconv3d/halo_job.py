@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from .geometry import Axis, Geometry, Triple
 from .problem import Norm, Pass, Problem, Strides
@@ -33,6 +34,7 @@ class Job:
     activation: str = "tconv3d::Identity"  # of what is written
     norm: Norm | None = None  # moments of what is written are left for it
     strict: bool = False  # float32 by three TF32 products
+    rows: bool = False  # what is read are rows of operands that the launch before has written
 
     @property
     def item_bytes(self) -> int:
@@ -46,6 +48,25 @@ class Job:
     @property
     def read_last(self) -> bool:
         return self.read[1] == 1 and self.read[4] != 1
+
+    @property
+    def vector_input(self) -> bool:
+        """Whether 16 bytes of neighbouring channels can be loaded at once."""
+        items = 16 // self.item_bytes
+        n, c, *rest = self.read
+        return c == 1 and self.aligned and not any(v % items for v in (self.geometry.in_per_group, n, *rest))
+
+    def as_copied(self) -> Job:
+        """The job of a build that copies its input: as it is if it can be, else of rows that are written first."""
+        if self.vector_input and self.read_last:
+            return self
+        channels, (d, h, w) = self.geometry.in_channels, self.read_size
+        read = (channels * d * h * w, 1, channels * h * w, channels * w, channels)
+        return replace(self, read=read, aligned=True, rows=True)
+
+    @property
+    def read_bytes(self) -> int:
+        return self.batch * self.geometry.in_channels * prod(self.read_size) * self.item_bytes
 
     @cached_property
     def positions(self) -> Triple:

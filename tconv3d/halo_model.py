@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 
 from .halo_build import SLAB, Build, Tiling, ceil_div, tilings
 from .halo_job import Job
@@ -23,6 +23,8 @@ class Costs:
     shared: float = 1.1  # planes of shares, times those of whole tiles: blocks side by side are at different depths
     crooked: float = 1.21  # stores of runs, times those of boxes
     batch: float = 1110.0  # of a loader warp, per batch of loads
+    copied: float = 400.0  # of a stage that is copied past registers: from its release to its arrival
+    copy: float = 15.0  # of a loader warp, per copy
     stage: float = 71.5  # of filling a stage: barriers
     load: float = 1.69  # of a load by a warp, whoever issues it
     sector: float = 1.79  # of a sector that it touches
@@ -30,7 +32,10 @@ class Costs:
     panel: float = 67.4  # of a panel: barriers, and the drain of the tensor cores
     streamed: float = 82.6  # the same, of a panel out of the ring
     slot: float = 1010.0  # from a slot's release to its next panel's arrival
+    rows: float = 8000.0  # of the launch that writes rows
     store: float = 5.45  # of a store by a warp
+    scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
+    apart: float = 2.0  # stores of one phase along w, times those of all
     cache_bytes: float = 134.0  # per cycle, from L2
     memory_bytes: float = 1650.0  # per cycle, of the whole device memory
     run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
@@ -39,6 +44,9 @@ class Costs:
 
 
 COSTS = Costs()
+UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
+MAX_ROWS_BYTES = 2**29  # that may be allocated to write what is read as rows
+COPY_BYTES = 512  # of a copy by a warp
 
 
 def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> float:
@@ -47,6 +55,12 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     groups = ceil_div(tiling.rows, 32)
     pieces = build.row_bytes // 16
     reads = build.program.used_parts * len(build.program.sources)
+    if build.copied:
+        batches = ceil_div(groups, warps)
+        loads = groups * build.channel_slots * reads * build.item_bytes / 16
+        rounding = 1.0 if job.rows or build.item_bytes == 2 else 2.0
+        filling = costs.copied + batches * pieces * rounding * costs.copy
+        return planes * max(build.stages_filled * filling, loads * rounding * COPY_BYTES / 64)
     if job.read_last:  # contiguous along channels: loads of 16 bytes
         batches = ceil_div(groups * pieces, 4 * warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
@@ -72,7 +86,11 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
     vector = 2 if job.written_last else build.vector(job, tiling)
     at_once = 1 if vector == 2 and not job.written_last else vector  # pairs along w have not been measured
-    return outputs / 32 / at_once**0.5 * costs.store * (costs.crooked if tiling.length else 1.0)
+    cost = costs.store * (costs.crooked if tiling.length else 1.0)
+    if not job.written_last:
+        cost *= costs.scattered * min(tiling.near, 8) if tiling.near > 1 else 1.0
+        cost *= costs.apart if build.torn else 1.0
+    return outputs / 32 / at_once**0.5 * cost
 
 
 def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
@@ -86,7 +104,6 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     if last:  # runs of channels
         shared = 0.0 if build.out_tile * item % 32 == 0 else lines * width / build.out_tile
         return (outputs + inputs) / costs.memory_bytes + shared * costs.run
-    torn = build.split[2] and g.axes[2].stride > 1
     stride_h, stride_w = (1, 1) if build.gather else g.stride[1:]
     tile = tiling.tile[2] * stride_w
     aligned = width * item % 32 == 0 and (tile >= width or tile * item % 32 == 0)
@@ -94,7 +111,7 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
         runs = float(lines * ceil_div(width, tile))
     else:
         runs = lines / (1 if build.split[1] else tiling.tile[1] * stride_h)
-    traffic = outputs * (costs.torn if torn else 1.0) + inputs
+    traffic = outputs * (costs.torn if build.torn else 1.0) + inputs
     return traffic / costs.memory_bytes + (0.0 if aligned else runs * costs.run)
 
 
@@ -109,38 +126,62 @@ def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs:
     return whole + (shares.share * fed + twice) * costs.shared
 
 
-def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs = COSTS) -> float:
-    """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
+def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> list[float]:
+    """Of one tile of every kind of variant, or of so many planes of a march."""
     rounds = ceil_div(tiling.slabs, build.round_slabs)
-    planes = _planes(build, tiling, job, multiprocessors, costs) if build.march else 1.0
-    panels = len(build.program.taps) * build.chunks * rounds * planes
-    multiply = rounds * build.round_slabs * build.cycles_per_slab * planes * costs.product
-    if not build.resident:
-        multiply = max(multiply, panels * costs.slot / (build.slots - 1))
-    multiply += panels * (costs.panel if build.resident else costs.streamed)
     store = _store_cycles(build, tiling, job, rounds, planes, costs)
     load = _load_cycles(build, tiling, job, planes, costs)
-    streamed = 0 if build.resident else build.tile_bytes * rounds * planes
     reads = build.program.used_parts * len(build.program.sources)
-    elements = tiling.rows * build.channel_slots * reads * planes
-    cache = (elements * build.item_bytes + streamed) / costs.cache_bytes
-    p = costs.overlap
-    work = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
+    loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
+    p, found = costs.overlap, []
+    for kind in build.kinds:
+        panels = kind.panels * rounds * planes
+        multiply = rounds * build.round_slabs * kind.cycles_per_slab * planes * costs.product
+        if not build.resident:
+            multiply = max(multiply, panels * costs.slot / (build.slots - 1))
+        multiply += panels * (costs.panel if build.resident else costs.streamed)
+        streamed = 0 if build.resident else kind.panel_bytes * rounds * planes
+        cache = (loaded + streamed) / costs.cache_bytes
+        found.append((load**p + (multiply + store) ** p + cache**p) ** (1 / p))
+    return found
+
+
+def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs = COSTS) -> float:
+    """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
+    blocks = tiling.blocks(build, multiprocessors)
     if build.march:
+        planes = _planes(build, tiling, job, multiprocessors, costs)
         shares = tiling.shares(build, multiprocessors)
         tiles = shares.even / shares.count + shares.share + (tiling.tile[0] if shares.share else 0)
+        (work,) = _work_cycles(build, tiling, job, planes, costs)
         work += costs.tile * tiles / tiling.tile[0] + costs.plane * planes
+    elif build.own_shifts:  # blocks take turns, the longest tiles first
+        each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, costs)]
+        mean = sum(kind.count * work for kind, work in zip(build.kinds, each, strict=True)) / len(build.programs)
+        work = max(mean * tiling.work(build) / blocks + UNEVEN * each[-1], each[0])
     else:
-        work = (work + costs.tile) * ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
+        (work,) = _work_cycles(build, tiling, job, 1.0, costs)
+        work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
-    memory = _memory_cycles(build, tiling, job, costs)
-    return (work**p + memory**p) ** (1 / p) + costs.start
+    memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
+    return (work**p + memory**p) ** (1 / p) + costs.start + _rows_cycles(job, costs)
+
+
+def _rows_cycles(job: Job, costs: Costs) -> float:
+    """Of writing what is read as rows, before anything else."""
+    if not job.rows:
+        return 0.0
+    return costs.rows + 2 * job.read_bytes / costs.memory_bytes
 
 
 def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> float:
     """Cycles of the tensor cores alone: quickly said, and less than `cycles`."""
     if build.march:
         times = _planes(build, tiling, job, multiprocessors, COSTS)
+    elif build.own_shifts:
+        least = tiling.work(build) / tiling.blocks(build, multiprocessors) / len(build.programs)
+        of_all = sum(kind.count * kind.cycles_per_slab for kind in build.kinds)
+        return least * ceil_div(tiling.slabs, build.round_slabs) * build.round_slabs * of_all * COSTS.product
     else:
         times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
     rounds = ceil_div(tiling.slabs, build.round_slabs)
@@ -148,15 +189,19 @@ def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> f
 
 
 @lru_cache(maxsize=256)  # what was chosen is asked for again when it is planned
-def best_tiling(build: Build, job: Job, multiprocessors: int) -> tuple[float, Tiling] | None:
+def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
+    """The tiling that takes least, if it takes at most so many cycles, and these."""
     best: tuple[float, Tiling] | None = None
+    job = job.as_copied() if build.copied else job
+    if job.rows and job.read_bytes > MAX_ROWS_BYTES:
+        return None
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
         many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
         if job.norm and build.march and many:
             continue  # a march adds up the moments of one batch item, or of two
-        if best is not None and _products(build, tiling, job, multiprocessors) > best[0]:
+        if _products(build, tiling, job, multiprocessors) > most:
             continue
         cost = cycles(build, tiling, job, multiprocessors)
-        if best is None or cost < best[0]:
-            best = cost, tiling
+        if cost <= most and (best is None or cost < best[0]):
+            best, most = (cost, tiling), cost
     return best

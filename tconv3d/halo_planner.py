@@ -21,16 +21,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import product
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
 from . import cache, direct_planner
-from .geometry import Axis, Geometry
-from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, moment_band, round_up
+from .geometry import Geometry
+from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, moment_band, round_up, rows_launch
 from .halo_job import Job, job_of
 from .halo_model import best_tiling
-from .halo_program import MAX_PARTS, Dimension, Split, gather_program, splittable
+from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem
@@ -39,46 +39,62 @@ HAS_EPILOGUE = True
 MAX_SUMS = 128  # accumulators of a thread
 STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the error of multiply-adds (measured)
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
+COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
+COPIED_BYTES = 128  # of a group's channels, from which rows of channels are worth a copy
+MAX_FIELDS = 32  # of all slabs of a consumer: outputs of a channel that a lane has fit a mask
+SEPARATE_CHANNELS = 32  # from which phases of different kernels are worth column tiles of their own
 MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
 AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
 HOPELESS = 1.5  # times the cost of the best build: not worth measuring
+RINGS = (64 * 1024, 96 * 1024)  # bytes of the slots that panels are streamed through
 KINDS = (1024, 8192, 300_000)  # positions in all from which a volume is of the next kind, with a build of its own
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
 
 
-def _splits(axes: tuple[Axis, Axis, Axis], march: bool) -> list[Split]:
-    """None, or depth's phases apart, or height's too, or all."""
-    depth, height, width = (splittable(axis) and not march for axis in axes)
-    splits = [(False, False, False), (depth, False, False), (depth, height, False), (depth, height, width)]
-    return list(dict.fromkeys(splits))
+def _splits(geometry: Geometry, march: bool) -> list[Split]:
+    """None, or depth's phases apart, or height's too, or all: of dimensions whose phases are alike, or of all."""
+    found: list[Split] = []
+    for apart in (splittable, separable) if geometry.out_per_group >= SEPARATE_CHANNELS else (splittable,):
+        depth, height, width = (apart(axis) and not march for axis in geometry.axes)
+        found += [(False, False, False), (depth, False, False), (depth, height, False), (depth, height, width)]
+    return list(dict.fromkeys(found))
 
 
-def max_columns(strict: bool) -> int:
+def max_columns(strict: bool, copied: bool = False) -> int:
     """Of all slabs of a consumer."""
-    return 2 * (STRICT_SUMS if strict else MAX_SUMS)
+    return 2 * (STRICT_SUMS if strict else COPIED_SUMS if copied else MAX_SUMS)
 
 
 def builds(
     geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False, strict: bool = False
 ) -> Iterator[Build]:
     """All builds worth a look."""
+    yield from _builds(geometry, dtype, shared_bytes, gather, strict, copied=False)
+    bytes = geometry.in_per_group * (4 if dtype == "float32" else 2)
+    if not strict and bytes % 16 == 0 and bytes >= COPIED_BYTES:
+        yield from _builds(geometry, dtype, shared_bytes, gather, strict, copied=True)
+
+
+def _builds(
+    geometry: Geometry, dtype: str, shared_bytes: int, gather: bool, strict: bool, copied: bool
+) -> Iterator[Build]:
     item_bytes = 4 if dtype == "float32" else 2
-    most = max_columns(strict)
+    most = max_columns(strict, copied)
     group_bytes = round_up(geometry.in_per_group * item_bytes, STEP_BYTES)
     out = round_up(geometry.out_per_group, 8)
     axes = geometry.axes
-    ways = [(march, split) for march in (False, True) for split in _splits(axes, march)]
+    ways = [(march, split) for march in (False, True) for split in _splits(geometry, march)]
     row_parts = gather_program(axes).parts if gather else 1
     for march, split in ways[:1] if gather else ways:
         counts = [1 if apart or gather else axis.stride for axis, apart in zip(axes, split, strict=True)]
         if march:
             counts[0] = Dimension.marching(axes[0]).fields
         fields = prod(counts)
-        if fields * 8 > most:
+        if fields * 8 > min(most, MAX_COLUMNS):
             continue
         together = [1]  # small groups share a tile, as many as a row and the columns hold
         if not march and not any(split):
@@ -93,26 +109,28 @@ def builds(
         else:
             whole = group_bytes * row_parts
             rows = [r for r in (128, 64, 32) if 32 * row_parts <= r < 2 * whole and (r > 32 or whole == 32)]
-        widest = min(most // (fields * groups) // 8 * 8, out)
+        widest = min(min(most, MAX_COLUMNS) // (fields * groups) // 8 * 8, out)
         parts = ceil_div(out, widest)
         for out_tile in dict.fromkeys(round_up(ceil_div(out, n), 8) for n in (parts, 2 * parts)):
             columns = fields * groups * out_tile
             for row_bytes, slabs, stages in product(rows, (1, 2, 3, 4), (2,)):
-                if slabs * columns > most or (columns < 64 and slabs == 1):
+                if slabs * columns > most or slabs * fields > MAX_FIELDS or (columns < 64 and slabs == 1):
                     continue
                 # More producers would leave a consumer too few registers.
-                producers = 2 if slabs * columns <= (96 if strict else 192) else 1
+                producers = 2 if slabs * columns <= (96 if strict else 192) and not copied else 1
                 build = Build(
                     geometry, gather, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages,
-                    True, 1, shared_bytes, strict=strict,
+                    True, 1, shared_bytes, strict=strict, copied=copied,
                 )  # fmt: skip
-                if build.stage_rows >= 64:
+                if build.stage_rows >= 64 and not build.own_shifts:
                     yield build
-                if build.tile_bytes > 0.6 * shared_bytes:
+                if build.tile_bytes > 0.6 * shared_bytes or build.own_shifts:
                     build = replace(build, resident=False)
-                    build = replace(build, slots=max(2, min(8, 64 * 1024 // build.slot_bytes)))
-                    if build.stage_rows >= 64:
-                        yield build
+                    for ring in RINGS if copied else RINGS[:1]:
+                        streaming = replace(build, slots=max(2, min(8, ring // build.slot_bytes)))
+                        if streaming.stage_rows >= 64 and (ring == RINGS[0] or streaming.slots > build.slots):
+                            yield streaming
+                        build = streaming
 
 
 @dataclass(frozen=True)
@@ -219,8 +237,13 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
 
 
 def _costs(found: Iterator[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
-    tilings = {build: best_tiling(build, job, multiprocessors) for build in found}
-    return {build: tiling[0] for build, tiling in tilings.items() if tiling}
+    """Of the builds that may be as good as the best."""
+    costs: dict[Build, float] = {}
+    for build in found:
+        tiling = best_tiling(build, job, multiprocessors, AS_GOOD * min(costs.values(), default=inf))
+        if tiling is not None:
+            costs[build] = tiling[0]
+    return costs
 
 
 # ---- the plan -----------------------------------------------------------------------------------------------------
@@ -236,7 +259,14 @@ class HaloPlan:
     packed_bytes: int
     main: Launch
     cycles: float  # of the model
+    rows: Launch | None = None  # writes what is read as rows of channels
+    rows_bytes: int = 0
     moments: int = 0  # that the kernel leaves of each norm group of a batch item
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """In order."""
+        return (self.pack, self.main) if self.rows is None else (self.pack, self.rows, self.main)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -287,16 +317,21 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_of(found: HaloPlan, problem: Problem, why: str = "") -> Plan:
-    main = found.main
+    launches = list(found.launches)
     if problem.which is Pass.INPUT_GRAD:
-        main = replace(main, pointers=("dy", "workspace", "null", "dx", "null"))
+        names = {"x": "dy", "bias": "null", "y": "dx"}
+        launches = [replace(each, pointers=tuple(names.get(p, p) for p in each.pointers)) for each in launches]
     tile = f"{found.build}; tiles of {found.tiling}"
-    plan = Plan("halo", why, (found.pack, main), found.packed_bytes, tile)
-    if problem.norm is None:
-        return plan
-    start = round_up(found.packed_bytes, 256)
-    size = problem.batch * problem.norm.groups * found.moments * MOMENT_BYTES
-    return replace(plan, workspace_bytes=start + size, moments=found.moments, regions=(("moments", start),))
+    regions, end = [], found.packed_bytes
+    norm_groups = problem.norm.groups if problem.norm else 0
+    for name, size in (
+        ("rows", found.rows_bytes),
+        ("moments", problem.batch * norm_groups * found.moments * MOMENT_BYTES),
+    ):
+        if size:
+            regions.append((name, round_up(end, 256)))
+            end = round_up(end, 256) + size
+    return Plan("halo", why, tuple(launches), end, tile, tuple(regions), found.moments)
 
 
 def plan_or_none(job: Job, device: Device) -> HaloPlan | None:
@@ -324,23 +359,24 @@ def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """The launches of a build and a tiling."""
+    given, job = job, job.as_copied() if build.copied else job
     blocks = tiling.blocks(build, device.multiprocessors)
     shares = tiling.shares(build, device.multiprocessors)
     work = shares.planes if build.march else tiling.work(build)
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
-    packed_bytes = build.column_tiles * build.tile_bytes
     slots = _moment_slots(build, tiling, shares)
     vectors = build.vectors(job, tiling)
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
-        int32s(*tiling.tile, *tiling.halo, tiling.items, tiling.near_bits, tiling.rows, tiling.slabs),
+        int32s(*tiling.tile, *tiling.halo, tiling.items, tiling.near, tiling.near_bits, tiling.rows, tiling.slabs),
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
         int32s(build.vector(job, tiling), vectors * tiling.lines, build.whole_lines(tiling)),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h)),
         divider(tiling.tile[0] if build.march else tiles_d),
-        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0], tiling.items, vectors)),
+        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0])),
+        *(divider(n) for n in (tiling.near, tiling.items // tiling.near, vectors)),
         int32s(shares.even, shares.share, shares.beside, shares.pieces, tiling.item_tiles),
         divider(shares.in_turn),
     ) + int64s(slots)
@@ -350,13 +386,15 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         grid=(blocks, 1, 1),
         threads=build.threads,
         shared_bytes=build.shared_bytes,
-        pointers=("x", "workspace", "bias", "y", "moments" if job.norm else "null"),
+        pointers=("rows" if job.rows else "x", "workspace", "bias", "y", "moments" if job.norm else "null"),
         scalars=scalars,
         overlaps=True,
     )
     bands = build.geometry.out_channels // moment_band(build, job)
     moments = slots * bands // job.norm.groups if job.norm else 0
-    return HaloPlan(build, tiling, build.pack(job), packed_bytes, main, cost, moments)
+    rows = rows_launch(job, given.read, given.aligned) if job.rows else None
+    rows_bytes = job.read_bytes if rows else 0
+    return HaloPlan(build, tiling, build.pack(job), build.packed_bytes, main, cost, rows, rows_bytes, moments)
 
 
 def _moment_slots(build: Build, tiling: Tiling, shares: Shares) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import permutations, product
+from math import prod
 
 from .geometry import Axis, Triple
 
@@ -80,6 +81,11 @@ def splittable(axis: Axis) -> bool:
     """Whether the phases differ only in where they read and write."""
     shapes = [sorted(Dimension.phase(axis, phase).shape) for phase in range(axis.stride)]
     return axis.stride > 1 and all(shape == shapes[0] for shape in shapes)
+
+
+def separable(axis: Axis) -> bool:
+    """Whether each phase can be computed by itself: it has taps, though maybe not as many as another."""
+    return axis.stride > 1 and all(axis.taps(phase) for phase in range(axis.stride))
 
 
 def instruction_cycles(columns: int) -> float:
@@ -213,7 +219,8 @@ def gather_program(axes: tuple[Axis, Axis, Axis]) -> Program:
 
 @lru_cache(maxsize=256)
 def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int) -> tuple[Program, ...]:
-    """One program for each combination of the split dimensions' phases: the same but for origins, offsets and taps.
+    """One program for each combination of the split dimensions' phases, those with the most taps first: the same but
+    for origins, offsets and taps, and, where phases have different numbers of these, shifts.
 
     Order and division of the columns are those with the cheapest instructions; of such, the widest, which take least
     out of shared memory.
@@ -224,7 +231,9 @@ def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: in
     ]
     if march:
         choices[0] = [Dimension.marching(axes[0])]
-    variants = [(d, h, w) for d, h, w in product(*choices)]
+    variants = sorted(
+        ((d, h, w) for d, h, w in product(*choices)), key=lambda each: -prod(len(axis.feeds) for axis in each)
+    )
     d, h, w = variants[0]
     orders = dict.fromkeys(_field_orders((d.fields, h.fields, w.fields), march))
     count = d.fields * h.fields * w.fields

@@ -134,7 +134,7 @@ def tune_pass(
     if not plans:
         return Tuned(name, kernel)
     if like.is_cuda:
-        compile_ahead((launch for plan in plans for launch in (plan.pack, plan.main)), device)
+        compile_ahead((launch for plan in plans for launch in plan.launches), device)
     trials = measure(problem, plans, like, clock, make_task)
     best = min(range(len(plans)), key=lambda i: trials[i].ms or inf)
     before = after = trials[0].ms or inf

@@ -84,11 +84,15 @@ class Tensors:
             self.y.stride(), c.bias, tf32=not c.strict,
         )  # fmt: skip
 
-    def run(self, plan: HaloPlan, order: str = "forward") -> None:
+    def run(self, plan: HaloPlan, order: str = "forward", moments: int = 0) -> None:
         packed = torch.full((plan.packed_bytes // 4,), float("nan"))
         emulator.prepare(plan.pack, order)((self.weight.data_ptr(), packed.data_ptr()))
         bias = 0 if self.bias is None else self.bias.data_ptr()
-        addresses = (self.x.data_ptr(), packed.data_ptr(), bias, self.y.data_ptr(), 0)
+        x, rows = self.x.data_ptr(), torch.full((plan.rows_bytes // 4,), float("nan"))
+        if plan.rows:
+            emulator.prepare(plan.rows, order)((x, rows.data_ptr()))
+            x = rows.data_ptr()
+        addresses = (x, packed.data_ptr(), bias, self.y.data_ptr(), moments)
         emulator.prepare(plan.main, order)(addresses)
 
     @property
@@ -122,7 +126,7 @@ def build_for(case: Case) -> Build:
     raise AssertionError(f"no build has {case.build}")
 
 
-CHOSEN = ("march", "split", "row_bytes", "slabs", "groups_per_tile")  # the rest is replaced
+CHOSEN = ("copied", "march", "split", "row_bytes", "slabs", "groups_per_tile")  # the rest is replaced
 
 
 def check(case: Case, order: str = "forward") -> None:
@@ -135,6 +139,7 @@ def check(case: Case, order: str = "forward") -> None:
 
 MARCH: dict[str, object] = {"march": True}
 FLAT: dict[str, object] = {"march": False, "split": (False, False, False)}
+STREAMED: dict[str, object] = {"resident": False, "slots": 2}
 APART: dict[str, object] = {"march": False, "split": (True, True, True)}
 
 SETTINGS = {
@@ -183,6 +188,30 @@ SETTINGS = {
     "channels last, march": Case(36, 9, (3, 4, 9), 3, 1, 1, channels_last=True, build=MARCH),
     "channels last, unaligned": Case(13, 9, (3, 4, 5), 3, 1, 1, channels_last=True),
     "channels last, float16": Case(40, 24, (3, 4, 9), 2, 2, channels_last=True, dtype="float16"),
+    "phases of different kernels apart": Case(12, 32, (3, 5, 9), 3, 2, 1, 1, batch=6, build={**APART, "slots": 3}),
+    "phases of different kernels apart, those along w together": Case(
+        40, 32, (3, 5, 6), (5, 3, 3), 2, (2, 1, 1), 1, build={"split": (True, True, False), "copied": True}
+    ),
+    "copied": Case(72, 24, (3, 4, 5), 4, 2, 1, build={**APART, "copied": True}),
+    "copied, march": Case(36, 16, (4, 5, 9), 3, 1, 1, build={**MARCH, "copied": True}, batch=3),
+    "copied, channels last": Case(
+        36, 16, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build={**FLAT, "copied": True, **STREAMED}
+    ),
+    "copied, channels last, float16": Case(
+        72, 24, (3, 4, 9), 2, channels_last=True, dtype="float16", build={**FLAT, "copied": True}
+    ),
+    "copied, bfloat16": Case(
+        80, 40, (3, 4, 9), 2, dtype="bfloat16", build={**FLAT, "copied": True, "resident": False, "slots": 2}
+    ),
+    "copied, float16, odd volume": Case(
+        64, 32, (1, 3, 3), (1, 2, 2), dtype="float16", build={**FLAT, "copied": True}
+    ),
+    "copied, batch in the rows": Case(
+        40, 24, (2, 3, 3), 4, 2, 1, batch=5, build={**APART, "copied": True, "resident": False, "slots": 3}
+    ),
+    "copied, lines of the batch in the rows": Case(
+        40, 24, (2, 2, 4), 4, 2, 1, batch=17, build={"split": (True, True, False), "copied": True, **STREAMED}
+    ),
     "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
     "strict, march, vectors": Case(44, 8, (4, 5, 12), 3, build={**MARCH, "row_bytes": 64}, strict=True),
     "strict, weights streamed": Case(
@@ -330,11 +359,40 @@ def test_strict_float32_of_small_large_and_infinite_values() -> None:
     assert (y[4, 68], y[5, 69]) == (float("inf"), -float("inf"))  # a sum that is too large
 
 
+WEIGHTS = {
+    "kernel 3": Case(40, 24, (3, 4, 5), (3, 3, 5)),
+    "kernel 3, stride 2": Case(36, 72, (3, 4, 5), 3, 2, 1),
+    "groups, bfloat16": Case(144, 48, (3, 4, 5), (2, 3, 3), groups=2, dtype="bfloat16"),
+    "small groups": Case(32, 32, (3, 4, 5), 2, groups=4),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("which", [Pass.FORWARD, Pass.INPUT_GRAD])
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_may_have_any_strides(name: str, which: Pass) -> None:
+    """Packed, a weight is the same to the bit: as it comes, channels-last, not aligned, and spread out."""
+    case = WEIGHTS[name]
+    tensors = Tensors(case)
+    weight, results = tensors.weight, set()
+    spread = torch.zeros(*weight.shape, 2, dtype=weight.dtype)[..., 0]
+    beside = torch.zeros(weight.numel() + 1, dtype=weight.dtype)[1:].view(weight.shape)
+    last = weight.contiguous(memory_format=torch.channels_last_3d)
+    for each in (weight, last, beside.copy_(weight), spread.copy_(weight)):
+        job = job_of(replace(tensors.problem, which=which, weight=each.stride()))
+        build = halo_planner.choose(job, DEVICE.shared_bytes, 132)
+        assert build is not None
+        packed = torch.zeros(build.packed_bytes, dtype=torch.uint8)
+        emulator.prepare(build.pack(job))((each.data_ptr(), packed.data_ptr()))
+        results.add(packed.numpy().tobytes())
+    assert len(results) == 1 and any(results.pop())
+
+
 def test_a_new_volume_compiles_nothing() -> None:
     device = Device("Hopper", (9, 0), 132, 232448)
     for case in (SETTINGS["march"], SETTINGS["kernel 3, stride 2"], SETTINGS["kernel equals stride"]):
         constants = {
-            halo_planner.plan(Tensors(replace(case, size=size, batch=batch)).problem, device).launches[1].constants
+            halo_planner.plan(Tensors(replace(case, size=size, batch=batch)).problem, device).launches[-1].constants
             for batch, size in ((1, (2, 3, 4)), (1, (1, 1, 1)), (1, (7, 8, 9)), (2, (7, 9, 3)))
         }
         assert len(constants) == 1
@@ -346,7 +404,7 @@ def test_a_new_volume_compiles_nothing() -> None:
         ({"dtype": "float64"}, "float64"),
         ({"which": Pass.WEIGHT_GRAD}, "forward"),
         ({"batch": 0}, "nothing"),
-        ({"geometry": Geometry.make(8, 8, (5, 5, 5), (4, 4, 4))}, "64 phases"),
+        ({"geometry": Geometry.make(8, 8, (3, 3, 3), (4, 4, 4))}, "64 phases"),
         ({"geometry": Geometry.make(8, 2, (3, 3, 3))}, "channels"),
     ],
 )

@@ -35,12 +35,8 @@ def groups_of(name: str) -> int:
 
 def leave(tensors: Tensors, plan: HaloPlan, groups: int, order: str = "forward") -> Tensor:
     """Runs the kernel: moments [batch, norm groups, count, 4]."""
-    packed = torch.full((plan.packed_bytes // 4,), nan)
     moments = torch.full((tensors.case.batch, groups, plan.moments, 4), nan)
-    emulator.prepare(plan.pack, order)((tensors.weight.data_ptr(), packed.data_ptr()))
-    bias = 0 if tensors.bias is None else tensors.bias.data_ptr()
-    addresses = (tensors.x.data_ptr(), packed.data_ptr(), bias, tensors.y.data_ptr(), moments.data_ptr())
-    emulator.prepare(plan.main, order)(addresses)
+    tensors.run(plan, order, moments.data_ptr())
     return moments
 
 

@@ -34,7 +34,7 @@
 // The words (field, unit, panel, pattern, chunk, column tile) are explained in halo_layout.cuh. This file has
 // the consumers' loops; the others, from the outside in: halo_tile.cuh (what a block works at),
 // halo_shared.cuh (what is where in shared memory), halo_loaders.cuh (the producers' loop, with
-// halo_positions.cuh and halo_vectors.cuh for what a lane loads), halo_panels.cuh (weights),
+// halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for what a lane loads), halo_panels.cuh (weights),
 // halo_consumer.cuh (places in the rings), halo_products.cuh (matrix instructions), halo_sums.cuh
 // (accumulators), halo_stores.cuh and halo_moments.cuh (what becomes of them).
 #pragma once
@@ -72,6 +72,7 @@ struct Halo {
     const int line = args.halo.w * args.items, sheet = args.halo.h * line;
     for (int chunk = first; chunk < end; ++chunk, me.stages.advance()) {
       ptx::barrier_wait(me.shared.stage_full(me.stages.index), me.stages.parity);
+      if constexpr (Shared::kCopiesArrive) ptx::fence_async_proxy();  // nobody has, for what was copied
       const unsigned stage = me.shared.stage(me.stages.index);
       unsigned long long a[Config::kSlabs];
 #pragma unroll
@@ -82,7 +83,7 @@ struct Halo {
       static_for<Config::kPatterns>([&](auto p) {
         constexpr int kPattern = decltype(p)::value;
         const int first_shift = Layout::first_shift(source, kPattern);
-        const int last_shift = Layout::first_shift(source, kPattern + 1);
+        const int last_shift = first_shift + Layout::own_shifts(me.variant, source, kPattern);
 #pragma unroll 1
         for (int shift = first_shift; shift < last_shift; ++shift) {
           unsigned panel;
@@ -94,12 +95,13 @@ struct Halo {
             panel = me.shared.slot(me.slots.index);
             ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);
           }
-          const int rows = Config::kShift(shift, 0) * sheet + Config::kShift(shift, 1) * line +
-                           Config::kShift(shift, 2) * args.items;
+          const int entry = Layout::shift_entry(me.variant, shift);
+          const int rows = Config::kShift(entry, 0) * sheet + Config::kShift(entry, 1) * line +
+                           Config::kShift(entry, 2) * args.near;
           ptx::matrix_fence();
           const auto b = ptx::matrix_descriptor<Layout::kPartBytes>(panel, 8 * Layout::kPartBytes);
           const unsigned displacement =
-              rows * Config::kRowBytes + Config::kShift(shift, 3) * Layout::kPartBytes;
+              rows * Config::kRowBytes + Config::kShift(entry, 3) * Layout::kPartBytes;
           if constexpr (kStrict) {
             Products::template multiply_halves<kPattern, kSteps>(sums, a, b, displacement);
           } else {
@@ -167,6 +169,7 @@ struct Halo {
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
     for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
       const Place at = work.place(args);
+      me.variant = at.variant();
       const Ring<Config::kStages> first_stage = me.stages;
       for (int pass = 0; pass < args.passes; ++pass) {
         me.stages = first_stage;

@@ -15,7 +15,8 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   int index;
   Ring<Config::kStages> stages;
   Ring<Config::kResident ? 1 : Config::kSlots> slots;
-  int panel;  // of this tile (of this plane, when marching)
+  int variant;  // of this tile
+  int panel;    // of this tile (of this plane, when marching)
   unsigned lead_parity = 0;
 
   static __device__ __forceinline__ HaloConsumer make(const Shared& shared, int index, int warp, int lane) {

@@ -19,7 +19,8 @@
 //   high and a low half, each a TF32 number, and
 //     x*w = low(x)*high(w) + high(x)*low(w) + high(x)*high(w)
 //   So a stage has the rows of the high halves and then those of the low ones, and so has a panel
-// - variant: where phases differ only in where they read and write, each can have column tiles of its own
+// - variant: phases computed by column tiles of their own. If they differ in more than where they read and
+//   write, each variant has its own shifts (kOwnShifts), and the table room for as many as any has
 // - column tile: one group (or several small ones) with kOutTile of its output channels, in one variant
 //
 // Packed weights: [column tile][source][chunk][pattern, shift in it][half][unit, field, channel: a
@@ -79,6 +80,14 @@ struct HaloLayout {
   static __device__ constexpr int shifts(int source, int pattern) {
     return first_shift(source, pattern + 1) - first_shift(source, pattern);
   }
+  // The same of a variant, if variants have their own; and where they stand in the table.
+  static __device__ __forceinline__ int own_shifts(int variant, int source, int pattern) {
+    return Config::kOwnShifts ? Config::kVariantShifts(variant * Config::kPatterns + pattern)
+                              : shifts(source, pattern);
+  }
+  static __device__ __forceinline__ int shift_entry(int variant, int shift) {
+    return Config::kOwnShifts ? variant * Config::kShiftRange(Config::kPatterns) + shift : shift;
+  }
   // Rows of a source's chunk that lie before a pattern's panels.
   static __device__ constexpr int rows_before(int source, int pattern) {
     int rows = 0;
@@ -98,6 +107,23 @@ struct HaloLayout {
   }
   static constexpr int kRows = total_rows();  // of one chunk of every source
   static constexpr int kTileBytes = kChunks * kRows * kPartBytes;
+
+  // Rows of a chunk of all variants before this one, and where the panels of a column tile begin.
+  static __device__ constexpr int variant_rows(int variant) {
+    if (!Config::kOwnShifts) return variant * kRows;
+    int rows = 0;
+    for (int v = 0; v < variant; ++v) {
+      for (int p = 0; p < Config::kPatterns; ++p) {
+        rows += panel_rows(p) * Config::kVariantShifts(v * Config::kPatterns + p);
+      }
+    }
+    return rows;
+  }
+  static __device__ __forceinline__ long long tile_start(int column_tile) {
+    const long long before = column_tile / Config::kVariants;
+    constexpr int kAll = variant_rows(Config::kVariants);
+    return (before * kAll + variant_rows(column_tile % Config::kVariants)) * (kChunks * kPartBytes);
+  }
 
   // What a column tile computes; its variant is column_tile % kVariants.
   static __device__ __forceinline__ int first_group(int column_tile) {

@@ -2,6 +2,7 @@
 // chunks, planes and tiles.
 #pragma once
 
+#include "halo_copies.cuh"
 #include "halo_vectors.cuh"
 
 namespace tconv3d {
@@ -14,10 +15,13 @@ struct HaloLoaders {
   using Tile = HaloTile<Config>;
   using Place = typename Tile::Place;
 
-  using Batch = typename Choose<Config::kUnitC, BatchByChannel<Config>, BatchByPosition<Config>>::type;
+  using Copies = HaloCopies<Config>;
+  using Batch = typename Choose<
+      Config::kCopied, Copies,
+      typename Choose<Config::kUnitC, BatchByChannel<Config>, BatchByPosition<Config>>::type>::type;
   // Whether the input may be such that vectors can be loaded. Vectors of 32-bit items lost (measured).
   static constexpr bool kMayHaveVectors =
-      sizeof(Scalar) == 2 && !Config::kUnitC && Config::kReadStepW == Config::kParts;
+      sizeof(Scalar) == 2 && !Config::kUnitC && !Config::kCopied && Config::kReadStepW == Config::kParts;
 
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
@@ -113,14 +117,55 @@ struct HaloLoaders {
     while (step(even, odd) && step(odd, even)) {
     }
   }
+  // All copies of a stage are on their way at once, and those of the next one as soon as it is free: they
+  // arrive at its barrier by themselves, unless something has to be rounded first.
+  static __device__ __forceinline__ void copy(const Args& args, const Shared& shared, int warp, int lane) {
+    if constexpr (Config::kAfterRows) ptx::wait_for_previous_launch();
+    Ring<Config::kStages> ring;
+    const auto own = Copies::Lane::of(lane);
+    Course<Copies> course;
+    course.warp = warp;
+    course.lane = lane;
+    course.batches = (Copies::turns(args) + Shared::kLoaderWarps - 1) / Shared::kLoaderWarps;
+    const int own_turns = (Copies::turns(args) - warp + Shared::kLoaderWarps - 1) / Shared::kLoaderWarps;
+    course.work = Tile::Work::of_block(args);
+    for (bool more = course.start(args); more; ring.advance()) {
+      const unsigned stage = shared.stage(ring.index);
+      ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
+#pragma unroll 1
+      for (int i = 0; i < own_turns; ++i) {
+        Copies::copy(args, course.x, course.chunk, stage, i * Shared::kLoaderWarps + warp, own, lane);
+      }
+      if constexpr (Shared::kCopiesArrive) {
+        ptx::copy_arrive(shared.stage_full(ring.index));
+      } else {
+        ptx::copy_commit();
+        ptx::copy_wait<0>();
+#pragma unroll 1
+        for (int i = 0; i < own_turns; ++i) {
+          Copies::round(stage, i * Shared::kLoaderWarps + warp, own);
+        }
+        ptx::fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(shared.stage_full(ring.index));
+      }
+      course.batch = course.batches - 1;
+      more = course.advance(args);
+    }
+  }
+
   static __device__ __forceinline__ void load(const Args& args, const Shared& shared, int warp, int lane) {
+    if constexpr (Config::kCopied) {
+      copy(args, shared, warp, lane);
+      return;
+    }
     if constexpr (kMayHaveVectors) {
       if (args.vectors > 0) {
         load<BatchTransposed<Config>>(args, shared, warp, lane);
         return;
       }
     }
-    load<Batch>(args, shared, warp, lane);
+    if constexpr (!Config::kCopied) load<Batch>(args, shared, warp, lane);
   }
 };
 

@@ -17,8 +17,7 @@ struct HaloPanels {
   using Tile = HaloTile<Config>;
 
   static __device__ __forceinline__ const unsigned char* packed(const Args& args, int column_tile) {
-    return static_cast<const unsigned char*>(args.packed) +
-           static_cast<long long>(column_tile) * Layout::kTileBytes;
+    return static_cast<const unsigned char*>(args.packed) + Layout::tile_start(column_tile);
   }
 
   // All panels of the column tile, which is the same for all work of this block.
@@ -45,7 +44,8 @@ struct HaloPanels {
           const int source = Config::kSources == 1 ? 0 : chunk / Layout::kChunks;
           for (int p = 0; p < Config::kPatterns; ++p) {
             const unsigned bytes = Layout::panel_bytes(p);
-            for (int s = 0; s < Layout::shifts(source, p); ++s, ring.advance(), from += bytes) {
+            const int shifts = Layout::own_shifts(at.variant(), source, p);
+            for (int s = 0; s < shifts; ++s, ring.advance(), from += bytes) {
               ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
               ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
               ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));

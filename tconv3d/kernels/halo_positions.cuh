@@ -54,7 +54,9 @@ struct HaloPositions {
     const int x_w =
         (at.w + Config::kOrigin(origin, 2) + w) * Config::kReadStepW + Config::kReadPhase(source, 2);
     if (index >= args.rows) return kNowhere;
-    const int row = args.items == 1 ? index : ((d * args.halo.h + h) * args.halo.w + w) * args.items + n;
+    const int far_item = divide(n, args.by_near), near_item = n - far_item * args.near;
+    const int far_line = (d * args.halo.h + h) * static_cast<int>(args.by_far.divisor) + far_item;
+    const int row = args.items == 1 ? index : (far_line * args.halo.w + w) * args.near + near_item;
     if (!(at.n + n < args.batch && Tile::inside(x_d, args.input.d) && Tile::inside(x_h, args.input.h) &&
           Tile::inside(x_w, args.input.w))) {
       return row - 65536;

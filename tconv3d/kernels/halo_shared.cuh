@@ -25,6 +25,7 @@ struct HaloShared {
   static constexpr int kProducerThreads = 128 * Config::kProducers;
   static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
   static constexpr int kConsumerWarps = 4 * Config::kConsumers;
+  static constexpr bool kCopiesArrive = Config::kCopied && Config::kOperands;  // at the barrier of a stage
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
 
   static constexpr int kHalfBytes = Config::kStageRows * Config::kRowBytes;
@@ -79,7 +80,7 @@ struct HaloShared {
   // By one thread, before anybody uses them.
   __device__ __forceinline__ void start_barriers() const {
     for (int i = 0; i < Config::kStages; ++i) {
-      ptx::barrier_init(stage_full(i), kLoaderWarps);
+      ptx::barrier_init(stage_full(i), kLoaderWarps * (kCopiesArrive ? 32 : 1));
       ptx::barrier_init(stage_empty(i), kConsumerWarps);
     }
     if constexpr (Config::kResident) {

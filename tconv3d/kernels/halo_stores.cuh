@@ -35,8 +35,8 @@ struct HaloStores {
                                                   int plane, int row_of_slab) {
     const int step = row_of_slab / 8 * args.group_rows + row_of_slab % 8;
     const int row = slab.row + step + at.start;
-    const int position = divide(row, args.by_items), item = row - position * args.items;
-    const int line = divide(position, args.halo_w), w = position - line * args.halo.w;
+    const auto in = Tile::row_place(args, row);
+    const int w = in.w, line = in.line, item = in.item;
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
     const int n = Config::kMarch ? item + sheet : item;
     Target to;

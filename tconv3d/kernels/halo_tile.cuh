@@ -19,7 +19,8 @@ struct Args {
   // The tile, chosen for this volume.
   Extent tile;       // positions per dimension (marching: all of depth)
   Extent halo;       // rows per dimension
-  int items;         // batch items in a tile: neighbouring rows are the same position of neighbouring items
+  int items;         // batch items in a tile
+  int near;          // of these, whose rows of a position are neighbours; others have lines of their own
   int near_bits;     // of the number of items (at most 8) that neighbouring lanes load
   int rows;          // of the halo: the product
   int slabs;         // of 64 positions
@@ -34,7 +35,7 @@ struct Args {
   int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 16 bytes
   int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
   int whole_lines;  // whether every tile has whole lines: then vectors beside the input are left out of these
-  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_items, by_vectors;
+  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_near, by_far, by_vectors;
 
   // Marching: the planes of positions of all tiles are one sequence. Of its first part, blocks take whole
   // tiles in turn; the rest they divide into equal shares, wherever a tile ends.
@@ -78,7 +79,22 @@ struct HaloTile {
       const int first = share(args) * depth(args);
       return {first < args.even ? first : args.even + share(args) * args.share};
     }
-    __device__ __forceinline__ bool left(const Args& args) const { return next < end(args); }
+    __device__ __forceinline__ bool left(const Args& args) const { return turn() < end(args); }
+    // Variants with shifts of their own take different times: those that take longest come first, and the
+    // blocks that were first in one round are last in the next.
+    __device__ __forceinline__ int turn() const {
+      if constexpr (!Config::kOwnShifts) return next;
+      const int blocks = static_cast<int>(gridDim.x), round = next / blocks;
+      return round % 2 == 0 ? next : (2 * round + 1) * blocks - 1 - next;
+    }
+    // Of many rounds, long and short ones alternate, so that at any time some blocks multiply while others
+    // load and store; in the end they meet in the middle.
+    __device__ __forceinline__ int unit(const Args& args) const {
+      constexpr int kManyRounds = 8;
+      const int turn = this->turn();
+      if (args.work < kManyRounds * static_cast<int>(gridDim.x)) return turn;
+      return turn % 2 == 0 ? turn / 2 : args.work - 1 - turn / 2;
+    }
     __device__ __forceinline__ void advance(const Args& args) {
       if constexpr (!Config::kMarch) {
         next += static_cast<int>(gridDim.x);
@@ -112,6 +128,13 @@ struct HaloTile {
         const int beside = static_cast<int>(blockIdx.x) % args.beside;
         at.column_tile = beside * turns + tile - rest * turns;
         at.piece = next < args.even ? 0 : share(args) - (tile * depth(args) - args.even) / args.share;
+      } else if constexpr (Config::kOwnShifts) {
+        constexpr int kTiles = Layout::kColumnTiles / Config::kVariants;
+        const int each = args.work / Config::kVariants, unit = this->unit(args);
+        const int variant = unit / each, own = unit - variant * each;
+        rest = own / kTiles;
+        at.column_tile = (own - rest * kTiles) * Config::kVariants + variant;
+        at.piece = 0;
       } else {
         rest = next / Layout::kColumnTiles;
         at.column_tile = next - rest * Layout::kColumnTiles;
@@ -157,6 +180,17 @@ struct HaloTile {
     if constexpr (!Config::kMarch) return 1;
     const int left = args.input.d - at.first_plane;
     return left < at.planes ? (left < 0 ? 0 : left) : at.planes;
+  }
+
+  // Rows of a stage lie in this order: lines (sheets, then h), batch items that are not near, w, near items.
+  struct RowPlace {
+    int line, item, w;
+  };
+  static __device__ __forceinline__ RowPlace row_place(const Args& args, int row) {
+    const int position = divide(row, args.by_near), near = row - position * args.near;
+    const int far_line = divide(position, args.halo_w), line = divide(far_line, args.by_far);
+    const int far = far_line - line * static_cast<int>(args.by_far.divisor);
+    return {line, far * args.near + near, position - far_line * args.halo.w};
   }
 
   // 64 positions of a tile, the rows of one matrix instruction.

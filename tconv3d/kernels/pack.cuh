@@ -1,11 +1,11 @@
 // Packs a weight for the halo kernel: every panel in the order in which tensor cores consume it, rounded to
 // the operand type, swizzled, zero where there is no channel. The layout is in halo_layout.cuh.
 //
-// In the weight, taps are neighbours; in a panel, input channels are. So a block takes a chunk of input
-// channels and kColumns output channels with all their taps: it reads them tap by tap into shared memory, and
-// writes them channel by channel, for every variant and panel that wants them. It takes few, so that many
-// blocks share a multiprocessor: while some wait for what they read, others write. Which thread reads what
-// is arranged so that hardly anything is computed for each element.
+// In the weight, taps are neighbours (or output channels, if it is channels-last); in a panel, input channels
+// are. So a block takes a chunk of input channels, kColumns output channels and kTapsAtOnce taps: it reads
+// them as they lie into shared memory, a warp a run of neighbours, and writes them channel by channel, for
+// every variant and panel that wants them. It takes few, so that many blocks share a multiprocessor: while
+// some wait for what they read, others write. Hardly anything is computed for each element.
 #pragma once
 
 #include "halo_layout.cuh"
@@ -28,8 +28,9 @@ struct Pack {
   static constexpr int kColumns = Config::kColumnsAtOnce;
   // From tap to tap, and from column to column: neither writing (a tap after the other) nor reading (pieces
   // of several columns) meets itself in a bank.
+  static constexpr int kTapsAtOnce = Config::kTapsAtOnce, kTapParts = (kTaps + kTapsAtOnce - 1) / kTapsAtOnce;
   static constexpr int kPitch = Layout::kPartItems + 1;
-  static constexpr int kColumnPitch = (kTaps * kPitch + 30) / 32 * 32 + 1;
+  static constexpr int kColumnPitch = (kTapsAtOnce * kPitch + 30) / 32 * 32 + 1;
   static constexpr int kStaged = kColumns * kColumnPitch;
   static constexpr int kVariantLines = Layout::kRows / Config::kOutTile;
   static constexpr int kLines = Config::kVariants * kVariantLines;
@@ -37,27 +38,37 @@ struct Pack {
   static_assert(Config::kOutTile % kColumns == 0, "whole parts of a column tile");
   static_assert(Config::kSharedBytes >= 4 * (kStaged + 2 * kLines), "room for the taps and the lines");
 
-  // Neighbouring threads read the taps of one (channel, column), a series.
-  static constexpr int kTapThreads = kTaps > 16 ? 32 : kTaps > 8 ? 16 : kTaps > 4 ? 8 : kTaps > 2 ? 4 : kTaps;
-  static constexpr int kTapRounds = (kTaps + kTapThreads - 1) / kTapThreads;
-  static constexpr int kSeries = kColumns * Layout::kPartItems;
-  static constexpr int kSeriesAtOnce = kThreads / kTapThreads;
-  static constexpr int kSeriesRounds = (kSeries + kSeriesAtOnce - 1) / kSeriesAtOnce;
+  // What lies in a run of memory, kLength items of it: taps of neighbouring columns or channels, columns, or
+  // channels. Otherwise a run has the taps of one column and channel, wherever they lie.
+  enum Run { kOfTaps, kColumnTaps, kChannelTaps, kOfColumns, kOfChannels };
+  static constexpr int kRun = Config::kRun;
+  static_assert(kTapParts == 1 || kRun == kOfColumns, "all taps of a run");
+  static_assert(kRun == kOfTaps || Config::kGroupsPerTile == 1, "channels of one group");
+  static constexpr int kLength = kRun == kColumnTaps    ? kColumns * kTaps
+                                 : kRun == kChannelTaps ? Layout::kPartItems * kTaps
+                                 : kRun == kOfColumns   ? kColumns
+                                 : kRun == kOfChannels  ? Layout::kPartItems
+                                                        : kTaps;
+  static constexpr int kRuns = kColumns * kTapsAtOnce * Layout::kPartItems / kLength;
+  static constexpr int kUnits = kRuns * ((kLength + 31) / 32);  // 32 items of a run
+  static constexpr int kWarps = kThreads / 32, kInFlight = 8;
 
   const Args& args;
   unsigned* staged;  // [column][tap][input channel, of the part's], as bits
   int* line_tap;     // of every line of panel rows: the tap (and half) it has, or a negative number for zeros
-  int* line_start;   // and where it lies in the panels of its column tile
-  int tile, chunk, first_column;
+  int* line_start;   // and where it lies, in 16 bytes from the panels of the first variant on
+  int tile, chunk, first_column, first_tap;
 
-  __device__ __forceinline__ Pack(const Args& args, unsigned* shared, int tile, int chunk, int first_column)
+  __device__ __forceinline__ Pack(const Args& args, unsigned* shared, int tile, int chunk, int first_column,
+                                  int first_tap)
       : args(args),
         staged(shared),
         line_tap(reinterpret_cast<int*>(shared + kStaged)),
         line_start(line_tap + kLines),
         tile(tile),
         chunk(chunk),
-        first_column(first_column) {}
+        first_column(first_column),
+        first_tap(first_tap) {}
 
   __device__ __forceinline__ long long tap_offset(int tap) const {
     const int kw = tap % Config::kKernelW, kh = tap / Config::kKernelW % Config::kKernelH;
@@ -65,34 +76,61 @@ struct Pack {
     return kd * args.stride.d + kh * args.stride.h + kw * args.stride.w;
   }
 
-  // This thread's element of a round: its tap of another series.
-  struct Element {
-    int column, slot;
-    bool exists;
+  // An item of a run.
+  struct Item {
+    int column, slot, tap;  // the tap: of those at once
   };
-  __device__ __forceinline__ Element element(int round) const {
-    const int series = static_cast<int>(threadIdx.x) / kTapThreads + round * kSeriesAtOnce;
-    const int column = series % kColumns, slot = series / kColumns;
-    return {column, slot, kSeries % kSeriesAtOnce == 0 || series < kSeries};
+  static __device__ __forceinline__ Item item(int run, int place) {
+    if constexpr (kRun == kColumnTaps) return {place / kTaps, run, in_order(place % kTaps)};
+    if constexpr (kRun == kChannelTaps) return {run, place / kTaps, in_order(place % kTaps)};
+    if constexpr (kRun == kOfColumns) return {place, run / kTapsAtOnce, run % kTapsAtOnce};
+    if constexpr (kRun == kOfChannels) return {run / kTapsAtOnce, place, run % kTapsAtOnce};
+    return {run % kColumns, run / kColumns, place};
   }
-  __device__ __forceinline__ Scalar load(const Scalar* from, const Element& e) const {
-    const auto channels = Layout::channels(chunk, e.slot / Layout::kPieceItems);
-    const int item = e.slot % Layout::kPieceItems, out = Layout::first_out(tile) + first_column + e.column;
-    if (!e.exists || item >= channels.count || out >= Config::kOut) return Scalar{};
-    const long long group = (Layout::first_group(tile) + channels.group) * args.group;
-    return load_constant(from + group + (channels.first + item) * args.stride.n + out * args.stride.c);
+  // The input gradient may take taps in reverse: then the last of them is the first in memory.
+  static __device__ __forceinline__ int in_order(int tap) {
+    return Config::kReversed ? kTaps - 1 - tap : tap;
   }
 
-  // Halves are made when they are written.
-  static __device__ __forceinline__ unsigned staged_bits(Scalar value) {
-    if constexpr (Config::kHalves == 2) {
-      return ptx::float_to_bits(value);
-    } else {
-      return OperandOf<Scalar>::bits(value);
-    }
+  // This lane's item of 32 of a run: where it comes from, and whether there is one.
+  struct From {
+    const Scalar* address;
+    bool exists;
+  };
+  __device__ __forceinline__ From from(int unit, int lane) const {
+    const int run = unit % kRuns, place = unit / kRuns * 32 + lane;
+    const Item first = item(run, 0);
+    const auto channels = Layout::channels(chunk, first.slot / Layout::kPieceItems);
+    const int of_piece = first.slot % Layout::kPieceItems, out = Layout::first_out(tile) + first_column;
+    const int columns = Config::kOut - out - first.column;
+    const int left = Config::kIn - channels.first - of_piece;  // of one group
+    const int room = kRun == kColumnTaps    ? columns * kTaps
+                     : kRun == kChannelTaps ? left * kTaps
+                     : kRun == kOfColumns   ? columns
+                     : kRun == kOfChannels  ? left
+                                            : kTaps;
+    const bool exists = of_piece < channels.count && columns > 0 && first_tap + first.tap < kTaps &&
+                        place < (room < kLength ? room : kLength);
+    const Scalar* weight = static_cast<const Scalar*>(args.weight);
+    if (!exists) return {weight, false};
+    const long long group = (Layout::first_group(tile) + channels.group) * args.group;
+    const Scalar* start = weight + args.tap + group + (channels.first + of_piece) * args.stride.n +
+                          (out + first.column) * args.stride.c;
+    if constexpr (kRun == kOfTaps) return {start + tap_offset(place), true};
+    return {start + tap_offset(first_tap + first.tap) + place, true};
   }
+  __device__ __forceinline__ unsigned* to(int unit, int lane) const {
+    const Item at = item(unit % kRuns, unit / kRuns * 32 + lane);
+    return staged + at.column * kColumnPitch + at.tap * kPitch + at.slot;
+  }
+  static __device__ __forceinline__ bool in_run(int unit, int lane) {
+    return kLength % 32 == 0 || unit / kRuns * 32 + lane < kLength;
+  }
+
+  // Floats are copied past registers, all of them at once, and rounded when they are written.
+  static constexpr bool kCopied = sizeof(Scalar) == 4;
   static __device__ __forceinline__ unsigned written_bits(unsigned bits, int half) {
-    if constexpr (Config::kHalves == 2) {
+    if constexpr (kCopied) {
       return Layout::operand(ptx::bits_to_float(bits), half);
     } else {
       return bits;
@@ -101,20 +139,34 @@ struct Pack {
 
   // The panels' lines are described while the first weights are on their way.
   __device__ __forceinline__ void stage() {
-    const Scalar* from = static_cast<const Scalar*>(args.weight) + args.tap;
-    for (int i = 0; i < kTapRounds; ++i) {
-      const int tap = static_cast<int>(threadIdx.x) % kTapThreads + i * kTapThreads;
-      const bool exists = kTaps % kTapThreads == 0 || tap < kTaps;
-      const Scalar* series = from + tap_offset(tap);
-      Scalar values[kSeriesRounds];
+    // Lane 0's, so that the compiler knows that what follows from it is the same for all lanes.
+    const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if constexpr (kCopied) {
+#pragma unroll 4
+      for (int unit = warp; unit < kUnits; unit += kWarps) {
+        const From item = from(unit, lane);
+        if (in_run(unit, lane)) ptx::copy_words<1>(to(unit, lane), item.address, item.exists);
+      }
+      ptx::copy_commit();
+      describe_lines();
+      ptx::copy_wait<0>();
+    } else {
+      describe_lines();
+#pragma unroll 1
+      for (int first = warp; first < kUnits; first += kWarps * kInFlight) {
+        Scalar values[kInFlight];
 #pragma unroll
-      for (int k = 0; k < kSeriesRounds; ++k) values[k] = exists ? load(series, element(k)) : Scalar{};
-      if (i == 0) describe_lines();
+        for (int k = 0; k < kInFlight; ++k) {
+          const int unit = first + k * kWarps;
+          const From item = from(unit, lane);
+          values[k] = unit < kUnits && item.exists ? load_constant(item.address) : Scalar{};
+        }
 #pragma unroll
-      for (int k = 0; k < kSeriesRounds; ++k) {
-        const Element e = element(k);
-        if (exists && e.exists)
-          staged[e.column * kColumnPitch + tap * kPitch + e.slot] = staged_bits(values[k]);
+        for (int k = 0; k < kInFlight; ++k) {
+          const int unit = first + k * kWarps;
+          if (unit < kUnits && in_run(unit, lane)) *to(unit, lane) = OperandOf<Scalar>::bits(values[k]);
+        }
       }
     }
   }
@@ -124,6 +176,7 @@ struct Pack {
       const int variant = i / kVariantLines, line = i % kVariantLines;
       int source = 0, shift = 0, place = 0, row = line * Config::kOutTile, fields_of_half = 1;
       if constexpr (Config::kSources == 1) {
+        int before = 0;  // rows of this variant's patterns before
 #pragma unroll
         for (int p = 0; p < Config::kPatterns; ++p) {
           const int fields = Layout::panel_rows(p) / Config::kOutTile;
@@ -132,41 +185,53 @@ struct Pack {
             shift = Layout::first_shift(0, p) + local / fields;
             place = local % fields;
             fields_of_half = fields / Config::kHalves;
+            row = before + local * Config::kOutTile;
           }
+          before += Layout::panel_rows(p) * Layout::own_shifts(variant, 0, p);
         }
+        row += Layout::kChunks * Layout::variant_rows(variant) + chunk * before;
       } else {
         constexpr int kPanelFields = Layout::panel_rows(0) / Config::kOutTile;
         shift = line / kPanelFields;
         place = line % kPanelFields;
         fields_of_half = kPanelFields / Config::kHalves;
         while (shift >= Layout::first_shift(source + 1, 0)) ++source;
-        row -= Layout::first_shift(source, 0) * Layout::panel_rows(0);
+        row += Layout::chunk_start(source, chunk) / Layout::kPartBytes -
+               Layout::first_shift(source, 0) * Layout::panel_rows(0);
       }
       const int tap = Config::kTap(variant * kShifts + shift, place % fields_of_half);
       line_tap[i] = tap < 0 ? tap : place / fields_of_half * kTaps + tap;
-      line_start[i] = Layout::chunk_start(source, chunk) + (row + first_column) * Layout::kPartBytes;
+      line_start[i] = row * (Layout::kPartBytes / 16);
     }
   }
 
+  // A thread has the same piece of the same column in every line, so that it always has the same swizzle.
   __device__ __forceinline__ void write() const {
-    constexpr int kPieces = kLines * kColumns * Layout::kPartPieces;
-    for (int i = threadIdx.x; i < kPieces; i += kThreads) {
+    constexpr int kPieces = kColumns * Layout::kPartPieces;  // of a line
+    constexpr int kAtOnce = kPieces < kThreads ? kThreads / kPieces : 1;
+    for (int i = threadIdx.x % (kAtOnce * kPieces); i < kAtOnce * kPieces; i += kThreads) {
       const int piece = i % Layout::kPartPieces, column = i / Layout::kPartPieces % kColumns;
-      const int line = i / (Layout::kPartPieces * kColumns), tap = line_tap[line];
-      Piece<Scalar> values;
-      if (tap >= 0) {
-        const unsigned* from =
-            staged + column * kColumnPitch + tap % kTaps * kPitch + piece * Layout::kPieceItems;
-#pragma unroll
-        for (int k = 0; k < Layout::kPieceItems; ++k) {
-          values.set_bits(k, written_bits(from[k], tap / kTaps));
-        }
-      }
-      const int at = line_start[line] + column * Layout::kPartBytes + piece * 16;
-      unsigned char* panels = static_cast<unsigned char*>(args.packed) +
-                              static_cast<long long>(tile + line / kVariantLines) * Layout::kTileBytes;
-      *reinterpret_cast<uint4*>(panels + Layout::template swizzle<Layout::kPartPieces>(at)) = values.vector();
+      const int offset = (first_column + column) * Layout::kPartBytes + piece * 16;
+      unsigned char* to = static_cast<unsigned char*>(args.packed) + Layout::tile_start(tile) +
+                          Layout::template swizzle<Layout::kPartPieces>(offset);
+      const unsigned* from = staged + column * kColumnPitch + piece * Layout::kPieceItems;
+      const int own = static_cast<int>(threadIdx.x) < kAtOnce * kPieces ? i / kPieces : kLines;
+      for (int line = own; line < kLines; line += kAtOnce) write_line(line, from, to);
     }
+  }
+  __device__ __forceinline__ void write_line(int line, const unsigned* from, unsigned char* to) const {
+    const int tap = line_tap[line];
+    if (tap == Config::kNotPacked) return;
+    const int place = (tap < 0 ? 0 : tap % kTaps) - first_tap;  // zeros are written with the first tap
+    if (kTapParts > 1 && (place < 0 || place >= kTapsAtOnce)) return;
+    Piece<Scalar> values;
+    if (tap >= 0) {
+#pragma unroll
+      for (int k = 0; k < Layout::kPieceItems; ++k) {
+        values.set_bits(k, written_bits(from[place * kPitch + k], tap / kTaps));
+      }
+    }
+    *reinterpret_cast<uint4*>(to + 16ull * static_cast<unsigned>(line_start[line])) = values.vector();
   }
 };
 
@@ -175,9 +240,11 @@ __device__ void run(const Args& args) {
   using Layout = HaloLayout<Config>;
   constexpr int kParts = Config::kOutTile / Config::kColumnsAtOnce;
   ptx::launch_dependents();
-  const int block = static_cast<int>(blockIdx.x), rest = block / kParts;
+  constexpr int kTapParts = Pack<Config>::kTapParts;
+  const int own = static_cast<int>(blockIdx.x), block = own / kTapParts, rest = block / kParts;
   Pack<Config> pack(args, dynamic_shared<unsigned>(), rest / Layout::kChunks * Config::kVariants,
-                    rest % Layout::kChunks, block % kParts * Config::kColumnsAtOnce);
+                    rest % Layout::kChunks, block % kParts * Config::kColumnsAtOnce,
+                    own % kTapParts * Config::kTapsAtOnce);
   pack.stage();
   __syncthreads();
   pack.write();

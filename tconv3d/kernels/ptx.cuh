@@ -77,6 +77,14 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+__device__ __forceinline__ uint4 load_shared(unsigned address) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
 __device__ __forceinline__ void store_shared(unsigned address, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
                :
@@ -472,6 +480,15 @@ __device__ __forceinline__ void copy_words_once(void* to, const void* from, bool
   } else {
     copy_words<kWords>(to, from, inside);
   }
+}
+
+// 16 bytes, or zeros if not `inside`: then nothing is read, and `from` may be any address.
+__device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool inside) {
+  asm volatile(
+      "{ .reg .pred outside; setp.eq.u32 outside, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, outside; "
+      "}" ::"r"(to),
+      "l"(__cvta_generic_to_global(from)), "r"(static_cast<unsigned>(inside))
+      : "memory");
 }
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

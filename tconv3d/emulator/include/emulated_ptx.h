@@ -79,6 +79,12 @@ inline unsigned float_to_tf32(float value) {
 
 inline unsigned shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
+inline uint4 load_shared(unsigned address) {
+  if (address % 16u) emulator::fail("a 16-byte load from shared memory at %u", address);
+  uint4 value;
+  std::memcpy(&value, emulator::shared_pointer(address), sizeof value);
+  return value;
+}
 inline void store_shared(unsigned address, uint4 value) {
   if (address % 16u) emulator::fail("a 16-byte store to shared memory at %u", address);
   std::memcpy(emulator::shared_pointer(address), &value, sizeof value);
@@ -432,6 +438,10 @@ inline void copy_words(void* to, const void* from, bool inside) {
 template <int kWords>
 inline void copy_words_once(void* to, const void* from, bool inside) {
   copy_words<kWords>(to, from, inside);
+}
+
+inline void copy_piece(unsigned to, const void* from, bool inside) {
+  copy_words<4>(emulator::shared_pointer(to), from, inside);
 }
 
 inline void copy_commit() {

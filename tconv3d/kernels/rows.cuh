@@ -1,0 +1,105 @@
+// Writes a tensor as rows of channels, one for each position, in the order of the volume and as tensor cores
+// want the values: what the halo kernel can copy past its registers.
+//
+// A block has 128 bytes of the channels of some positions. Neighbouring threads read neighbouring positions
+// and write neighbouring channels; in between they pass through shared memory.
+#pragma once
+
+#include "operands.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  void* rows;
+  Strides stride;
+  long long volume;  // positions of a batch item
+  int blocks;        // of a batch item's positions
+  Divider by_w, by_h;
+};
+
+template <class Config>
+struct Rows {
+  using Scalar = typename Config::Scalar;
+  static constexpr int kThreads = Config::kThreads;
+  static constexpr int kItems = 16 / static_cast<int>(sizeof(Scalar));  // of a piece
+  static constexpr int kChannels = 8 * kItems, kPositions = Config::kPositions;
+  static constexpr int kPitch = kChannels + 1;  // of a position: neither way meets itself in a bank
+  static constexpr int kTiles = (Config::kAllChannels + kChannels - 1) / kChannels;
+  static constexpr int kAtOnce = Config::kPairs ? 2 : 1;
+  static constexpr int kLoads = kChannels * kPositions / kThreads / kAtOnce;
+  static_assert(kThreads % kPositions == 0 && kChannels * kPositions % kThreads == 0, "even shares");
+  static_assert(Config::kSharedBytes >= 4 * kPositions * kPitch, "room for the positions");
+
+  static __device__ __forceinline__ long long offset(const Args& args, long long position) {
+    const int line = divide(static_cast<int>(position), args.by_w);
+    const int sheet = divide(line, args.by_h);
+    const int w = static_cast<int>(position) - line * static_cast<int>(args.by_w.divisor);
+    const int h = line - sheet * static_cast<int>(args.by_h.divisor);
+    return sheet * args.stride.d + h * args.stride.h + w * args.stride.w;
+  }
+
+  // Values as bits, by position and channel. A thread loads kAtOnce neighbouring positions of some channels.
+  static __device__ __forceinline__ void read(const Args& args, unsigned* staged, int n, long long first,
+                                              int first_channel) {
+    constexpr int kOwn = kPositions / kAtOnce;  // threads of a channel
+    const int own = static_cast<int>(threadIdx.x) % kOwn * kAtOnce;
+    const int channel = static_cast<int>(threadIdx.x) / kOwn;
+    if (first + own >= args.volume) return;
+    const Scalar* x = static_cast<const Scalar*>(args.x) + n * args.stride.n + offset(args, first + own) +
+                      (first_channel + channel) * args.stride.c;
+    constexpr int kStep = kThreads / kOwn;
+    Vector<Scalar, kAtOnce> values[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      values[i] = {};
+      if (first_channel + channel + i * kStep < Config::kAllChannels)
+        values[i] = load_vector<kAtOnce>(x + i * kStep * args.stride.c);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        staged[(own + k) * kPitch + channel + i * kStep] = OperandOf<Scalar>::bits(values[i].at[k]);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void write(const Args& args, const unsigned* staged, int n,
+                                               long long first, int first_channel) {
+    Scalar* rows = static_cast<Scalar*>(args.rows) + (n * args.volume + first) * Config::kAllChannels;
+    for (int i = threadIdx.x; i < 8 * kPositions; i += kThreads) {
+      const int position = i / 8, channel = i % 8 * kItems;
+      if (first + position >= args.volume || first_channel + channel >= Config::kAllChannels) continue;
+      Vector<Scalar, kItems> piece;
+      const unsigned* from = staged + position * kPitch + channel;
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) piece.at[k] = to_scalar(from[k]);
+      store_vector(rows + static_cast<long long>(position) * Config::kAllChannels + first_channel + channel,
+                   piece);
+    }
+  }
+  static __device__ __forceinline__ Scalar to_scalar(unsigned bits) {
+    if constexpr (sizeof(Scalar) == 4) {
+      return ptx::bits_to_float(bits);
+    } else {
+      return Scalar{static_cast<unsigned short>(bits)};
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  using Tile = Rows<Config>;
+  ptx::launch_dependents();
+  unsigned* staged = dynamic_shared<unsigned>();
+  const int block = static_cast<int>(blockIdx.x), rest = block / Tile::kTiles;
+  const int n = rest / args.blocks, first_channel = block % Tile::kTiles * Tile::kChannels;
+  const long long first = static_cast<long long>(rest % args.blocks) * Tile::kPositions;
+  Tile::read(args, staged, n, first, first_channel);
+  __syncthreads();
+  Tile::write(args, staged, n, first, first_channel);
+  ptx::wait_for_previous_launch();  // what waits for this launch also needs the one before it
+}
+
+}  // namespace tconv3d
