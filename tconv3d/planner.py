@@ -36,6 +36,8 @@ from . import (
 from .launch import Launch
 from .problem import Device, Pass, Plan, Problem
 
+WORKSPACE_ALIGN = 256
+
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("up_backward", up_backward_planner),
     ("few_outputs", few_outputs_planner),
@@ -114,23 +116,37 @@ def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
 
 
 def _in_turn(plans: Sequence[Plan]) -> Plan:
-    """One plan of several. Their workspaces lie over one another: what a plan left there, the next may overwrite."""
+    """One plan of several. Their workspaces lie over one another: what a plan left there, the next may overwrite.
+
+    Except for an input gradient that prepares its operands first. The others run between that and the rest of it, so
+    that nothing waits for the preparation, and what it left stays.
+    """
     if len(plans) == 1:
         return plans[0]
-    launches: list[Launch] = []
-    regions: list[tuple[str, int]] = []
-    for plan in plans:
-        own = {name: f"{name} of {plan.passes[0].value}" for name, _ in plan.regions}
-        regions += [(own[name], start) for name, start in plan.regions]
-        launches += [
-            replace(launch, pointers=tuple(own.get(name, name) for name in launch.pointers))
-            for launch in plan.launches
-        ]
+    first, *others = plans
+    early = 1 if first.passes == (Pass.INPUT_GRAD,) and len(first.launches) > 1 else 0
+    start = -(-first.workspace_bytes // WORKSPACE_ALIGN) * WORKSPACE_ALIGN if early else 0
+    launches, regions = _placed(first, 0)
+    for plan in others:
+        later, places = _placed(plan, start)
+        end = len(launches) - early
+        launches = [*launches[:end], *later, *launches[end:]]
+        regions += places
     return Plan(
         " + ".join(plan.kernel for plan in plans),
         "; ".join(plan.why for plan in plans),
         tuple(launches),
-        max(plan.workspace_bytes for plan in plans),
+        max(first.workspace_bytes, *(start + plan.workspace_bytes for plan in others)),
         regions=tuple(regions),
         passes=tuple(which for plan in plans for which in plan.passes),
     )
+
+
+def _placed(plan: Plan, start: int) -> tuple[list[Launch], list[tuple[str, int]]]:
+    """A plan's launches and regions, with names of its own and a workspace that begins at `start`."""
+    places = ([("workspace", 0)] if start else []) + list(plan.regions)
+    own = {name: f"{name} of {plan.passes[0].value}" for name, _ in places}
+    launches = [
+        replace(launch, pointers=tuple(own.get(name, name) for name in launch.pointers)) for launch in plan.launches
+    ]
+    return launches, [(own[name], start + at) for name, at in places]

@@ -432,6 +432,18 @@ def test_who_adds_up_the_bias() -> None:
         assert plans == ["hopper_weight_grad"] + ["channel_sum"] * (not together)
 
 
+def test_an_input_gradient_packs_its_weight_first() -> None:
+    """The weight's gradient is computed between, in a workspace of its own."""
+    weight = problem(Layer(64, 32, (8, 8, 16), T3, T2, T1))
+    both = replace(weight, which=Pass.INPUT_GRAD), weight
+    packs = planner.plan(both[0], H200)
+    plan = planner.plan_gradients(both, H200)
+    assert [launch.kernel for launch in plan.launches] == ["pack", "hopper_weight_grad", "reduce_taps", "halo"]
+    start = dict(plan.regions)["workspace of weight_grad"]
+    assert packs.workspace_bytes <= start == plan.workspace_bytes - planner.plan(weight, H200).workspace_bytes
+    assert not any(launch.pointers.count("workspace") for launch in plan.launches[1:3])
+
+
 def test_no_block_claims_registers_that_it_has_not() -> None:
     for share in hopper_weight_grad_planner.SHARES:
         threads = 128 * (hopper_weight_grad_planner.CONSUMERS + share.producers)
