@@ -19,14 +19,17 @@ from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
 from .weight_grad_planner import WORKSPACE_BYTES
 
 THREADS, THREADS_OF_SUM = 512, 256
-ROWS = 32  # of a chunk
-PIECES = 32  # of 16 bytes, that a tile has of a row
-PITCH_BYTES = 544  # from row to row in shared memory
+# Of a chunk, by taps along w: rows, pieces of 16 bytes that a tile has of each, bytes from row to row.
+ROWS = {1: 64, 2: 32, 3: 64}
+PIECES = {1: 16, 2: 32, 3: 48}
+PITCH_BYTES = {1: 272, 2: 544, 3: 784}
 MAX_COLUMNS = 64
 MAX_SUMS = 128  # registers of a thread that hold weight gradients
 STAGES = (8, 7, 6, 5, 4, 3)
-# Of producers, input and weight gradient, by the size of an element: two slabs of 16-bit types need more sums.
-REGISTERS = {4: (40, 104, 184), 2: (40, 136, 168)}
+# Of producers, input and weight gradient, by the size of an element: two slabs of 16-bit types need more sums,
+# and producers of three taps along w copy to more places.
+REGISTERS = {4: (40, 104, 184), 2: (40, 120, 176)}
+REGISTERS_OF_THREE = (56, 104, 176)
 
 # What a multiprocessor does, in cycles, for choosing between tilings.
 L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # moved per cycle
@@ -58,6 +61,14 @@ class Tiling:
         return cls(g, dtype, columns, chunks, ranges, stages, 1 + -(-(stages + 1) // chunks))
 
     @property
+    def rows(self) -> int:
+        return ROWS[self.geometry.kernel[2]]
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.rows * PITCH_BYTES[self.geometry.kernel[2]]
+
+    @property
     def kinds(self) -> int:
         """Blocks that walk over the same positions."""
         return -(-self.geometry.in_channels // self.columns) * self.ranges
@@ -65,29 +76,32 @@ class Tiling:
     @property
     def resident_bytes(self) -> int:
         """Of weights, the stages of x, and a table of rows."""
-        item = ITEM_BYTES[self.dtype]
-        return self.columns * (self.chunks * 2 * ROWS * item + self.stages_x * 8 * PIECES) + self.chunks * ROWS * 8
+        rows = self.chunks * self.rows
+        weights = rows * self.geometry.kernel[2] * ITEM_BYTES[self.dtype]
+        return self.columns * (weights + self.stages_x * 256) + rows * 8
 
     @property
     def shared_bytes(self) -> int:
-        barriers = 16 * (self.stages + self.stages_x + 1)
-        return self.resident_bytes + self.stages * ROWS * PITCH_BYTES + barriers
+        barriers = 8 * (2 * self.stages + 3 * self.stages_x + 2)
+        return self.resident_bytes + self.stages * self.stage_bytes + barriers
 
     @property
     def tile_cycles(self) -> float:
-        return self.chunks * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) + TILE_OVERHEAD
+        words = self.rows * self.geometry.kernel[2] // 64  # of K, to those of two taps
+        return self.chunks * words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) + TILE_OVERHEAD
 
     def __str__(self) -> str:
-        return f"{self.columns} input channels x {self.chunks} x {ROWS} rows, {self.stages} stages"
+        return f"{self.columns} input channels x {self.chunks} x {self.rows} rows, {self.stages} stages"
 
 
 def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
     """Every division of input channels, each with as few ranges of rows as registers and shared memory allow."""
     found = []
-    rows = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS)
+    taps = g.kernel[2]
+    rows, slabs = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS[taps]), 1 if taps == 2 else taps
     for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
         columns = -(-g.in_channels // (8 * in_tiles)) * 8
-        ranges = -(-rows // (2 * (MAX_SUMS // (columns // 2))))
+        ranges = -(-rows // (2 * (MAX_SUMS // (slabs * columns // 2))))
         while ranges <= rows:
             chunks = -(-rows // ranges)
             made = (Tiling.deep(g, dtype, columns, chunks, ranges, stages) for stages in STAGES)
@@ -100,16 +114,16 @@ def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
 
 
 def pieces_of(p: Problem) -> int:
-    """Of a row: 16 bytes of dy, 8 of x."""
-    return p.batch * prod(p.input_size) * p.item_bytes // 8
+    """Of a row of dy: 16 bytes each."""
+    return p.batch * prod(p.input_size) * p.geometry.kernel[2] * p.item_bytes // 16
 
 
 def tiles_of(p: Problem) -> int:
-    return -(-pieces_of(p) // PIECES)
+    return -(-pieces_of(p) // PIECES[p.geometry.kernel[2]])
 
 
 def _vectors(p: Problem, q: Problem) -> bool:
-    """Whether two pieces of x, counted through all lines of the batch, are always 16 bytes in a row."""
+    """Whether 16 bytes of positions, counted through all lines of the batch, always lie in a row."""
     n, c, d, h, _ = (stride * p.item_bytes % 16 == 0 for stride in q.input)
     lines = d and h and p.input_size[2] * p.item_bytes % 16 == 0
     dense = q.input[2:4] == contiguous(p.input_size)[:2] and prod(p.input_size) * p.item_bytes % 16 == 0
@@ -171,8 +185,10 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
         return "groups"
     if any(axis.padding or (axis.dilation > 1 and axis.kernel > 1) for axis in g.axes):
         return "padding or dilation"
-    if any(axis.kernel != axis.stride for axis in g.axes) or g.kernel[2] != 2:
-        return "the kernel is not the stride, or not 2 along w"
+    if any(axis.kernel != axis.stride for axis in g.axes):
+        return "the kernel is not the stride"
+    if g.kernel[2] != 2 and (p.item_bytes != 4 or g.kernel[2] not in ROWS):
+        return "the kernel is not 2 along w, nor 1 or 3 in TF32"
     if not _whole_pieces(p, q):
         return "lines of positions are not whole pieces of 16 bytes in contiguous tensors"
     if not 0 < p.batch * prod(p.input_size) < 2**30:
@@ -188,8 +204,9 @@ def _whole_pieces(p: Problem, q: Problem) -> bool:
     g, item = p.geometry, p.item_bytes
     weight = contiguous((g.in_channels, g.out_channels, *g.kernel))
     dense = p.input == contiguous((p.batch, g.in_channels, *p.input_size)) and p.weight == q.weight == weight
-    lines = q.input[4] == 1 and p.output[4] == 1 and p.input_size[2] * item % 8 == 0
-    dy, x = all(v * item % 16 == 0 for v in p.output[:4]), all(v * item % 8 == 0 for v in q.input[:4])
+    whole = 8 if g.kernel[2] == 2 else 16
+    lines = q.input[4] == 1 and p.output[4] == 1 and p.input_size[2] * item % whole == 0
+    dy, x = all(v * item % 16 == 0 for v in p.output[:4]), all(v * item % whole == 0 for v in q.input[:4])
     return dense and lines and dy and x and p.aligned and q.aligned
 
 
@@ -282,7 +299,7 @@ def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
             int32s(tiles_of(p), parts.splits, pieces_of(p), int(_vectors(p, q))),
             divider(size[0]),
             divider(size[1]),
-            divider(size[2] * p.item_bytes // 8),
+            divider(size[2] * p.geometry.kernel[2] * p.item_bytes // 16),
         ),
     )
 
@@ -312,7 +329,7 @@ def sum_of_parts(p: Problem, parts: Parts) -> Launch:
 
 def _constants(p: Problem, tiling: Tiling) -> Constants:
     g = p.geometry
-    producer, input_grad, weight_grad = REGISTERS[p.item_bytes]
+    producer, input_grad, weight_grad = REGISTERS_OF_THREE if g.kernel[2] == 3 else REGISTERS[p.item_bytes]
     return (
         ("kThreads", THREADS),
         ("kMinBlocks", 1),

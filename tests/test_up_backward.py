@@ -26,6 +26,8 @@ LAYERS = {
     "nothing whole": Layer(20, 12, (3, 3, 12), T2, T2),
     "lines of two tiles": Layer(24, 20, (3, 5, 72), T2, T2, batch=1),
     "one along d, four along h": Layer(72, 7, (3, 3, 8), (1, 4, 2), (1, 4, 2)),
+    "one tap": Layer(24, 70, (3, 5, 12), (1, 1, 1), (1, 1, 1), batch=3),
+    "three taps": Layer(20, 13, (2, 5, 8), (3, 2, 3), (3, 2, 3)),
     "output padding": Layer(12, 9, (2, 3, 4), (2, 3, 2), (2, 3, 2), output_padding=(1, 2, 0), batch=3),
 }
 HALVES = {torch.float16: ["nothing whole"], torch.bfloat16: ["lines of two tiles", "output padding"]}

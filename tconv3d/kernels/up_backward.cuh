@@ -1,31 +1,32 @@
-// All gradients of an up-convolution (kernel equal to stride, no padding; two taps along w) from one reading
-// of dy, on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16). Every output belongs to one position q
-// and one tap t:
+// All gradients of an up-convolution (kernel equal to stride, no padding; two taps along w, or in TF32 one or
+// three) from one reading of dy, on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16). Every output
+// belongs to one position q and one tap t:
 //   dx[ci][q]      = sum over co, t of  w[ci][co][t] * dy[co][stride*q + t]
 //   dw[ci][co][t]  = sum over q of      x[ci][q]     * dy[co][stride*q + t]
 //   db[co]         = sum of dy[co]
 //
-// A row is what dy has of one (co, tap along d, tap along h): the two taps along w of neighbouring positions,
-// side by side as in memory. A tile is 128 words of every row, a chunk 32 rows of a tile. A block owns some
-// input channels and a range of rows, keeps their weights in shared memory and their dw in registers, and
-// walks over tiles:
+// A row is what dy has of one (co, tap along d, tap along h): the taps along w of neighbouring positions,
+// side by side as in memory. A tile is 128 words of every row (64 positions, where there are not two taps), a
+// chunk 32 (64) rows of a tile. A block owns some input channels and a range of rows, keeps their weights in
+// shared memory and their dw in registers, and walks over tiles:
 //
-//   producers        copy the chunks of the tile past the registers into a ring, and x into another, where
-//   they
-//                    round and order it when it has arrived
+//   producers        copy the chunks of the tile past the registers into a ring, and x into another
 //   input grad       one warpgroup: rows are positions, K is (row, tap along w), columns are input channels
 //   weight grad      two warpgroups, every other chunk each: rows are (row, tap along w), K is positions,
-//   columns
-//                    are input channels. They also add up what they load: db
+//                    columns are input channels. They first round and order x in its place, and add up what
+//                    they load: db
 //
 // dy goes to tensor cores through registers in both products, so it may lie in shared memory as it is in
-// memory, and is rounded to TF32 on the way. 16 bytes of it, a piece (two positions of TF32, four of 16-bit
-// types, with both taps), are all that a lane needs of a row for one instruction:
+// memory, and is rounded to TF32 on the way. With two taps along w, 16 bytes of it, a piece (two positions of
+// TF32, four of 16-bit types, with both taps), are all that a lane needs of a row for one instruction:
 //   input grad    lane (g, t) of a warp loads piece g of rows t and t + 4
 //   weight grad   lane (g, t) of a warp loads pieces t and t + 4 of row g
 // K may be permuted at will if both operands are: weights and x are stored in the order that follows from
 // this. Rows are 136 words apart, so that neither way meets a bank twice (the weight gradient takes rows 0,
-// 2, 1, 3, ...).
+// 2, 1, 3, ...). With one or three taps lanes load words, of one tap at a time:
+//   input grad    positions g and g + 8 of rows 2t and 2t + 1
+//   weight grad   positions t and t + 4 of rows g and g + 8
+// and rows are 4 words more than a multiple of 32 apart, for the same reason.
 //
 // Parts of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
 // If there are several ranges, so are those of dx.
@@ -59,18 +60,20 @@ struct UpBackward {
   static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
   static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
   static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
-  static constexpr int kRows = 32;                // of a chunk
-  static constexpr int kPieces = 32;              // of a row of a tile
-  static constexpr int kPitch = 4 * kPieces + 8;  // from row to row, in words
-  static constexpr int kBlockWords = 32;          // of K in a swizzled row: 128 bytes
+  static constexpr int kTaps = C::kKernelW;                      // along w
+  static constexpr bool kPairs = kTaps == 2;                     // a piece has whole pairs of taps
+  static constexpr int kRows = kPairs ? 32 : 64;                 // of a chunk
+  static constexpr int kPieces = kPairs ? 32 : 16 * kTaps;       // of a row of a tile
+  static constexpr int kPitch = 4 * kPieces + (kPairs ? 8 : 4);  // from row to row, in words
+  static constexpr int kBlockWords = 32;                         // of K in a swizzled row: 128 bytes
   static constexpr int kStepBytes = 32;
-  static constexpr int kTaps = 2;  // along w
   static constexpr int kPlanes = C::kKernelD * C::kKernelH;
   static constexpr int kRowsAll = C::kOut * kPlanes;
   static constexpr int kChunkWords = kRows * kTaps / kPerWord;  // of K, in the weights
   static constexpr int kWeightWords = C::kChunks * kChunkWords;
   static constexpr int kSums = C::kColumns / 2;
-  static constexpr int kSlabs = kPerWord;  // of 64 positions, in a tile
+  static constexpr int kSlabs = kPerWord;               // of 64 positions, in a tile
+  static constexpr int kTapSlabs = kPairs ? 1 : kTaps;  // of 64 rows of the weight gradient, in a chunk
   static constexpr int kInTiles = (C::kIn + C::kColumns - 1) / C::kColumns;
   static constexpr int kKinds = kInTiles * C::kRanges;
   static constexpr int kConsumers = C::kThreads - 128;
@@ -80,7 +83,8 @@ struct UpBackward {
   static constexpr int kWeightBytes = 4 * kWeightWords * C::kColumns;
 
   static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 3 && C::kStagesX >= 2);
-  static_assert(C::kKernelW == kTaps && C::kRanges * C::kChunks * kRows >= kRowsAll);
+  static_assert(C::kRanges * C::kChunks * kRows >= kRowsAll);
+  static_assert(kPairs || (kRounded && (kTaps == 1 || kTaps == 3)));
 
   // Where a piece of a tile is in the tensors.
   struct Place {
@@ -119,8 +123,11 @@ struct UpBackward {
   __device__ __forceinline__ unsigned empty_x(int stage) const {
     return barriers + 8 * (2 * C::kStages + C::kStagesX + stage);
   }
+  __device__ __forceinline__ unsigned ordered_x(int stage) const {
+    return barriers + 8 * (2 * C::kStages + 2 * C::kStagesX + stage);
+  }
   __device__ __forceinline__ unsigned weights_there() const {
-    return barriers + 16 * (C::kStages + C::kStagesX);
+    return barriers + 8 * (2 * C::kStages + 3 * C::kStagesX);
   }
   __device__ __forceinline__ int first_row() const { return range * C::kChunks * kRows; }
 
@@ -142,8 +149,9 @@ struct UpBackward {
         ptx::barrier_init(empty(i), 8);
       }
       for (int i = 0; i < C::kStagesX; ++i) {
-        ptx::barrier_init(full_x(i), 4);
+        ptx::barrier_init(full_x(i), 128);
         ptx::barrier_init(empty_x(i), 4 * kSharers);
+        ptx::barrier_init(ordered_x(i), 4 * kSharers);
       }
       ptx::barrier_init(weights_there(), kConsumers);
       ptx::fence_barrier_init();
@@ -164,6 +172,7 @@ struct UpBackward {
     return group + row * kBlockWords + (vector ^ row) * 4;
   }
 
+  // Of x. (Where pieces have no pairs of taps, positions stay as they are.)
   __device__ __forceinline__ void order(unsigned* group) const {
     const int row = lane / 4, vector = lane % 4 * 2;
     unsigned* const to[2] = {vector_at(group, row, vector), vector_at(group, row, vector + 1)};
@@ -172,29 +181,62 @@ struct UpBackward {
     for (int k = 0; k < 2; ++k) {
       Vector<unsigned, 4> words;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) words.at[e] = rounded(from[e / 2].at[e % 2 * 2 + k]);
+      for (int e = 0; e < 4; ++e) {
+        words.at[e] = rounded(kPairs ? from[e / 2].at[e % 2 * 2 + k] : from[k].at[e]);
+      }
       *reinterpret_cast<Vector<unsigned, 4>*>(to[k]) = words;
+    }
+  }
+  // Of weights, in as many blocks as hold whole sets of 8 words of every tap: of each tap the words at even
+  // places, then those at odd ones.
+  static constexpr int kSetBlocks = kTaps == 3 ? 3 : 1;
+
+  __device__ __forceinline__ void order_weights(unsigned* group) const {
+    constexpr int kVectors = 2 * kSetBlocks;  // of a lane
+    const int row = lane / 4;
+    unsigned* to[kVectors];
+    unsigned words[4 * kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const int vector = lane % 4 * kVectors + i;
+      to[i] = vector_at(group + vector / 8 * (C::kColumns * kBlockWords), row, vector % 8);
+      const auto loaded = load_vector<4>(to[i]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words[4 * i + e] = rounded(loaded.at[e]);
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      Vector<unsigned, 4> ordered;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) ordered.at[e] = words[(2 * e + i % 2) * kSetBlocks + i / 2];
+      *reinterpret_cast<Vector<unsigned, 4>*>(to[i]) = ordered;
     }
   }
 
   // By all consumers, while the first tile is on its way. The weight of an input channel is one run of (row,
   // tap along w).
   __device__ __forceinline__ void load_weights() const {
-    constexpr int kGroups = kWeightWords / kBlockWords * kGroupsOfBlock, kWarps = kConsumers / 32;
-    for (int i = warp - 4; i < kGroups; i += kWarps) {
-      copy_weights(group_at(weights, 0, i), i / kGroupsOfBlock, i % kGroupsOfBlock * 8);
+    constexpr int kSets = kWeightWords / (kSetBlocks * kBlockWords) * kGroupsOfBlock,
+                  kWarps = kConsumers / 32;
+    for (int i = warp - 4; i < kSets; i += kWarps) {
+#pragma unroll
+      for (int block = 0; block < kSetBlocks; ++block) {
+        copy_weights(i / kGroupsOfBlock * kSetBlocks + block, i % kGroupsOfBlock);
+      }
     }
     ptx::copy_commit();
     ptx::copy_wait<0>();
     if constexpr (kRounded) {  // words of 16-bit types have both taps
       __syncwarp();
-#pragma unroll 4
-      for (int i = warp - 4; i < kGroups; i += kWarps) order(group_at(weights, 0, i));
+#pragma unroll 2
+      for (int i = warp - 4; i < kSets; i += kWarps) {
+        order_weights(group_at(weights, i / kGroupsOfBlock * kSetBlocks, i % kGroupsOfBlock));
+      }
     }
     ptx::fence_async_proxy();
     ptx::barrier_arrive(weights_there());
   }
-  __device__ __forceinline__ void copy_weights(unsigned* group, int block, int first) const {
+  __device__ __forceinline__ void copy_weights(int block, int group) const {
     constexpr int kWordsAll = kRowsAll * kTaps / kPerWord;
     constexpr int kPart = kWordsAll % 4 == 0 ? 4 : kWordsAll % 2 == 0 ? 2 : 1;  // of a vector, in words
     // A weight may begin anywhere among other parameters.
@@ -202,12 +244,12 @@ struct UpBackward {
 #pragma unroll
     for (int i = 0; i < 8 / kPart; ++i) {
       const int row = lane / 8 + i % 2 * 4, part = i / 2 * kPart;
-      const int in = first_in + first + row;
+      const int in = first_in + group * 8 + row;
       const int word = range * kWeightWords + block * kBlockWords + lane % 8 * 4 + part;
       const bool inside = in < C::kIn && word < kWordsAll;
       const Scalar* const from = static_cast<const Scalar*>(args.weight) +
                                  (inside ? (in * static_cast<long long>(kWordsAll) + word) * kPerWord : 0);
-      unsigned* const to = vector_at(group, row, lane % 8) + part;
+      unsigned* const to = vector_at(group_at(weights, block, group), row, lane % 8) + part;
       if (aligned) {
         ptx::copy_words_once<kPart>(to, from, inside);
       } else {
@@ -239,24 +281,22 @@ struct UpBackward {
     found.inside = at < args.pieces;
     found.dy = n * args.dy_strides.n + d * C::kKernelD * args.dy_strides.d +
                h * C::kKernelH * args.dy_strides.h + w * (16 / kItem);
-    found.x = n * args.x_strides.n + d * args.x_strides.d + h * args.x_strides.h + w * (8 / kItem);
-    found.dx = n * args.dx_strides.n + d * args.dx_strides.d + h * args.dx_strides.h + w * (8 / kItem);
+    const long long position =
+        w * (16 / kItem) / kTaps;  // the first, of those whose first tap is in the piece
+    found.x = n * args.x_strides.n + d * args.x_strides.d + h * args.x_strides.h + position;
+    found.dx = n * args.dx_strides.n + d * args.dx_strides.d + h * args.dx_strides.h + position;
     return found;
   }
 
   // ---- Producers.
 
   // Of x a warp copies half of K, and every other group.
-
-  __device__ __forceinline__ unsigned* first_group_of_x(int stage) const {
-    return group_at(stages_x + stage * kStageXBytes, warp % 2, warp / 2);
-  }
-
   __device__ __forceinline__ void copy_x(int tile, Ring& stage) const {
     const int vector = warp % 2 * 8 + lane % 8;
-    const Place first = find(tile, 2 * vector), second = find(tile, 2 * vector + 1);
+    const Place first = find(tile, vector * kTaps);
+    const Place second = kPairs && !args.vectors ? find(tile, vector * kTaps + 1) : first;
     int in = first_in + warp / 2 * 8 + lane / 8;
-    unsigned* to = first_group_of_x(stage.index);
+    unsigned* to = group_at(stages_x + stage.index * kStageXBytes, warp % 2, warp / 2);
     ptx::barrier_wait(empty_x(stage.index), stage.parity ^ 1u);
 #pragma unroll 1
     for (int group = warp / 2; group < kGroupsOfBlock; group += 2) {
@@ -267,6 +307,7 @@ struct UpBackward {
       in += 16;
       to += 16 * kBlockWords;
     }
+    ptx::copy_arrive(full_x(stage.index));
     stage.advance(C::kStagesX);
   }
   __device__ __forceinline__ void copy_vector_of_x(unsigned* to, int in, const Place& first,
@@ -274,90 +315,79 @@ struct UpBackward {
     const Scalar* const x = static_cast<const Scalar*>(args.x);
     const bool inside[2] = {in < C::kIn && first.inside, in < C::kIn && second.inside};
     const long long channel = in * args.x_strides.c;
-    if (args.vectors) {
+    if (!kPairs || args.vectors) {
       ptx::copy_words_once<4>(to, x + (inside[0] ? channel + first.x : 0), inside[0]);
     } else {
       ptx::copy_words<2>(to, x + (inside[0] ? channel + first.x : 0), inside[0]);
       ptx::copy_words<2>(to + 2, x + (inside[1] ? channel + second.x : 0), inside[1]);
     }
   }
-  // When at most kPending groups of copies have been committed since.
-  template <int kPending>
-  __device__ __forceinline__ void deliver_x(Ring& stage) const {
-    unsigned* to = first_group_of_x(stage.index);
-    ptx::copy_wait<kPending>();
-    __syncwarp();
-#pragma unroll 1
-    for (int group = warp / 2; group < kGroupsOfBlock; group += 2) {
-      order(to);
-      to += 16 * kBlockWords;
-    }
-    ptx::fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(full_x(stage.index));
-    stage.advance(C::kStagesX);
+  // A warp copies some rows at once, in as many copies as these have 32 pieces.
+  static constexpr int kCopyRows = kPairs ? 1 : 2, kCopies = kCopyRows * kPieces / 32;
+
+  struct Copies {
+    Place at[kCopies];
+  };
+  __device__ __forceinline__ Copies find_all(int tile) const {
+    Copies found;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) found.at[i] = find(tile, (lane + 32 * i) % kPieces);
+    return found;
   }
 
-  __device__ __forceinline__ void copy_chunk(int stage, int chunk, const Place& place) const {
-    constexpr int kOwn = kRows / 4, kHalf = kOwn / 2;
+  __device__ __forceinline__ void copy_chunk(const Ring& stage, int chunk, const Copies& copies) const {
+    constexpr int kOwn = kRows / 4, kAtOnce = kCopies == 1 ? 4 : 2;  // whose offsets are loaded before
     constexpr bool kWhole = C::kRanges * C::kChunks * kRows == kRowsAll;
-    // Every row of a position is inside the tensor: also of the first, where the piece is not.
-    const Scalar* const first = static_cast<const Scalar*>(args.dy) + (place.inside ? place.dy : 0);
-    unsigned* const to = stages + stage * (kStageBytes / 4) + warp * kOwn * kPitch + lane * 4;
+    const Scalar* const dy = static_cast<const Scalar*>(args.dy);
+    unsigned* const to = stages + stage.index * (kStageBytes / 4) + warp * kOwn * kPitch;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = chunk * kRows + warp * kOwn + half * kHalf;
-      long long offsets[kHalf];
+    for (int begin = 0; begin < kOwn; begin += kAtOnce * kCopyRows) {
+      long long offsets[kAtOnce][kCopies];
+      const int first = chunk * kRows + warp * kOwn + begin;
 #pragma unroll
-      for (int i = 0; i < kHalf; ++i) offsets[i] = rows[row + i];
+      for (int i = 0; i < kAtOnce * kCopies; ++i) {
+        const int row = i / kCopies * kCopyRows + (lane + 32 * (i % kCopies)) / kPieces;
+        offsets[i / kCopies][i % kCopies] = rows[first + row];
+      }
+      if (begin == 0) ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
 #pragma unroll
-      for (int i = 0; i < kHalf; ++i) {
-        const bool inside = place.inside && (kWhole || first_row() + row + i < kRowsAll);
-        ptx::copy_words_once<4>(to + (half * kHalf + i) * kPitch, first + offsets[i], inside);
+      for (int i = 0; i < kAtOnce * kCopies; ++i) {
+        const Place& place = copies.at[i % kCopies];
+        const int piece = lane + 32 * (i % kCopies), row = i / kCopies * kCopyRows + piece / kPieces;
+        const bool inside = place.inside && (kWhole || first_row() + first + row < kRowsAll);
+        // Every row of a position is inside the tensor: also of the first, where the piece is not.
+        ptx::copy_words_once<4>(to + (begin + row) * kPitch + piece % kPieces * 4,
+                                dy + (place.inside ? place.dy : 0) + offsets[i / kCopies][i % kCopies],
+                                inside);
       }
     }
-    ptx::copy_arrive(full(stage));
+    ptx::copy_arrive(full(stage.index));
   }
 
-  // x is asked for kEarly chunks before the first of its tile, as early as its stage is sure to be empty, and
-  // delivered kLate chunks after it, when the ring has room for one more: that one is asked for before
-  // anybody waits.
+  // x is asked for kEarly chunks before the first of its tile, as early as its stage is sure to be empty.
   static constexpr int kLag = C::kChunks * (C::kStagesX - 1) - C::kStages;
   static constexpr int kEarly = kLag < 0 ? 0 : kLag < 4 ? kLag : 4;
-  static constexpr int kMostLate = C::kChunks * C::kStagesX - kEarly - 1;
-  static constexpr int kLate = C::kStages - 2 < kMostLate ? C::kStages - 2 : kMostLate;
 
   __device__ __forceinline__ void produce() const {
     // The same in tiles, and the chunk of a tile.
     constexpr int kTilesEarly = (kEarly + C::kChunks - 1) / C::kChunks;
     constexpr int kChunkEarly = kTilesEarly * C::kChunks - kEarly;
-    constexpr int kTilesLate = kLate / C::kChunks, kChunkLate = kLate % C::kChunks;
-    Ring stage, asked, delivered;
-    static_for<kEarly>([&](auto i) {
-      const int tile = split + i / C::kChunks * args.splits;
-      if (i % C::kChunks == 0 && tile < args.tiles) copy_x(tile, asked);
-      ptx::copy_commit();
-    });
-    int behind = 0;  // tiles whose x has not been delivered
+    Ring stage, stage_x;
+#pragma unroll 1
+    for (int i = 0; i < kTilesEarly; ++i) {
+      if (split + i * args.splits < args.tiles) copy_x(split + i * args.splits, stage_x);
+    }
 #pragma unroll 1
     for (int tile = split; tile < args.tiles; tile += args.splits) {
-      const Place place = find(tile, lane);
+      const Copies copies = find_all(tile);
       const int next = tile + kTilesEarly * args.splits;
-      ++behind;
 #pragma unroll 1
       for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-        if (chunk == kChunkEarly && next < args.tiles) copy_x(next, asked);
-        ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
-        copy_chunk(stage.index, chunk, place);
-        ptx::copy_commit();
+        if (chunk == kChunkEarly && next < args.tiles) copy_x(next, stage_x);
+        copy_chunk(stage, chunk, copies);
         stage.advance(C::kStages);
-        if (chunk == kChunkLate && behind > kTilesLate) {
-          deliver_x<kEarly + kLate>(delivered);
-          --behind;
-        }
       }
     }
-    for (; behind > 0; --behind) deliver_x<0>(delivered);
   }
 
   // ---- Consumers.
@@ -373,19 +403,35 @@ struct UpBackward {
   struct Batch {
     unsigned words[2][4];
   };
-  static constexpr int kBatches = 4;  // of a chunk
+  static constexpr int kBatches = kPairs ? 4 : 4 * kTaps;  // of a chunk
 
   // What a lane loads for a batch, and the operands that it is put together to.
   struct Loaded {
     Vector<unsigned, 4> first, second;
   };
-  static __device__ __forceinline__ Loaded load_positions(const unsigned* from) {
-    return Loaded{load_vector<4>(from), load_vector<4>(from + 4 * kPitch)};
+  __device__ __forceinline__ Loaded load_positions(const unsigned* stage, int batch) const {
+    const int position = warp % 4 * 16 + lane / 4;
+    if constexpr (kPairs) {
+      const unsigned* const from = stage + (batch * 8 + lane % 4) * kPitch + position_piece() * 4;
+      return Loaded{load_vector<4>(from), load_vector<4>(from + 4 * kPitch)};
+    }
+    Loaded loaded;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {  // two steps: of 8 rows, one tap
+      const int step = 2 * batch + e / 4, row = step / kTaps * 8 + lane % 4 * 2 + e % 4 / 2;
+      const unsigned word = stage[row * kPitch + (position + e % 2 * 8) * kTaps + step % kTaps];
+      (e < 4 ? loaded.first : loaded.second).at[e % 4] = word;
+    }
+    return loaded;
   }
+  __device__ __forceinline__ int position_piece() const { return warp % 4 * 8 + lane / 4; }
   static __device__ __forceinline__ void arrange(Batch& to, const Loaded& from) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if constexpr (kRounded) {  // of each position both taps: the taps are 4 apart in K
+      if constexpr (!kPairs) {
+        to.words[0][e] = rounded(from.first.at[e]);
+        to.words[1][e] = rounded(from.second.at[e]);
+      } else if constexpr (kRounded) {  // of each position both taps: the taps are 4 apart in K
         to.words[0][e] = rounded(from.first.at[e % 2 * 2 + e / 2]);
         to.words[1][e] = rounded(from.second.at[e % 2 * 2 + e / 2]);
       } else {
@@ -397,18 +443,17 @@ struct UpBackward {
 
   __device__ __forceinline__ void multiply_chunk(float (&sums)[kSlabs][kSums], Batch (&batches)[2],
                                                  const Ring& stage, unsigned long long b) const {
-    const unsigned* const from =
-        stages + stage.index * (kStageBytes / 4) + lane % 4 * kPitch + (warp % 4 * 8 + lane / 4) * 4;
+    const unsigned* const from = stages + stage.index * (kStageBytes / 4);
     // What is rounded next is on its way while products run; 16-bit types need the registers.
-    Loaded loaded = load_positions(from);
+    Loaded loaded = load_positions(from, 0);
     static_for<kBatches>([&](auto i) {
       constexpr int kI = decltype(i)::value;
       constexpr bool kLast = kI == kBatches - 1;
       Batch& batch = batches[kI % 2];
       ptx::matrix_wait<1>();
-      if constexpr (!kRounded && kI > 0) loaded = load_positions(from + 8 * kI * kPitch);
+      if constexpr (!kRounded && kI > 0) loaded = load_positions(from, kI);
       arrange(batch, loaded);
-      if constexpr (kRounded && !kLast) loaded = load_positions(from + 8 * (kI + 1) * kPitch);
+      if constexpr (kRounded && !kLast) loaded = load_positions(from, kI + 1);
       if constexpr (kLast) release(stage.index);
       ptx::matrix_fence();
       static_for<2>([&](auto k) {
@@ -422,7 +467,23 @@ struct UpBackward {
   }
 
   // One range's sums are dx; those of several are added afterwards.
-  __device__ __forceinline__ void store_positions(const float (&sums)[kSlabs][kSums], long long at) const {
+  __device__ __forceinline__ void store_positions(const float (&sums)[kSlabs][kSums], int tile) const {
+    if constexpr (kPairs) {
+      const Place place = find(tile, position_piece());
+      if (place.inside) store_columns<2 * kSlabs>(sums, 0, place.dx);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int position = warp % 4 * 16 + half * 8 + lane / 4;
+        const Place place = find(tile, position / 4 * kTaps);
+        if (place.inside) store_columns<1>(sums, half, place.dx + position % 4);
+      }
+    }
+  }
+  // So many neighbouring positions, from a lane's `first` on.
+  template <int kCount>
+  __device__ __forceinline__ void store_columns(const float (&sums)[kSlabs][kSums], int first,
+                                                long long at) const {
     using To = typename Choose<C::kRanges == 1, Scalar, float>::type;
     To* const to = static_cast<To*>(args.dx) + range * args.dx_pitch + at;
 #pragma unroll
@@ -431,12 +492,12 @@ struct UpBackward {
       for (int e = 0; e < 2; ++e) {
         const int in = first_in + 8 * j + lane % 4 * 2 + e;
         if (C::kIn % C::kColumns != 0 && in >= C::kIn) continue;
-        Vector<To, 2 * kSlabs> values;
+        Vector<To, kCount> values;
 #pragma unroll
-        for (int k = 0; k < 2 * kSlabs; ++k) {
-          values.at[k] = Narrow<To>::from(sums[k / 2][4 * j + k % 2 * 2 + e]);
+        for (int k = 0; k < kCount; ++k) {
+          values.at[k] = Narrow<To>::from(sums[k / 2][4 * j + (first + k) % 2 * 2 + e]);
         }
-        *reinterpret_cast<Vector<To, 2 * kSlabs>*>(to + in * args.dx_strides.c) = values;
+        *reinterpret_cast<Vector<To, kCount>*>(to + in * args.dx_strides.c) = values;
       }
     }
   }
@@ -462,8 +523,7 @@ struct UpBackward {
       ptx::matrix_wait<0>();
 #pragma unroll
       for (int i = 0; i < kSlabs * kSums; ++i) ptx::pin(sums[i / kSums][i % kSums]);
-      const Place place = find(tile, warp % 4 * 8 + lane / 4);
-      if (place.inside) store_positions(sums, place.dx);
+      store_positions(sums, tile);
       __syncwarp();
     }
   }
@@ -504,45 +564,76 @@ struct UpBackward {
     }
   }
 
-  // The row of a chunk that this lane has.
+  // Rows 8 apart at two positions, one tap.
+  static __device__ __forceinline__ void load_rows(unsigned (&to)[4], float (&sum)[2], const unsigned* from) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const unsigned word = from[e % 2 * 8 * kPitch + e / 2 * 4 * kTaps];
+      sum[e % 2] += ptx::bits_to_float(word);
+      to[e] = rounded(word);
+    }
+  }
+
+  // The row of a chunk that this lane has, or the first of two.
   __device__ __forceinline__ int row_of_lane() const {
     const int g = lane / 4;
+    if (!kPairs) return warp % 4 * 16 + g;
     return warp % 4 * 8 + (g & 4) + (g & 1) * 2 + (g >> 1 & 1);
+  }
+
+  // By all warps of the weight gradient, each some groups, when a tile's x has arrived.
+  __device__ __forceinline__ void order_x(const Ring& stage) const {
+    ptx::barrier_wait(full_x(stage.index), stage.parity);
+#pragma unroll
+    for (int i = 0; i < 2 * kGroupsOfBlock; i += 4 * kSharers) {
+      const int group = i + warp - 8;
+      if (2 * kGroupsOfBlock % (4 * kSharers) == 0 || group < 2 * kGroupsOfBlock) {
+        order(group_at(stages_x + stage.index * kStageXBytes, 0, group));
+      }
+    }
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(ordered_x(stage.index));
+    ptx::barrier_wait(ordered_x(stage.index), stage.parity);
   }
 
   template <int kWho>
   __device__ __forceinline__ void weight_grad() const {
     constexpr int kOwn = (C::kChunks - kWho + kSharers - 1) / kSharers, kSome = kOwn > 0 ? kOwn : 1;
-    constexpr int kDepth = 3, kSteps = 8;  // operands in registers; steps of a chunk
-    float sums[kSome][kSums], bias[kSome];
+    constexpr int kDepth = 3, kSteps = 8 * kTapSlabs;  // operands in registers; steps of a chunk
+    float sums[kSome][kTapSlabs][kSums], bias[kSome][2];
     unsigned steps[kDepth][4];
 #pragma unroll
     for (int m = 0; m < kSome; ++m) {
-      bias[m] = 0.0f;
+      bias[m][0] = bias[m][1] = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[m][i] = 0.0f;
+      for (int i = 0; i < kTapSlabs * kSums; ++i) sums[m][i / kSums][i % kSums] = 0.0f;
     }
     Ring stage, stage_x;
-    const unsigned* const first = stages + row_of_lane() * kPitch + lane % 4 * 4;
+    const unsigned* const first = stages + row_of_lane() * kPitch + lane % 4 * (kPairs ? 4 : kTaps);
 #pragma unroll 1
     for (int tile = split; tile < args.tiles; tile += args.splits) {
       const unsigned long long b =
           ptx::matrix_descriptor<128>(ptx::shared_address(stages_x) + stage_x.index * kStageXBytes, 8 * 128);
-      ptx::barrier_wait(full_x(stage_x.index), stage_x.parity);
+      order_x(stage_x);
       static_for<C::kChunks>([&](auto c) {
         constexpr int kChunk = decltype(c)::value, kM = kChunk / kSharers;
         if constexpr (kChunk % kSharers == kWho) {
           ptx::barrier_wait(full(stage.index), stage.parity);
           const unsigned* const from = first + stage.index * (kStageBytes / 4);
           static_for<kSteps>([&](auto i) {
-            constexpr int kI = decltype(i)::value;
+            constexpr int kI = decltype(i)::value, kK = kI / kTapSlabs, kTap = kI % kTapSlabs;
             auto& step = steps[(kM * kSteps + kI) % kDepth];
             ptx::matrix_wait<kDepth - 1>();
-            load_row(step, bias[kM], from + 16 * kI);
+            if constexpr (kPairs) {
+              load_row(step, bias[kM][0], from + 16 * kK);
+            } else {
+              load_rows(step, bias[kM], from + 8 * kK * kTaps + kTap);
+            }
             if constexpr (kI == kSteps - 1) release(stage.index);
             ptx::matrix_fence();
             ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
-                sums[kM], step, ptx::advance(b, kI / 4 * (C::kColumns * 128) + kI % 4 * kStepBytes));
+                sums[kM][kTap], step, ptx::advance(b, kK / 4 * (C::kColumns * 128) + kK % 4 * kStepBytes));
             ptx::matrix_commit();
           });
         }
@@ -556,28 +647,48 @@ struct UpBackward {
     if constexpr (kOwn > 0) {
 #pragma unroll
       for (int m = 0; m < kOwn; ++m) {
-        store_rows(sums[m], bias[m], first_row() + (m * kSharers + kWho) * kRows + row_of_lane());
+        store_chunk(sums[m], bias[m], first_row() + (m * kSharers + kWho) * kRows + row_of_lane());
       }
     }
   }
 
-  __device__ __forceinline__ void store_rows(const float (&sums)[kSums], float bias, int row) const {
-    bias += __shfl_xor_sync(0xFFFFFFFFu, bias, 1);
-    bias += __shfl_xor_sync(0xFFFFFFFFu, bias, 2);
-    if (row >= kRowsAll) return;
-    const int out = row / kPlanes, plane = row % kPlanes;
-    if (args.bias_parts != nullptr && first_in == 0 && lane % 4 == 0) {
-      static_cast<float*>(args.bias_parts)[(split * kPlanes + plane) * args.db_pitch + out] = bias;
+  __device__ __forceinline__ void store_chunk(const float (&sums)[kTapSlabs][kSums], const float (&bias)[2],
+                                              int row) const {
+    if constexpr (kPairs) {
+      store_bias(bias[0], row);
+      if (row < kRowsAll) store_row<2>(sums[0], 0, row * kTaps);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        store_bias(bias[half], row + 8 * half);
+        if (row + 8 * half >= kRowsAll) continue;
+#pragma unroll
+        for (int tap = 0; tap < kTaps; ++tap) store_row<1>(sums[tap], half, (row + 8 * half) * kTaps + tap);
+      }
     }
-    float* const to = static_cast<float*>(args.parts) + split * args.dw_pitch + row * kTaps;
+  }
+  __device__ __forceinline__ void store_bias(float sum, int row) const {
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+    if (row >= kRowsAll || args.bias_parts == nullptr || first_in != 0 || lane % 4 != 0) return;
+    const int out = row / kPlanes, plane = row % kPlanes;
+    static_cast<float*>(args.bias_parts)[(split * kPlanes + plane) * args.db_pitch + out] = sum;
+  }
+  // One or both of a lane's rows of the product.
+  template <int kCount>
+  __device__ __forceinline__ void store_row(const float (&sums)[kSums], int first, int at) const {
+    float* const to = static_cast<float*>(args.parts) + split * args.dw_pitch + at;
 #pragma unroll
     for (int j = 0; j < C::kColumns / 8; ++j) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int in = first_in + 8 * j + lane % 4 * 2 + e;
         if (C::kIn % C::kColumns != 0 && in >= C::kIn) continue;
-        *reinterpret_cast<Vector<float, 2>*>(to + in * static_cast<long long>(kRowsAll * kTaps)) =
-            Vector<float, 2>{sums[4 * j + e], sums[4 * j + 2 + e]};
+        Vector<float, kCount> values;
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) values.at[k] = sums[4 * j + (first + k) * 2 + e];
+        *reinterpret_cast<Vector<float, kCount>*>(to + in * static_cast<long long>(kRowsAll * kTaps)) =
+            values;
       }
     }
   }
