@@ -34,12 +34,13 @@ REGISTERS_OF_THREE = (56, 104, 176)
 # What a multiprocessor does, in cycles, for choosing between tilings.
 L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # moved per cycle
 CHUNK_CYCLES, CHUNK_COLUMN_CYCLES = 500.0, 8.0  # copies; products and x
-TILE_OVERHEAD = 600.0  # storing dx, barriers
+FEW_STAGES = {3: 1.35, 4: 1.1}  # what a chunk takes longer where few are on their way
+TILE_CYCLES, TILE_COLUMN_CYCLES = 600.0, 10.0  # x, storing dx, barriers
 BLOCK_OVERHEAD = 8000.0  # weights, the first tile's way, the sums' way out
 REGION_ALIGN = 256
 LAUNCH = 3500.0  # a kernel that does next to nothing
-APART_EFFICIENCY = 0.8  # of memory, where the other families are at their best
-APART_WORD, APART_REST = 45.0, 60000.0  # a small volume: the sum over K of one tile of dx, everything else
+APART_EFFICIENCY = 0.6  # of memory, where the other families are at their best
+APART_WORD, APART_REST = 65.0, 65000.0  # a small volume: the sum over K of one tile of dx, everything else
 MIN_GAIN = 1.0
 
 
@@ -88,7 +89,8 @@ class Tiling:
     @property
     def tile_cycles(self) -> float:
         words = self.rows * self.geometry.kernel[2] // 64  # of K, to those of two taps
-        return self.chunks * words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) + TILE_OVERHEAD
+        chunk = words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) * FEW_STAGES.get(self.stages, 1.0)
+        return self.chunks * chunk + TILE_CYCLES + TILE_COLUMN_CYCLES * self.columns
 
     def __str__(self) -> str:
         return f"{self.columns} input channels x {self.chunks} x {self.rows} rows, {self.stages} stages"
@@ -98,9 +100,10 @@ def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
     """Every division of input channels, each with as few ranges of rows as registers and shared memory allow."""
     found = []
     taps = g.kernel[2]
-    rows, slabs = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS[taps]), 1 if taps == 2 else taps
+    rows = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS[taps])
+    slabs, step = (1, 8) if taps == 2 else (taps, 16)
     for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
-        columns = -(-g.in_channels // (8 * in_tiles)) * 8
+        columns = -(-g.in_channels // (step * in_tiles)) * step
         ranges = -(-rows // (2 * (MAX_SUMS // (slabs * columns // 2))))
         while ranges <= rows:
             chunks = -(-rows // ranges)
