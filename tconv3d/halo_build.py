@@ -360,6 +360,7 @@ class Build:
             *self.layout_constants,
             ("kField", p.fields),
             ("kLongVectors", 16 // self.item_bytes in self.stored_vectors),
+            ("kFours", 4 in self.stored_vectors and self.item_bytes == 2),
             ("kPairs", 2 in self.stored_vectors),
             ("kPartner", _partners(p.fields, job.written[4] == 1)),
             ("kStoredByPartner", STORED_BY_PARTNER),
@@ -395,20 +396,27 @@ class Build:
     def stored_vectors(self) -> dict[int, int]:
         """What a store along w may take for some volume: so many neighbouring outputs, of so many positions.
 
-        16 bytes, or two outputs. Lines of tiles and of their halos must both be multiples of the positions.
+        16 bytes, or two outputs. Lines of tiles and of their halos must both be multiples of the positions, or be
+        neighbours in memory, so that a plane is one long line: as in runs without padding, which may take four.
         """
         stride = 1 if self.gather else self.geometry.stride[2]
         if stride > 1 and (self.split[2] or stride % 2):
             return {}
-        found = {vector: max(1, vector // min(stride, 2)) for vector in (16 // self.item_bytes, 2)}
+        fours = self.march and stride == 1 and not any(axis.padding for axis in self.geometry.axes[1:])
+        wide = (16 // self.item_bytes, 4) if fours else (16 // self.item_bytes,)
+        found = {vector: max(1, vector // min(stride, 2)) for vector in (*wide, 2)}
         span = self.span[2]
         return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
 
     def vector(self, job: Job, tiling: Tiling) -> int:
         """Neighbouring outputs along w that a store takes: rows begin and end at multiples of it."""
-        rows = (*job.written[:4], job.written_size[2])
+        width = job.written_size[2]
+        lines: tuple[int, ...] = (tiling.tile[2], tiling.halo[2])
+        rows = (*job.written[:4], width)
+        if tiling.length and lines == (width, width) and job.written[3] == width:
+            lines = tuple(height * width for height in (tiling.tile[1], tiling.halo[1]))
+            rows = (*job.written[:3], *lines)
         for vector, positions in self.stored_vectors.items() if job.written[4] == 1 else ():
-            lines = (tiling.tile[2], tiling.halo[2])
             together = positions == 1 or (tiling.items == 1 and not any(line % positions for line in lines))
             if together and not any(row % vector for row in rows):
                 return vector

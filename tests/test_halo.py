@@ -253,6 +253,22 @@ def test_aligned_rows_are_stored_as_vectors(name: str) -> None:
             assert tensors.error < TOLERANCE[case.dtype], (vector, tiling)
 
 
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "slabs"), [("bfloat16", 2), ("float16", 3), ("float32", 2)])
+def test_planes_that_are_one_line_are_stored_four_outputs_at_a_time(dtype: str, slabs: int) -> None:
+    # Lines of 10, planes of 60.
+    case = Case(16, 8, (3, 4, 8), 3, dtype=dtype, batch=3, build={**MARCH, "slabs": slabs})
+    tensors, build = Tensors(case), build_for(case)
+    job = job_of(tensors.problem)
+    found = list(tilings(build, case.batch, job.positions, job.read_size))
+    wanted = [tiling for tiling in found if build.vector(job, tiling) == 4]
+    assert {tiling.length > 0 for tiling in wanted} == {True} and len({tiling.sheets for tiling in wanted}) == 2
+    for tiling in wanted:
+        tensors.y.fill_(float("nan"))
+        tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))
+        assert tensors.error < TOLERANCE[case.dtype], tiling
+
+
 BESIDE: dict[str, object] = {"march": False, "split": (False, False, True), "row_bytes": 64}
 VECTORS = {  # inputs that are loaded by vectors of 16 bytes along w
     "six pieces": Case(40, 8, (2, 3, 16), (2, 3, 3), 1, (0, 1, 1), dtype="float16", build=FLAT),

@@ -297,19 +297,30 @@ struct HaloStores {
                                      stride * (channels * sizeof(Scalar)));
   }
 
+  // Where there are four ways to store, what follows from the lane is found anew for every plane in those
+  // that are rarely taken: registers do not suffice to keep it for all.
+  static __device__ __forceinline__ Writer anew(const Writer& me) {
+    unsigned lane = static_cast<unsigned>(me.lane);
+    if constexpr (Config::kFours) ptx::pin(lane);
+    return {me.warp, static_cast<int>(lane), me.scratch};
+  }
+
   static __device__ __forceinline__ void store_outputs(const Args& args, const Place& at, const Writer& me,
                                                        const Sums& sums, const Slab (&slabs)[Config::kSlabs],
                                                        int plane) {
     constexpr int kLong = Config::kLongVectors ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
+    constexpr int kFour = Config::kFours ? 4 : 1;
     constexpr int kPair = Config::kPairs ? 2 : 1;
     if constexpr (Config::kOutputUnitC) {
       store_by_channel(args, at, sums, slabs, plane, me.warp, me.lane);
     } else if (kLong > 1 && args.vector == kLong) {
       store_by_position<kLong>(args, at, me, sums, slabs, plane);
+    } else if (kFour > 1 && args.vector == kFour) {
+      store_by_position<kFour>(args, at, me, sums, slabs, plane);
     } else if (kPair > 1 && args.vector == kPair) {
-      store_by_position<kPair>(args, at, me, sums, slabs, plane);
+      store_by_position<kPair>(args, at, anew(me), sums, slabs, plane);
     } else {
-      store_by_position<1>(args, at, me, sums, slabs, plane);
+      store_by_position<1>(args, at, anew(me), sums, slabs, plane);
     }
   }
 };

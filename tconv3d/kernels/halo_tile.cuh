@@ -32,7 +32,7 @@ struct Args {
   Extent slab_step;  // rows from slab to slab
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles; marching: planes of all tiles that blocks side by side share
-  int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 16 bytes
+  int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 4, or 16 bytes
   int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
   int whole_lines;  // whether every tile has whole lines: then vectors beside the input are left out of these
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_near, by_far, by_vectors;
