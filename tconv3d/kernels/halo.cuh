@@ -188,13 +188,13 @@ struct Halo {
         for (int plane = 0; plane < at.planes; ++plane) {
           if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
           Accumulators::activate(sums);
-          Stores::store_outputs(args, at, me, sums, slabs, at.first_plane + plane);
           if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
             moments.add(args, at, sums, at.first_plane + plane, lane);
           } else if constexpr (Config::Epilogue::kLeavesMoments) {
             const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
+          Stores::store_outputs(args, at, me, sums, slabs, at.first_plane + plane);
           if constexpr (Config::kMarch) Accumulators::move_window(args, start, sums);
         }
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
