@@ -142,14 +142,16 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
             moments=channels // groups * strips.slots,
             tile=f"{plan.tile}; a pass over its result leaves the moments",
         )
+    overlaps = device.capability >= (9, 0)
     statistics = Launch(
         kernel="statistics",
-        constants=(("kThreads", STATISTICS_THREADS), ("kMinBlocks", 1), ("Acc", acc)),
+        constants=(("kThreads", STATISTICS_THREADS), ("kMinBlocks", 1), ("kOverlaps", overlaps), ("Acc", acc)),
         grid=(problem.batch * groups, 1, 1),
         threads=STATISTICS_THREADS,
         shared_bytes=STATISTICS_THREADS // 32 * 8,
         pointers=("moments", "statistics"),
         scalars=padded(struct.pack("d", problem.norm.eps), int32s(plan.moments)),
+        overlaps=overlaps,
     )
     return replace(plan, launches=(*plan.launches, statistics))
 

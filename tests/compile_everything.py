@@ -51,6 +51,11 @@ class Kernel:
         return (self.name, *(pair for pair in self.constants if isinstance(pair[1], (bool, str))))
 
     @property
+    def from_hopper(self) -> bool:
+        """Whether it overlaps the launch before it."""
+        return self.name in FROM_HOPPER or ("kOverlaps", True) in self.constants
+
+    @property
     def family(self) -> tuple[object, ...]:
         """The kernel and its types."""
         return (self.name, *(pair for pair in self.constants if isinstance(pair[1], str)))
@@ -199,7 +204,7 @@ def main() -> int:
     )
     work = [(kernel, arch) for kernel in of_type for arch in ENDS]
     work += [(kernel, arch) for kernel in of_kernel for arch in BETWEEN]
-    work = [pair for pair in work if not (pair[0].name in FROM_HOPPER and pair[1] in BEFORE_HOPPER)]
+    work = [pair for pair in work if not (pair[0].from_hopper and pair[1] in BEFORE_HOPPER)]
     outcomes += compile_all(work, ", ".join((*ENDS, *BETWEEN)))
 
     write_csv(outcomes, options.csv)

@@ -166,7 +166,7 @@ def statistics(moments: Tensor) -> tuple[Tensor, Tensor]:
     kind = "double" if moments.dtype == torch.float64 else "float"
     launch = Launch(
         kernel="statistics",
-        constants=(("kThreads", 64), ("kMinBlocks", 1), ("Acc", kind)),
+        constants=(("kThreads", 64), ("kMinBlocks", 1), ("kOverlaps", False), ("Acc", kind)),
         grid=(moments.shape[0], 1, 1),
         threads=64,
         shared_bytes=16,

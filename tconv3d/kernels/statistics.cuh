@@ -36,6 +36,7 @@ __device__ void run(const Args& args) {
   const Moments<Acc>* moments =
       static_cast<const Moments<Acc>*>(args.moments) + static_cast<long long>(blockIdx.x) * args.count;
   double values = 0, total = 0;
+  if constexpr (C::kOverlaps) ptx::wait_for_previous_launch();
 #pragma unroll 4
   for (int i = threadIdx.x; i < args.count; i += C::kThreads) {
     const Moments<Acc> part = moments[i];
