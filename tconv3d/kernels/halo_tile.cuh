@@ -87,14 +87,6 @@ struct HaloTile {
       const int blocks = static_cast<int>(gridDim.x), round = next / blocks;
       return round % 2 == 0 ? next : (2 * round + 1) * blocks - 1 - next;
     }
-    // Of many rounds, long and short ones alternate, so that at any time some blocks multiply while others
-    // load and store; in the end they meet in the middle.
-    __device__ __forceinline__ int unit(const Args& args) const {
-      constexpr int kManyRounds = 8;
-      const int turn = this->turn();
-      if (args.work < kManyRounds * static_cast<int>(gridDim.x)) return turn;
-      return turn % 2 == 0 ? turn / 2 : args.work - 1 - turn / 2;
-    }
     __device__ __forceinline__ void advance(const Args& args) {
       if constexpr (!Config::kMarch) {
         next += static_cast<int>(gridDim.x);
@@ -130,7 +122,7 @@ struct HaloTile {
         at.piece = next < args.even ? 0 : share(args) - (tile * depth(args) - args.even) / args.share;
       } else if constexpr (Config::kOwnShifts) {
         constexpr int kTiles = Layout::kColumnTiles / Config::kVariants;
-        const int each = args.work / Config::kVariants, unit = this->unit(args);
+        const int each = args.work / Config::kVariants, unit = turn();
         const int variant = unit / each, own = unit - variant * each;
         rest = own / kTiles;
         at.column_tile = (own - rest * kTiles) * Config::kVariants + variant;
