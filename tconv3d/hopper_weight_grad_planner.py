@@ -28,24 +28,28 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
-OTHER_REGISTERS = (28, 18)  # of a consumer, with one and with two sets of fragments
+OTHER_REGISTERS = (22, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
-
-CONSUMERS = 2  # warpgroups that multiply
+LARGE_WEIGHT = 2**20  # elements
 
 
 class Share(NamedTuple):
-    """How registers are divided: those of a thread that multiplies, of one that copies, and warpgroups that copy."""
+    """How registers are divided: those of a thread that multiplies and of one that copies, and warpgroups of each."""
 
     consumer: int
     producer: int
     producers: int
+    consumers: int = 2
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + self.producers)
 
 
 # The first that consumers can do with. No more in all than the block's threads have when they start: what is not
 # there would be waited for, forever.
-SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(232, 40, 1))
+SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(152, 56, 1, 3))
 
 # What a multiprocessor does per cycle, for choosing between tilings.
 L2_BYTES_PER_CYCLE = 28.0
@@ -54,6 +58,7 @@ MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
 TIGHT = 1.25  # where shared memory has room for one group of sheets on its way
 STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
 BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
+ADDING_OVERHEAD, ADDING_BYTES = 7000.0, 9.6  # cycles: a launch; what a multiprocessor moves in each when adding parts
 ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
 JOB_CYCLES_X, JOB_CYCLES_Y = 250.0, 200.0  # that a job takes a producer warp
 
@@ -151,7 +156,9 @@ class Planes:
         return len(self.loads)
 
     def registers(self, depth: int) -> int:
-        """Of so many sets of fragments."""
+        """Of so many sets of operands; one is made of what has been loaded meanwhile."""
+        if depth == 1:
+            return 4 * (len(self.loads) + len({read for tap in self.reads for read in tap}))
         return 4 * depth * (len(self.loads) + len(self.joins))
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
@@ -229,7 +236,8 @@ class Lines:
         return 2 * len(self.loads)
 
     def registers(self, depth: int) -> int:
-        return 4 * depth * len(self.joins) + 4 * len(self.loads) + 4  # what operands are made of
+        made_of = (8 if depth == 1 else 4) * len(self.loads) + 4
+        return 4 * depth * len(self.joins) + made_of
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         found = {load: [0, 0, 0, 0] for load in self.loads}
@@ -262,6 +270,7 @@ class Layer:
     geometry: Geometry
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
+    vectors_x: bool  # x is copied by segments
     elements_y: bool
     vector_y: int  # words of dy that one copy may bring; 0: its lines are not whole words
     unit_c_x: bool  # channels are contiguous
@@ -300,7 +309,7 @@ class Tiling:
 
     @cached_property
     def row_tiles(self) -> int:
-        return -(-self.block_rows * (self.out_tile // 2) // (32 * CONSUMERS))
+        return -(-self.block_rows * (self.out_tile // 2) // (32 * self.share.consumers))
 
     @cached_property
     def planes(self) -> tuple[int, int, int]:
@@ -329,9 +338,10 @@ class Tiling:
 
     def __str__(self) -> str:
         d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
+        consumers = self.share.consumers
         w = " + ".join(str(len(piece.taps)) for piece in self.pieces)
         return (
-            f"{CONSUMERS} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
+            f"{consumers} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
             f"outputs x {d} x {h} x {w} taps{', fragments ahead' if self.depth == 2 else ''}"
         )
 
@@ -365,6 +375,7 @@ class Buffers:
     tiling: Tiling
     box: Box
     pad: int  # words that lengthen a line, against bank conflicts
+    skew: int  # words that lengthen a pair, likewise
     room: int  # bytes
 
     @cached_property
@@ -388,9 +399,14 @@ class Buffers:
 
     @cached_property
     def pair_pitch(self) -> int:
-        """4 words more than a multiple of 8: the two pairs that a load takes together meet in no bank."""
         words = self.tiling.sides * prod(self.tiling.planes) * self.plane_pitch
-        return words + (4 - words) % 8
+        return -(-words // 4) * 4 + self.skew
+
+    @property
+    def segment_words(self) -> int:
+        """From segment to segment."""
+        piece = self.tiling.pieces[0]
+        return SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
 
     @cached_property
     def sheet_words(self) -> int:
@@ -409,7 +425,7 @@ class Buffers:
     def bytes_with(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
         tables = 16 * self.slots + 16 * self.box.k_rows * ROW_SEGMENTS
-        barriers = 16 * (groups + self.tiling.stages)
+        barriers = 8 * (2 * groups + 3 * self.tiling.stages)
         return stages + 4 * groups * self.box.d * self.sheet_words + tables + barriers
 
     @cached_property
@@ -425,15 +441,13 @@ class Buffers:
     @cached_property
     def conflicts(self) -> float:
         """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
-        piece = self.tiling.pieces[0]
-        segment_words = SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
         total, chunks = 0, range(0, self.box.segments, 4)
         for chunk in chunks:
             banks = [0] * 8
             for segment in range(chunk, min(chunk + 4, self.box.segments)):
                 line, w = divmod(segment, self.box.w)
                 d, h = divmod(line, self.box.h)
-                place = d * self.sheet_words + self.tiling.sides * h * self.line_pitch + w * segment_words
+                place = d * self.sheet_words + self.tiling.sides * h * self.line_pitch + w * self.segment_words
                 for pair in range(2):
                     banks[(place + pair * self.pair_pitch) // 4 % 8] += 1
             total += max(banks)
@@ -442,10 +456,11 @@ class Buffers:
 
 @lru_cache(maxsize=8192)
 def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
-    """With the pad that avoids most conflicts; None if nothing fits."""
+    """With the pads that avoid most conflicts; None if nothing fits."""
     pads = (0,) if box.w % 4 == 0 else range(0, 16, 4 // tiling.sides)
-    fitting = [made for made in (Buffers(tiling, box, pad, room) for pad in pads) if made.groups]
-    return min(fitting, key=lambda made: (made.conflicts, made.pad), default=None)
+    every = (Buffers(tiling, box, pad, skew, room) for pad in pads for skew in range(0, 32, 4))
+    fitting = [made for made in every if made.groups]
+    return min(fitting, key=lambda made: (made.conflicts, -made.groups, made.bytes), default=None)
 
 
 # ---- Predicted times, in cycles of a multiprocessor.
@@ -467,7 +482,7 @@ class StepWork:
 
 def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     tiling, box = made.tiling, made.box
-    items = 2 * box.k_rows * CONSUMERS * tiling.row_tiles
+    items = 2 * box.k_rows * tiling.share.consumers * tiling.row_tiles
     planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
     words_x = box.k_rows * 32 * tiling.columns
     words_y = box.d * planes_d * made.slots * piece.vector * tiling.out_tile
@@ -536,7 +551,8 @@ def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffe
     return min(found, key=lambda made: box_cost(layer, made, size), default=None)
 
 
-NOMINAL = (64, 64, 64)  # the volume that tilings are chosen for
+NOMINAL, FEW = (64, 64, 64), (8, 16, 16)  # the volumes that tilings are chosen for: FEW with large weights
+FEW_CHOICES, FEW_GAIN = 12, 1.1  # tilings that large weights may have instead of the first, if they gain so much
 NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
 
 
@@ -585,23 +601,34 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
         planes *= g.stride[2] if pieces[0].lines else 1
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
         for columns, out_tile in channels:
-            row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
-            needs = (held + row_tiles * (taps * columns // 2 + 2) for held in fragments)
-            fits = [(depth, s) for depth, need in enumerate(needs, 1) for s in SHARES[::-1] if need <= s.consumer]
-            # The most fragments that fit; fewer, if that leaves more to copy with.
-            ways = {share.producers: (depth, share) for depth, share in fits}
-            if row_tiles > MAX_ROW_TILES or not fits:
-                continue
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
-            tiles = CONSUMERS * row_tiles
-            if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
-                continue
             copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
-            for depth, share in ways.values():
+            for row_tiles, depth, share in _shares(rows * (out_tile // 2), taps * columns // 2, fragments):
+                tiles = share.consumers * row_tiles
+                if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
+                    continue
                 items = [tiles * item_cycles(piece, columns, depth) for piece in pieces]
                 cost = sum(max(item, copied) + 0.1 * copied for item in items)
                 number += 1
                 yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, share)
+
+
+def _shares(pairs: int, sums: int, fragments: list[int]) -> Iterator[tuple[int, int, Share]]:
+    """Row tiles, sets of operands and shares of the registers for so many rows, each of two channels."""
+    for consumers in sorted({share.consumers for share in SHARES}):
+        row_tiles = -(-pairs // (32 * consumers))
+        if row_tiles > MAX_ROW_TILES:
+            continue
+        needs = [held + row_tiles * (sums + 2) for held in fragments]
+        fits = [
+            (depth, share)
+            for depth, need in enumerate(needs, 1)
+            for share in SHARES[::-1]
+            if share.consumers == consumers and need <= share.consumer
+        ]
+        # The most operands that fit; fewer, if that leaves more to copy with.
+        ways = {share.producers: (depth, share) for depth, share in fits}
+        yield from ((row_tiles, depth, share) for depth, share in ways.values())
 
 
 # ---- The bias's gradient in the same pass.
@@ -650,7 +677,7 @@ def _layer(p: Problem) -> Layer:
     elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
     y = y if p.output[4] == 1 else 0
-    return Layer(p.geometry, p.dtype, x == 0, elements_y, y, unit_c_x, unit_c_y)
+    return Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -666,10 +693,10 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
         return "the taps reach too far"
     layer = _layer(p)
-    found = tilings(layer, device)
-    if not found and next(_candidates(layer), None) is None:
+    found = tiling_of(layer, device)
+    if found is None and next(_candidates(layer), None) is None:
         return "no tiling has enough products that count and few enough registers"
-    made = best_buffers(layer, found[0], p.input_size, device.shared_bytes) if found else None
+    made = best_buffers(layer, found, p.input_size, device.shared_bytes) if found else None
     if made is None:
         return "the taps reach too far for shared memory"
     separate = layer.elements_x or (layer.elements_y and not made.tiling.pieces[0].lines)
@@ -680,7 +707,9 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    return plan_tiling(problem, device, tilings(_layer(problem), device)[0])
+    tiling = tiling_of(_layer(problem), device)
+    assert tiling is not None, "plan() of a problem that why_not() refuses"
+    return plan_tiling(problem, device, tiling)
 
 
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
@@ -702,20 +731,22 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
 
 def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     g, layer, tiling = p.geometry, _layer(p), made.tiling
-    count = g.in_channels * g.out_per_group * g.taps
-    splits = _splits(p, device, layer, made, count)
-    mains = tuple(_main(p, layer, made, piece, splits) for piece in tiling.pieces)
+    count = _count(g)
+    splits = _splits(layer, made, _steps(p.batch, p.input_size, layer, made.box), device)
+    direct = splits == 1 and _direct(p, made)
+    parts = 0 if direct else splits
+    mains = tuple(_main(p, layer, made, piece, splits, direct) for piece in tiling.pieces)
     bias_parts = splits * bias_slots(g, tiling) if p.bias else 0
-    reduce = _sum_of_parts(p, device, tiling.kinds(g), splits, bias_parts)
+    sums = (_sum_of_parts(p, device, tiling.kinds(g), parts, bias_parts),) if parts or p.bias else ()
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
         "hopper_weight_grad",
         "positions as K on warpgroup tensor cores",
-        (*mains, reduce),
-        4 * (splits * count + bias_parts * g.out_channels),
+        (*mains, *sums),
+        4 * (parts * count + bias_parts * g.out_channels),
         tile,
-        (("bias_parts", 4 * splits * count),) if p.bias else (),
+        (("bias_parts", 4 * parts * count),) if p.bias else (),
     )
 
 
@@ -727,9 +758,19 @@ def _slices(device: Device, kinds: int) -> int:
     return max(slices for slices in (1, 2, 4, 8) if slices == 1 or 8 * slices <= device.multiprocessors // kinds)
 
 
+def _direct(p: Problem, made: Buffers) -> bool:
+    """Whether a single part can be written as the result: a contiguous one, by way of the shared memory there is."""
+    g, tiling = p.geometry, made.tiling
+    taps = tiling.block_rows * max(len(piece.taps) for piece in tiling.pieces)
+    words = JOB_CHANNELS * (tiling.out_tile * taps + 16) + tiling.block_rows
+    dense = (g.out_per_group * g.taps, g.taps, g.kernel[1] * g.kernel[2], g.kernel[2], 1)
+    return 4 * words <= made.bytes and p.weight == dense
+
+
 def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_parts: int) -> Launch:
+    """Of the weight, unless it has none, and of the bias."""
     g, (ci, co, _, _, tap) = p.geometry, p.weight
-    count, threads = g.in_channels * g.out_per_group * g.taps, 256
+    count, threads = _count(g), 256
     slices = _slices(device, kinds)
 
     def blocks(rows: int) -> int:
@@ -739,6 +780,7 @@ def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_part
     while rows > max(2, 8 // slices) and blocks(rows) < 3 * device.multiprocessors:
         rows //= 2
     bias_blocks = -(-g.out_channels // 8) if p.bias else 0
+    weight_blocks, channels = (blocks(rows), g.in_channels) if splits else (0, 0)
     return Launch(
         kernel="reduce_taps",
         constants=(
@@ -749,34 +791,59 @@ def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_part
             ("kSlices", slices),
             ("kBias", p.bias),
         ),
-        grid=(blocks(rows) + bias_blocks, 1, 1),
+        grid=(weight_blocks + bias_blocks, 1, 1),
         threads=threads,
         shared_bytes=0,
         pointers=("workspace", "dw", *(("bias_parts", "db") if p.bias else ("null", "null"))),
         scalars=padded(
             int64s(ci, co, tap, count),
-            int32s(splits, g.taps, g.out_per_group, g.in_channels, bias_parts, g.out_channels),
+            int32s(splits, g.taps, g.out_per_group, channels, bias_parts, g.out_channels),
         ),
         overlaps=True,
     )
 
 
-def _steps(p: Problem, layer: Layer, box: Box) -> int:
-    return p.batch * prod(box.count(p.input_size, layer.per_word))
+def _steps(batch: int, size: Triple, layer: Layer, box: Box) -> int:
+    return batch * prod(box.count(size, layer.per_word))
 
 
-def _splits(p: Problem, device: Device, layer: Layer, made: Buffers, count: int) -> int:
+def _cycles(layer: Layer, made: Buffers, steps: int, splits: int, device: Device) -> float:
+    """Predicted, of all steps in so many parts: blocks come in waves, and parts must be added."""
+    work = max(step_work(layer, made, piece).cycles for piece in made.tiling.pieces)
+    waves = -(-made.tiling.kinds(layer.geometry) * splits // device.multiprocessors)
+    moved = (splits + 1 if splits > 1 else 0) * 4 * _count(layer.geometry)
+    adding = ADDING_OVERHEAD + moved / (ADDING_BYTES * device.multiprocessors) if splits > 1 else 0.0
+    return waves * ((-(-steps // splits) + made.ahead) * work + BLOCK_OVERHEAD) + adding
+
+
+def _splits(layer: Layer, made: Buffers, steps: int, device: Device) -> int:
     """Into how many parts the steps are split: what fills the GPU with the least left over at the end."""
-    kinds, steps = made.tiling.kinds(p.geometry), _steps(p, layer, made.box)
-    most = max(1, min(steps, WORKSPACE_BYTES // (count * 4), -(-4 * device.multiprocessors // kinds)))
-    cycles = max(step_work(layer, made, piece).cycles for piece in made.tiling.pieces)
+    waves = -(-4 * device.multiprocessors // made.tiling.kinds(layer.geometry))
+    most = max(1, min(steps, WORKSPACE_BYTES // (_count(layer.geometry) * 4), waves))
+    return min(range(1, most + 1), key=lambda splits: _cycles(layer, made, steps, splits, device))
 
-    def cost(splits: int) -> float:
-        adding = splits * count * 8 / (16 * device.multiprocessors)
-        waves = -(-kinds * splits // device.multiprocessors)
-        return waves * ((-(-steps // splits) + made.ahead) * cycles + BLOCK_OVERHEAD) + adding
 
-    return min(range(1, most + 1), key=cost)
+def _count(g: Geometry) -> int:
+    """Elements of the weight."""
+    return g.in_channels * g.out_per_group * g.taps
+
+
+@lru_cache(maxsize=1024)
+def tiling_of(layer: Layer, device: Device) -> Tiling | None:
+    """The tiling of a layer, if it has any. A large weight comes with few positions: blocks have few steps, and what
+    counts is that they fill whole waves and leave few parts."""
+    found = tilings(layer, device)
+    if not found or _count(layer.geometry) < LARGE_WEIGHT:
+        return found[0] if found else None
+    costs: dict[Tiling, float] = {}
+    for tiling in tilings(layer, device, FEW_CHOICES):
+        made = best_buffers(layer, tiling, FEW, device.shared_bytes)
+        if made is not None:
+            steps = _steps(1, FEW, layer, made.box)
+            splits = _splits(layer, made, steps, device)
+            costs[tiling] = len(tiling.pieces) * _cycles(layer, made, steps, splits, device)
+    best = min(costs, key=lambda tiling: costs[tiling], default=found[0])
+    return best if costs.get(found[0], 0.0) > FEW_GAIN * costs.get(best, 0.0) else found[0]
 
 
 def _wide(p: Problem) -> bool:
@@ -790,19 +857,21 @@ def _wide(p: Problem) -> bool:
     return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
 
 
-def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
+def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, direct: bool) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
-    jobs = box.d * tiling.planes[0] * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    steps = _steps(p.batch, p.input_size, layer, box)
+    parts, result = ("null", "dw") if direct else ("workspace", "null")
+    jobs = box.d * tiling.planes[0] * -(-tiling.out_tile // 2 // _job_pairs(layer, tiling))
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
         grid=(tiling.kinds(g) * splits, 1, 1),
-        threads=128 * (CONSUMERS + tiling.share.producers),
+        threads=tiling.share.threads,
         shared_bytes=made.bytes,
-        pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
+        pointers=("x", "dy", parts, "bias_parts" if p.bias else "null", result),
         scalars=padded(
             int64s(*p.input, *p.output),
-            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _steps(p, layer, box), splits),
+            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, steps, splits),
             int32s(made.ahead, made.groups, made.lines, made.line_words, made.line_pitch),
             int32s(made.plane_pitch, made.pair_pitch),
             dividers(box.count(p.input_size, layer.per_word)),
@@ -810,6 +879,16 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) ->
         ),
         overlaps=True,
     )
+
+
+def _job_pairs(layer: Layer, tiling: Tiling) -> int:
+    """Pairs of channels of dy that a producer warp copies at a time: a divisor of those that a block has."""
+    if layer.unit_c_y:
+        return JOB_CHANNELS
+    pairs = tiling.out_tile // 2
+    sizes = [size for size in range(1, 2 * JOB_CHANNELS + 1) if pairs % size == 0]
+    few = max(size for size in sizes if size <= JOB_CHANNELS)
+    return few if 2 * few >= JOB_CHANNELS else sizes[-1]
 
 
 def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
@@ -834,17 +913,18 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
 def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Constants:
     g = p.geometry
     return (
-        ("kThreads", 128 * (CONSUMERS + tiling.share.producers)),
+        ("kThreads", tiling.share.threads),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
+        ("kVectorsX", layer.vectors_x),
         ("kElementsY", layer.elements_y and not piece.lines),
         ("kLines", piece.lines),
         ("kVectorY", piece.vector),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
-        ("kConsumers", CONSUMERS),
+        ("kConsumers", tiling.share.consumers),
         ("kProducers", tiling.share.producers),
         ("kConsumerRegisters", tiling.share.consumer),
         ("kProducerRegisters", tiling.share.producer),
@@ -856,6 +936,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kColumns", tiling.columns),
         ("kOutTile", tiling.out_tile),
         ("kRowTiles", tiling.row_tiles),
+        ("kJobPairs", _job_pairs(layer, tiling)),
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
         ("kPlanesW", tiling.planes[2]),
