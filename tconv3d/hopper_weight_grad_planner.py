@@ -28,9 +28,9 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
-OTHER_REGISTERS = (22, 22)  # of a consumer, with one and with two sets of fragments
+OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
-COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
+COPYING_IS_WORTH = 1.7  # how much longer than the products slow copies may take
 LARGE_WEIGHT = 2**20  # elements
 
 
@@ -46,21 +46,34 @@ class Share(NamedTuple):
     def threads(self) -> int:
         return 128 * (self.consumers + self.producers)
 
+    @property
+    def turners(self) -> int:
+        """Producer warps that put x in order; the others copy."""
+        return 3 * self.producers // 2
+
+    @property
+    def copiers(self) -> int:
+        return 4 * self.producers - self.turners
+
 
 # The first that consumers can do with. No more in all than the block's threads have when they start: what is not
 # there would be waited for, forever.
 SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(152, 56, 1, 3))
 
-# What a multiprocessor does per cycle, for choosing between tilings.
-L2_BYTES_PER_CYCLE = 28.0
+# What a multiprocessor takes, in cycles, for choosing between tilings: fitted to 40 times on one H200.
+L2_BYTES = 60.0  # in a cycle
 SECTOR_WORDS = 8  # what a memory transaction moves at least
 MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
-TIGHT = 1.25  # where shared memory has room for one group of sheets on its way
-STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
-BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
-ADDING_OVERHEAD, ADDING_BYTES = 7000.0, 9.6  # cycles: a launch; what a multiprocessor moves in each when adding parts
-ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
-JOB_CYCLES_X, JOB_CYCLES_Y = 250.0, 200.0  # that a job takes a producer warp
+FRAGMENT_SHARE, WRITE_SHARE = 0.46, 0.33  # of shared memory's cycles that tensor cores wait for
+ITEM_OVERHEAD, ALONE = 23.0, 8.0  # the operands' way to the first product; with one set of them
+X_ROW, X_JOB, X_WORDS = 180.0, 26.0, 150.0  # of a producer warp: a row of K; a job by vectors, or by words
+Y_BLOCK, Y_LINE = 400.0, 22.0  # a block of slots of a plane; each line of it
+COPY_OVERHEAD, TURN_JOB = 570.0, 98.0  # the barriers of a step; a job of x that is put in order
+OVERLAP = 0.15  # of what is hidden behind the longest
+TIGHT = 1.1  # where shared memory has room for one group of sheets on its way
+STEP_OVERHEAD, BLOCK_OVERHEAD = 190.0, 20000.0  # barriers, the first operands; tables, the sums' way out
+ADDING_OVERHEAD, ADDING_BYTES = 7000.0, 9.6  # a launch; what a multiprocessor moves in a cycle when adding parts
+ROUGH_BYTES = 28.0  # copied in a cycle, for a first choice
 
 
 @dataclass(frozen=True)
@@ -236,7 +249,7 @@ class Lines:
         return 2 * len(self.loads)
 
     def registers(self, depth: int) -> int:
-        made_of = (8 if depth == 1 else 4) * len(self.loads) + 4
+        made_of = 8 * len(self.loads) if depth == 1 else 4 * len(self.loads) + 4
         return 4 * depth * len(self.joins) + made_of
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
@@ -280,12 +293,15 @@ class Layer:
     def per_word(self) -> int:
         return 4 // ITEM_BYTES[self.dtype]
 
+    def lines(self, taps: tuple[int, ...]) -> Lines:
+        axis, sizes = self.geometry.axes[2], (size for size in (4, 2, 1) if size <= self.vector_y)
+        return min((Lines(axis, taps, self.per_word, size) for size in sizes), key=lambda lines: lines.vectors)
+
     def words(self, taps: tuple[int, ...]) -> Words:
         axis = self.geometry.axes[2]
         # Lines, if all that lies side by side in memory is of use. Small vectors may begin closer to the first tap.
         if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) == axis.stride:
-            ways = [Lines(axis, taps, self.per_word, vector) for vector in (4, 2, 1) if vector <= self.vector_y]
-            return min(ways, key=lambda lines: lines.vectors)
+            return self.lines(taps)
         return Planes(Rows.of(axis, taps, 1 if self.elements_y else self.per_word), self.per_word, axis.stride)
 
 
@@ -325,6 +341,11 @@ class Tiling:
     def sides(self) -> int:
         """Channels side by side in a line of dy."""
         return 1 if self.pieces[0].lines else 2
+
+    @property
+    def lines(self) -> int:
+        """Of dy in shared memory, for one place in a sheet."""
+        return self.out_tile // self.sides
 
     def kinds(self, g: Geometry) -> int:
         """Blocks that together have all channels and taps along d and h."""
@@ -410,7 +431,7 @@ class Buffers:
 
     @cached_property
     def sheet_words(self) -> int:
-        return self.tiling.out_tile // self.tiling.sides * self.pair_pitch
+        return self.tiling.lines * self.pair_pitch
 
     @property
     def ahead(self) -> int:
@@ -458,9 +479,13 @@ class Buffers:
 def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
     """With the pads that avoid most conflicts; None if nothing fits."""
     pads = (0,) if box.w % 4 == 0 else range(0, 16, 4 // tiling.sides)
-    every = (Buffers(tiling, box, pad, skew, room) for pad in pads for skew in range(0, 32, 4))
-    fitting = [made for made in every if made.groups]
-    return min(fitting, key=lambda made: (made.conflicts, -made.groups, made.bytes), default=None)
+    best: Buffers | None = None
+    for made in (Buffers(tiling, box, pad, skew, room) for pad in pads for skew in range(0, 32, 4)):
+        if made.groups and (best is None or made.conflicts < best.conflicts):
+            best = made
+            if best.conflicts == 1.0:
+                break
+    return best
 
 
 # ---- Predicted times, in cycles of a multiprocessor.
@@ -472,52 +497,66 @@ class StepWork:
 
     products: float  # tensor cores, and what keeps them from shared memory
     copying: float  # the producers' instructions
+    turning: float
     memory: float
 
     @property
     def cycles(self) -> float:
-        parts = (self.products, self.copying, self.memory)
-        return max(parts) + 0.35 * (sum(parts) - max(parts)) + STEP_OVERHEAD
+        parts = (self.products, self.copying, self.turning, self.memory)
+        return max(parts) + OVERLAP * (sum(parts) - max(parts)) + STEP_OVERHEAD
+
+    @property
+    def coming(self) -> float:
+        """Sheets that no step hides."""
+        return max(self.copying, self.memory)
 
 
 def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
-    tiling, box = made.tiling, made.box
-    items = 2 * box.k_rows * tiling.share.consumers * tiling.row_tiles
-    planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
-    words_x = box.k_rows * 32 * tiling.columns
-    words_y = box.d * planes_d * made.slots * piece.vector * tiling.out_tile
-    jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
-    jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
-    slow_x = 3 if layer.elements_x or layer.unit_c_x else 1
-    slow_y = 3 if layer.unit_c_y else 1 if piece.lines or not layer.elements_y else 4
-    memory = memory_cycles(words_x, box.w * SEGMENT)
+    tiling, box, share = made.tiling, made.box, made.tiling.share
+    items = 2 * box.k_rows * share.consumers * tiling.row_tiles
+    planes = box.d * max(len(rows.offsets) for rows in tiling.rows_d)
+    words_x, words_y = box.k_rows * 32 * tiling.columns, planes * made.slots * piece.vector * tiling.out_tile
+    turned = layer.vectors_x or layer.per_word == 1
     stride = 1 if isinstance(piece, Lines) else piece.stride
     phases = len(piece.offsets)  # those that nobody needs lie in between
+    memory = memory_cycles(words_x, box.w * SEGMENT)
     memory += memory_cycles(words_y * stride // phases, made.line_words * stride)
     item = item_cycles(piece, tiling.columns, tiling.depth, made.conflicts)
     return StepWork(
-        products=items * item + (words_x + words_y) / 32,
-        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * tiling.share.producers),
+        products=items * item + WRITE_SHARE * ((3 if turned else 1) * words_x + words_y) / 32,
+        copying=_copy_cycles(layer, made, piece, planes) / share.copiers + COPY_OVERHEAD,
+        turning=TURN_JOB * box.k_rows * tiling.columns / JOB_CHANNELS / share.turners if turned else 0.0,
         memory=memory * (TIGHT if made.groups < made.ahead + 3 else 1.0),
     )
+
+
+def _copy_cycles(layer: Layer, made: Buffers, piece: Words, planes: int) -> float:
+    """Of one producer warp."""
+    jobs_x = made.box.k_rows * made.tiling.columns / JOB_CHANNELS
+    slow_x = 3 if layer.elements_x or layer.unit_c_x else 1
+    slow_y = 1.2 if layer.unit_c_y else 1.0 if piece.lines or not layer.elements_y else 1.5
+    blocks_y = planes * -(-made.slots // (32 if piece.lines else 16))
+    x = X_ROW * made.box.k_rows + jobs_x * (X_JOB if layer.vectors_x else slow_x * X_WORDS)
+    return x + slow_y * blocks_y * (Y_BLOCK + Y_LINE * made.tiling.lines)
 
 
 def total(layer: Layer, made: Buffers) -> StepWork:
     """The step of all launches."""
     works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
-    return StepWork(*(sum(getattr(work, part) for work in works) for part in ("products", "copying", "memory")))
+    return StepWork(
+        *(sum(getattr(work, part) for work in works) for part in ("products", "copying", "turning", "memory"))
+    )
 
 
 def memory_cycles(words: int, line: int) -> float:
     """Lines begin anywhere in a sector: short ones touch more sectors than they fill."""
-    return 4 * words / L2_BYTES_PER_CYCLE * (1 + SECTOR_WORDS / line)
+    return 4 * words / L2_BYTES * (1 + SECTOR_WORDS / line)
 
 
 def item_cycles(piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
     products = 2 * len(piece.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
-    alone = 25 if depth == 1 else 0  # nothing hides the way of the fragments
-    return products + 16 * piece.vectors * conflicts + ITEM_OVERHEAD + alone
+    return products + FRAGMENT_SHARE * 16 * piece.vectors * conflicts + ITEM_OVERHEAD + (ALONE if depth == 1 else 0)
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -541,8 +580,7 @@ def box_cost(layer: Layer, made: Buffers, size: Triple) -> float:
     """Predicted cycles that one batch item of a volume takes all blocks of one kind."""
     d, h, w = made.box.count(size, layer.per_word)
     works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
-    # A run along d begins with sheets that no step hides.
-    return h * w * sum(d * work.cycles + made.ahead * (max(work.copying, work.memory) + 300) for work in works)
+    return h * w * sum(d * work.cycles + made.ahead * work.coming for work in works)
 
 
 @lru_cache(maxsize=4096)
@@ -552,7 +590,7 @@ def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffe
 
 
 NOMINAL, FEW = (64, 64, 64), (8, 16, 16)  # the volumes that tilings are chosen for: FEW with large weights
-FEW_CHOICES, FEW_GAIN = 12, 1.1  # tilings that large weights may have instead of the first, if they gain so much
+FEW_BATCHES, FEW_CHOICES = (1, 8), 12  # of such volumes; tilings that large weights choose from
 NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
 
 
@@ -577,6 +615,8 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     if len({(piece.lines, piece.vector) for piece in whole}) > 1:  # a last piece that lacks a phase
         whole = tuple(replace(layer, vector_y=0).words(piece.taps) for piece in whole)
     yield whole
+    if axis.stride == 1 and count == 1 and layer.vector_y > 1:
+        yield (layer.lines(whole[0].taps),)
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
     if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1 and not whole[0].lines:
         yield tuple(layer.words(taps) for taps in phases)
@@ -602,8 +642,10 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
         for columns, out_tile in channels:
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
-            copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
+            copied = 64 * (columns + 1.3 * out_tile * planes) / ROUGH_BYTES
             for row_tiles, depth, share in _shares(rows * (out_tile // 2), taps * columns // 2, fragments):
+                if share.consumers > 2 and layer.per_word == 2:
+                    continue  # measured: slower, shared memory is busy with two
                 tiles = share.consumers * row_tiles
                 if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                     continue
@@ -732,7 +774,7 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
 def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     g, layer, tiling = p.geometry, _layer(p), made.tiling
     count = _count(g)
-    splits = _splits(layer, made, _steps(p.batch, p.input_size, layer, made.box), device)
+    splits = _splits(layer, made, p.batch, p.input_size, device)
     direct = splits == 1 and _direct(p, made)
     parts = 0 if direct else splits
     mains = tuple(_main(p, layer, made, piece, splits, direct) for piece in tiling.pieces)
@@ -807,20 +849,24 @@ def _steps(batch: int, size: Triple, layer: Layer, box: Box) -> int:
     return batch * prod(box.count(size, layer.per_word))
 
 
-def _cycles(layer: Layer, made: Buffers, steps: int, splits: int, device: Device) -> float:
+def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, splits: int, device: Device) -> float:
     """Predicted, of all steps in so many parts: blocks come in waves, and parts must be added."""
-    work = max(step_work(layer, made, piece).cycles for piece in made.tiling.pieces)
+    steps, depths = _steps(batch, size, layer, made.box), made.box.count(size, layer.per_word)[0]
+    work = max((step_work(layer, made, piece) for piece in made.tiling.pieces), key=lambda work: work.cycles)
     waves = -(-made.tiling.kinds(layer.geometry) * splits // device.multiprocessors)
     moved = (splits + 1 if splits > 1 else 0) * 4 * _count(layer.geometry)
     adding = ADDING_OVERHEAD + moved / (ADDING_BYTES * device.multiprocessors) if splits > 1 else 0.0
-    return waves * ((-(-steps // splits) + made.ahead) * work + BLOCK_OVERHEAD) + adding
+    each = -(-steps // splits)
+    runs = max(1.0, each / depths)
+    return waves * (each * work.cycles + runs * made.ahead * work.coming + BLOCK_OVERHEAD) + adding
 
 
-def _splits(layer: Layer, made: Buffers, steps: int, device: Device) -> int:
+def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> int:
     """Into how many parts the steps are split: what fills the GPU with the least left over at the end."""
     waves = -(-4 * device.multiprocessors // made.tiling.kinds(layer.geometry))
+    steps = _steps(batch, size, layer, made.box)
     most = max(1, min(steps, WORKSPACE_BYTES // (_count(layer.geometry) * 4), waves))
-    return min(range(1, most + 1), key=lambda splits: _cycles(layer, made, steps, splits, device))
+    return min(range(1, most + 1), key=lambda splits: _cycles(layer, made, batch, size, splits, device))
 
 
 def _count(g: Geometry) -> int:
@@ -835,15 +881,22 @@ def tiling_of(layer: Layer, device: Device) -> Tiling | None:
     found = tilings(layer, device)
     if not found or _count(layer.geometry) < LARGE_WEIGHT:
         return found[0] if found else None
-    costs: dict[Tiling, float] = {}
-    for tiling in tilings(layer, device, FEW_CHOICES):
-        made = best_buffers(layer, tiling, FEW, device.shared_bytes)
-        if made is not None:
-            steps = _steps(1, FEW, layer, made.box)
-            splits = _splits(layer, made, steps, device)
-            costs[tiling] = len(tiling.pieces) * _cycles(layer, made, steps, splits, device)
-    best = min(costs, key=lambda tiling: costs[tiling], default=found[0])
-    return best if costs.get(found[0], 0.0) > FEW_GAIN * costs.get(best, 0.0) else found[0]
+    choices = [tiling for tiling in tilings(layer, device, FEW_CHOICES) if _few_cycles(layer, tiling, 1, device)]
+    costs = dict.fromkeys(choices, 0.0)
+    for batch in FEW_BATCHES:
+        cycles = {tiling: _few_cycles(layer, tiling, batch, device) for tiling in choices}
+        for tiling in choices:
+            costs[tiling] += cycles[tiling] / min(cycles.values()) / len(FEW_BATCHES)
+    return min(costs, key=lambda tiling: costs[tiling], default=found[0])
+
+
+def _few_cycles(layer: Layer, tiling: Tiling, batch: int, device: Device) -> float:
+    """Predicted, of FEW positions of so many batch items; 0 if shared memory has no room for any box."""
+    made = best_buffers(layer, tiling, FEW, device.shared_bytes)
+    if made is None:
+        return 0.0
+    splits = _splits(layer, made, batch, FEW, device)
+    return len(tiling.pieces) * _cycles(layer, made, batch, FEW, splits, device)
 
 
 def _wide(p: Problem) -> bool:
@@ -861,7 +914,7 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
     g, tiling, box = p.geometry, made.tiling, made.box
     steps = _steps(p.batch, p.input_size, layer, box)
     parts, result = ("null", "dw") if direct else ("workspace", "null")
-    jobs = box.d * tiling.planes[0] * -(-tiling.out_tile // 2 // _job_pairs(layer, tiling))
+    jobs = box.d * tiling.planes[0] * -(-tiling.lines // _job_lines(layer, tiling))
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
@@ -881,12 +934,11 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
     )
 
 
-def _job_pairs(layer: Layer, tiling: Tiling) -> int:
-    """Pairs of channels of dy that a producer warp copies at a time: a divisor of those that a block has."""
+def _job_lines(layer: Layer, tiling: Tiling) -> int:
+    """Channels of dy, or pairs of them, that a producer warp copies at a time: a divisor of what a block has."""
     if layer.unit_c_y:
         return JOB_CHANNELS
-    pairs = tiling.out_tile // 2
-    sizes = [size for size in range(1, 2 * JOB_CHANNELS + 1) if pairs % size == 0]
+    sizes = [size for size in range(1, 2 * JOB_CHANNELS + 1) if tiling.lines % size == 0]
     few = max(size for size in sizes if size <= JOB_CHANNELS)
     return few if 2 * few >= JOB_CHANNELS else sizes[-1]
 
@@ -926,6 +978,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", tiling.share.consumers),
         ("kProducers", tiling.share.producers),
+        ("kTurners", tiling.share.turners),
         ("kConsumerRegisters", tiling.share.consumer),
         ("kProducerRegisters", tiling.share.producer),
         ("kStages", tiling.stages),
@@ -936,7 +989,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kColumns", tiling.columns),
         ("kOutTile", tiling.out_tile),
         ("kRowTiles", tiling.row_tiles),
-        ("kJobPairs", _job_pairs(layer, tiling)),
+        ("kJobLines", _job_lines(layer, tiling)),
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
         ("kPlanesW", tiling.planes[2]),

@@ -87,10 +87,12 @@ struct HopperWeightGrad {
   static constexpr int kRows = C::kRowsD * C::kRowsH;
   static constexpr int kSums = C::kColumns / 2;
   static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
-  static constexpr int kTurners = 3 * kProducerWarps / 8, kCopiers = kProducerWarps - kTurners;
+  static constexpr int kTurners = C::kTurners, kCopiers = kProducerWarps - kTurners;
   static constexpr int kJobChannels = 8;
-  static constexpr int kJobsX = C::kColumns / kJobChannels;                  // per row segment
-  static constexpr int kJobsY = (kPairs + C::kJobPairs - 1) / C::kJobPairs;  // per 16 slots
+  static constexpr int kJobsX = C::kColumns / kJobChannels;         // per row segment
+  static constexpr int kSlotBlock = C::kLines ? 32 : 16;            // slots that a warp has at a time
+  static constexpr int kLinesY = C::kLines ? C::kOutTile : kPairs;  // of each: channels, or pairs
+  static constexpr int kJobsY = (kLinesY + C::kJobLines - 1) / C::kJobLines;
   static constexpr int kBlocksIn = (C::kInPerGroup + C::kColumns - 1) / C::kColumns;
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
@@ -106,7 +108,7 @@ struct HopperWeightGrad {
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
   static_assert(C::kStages >= 3, "one is read, one arrives, one is on its way");
   static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
-  static_assert(C::kUnitCY ? C::kJobPairs == kJobChannels : kPairs % C::kJobPairs == 0);
+  static_assert(C::kUnitCY ? C::kJobLines == kJobChannels : kLinesY % C::kJobLines == 0);
   static_assert(!C::kVectorsX || !(C::kElementsX || C::kUnitCX));
   static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !C::kUnitCY : C::kVectorY == 1);
 
@@ -247,9 +249,10 @@ struct HopperWeightGrad {
     return static_cast<unsigned>(i) < static_cast<unsigned>(size);
   }
 
-  // ---- Producers. A job is 32 words of eight channels of x, or 16 words of eight pairs of dy: eight words
-  // of each lane. Where w is contiguous, lanes have neighbouring words; where channels are, neighbouring
-  // channels. A warp's jobs are neighbours too, so that what it finds out about a row serves several.
+  // ---- Producers. A job is 32 words of eight channels of x, or some words of several channels of dy:
+  // several words of each lane. Where w is contiguous, lanes have neighbouring words; where channels are,
+  // neighbouring channels. A warp's jobs are neighbours too, so that what it finds out about a row serves
+  // several.
 
   // Where a word is in its channel, and whether it is inside the tensor (of a 16-bit one, its second too).
   struct Source {
@@ -479,22 +482,22 @@ struct HopperWeightGrad {
   __device__ __forceinline__ unsigned load_dy(const Scalar* from, const Source& source) const {
     return load_elements(from, source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
   }
-  // A lane has a vector or word of several channels, each half of the warp those of one side.
-  __device__ __forceinline__ void copy_line(unsigned* to, const Source& source, int first_pair,
+  // A lane has a vector of several channels, or a word of several pairs, each half of the warp one side's.
+  __device__ __forceinline__ void copy_line(unsigned* to, const Source& source, int first_line,
                                             int jobs) const {
     constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
-    const int half = lane / 16, channel = half * kPairs + first_pair;
+    const int half = lane / kSlotBlock, channel = half * kPairs + first_line;
     const Index stride = static_cast<Index>(args.dy_strides.c);
     const Scalar* const dy = static_cast<const Scalar*>(args.dy);
     Index offset = dy_of(source, channel) - dy;
-    to += C::kLines ? channel * args.pair_pitch : first_pair * args.pair_pitch + half;
+    to += first_line * args.pair_pitch + half;
     // Channels past the last are zero: their sums are never written.
     int left = kWhole ? 0 : C::kOutPerGroup - kind.first_out - channel;
 #pragma unroll 1
     for (; jobs > 0; --jobs) {
-      unsigned words[C::kJobPairs];
+      unsigned words[C::kJobLines];
 #pragma unroll
-      for (int k = 0; k < C::kJobPairs; ++k) {
+      for (int k = 0; k < C::kJobLines; ++k) {
         const bool inside = kWhole || k < left;
         if constexpr (C::kElementsY) {
           words[k] = load_dy(dy + offset, Source{0, inside && source.first, inside && source.second});
@@ -505,39 +508,39 @@ struct HopperWeightGrad {
       }
       if constexpr (C::kElementsY) {
 #pragma unroll
-        for (int k = 0; k < C::kJobPairs; ++k) to[k * args.pair_pitch] = words[k];
+        for (int k = 0; k < C::kJobLines; ++k) to[k * args.pair_pitch] = words[k];
       }
-      to += C::kJobPairs * args.pair_pitch;
-      left -= C::kJobPairs;
+      to += C::kJobLines * args.pair_pitch;
+      left -= C::kJobLines;
     }
   }
 
-  // A group of sheets: blocks of 16 slots, planes along d, eight pairs at a time. What a lane finds out about
-  // its slot serves all planes and pairs.
+  // A group of sheets: blocks of slots, planes along d, a job's lines at a time. What a lane finds out about
+  // its slot serves all planes and lines.
   __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
     const int jobs_of_block = static_cast<int>(args.by_jobs.divisor), count = slot_count();
-    const Part<int> own((count + 15) / 16 * jobs_of_block, kCopiers, warp);
+    const Part<int> own((count + kSlotBlock - 1) / kSlotBlock * jobs_of_block, kCopiers, warp);
     const Index base = run.n * static_cast<Index>(args.dy_strides.n) +
                        run.h * C::kStrideH * static_cast<Index>(args.dy_strides.h) +
                        run.w * C::kStrideW * static_cast<Index>(args.dy_strides.w);
     for (int job = own.begin; job < own.end;) {
       const int block = divide(job, args.by_jobs), first_job = block * jobs_of_block;
       const int end = min(own.end, first_job + jobs_of_block);
-      const int index = block * 16 + (C::kUnitCY ? lane / 2 % 2 : lane % 16);
+      const int index = block * kSlotBlock + (C::kUnitCY ? lane / 2 % 2 : lane % kSlotBlock);
       const Slot slot = slots[min(index, count - 1)];
       const Source line = find_dy(run, base, slot);
       while (job < end) {
         // The jobs of one plane.
         const int plane = (job - first_job) / kJobsY, last = min(end, first_job + (plane + 1) * kJobsY);
-        const int first_pair = (job - first_job) % kJobsY * C::kJobPairs, jobs = last - job;
+        const int first_line = (job - first_job) % kJobsY * C::kJobLines, jobs = last - job;
         const int sheet = plane / C::kPlanesD, plane_d = plane % C::kPlanesD;
         const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
         unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
                              kSides * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
         if constexpr (C::kUnitCY) {
-          copy_pairs(to, run, base, index, d, first_pair, jobs);
+          copy_pairs(to, run, base, index, d, first_line, jobs);
         } else if (index < count) {
-          copy_line(to + slot.place, at_depth(line, d), first_pair, jobs);
+          copy_line(to + slot.place, at_depth(line, d), first_line, jobs);
         }
         job = last;
       }
