@@ -30,7 +30,7 @@ MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
 OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
-COPYING_IS_WORTH = 1.7  # how much longer than the products slow copies may take
+COPYING_IS_WORTH = 1.4  # how much longer than the products slow copies may take
 LARGE_WEIGHT = 2**20  # elements
 
 
@@ -46,32 +46,38 @@ class Share(NamedTuple):
     def threads(self) -> int:
         return 128 * (self.consumers + self.producers)
 
-    @property
-    def turners(self) -> int:
-        """Producer warps that put x in order; the others copy."""
-        return 3 * self.producers // 2
-
-    @property
-    def copiers(self) -> int:
-        return 4 * self.producers - self.turners
-
 
 # The first that consumers can do with. No more in all than the block's threads have when they start: what is not
 # there would be waited for, forever.
 SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(152, 56, 1, 3))
 
-# What a multiprocessor takes, in cycles, for choosing between tilings: fitted to 40 times on one H200.
-L2_BYTES = 60.0  # in a cycle
+
+class Costs(NamedTuple):
+    """What a multiprocessor takes, in cycles, for choosing between tilings."""
+
+    l2_bytes: float  # in a cycle
+    fragments: float  # share of shared memory's cycles that tensor cores wait for, when operands are loaded
+    writes: float  # likewise, when x and dy arrive
+    item: float  # the operands' way to the first product
+    alone: float  # more of it with one set of operands
+    x_row: float  # of a producer warp: a row of K
+    x_vectors: float  # a job by vectors
+    x_words: float  # a job by words
+    y_block: float  # a block of slots of a plane
+    y_line: float  # each line of it
+    copying: float  # the barriers of a step
+    turning: float  # a job of x that is put in order
+    overlap: float  # of what is hidden behind the longest
+    tight: float  # how much longer it takes where shared memory has room for one group of sheets on its way
+    step: float  # barriers, the first operands
+    block: float  # tables, the sums' way out
+
+
+# Fitted to 40 times on one H200; and for copies word by word, which are older and less sure.
+VECTORS = Costs(60, 0.46, 0.33, 23, 8, 180, 26, 150, 400, 22, 570, 98, 0.15, 1.1, 190, 20000)
+WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 8000)
 SECTOR_WORDS = 8  # what a memory transaction moves at least
 MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
-FRAGMENT_SHARE, WRITE_SHARE = 0.46, 0.33  # of shared memory's cycles that tensor cores wait for
-ITEM_OVERHEAD, ALONE = 23.0, 8.0  # the operands' way to the first product; with one set of them
-X_ROW, X_JOB, X_WORDS = 180.0, 26.0, 150.0  # of a producer warp: a row of K; a job by vectors, or by words
-Y_BLOCK, Y_LINE = 400.0, 22.0  # a block of slots of a plane; each line of it
-COPY_OVERHEAD, TURN_JOB = 570.0, 98.0  # the barriers of a step; a job of x that is put in order
-OVERLAP = 0.15  # of what is hidden behind the longest
-TIGHT = 1.1  # where shared memory has room for one group of sheets on its way
-STEP_OVERHEAD, BLOCK_OVERHEAD = 190.0, 20000.0  # barriers, the first operands; tables, the sums' way out
 ADDING_OVERHEAD, ADDING_BYTES = 7000.0, 9.6  # a launch; what a multiprocessor moves in a cycle when adding parts
 ROUGH_BYTES = 28.0  # copied in a cycle, for a first choice
 
@@ -290,6 +296,18 @@ class Layer:
     unit_c_y: bool
 
     @property
+    def slow(self) -> bool:
+        """Whether words are copied one by one, each from a place of its own."""
+        return self.elements_x or self.unit_c_x or self.unit_c_y
+
+    def costs(self, piece: Words) -> Costs:
+        return WORDS if self.slow or (self.elements_y and not piece.lines) else VECTORS
+
+    def turners(self, share: Share) -> int:
+        """Producer warps that put x in order; the others copy."""
+        return 1 if self.slow else 3 * share.producers // 2
+
+    @property
     def per_word(self) -> int:
         return 4 // ITEM_BYTES[self.dtype]
 
@@ -499,11 +517,13 @@ class StepWork:
     copying: float  # the producers' instructions
     turning: float
     memory: float
+    overlap: float
+    overhead: float
 
     @property
     def cycles(self) -> float:
         parts = (self.products, self.copying, self.turning, self.memory)
-        return max(parts) + OVERLAP * (sum(parts) - max(parts)) + STEP_OVERHEAD
+        return max(parts) + self.overlap * (sum(parts) - max(parts)) + self.overhead
 
     @property
     def coming(self) -> float:
@@ -512,51 +532,40 @@ class StepWork:
 
 
 def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
-    tiling, box, share = made.tiling, made.box, made.tiling.share
+    tiling, box, share, costs = made.tiling, made.box, made.tiling.share, layer.costs(piece)
     items = 2 * box.k_rows * share.consumers * tiling.row_tiles
     planes = box.d * max(len(rows.offsets) for rows in tiling.rows_d)
     words_x, words_y = box.k_rows * 32 * tiling.columns, planes * made.slots * piece.vector * tiling.out_tile
-    turned = layer.vectors_x or layer.per_word == 1
+    turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
     stride = 1 if isinstance(piece, Lines) else piece.stride
     phases = len(piece.offsets)  # those that nobody needs lie in between
-    memory = memory_cycles(words_x, box.w * SEGMENT)
-    memory += memory_cycles(words_y * stride // phases, made.line_words * stride)
-    item = item_cycles(piece, tiling.columns, tiling.depth, made.conflicts)
+    sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))  # lines begin anywhere in one
+    sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (made.line_words * stride))
     return StepWork(
-        products=items * item + WRITE_SHARE * ((3 if turned else 1) * words_x + words_y) / 32,
-        copying=_copy_cycles(layer, made, piece, planes) / share.copiers + COPY_OVERHEAD,
-        turning=TURN_JOB * box.k_rows * tiling.columns / JOB_CHANNELS / share.turners if turned else 0.0,
-        memory=memory * (TIGHT if made.groups < made.ahead + 3 else 1.0),
+        products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, made.conflicts)
+        + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
+        copying=_copy_cycles(layer, made, piece, planes) / (4 * share.producers - layer.turners(share))
+        + costs.copying,
+        turning=costs.turning * box.k_rows * tiling.columns / JOB_CHANNELS / layer.turners(share) if turned else 0.0,
+        memory=4 * sectors / costs.l2_bytes * (costs.tight if made.groups < made.ahead + 3 else 1.0),
+        overlap=costs.overlap,
+        overhead=costs.step,
     )
 
 
 def _copy_cycles(layer: Layer, made: Buffers, piece: Words, planes: int) -> float:
     """Of one producer warp."""
-    jobs_x = made.box.k_rows * made.tiling.columns / JOB_CHANNELS
-    slow_x = 3 if layer.elements_x or layer.unit_c_x else 1
-    slow_y = 1.2 if layer.unit_c_y else 1.0 if piece.lines or not layer.elements_y else 1.5
+    costs, jobs_x = layer.costs(piece), made.box.k_rows * made.tiling.columns / JOB_CHANNELS
     blocks_y = planes * -(-made.slots // (32 if piece.lines else 16))
-    x = X_ROW * made.box.k_rows + jobs_x * (X_JOB if layer.vectors_x else slow_x * X_WORDS)
-    return x + slow_y * blocks_y * (Y_BLOCK + Y_LINE * made.tiling.lines)
+    x = costs.x_row * made.box.k_rows + jobs_x * (costs.x_vectors if layer.vectors_x else costs.x_words)
+    return x + blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
 
 
-def total(layer: Layer, made: Buffers) -> StepWork:
-    """The step of all launches."""
-    works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
-    return StepWork(
-        *(sum(getattr(work, part) for work in works) for part in ("products", "copying", "turning", "memory"))
-    )
-
-
-def memory_cycles(words: int, line: int) -> float:
-    """Lines begin anywhere in a sector: short ones touch more sectors than they fill."""
-    return 4 * words / L2_BYTES * (1 + SECTOR_WORDS / line)
-
-
-def item_cycles(piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
+def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
     products = 2 * len(piece.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
-    return products + FRAGMENT_SHARE * 16 * piece.vectors * conflicts + ITEM_OVERHEAD + (ALONE if depth == 1 else 0)
+    loads = costs.fragments * 16 * piece.vectors * conflicts
+    return products + loads + costs.item + (costs.alone if depth == 1 else 0.0)
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -644,12 +653,12 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
             copied = 64 * (columns + 1.3 * out_tile * planes) / ROUGH_BYTES
             for row_tiles, depth, share in _shares(rows * (out_tile // 2), taps * columns // 2, fragments):
-                if share.consumers > 2 and layer.per_word == 2:
-                    continue  # measured: slower, shared memory is busy with two
+                if share.consumers > 2 and (layer.per_word == 2 or layer.slow):
+                    continue  # two keep shared memory, or what copies, busy enough
                 tiles = share.consumers * row_tiles
                 if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                     continue
-                items = [tiles * item_cycles(piece, columns, depth) for piece in pieces]
+                items = [tiles * item_cycles(layer.costs(piece), piece, columns, depth) for piece in pieces]
                 cost = sum(max(item, copied) + 0.1 * copied for item in items)
                 number += 1
                 yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, share)
@@ -741,9 +750,9 @@ def why_not(problem: Problem, device: Device) -> str | None:
     made = best_buffers(layer, found, p.input_size, device.shared_bytes) if found else None
     if made is None:
         return "the taps reach too far for shared memory"
-    separate = layer.elements_x or (layer.elements_y and not made.tiling.pieces[0].lines)
-    slow = separate or layer.unit_c_x or layer.unit_c_y
-    if slow and COPYING_IS_WORTH * total(layer, made).products < total(layer, made).copying:
+    works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
+    products, copying = sum(work.products for work in works), sum(work.copying for work in works)
+    if layer.costs(made.tiling.pieces[0]) is WORDS and COPYING_IS_WORTH * products < copying:
         return "copying operands that are not words along w would take longer than the products"
     return None
 
@@ -858,7 +867,8 @@ def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, splits: int, 
     adding = ADDING_OVERHEAD + moved / (ADDING_BYTES * device.multiprocessors) if splits > 1 else 0.0
     each = -(-steps // splits)
     runs = max(1.0, each / depths)
-    return waves * (each * work.cycles + runs * made.ahead * work.coming + BLOCK_OVERHEAD) + adding
+    block = layer.costs(made.tiling.pieces[0]).block
+    return waves * (each * work.cycles + runs * made.ahead * work.coming + block) + adding
 
 
 def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> int:
@@ -978,7 +988,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", tiling.share.consumers),
         ("kProducers", tiling.share.producers),
-        ("kTurners", tiling.share.turners),
+        ("kTurners", layer.turners(tiling.share)),
         ("kConsumerRegisters", tiling.share.consumer),
         ("kProducerRegisters", tiling.share.producer),
         ("kStages", tiling.stages),
