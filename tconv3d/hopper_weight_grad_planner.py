@@ -558,7 +558,8 @@ def _copy_cycles(layer: Layer, made: Buffers, piece: Words, planes: int) -> floa
     costs, jobs_x = layer.costs(piece), made.box.k_rows * made.tiling.columns / JOB_CHANNELS
     blocks_y = planes * -(-made.slots // (32 if piece.lines else 16))
     x = costs.x_row * made.box.k_rows + jobs_x * (costs.x_vectors if layer.vectors_x else costs.x_words)
-    return x + blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
+    elements = 4 / 3 if layer.elements_y and not (layer.unit_c_y or piece.lines) else 1.0
+    return x + elements * blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
 
 
 def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
@@ -707,7 +708,8 @@ def _bias_constants(p: Problem, tiling: Tiling, piece: Words) -> Constants:
 
 
 def bias_slots(g: Geometry, tiling: Tiling) -> int:
-    """Sums per channel that the blocks with one part of the positions write: one for each row of own taps."""
+    """Sums per channel that the blocks with one part of the positions and some input channels write: one for each row
+    of own taps."""
     return len(tiling.pieces) * g.stride[0] * g.stride[1]
 
 
@@ -787,7 +789,7 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     direct = splits == 1 and _direct(p, made)
     parts = 0 if direct else splits
     mains = tuple(_main(p, layer, made, piece, splits, direct) for piece in tiling.pieces)
-    bias_parts = splits * bias_slots(g, tiling) if p.bias else 0
+    bias_parts = splits * -(-g.in_per_group // tiling.columns) * bias_slots(g, tiling) if p.bias else 0
     sums = (_sum_of_parts(p, device, tiling.kinds(g), parts, bias_parts),) if parts or p.bias else ()
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"

@@ -51,7 +51,7 @@ struct Args {
   const void* x;
   const void* dy;
   void* parts;       // [splits][taps][out_channels / groups][in_channels]
-  void* bias_parts;  // kBias: [splits][kBiasSlots][out_channels]
+  void* bias_parts;  // kBias: [splits][blocks of input channels][kBiasSlots][out_channels]
   void* result;  // one part, contiguous: [in_channels][out_channels / groups][taps] in its place, else null
   Strides x_strides, dy_strides;
   Extent x_size, dy_size;
@@ -657,8 +657,8 @@ struct HopperWeightGrad {
     Vector<unsigned, 4> words[C::kLines ? 2 : 1][C::kLoads];
     bool used;
   };
-  __device__ __forceinline__ void load(Loaded& to, const Place& from) const {
-    to.used = from.used;
+  __device__ __forceinline__ void load(Loaded& to, const Place& from, bool with_bias) const {
+    to.used = from.used && with_bias;
     static_for<C::kLoads>([&](auto i) {
       constexpr int kI = decltype(i)::value;
       if constexpr (C::kLines) {
@@ -673,25 +673,37 @@ struct HopperWeightGrad {
 
   // Makes operands, and adds to the sums of the bias's gradient.
   static __device__ __forceinline__ void join(Fragments& to, const Loaded& from, float (&bias)[2]) {
-    float sums[2] = {0.0f, 0.0f};  // of few words: long sums are made of short ones
     if constexpr (C::kLines) {
-      join_lines(to, from, sums);
+      join_lines(to, from);
     } else {
-      join_planes(to, from, sums);
+      join_planes(to, from);
     }
-    if (C::kBias && from.used) {
-      bias[0] += sums[0];
-      bias[1] += sums[1];
+    if constexpr (C::kBias) {
+      if (from.used) add_bias(from, bias);
     }
   }
-
-  static __device__ __forceinline__ void join_planes(Fragments& to, const Loaded& from, float (&sums)[2]) {
+  static __device__ __forceinline__ void add_bias(const Loaded& from, float (&bias)[2]) {
+    float sums[2] = {0.0f, 0.0f};  // of few words: long sums are made of short ones
     static_for<C::kLoads>([&](auto i) {
       static_for<4>([&](auto e) {
         constexpr int kI = decltype(i)::value, kE = decltype(e)::value;
-        const unsigned word = from.words[0][kI].at[kE];
-        to.loaded[kI][kE] = rounded(word);
-        add_own<kI, kE / 2>(sums[kE % 2], word);
+        if constexpr (C::kLines) {
+          add_own<kI, kE>(sums[0], from.words[0][kI].at[kE]);
+          add_own<kI, kE>(sums[1], from.words[C::kLines ? 1 : 0][kI].at[kE]);
+        } else {
+          add_own<kI, kE / 2>(sums[kE % 2], from.words[0][kI].at[kE]);
+        }
+      });
+    });
+    bias[0] += sums[0];
+    bias[1] += sums[1];
+  }
+
+  static __device__ __forceinline__ void join_planes(Fragments& to, const Loaded& from) {
+    static_for<C::kLoads>([&](auto i) {
+      static_for<4>([&](auto e) {
+        constexpr int kI = decltype(i)::value, kE = decltype(e)::value;
+        to.loaded[kI][kE] = rounded(from.words[0][kI].at[kE]);
       });
     });
     static_for<C::kJoins>([&](auto j) {
@@ -711,21 +723,13 @@ struct HopperWeightGrad {
   }
 
   // One channel after the other.
-  static __device__ __forceinline__ void join_lines(Fragments& to, const Loaded& from, float (&sums)[2]) {
+  static __device__ __forceinline__ void join_lines(Fragments& to, const Loaded& from) {
     static_for<2>([&](auto half) {
-      constexpr int kHalf = decltype(half)::value;
-      const Vector<unsigned, 4>(&words)[C::kLoads] = from.words[C::kLines ? kHalf : 0];
-      static_for<C::kLoads>([&](auto i) {
-        static_for<4>([&](auto e) {
-          constexpr int kI = decltype(i)::value, kE = decltype(e)::value;
-          add_own<kI, kE>(sums[kHalf], words[kI].at[kE]);
-        });
-      });
       static_for<C::kJoins>([&](auto j) {
         static_for<2>([&](auto k) {
-          constexpr int kJ = decltype(j)::value, kK = decltype(k)::value;
+          constexpr int kHalf = decltype(half)::value, kJ = decltype(j)::value, kK = decltype(k)::value;
           constexpr int kFirst = C::kJoinElement(kJ) + kK * kPerWord * C::kStrideW;
-          to.joined[kJ][2 * kK + kHalf] = word_of<kFirst>(words);
+          to.joined[kJ][2 * kK + kHalf] = word_of<kFirst>(from.words[C::kLines ? kHalf : 0]);
         });
       });
     });
@@ -759,13 +763,15 @@ struct HopperWeightGrad {
   // One row of K, two chunks, for all row tiles. While products run, the words of the next are on their way
   // (`ahead`); with two sets of operands, they also become operands meanwhile. The first are there already.
   __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&operands)[C::kDepth], int row,
-                                               unsigned long long b, int first_sheet, Loaded& ahead) const {
+                                               unsigned long long b, int first_sheet, Loaded& ahead,
+                                               bool with_bias) const {
     constexpr int kItems = 2 * C::kRowTiles;
     static_for<kItems>([&](auto item) {
       constexpr int kItem = decltype(item)::value, kNext = kItem + 1, kTile = kItem % C::kRowTiles;
       const bool more = kNext < kItems || row + 1 < row_segments();
       const auto load_next = [&] {
-        if (more) load(ahead, find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet));
+        if (!more) return;
+        load(ahead, find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet), with_bias);
       };
       if constexpr (C::kDepth == 1) {
         join(operands[0], ahead, me.bias[kTile]);
@@ -780,18 +786,18 @@ struct HopperWeightGrad {
     });
   }
 
-  __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group) const {
+  __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group, bool with_bias) const {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
     const int first_sheet = group * args.box.d;
     Fragments operands[C::kDepth];
     Loaded ahead;
-    load(ahead, find(me, 0, 0, first_sheet));
+    load(ahead, find(me, 0, 0, first_sheet), with_bias);
     if constexpr (C::kDepth == 2) join(operands[0], ahead, me.bias[0]);
 #pragma unroll 1
     for (int row = 0; row < row_segments(); ++row) {
       multiply_row(me, operands, row,
                    ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes),
-                   first_sheet, ahead);
+                   first_sheet, ahead, with_bias);
     }
     ptx::matrix_wait<0>();
   }
@@ -809,6 +815,8 @@ struct HopperWeightGrad {
       }
     }
     Ring group, arriving, stage;  // of the step; of the last group that it needs
+    int until_bias =
+        kind.first_in / C::kColumns;  // blocks with the same outputs take turns at adding them up
     for (int index = part.begin; index < part.end;) {
       const Run run = run_at(index);
       for (int i = 0; i < args.ahead; ++i) arriving.advance(args.groups);
@@ -817,7 +825,8 @@ struct HopperWeightGrad {
         // Producers deliver in order: with this group, all before it are there.
         ptx::barrier_wait(full(arriving.index), arriving.parity);
         ptx::barrier_wait(stage_full(stage.index), stage.parity);
-        multiply_step(me, stage.index, group.index);
+        multiply_step(me, stage.index, group.index, until_bias == 0);
+        until_bias = (until_bias == 0 ? kBlocksIn : until_bias) - 1;
         __syncwarp();
         if (lane == 0) {
           ptx::barrier_arrive(empty(group.index));
@@ -846,12 +855,12 @@ struct HopperWeightGrad {
     }
   }
 
-  // The lanes of a quad have the same channels at different positions; of all blocks with these positions and
-  // channels, the one with the first input channels and the row's taps writes.
+  // The lanes of a quad have the same channels at different positions.
   __device__ __forceinline__ void store_bias(const Consumer& me, int consumer) const {
     constexpr int kOut = C::kGroups * C::kOutPerGroup;
-    float* const parts = static_cast<float*>(args.bias_parts) +
-                         static_cast<long long>(static_cast<int>(blockIdx.x) / kKinds) * C::kBiasSlots * kOut;
+    const int part = static_cast<int>(blockIdx.x) / kKinds * kBlocksIn + kind.first_in / C::kColumns;
+    float* const parts =
+        static_cast<float*>(args.bias_parts) + static_cast<long long>(part) * C::kBiasSlots * kOut;
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
       const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
@@ -862,7 +871,7 @@ struct HopperWeightGrad {
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
         const int out = kind.first_out + index % kPairs + half * kPairs;
-        if (lane % 4 != 0 || kind.first_in != 0 || row >= kRows || out >= C::kOutPerGroup) continue;
+        if (lane % 4 != 0 || row >= kRows || out >= C::kOutPerGroup) continue;
         const int slot_d = C::kBiasSlotD(kind.d, d), slot_h = C::kBiasSlotH(kind.h, h);
         if (slot_d < 0 || slot_h < 0) continue;
         parts[(slot_d + slot_h + C::kBiasSlotW) * kOut + kind.group * C::kOutPerGroup + out] = sum;
