@@ -78,14 +78,14 @@ def call_of(plan: Plan, x: Tensor, dy: Tensor, dw: Tensor) -> Callable[[], None]
 def candidates(problem: Problem, tilings: int, boxes: int) -> Iterator[planner.Buffers]:
     """What the planner takes, then other tilings, then other boxes of the first."""
     device, layer = executor.device_of(torch.empty(0, device="cuda")), planner._layer(problem)
-    found = planner.tilings(layer, device, 40)
+    first, found = planner.tiling_of(layer, device), planner.tilings(layer, device, 40)
+    assert first is not None, "the planner refuses the problem"
     kinds = {(t.depth, len(t.pieces), t.columns, t.row_tiles, t.share): t for t in reversed(found)}
-    for tiling in dict.fromkeys([found[0], *sorted(kinds.values(), key=found.index)][: tilings + 1]):
+    for tiling in dict.fromkeys([first, *sorted(kinds.values(), key=found.index)][: tilings + 1]):
         if made := planner.best_buffers(layer, tiling, problem.input_size, device.shared_bytes):
             yield made
     every = (
-        planner.buffers(found[0], box, device.shared_bytes)
-        for box in planner.boxes(problem.input_size, layer.per_word)
+        planner.buffers(first, box, device.shared_bytes) for box in planner.boxes(problem.input_size, layer.per_word)
     )
     ranked = sorted(filter(None, every), key=lambda made: planner.box_cost(layer, made, problem.input_size))
     yield from ranked[1 : boxes + 1]

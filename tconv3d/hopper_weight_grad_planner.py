@@ -28,34 +28,58 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
-OTHER_REGISTERS = (28, 18)  # of a consumer, with one and with two sets of fragments
+OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
-COPYING_IS_WORTH = 1.25  # how much longer than the products slow copies may take
-
-CONSUMERS = 2  # warpgroups that multiply
+COPYING_IS_WORTH = 1.4  # how much longer than the products slow copies may take
+LARGE_WEIGHT = 2**20  # elements
 
 
 class Share(NamedTuple):
-    """How registers are divided: those of a thread that multiplies, of one that copies, and warpgroups that copy."""
+    """How registers are divided: those of a thread that multiplies and of one that copies, and warpgroups of each."""
 
     consumer: int
     producer: int
     producers: int
+    consumers: int = 2
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + self.producers)
 
 
 # The first that consumers can do with. No more in all than the block's threads have when they start: what is not
 # there would be waited for, forever.
-SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(232, 40, 1))
+SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(152, 56, 1, 3))
 
-# What a multiprocessor does per cycle, for choosing between tilings.
-L2_BYTES_PER_CYCLE = 28.0
+
+class Costs(NamedTuple):
+    """What a multiprocessor takes, in cycles, for choosing between tilings."""
+
+    l2_bytes: float  # in a cycle
+    fragments: float  # share of shared memory's cycles that tensor cores wait for, when operands are loaded
+    writes: float  # likewise, when x and dy arrive
+    item: float  # the operands' way to the first product
+    alone: float  # more of it with one set of operands
+    x_row: float  # of a producer warp: a row of K
+    x_vectors: float  # a job by vectors
+    x_words: float  # a job by words
+    y_block: float  # a block of slots of a plane
+    y_line: float  # each line of it
+    copying: float  # the barriers of a step
+    turning: float  # a job of x that is put in order
+    overlap: float  # of what is hidden behind the longest
+    tight: float  # how much longer it takes where shared memory has room for one group of sheets on its way
+    step: float  # barriers, the first operands
+    block: float  # tables, the sums' way out
+
+
+# Fitted to 40 times on one H200; and for copies word by word, which are older and less sure.
+VECTORS = Costs(60, 0.46, 0.33, 23, 8, 180, 26, 150, 400, 22, 570, 98, 0.15, 1.1, 190, 20000)
+WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 8000)
 SECTOR_WORDS = 8  # what a memory transaction moves at least
 MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
-TIGHT = 1.25  # where shared memory has room for one group of sheets on its way
-STEP_OVERHEAD = 250.0  # cycles: barriers, the first fragments
-BLOCK_OVERHEAD = 8000.0  # cycles: tables, the first step's way, the sums' way out
-ITEM_OVERHEAD = 15.0  # cycles: the fragments' way to the first product
-JOB_CYCLES_X, JOB_CYCLES_Y = 250.0, 200.0  # that a job takes a producer warp
+ADDING_OVERHEAD, ADDING_BYTES = 7000.0, 9.6  # a launch; what a multiprocessor moves in a cycle when adding parts
+ROUGH_BYTES = 28.0  # copied in a cycle, for a first choice
 
 
 @dataclass(frozen=True)
@@ -151,7 +175,9 @@ class Planes:
         return len(self.loads)
 
     def registers(self, depth: int) -> int:
-        """Of so many sets of fragments."""
+        """Of so many sets of operands; one is made of what has been loaded meanwhile."""
+        if depth == 1:
+            return 4 * (len(self.loads) + len({read for tap in self.reads for read in tap}))
         return 4 * depth * (len(self.loads) + len(self.joins))
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
@@ -229,7 +255,8 @@ class Lines:
         return 2 * len(self.loads)
 
     def registers(self, depth: int) -> int:
-        return 4 * depth * len(self.joins) + 4 * len(self.loads) + 4  # what operands are made of
+        made_of = 8 * len(self.loads) if depth == 1 else 4 * len(self.loads) + 4
+        return 4 * depth * len(self.joins) + made_of
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         found = {load: [0, 0, 0, 0] for load in self.loads}
@@ -262,21 +289,37 @@ class Layer:
     geometry: Geometry
     dtype: str
     elements_x: bool  # 16-bit elements are copied one by one
+    vectors_x: bool  # x is copied by segments
     elements_y: bool
     vector_y: int  # words of dy that one copy may bring; 0: its lines are not whole words
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
 
     @property
+    def slow(self) -> bool:
+        """Whether words are copied one by one, each from a place of its own."""
+        return self.elements_x or self.unit_c_x or self.unit_c_y
+
+    def costs(self, piece: Words) -> Costs:
+        return WORDS if self.slow or (self.elements_y and not piece.lines) else VECTORS
+
+    def turners(self, share: Share) -> int:
+        """Producer warps that put x in order; the others copy."""
+        return 1 if self.slow else 3 * share.producers // 2
+
+    @property
     def per_word(self) -> int:
         return 4 // ITEM_BYTES[self.dtype]
+
+    def lines(self, taps: tuple[int, ...]) -> Lines:
+        axis, sizes = self.geometry.axes[2], (size for size in (4, 2, 1) if size <= self.vector_y)
+        return min((Lines(axis, taps, self.per_word, size) for size in sizes), key=lambda lines: lines.vectors)
 
     def words(self, taps: tuple[int, ...]) -> Words:
         axis = self.geometry.axes[2]
         # Lines, if all that lies side by side in memory is of use. Small vectors may begin closer to the first tap.
         if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) == axis.stride:
-            ways = [Lines(axis, taps, self.per_word, vector) for vector in (4, 2, 1) if vector <= self.vector_y]
-            return min(ways, key=lambda lines: lines.vectors)
+            return self.lines(taps)
         return Planes(Rows.of(axis, taps, 1 if self.elements_y else self.per_word), self.per_word, axis.stride)
 
 
@@ -300,7 +343,7 @@ class Tiling:
 
     @cached_property
     def row_tiles(self) -> int:
-        return -(-self.block_rows * (self.out_tile // 2) // (32 * CONSUMERS))
+        return -(-self.block_rows * (self.out_tile // 2) // (32 * self.share.consumers))
 
     @cached_property
     def planes(self) -> tuple[int, int, int]:
@@ -317,6 +360,11 @@ class Tiling:
         """Channels side by side in a line of dy."""
         return 1 if self.pieces[0].lines else 2
 
+    @property
+    def lines(self) -> int:
+        """Of dy in shared memory, for one place in a sheet."""
+        return self.out_tile // self.sides
+
     def kinds(self, g: Geometry) -> int:
         """Blocks that together have all channels and taps along d and h."""
         channels = -(-g.in_per_group // self.columns) * -(-g.out_per_group // self.out_tile)
@@ -329,9 +377,10 @@ class Tiling:
 
     def __str__(self) -> str:
         d, h = (max(len(rows.taps) for rows in kinds) for kinds in (self.rows_d, self.rows_h))
+        consumers = self.share.consumers
         w = " + ".join(str(len(piece.taps)) for piece in self.pieces)
         return (
-            f"{CONSUMERS} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
+            f"{consumers} x {self.row_tiles} x 64 rows x {self.columns} columns, blocks of {self.out_tile} "
             f"outputs x {d} x {h} x {w} taps{', fragments ahead' if self.depth == 2 else ''}"
         )
 
@@ -365,6 +414,7 @@ class Buffers:
     tiling: Tiling
     box: Box
     pad: int  # words that lengthen a line, against bank conflicts
+    skew: int  # words that lengthen a pair, likewise
     room: int  # bytes
 
     @cached_property
@@ -388,13 +438,18 @@ class Buffers:
 
     @cached_property
     def pair_pitch(self) -> int:
-        """4 words more than a multiple of 8: the two pairs that a load takes together meet in no bank."""
         words = self.tiling.sides * prod(self.tiling.planes) * self.plane_pitch
-        return words + (4 - words) % 8
+        return -(-words // 4) * 4 + self.skew
+
+    @property
+    def segment_words(self) -> int:
+        """From segment to segment."""
+        piece = self.tiling.pieces[0]
+        return SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
 
     @cached_property
     def sheet_words(self) -> int:
-        return self.tiling.out_tile // self.tiling.sides * self.pair_pitch
+        return self.tiling.lines * self.pair_pitch
 
     @property
     def ahead(self) -> int:
@@ -409,7 +464,7 @@ class Buffers:
     def bytes_with(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
         tables = 16 * self.slots + 16 * self.box.k_rows * ROW_SEGMENTS
-        barriers = 16 * (groups + self.tiling.stages)
+        barriers = 8 * (2 * groups + 3 * self.tiling.stages)
         return stages + 4 * groups * self.box.d * self.sheet_words + tables + barriers
 
     @cached_property
@@ -425,15 +480,13 @@ class Buffers:
     @cached_property
     def conflicts(self) -> float:
         """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
-        piece = self.tiling.pieces[0]
-        segment_words = SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
         total, chunks = 0, range(0, self.box.segments, 4)
         for chunk in chunks:
             banks = [0] * 8
             for segment in range(chunk, min(chunk + 4, self.box.segments)):
                 line, w = divmod(segment, self.box.w)
                 d, h = divmod(line, self.box.h)
-                place = d * self.sheet_words + self.tiling.sides * h * self.line_pitch + w * segment_words
+                place = d * self.sheet_words + self.tiling.sides * h * self.line_pitch + w * self.segment_words
                 for pair in range(2):
                     banks[(place + pair * self.pair_pitch) // 4 % 8] += 1
             total += max(banks)
@@ -442,10 +495,15 @@ class Buffers:
 
 @lru_cache(maxsize=8192)
 def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
-    """With the pad that avoids most conflicts; None if nothing fits."""
+    """With the pads that avoid most conflicts; None if nothing fits."""
     pads = (0,) if box.w % 4 == 0 else range(0, 16, 4 // tiling.sides)
-    fitting = [made for made in (Buffers(tiling, box, pad, room) for pad in pads) if made.groups]
-    return min(fitting, key=lambda made: (made.conflicts, made.pad), default=None)
+    best: Buffers | None = None
+    for made in (Buffers(tiling, box, pad, skew, room) for pad in pads for skew in range(0, 32, 4)):
+        if made.groups and (best is None or made.conflicts < best.conflicts):
+            best = made
+            if best.conflicts == 1.0:
+                break
+    return best
 
 
 # ---- Predicted times, in cycles of a multiprocessor.
@@ -457,52 +515,58 @@ class StepWork:
 
     products: float  # tensor cores, and what keeps them from shared memory
     copying: float  # the producers' instructions
+    turning: float
     memory: float
+    overlap: float
+    overhead: float
 
     @property
     def cycles(self) -> float:
-        parts = (self.products, self.copying, self.memory)
-        return max(parts) + 0.35 * (sum(parts) - max(parts)) + STEP_OVERHEAD
+        parts = (self.products, self.copying, self.turning, self.memory)
+        return max(parts) + self.overlap * (sum(parts) - max(parts)) + self.overhead
+
+    @property
+    def coming(self) -> float:
+        """Sheets that no step hides."""
+        return max(self.copying, self.memory)
 
 
 def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
-    tiling, box = made.tiling, made.box
-    items = 2 * box.k_rows * CONSUMERS * tiling.row_tiles
-    planes_d = max(len(rows.offsets) for rows in tiling.rows_d)
-    words_x = box.k_rows * 32 * tiling.columns
-    words_y = box.d * planes_d * made.slots * piece.vector * tiling.out_tile
-    jobs_x = box.k_rows * tiling.columns // JOB_CHANNELS
-    jobs_y = box.d * planes_d * -(-made.slots // 16) * -(-tiling.out_tile // 2 // JOB_CHANNELS)
-    slow_x = 3 if layer.elements_x or layer.unit_c_x else 1
-    slow_y = 3 if layer.unit_c_y else 1 if piece.lines or not layer.elements_y else 4
-    memory = memory_cycles(words_x, box.w * SEGMENT)
+    tiling, box, share, costs = made.tiling, made.box, made.tiling.share, layer.costs(piece)
+    items = 2 * box.k_rows * share.consumers * tiling.row_tiles
+    planes = box.d * max(len(rows.offsets) for rows in tiling.rows_d)
+    words_x, words_y = box.k_rows * 32 * tiling.columns, planes * made.slots * piece.vector * tiling.out_tile
+    turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
     stride = 1 if isinstance(piece, Lines) else piece.stride
     phases = len(piece.offsets)  # those that nobody needs lie in between
-    memory += memory_cycles(words_y * stride // phases, made.line_words * stride)
-    item = item_cycles(piece, tiling.columns, tiling.depth, made.conflicts)
+    sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))  # lines begin anywhere in one
+    sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (made.line_words * stride))
     return StepWork(
-        products=items * item + (words_x + words_y) / 32,
-        copying=(jobs_x * slow_x * JOB_CYCLES_X + jobs_y * slow_y * JOB_CYCLES_Y) / (4 * tiling.share.producers),
-        memory=memory * (TIGHT if made.groups < made.ahead + 3 else 1.0),
+        products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, made.conflicts)
+        + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
+        copying=_copy_cycles(layer, made, piece, planes) / (4 * share.producers - layer.turners(share))
+        + costs.copying,
+        turning=costs.turning * box.k_rows * tiling.columns / JOB_CHANNELS / layer.turners(share) if turned else 0.0,
+        memory=4 * sectors / costs.l2_bytes * (costs.tight if made.groups < made.ahead + 3 else 1.0),
+        overlap=costs.overlap,
+        overhead=costs.step,
     )
 
 
-def total(layer: Layer, made: Buffers) -> StepWork:
-    """The step of all launches."""
-    works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
-    return StepWork(*(sum(getattr(work, part) for work in works) for part in ("products", "copying", "memory")))
+def _copy_cycles(layer: Layer, made: Buffers, piece: Words, planes: int) -> float:
+    """Of one producer warp."""
+    costs, jobs_x = layer.costs(piece), made.box.k_rows * made.tiling.columns / JOB_CHANNELS
+    blocks_y = planes * -(-made.slots // (32 if piece.lines else 16))
+    x = costs.x_row * made.box.k_rows + jobs_x * (costs.x_vectors if layer.vectors_x else costs.x_words)
+    elements = 4 / 3 if layer.elements_y and not (layer.unit_c_y or piece.lines) else 1.0
+    return x + elements * blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
 
 
-def memory_cycles(words: int, line: int) -> float:
-    """Lines begin anywhere in a sector: short ones touch more sectors than they fill."""
-    return 4 * words / L2_BYTES_PER_CYCLE * (1 + SECTOR_WORDS / line)
-
-
-def item_cycles(piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
+def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
     """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
     products = 2 * len(piece.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
-    alone = 25 if depth == 1 else 0  # nothing hides the way of the fragments
-    return products + 16 * piece.vectors * conflicts + ITEM_OVERHEAD + alone
+    loads = costs.fragments * 16 * piece.vectors * conflicts
+    return products + loads + costs.item + (costs.alone if depth == 1 else 0.0)
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
@@ -526,8 +590,7 @@ def box_cost(layer: Layer, made: Buffers, size: Triple) -> float:
     """Predicted cycles that one batch item of a volume takes all blocks of one kind."""
     d, h, w = made.box.count(size, layer.per_word)
     works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
-    # A run along d begins with sheets that no step hides.
-    return h * w * sum(d * work.cycles + made.ahead * (max(work.copying, work.memory) + 300) for work in works)
+    return h * w * sum(d * work.cycles + made.ahead * work.coming for work in works)
 
 
 @lru_cache(maxsize=4096)
@@ -536,7 +599,8 @@ def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffe
     return min(found, key=lambda made: box_cost(layer, made, size), default=None)
 
 
-NOMINAL = (64, 64, 64)  # the volume that tilings are chosen for
+NOMINAL, FEW = (64, 64, 64), (8, 16, 16)  # the volumes that tilings are chosen for: FEW with large weights
+FEW_BATCHES, FEW_CHOICES = (1, 8), 12  # of such volumes; tilings that large weights choose from
 NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
 
 
@@ -561,6 +625,8 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     if len({(piece.lines, piece.vector) for piece in whole}) > 1:  # a last piece that lacks a phase
         whole = tuple(replace(layer, vector_y=0).words(piece.taps) for piece in whole)
     yield whole
+    if axis.stride == 1 and count == 1 and layer.vector_y > 1:
+        yield (layer.lines(whole[0].taps),)
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
     if 1 < len(phases) <= 4 and axis.kernel > len(phases) and count == 1 and not whole[0].lines:
         yield tuple(layer.words(taps) for taps in phases)
@@ -585,23 +651,36 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
         planes *= g.stride[2] if pieces[0].lines else 1
         useful = g.in_channels * g.out_per_group * g.kernel[0] * g.kernel[1]
         for columns, out_tile in channels:
-            row_tiles = -(-rows * (out_tile // 2) // (32 * CONSUMERS))
-            needs = (held + row_tiles * (taps * columns // 2 + 2) for held in fragments)
-            fits = [(depth, s) for depth, need in enumerate(needs, 1) for s in SHARES[::-1] if need <= s.consumer]
-            # The most fragments that fit; fewer, if that leaves more to copy with.
-            ways = {share.producers: (depth, share) for depth, share in fits}
-            if row_tiles > MAX_ROW_TILES or not fits:
-                continue
             blocks = kinds * -(-g.in_per_group // columns) * -(-g.out_per_group // out_tile)
-            tiles = CONSUMERS * row_tiles
-            if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
-                continue
-            copied = 64 * (columns + 1.3 * out_tile * planes) / L2_BYTES_PER_CYCLE
-            for depth, share in ways.values():
-                items = [tiles * item_cycles(piece, columns, depth) for piece in pieces]
+            copied = 64 * (columns + 1.3 * out_tile * planes) / ROUGH_BYTES
+            for row_tiles, depth, share in _shares(rows * (out_tile // 2), taps * columns // 2, fragments):
+                if share.consumers > 2 and (layer.per_word == 2 or layer.slow):
+                    continue  # two keep shared memory, or what copies, busy enough
+                tiles = share.consumers * row_tiles
+                if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
+                    continue
+                items = [tiles * item_cycles(layer.costs(piece), piece, columns, depth) for piece in pieces]
                 cost = sum(max(item, copied) + 0.1 * copied for item in items)
                 number += 1
                 yield cost * blocks, number, Tiling(columns, out_tile, rows_d, rows_h, pieces, depth, share)
+
+
+def _shares(pairs: int, sums: int, fragments: list[int]) -> Iterator[tuple[int, int, Share]]:
+    """Row tiles, sets of operands and shares of the registers for so many rows, each of two channels."""
+    for consumers in sorted({share.consumers for share in SHARES}):
+        row_tiles = -(-pairs // (32 * consumers))
+        if row_tiles > MAX_ROW_TILES:
+            continue
+        needs = [held + row_tiles * (sums + 2) for held in fragments]
+        fits = [
+            (depth, share)
+            for depth, need in enumerate(needs, 1)
+            for share in SHARES[::-1]
+            if share.consumers == consumers and need <= share.consumer
+        ]
+        # The most operands that fit; fewer, if that leaves more to copy with.
+        ways = {share.producers: (depth, share) for depth, share in fits}
+        yield from ((row_tiles, depth, share) for depth, share in ways.values())
 
 
 # ---- The bias's gradient in the same pass.
@@ -629,7 +708,8 @@ def _bias_constants(p: Problem, tiling: Tiling, piece: Words) -> Constants:
 
 
 def bias_slots(g: Geometry, tiling: Tiling) -> int:
-    """Sums per channel that the blocks with one part of the positions write: one for each row of own taps."""
+    """Sums per channel that the blocks with one part of the positions and some input channels write: one for each row
+    of own taps."""
     return len(tiling.pieces) * g.stride[0] * g.stride[1]
 
 
@@ -650,7 +730,7 @@ def _layer(p: Problem) -> Layer:
     elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
     y = y if p.output[4] == 1 else 0
-    return Layer(p.geometry, p.dtype, x == 0, elements_y, y, unit_c_x, unit_c_y)
+    return Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, unit_c_x, unit_c_y)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -666,21 +746,23 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
         return "the taps reach too far"
     layer = _layer(p)
-    found = tilings(layer, device)
-    if not found and next(_candidates(layer), None) is None:
+    found = tiling_of(layer, device)
+    if found is None and next(_candidates(layer), None) is None:
         return "no tiling has enough products that count and few enough registers"
-    made = best_buffers(layer, found[0], p.input_size, device.shared_bytes) if found else None
+    made = best_buffers(layer, found, p.input_size, device.shared_bytes) if found else None
     if made is None:
         return "the taps reach too far for shared memory"
-    separate = layer.elements_x or (layer.elements_y and not made.tiling.pieces[0].lines)
-    slow = separate or layer.unit_c_x or layer.unit_c_y
-    if slow and COPYING_IS_WORTH * total(layer, made).products < total(layer, made).copying:
+    works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
+    products, copying = sum(work.products for work in works), sum(work.copying for work in works)
+    if layer.costs(made.tiling.pieces[0]) is WORDS and COPYING_IS_WORTH * products < copying:
         return "copying operands that are not words along w would take longer than the products"
     return None
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    return plan_tiling(problem, device, tilings(_layer(problem), device)[0])
+    tiling = tiling_of(_layer(problem), device)
+    assert tiling is not None, "plan() of a problem that why_not() refuses"
+    return plan_tiling(problem, device, tiling)
 
 
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
@@ -702,20 +784,22 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
 
 def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     g, layer, tiling = p.geometry, _layer(p), made.tiling
-    count = g.in_channels * g.out_per_group * g.taps
-    splits = _splits(p, device, layer, made, count)
-    mains = tuple(_main(p, layer, made, piece, splits) for piece in tiling.pieces)
-    bias_parts = splits * bias_slots(g, tiling) if p.bias else 0
-    reduce = _sum_of_parts(p, device, tiling.kinds(g), splits, bias_parts)
+    count = _count(g)
+    splits = _splits(layer, made, p.batch, p.input_size, device)
+    direct = splits == 1 and _direct(p, made)
+    parts = 0 if direct else splits
+    mains = tuple(_main(p, layer, made, piece, splits, direct) for piece in tiling.pieces)
+    bias_parts = splits * -(-g.in_per_group // tiling.columns) * bias_slots(g, tiling) if p.bias else 0
+    sums = (_sum_of_parts(p, device, tiling.kinds(g), parts, bias_parts),) if parts or p.bias else ()
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
     return Plan(
         "hopper_weight_grad",
         "positions as K on warpgroup tensor cores",
-        (*mains, reduce),
-        4 * (splits * count + bias_parts * g.out_channels),
+        (*mains, *sums),
+        4 * (parts * count + bias_parts * g.out_channels),
         tile,
-        (("bias_parts", 4 * splits * count),) if p.bias else (),
+        (("bias_parts", 4 * parts * count),) if p.bias else (),
     )
 
 
@@ -727,9 +811,19 @@ def _slices(device: Device, kinds: int) -> int:
     return max(slices for slices in (1, 2, 4, 8) if slices == 1 or 8 * slices <= device.multiprocessors // kinds)
 
 
+def _direct(p: Problem, made: Buffers) -> bool:
+    """Whether a single part can be written as the result: a contiguous one, by way of the shared memory there is."""
+    g, tiling = p.geometry, made.tiling
+    taps = tiling.block_rows * max(len(piece.taps) for piece in tiling.pieces)
+    words = JOB_CHANNELS * (tiling.out_tile * taps + 16) + tiling.block_rows
+    dense = (g.out_per_group * g.taps, g.taps, g.kernel[1] * g.kernel[2], g.kernel[2], 1)
+    return 4 * words <= made.bytes and p.weight == dense
+
+
 def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_parts: int) -> Launch:
+    """Of the weight, unless it has none, and of the bias."""
     g, (ci, co, _, _, tap) = p.geometry, p.weight
-    count, threads = g.in_channels * g.out_per_group * g.taps, 256
+    count, threads = _count(g), 256
     slices = _slices(device, kinds)
 
     def blocks(rows: int) -> int:
@@ -739,6 +833,7 @@ def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_part
     while rows > max(2, 8 // slices) and blocks(rows) < 3 * device.multiprocessors:
         rows //= 2
     bias_blocks = -(-g.out_channels // 8) if p.bias else 0
+    weight_blocks, channels = (blocks(rows), g.in_channels) if splits else (0, 0)
     return Launch(
         kernel="reduce_taps",
         constants=(
@@ -749,34 +844,71 @@ def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_part
             ("kSlices", slices),
             ("kBias", p.bias),
         ),
-        grid=(blocks(rows) + bias_blocks, 1, 1),
+        grid=(weight_blocks + bias_blocks, 1, 1),
         threads=threads,
         shared_bytes=0,
         pointers=("workspace", "dw", *(("bias_parts", "db") if p.bias else ("null", "null"))),
         scalars=padded(
             int64s(ci, co, tap, count),
-            int32s(splits, g.taps, g.out_per_group, g.in_channels, bias_parts, g.out_channels),
+            int32s(splits, g.taps, g.out_per_group, channels, bias_parts, g.out_channels),
         ),
         overlaps=True,
     )
 
 
-def _steps(p: Problem, layer: Layer, box: Box) -> int:
-    return p.batch * prod(box.count(p.input_size, layer.per_word))
+def _steps(batch: int, size: Triple, layer: Layer, box: Box) -> int:
+    return batch * prod(box.count(size, layer.per_word))
 
 
-def _splits(p: Problem, device: Device, layer: Layer, made: Buffers, count: int) -> int:
+def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, splits: int, device: Device) -> float:
+    """Predicted, of all steps in so many parts: blocks come in waves, and parts must be added."""
+    steps, depths = _steps(batch, size, layer, made.box), made.box.count(size, layer.per_word)[0]
+    work = max((step_work(layer, made, piece) for piece in made.tiling.pieces), key=lambda work: work.cycles)
+    waves = -(-made.tiling.kinds(layer.geometry) * splits // device.multiprocessors)
+    moved = (splits + 1 if splits > 1 else 0) * 4 * _count(layer.geometry)
+    adding = ADDING_OVERHEAD + moved / (ADDING_BYTES * device.multiprocessors) if splits > 1 else 0.0
+    each = -(-steps // splits)
+    runs = max(1.0, each / depths)
+    block = layer.costs(made.tiling.pieces[0]).block
+    return waves * (each * work.cycles + runs * made.ahead * work.coming + block) + adding
+
+
+def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> int:
     """Into how many parts the steps are split: what fills the GPU with the least left over at the end."""
-    kinds, steps = made.tiling.kinds(p.geometry), _steps(p, layer, made.box)
-    most = max(1, min(steps, WORKSPACE_BYTES // (count * 4), -(-4 * device.multiprocessors // kinds)))
-    cycles = max(step_work(layer, made, piece).cycles for piece in made.tiling.pieces)
+    waves = -(-4 * device.multiprocessors // made.tiling.kinds(layer.geometry))
+    steps = _steps(batch, size, layer, made.box)
+    most = max(1, min(steps, WORKSPACE_BYTES // (_count(layer.geometry) * 4), waves))
+    return min(range(1, most + 1), key=lambda splits: _cycles(layer, made, batch, size, splits, device))
 
-    def cost(splits: int) -> float:
-        adding = splits * count * 8 / (16 * device.multiprocessors)
-        waves = -(-kinds * splits // device.multiprocessors)
-        return waves * ((-(-steps // splits) + made.ahead) * cycles + BLOCK_OVERHEAD) + adding
 
-    return min(range(1, most + 1), key=cost)
+def _count(g: Geometry) -> int:
+    """Elements of the weight."""
+    return g.in_channels * g.out_per_group * g.taps
+
+
+@lru_cache(maxsize=1024)
+def tiling_of(layer: Layer, device: Device) -> Tiling | None:
+    """The tiling of a layer, if it has any. A large weight comes with few positions: blocks have few steps, and what
+    counts is that they fill whole waves and leave few parts."""
+    found = tilings(layer, device)
+    if not found or _count(layer.geometry) < LARGE_WEIGHT:
+        return found[0] if found else None
+    choices = [tiling for tiling in tilings(layer, device, FEW_CHOICES) if _few_cycles(layer, tiling, 1, device)]
+    costs = dict.fromkeys(choices, 0.0)
+    for batch in FEW_BATCHES:
+        cycles = {tiling: _few_cycles(layer, tiling, batch, device) for tiling in choices}
+        for tiling in choices:
+            costs[tiling] += cycles[tiling] / min(cycles.values()) / len(FEW_BATCHES)
+    return min(costs, key=lambda tiling: costs[tiling], default=found[0])
+
+
+def _few_cycles(layer: Layer, tiling: Tiling, batch: int, device: Device) -> float:
+    """Predicted, of FEW positions of so many batch items; 0 if shared memory has no room for any box."""
+    made = best_buffers(layer, tiling, FEW, device.shared_bytes)
+    if made is None:
+        return 0.0
+    splits = _splits(layer, made, batch, FEW, device)
+    return len(tiling.pieces) * _cycles(layer, made, batch, FEW, splits, device)
 
 
 def _wide(p: Problem) -> bool:
@@ -790,19 +922,21 @@ def _wide(p: Problem) -> bool:
     return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
 
 
-def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) -> Launch:
+def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, direct: bool) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
-    jobs = box.d * tiling.planes[0] * -(-tiling.out_tile // 2 // JOB_CHANNELS)
+    steps = _steps(p.batch, p.input_size, layer, box)
+    parts, result = ("null", "dw") if direct else ("workspace", "null")
+    jobs = box.d * tiling.planes[0] * -(-tiling.lines // _job_lines(layer, tiling))
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
         grid=(tiling.kinds(g) * splits, 1, 1),
-        threads=128 * (CONSUMERS + tiling.share.producers),
+        threads=tiling.share.threads,
         shared_bytes=made.bytes,
-        pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
+        pointers=("x", "dy", parts, "bias_parts" if p.bias else "null", result),
         scalars=padded(
             int64s(*p.input, *p.output),
-            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _steps(p, layer, box), splits),
+            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, steps, splits),
             int32s(made.ahead, made.groups, made.lines, made.line_words, made.line_pitch),
             int32s(made.plane_pitch, made.pair_pitch),
             dividers(box.count(p.input_size, layer.per_word)),
@@ -810,6 +944,15 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int) ->
         ),
         overlaps=True,
     )
+
+
+def _job_lines(layer: Layer, tiling: Tiling) -> int:
+    """Channels of dy, or pairs of them, that a producer warp copies at a time: a divisor of what a block has."""
+    if layer.unit_c_y:
+        return JOB_CHANNELS
+    sizes = [size for size in range(1, 2 * JOB_CHANNELS + 1) if tiling.lines % size == 0]
+    few = max(size for size in sizes if size <= JOB_CHANNELS)
+    return few if 2 * few >= JOB_CHANNELS else sizes[-1]
 
 
 def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
@@ -834,18 +977,20 @@ def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
 def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Constants:
     g = p.geometry
     return (
-        ("kThreads", 128 * (CONSUMERS + tiling.share.producers)),
+        ("kThreads", tiling.share.threads),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kWide", _wide(p)),
         ("kElementsX", layer.elements_x),
+        ("kVectorsX", layer.vectors_x),
         ("kElementsY", layer.elements_y and not piece.lines),
         ("kLines", piece.lines),
         ("kVectorY", piece.vector),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
-        ("kConsumers", CONSUMERS),
+        ("kConsumers", tiling.share.consumers),
         ("kProducers", tiling.share.producers),
+        ("kTurners", layer.turners(tiling.share)),
         ("kConsumerRegisters", tiling.share.consumer),
         ("kProducerRegisters", tiling.share.producer),
         ("kStages", tiling.stages),
@@ -856,6 +1001,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kColumns", tiling.columns),
         ("kOutTile", tiling.out_tile),
         ("kRowTiles", tiling.row_tiles),
+        ("kJobLines", _job_lines(layer, tiling)),
         *_rows_constants("D", tiling.rows_d),
         *_rows_constants("H", tiling.rows_h),
         ("kPlanesW", tiling.planes[2]),

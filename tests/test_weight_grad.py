@@ -46,6 +46,11 @@ LAYERS = {
 }
 
 
+def clear_plans() -> None:
+    for planned in (planner.plan, hopper_weight_grad_planner.tilings, hopper_weight_grad_planner.tiling_of):
+        planned.cache_clear()
+
+
 FAMILIES = {"warp": weight_grad_planner, "warpgroup": hopper_weight_grad_planner}
 
 
@@ -61,11 +66,9 @@ def tensor_cores(request: pytest.FixtureRequest, ours: str, monkeypatch: pytest.
     monkeypatch.setattr(family, "MIN_EFFICIENCY", 0.0)
     monkeypatch.setattr(hopper_weight_grad_planner, "COPYING_IS_WORTH", 1e9)
     monkeypatch.setattr(executor, "_tasks", {})
-    planner.plan.cache_clear()
-    hopper_weight_grad_planner.tilings.cache_clear()
+    clear_plans()
     yield ours
-    planner.plan.cache_clear()
-    hopper_weight_grad_planner.tilings.cache_clear()
+    clear_plans()
     torch.backends.cudnn.conv.fp32_precision = before
 
 
@@ -374,7 +377,7 @@ def test_a_new_volume_or_batch_compiles_nothing(family: str, stride: tuple[int, 
     first = FAMILIES[family].plan(problem(layer), H200)
     for size, batch in (((4, 8, 16), 1), ((1, 1, 4), 2), ((7, 64, 32), 3)):
         other = FAMILIES[family].plan(problem(replace(layer, batch=batch), size=size), H200)
-        assert constants(other) == constants(first)
+        assert {*constants(other)} <= {*constants(first)}  # a single part needs no sum
 
 
 BOTH = [("warp", H200), ("warp", A100), ("warpgroup", H200)]
@@ -384,7 +387,7 @@ BOTH = [("warp", H200), ("warp", A100), ("warpgroup", H200)]
 @pytest.mark.parametrize("name", LAYERS)
 def test_plans_stay_within_bounds(name: str, family: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_weight_grad_planner, "MIN_EFFICIENCY", 0.0)
-    hopper_weight_grad_planner.tilings.cache_clear()
+    clear_plans()
     layer = replace(LAYERS[name], size=(64, 64, 64), batch=16)
     for dtype in ("float32", "float16"):
         plan = FAMILIES[family].plan(problem(layer, dtype), device)
@@ -400,7 +403,7 @@ def test_compiles_without_spills(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     except compiler.MissingCompilerError:
         pytest.skip("NVRTC is not installed")
     monkeypatch.setattr(hopper_weight_grad_planner, "MIN_EFFICIENCY", 0.0)
-    hopper_weight_grad_planner.tilings.cache_clear()
+    clear_plans()
     for family, device in BOTH:
         main = FAMILIES[family].plan(problem(LAYERS[name]), device).launches[0]
         compiled = compiler.compile(main.kernel, main.constants, compiler.architecture(device.capability))
@@ -446,7 +449,6 @@ def test_an_input_gradient_packs_its_weight_first() -> None:
 
 def test_no_block_claims_registers_that_it_has_not() -> None:
     for share in hopper_weight_grad_planner.SHARES:
-        threads = 128 * (hopper_weight_grad_planner.CONSUMERS + share.producers)
-        given = 65536 // threads // 8 * 8 * threads  # when it starts
-        claimed = 128 * (hopper_weight_grad_planner.CONSUMERS * share.consumer + share.producers * share.producer)
+        given = 65536 // share.threads // 8 * 8 * share.threads  # when it starts
+        claimed = 128 * (share.consumers * share.consumer + share.producers * share.producer)
         assert claimed <= given

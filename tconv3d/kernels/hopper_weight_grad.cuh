@@ -6,10 +6,13 @@
 // tap's shift along w selects other words, and shifts along d and h are an address. A block owns a tile of
 // channels and some taps, and walks over its part of the volume in steps, each a box of positions:
 //
-//   producers, for each step:
+//   most of the producers, for each step:
 //     copy x[ci][box] to the next stage: K along 128-byte rows, swizzled
 //     copy the sheets of dy (all taps along h and w reach) that the step before did not have: along d the
 //     block marches, so a sheet is copied once for all taps along d
+//
+//   the other producers, for each step:
+//     put x in order (see below), round it, hand it to the tensor cores
 //
 //   consumers, for each step, for each chunk of 16 words of K, for each of their tiles of 64 rows:
 //     load the words of dy that the taps along w need, once
@@ -27,14 +30,15 @@
 // of its two channels a lane loads the vectors that its positions' taps read, and puts operands together of
 // them.
 //
-// Parts are written side by side and added by reduce_taps.cuh in a fixed order.
+// Parts are written side by side and added by reduce_taps.cuh in a fixed order; one part alone is the result.
 //
 // The bias's gradient, sums of dy, costs a few additions here: of each phase one tap reads position i's own
 // output, and the rows of these taps see every output once. They add what they load, before it is rounded.
 //
-// Both tensors are copied past the registers, so that many copies are on their way. TF32 operands are rounded
-// to nearest: x by the producers, in its place, when it has arrived, dy by the consumers when they load it.
-// What lies outside of a tensor is zero in both.
+// Both tensors are copied past the registers, so that many copies are on their way: x by segments where they
+// are vectors in memory, whose words are turned to their order in their place when they have arrived. TF32
+// operands are rounded to nearest: x on that occasion, dy by the consumers when they load it. What lies
+// outside of a tensor is zero in both.
 #pragma once
 
 #include "cursor.cuh"
@@ -47,7 +51,8 @@ struct Args {
   const void* x;
   const void* dy;
   void* parts;       // [splits][taps][out_channels / groups][in_channels]
-  void* bias_parts;  // kBias: [splits][kBiasSlots][out_channels]
+  void* bias_parts;  // kBias: [splits][blocks of input channels][kBiasSlots][out_channels]
+  void* result;  // one part, contiguous: [in_channels][out_channels / groups][taps] in its place, else null
   Strides x_strides, dy_strides;
   Extent x_size, dy_size;
   Extent box;  // positions along d and h, segments along w
@@ -82,9 +87,12 @@ struct HopperWeightGrad {
   static constexpr int kRows = C::kRowsD * C::kRowsH;
   static constexpr int kSums = C::kColumns / 2;
   static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
+  static constexpr int kTurners = C::kTurners, kCopiers = kProducerWarps - kTurners;
   static constexpr int kJobChannels = 8;
-  static constexpr int kJobsX = C::kColumns / kJobChannels;                  // per row segment
-  static constexpr int kJobsY = (kPairs + kJobChannels - 1) / kJobChannels;  // per 16 slots
+  static constexpr int kJobsX = C::kColumns / kJobChannels;         // per row segment
+  static constexpr int kSlotBlock = C::kLines ? 32 : 16;            // slots that a warp has at a time
+  static constexpr int kLinesY = C::kLines ? C::kOutTile : kPairs;  // of each: channels, or pairs
+  static constexpr int kJobsY = (kLinesY + C::kJobLines - 1) / C::kJobLines;
   static constexpr int kBlocksIn = (C::kInPerGroup + C::kColumns - 1) / C::kColumns;
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
@@ -100,6 +108,8 @@ struct HopperWeightGrad {
   static_assert(8 * C::kRowTiles * kConsumerWarps >= kRows * kPairs, "every row has its warp");
   static_assert(C::kStages >= 3, "one is read, one arrives, one is on its way");
   static_assert(!(C::kElementsX || C::kElementsY) || kPerWord == 2);
+  static_assert(C::kUnitCY ? C::kJobLines == kJobChannels : kLinesY % C::kJobLines == 0);
+  static_assert(!C::kVectorsX || !(C::kElementsX || C::kUnitCX));
   static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !C::kUnitCY : C::kVectorY == 1);
 
   // What distinguishes blocks that walk over the same positions.
@@ -179,6 +189,9 @@ struct HopperWeightGrad {
   __device__ __forceinline__ unsigned stage_empty(int stage) const {
     return barriers + 8 * (2 * args.groups + C::kStages + stage);
   }
+  __device__ __forceinline__ unsigned stage_copied(int stage) const {
+    return barriers + 8 * (2 * args.groups + 2 * C::kStages + stage);
+  }
 
   __device__ __forceinline__ void prepare() {
     for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
@@ -205,11 +218,12 @@ struct HopperWeightGrad {
     }
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.groups; ++i) {
-        ptx::barrier_init(full(i), 32 * kProducerWarps);
+        ptx::barrier_init(full(i), 32 * kCopiers);
         ptx::barrier_init(empty(i), kConsumerWarps);
       }
       for (int i = 0; i < C::kStages; ++i) {
-        ptx::barrier_init(stage_full(i), kProducerWarps);
+        ptx::barrier_init(stage_copied(i), 32 * kCopiers);
+        ptx::barrier_init(stage_full(i), kTurners);
         ptx::barrier_init(stage_empty(i), kConsumerWarps);
       }
       ptx::fence_barrier_init();
@@ -235,9 +249,10 @@ struct HopperWeightGrad {
     return static_cast<unsigned>(i) < static_cast<unsigned>(size);
   }
 
-  // ---- Producers. A job is 32 words of eight channels of x, or 16 words of eight pairs of dy: eight words
-  // of each lane. Where w is contiguous, lanes have neighbouring words; where channels are, neighbouring
-  // channels. A warp's jobs are neighbours too, so that what it finds out about a row serves several.
+  // ---- Producers. A job is 32 words of eight channels of x, or some words of several channels of dy:
+  // several words of each lane. Where w is contiguous, lanes have neighbouring words; where channels are,
+  // neighbouring channels. A warp's jobs are neighbours too, so that what it finds out about a row serves
+  // several.
 
   // Where a word is in its channel, and whether it is inside the tensor (of a 16-bit one, its second too).
   struct Source {
@@ -306,12 +321,40 @@ struct HopperWeightGrad {
       }
     }
   }
+  // Vectors of 16 bytes, a segment of one channel each, go where the chunk's words will be.
+  __device__ __forceinline__ void copy_vectors_x(int stage, int job, int end, const Source& source) const {
+    constexpr int kRowsAtOnce = 32 / kRowSegments, kTimes = kJobChannels / kRowsAtOnce;
+    const int segment = lane % kRowSegments, row = lane / kRowSegments;
+    const long long stride = args.x_strides.c;
+    int channel = job % kJobsX * kJobChannels + row;
+    const Scalar* from = x_of(source, channel);
+    unsigned* to[kTimes];
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      to[i] = place_x(stage, job, row + i * kRowsAtOnce, segment / 4 * 4, segment % 4);
+    }
+#pragma unroll 1
+    for (; job < end; ++job) {
+#pragma unroll
+      for (int i = 0; i < kTimes; ++i) {
+        constexpr bool kWhole = C::kInPerGroup % C::kColumns == 0;
+        ptx::copy_words_once<4>(to[i], from,
+                                source.first && (kWhole || kind.first_in + channel < C::kInPerGroup));
+        channel += kRowsAtOnce;
+        from += kRowsAtOnce * stride;
+        to[i] += kJobChannels * kRowWords;
+      }
+    }
+  }
   __device__ __forceinline__ void copy_x(int stage, const Run& run, int step) const {
-    const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
+    const Part<int> own(row_segments() * kJobsX, kCopiers, warp);
     for (int job = own.begin; job < own.end;) {
       const int row_segment = job / kJobsX, end = min(own.end, (row_segment + 1) * kJobsX);
       const Segment* const found = segments + row_segment * kRowSegments;
-      if constexpr (C::kUnitCX) {
+      if constexpr (C::kVectorsX) {
+        copy_vectors_x(stage, job, end, find_x(run, step, found[lane % kRowSegments], 0));
+        job = end;
+      } else if constexpr (C::kUnitCX) {
         const int row = lane / 4, channel = job % kJobsX * kJobChannels + row;
         copy_words_x([&](int k) { return place_x(stage, job, row, k / 4 * 4 + lane % 4, k % 4); },
                      [&](int k) { return find_x(run, step, found[k / 4 * 4 + lane % 4], k % 4); },
@@ -327,22 +370,53 @@ struct HopperWeightGrad {
         }
       }
     }
+    arrive<!C::kElementsX>(stage_copied(stage));
   }
-  // What this warp has copied is there: tensor cores take it as it lies, so TF32 must be rounded.
-  __device__ __forceinline__ void deliver_x(int stage) const {
-    if constexpr (kRounded) {
-      constexpr int kVectors = kJobChannels * kRowWords / 4;
-      const Part<int> own(row_segments() * kJobsX, kProducerWarps, warp);
-      Vector<unsigned, 4>* const vectors =
-          reinterpret_cast<Vector<unsigned, 4>*>(stages + stage * stage_bytes);
-      __syncwarp();
-#pragma unroll 4
-      for (int i = own.begin * kVectors + lane; i < own.end * kVectors; i += 32) {
-        Vector<unsigned, 4> words = vectors[i];
+  // When what this thread has copied is there.
+  template <bool kPastRegisters>
+  static __device__ __forceinline__ void arrive(unsigned barrier) {
+    if constexpr (kPastRegisters) {
+      ptx::copy_arrive(barrier);
+    } else {
+      ptx::barrier_arrive(barrier);
+    }
+  }
+
+  // Four segments, as they lie in memory, become four words of each. A thread has a chunk of a channel.
+  __device__ __forceinline__ void turn_x(int stage, const Part<int>& own) const {
+    const int row = lane % kJobChannels, chunk = lane / kJobChannels % 2;
+#pragma unroll 1
+    for (int job = own.begin + lane / 16; job < own.end; job += 2) {
+      Vector<unsigned, 4> segment[4], word[4];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) words.at[e] = rounded(words.at[e]);
-        vectors[i] = words;
+      for (int i = 0; i < 4; ++i) segment[i] = load_vector<4>(place_x(stage, job, row, 4 * chunk, i));
+#pragma unroll
+      for (int i = 0; i < 16; ++i) word[i % 4].at[i / 4] = rounded(segment[i / 4].at[i % 4]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        *reinterpret_cast<Vector<unsigned, 4>*>(place_x(stage, job, row, 4 * chunk, i)) = word[i];
       }
+    }
+  }
+  // In their place.
+  __device__ __forceinline__ void round_x(int stage, const Part<int>& own) const {
+    constexpr int kVectors = kJobChannels * kRowWords / 4;
+    Vector<unsigned, 4>* const vectors = reinterpret_cast<Vector<unsigned, 4>*>(stages + stage * stage_bytes);
+#pragma unroll 4
+    for (int i = own.begin * kVectors + lane; i < own.end * kVectors; i += 32) {
+      Vector<unsigned, 4> words = vectors[i];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) words.at[e] = rounded(words.at[e]);
+      vectors[i] = words;
+    }
+  }
+  // Tensor cores take x as it lies, so it is put in order, and TF32 is rounded.
+  __device__ __forceinline__ void deliver_x(int stage) const {
+    const Part<int> own(row_segments() * kJobsX, kTurners, warp - kCopiers);
+    if constexpr (C::kVectorsX) {
+      turn_x(stage, own);
+    } else if constexpr (kRounded) {
+      round_x(stage, own);
     }
     ptx::fence_async_proxy();
     __syncwarp();
@@ -370,119 +444,140 @@ struct HopperWeightGrad {
            (first + (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c));
   }
 
-  // Eight vectors of dy, past the registers where words are whole in memory. `word(k)` is where they go,
-  // `source(k)` and `channel(k)` where they come from.
-  template <class FindWord, class FindSource, class FindChannel>
-  __device__ __forceinline__ void copy_dy(FindWord&& word, FindSource&& source, FindChannel&& channel,
-                                          int count) const {
-    if constexpr (C::kElementsY) {
-      unsigned words[kJobChannels];
+  // Eight pairs at a time: a lane has several words of one channel, where these are contiguous.
+  __device__ __forceinline__ void copy_pairs(unsigned* to, const Run& run, Index base, int index, int d,
+                                             int first_pair, int jobs) const {
+    const int half = lane % 2, slots_left = (slot_count() - index + 1) / 2;
+#pragma unroll 1
+    for (int job = 0; job < jobs; ++job) {
+      const int pair = first_pair + job * kJobChannels + lane / 4;
+      if (pair >= kPairs) break;
+      const auto source = [&](int k) { return at_depth(find_dy(run, base, slots[index + 2 * k]), d); };
+      const auto place = [&](int k) {
+        return to + pair * args.pair_pitch + slots[index + 2 * k].place + half;
+      };
+      if constexpr (C::kElementsY) {
+        unsigned words[kJobChannels];
 #pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        if (k >= count) break;
-        const Source found = source(k);
-        words[k] = load_elements(dy_of(found, channel(k)), found,
-                                 C::kStrideW * static_cast<Index>(args.dy_strides.w));
-      }
+        for (int k = 0; k < kJobChannels; ++k) {
+          if (k >= slots_left) break;
+          const Source found = source(k);
+          words[k] = load_dy(dy_of(found, half * kPairs + pair), found);
+        }
 #pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        if (k >= count) break;
-        *word(k) = words[k];
-      }
-    } else {
+        for (int k = 0; k < kJobChannels; ++k) {
+          if (k >= slots_left) break;
+          *place(k) = words[k];
+        }
+      } else {
 #pragma unroll
-      for (int k = 0; k < kJobChannels; ++k) {
-        if (k >= count) break;
-        const Source found = source(k);
-        ptx::copy_words<C::kVectorY>(word(k), dy_of(found, channel(k)), found.first);
+        for (int k = 0; k < kJobChannels; ++k) {
+          if (k >= slots_left) break;
+          const Source found = source(k);
+          ptx::copy_words<1>(place(k), dy_of(found, half * kPairs + pair), found.first);
+        }
       }
     }
   }
+  __device__ __forceinline__ unsigned load_dy(const Scalar* from, const Source& source) const {
+    return load_elements(from, source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
+  }
+  // A lane has a vector of several channels, or a word of several pairs, each half of the warp one side's.
+  __device__ __forceinline__ void copy_line(unsigned* to, const Source& source, int first_line,
+                                            int jobs) const {
+    constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
+    const int half = lane / kSlotBlock, channel = half * kPairs + first_line;
+    const Index stride = static_cast<Index>(args.dy_strides.c);
+    const Scalar* const dy = static_cast<const Scalar*>(args.dy);
+    Index offset = dy_of(source, channel) - dy;
+    to += first_line * args.pair_pitch + half;
+    // Channels past the last are zero: their sums are never written.
+    int left = kWhole ? 0 : C::kOutPerGroup - kind.first_out - channel;
+#pragma unroll 1
+    for (; jobs > 0; --jobs) {
+      unsigned words[C::kJobLines];
+#pragma unroll
+      for (int k = 0; k < C::kJobLines; ++k) {
+        const bool inside = kWhole || k < left;
+        if constexpr (C::kElementsY) {
+          words[k] = load_dy(dy + offset, Source{0, inside && source.first, inside && source.second});
+        } else {
+          ptx::copy_words<C::kVectorY>(to + k * args.pair_pitch, dy + offset, inside && source.first);
+        }
+        offset += stride;
+      }
+      if constexpr (C::kElementsY) {
+#pragma unroll
+        for (int k = 0; k < C::kJobLines; ++k) to[k * args.pair_pitch] = words[k];
+      }
+      to += C::kJobLines * args.pair_pitch;
+      left -= C::kJobLines;
+    }
+  }
 
-  // A group of sheets: blocks of 16 slots, planes along d, eight pairs at a time. What a lane finds out about
-  // its slot serves all planes and pairs.
+  // A group of sheets: blocks of slots, planes along d, a job's lines at a time. What a lane finds out about
+  // its slot serves all planes and lines.
   __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
     const int jobs_of_block = static_cast<int>(args.by_jobs.divisor), count = slot_count();
-    const Part<int> own((count + 15) / 16 * jobs_of_block, kProducerWarps, warp);
+    const Part<int> own((count + kSlotBlock - 1) / kSlotBlock * jobs_of_block, kCopiers, warp);
     const Index base = run.n * static_cast<Index>(args.dy_strides.n) +
                        run.h * C::kStrideH * static_cast<Index>(args.dy_strides.h) +
                        run.w * C::kStrideW * static_cast<Index>(args.dy_strides.w);
     for (int job = own.begin; job < own.end;) {
       const int block = divide(job, args.by_jobs), first_job = block * jobs_of_block;
       const int end = min(own.end, first_job + jobs_of_block);
-      const int index = block * 16 + (C::kUnitCY ? lane / 2 % 2 : lane % 16);
+      const int index = block * kSlotBlock + (C::kUnitCY ? lane / 2 % 2 : lane % kSlotBlock);
       const Slot slot = slots[min(index, count - 1)];
       const Source line = find_dy(run, base, slot);
-#pragma unroll 1
-      for (; job < end; ++job) {
-        const int plane = (job - first_job) / kJobsY, first_pair = (job - first_job) % kJobsY * kJobChannels;
+      while (job < end) {
+        // The jobs of one plane.
+        const int plane = (job - first_job) / kJobsY, last = min(end, first_job + (plane + 1) * kJobsY);
+        const int first_line = (job - first_job) % kJobsY * C::kJobLines, jobs = last - job;
         const int sheet = plane / C::kPlanesD, plane_d = plane % C::kPlanesD;
         const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
         unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
                              kSides * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
         if constexpr (C::kUnitCY) {
-          const int half = lane % 2, pair = first_pair + lane / 4;
-          if (pair >= kPairs) continue;
-          copy_dy([&](int k) { return to + pair * args.pair_pitch + slots[index + 2 * k].place + half; },
-                  [&](int k) { return at_depth(find_dy(run, base, slots[index + 2 * k]), d); },
-                  [&](int) { return half * kPairs + pair; }, (count - index + 1) / 2);
+          copy_pairs(to, run, base, index, d, first_line, jobs);
         } else if (index < count) {
-          const int half = lane / 16;
-          const Source source = at_depth(line, d);
-          unsigned* const first = to + slot.place +
-                                  (C::kLines ? (half * kPairs + first_pair) * args.pair_pitch
-                                             : first_pair * args.pair_pitch + half);
-          copy_dy([&](int k) { return first + k * args.pair_pitch; }, [&](int) { return source; },
-                  [&](int k) { return half * kPairs + first_pair + k; }, kPairs - first_pair);
+          copy_line(to + slot.place, at_depth(line, d), first_line, jobs);
         }
+        job = last;
       }
     }
-    if constexpr (C::kElementsY) {
-      ptx::barrier_arrive(full(group));
-    } else {
-      ptx::copy_arrive(full(group));
-    }
+    arrive<!C::kElementsY>(full(group));
   }
 
-  // A delivery is a group of sheets and, but for the first of a run, a stage of x. While one is on its way,
-  // the x of the one before arrives.
+  // Most warps copy: groups of sheets and, but for the first of a run, stages of x. The others put in
+  // order what has arrived: a fence waits for all that its own thread has on its way.
   __device__ __forceinline__ void produce() const {
-    Ring group, stage, arriving;
-    int pending = 0;
-    // Where few groups fit, the next must wait for consumers, and these for what has arrived.
-    const bool at_once = args.groups < args.ahead + 3;
+    if (warp < kCopiers) {
+      copy();
+    } else {
+      Ring stage;
+#pragma unroll 1
+      for (int i = part.begin; i < part.end; ++i, stage.advance(C::kStages)) {
+        ptx::barrier_wait(stage_copied(stage.index), stage.parity);
+        deliver_x(stage.index);
+      }
+    }
+  }
+  __device__ __forceinline__ void copy() const {
+    Ring group, stage;
     for (int index = part.begin; index < part.end;) {
       const Run run = run_at(index);
 #pragma unroll 1
       for (int i = 0; i < run.count + args.ahead; ++i, group.advance(args.groups)) {
-        const bool with_x = i >= args.ahead;
-        if (with_x) {
+        if (i >= args.ahead) {
           ptx::barrier_wait(stage_empty(stage.index), stage.parity ^ 1u);
           copy_x(stage.index, run, run.first + i - args.ahead);
-          ptx::copy_commit();
           stage.advance(C::kStages);
-          ++pending;
         }
-        if (at_once) deliver_before(with_x, arriving, pending);
         ptx::barrier_wait(empty(group.index), group.parity ^ 1u);
         copy_group(group.index, run, run.first + i);
-        if (!at_once) deliver_before(with_x, arriving, pending);
       }
       index += run.count;
     }
-    deliver_before(false, arriving, pending);
-  }
-  // Delivers all x but, `with_x`, the last that was asked for.
-  __device__ __forceinline__ void deliver_before(bool with_x, Ring& arriving, int& pending) const {
-    if (pending == (with_x ? 1 : 0)) return;
-    if (with_x) {
-      ptx::copy_wait<1>();
-    } else {
-      ptx::copy_wait<0>();
-    }
-    deliver_x(arriving.index);
-    arriving.advance(C::kStages);
-    --pending;
   }
 
   // ---- Consumers.
@@ -557,28 +652,58 @@ struct HopperWeightGrad {
     }
   }
 
-  __device__ __forceinline__ void load(Fragments& to, const Place& from, float (&bias)[2]) const {
-    float sums[2] = {0.0f, 0.0f};  // of few words: long sums are made of short ones
-    if constexpr (C::kLines) {
-      load_lines(to, from.words, sums);
-    } else {
-      load_planes(to, from.words, sums);
-    }
-    if (C::kBias && from.used) {
-      bias[0] += sums[0];
-      bias[1] += sums[1];
-    }
-  }
-
-  __device__ __forceinline__ void load_planes(Fragments& to, const unsigned* from, float (&sums)[2]) const {
+  // Words on their way: of each channel of a pair, one after the other, with kLines, else of both together.
+  struct Loaded {
+    Vector<unsigned, 4> words[C::kLines ? 2 : 1][C::kLoads];
+    bool used;
+  };
+  __device__ __forceinline__ void load(Loaded& to, const Place& from, bool with_bias) const {
+    to.used = from.used && with_bias;
     static_for<C::kLoads>([&](auto i) {
       constexpr int kI = decltype(i)::value;
-      const Vector<unsigned, 4> words =
-          load_vector<4>(from + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
+      if constexpr (C::kLines) {
+        to.words[0][kI] = load_vector<4>(from.words + C::kLoadWord(kI));
+        to.words[1][kI] = load_vector<4>(from.words + kPairs * args.pair_pitch + C::kLoadWord(kI));
+      } else {
+        to.words[0][kI] =
+            load_vector<4>(from.words + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
+      }
+    });
+  }
+
+  // Makes operands, and adds to the sums of the bias's gradient.
+  static __device__ __forceinline__ void join(Fragments& to, const Loaded& from, float (&bias)[2]) {
+    if constexpr (C::kLines) {
+      join_lines(to, from);
+    } else {
+      join_planes(to, from);
+    }
+    if constexpr (C::kBias) {
+      if (from.used) add_bias(from, bias);
+    }
+  }
+  static __device__ __forceinline__ void add_bias(const Loaded& from, float (&bias)[2]) {
+    float sums[2] = {0.0f, 0.0f};  // of few words: long sums are made of short ones
+    static_for<C::kLoads>([&](auto i) {
       static_for<4>([&](auto e) {
-        constexpr int kE = decltype(e)::value;
-        to.loaded[kI][kE] = rounded(words.at[kE]);
-        add_own<kI, kE / 2>(sums[kE % 2], words.at[kE]);
+        constexpr int kI = decltype(i)::value, kE = decltype(e)::value;
+        if constexpr (C::kLines) {
+          add_own<kI, kE>(sums[0], from.words[0][kI].at[kE]);
+          add_own<kI, kE>(sums[1], from.words[C::kLines ? 1 : 0][kI].at[kE]);
+        } else {
+          add_own<kI, kE / 2>(sums[kE % 2], from.words[0][kI].at[kE]);
+        }
+      });
+    });
+    bias[0] += sums[0];
+    bias[1] += sums[1];
+  }
+
+  static __device__ __forceinline__ void join_planes(Fragments& to, const Loaded& from) {
+    static_for<C::kLoads>([&](auto i) {
+      static_for<4>([&](auto e) {
+        constexpr int kI = decltype(i)::value, kE = decltype(e)::value;
+        to.loaded[kI][kE] = rounded(from.words[0][kI].at[kE]);
       });
     });
     static_for<C::kJoins>([&](auto j) {
@@ -598,23 +723,13 @@ struct HopperWeightGrad {
   }
 
   // One channel after the other.
-  __device__ __forceinline__ void load_lines(Fragments& to, const unsigned* from, float (&sums)[2]) const {
+  static __device__ __forceinline__ void join_lines(Fragments& to, const Loaded& from) {
     static_for<2>([&](auto half) {
-      constexpr int kHalf = decltype(half)::value;
-      Vector<unsigned, 4> words[C::kLoads];
-      static_for<C::kLoads>([&](auto i) {
-        constexpr int kI = decltype(i)::value;
-        words[kI] = load_vector<4>(from + kHalf * kPairs * args.pair_pitch + C::kLoadWord(kI));
-        static_for<4>([&](auto e) {
-          constexpr int kE = decltype(e)::value;
-          add_own<kI, kE>(sums[kHalf], words[kI].at[kE]);
-        });
-      });
       static_for<C::kJoins>([&](auto j) {
         static_for<2>([&](auto k) {
-          constexpr int kJ = decltype(j)::value, kK = decltype(k)::value;
+          constexpr int kHalf = decltype(half)::value, kJ = decltype(j)::value, kK = decltype(k)::value;
           constexpr int kFirst = C::kJoinElement(kJ) + kK * kPerWord * C::kStrideW;
-          to.joined[kJ][2 * kK + kHalf] = word_of<kFirst>(words);
+          to.joined[kJ][2 * kK + kHalf] = word_of<kFirst>(from.words[C::kLines ? kHalf : 0]);
         });
       });
     });
@@ -645,35 +760,44 @@ struct HopperWeightGrad {
     ptx::matrix_commit();
   }
 
-  // One row of K, two chunks, for all row tiles; `from` is where the first one's words are, and then where
-  // the next row's are. With two sets of fragments, the next are loaded while products run (the first are
-  // there already); with one, at least they have been found.
-  __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&fragments)[C::kDepth], int row,
-                                               unsigned long long b, int first_sheet, Place& from) const {
+  // One row of K, two chunks, for all row tiles. While products run, the words of the next are on their way
+  // (`ahead`); with two sets of operands, they also become operands meanwhile. The first are there already.
+  __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&operands)[C::kDepth], int row,
+                                               unsigned long long b, int first_sheet, Loaded& ahead,
+                                               bool with_bias) const {
     constexpr int kItems = 2 * C::kRowTiles;
     static_for<kItems>([&](auto item) {
-      constexpr int kItem = decltype(item)::value, kNext = kItem + 1;
-      Fragments& present = fragments[kItem % C::kDepth];
-      if constexpr (C::kDepth == 1) load(present, from, me.bias[kItem % C::kRowTiles]);
-      multiply<kItem % C::kRowTiles>(me, present, ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
+      constexpr int kItem = decltype(item)::value, kNext = kItem + 1, kTile = kItem % C::kRowTiles;
       const bool more = kNext < kItems || row + 1 < row_segments();
-      if (more) from = find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet);
+      const auto load_next = [&] {
+        if (!more) return;
+        load(ahead, find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet), with_bias);
+      };
+      if constexpr (C::kDepth == 1) {
+        join(operands[0], ahead, me.bias[kTile]);
+        load_next();
+      }
+      multiply<kTile>(me, operands[kItem % C::kDepth], ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
       ptx::matrix_wait<C::kDepth - 1>();
-      if (C::kDepth == 2 && more) load(fragments[kNext % C::kDepth], from, me.bias[kNext % C::kRowTiles]);
+      if constexpr (C::kDepth == 2) {
+        load_next();
+        if (more) join(operands[kNext % C::kDepth], ahead, me.bias[kNext % C::kRowTiles]);
+      }
     });
   }
 
-  __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group) const {
+  __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group, bool with_bias) const {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
     const int first_sheet = group * args.box.d;
-    Place from = find(me, 0, 0, first_sheet);
-    Fragments fragments[C::kDepth];
-    if constexpr (C::kDepth == 2) load(fragments[0], from, me.bias[0]);
+    Fragments operands[C::kDepth];
+    Loaded ahead;
+    load(ahead, find(me, 0, 0, first_sheet), with_bias);
+    if constexpr (C::kDepth == 2) join(operands[0], ahead, me.bias[0]);
 #pragma unroll 1
     for (int row = 0; row < row_segments(); ++row) {
-      multiply_row(me, fragments, row,
+      multiply_row(me, operands, row,
                    ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes),
-                   first_sheet, from);
+                   first_sheet, ahead, with_bias);
     }
     ptx::matrix_wait<0>();
   }
@@ -691,6 +815,8 @@ struct HopperWeightGrad {
       }
     }
     Ring group, arriving, stage;  // of the step; of the last group that it needs
+    int until_bias =
+        kind.first_in / C::kColumns;  // blocks with the same outputs take turns at adding them up
     for (int index = part.begin; index < part.end;) {
       const Run run = run_at(index);
       for (int i = 0; i < args.ahead; ++i) arriving.advance(args.groups);
@@ -699,7 +825,8 @@ struct HopperWeightGrad {
         // Producers deliver in order: with this group, all before it are there.
         ptx::barrier_wait(full(arriving.index), arriving.parity);
         ptx::barrier_wait(stage_full(stage.index), stage.parity);
-        multiply_step(me, stage.index, group.index);
+        multiply_step(me, stage.index, group.index, until_bias == 0);
+        until_bias = (until_bias == 0 ? kBlocksIn : until_bias) - 1;
         __syncwarp();
         if (lane == 0) {
           ptx::barrier_arrive(empty(group.index));
@@ -717,16 +844,23 @@ struct HopperWeightGrad {
       index += run.count;
     }
     ptx::wait_for_previous_launch();  // which may still read what lies where the parts will
-    store(me, consumer);
     if constexpr (C::kBias) store_bias(me, consumer);
+    if (args.result == nullptr) {
+      store(me, consumer);
+    } else {
+      store_result([&](auto j) {
+        if (decltype(j)::value == 0 && consumer == 0) find_taps();
+        lay_down<decltype(j)::value>(me, consumer);
+      });
+    }
   }
 
-  // The lanes of a quad have the same channels at different positions; of all blocks with these positions and
-  // channels, the one with the first input channels and the row's taps writes.
+  // The lanes of a quad have the same channels at different positions.
   __device__ __forceinline__ void store_bias(const Consumer& me, int consumer) const {
     constexpr int kOut = C::kGroups * C::kOutPerGroup;
-    float* const parts = static_cast<float*>(args.bias_parts) +
-                         static_cast<long long>(static_cast<int>(blockIdx.x) / kKinds) * C::kBiasSlots * kOut;
+    const int part = static_cast<int>(blockIdx.x) / kKinds * kBlocksIn + kind.first_in / C::kColumns;
+    float* const parts =
+        static_cast<float*>(args.bias_parts) + static_cast<long long>(part) * C::kBiasSlots * kOut;
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
       const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
@@ -737,11 +871,73 @@ struct HopperWeightGrad {
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
         sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
         const int out = kind.first_out + index % kPairs + half * kPairs;
-        if (lane % 4 != 0 || kind.first_in != 0 || row >= kRows || out >= C::kOutPerGroup) continue;
+        if (lane % 4 != 0 || row >= kRows || out >= C::kOutPerGroup) continue;
         const int slot_d = C::kBiasSlotD(kind.d, d), slot_h = C::kBiasSlotH(kind.h, h);
         if (slot_d < 0 || slot_h < 0) continue;
         parts[(slot_d + slot_h + C::kBiasSlotW) * kOut + kind.group * C::kOutPerGroup + out] = sum;
       }
+    }
+  }
+
+  // ---- A single part goes straight to the result, eight input channels at a time: consumers lay their sums
+  // down as they will lie in memory, then all threads write them.
+
+  static constexpr int kTileTaps = kRows * C::kTaps;  // of two channels
+  static constexpr int kTileWords = C::kOutTile * kTileTaps;
+  static constexpr int kTilePitch =
+      kTileWords + (20 - kTileWords % 16) % 16;  // a quad's lanes meet in no bank
+
+  __device__ __forceinline__ int* tap_of_row() const {
+    return reinterpret_cast<int*>(stages) + kJobChannels * kTilePitch;
+  }
+  // By the whole block; `lay_down(j)` is what a consumer does in between.
+  template <class LayDown>
+  __device__ __forceinline__ void store_result(LayDown&& lay_down) const {
+    static_for<C::kColumns / kJobChannels>([&](auto j) {
+      meet();  // what lay here is no longer needed
+      lay_down(j);
+      meet();
+      write_result(decltype(j)::value);
+    });
+  }
+  static __device__ __forceinline__ void meet() { __syncthreads(); }
+  __device__ __forceinline__ void find_taps() const {
+    for (int row = static_cast<int>(threadIdx.x) % 128; row < kRows; row += 128) {
+      const int d = row / C::kRowsH, h = row % C::kRowsH;
+      const bool inside = d < C::kCountD(kind.d) && h < C::kCountH(kind.h);
+      tap_of_row()[row] =
+          inside ? (C::kTapD(kind.d, d) * C::kKernelH + C::kTapH(kind.h, h)) * C::kKernelW : -1;
+    }
+  }
+  template <int kJ>
+  __device__ __forceinline__ void lay_down(const Consumer& me, int consumer) const {
+    float* const tile = reinterpret_cast<float*>(stages) + lane % 4 * 2 * kTilePitch;
+#pragma unroll
+    for (int r = 0; r < C::kRowTiles; ++r) {
+      const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
+      const int row = index / kPairs;
+      if (row >= kRows) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float* const to =
+            tile + i % 2 * kTilePitch + (index % kPairs + i / 2 * kPairs) * kTileTaps + row * C::kTaps;
+#pragma unroll
+        for (int t = 0; t < C::kTaps; ++t) to[t] = me.sums[r][t][4 * kJ + i];
+      }
+    }
+  }
+  __device__ __forceinline__ void write_result(int j) const {
+    using Result = typename C::Scalar;
+    const float* const tile = reinterpret_cast<const float*>(stages);
+    const int first_in = kind.first_in + j * kJobChannels;
+    for (int i = static_cast<int>(threadIdx.x); i < kJobChannels * kTileWords; i += C::kThreads) {
+      const int in = i / kTileWords, word = i % kTileWords, out = kind.first_out + word / kTileTaps;
+      const int tap = tap_of_row()[word % kTileTaps / C::kTaps];
+      if (first_in + in >= C::kInPerGroup || out >= C::kOutPerGroup || tap < 0) continue;
+      const long long channel =
+          (kind.group * C::kInPerGroup + first_in + in) * static_cast<long long>(C::kOutPerGroup) + out;
+      static_cast<Result*>(args.result)[channel * kTapsAll + tap + C::kTapW(word % C::kTaps)] =
+          Narrow<Result>::from(tile[in * kTilePitch + word]);
     }
   }
 
@@ -793,6 +989,8 @@ __device__ void run(const Args& args) {
   if (kernel.warp < kernel.kProducerWarps) {
     ptx::keep_registers<Config::kProducerRegisters>();
     kernel.produce();
+    ptx::wait_for_previous_launch();
+    if (args.result != nullptr) kernel.store_result([](auto) {});
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     kernel.consume(kernel.warp / 4 - Config::kProducers);
