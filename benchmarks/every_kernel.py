@@ -1,7 +1,7 @@
 """Launches every kernel on small layers, for tools that watch a program on the GPU.
 
 compute-sanitizer --target-processes application-only --tool memcheck python benchmarks/every_kernel.py
-compute-sanitizer --target-processes application-only --tool racecheck python benchmarks/every_kernel.py groups "small groups"
+compute-sanitizer --target-processes application-only --tool racecheck python benchmarks/every_kernel.py groups
 
 Layers are all, or those named. What is not compiled yet is compiled first, all layers at once, in processes that no
 tool watches. Ends with the kernels launched, and those that none of these layers needs on this GPU.

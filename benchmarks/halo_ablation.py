@@ -45,7 +45,10 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("ptx::store_transposed(start", "if (stage == 1) ptx::store_transposed(start"),
     ),
     "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
-    "stores": (("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),),
+    "stores": (
+        ("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),
+        ("Images::store(args, at, me, sums", "if (args.batch < 0) Images::store(args, at, me, sums"),
+    ),
     "panels": (("ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);", ";"),),  # the wait
 }  # fmt: skip
 

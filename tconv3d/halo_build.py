@@ -20,7 +20,8 @@ from .problem import Strides
 
 SLAB = 64  # positions of one matrix instruction
 STEP_BYTES = 32  # of K that one matrix instruction takes
-RESERVED_BYTES = 1024 + 8 * 1024  # for barriers, and for the scratch of eight consumer warps
+BARRIER_BYTES = 1024
+SCRATCH_BYTES = 4 * 1024  # of a consumer
 LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
 PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
 PACKING_BLOCKS = 600  # at least, if there is enough to pack: more than can run at once, each soon done
@@ -99,13 +100,22 @@ class Build:
     shared_bytes: int
     strict: bool = False  # float32 by three TF32 products
     copied: bool = False  # whether what is read are rows of channels, copied past registers
+    buffers: int = 0  # of a consumer, out of which the copy engine stores rows that begin anywhere; 0: warps store
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """Of the variants."""
         if self.gather:
             return (gather_program(self.geometry.axes),)
-        return programs(self.geometry.axes, self.march, self.split, self.out_tile)
+        return programs(self.geometry.axes, self.march, self.split, self.out_tile, self.beside_instruction)
+
+    @property
+    def beside_instruction(self) -> float:
+        """Cycles of a matrix instruction beside its product, where a march orders its columns: what many small ones
+        lose (measured)."""
+        if not self.march:
+            return 0.0
+        return 8.0 if self.item_bytes == 4 and self.geometry.in_per_group > self.step_items else 14.0
 
     @property
     def program(self) -> Program:
@@ -219,10 +229,22 @@ class Build:
         """That the consumers compute at a time."""
         return self.slabs * self.consumers
 
+    @property
+    def image_rows(self) -> int:
+        """Rows of outputs that are stored at a time: all that a position has in a plane."""
+        return self.program.dimensions[1].fields
+
+    @property
+    def reserved_bytes(self) -> int:
+        """For barriers, and for sums on their way to memory (kernels/halo_shared.cuh)."""
+        image = self.image_rows * self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes
+        images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
+        return BARRIER_BYTES + self.consumers * (images or SCRATCH_BYTES)
+
     @cached_property
     def stage_rows(self) -> int:
         """As many as fit, with 8 bytes of every position that a loader's lane has."""
-        left = self.shared_bytes - RESERVED_BYTES - LOADER_BYTES - self.panel_bytes
+        left = self.shared_bytes - self.reserved_bytes - LOADER_BYTES - self.panel_bytes
         per_stage = left // (self.stages * self.halves * self.row_bytes + 8 * self.shares) * self.row_bytes
         whole = max(1024, 32 * self.row_bytes) if self.copied else 1024  # turns of 32 rows
         return max(0, per_stage // whole * whole // self.row_bytes)
@@ -319,14 +341,15 @@ class Build:
         panels = "weights resident" if self.resident else "weights streamed"
         if self.copied:
             panels += ", input copied past registers"
+        stores = ", stores by the copy engine" if self.buffers else ""
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
-            f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, {panels}"
+            f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, "
+            f"{panels}{stores}"
         )
 
     def constants(self, job: Job) -> Constants:
         g, p = self.geometry, self.program
-        d, h, w = p.dimensions
         origins = p.sources if self.gather else [v.dimensions for v in self.programs]
         written_step = (1, 1, 1) if self.gather else g.stride
         producer, consumer = self.registers
@@ -357,6 +380,8 @@ class Build:
             ("kSharedBytes", self.shared_bytes),
             ("kSlabs", self.slabs),
             ("kLead", self.lead),
+            ("kBuffers", self.buffers),
+            ("kImageRows", self.image_rows),
             *self.layout_constants,
             ("kField", p.fields),
             ("kLongVectors", 16 // self.item_bytes in self.stored_vectors),
@@ -378,8 +403,7 @@ class Build:
             ("kOffset", tuple(tuple(d.offset for d in v.dimensions) for v in self.programs)),
             ("kMarch", self.march),
             ("kPaddingD", g.axes[0].padding),
-            ("kWindow", d.fields),
-            ("kSheetFields", h.fields * w.fields),
+            ("kWindow", p.dimensions[0].fields),
         )
 
     @property
@@ -408,11 +432,17 @@ class Build:
         span = self.span[2]
         return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
 
+    def stores(self, job: Job) -> bool:
+        """Whether the way this build stores is one for the job's rows. The copy engine's is for those that are no
+        multiples of 16 bytes, and follow each other."""
+        follow = job.written[3:] == (job.written_size[2], 1)
+        return not self.buffers or (follow and any(v * self.item_bytes % 16 for v in _rows(job)))
+
     def vector(self, job: Job, tiling: Tiling) -> int:
         """Neighbouring outputs along w that a store takes: rows begin and end at multiples of it."""
         width = job.written_size[2]
         lines: tuple[int, ...] = (tiling.tile[2], tiling.halo[2])
-        rows = (*job.written[:4], width)
+        rows = _rows(job)
         if tiling.length and lines == (width, width) and job.written[3] == width:
             lines = tuple(height * width for height in (tiling.tile[1], tiling.halo[1]))
             rows = (*job.written[:3], *lines)
@@ -430,6 +460,21 @@ class Build:
     def whole_lines(self, tiling: Tiling) -> bool:
         """Whether rows left and right of the input are the same for all halos: then they are zero from the start."""
         return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1
+
+    def loaded_columns(self, job: Job, tiling: Tiling) -> range:
+        """Of the halo's columns those that may have input."""
+        if not self.whole_lines(tiling) or self.gather or self.copied or tiling.items > 1:
+            return range(tiling.halo[2])
+        (origin,) = self.origins_w
+        first = min(max(0, -origin), tiling.halo[2] - 1)
+        return range(first, max(first + 1, min(tiling.halo[2], job.read_size[2] - origin)))
+
+    def loaded_rows(self, job: Job, tiling: Tiling) -> int:
+        return (
+            tiling.rows // tiling.halo[2] * len(self.loaded_columns(job, tiling))
+            if not tiling.length
+            else tiling.rows
+        )
 
     def vectors(self, job: Job, tiling: Tiling) -> int:
         """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""
@@ -449,7 +494,7 @@ class Build:
             return 0  # too much comes along (measured)
         noted = self.vector_batches(vectors * tiling.lines) * self.loaders * self.vector_turn.noted_bytes
         stages = self.stages * self.halves * self.stage_rows * self.row_bytes
-        room = self.shared_bytes - RESERVED_BYTES - self.panel_bytes - stages
+        room = self.shared_bytes - self.reserved_bytes - self.panel_bytes - stages
         return vectors if noted + 128 * (self.loaders + 1) <= room else 0
 
     @property
@@ -615,6 +660,11 @@ def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
     return tuple(partners)
 
 
+def _rows(job: Job) -> tuple[int, ...]:
+    """What must be multiples of a vector for rows of outputs to begin and end at multiples of it."""
+    return (*job.written[:4], job.written_size[2])
+
+
 def _wide(job: Job) -> bool:
     """Whether an offset inside one channel's volume, or to the next channel, may leave 32 bits."""
     axes = job.geometry.axes
@@ -764,6 +814,8 @@ def _extents(size: int, fixed: Iterable[int]) -> list[int]:
 
 def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
     """Marching tiles that are runs of the lines of all planes, of one batch item or of all."""
+    if build.buffers:
+        return  # a slab would cross the ends of lines
     _, height, width = positions
     # The zeros right of a line can be those left of the next; below a plane, those above the next batch item's.
     pitch = [
@@ -836,6 +888,8 @@ def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
             last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
             if slabs > per_round * build.max_passes or last + displacement + span_w * near >= build.stage_rows:
                 continue
+            if build.buffers and (run != positions[2] or items > 1 or slabs_w != build.slabs):
+                continue  # a consumer stores whole lines
             if best is None or slabs < best.slabs:
                 deep = positions[0] if build.march else depth
                 tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)

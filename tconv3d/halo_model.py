@@ -36,6 +36,7 @@ class Costs:
     store: float = 5.45  # of a store by a warp
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
     apart: float = 2.0  # stores of one phase along w, times those of all
+    imaged: float = 3.5  # of as many outputs by the copy engine
     cache_bytes: float = 134.0  # per cycle, from L2
     memory_bytes: float = 1650.0  # per cycle, of the whole device memory
     run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
@@ -52,7 +53,7 @@ COPY_BYTES = 512  # of a copy by a warp
 def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> float:
     """Of the loaders, for one tile or so many planes: their warps wait for loads, or the multiprocessor does."""
     warps = build.loaders
-    groups = ceil_div(tiling.rows, 32)
+    groups = ceil_div(build.loaded_rows(job, tiling), 32)
     pieces = build.row_bytes // 16
     reads = build.program.used_parts * len(build.program.sources)
     if build.copied:
@@ -84,6 +85,8 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
+    if build.buffers:
+        return outputs / 32 * costs.imaged
     vector = 2 if job.written_last else build.vector(job, tiling)
     at_once = 1 if vector == 2 and not job.written_last else vector  # pairs along w have not been measured
     cost = costs.store * (costs.crooked if tiling.length else 1.0)
@@ -193,7 +196,7 @@ def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf)
     """The tiling that takes least, if it takes at most so many cycles, and these."""
     best: tuple[float, Tiling] | None = None
     job = job.as_copied() if build.copied else job
-    if job.rows and job.read_bytes > MAX_ROWS_BYTES:
+    if not build.stores(job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
         return None
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
         many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)

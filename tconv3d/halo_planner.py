@@ -37,6 +37,7 @@ from .problem import Device, Pass, Plan, Problem
 
 HAS_EPILOGUE = True
 MAX_SUMS = 128  # accumulators of a thread
+BUFFERS = 2  # of a consumer, where the copy engine stores: one is filled, one emptied
 STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the error of multiply-adds (measured)
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
 COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
@@ -124,6 +125,7 @@ def _builds(
                 )  # fmt: skip
                 if build.stage_rows >= 64 and not build.own_shifts:
                     yield build
+                    yield from _buffered(build)
                 if build.tile_bytes > 0.6 * shared_bytes or build.own_shifts:
                     build = replace(build, resident=False)
                     for ring in RINGS if copied else RINGS[:1]:
@@ -131,6 +133,16 @@ def _builds(
                         if streaming.stage_rows >= 64 and (ring == RINGS[0] or streaming.slots > build.slots):
                             yield streaming
                         build = streaming
+
+
+def _buffered(build: Build) -> Iterator[Build]:
+    """The same with the copy engine for stores, if buffers fit. 16-bit outputs lost by it (measured)."""
+    whole = not build.gather and not build.split[2] and build.geometry.stride[2] > 1
+    if not whole or build.strict or build.copied or build.item_bytes < 4:
+        return
+    found = replace(build, buffers=BUFFERS)
+    if found.stage_rows >= 64:
+        yield found
 
 
 @dataclass(frozen=True)
@@ -366,6 +378,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     slots = _moment_slots(build, tiling, shares)
     vectors = build.vectors(job, tiling)
+    columns = build.loaded_columns(job, tiling)
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
@@ -373,6 +386,8 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
         int32s(build.vector(job, tiling), vectors * tiling.lines, build.whole_lines(tiling)),
+        int32s(columns.start, build.loaded_rows(job, tiling)),
+        divider(len(columns)),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h)),
         divider(tiling.tile[0] if build.march else tiles_d),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0])),

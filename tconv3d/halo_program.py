@@ -193,18 +193,16 @@ class Program:
         """Of the largest panel."""
         return max((len(units) for units in self.patterns), default=0) * self.unit
 
-    def cycles(self, width: int) -> float:
-        """Of one slab and one step of 32 bytes."""
+    def cycles(self, width: int, beside: float = 0.0) -> float:
+        """Of one slab and one step of 32 bytes; `beside`: what each instruction costs beside its product."""
         units = [len(self.patterns[i % len(self.patterns)]) for i in range(len(self.shifts))]
         instructions = sum(len(shifts) * count for shifts, count in zip(self.shifts, units, strict=True))
-        return instructions * instruction_cycles(self.unit * width)
+        return instructions * (instruction_cycles(self.unit * width) + beside)
 
 
-def _field_orders(counts: Triple, march: bool) -> Iterator[tuple[Triple, ...]]:
+def _field_orders(counts: Triple) -> Iterator[tuple[Triple, ...]]:
     """Orders of the phases worth trying: nested loops."""
     for order in permutations(range(3)):
-        if march and order[0] != 0:
-            continue  # a march moves the planes of its window
         fields = []
         for phases in product(*(range(counts[axis]) for axis in order)):
             by_axis = dict(zip(order, phases, strict=True))
@@ -218,12 +216,14 @@ def gather_program(axes: tuple[Axis, Axis, Axis]) -> Program:
 
 
 @lru_cache(maxsize=256)
-def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int) -> tuple[Program, ...]:
+def programs(
+    axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int, beside: float = 0.0
+) -> tuple[Program, ...]:
     """One program for each combination of the split dimensions' phases, those with the most taps first: the same but
     for origins, offsets and taps, and, where phases have different numbers of these, shifts.
 
-    Order and division of the columns are those with the cheapest instructions; of such, the widest, which take least
-    out of shared memory.
+    Order and division of the columns are those with the cheapest instructions (`beside`: what each costs beside its
+    product); of such, the widest, which take least out of shared memory.
     """
     choices = [
         [Dimension.phase(axis, phase) for phase in range(axis.stride)] if apart else [Dimension.whole(axis)]
@@ -235,9 +235,9 @@ def programs(axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: in
         ((d, h, w) for d, h, w in product(*choices)), key=lambda each: -prod(len(axis.feeds) for axis in each)
     )
     d, h, w = variants[0]
-    orders = dict.fromkeys(_field_orders((d.fields, h.fields, w.fields), march))
+    orders = dict.fromkeys(_field_orders((d.fields, h.fields, w.fields)))
     count = d.fields * h.fields * w.fields
     units = [unit for unit in range(1, count + 1) if count % unit == 0 and unit * width <= MAX_COLUMNS]
     candidates = [Program.make(variants[0], fields, unit) for fields, unit in product(orders, units)]
-    best = min(candidates, key=lambda candidate: (candidate.cycles(width), len(candidate.patterns), -candidate.unit))
+    best = min(candidates, key=lambda c: (c.cycles(width, beside), len(c.patterns), -c.unit))
     return tuple(Program.make(dimensions, best.fields, best.unit) for dimensions in variants)

@@ -36,10 +36,11 @@
 // halo_shared.cuh (what is where in shared memory), halo_loaders.cuh (the producers' loop, with
 // halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for what a lane loads), halo_panels.cuh (weights),
 // halo_consumer.cuh (places in the rings), halo_products.cuh (matrix instructions), halo_sums.cuh
-// (accumulators), halo_stores.cuh and halo_moments.cuh (what becomes of them).
+// (accumulators), halo_stores.cuh, halo_images.cuh and halo_moments.cuh (what becomes of them).
 #pragma once
 
 #include "halo_consumer.cuh"
+#include "halo_images.cuh"
 #include "halo_loaders.cuh"
 #include "halo_moments.cuh"
 #include "halo_panels.cuh"
@@ -59,6 +60,7 @@ struct Halo {
   using Sums = typename Accumulators::Sums;
   using Products = HaloProducts<Config>;
   using Stores = HaloStores<Config>;
+  using Images = HaloImages<Config>;
   using AllMoments = HaloMoments<Config>;
   static constexpr bool kStrict = Config::kHalves == 2;
 
@@ -179,7 +181,7 @@ struct Halo {
           slabs[m] = Tile::slab(args, (pass * Config::kConsumers + consumer) * Config::kSlabs + m);
         }
         const auto start = Accumulators::Start::load(args, at, lane);
-        Accumulators::start_fields(args, start, sums, 0);
+        Accumulators::start_fields(args, start, sums);
         const int fed = Tile::fed_planes(args, at);
         typename AllMoments::Marching moments;
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
@@ -194,7 +196,11 @@ struct Halo {
             const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
-          Stores::store_outputs(args, at, me, sums, slabs, at.first_plane + plane);
+          if constexpr (Config::kBuffers > 0) {
+            Images::store(args, at, me, sums, slabs, at.first_plane + plane);
+          } else {
+            Stores::store_outputs(args, at, me, sums, slabs, at.first_plane + plane);
+          }
           if constexpr (Config::kMarch) Accumulators::move_window(args, start, sums);
         }
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
@@ -202,6 +208,7 @@ struct Halo {
         }
       }
     }
+    if constexpr (Config::kBuffers > 0) Images::finish(lane);
   }
 };
 
@@ -214,7 +221,7 @@ __device__ void run(const Args& args) {
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) shared.start_barriers();
-  if (HaloLoaders<Config>::kMayHaveVectors && args.vectors > 0 && args.whole_lines) shared.clear_stages();
+  if (args.whole_lines) shared.clear_stages();
   __syncthreads();
 
   if (threadIdx.x < Shared::kProducerThreads) {

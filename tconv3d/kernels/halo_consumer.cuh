@@ -24,6 +24,8 @@ struct HaloConsumer : HaloStores<Config>::Writer {
     me.warp = warp;
     me.lane = lane;
     me.scratch = shared.scratch(index, warp);
+    me.consumer = index;
+    me.buffers = shared.buffers(index);
     me.shared = shared;
     me.index = index;
     return me;

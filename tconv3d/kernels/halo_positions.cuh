@@ -41,7 +41,8 @@ struct HaloPositions {
   static __device__ __forceinline__ Position position(const Args& args, const Place& at, int source,
                                                       int index) {
     const int place = (index >> args.near_bits) + at.start, near = index & ((1 << args.near_bits) - 1);
-    const int line = divide(place, args.halo_w), w = place - line * args.halo.w;
+    const int line = divide(place, args.by_columns);
+    const int w = place - line * static_cast<int>(args.by_columns.divisor) + args.first_column;
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
     const int far = divide(sheet, args.halo_d), d = sheet - far * args.halo.d;
     const int n = (far << args.near_bits) + near;
@@ -53,10 +54,11 @@ struct HaloPositions {
         (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
     const int x_w =
         (at.w + Config::kOrigin(origin, 2) + w) * Config::kReadStepW + Config::kReadPhase(source, 2);
-    if (index >= args.rows) return kNowhere;
+    if (index >= args.loaded) return kNowhere;
     const int far_item = divide(n, args.by_near), near_item = n - far_item * args.near;
     const int far_line = (d * args.halo.h + h) * static_cast<int>(args.by_far.divisor) + far_item;
-    const int row = args.items == 1 ? index : (far_line * args.halo.w + w) * args.near + near_item;
+    const int row = args.items == 1 ? line * args.halo.w + w - at.start
+                                    : (far_line * args.halo.w + w) * args.near + near_item;
     if (!(at.n + n < args.batch && Tile::inside(x_d, args.input.d) && Tile::inside(x_h, args.input.h) &&
           Tile::inside(x_w, args.input.w))) {
       return row - 65536;
@@ -82,7 +84,7 @@ struct HaloPositions {
   }
   template <class Batch>
   static __device__ __forceinline__ int turns_by_position(const Args& args) {
-    return (args.rows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
+    return (args.loaded + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   }
 
   // Where a row of the stage begins; piece i of it is at this address ^ 16 * i.

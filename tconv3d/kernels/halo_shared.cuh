@@ -37,8 +37,17 @@ struct HaloShared {
 
   // A warp's sums pass through scratch on their way to contiguous lines: 32 outputs of 8 channels, or 16 of
   // 16.
-  static constexpr int kScratch = 256;                                               // floats of a warp
-  static constexpr int kScratchBytes = Config::kOutputUnitC ? 0 : 4 * kScratch * 4;  // of a consumer
+  static constexpr int kScratch = 256;  // floats of a warp
+  // Or (kBuffers > 0) the sums of a plane's rows lie in a buffer as they will in memory (halo_images.cuh),
+  // channel by channel, each with 16 bytes to spare for where it begins. The pitch spreads the stores of a
+  // warp over the banks.
+  static constexpr int kImageBytes = Config::kImageRows * Config::kSlabs * 64 * Config::kStrideW *
+                                     static_cast<int>(sizeof(typename Config::Scalar));
+  static constexpr int kImagePitch = (kImageBytes + 63) / 64 * 64 + 16;
+  static constexpr int kBufferBytes = Config::kOutTile * kImagePitch;
+  static constexpr int kScratchBytes = Config::kBuffers > 0   ? Config::kBuffers * kBufferBytes
+                                       : Config::kOutputUnitC ? 0
+                                                              : 4 * kScratch * 4;  // of a consumer
   static constexpr int kScratchStart =
       Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
   static constexpr int kTableStart = kScratchStart + Config::kConsumers * kScratchBytes;
@@ -62,6 +71,10 @@ struct HaloShared {
     return barrier(2 * Config::kStages + Config::kSlots + i);
   }
 
+  // Of a consumer.
+  __device__ __forceinline__ unsigned char* buffers(int consumer) const {
+    return dynamic_shared<unsigned char>() + kScratchStart + consumer * kScratchBytes;
+  }
   // Of a warp of a consumer.
   __device__ __forceinline__ float* scratch(int consumer, int warp) const {
     return reinterpret_cast<float*>(dynamic_shared<unsigned char>() + kScratchStart +

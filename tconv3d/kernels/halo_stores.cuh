@@ -22,6 +22,9 @@ struct HaloStores {
   struct Writer {
     int warp, lane;  // warp of the warpgroup
     float* scratch;  // of the warp
+    int consumer;
+    unsigned char* buffers;  // of the consumer
+    int buffer = 0;          // the next that is filled
   };
 
   // The outputs of one position of a slab: which, and where phase 0 of them lies.

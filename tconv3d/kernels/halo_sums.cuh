@@ -45,43 +45,54 @@ struct HaloSums {
       return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));
     }
   };
-  static __device__ __forceinline__ void start_fields(const Args& args, const Start& start, Sums& sums,
-                                                      int first_field) {
+  static __device__ __forceinline__ void start_fields(const Args& args, const Start& start, Sums& sums) {
+    static_for<Config::kFields>([&](auto field) { start_field<decltype(field)::value>(args, start, sums); });
+  }
+  template <int kField>
+  static __device__ __forceinline__ void start_field(const Args& args, const Start& start, Sums& sums) {
 #pragma unroll
-    for (int group = 0; group < Config::kGroupsPerTile; ++group) {
+    for (int i = 0; i < Config::kGroupsPerTile * Config::kOutTile / 4; ++i) {
+      const int group = i / (Config::kOutTile / 4), j = i / 2 % (Config::kOutTile / 8), e = i % 2;
+      const float value = start.at[group][j][e] + nothing(args);
+      const int column = group * Layout::kGroupColumns + kField * Config::kOutTile + 8 * j;
 #pragma unroll
-      for (int j = 0; j < Config::kOutTile / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float value = start.at[group][j][e] + nothing(args);
-#pragma unroll
-          for (int field = 0; field < Config::kFields; ++field) {
-            if (field < first_field) continue;
-            const int column = group * Layout::kGroupColumns + field * Config::kOutTile + 8 * j;
-#pragma unroll
-            for (int m = 0; m < Config::kSlabs; ++m) {
-              sums[m][column / 2 + e] = value;
-              sums[m][column / 2 + 2 + e] = value;
-            }
-          }
-        }
+      for (int m = 0; m < Config::kSlabs; ++m) {
+        sums[m][column / 2 + e] = value;
+        sums[m][column / 2 + 2 + e] = value;
       }
     }
   }
 
-  // After a plane of a march: its first output planes are stored, the window moves on.
+  // After a plane of a march: its first output planes are stored, the window moves on. Every field takes the
+  // sums of the one that many planes further, the first planes before those that they take from.
   static __device__ __forceinline__ void move_window(const Args& args, const Start& start, Sums& sums) {
-    constexpr int kStored = Config::kStrideD * Config::kSheetFields;
-    constexpr int kKept = Config::kFields - kStored;
     static_assert(Config::kGroupsPerTile == 1, "a march has one group");
+    static_for<Config::kWindow * Config::kFields>([&](auto turn) {
+      constexpr int kField = decltype(turn)::value % Config::kFields;
+      if constexpr (Config::kField(kField, 0) == decltype(turn)::value / Config::kFields) {
+        constexpr int kFrom = further(kField);
+        if constexpr (kFrom < 0) {
+          start_field<kField>(args, start, sums);
+        } else {
 #pragma unroll
-    for (int m = 0; m < Config::kSlabs; ++m) {
-#pragma unroll
-      for (int i = 0; i < kKept * Config::kOutTile / 2; ++i) {
-        sums[m][i] = sums[m][i + kStored * Config::kOutTile / 2] + nothing(args);
+          for (int i = 0; i < Config::kSlabs * Config::kOutTile / 2; ++i) {
+            const int m = i / (Config::kOutTile / 2), sum = i % (Config::kOutTile / 2);
+            sums[m][kField * Config::kOutTile / 2 + sum] =
+                sums[m][kFrom * Config::kOutTile / 2 + sum] + nothing(args);
+          }
+        }
       }
+    });
+  }
+  // The field that becomes this one when the window moves; negative: none is in the window yet.
+  static __device__ constexpr int further(int field) {
+    for (int i = 0; i < Config::kFields; ++i) {
+      if (Config::kField(i, 0) == Config::kField(field, 0) + Config::kStrideD &&
+          Config::kField(i, 1) == Config::kField(field, 1) &&
+          Config::kField(i, 2) == Config::kField(field, 2))
+        return i;
     }
-    start_fields(args, start, sums, kKept);
+    return -1;
   }
 
   // A march stores the window's first planes.

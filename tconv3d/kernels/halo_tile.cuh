@@ -34,7 +34,10 @@ struct Args {
   int work;          // tiles times column tiles; marching: planes of all tiles that blocks side by side share
   int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 4, or 16 bytes
   int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
-  int whole_lines;  // whether every tile has whole lines: then vectors beside the input are left out of these
+  int whole_lines;   // whether every tile has whole lines: then what lies beside the input is not loaded:
+  int first_column;  // of the halo's columns those from this one on are,
+  int loaded;        // which makes so many positions (not vectors)
+  Divider by_columns;
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_near, by_far, by_vectors;
 
   // Marching: the planes of positions of all tiles are one sequence. Of its first part, blocks take whole

@@ -230,6 +230,26 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
       : "memory");
 }
 
+// The same from shared to global memory. Copies of a thread are told apart by groups: what a waiter has
+// waited for has been read, so that its place can be written again. A thread waits for all its copies before
+// it ends.
+__device__ __forceinline__ void bulk_store(void* to, unsigned from, unsigned bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// The 128 threads of a warpgroup meet: what they wrote before is visible after. `which`: 1 to 15.
+__device__ __forceinline__ void warpgroup_sync(int which) {
+  asm volatile("bar.sync %0, 128;" ::"r"(which) : "memory");
+}
+
 // ---- Launches that overlap (compute capability 9.0 and up).
 
 // The next launch, if it is one that overlaps, may begin when all blocks have said this, or have ended.
