@@ -40,7 +40,7 @@ struct Pack {
 
   // What lies in a run of memory, kLength items of it: taps of neighbouring columns or channels, columns, or
   // channels. Otherwise a run has the taps of one column and channel, wherever they lie.
-  enum Run { kOfTaps, kColumnTaps, kChannelTaps, kOfColumns, kOfChannels };
+  static constexpr int kOfTaps = 0, kColumnTaps = 1, kChannelTaps = 2, kOfColumns = 3, kOfChannels = 4;
   static constexpr int kRun = Config::kRun;
   static_assert(kTapParts == 1 || kRun == kOfColumns, "all taps of a run");
   static_assert(kRun == kOfTaps || Config::kGroupsPerTile == 1, "channels of one group");
@@ -174,7 +174,7 @@ struct Pack {
   __device__ __forceinline__ void describe_lines() {
     for (int i = threadIdx.x; i < kLines; i += kThreads) {
       const int variant = i / kVariantLines, line = i % kVariantLines;
-      int source = 0, shift = 0, place = 0, row = line * Config::kOutTile, fields_of_half = 1;
+      int shift = 0, place = 0, row = line * Config::kOutTile, fields_of_half = 1;
       if constexpr (Config::kSources == 1) {
         int before = 0;  // rows of this variant's patterns before
 #pragma unroll
@@ -195,6 +195,7 @@ struct Pack {
         shift = line / kPanelFields;
         place = line % kPanelFields;
         fields_of_half = kPanelFields / Config::kHalves;
+        int source = 0;
         while (shift >= Layout::first_shift(source + 1, 0)) ++source;
         row += Layout::chunk_start(source, chunk) / Layout::kPartBytes -
                Layout::first_shift(source, 0) * Layout::panel_rows(0);

@@ -50,13 +50,14 @@ __device__ void run(const Args& args) {
   static_assert(C::kRows % kWarps == 0 && C::kThreads % C::kRows == 0);
   static_assert(C::kSlices * C::kRows >= 8, "room for the sums of a bias");
   __shared__ float tile[C::kSlices][C::kRows][kLanes + 1];  // one word more: turning meets no bank twice
-  const int rows = args.out * args.taps, in_tiles = (args.in + kLanes - 1) / kLanes;
+  const int rows = args.out * args.taps;
   const int row_tiles = (rows + C::kRows - 1) / C::kRows;
   const int first_row = static_cast<int>(blockIdx.x) % row_tiles * C::kRows;
   const int first_in = static_cast<int>(blockIdx.x) / row_tiles * kLanes;
   ptx::wait_for_previous_launch();
   if constexpr (C::kBias) {
     if (first_in >= args.in) {
+      const int in_tiles = (args.in + kLanes - 1) / kLanes;
       sum_bias<C>(args, static_cast<int>(blockIdx.x) - row_tiles * in_tiles, &tile[0][0][0]);
       return;
     }
