@@ -2,8 +2,8 @@
 
 DIR has what `conftest.py` recorded: kernels and their constants. Those of one kind have the same kernel, types and
 switches, and differ in numbers. Hopper gets one of each kind. Kernels have no code of their own for the other
-architectures, so what can differ there is what the assembler makes of them: the oldest and the newest get, of each
-kernel and type, the one with the most registers, those between them one of each kernel. `--all` compiles everything
+architectures, so what can differ there is what the assembler makes of them: the oldest gets, of each kernel and type,
+the one with the most registers, the others one of each kernel. `--all` compiles everything
 for every architecture, which takes long.
 
 CSV gets registers, spills, stack and shared memory of each. Fails where a kernel does not compile, or where one of
@@ -29,7 +29,7 @@ from tconv3d import compiler, emulator
 from tconv3d.launch import Constants
 
 HOPPER = "sm_90a"
-ENDS, BETWEEN = ("sm_80", "sm_120"), ("sm_86", "sm_89", "sm_100a")
+OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")
 # Kernels that need wgmma, or run for one that does, by the beginning of their names.
 HOPPER_ONLY = ("halo", "hopper", "up", "group_backward", "pack", "rows", "reduce_gradients", "reduce_taps")
 # Kernels whose launches overlap those before them, from Hopper on.
@@ -202,10 +202,10 @@ def main() -> int:
         [outcome.kernel for outcome in generic] if options.all else representatives(generic, family)
         for family in (lambda kernel: kernel.family, lambda kernel: kernel.name)
     )
-    work = [(kernel, arch) for kernel in of_type for arch in ENDS]
-    work += [(kernel, arch) for kernel in of_kernel for arch in BETWEEN]
+    work = [(kernel, arch) for kernel in of_type for arch in OLDEST]
+    work += [(kernel, arch) for kernel in of_kernel for arch in OTHERS]
     work = [pair for pair in work if not (pair[0].from_hopper and pair[1] in BEFORE_HOPPER)]
-    outcomes += compile_all(work, ", ".join((*ENDS, *BETWEEN)))
+    outcomes += compile_all(work, ", ".join((*OLDEST, *OTHERS)))
 
     write_csv(outcomes, options.csv)
     print(summary(outcomes))

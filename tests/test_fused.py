@@ -756,7 +756,8 @@ def test_peak_memory_of_a_training_step(ours: str) -> None:
 
 # ---- under sanitizers, and in every order of threads
 
-SANITIZED = ("one channel per group", "tensor cores, groups", "tensor cores, march")
+ORDERED = ("one channel per group", "tensor cores, groups", "tensor cores, march")
+SANITIZED = ("one channel per group", "tensor cores, march")  # of those on tensor cores one: compiling takes a minute
 
 
 def all_passes(name: str) -> list[Tensor]:
@@ -787,7 +788,7 @@ def test_sanitizers_find_nothing() -> None:
 
 
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
-@pytest.mark.parametrize("name", SANITIZED)
+@pytest.mark.parametrize("name", ORDERED)
 def test_the_order_of_threads_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for order in ("forward", "reversed", "shuffled:1"):
