@@ -51,7 +51,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Run(IntEnum):
-    """What lies in a run of a weight's memory (`Pack::Run`)."""
+    """What lies in a run of a weight's memory (`kRun` in kernels/pack.cuh, which has the same numbers)."""
 
     TAPS = 0
     COLUMN_TAPS = 1

@@ -172,10 +172,6 @@ class NormProblem:
     def _norm_scalars(self) -> bytes:
         return int32s(self.groups, self.activation.channels // self.groups)
 
-    @property
-    def result_bytes(self) -> int:
-        return self.activation.bytes // ITEM_BYTES[self.activation.dtype] * ITEM_BYTES[self.result]
-
 
 @lru_cache(maxsize=1024)
 def plan_normalize(p: NormProblem, device: Device) -> Plan:

@@ -435,10 +435,3 @@ def conv_transpose3d_bias_grad(grad_output: Tensor) -> Tensor:
     if _recording(grad_output, grad_output):
         return _BiasGrad.apply(True, grad_output)
     return _bias_grad(grad_output)
-
-
-def backend_of(tensor: Tensor) -> Backend:
-    """What would run for this tensor under the present backend, for `explain`."""
-    if why_not_ours(tensor) is not None:
-        return "torch"
-    return "cuda" if tensor.is_cuda else "emulator"

@@ -262,10 +262,6 @@ struct HopperWeightGrad {
   static __device__ __forceinline__ unsigned rounded(unsigned word) {
     return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
   }
-  template <class T>
-  static __device__ __forceinline__ unsigned load_word(const T* from, bool inside) {
-    return inside ? __ldg(reinterpret_cast<const unsigned*>(from)) : 0u;
-  }
   // Two elements that are `step` apart.
   static __device__ __forceinline__ unsigned load_elements(const Scalar* from, const Source& source,
                                                            Index step) {

@@ -63,14 +63,6 @@ __device__ __forceinline__ void add_keeping_rest(float& total, float& term) {
       : "+f"(total), "+f"(term));
 }
 
-// Rounds to the nearest TF32 (a float whose last 13 bits are zero), ties away from zero. Tensor cores ignore
-// those bits, so an operand that was not rounded is truncated.
-__device__ __forceinline__ unsigned float_to_tf32(float value) {
-  unsigned bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
-  return bits;
-}
-
 // ---- Shared memory as PTX addresses it.
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {

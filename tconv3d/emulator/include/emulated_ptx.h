@@ -68,13 +68,6 @@ inline void add_keeping_rest(float& total, float& term) {
   total = sum;
 }
 
-// Ties away from zero, as cvt.rna does.
-inline unsigned float_to_tf32(float value) {
-  const std::uint32_t bits = float_to_bits(value);
-  if ((bits & 0x7F800000u) == 0x7F800000u) return (bits & 0x007FFFFFu) ? 0x7FFFE000u : bits;
-  return (bits + 0x1000u) & 0xFFFFE000u;
-}
-
 // ---- Shared memory.
 
 inline unsigned shared_address(const void* pointer) { return emulator::shared_address(pointer); }
