@@ -7,6 +7,7 @@ from .accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
 from .backend import current_backend, use_backend
 from .explain import Explanation, explain
 from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
+from .kept import keep_weights
 from .modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
 from .tune import Tuned, tune
 
@@ -24,6 +25,7 @@ __all__ = [
     "conv_transpose3d_relu_group_norm",
     "current_backend",
     "explain",
+    "keep_weights",
     "plan_swaps",
     "restore",
     "tune",

@@ -8,6 +8,7 @@ Arguments have been checked when a key is new; a call with a known key has the a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, planner
+from . import checks, kept, planner
 from .checks import Convolution
 from .geometry import Geometry, Triple
 from .launch import Launch
@@ -37,6 +38,31 @@ Wanted = tuple[bool, ...]  # the gradients of input, weight, bias
 
 
 @dataclass(frozen=True)
+class Packing:
+    """Of a plan whose first launch packs the weight: what it takes to leave that out. See `kept`."""
+
+    number: int  # the same for plans that pack alike
+    bytes: int  # of the packed weight
+    workspace_bytes: int  # without the packed weight
+    regions: tuple[int, ...]
+    prepare: Callable[[], Start]
+
+    @functools.cached_property
+    def start(self) -> Start:
+        """Of all launches but the first. The one that is the first now overlaps nothing."""
+        return self.prepare()
+
+    def launch(self, start: Start, like: Tensor, operands: Addresses, pack: kept.Pack, stream: int) -> None:
+        """All launches, or all but the first, with the packed weight in memory of its own."""
+        operands = (*operands, pack[0])
+        if self.regions:
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
+            first = workspace.data_ptr()
+            operands = (*operands, *[first + region for region in self.regions])
+        start(operands, stream)
+
+
+@dataclass(frozen=True)
 class Task:
     """A plan ready to run: the results to allocate, the scratch memory, and what launches it all."""
 
@@ -44,25 +70,39 @@ class Task:
     workspace_bytes: int
     start: Start  # of all operands and the stream
     regions: tuple[int, ...] = ()  # places in the workspace that are operands too
+    packing: Packing | None = None
 
-    def run(self, like: Tensor, addresses: Addresses) -> list[Tensor | None]:
+    def run(self, like: Tensor, addresses: Addresses, kept_weight: Tensor | None = None) -> list[Tensor | None]:
         """Operands are `addresses`, then null, the results, the workspace (see `OPERANDS`)."""
         dtype, device = like.dtype, like.device
         results = [
             None if layout is None else torch.empty_strided(*layout, dtype=dtype, device=device)
             for layout in self.results
         ]
-        self.launch(like, (*addresses, 0, *[0 if result is None else result.data_ptr() for result in results]))
+        operands = (*addresses, 0, *[0 if result is None else result.data_ptr() for result in results])
+        self.launch(like, operands, kept_weight)
         return results
 
-    def launch(self, like: Tensor, operands: Addresses) -> None:
-        """Operands are those given, then the workspace and its regions."""
+    def launch(self, like: Tensor, operands: Addresses, kept_weight: Tensor | None = None) -> None:
+        """Operands are those given, then the workspace and its regions.
+
+        `kept_weight`: the weight, if it may be kept packed (then it is the second operand).
+        """
         stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
+        if kept_weight is not None and not kept.captured(kept_weight) and self.packing is not None:
+            place = stream, self.packing.number
+            pack = kept.find(kept_weight, operands[1], place)
+            if pack is not None:
+                return self.packing.launch(self.packing.start, like, operands, pack, stream)
+            promise = kept.promise(kept_weight, operands[1], place, self.packing.bytes)
+            if promise is not None:
+                self.packing.launch(self.start, like, operands, promise.pack, stream)
+                return promise.keep()
         if self.workspace_bytes:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
             start = workspace.data_ptr()
             operands = (*operands, start, *[start + region for region in self.regions])
-        self.start(operands, stream)
+        return self.start(operands, stream)
 
 
 # The names planners use for the operands of a pass, in the order of `Task.run` and `Task.launch`.
@@ -76,6 +116,8 @@ BACKWARD = ("dy", "x", "weight", "null", "dx", "dw", "db", "workspace")
 WITH_STATISTICS = ("x", "weight", "bias", "null", "y", "statistics", "workspace")
 
 _tasks: dict[tuple[Any, ...], Task] = {}
+_packings: dict[Launch, int] = {}  # by what packs
+_numbers = itertools.count()
 
 
 def known(key: tuple[Any, ...]) -> Task | None:
@@ -85,6 +127,7 @@ def known(key: tuple[Any, ...]) -> Task | None:
 def remember(key: tuple[Any, ...], task: Task) -> Task:
     if len(_tasks) >= MAX_TASKS:
         _tasks.clear()
+        _packings.clear()
     _tasks[key] = task
     return task
 
@@ -117,13 +160,24 @@ def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
 
 
 def forward(
-    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool = False
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    convolution: Convolution,
+    relu: bool = False,
+    keep: bool = False,
 ) -> Tensor:
-    """input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] or None."""
+    """input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] or None.
+
+    `keep`: nobody wants a gradient, so that the weight may be kept packed.
+    """
     task = _forward_task(input, weight, bias, convolution, relu, None)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    return _one(task.run(input, (input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr())))
+    if not keep:
+        kept.packed_for_itself(weight)
+    addresses = input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
+    return _one(task.run(input, addresses, weight if keep else None))
 
 
 def _one(results: list[Tensor | None]) -> Tensor:
@@ -133,7 +187,13 @@ def _one(results: list[Tensor | None]) -> Tensor:
 
 
 def forward_with_statistics(
-    input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    eps: float,
+    convolution: Convolution,
+    keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The ReLU of the forward pass, and its statistics: [2, N, groups], means and reciprocal deviations."""
     task = _forward_task(input, weight, bias, convolution, True, Norm(groups, eps))
@@ -143,8 +203,11 @@ def forward_with_statistics(
     statistics = input.new_empty((2, input.shape[0], groups), dtype=statistics_dtype(input.dtype))
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
+    if not keep:
+        kept.packed_for_itself(weight)
     addresses = input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    task.launch(input, (*addresses, 0, result.data_ptr(), statistics.data_ptr()))
+    operands = (*addresses, 0, result.data_ptr(), statistics.data_ptr())
+    task.launch(input, operands, weight if keep else None)
     return result, statistics
 
 
@@ -188,6 +251,7 @@ def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolut
     if task is None:
         problem, layout = _input_grad_problem(grad_output, weight, input_size, convolution)
         task = remember(key, _prepare(problem, layout, grad_output))
+    kept.packed_for_itself(weight)
     return _one(task.run(grad_output, (grad_output.data_ptr(), weight.data_ptr())))
 
 
@@ -232,6 +296,8 @@ def backward(
         plan = planner.plan_gradients(problems, device_of(grad_output))
         layouts = tuple([None if each is None else each[1] for each in found])
         task = remember(key, make_task(plan, BACKWARD, layouts, grad_output))
+    if weight is not None:
+        kept.packed_for_itself(weight)
     x, w = 0 if input is None else input.data_ptr(), 0 if weight is None else weight.data_ptr()
     return task.run(grad_output, (grad_output.data_ptr(), x, w))
 
@@ -328,7 +394,23 @@ def make_task(plan: Plan, names: tuple[str, ...], results: tuple[Layout | None, 
         for launch in plan.launches
         if min(launch.grid) > 0  # a batch of zero has nothing to compute
     ]
-    return Task(results, plan.workspace_bytes, _prepare_steps(steps, like), tuple(start for _, start in plan.regions))
+    regions = tuple(start for _, start in plan.regions)
+    packing = _packing(plan, steps, regions, like) if plan.packed_bytes and steps else None
+    return Task(results, plan.workspace_bytes, _prepare_steps(steps, like), regions, packing)
+
+
+def _packing(
+    plan: Plan, steps: list[tuple[Launch, tuple[int, ...]]], regions: tuple[int, ...], like: Tensor
+) -> Packing:
+    (pack, _), *others = steps
+    first = min(regions, default=plan.workspace_bytes)
+    return Packing(
+        number=_packings.setdefault(pack, next(_numbers)),
+        bytes=plan.packed_bytes,
+        workspace_bytes=plan.workspace_bytes - first,
+        regions=tuple(region - first for region in regions),
+        prepare=functools.partial(_prepare_steps, others, like.new_empty(0)),
+    )
 
 
 def _prepare_steps(steps: list[tuple[Launch, tuple[int, ...]]], like: Tensor) -> Start:

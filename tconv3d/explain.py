@@ -39,6 +39,7 @@ class PassExplanation:
     flops: int
     floor_ms: float | None  # None where the GPU's ceilings are not known
     bound_by: str | None
+    kept_bytes: int = 0  # of the packed weight, which is kept where no gradient is wanted, with one launch less
     together: tuple[str, ...] = ()  # the passes that the same launches compute, if they are several
 
 
@@ -270,6 +271,7 @@ def _explain_pass(problem: Problem, plan: Plan, device: Device, gpu: Gpu | None)
         flops=problem.flops,
         floor_ms=None if gpu is None else gpu.floor_ms(problem),
         bound_by=bound,
+        kept_bytes=plan.packed_bytes,
         together=tuple(which.value for which in several),
     )
 
@@ -362,7 +364,10 @@ def _how_launched(p: PassExplanation) -> str:
         return f"comes with {p.together[0]}"
     together = f" of {', '.join(p.together)} together" if p.together else ""
     launches = f"{p.launches} launch{'es' if p.launches > 1 else ''}"
-    return f"{launches}{together}, workspace {p.workspace_bytes / 1e6:.3g} MB"
+    text = f"{launches}{together}, workspace {p.workspace_bytes / 1e6:.3g} MB"
+    if not p.kept_bytes:
+        return text
+    return f"{text}; without gradients {p.kept_bytes / 1e6:.3g} MB of packed weight are kept: one launch less"
 
 
 def _lines(e: Explanation) -> list[str]:

@@ -29,8 +29,10 @@ from .ops import (
     _fake_forward,
     _forward_mode,
     _gradients,
+    _named,
     _needed,
     _register,
+    _unchanged,
     _wanted,
     _with_strides,
     why_not_ours,
@@ -176,9 +178,10 @@ def _ours(
     eps: float,
     dtype: torch.dtype,
     convolution: Convolution,
+    keep: bool = False,
 ) -> Tensor:
     """What is normalized is not kept, so its memory becomes the result's."""
-    result, statistics = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
+    result, statistics = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution, keep)
     out = result if result.dtype is dtype else None
     return norm_executor.normalize(result, statistics, norm_weight, norm_bias, out, dtype)
 
@@ -415,11 +418,15 @@ _record_relu = super(torch.autograd.Function, _Relu).apply
 
 def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     """For tensors that our kernels take: see `ops.why_not_ours`."""
-    if not _alone(input, weight):
-        return torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
-    if _recording(input, weight, bias):
-        return _record_relu(True, input, weight, bias, convolution)
-    return executor.forward(input, weight, bias, convolution, relu=True)
+    if _unchanged(input, weight):
+        watched = torch._C._autograd._profiler_enabled()
+        if not _recording(input, weight, bias):
+            if watched:
+                return _named("conv_transpose3d_relu", executor.forward, input, weight, bias, convolution, True, True)
+            return executor.forward(input, weight, bias, convolution, True, True)
+        if not watched:
+            return _record_relu(True, input, weight, bias, convolution)
+    return torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
 
 
 def conv_transpose3d_relu_group_norm(
@@ -433,14 +440,17 @@ def conv_transpose3d_relu_group_norm(
     convolution: Convolution,
 ) -> Tensor:
     """For tensors that our kernels take: see `ops.why_not_ours`."""
-    norm = norm_weight, norm_bias
-    if not _alone(input, weight):
-        return torch.ops.tconv3d.conv_transpose3d_relu_group_norm.default(
-            input, weight, bias, *norm, groups, eps, input.dtype, *convolution
-        )
-    if _recording(input, weight, bias, *norm):
-        return _record_block(True, input, weight, bias, *norm, groups, eps, input.dtype, convolution)
-    return _ours(input, weight, bias, *norm, groups, eps, input.dtype, convolution)
+    operands = input, weight, bias, norm_weight, norm_bias
+    settings = groups, eps, input.dtype
+    if _unchanged(input, weight):
+        watched = torch._C._autograd._profiler_enabled()
+        if not _recording(*operands):
+            if watched:
+                return _named("conv_transpose3d_relu_group_norm", _ours, *operands, *settings, convolution, True)
+            return _ours(*operands, *settings, convolution, True)
+        if not watched:
+            return _record_block(True, *operands, *settings, convolution)
+    return torch.ops.tconv3d.conv_transpose3d_relu_group_norm.default(*operands, *settings, *convolution)
 
 
 _record_statistics = super(torch.autograd.Function, _Statistics).apply

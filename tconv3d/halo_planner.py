@@ -263,7 +263,7 @@ def _costs(found: Iterator[Build], job: Job, multiprocessors: int) -> dict[Build
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """How the halo kernel solves a problem. `pack` writes `packed_bytes`, once for every version of the weight."""
+    """How the halo kernel solves a problem. `pack` writes `packed_bytes`, the same for the same weight."""
 
     build: Build
     tiling: Tiling
@@ -318,7 +318,6 @@ def _why_not_strict(problem: Problem, found: HaloPlan, device: Device) -> str | 
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    """Packs the weight, every time: a weight may be changed through `.data`, which leaves no trace to go by."""
     job = job_of(problem)
     found = plan_or_none(job, device)
     if found is None:
@@ -343,7 +342,8 @@ def plan_of(found: HaloPlan, problem: Problem, why: str = "") -> Plan:
         if size:
             regions.append((name, round_up(end, 256)))
             end = round_up(end, 256) + size
-    return Plan("halo", why, tuple(launches), end, tile, tuple(regions), found.moments)
+    packed = found.packed_bytes if problem.which is Pass.FORWARD else 0  # gradients' are never kept
+    return Plan("halo", why, tuple(launches), end, tile, tuple(regions), packed, found.moments)
 
 
 def plan_or_none(job: Job, device: Device) -> HaloPlan | None:

@@ -9,11 +9,12 @@ Knows nothing of kernels, devices or plans: it calls
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from . import kept
 from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
 
 
@@ -35,8 +36,17 @@ def arguments(layer: torch.nn.ConvTranspose3d, input: Tensor, output_size: list[
     return layer.weight, layer.bias, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
 
 
+_Layer = TypeVar("_Layer", bound="ConvTranspose3d")
+
+
 class ConvTranspose3d(torch.nn.ConvTranspose3d):
     """`torch.nn.ConvTranspose3d` on this library's kernels: same constructor and parameters."""
+
+    def train(self: _Layer, mode: bool = True) -> _Layer:
+        """Also forgets packed weights, of this layer and of all others: who begins to evaluate may have written
+        weights in ways that leave no trace (see `kept`)."""
+        kept.forget()
+        return super().train(mode)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: one of those the stride allows."""

@@ -107,6 +107,7 @@ class Plan:
     workspace_bytes: int = 0
     tile: str = ""
     regions: tuple[tuple[str, int], ...] = ()  # names of places in the workspace, and where they start
+    packed_bytes: int = 0  # the first launch writes these at the workspace's start, from the weight and nothing else
     moments: int = 0  # that the kernel leaves in region "moments" of each norm group of a batch item
     passes: tuple[Pass, ...] = ()  # that its launches compute, if it is one of the plans of a backward pass
 
