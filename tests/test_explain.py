@@ -117,6 +117,15 @@ def test_numbers() -> None:
     json.dumps(found.as_dict())
 
 
+def test_the_packed_weight_that_is_kept_without_gradients() -> None:
+    layer = tconv3d.ConvTranspose3d(32, 16, 3, padding=1, dtype=torch.bfloat16)
+    found = tconv3d.explain(layer, (1, 32, 8, 8, 8), gpu="H200")
+    forward, *gradients = found.passes
+    assert forward.workspace_bytes >= forward.kept_bytes >= 2 * layer.weight.numel()
+    assert not any(each.kept_bytes for each in gradients)
+    assert f"{forward.kept_bytes / 1e6:.3g} MB of packed weight are kept" in str(found)
+
+
 def test_empty_phases_and_shifts_are_named() -> None:
     text = str(tconv3d.explain(tconv3d.ConvTranspose3d(2, 2, 3, stride=2, dilation=2, padding=1), (1, 2, 3, 3, 3)))
     assert "7 of them empty" in text
