@@ -20,6 +20,7 @@ from functools import lru_cache
 from types import ModuleType
 
 from . import (
+    depthwise_lines_planner,
     depthwise_planner,
     direct_planner,
     few_inputs_planner,
@@ -48,6 +49,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("halo", halo_planner),
     ("hopper_weight_grad", hopper_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),
+    ("depthwise_lines", depthwise_lines_planner),
     ("depthwise", depthwise_planner),
     ("direct", direct_planner),
 )

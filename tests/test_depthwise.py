@@ -53,13 +53,29 @@ def test_the_bias_in_the_same_pass(name: str, ours: str) -> None:
 
 
 MANY_CHANNELS = Layer(35, 35, (3, 5, 5), T3, T2, T1, T1, groups=35)  # two chunks, more patches than blocks
+LAST = {  # with the channels of a thread that walks along w, in float32
+    "pairs": (LAYERS["gan"], 2),
+    "dilated, three phases": (LAYERS["dilated, three phases"], 4),
+    "empty phases": (replace(LAYERS["empty phases"], in_channels=8, out_channels=8, groups=8, bias=False), 2),
+    "two chunks": (Layer(136, 136, (2, 3, 4), T3, T2, T1, T1, groups=136, batch=1), 4),
+    "parts of lines": (Layer(4, 4, (1, 2, 70), (1, 3, 3), padding=(0, 1, 1), groups=4), 4),
+    "no vectors": (MANY_CHANNELS, 1),
+}
 
 
-@pytest.mark.parametrize("layer", [LAYERS["gan"], LAYERS["dilated, three phases"], MANY_CHANNELS], ids=str)
-def test_channels_last(layer: Layer, ours: str) -> None:
+@pytest.mark.parametrize("name", LAST)
+def test_channels_last(name: str, ours: str) -> None:
+    layer, vector = LAST[name]
+    forward = problem(layer, Pass.FORWARD, tf32=False)
+    x, y = (
+        executor.channels_last_strides((layer.batch, layer.groups, *size))
+        for size in (layer.size, forward.output_size)
+    )
+    constants = dict(planner.plan(replace(forward, input=x, output=y), H200).launches[0].constants)
+    assert constants.get("kVector", 1) == vector
     for dtype in (torch.float32, torch.bfloat16):
-        x, *others = layer.operands(dtype, ours)
-        check(layer, dtype, ours, [x.to(memory_format=torch.channels_last_3d), *others])
+        operand, *others = layer.operands(dtype, ours)
+        check(layer, dtype, ours, [operand.to(memory_format=torch.channels_last_3d), *others])
 
 
 def test_channels_last_has_as_many_parts_as_the_gpu_has_blocks() -> None:

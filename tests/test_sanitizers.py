@@ -36,7 +36,7 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "monai": (TABLE["monai"], torch.float32, CONTIGUOUS),
     "groups": (TABLE["groups"], torch.float16, CHANNELS_LAST),
     "small groups": (Layer(8, 6, (2, 2, 13), (2, 3, 3), groups=2, batch=1), torch.float16, CONTIGUOUS),
-    "depthwise": (TABLE["depthwise"], torch.bfloat16, CONTIGUOUS),
+    "depthwise": (TABLE["depthwise"], torch.bfloat16, CHANNELS_LAST),
     "asymmetric": (TABLE["asymmetric"], torch.float64, CHANNELS_LAST),
     "up-convolution": (Layer(16, 24, (2, 3, 8), (2, 2, 2), (2, 2, 2), batch=1), torch.bfloat16, CONTIGUOUS),
     "few outputs": (Layer(8, 2, (2, 2, 4), (3, 3, 3), (2, 2, 2), batch=1), torch.float16, CONTIGUOUS),
