@@ -29,13 +29,26 @@ NOMINAL = (2, 16, 128, 1024, 8192)  # tiles of kinds of volume: twice 4^3, 8^3, 
 SECTOR_BYTES = 32
 REGISTERS = (40, 232)  # of producers and consumers
 
-# What a multiprocessor does, in cycles, for choosing between tilings: fitted to 23 measured times (4% off).
-X_BYTES, Y_BYTES, WEIGHT_BYTES, MEMORY_BYTES = 32.0, 19.0, 17.5, 15.3  # moved per cycle
-LATENCY = 1720.0  # of a copy
-STEP_COLUMN = 0.5  # a matrix instruction, per column
-CHUNK, TILE = 190.0, 114.0  # putting weights in order; what else a tile takes
+STEP_COLUMN = 0.5  # cycles of a matrix instruction, per column
 AS_GOOD = 1.015
-OVERHEAD = 10400.0  # launching, until the first bytes arrive
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a multiprocessor does, in cycles, for choosing between tilings."""
+
+    x_bytes: float  # moved per cycle
+    y_bytes: float
+    weight_bytes: float
+    memory_bytes: float  # the same out of memory
+    latency: float  # of a copy
+    chunk: float  # of putting weights in order
+    tile: float  # of a tile, beside what it moves
+    overhead: float  # of launching, until the first bytes arrive
+
+
+CONTIGUOUS = Costs(32.0, 19.0, 17.5, 15.3, 1720.0, 190.0, 114.0, 10400.0)  # fitted to 23 measured times (4% off)
+LAST = Costs(36.0, 24.2, 11.8, 16.6, 1740.0, 96.0, 142.0, 9250.0)  # the same to 32 (5% off)
 
 
 @dataclass(frozen=True)
@@ -119,20 +132,24 @@ def tiles_of(p: Problem) -> int:
     return p.batch * -(-prod(p.input_size) // POSITIONS)
 
 
-def cycles(tiling: Tiling, tiles: int, device: Device) -> float:
-    """Predicted, for a volume of so many tiles."""
-    g, item = tiling.geometry, ITEM_BYTES[tiling.dtype]
+def cycles(tiling: Tiling, tiles: int, device: Device, weight: str) -> float:
+    """Predicted, for a volume of so many tiles and a weight of this layout."""
+    g, item, costs = tiling.geometry, ITEM_BYTES[tiling.dtype], LAST if tiling.last else CONTIGUOUS
     splits = splits_of(tiling, tiles, device)
     waves = -(-tiling.kinds * splits // device.multiprocessors)
     bytes_of_tile = POSITIONS * item
-    x_rate = min(X_BYTES, tiling.stages * POSITIONS * ROW_BYTES / LATENCY)
-    moving = bytes_of_tile * (g.in_channels / x_rate + tiling.columns / Y_BYTES)
+    x_rate = min(costs.x_bytes, tiling.stages * POSITIONS * ROW_BYTES / costs.latency)
+    moving = bytes_of_tile * (g.in_channels / x_rate + tiling.columns / costs.y_bytes)
     products = tiling.steps * tiling.columns * STEP_COLUMN
-    unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps)  # of a sector of weights, other blocks' taps
-    weights = g.in_channels * tiling.columns * item * unused / WEIGHT_BYTES + tiling.chunks * CHUNK
-    walk = weights + -(-tiles // splits) * (max(moving, products) + TILE)
+    # Of a sector of weights, other blocks' taps, where taps are neighbours.
+    unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps) if weight == "contiguous" else 1
+    weights = g.in_channels * tiling.columns * item * unused / costs.weight_bytes + tiling.chunks * costs.chunk
+    walk = -(-tiles // splits) * (max(moving, products) + costs.tile)
     moved = tiles * bytes_of_tile * (g.in_channels + g.out_channels * g.taps)
-    return OVERHEAD + max(waves * walk, moved / (MEMORY_BYTES * device.multiprocessors))
+    memory = moved / (costs.memory_bytes * device.multiprocessors)
+    if tiling.last:  # what loads weights has nothing else to do
+        return costs.overhead + waves * weights + max(waves * walk, memory)
+    return costs.overhead + max(waves * (weights + walk), memory)
 
 
 def nominal(p: Problem) -> int:
@@ -143,10 +160,11 @@ def nominal(p: Problem) -> int:
 @lru_cache(maxsize=1024)
 def choose(p: Problem, device: Device) -> Tiling | None:
     found = tilings(p.geometry, p.dtype, device.shared_bytes, _is_last(p))
-    costs = {tiling: cycles(tiling, nominal(p), device) for tiling in found}
+    weight = _weight(p)
+    costs = {tiling: cycles(tiling, nominal(p), device, weight) for tiling in found}
     least = min(costs.values(), default=0.0)
     equals = [tiling for tiling in found if costs[tiling] < AS_GOOD * least]  # the model cannot tell them apart
-    return min(equals, key=lambda tiling: (tiling.kinds, costs[tiling]), default=None)
+    return min(equals, key=lambda tiling: (tiling.kinds, costs[tiling], -tiling.taps), default=None)
 
 
 # ---- The family.
