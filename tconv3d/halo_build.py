@@ -100,6 +100,7 @@ class Build:
     shared_bytes: int
     strict: bool = False  # float32 by three TF32 products
     copied: bool = False  # whether what is read are rows of channels, copied past registers
+    rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
     buffers: int = 0  # of a consumer, out of which the copy engine stores rows that begin anywhere; 0: warps store
 
     @cached_property
@@ -340,7 +341,7 @@ class Build:
         way = "gathering" if self.gather else "marching along depth" if self.march else phases
         panels = "weights resident" if self.resident else "weights streamed"
         if self.copied:
-            panels += ", input copied past registers"
+            panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
         stores = ", stores by the copy engine" if self.buffers else ""
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
@@ -608,12 +609,14 @@ class Build:
 
 
 def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
-    """Writes what a job reads, with these strides, as rows of channels. 16-bit types by two positions if possible."""
+    """Writes what a job reads, with these strides, as rows of channels. 16-bit types by two positions if possible,
+    what has rows of channels already by vectors."""
     channels, (d, h, w) = job.geometry.in_channels, job.read_size
     items, blocks = ROW_PIECES * 16 // job.item_bytes, ceil_div(d * h * w, ROW_POSITIONS)
     shared_bytes = 4 * ROW_POSITIONS * (items + 1)
     n, c, *volume = read
     pairs = job.item_bytes == 2 and aligned and volume == [h * w, w, 1] and not any(v % 2 for v in (d * h * w, n, c))
+    already = replace(job, read=read, aligned=aligned).has_rows
     return Launch(
         kernel="rows",
         constants=(
@@ -623,6 +626,7 @@ def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
             ("kAllChannels", channels),
             ("kPositions", ROW_POSITIONS),
             ("kPairs", pairs),
+            ("kAlready", already),
             ("kSharedBytes", shared_bytes),
         ),
         grid=(job.batch * blocks * ceil_div(channels, items), 1, 1),

@@ -56,9 +56,14 @@ class Job:
         n, c, *rest = self.read
         return c == 1 and self.aligned and not any(v % items for v in (self.geometry.in_per_group, n, *rest))
 
-    def as_copied(self) -> Job:
+    @property
+    def has_rows(self) -> bool:
+        """Whether what is read are rows of channels that can be copied as they are."""
+        return self.vector_input and self.read_last
+
+    def as_copied(self, rewritten: bool) -> Job:
         """The job of a build that copies its input: as it is if it can be, else of rows that are written first."""
-        if self.vector_input and self.read_last:
+        if self.has_rows and not rewritten:
             return self
         channels, (d, h, w) = self.geometry.in_channels, self.read_size
         read = (channels * d * h * w, 1, channels * h * w, channels * w, channels)

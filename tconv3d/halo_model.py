@@ -195,7 +195,9 @@ def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> f
 def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
     """The tiling that takes least, if it takes at most so many cycles, and these."""
     best: tuple[float, Tiling] | None = None
-    job = job.as_copied() if build.copied else job
+    if build.rewritten and not job.has_rows:
+        return None
+    job = job.as_copied(build.rewritten) if build.copied else job
     if not build.stores(job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
         return None
     for tiling in tilings(build, job.batch, job.positions, job.read_size):

@@ -77,7 +77,10 @@ def builds(
     yield from _builds(geometry, dtype, shared_bytes, gather, strict, copied=False)
     bytes = geometry.in_per_group * (4 if dtype == "float32" else 2)
     if not strict and bytes % 16 == 0 and bytes >= COPIED_BYTES:
-        yield from _builds(geometry, dtype, shared_bytes, gather, strict, copied=True)
+        for build in _builds(geometry, dtype, shared_bytes, gather, strict, copied=True):
+            yield build
+            if dtype == "float32":
+                yield replace(build, rewritten=True)
 
 
 def _builds(
@@ -371,7 +374,7 @@ def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """The launches of a build and a tiling."""
-    given, job = job, job.as_copied() if build.copied else job
+    given, job = job, job.as_copied(build.rewritten) if build.copied else job
     blocks = tiling.blocks(build, device.multiprocessors)
     shares = tiling.shares(build, device.multiprocessors)
     work = shares.planes if build.march else tiling.work(build)

@@ -204,6 +204,9 @@ SETTINGS = {
     "copied, channels last": Case(
         36, 16, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build={**FLAT, "copied": True, **STREAMED}
     ),
+    "copied, channels last, rounded before": Case(
+        36, 16, (3, 4, 9), 3, 1, 1, channels_last=True, build={**MARCH, "copied": True, "rewritten": True}
+    ),
     "copied, channels last, float16": Case(
         72, 24, (3, 4, 9), 2, channels_last=True, dtype="float16", build={**FLAT, "copied": True}
     ),

@@ -2,7 +2,8 @@
 // want the values: what the halo kernel can copy past its registers.
 //
 // A block has 128 bytes of the channels of some positions. Neighbouring threads read neighbouring positions
-// and write neighbouring channels; in between they pass through shared memory.
+// and write neighbouring channels; in between they pass through shared memory. A tensor that has rows of
+// channels already is only rounded.
 #pragma once
 
 #include "operands.cuh"
@@ -79,6 +80,28 @@ struct Rows {
                    piece);
     }
   }
+  // What has rows of channels already, piece by piece.
+  static __device__ __forceinline__ void round(const Args& args, int n, long long first, int first_channel) {
+    constexpr int kPieces = 8 * kPositions / kThreads;
+    const Scalar* x = static_cast<const Scalar*>(args.x) + n * args.stride.n;
+    Scalar* rows = static_cast<Scalar*>(args.rows) + n * args.volume * Config::kAllChannels;
+    const int channel = first_channel + static_cast<int>(threadIdx.x) % 8 * kItems;
+    if (channel >= Config::kAllChannels) return;
+    Vector<Scalar, kItems> pieces[kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const long long position = first + static_cast<int>(threadIdx.x) / 8 + i * (kThreads / 8);
+      if (position < args.volume) pieces[i] = load_vector<kItems>(x + offset(args, position) + channel);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const long long position = first + static_cast<int>(threadIdx.x) / 8 + i * (kThreads / 8);
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) pieces[i].at[k] = to_scalar(OperandOf<Scalar>::bits(pieces[i].at[k]));
+      if (position < args.volume) store_vector(rows + position * Config::kAllChannels + channel, pieces[i]);
+    }
+  }
+
   static __device__ __forceinline__ Scalar to_scalar(unsigned bits) {
     if constexpr (sizeof(Scalar) == 4) {
       return ptx::bits_to_float(bits);
@@ -92,13 +115,17 @@ template <class Config>
 __device__ void run(const Args& args) {
   using Tile = Rows<Config>;
   ptx::launch_dependents();
-  unsigned* staged = dynamic_shared<unsigned>();
+  [[maybe_unused]] unsigned* staged = dynamic_shared<unsigned>();
   const int block = static_cast<int>(blockIdx.x), rest = block / Tile::kTiles;
   const int n = rest / args.blocks, first_channel = block % Tile::kTiles * Tile::kChannels;
   const long long first = static_cast<long long>(rest % args.blocks) * Tile::kPositions;
-  Tile::read(args, staged, n, first, first_channel);
-  __syncthreads();
-  Tile::write(args, staged, n, first, first_channel);
+  if constexpr (Config::kAlready) {
+    Tile::round(args, n, first, first_channel);
+  } else {
+    Tile::read(args, staged, n, first, first_channel);
+    __syncthreads();
+    Tile::write(args, staged, n, first, first_channel);
+  }
   ptx::wait_for_previous_launch();  // what waits for this launch also needs the one before it
 }
 
