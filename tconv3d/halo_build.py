@@ -582,7 +582,11 @@ class Build:
             columns = max(fits, default=1)
         lines = self.halves * len(self.programs) * self.chunk_fields
         column_pitch = (taps * (channels + 1) + 30) // 32 * 32 + 1
-        shared_bytes = 4 * (columns * column_pitch + 2 * lines)
+        vector = 16 // self.item_bytes
+        parameters = (*(job.weight[:1] + job.weight[2:]), job.weight_group, job.weight_tap, g.out_per_group)
+        vectors = run == Run.COLUMNS and job.aligned and not any(v % vector for v in parameters)
+        staged = taps * channels * (columns + vector) * self.item_bytes if vectors else 4 * columns * column_pitch
+        shared_bytes = staged + 4 * (2 * lines + 1)
         threads = PACKING_THREADS
         return Launch(
             kernel="pack",
@@ -593,6 +597,7 @@ class Build:
                 *((f"kKernel{name}", size) for name, size in zip("DHW", g.kernel, strict=True)),
                 ("kColumnsAtOnce", columns),
                 ("kTapsAtOnce", taps),
+                ("kColumnVectors", vectors),
                 ("kRun", int(run)),
                 ("kReversed", job.weight[4] < 0),
                 ("kSharedBytes", shared_bytes),

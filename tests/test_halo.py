@@ -71,7 +71,7 @@ class Tensors:
         self.case = case
         form = torch.channels_last_3d if case.channels_last else torch.contiguous_format
         self.x = draw(case.batch, case.in_channels, *case.size).contiguous(memory_format=form)
-        self.weight = draw(case.in_channels, g.out_per_group, *g.kernel)
+        self.weight = draw(case.in_channels, g.out_per_group, *g.kernel).contiguous(memory_format=form)
         self.bias = draw(case.out_channels) if case.bias else None
         output = (case.batch, case.out_channels, *g.output_size(case.size))
         self.y = torch.full(output, float("nan"), dtype=kind).contiguous(memory_format=form)

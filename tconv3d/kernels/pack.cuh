@@ -31,12 +31,19 @@ struct Pack {
   static constexpr int kTapsAtOnce = Config::kTapsAtOnce, kTapParts = (kTaps + kTapsAtOnce - 1) / kTapsAtOnce;
   static constexpr int kPitch = Layout::kPartItems + 1;
   static constexpr int kColumnPitch = (kTapsAtOnce * kPitch + 30) / 32 * 32 + 1;
-  static constexpr int kStaged = kColumns * kColumnPitch;
+  // Columns that are neighbours in memory, and aligned, are copied 16 bytes at a time, and lie in shared
+  // memory as they did: by tap, channel and column.
+  static constexpr bool kVectors = Config::kColumnVectors;
+  using Staged = typename Choose<kVectors, Scalar, unsigned>::type;  // elements, or their bits
+  static constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar)), kVectorPitch = kColumns + kVector;
+  static constexpr int kStaged =
+      kVectors ? kTapsAtOnce * Layout::kPartItems * kVectorPitch * static_cast<int>(sizeof(Scalar)) / 4
+               : kColumns * kColumnPitch;
   static constexpr int kVariantLines = Layout::kRows / Config::kOutTile;
   static constexpr int kLines = Config::kVariants * kVariantLines;
   static constexpr int kShifts = Config::kShiftRange(Config::kSources * Config::kPatterns);
   static_assert(Config::kOutTile % kColumns == 0, "whole parts of a column tile");
-  static_assert(Config::kSharedBytes >= 4 * (kStaged + 2 * kLines), "room for the taps and the lines");
+  static_assert(Config::kSharedBytes >= 4 * (kStaged + 2 * kLines + 1), "room for the taps and the lines");
 
   // What lies in a run of memory, kLength items of it: taps of neighbouring columns or channels, columns, or
   // channels. Otherwise a run has the taps of one column and channel, wherever they lie.
@@ -44,6 +51,7 @@ struct Pack {
   static constexpr int kRun = Config::kRun;
   static_assert(kTapParts == 1 || kRun == kOfColumns, "all taps of a run");
   static_assert(kRun == kOfTaps || Config::kGroupsPerTile == 1, "channels of one group");
+  static_assert(!kVectors || (kRun == kOfColumns && kColumns % kVector == 0), "vectors of columns");
   static constexpr int kLength = kRun == kColumnTaps    ? kColumns * kTaps
                                  : kRun == kChannelTaps ? Layout::kPartItems * kTaps
                                  : kRun == kOfColumns   ? kColumns
@@ -54,17 +62,19 @@ struct Pack {
   static constexpr int kWarps = kThreads / 32, kInFlight = 8;
 
   const Args& args;
-  unsigned* staged;  // [column][tap][input channel, of the part's], as bits
-  int* line_tap;     // of every line of panel rows: the tap (and half) it has, or a negative number for zeros
-  int* line_start;   // and where it lies, in 16 bytes from the panels of the first variant on
+  Staged* staged;   // [column][tap][input channel, of the part's]; vectors: [tap][channel][column]
+  int* line_tap;    // of every line of panel rows: the tap (and half) it has, or a negative number for zeros
+  int* line_start;  // and where it lies, in 16 bytes from the panels of the first variant on
+  int* lines;       // how many lines take taps of this block
   int tile, chunk, first_column, first_tap;
 
   __device__ __forceinline__ Pack(const Args& args, unsigned* shared, int tile, int chunk, int first_column,
                                   int first_tap)
       : args(args),
-        staged(shared),
+        staged(reinterpret_cast<Staged*>(shared)),
         line_tap(reinterpret_cast<int*>(shared + kStaged)),
         line_start(line_tap + kLines),
+        lines(line_start + kLines),
         tile(tile),
         chunk(chunk),
         first_column(first_column),
@@ -119,7 +129,7 @@ struct Pack {
     if constexpr (kRun == kOfTaps) return {start + tap_offset(place), true};
     return {start + tap_offset(first_tap + first.tap) + place, true};
   }
-  __device__ __forceinline__ unsigned* to(int unit, int lane) const {
+  __device__ __forceinline__ Staged* to(int unit, int lane) const {
     const Item at = item(unit % kRuns, unit / kRuns * 32 + lane);
     return staged + at.column * kColumnPitch + at.tap * kPitch + at.slot;
   }
@@ -129,11 +139,29 @@ struct Pack {
 
   // Floats are copied past registers, all of them at once, and rounded when they are written.
   static constexpr bool kCopied = sizeof(Scalar) == 4;
-  static __device__ __forceinline__ unsigned written_bits(unsigned bits, int half) {
-    if constexpr (kCopied) {
-      return Layout::operand(ptx::bits_to_float(bits), half);
+  static __device__ __forceinline__ unsigned written_bits(Staged staged, int half) {
+    if constexpr (kVectors) {
+      return Layout::operand(staged, half);
+    } else if constexpr (kCopied) {
+      return Layout::operand(ptx::bits_to_float(staged), half);
     } else {
-      return bits;
+      return staged;
+    }
+  }
+
+  __device__ __forceinline__ void copy_vectors() const {
+    constexpr int kAcross = kColumns / kVector;
+    const int out = Layout::first_out(tile) + first_column;
+    const Scalar* weight = static_cast<const Scalar*>(args.weight) + args.tap +
+                           Layout::first_group(tile) * args.group + out * args.stride.c;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kTapsAtOnce * Layout::kPartItems * kAcross; i += kThreads) {
+      const int column = i % kAcross * kVector, line = i / kAcross;
+      const int slot = line % Layout::kPartItems, tap = first_tap + line / Layout::kPartItems;
+      const int channel = chunk * Layout::kPartItems + slot;
+      const bool exists = channel < Config::kIn && tap < kTaps && out + column < Config::kOut;
+      const long long offset = channel * args.stride.n + tap_offset(tap) + column;
+      ptx::copy_words_once<4>(staged + line * kVectorPitch + column, weight + (exists ? offset : 0), exists);
     }
   }
 
@@ -142,17 +170,22 @@ struct Pack {
     // Lane 0's, so that the compiler knows that what follows from it is the same for all lanes.
     const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    if constexpr (kCopied) {
+    if constexpr (kVectors) {
+      copy_vectors();
+      ptx::copy_commit();
+      find_lines(warp, lane);
+      ptx::copy_wait<0>();
+    } else if constexpr (kCopied) {
 #pragma unroll 4
       for (int unit = warp; unit < kUnits; unit += kWarps) {
         const From item = from(unit, lane);
         if (in_run(unit, lane)) ptx::copy_words<1>(to(unit, lane), item.address, item.exists);
       }
       ptx::copy_commit();
-      describe_lines();
+      find_lines(warp, lane);
       ptx::copy_wait<0>();
     } else {
-      describe_lines();
+      find_lines(warp, lane);
 #pragma unroll 1
       for (int first = warp; first < kUnits; first += kWarps * kInFlight) {
         Scalar values[kInFlight];
@@ -171,39 +204,64 @@ struct Pack {
     }
   }
 
-  __device__ __forceinline__ void describe_lines() {
-    for (int i = threadIdx.x; i < kLines; i += kThreads) {
-      const int variant = i / kVariantLines, line = i % kVariantLines;
-      int shift = 0, place = 0, row = line * Config::kOutTile, fields_of_half = 1;
-      if constexpr (Config::kSources == 1) {
-        int before = 0;  // rows of this variant's patterns before
+  // The lines that take taps of this block: all, if it has all taps. Else one warp finds them.
+  __device__ __forceinline__ void find_lines(int warp, int lane) {
+    if constexpr (kTapParts == 1) {
+      for (int i = threadIdx.x; i < kLines; i += kThreads) describe_line(i, line_tap[i], line_start[i]);
+      if (threadIdx.x == 0) *lines = kLines;
+    } else if (warp == 0) {
+      int found = 0;
+      for (int first = 0; first < kLines; first += 32) {
+        int tap = Config::kNotPacked, start = 0;
+        if (first + lane < kLines) describe_line(first + lane, tap, start);
+        const int place = (tap < 0 ? 0 : tap % kTaps) - first_tap;  // zeros are written with the first tap
+        const int own = tap != Config::kNotPacked && place >= 0 && place < kTapsAtOnce;
+        int rank = own;
 #pragma unroll
-        for (int p = 0; p < Config::kPatterns; ++p) {
-          const int fields = Layout::panel_rows(p) / Config::kOutTile;
-          const int local = line - Layout::rows_before(0, p) / Config::kOutTile;
-          if (local >= 0 && local < fields * Layout::shifts(0, p)) {
-            shift = Layout::first_shift(0, p) + local / fields;
-            place = local % fields;
-            fields_of_half = fields / Config::kHalves;
-            row = before + local * Config::kOutTile;
-          }
-          before += Layout::panel_rows(p) * Layout::own_shifts(variant, 0, p);
+        for (int step = 1; step < 32; step *= 2) {
+          const int before = __shfl_up_sync(0xFFFFFFFFu, rank, step);
+          if (lane >= step) rank += before;
         }
-        row += Layout::kChunks * Layout::variant_rows(variant) + chunk * before;
-      } else {
-        constexpr int kPanelFields = Layout::panel_rows(0) / Config::kOutTile;
-        shift = line / kPanelFields;
-        place = line % kPanelFields;
-        fields_of_half = kPanelFields / Config::kHalves;
-        int source = 0;
-        while (shift >= Layout::first_shift(source + 1, 0)) ++source;
-        row += Layout::chunk_start(source, chunk) / Layout::kPartBytes -
-               Layout::first_shift(source, 0) * Layout::panel_rows(0);
+        if (own) {
+          line_tap[found + rank - 1] = tap;
+          line_start[found + rank - 1] = start;
+        }
+        found += __shfl_sync(0xFFFFFFFFu, rank, 31);
       }
-      const int tap = Config::kTap(variant * kShifts + shift, place % fields_of_half);
-      line_tap[i] = tap < 0 ? tap : place / fields_of_half * kTaps + tap;
-      line_start[i] = row * (Layout::kPartBytes / 16);
+      if (lane == 0) *lines = found;
     }
+  }
+  __device__ __forceinline__ void describe_line(int i, int& tap_of_line, int& start) const {
+    const int variant = i / kVariantLines, line = i % kVariantLines;
+    int shift = 0, place = 0, row = line * Config::kOutTile, fields_of_half = 1;
+    if constexpr (Config::kSources == 1) {
+      int before = 0;  // rows of this variant's patterns before
+#pragma unroll
+      for (int p = 0; p < Config::kPatterns; ++p) {
+        const int fields = Layout::panel_rows(p) / Config::kOutTile;
+        const int local = line - Layout::rows_before(0, p) / Config::kOutTile;
+        if (local >= 0 && local < fields * Layout::shifts(0, p)) {
+          shift = Layout::first_shift(0, p) + local / fields;
+          place = local % fields;
+          fields_of_half = fields / Config::kHalves;
+          row = before + local * Config::kOutTile;
+        }
+        before += Layout::panel_rows(p) * Layout::own_shifts(variant, 0, p);
+      }
+      row += Layout::kChunks * Layout::variant_rows(variant) + chunk * before;
+    } else {
+      constexpr int kPanelFields = Layout::panel_rows(0) / Config::kOutTile;
+      shift = line / kPanelFields;
+      place = line % kPanelFields;
+      fields_of_half = kPanelFields / Config::kHalves;
+      int source = 0;
+      while (shift >= Layout::first_shift(source + 1, 0)) ++source;
+      row += Layout::chunk_start(source, chunk) / Layout::kPartBytes -
+             Layout::first_shift(source, 0) * Layout::panel_rows(0);
+    }
+    const int tap = Config::kTap(variant * kShifts + shift, place % fields_of_half);
+    tap_of_line = tap < 0 ? tap : place / fields_of_half * kTaps + tap;
+    start = row * (Layout::kPartBytes / 16);
   }
 
   // A thread has the same piece of the same column in every line, so that it always has the same swizzle.
@@ -211,25 +269,33 @@ struct Pack {
     constexpr int kPieces = kColumns * Layout::kPartPieces;  // of a line
     constexpr int kAtOnce = kPieces < kThreads ? kThreads / kPieces : 1;
     for (int i = threadIdx.x % (kAtOnce * kPieces); i < kAtOnce * kPieces; i += kThreads) {
-      const int piece = i % Layout::kPartPieces, column = i / Layout::kPartPieces % kColumns;
+      // Vectors of columns are read along columns, and a warp still writes whole sectors.
+      constexpr int kNear = kColumns < 16 ? kColumns : 16;
+      const int of_line = i % kPieces;
+      const int piece = kVectors ? of_line / kNear % Layout::kPartPieces : i % Layout::kPartPieces;
+      const int column = kVectors ? of_line % kNear + of_line / (kNear * Layout::kPartPieces) * kNear
+                                  : i / Layout::kPartPieces % kColumns;
       const int offset = (first_column + column) * Layout::kPartBytes + piece * 16;
       unsigned char* to = static_cast<unsigned char*>(args.packed) + Layout::tile_start(tile) +
                           Layout::template swizzle<Layout::kPartPieces>(offset);
-      const unsigned* from = staged + column * kColumnPitch + piece * Layout::kPieceItems;
-      const int own = static_cast<int>(threadIdx.x) < kAtOnce * kPieces ? i / kPieces : kLines;
-      for (int line = own; line < kLines; line += kAtOnce) write_line(line, from, to);
+      const Staged* from = kVectors ? staged + piece * Layout::kPieceItems * kVectorPitch + column
+                                    : staged + column * kColumnPitch + piece * Layout::kPieceItems;
+      const int count = *lines;
+      const int own = static_cast<int>(threadIdx.x) < kAtOnce * kPieces ? i / kPieces : count;
+      for (int line = own; line < count; line += kAtOnce) write_line(line, from, to);
     }
   }
-  __device__ __forceinline__ void write_line(int line, const unsigned* from, unsigned char* to) const {
+  __device__ __forceinline__ void write_line(int line, const Staged* from, unsigned char* to) const {
+    constexpr int kItemStep = kVectors ? kVectorPitch : 1;
+    constexpr int kTapStep = kVectors ? Layout::kPartItems * kVectorPitch : kPitch;
     const int tap = line_tap[line];
     if (tap == Config::kNotPacked) return;
-    const int place = (tap < 0 ? 0 : tap % kTaps) - first_tap;  // zeros are written with the first tap
-    if (kTapParts > 1 && (place < 0 || place >= kTapsAtOnce)) return;
     Piece<Scalar> values;
     if (tap >= 0) {
+      const Staged* first = from + (tap % kTaps - first_tap) * kTapStep;
 #pragma unroll
       for (int k = 0; k < Layout::kPieceItems; ++k) {
-        values.set_bits(k, written_bits(from[place * kPitch + k], tap / kTaps));
+        values.set_bits(k, written_bits(first[k * kItemStep], tap / kTaps));
       }
     }
     *reinterpret_cast<uint4*>(to + 16ull * static_cast<unsigned>(line_start[line])) = values.vector();
