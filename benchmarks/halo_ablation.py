@@ -38,16 +38,21 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("exists ? Positions::parts_of(from) : 0", "exists && args.batch < 0 ? Positions::parts_of(from) : 0"),
         ("return exists ? __ldg(", "return exists && address == nullptr ? __ldg("),
         ("inside ? count : 0", "inside && args.batch < 0 ? count : 0"),
+        ("const bool there = bytes > 0 &&", "const bool there = args.batch < 0 &&"),
     ),
     "staging": (  # to shared memory
         ("if (row == Positions::kNoRow) return;", "if (row >= 0) return;"),
         ("if (row[i] == Positions::kNoRow) continue;", "if (row[i] >= 0) continue;"),
         ("ptx::store_transposed(start", "if (stage == 1) ptx::store_transposed(start"),
     ),
-    "products": (("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),),
+    "products": (
+        ("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),
+        ("ptx::MatrixMultiply<kUnit", "if constexpr (false) ptx::MatrixMultiply<kUnit"),
+    ),
     "stores": (
         ("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),
         ("Images::store(args, at, me, sums", "if (args.batch < 0) Images::store(args, at, me, sums"),
+        ("Lines::store(args, at, me, sums", "if (args.batch < 0) Lines::store(args, at, me, sums"),
     ),
     "panels": (("ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);", ";"),),  # the wait
 }  # fmt: skip

@@ -24,5 +24,6 @@ def describe(build: Build) -> str:
         f"{how}, {build.columns} columns (unit {build.program.unit} x {build.out_tile}), row {build.row_bytes}, "
         f"{build.slabs} slabs, {build.producers}+{build.consumers}, {build.stages} stages, {panels}"
         f"{', copied' if build.copied else ''}{', rewritten' if build.rewritten else ''}"
+        f"{', lines' if build.lines else ''}"
         f"{f', {build.buffers} buffers' if build.buffers else ''}"
     )

@@ -37,6 +37,8 @@ COPYING_REGISTERS = 40  # what loaders have use for that copy past registers
 STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
 STRICT_PRODUCER_REGISTERS = 88
 MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
+LINE_REGISTERS = 168  # of a consumer's sums and of operands out of lines, at the most
+LINE_ITEMS = 4  # of 16 bytes, that lines in memory are multiples of, where they are copied as they are
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 NOT_PACKED = -2  # a field of a panel that nobody reads
@@ -102,13 +104,30 @@ class Build:
     copied: bool = False  # whether what is read are rows of channels, copied past registers
     rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
     buffers: int = 0  # of a consumer, out of which the copy engine stores rows that begin anywhere; 0: warps store
+    lines: bool = False  # whether stages hold lines as they are in memory (kernels/halo_lines.cuh)
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """Of the variants."""
         if self.gather:
-            return (gather_program(self.geometry.axes),)
+            return (gather_program(self.geometry.axes, self.march),)
         return programs(self.geometry.axes, self.march, self.split, self.out_tile, self.beside_instruction)
+
+    @cached_property
+    def window(self) -> int:
+        """Planes of outputs that those of one step of a march feed."""
+        return len(self.program.fields) if self.gather else self.program.dimensions[0].fields
+
+    @property
+    def march_step(self) -> int:
+        """Planes of outputs that are complete after a step of a march."""
+        return 1 if self.gather else self.geometry.axes[0].stride
+
+    @property
+    def march_padding(self) -> int:
+        """How far behind a step of a march the first plane of outputs is that it feeds."""
+        axis = self.geometry.axes[0]
+        return max(map(axis.shift, range(axis.kernel))) if self.gather else axis.padding
 
     @property
     def beside_instruction(self) -> float:
@@ -183,7 +202,12 @@ class Build:
     @property
     def stages_filled(self) -> int:
         """For one tile (for one plane, when marching)."""
-        return self.chunks * len(self.program.sources)
+        return self.chunks * (self.line_planes if self.lines else len(self.program.sources))
+
+    @cached_property
+    def line_planes(self) -> int:
+        """That a step of a march through lines reads."""
+        return len({phase[0] for phase in self.program.phases})
 
     @cached_property
     def steps(self) -> int:
@@ -240,12 +264,15 @@ class Build:
         """For barriers, and for sums on their way to memory (kernels/halo_shared.cuh)."""
         image = self.image_rows * self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
-        return BARRIER_BYTES + self.consumers * (images or SCRATCH_BYTES)
+        return BARRIER_BYTES + self.consumers * (0 if self.lines else images or SCRATCH_BYTES)
 
     @cached_property
     def stage_rows(self) -> int:
-        """As many as fit, with 8 bytes of every position that a loader's lane has."""
-        left = self.shared_bytes - self.reserved_bytes - LOADER_BYTES - self.panel_bytes
+        """As many as fit, with 8 bytes of every position that a loader's lane has. Of lines: words of a channel."""
+        left = self.shared_bytes - self.reserved_bytes - self.panel_bytes
+        if self.lines:
+            return max(0, left // self.stages // 1024 * 1024 // self.row_bytes)
+        left -= LOADER_BYTES
         per_stage = left // (self.stages * self.halves * self.row_bytes + 8 * self.shares) * self.row_bytes
         whole = max(1024, 32 * self.row_bytes) if self.copied else 1024  # turns of 32 rows
         return max(0, per_stage // whole * whole // self.row_bytes)
@@ -279,7 +306,7 @@ class Build:
         total = start * self.threads // 128
         beside = STRICT_CONSUMER_REGISTERS if self.strict else CONSUMER_REGISTERS
         loading = STRICT_PRODUCER_REGISTERS if self.strict else PRODUCER_REGISTERS
-        if self.copied:
+        if self.copied or self.lines:
             loading = COPYING_REGISTERS
         needed = round_up(self.sums + beside, 8)
         spare = (total - loading * self.producers) // self.consumers // 8 * 8
@@ -296,7 +323,7 @@ class Build:
             VariantKind(
                 counts[shifts],
                 len(program.taps) * self.chunks,
-                program.cycles(self.out_tile) * self.steps,
+                program.cycles(self.out_tile, registers=self.lines) * self.steps,
                 self.chunks * self.halves * program.chunk_fields * self.out_tile * self.part_bytes,
             )
             for shifts, program in sorted(first.items(), key=lambda item: -len(item[1].taps))
@@ -315,15 +342,48 @@ class Build:
         It has to get there without what the second one has not released.
         """
         p = self.program
-        stored = self.sums * (self.geometry.axes[0].stride / p.dimensions[0].fields if self.march else 1)
+        stored = self.sums * (self.march_step / self.window if self.march else 1)
         least = min(sum(map(len, program.shifts)) for program in self.programs)
         of_sources = [len(shifts) for shifts in p.shifts] if self.gather else [least]
+        if self.lines:
+            of_sources = [self.line_turns]
         panels = sum(of_sources) * self.chunks
         if self.consumers != 2 or panels == 0:
             return 0
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
         most = min(min(of_sources) * (self.stages - 1), panels // 2, panels if self.resident else self.slots - 2)
         return max(0, min(round(wanted + 0.5), most))
+
+    def lines_read(self, lines: int) -> int:
+        """Of the input, by so many lines of positions."""
+        axis = self.geometry.axes[1]
+        if self.gather:
+            return (lines - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
+        return lines + self.span[1]
+
+    @cached_property
+    def line_sets(self) -> tuple[int, int]:
+        """Of operands out of lines: how many are in registers, and steps of each. None, if registers do not suffice
+        for two: the compiler would keep the products apart."""
+        axis = self.geometry.axes[2]
+        shifts = (axis.dilation * (axis.kernel - 1) if self.gather else self.span[2]) + 1
+        words = shifts + (axis.stride if self.gather else 1)
+        for sets, steps in ((3, 2), (2, 2), (3, 1), (2, 1)):
+            coming = 2 * words if shifts > 1 else 0  # before they are those of every shift
+            if self.sums + self.slabs * steps * (sets * 4 * shifts + coming) <= LINE_REGISTERS:
+                return sets, steps
+        return 0, 0
+
+    @property
+    def line_turns(self) -> int:
+        """In which a chunk of lines is multiplied, at the least (kernels/halo_lines.cuh)."""
+        steps = self.steps - (self.chunks - 1) * (self.part_bytes // STEP_BYTES)
+        return self.lines_read(1) * ceil_div(steps, self.line_sets[1])
+
+    @property
+    def line_words(self) -> int:
+        """Of a channel, that fit a stage."""
+        return self.stage_rows * self.program.parts
 
     @property
     def torn(self) -> bool:
@@ -342,6 +402,8 @@ class Build:
         panels = "weights resident" if self.resident else "weights streamed"
         if self.copied:
             panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
+        if self.lines:
+            panels += ", input in lines as in memory"
         stores = ", stores by the copy engine" if self.buffers else ""
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
@@ -382,6 +444,10 @@ class Build:
             ("kSlabs", self.slabs),
             ("kLead", self.lead),
             ("kBuffers", self.buffers),
+            ("kLines", self.lines),
+            ("kOperandSets", self.line_sets[0] if self.lines else 1),
+            ("kStepsAtOnce", self.line_sets[1] if self.lines else 1),
+            ("kGather", self.gather),
             ("kImageRows", self.image_rows),
             *self.layout_constants,
             ("kField", p.fields),
@@ -403,8 +469,8 @@ class Build:
             ("kOrigin", tuple(tuple(d.origin for d in dimensions) for dimensions in origins)),
             ("kOffset", tuple(tuple(d.offset for d in v.dimensions) for v in self.programs)),
             ("kMarch", self.march),
-            ("kPaddingD", g.axes[0].padding),
-            ("kWindow", p.dimensions[0].fields),
+            ("kPaddingD", self.march_padding),
+            ("kWindow", self.window),
         )
 
     @property
@@ -436,6 +502,8 @@ class Build:
     def stores(self, job: Job) -> bool:
         """Whether the way this build stores is one for the job's rows. The copy engine's is for those that are no
         multiples of 16 bytes, and follow each other."""
+        if self.lines:
+            return has_lines(job) and job.norm is None
         follow = job.written[3:] == (job.written_size[2], 1)
         return not self.buffers or (follow and any(v * self.item_bytes % 16 for v in _rows(job)))
 
@@ -460,10 +528,12 @@ class Build:
 
     def whole_lines(self, tiling: Tiling) -> bool:
         """Whether rows left and right of the input are the same for all halos: then they are zero from the start."""
-        return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1
+        return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1 and not self.lines
 
     def loaded_columns(self, job: Job, tiling: Tiling) -> range:
-        """Of the halo's columns those that may have input."""
+        """Of the halo's columns those that may have input. Of lines: the columns that have outputs."""
+        if self.lines:
+            return range(tiling.tile[2])
         if not self.whole_lines(tiling) or self.gather or self.copied or tiling.items > 1:
             return range(tiling.halo[2])
         (origin,) = self.origins_w
@@ -674,6 +744,17 @@ def _rows(job: Job) -> tuple[int, ...]:
     return (*job.written[:4], job.written_size[2])
 
 
+def has_lines(job: Job) -> bool:
+    """Whether lines can be copied as they are in memory, and those of outputs be stored by whole vectors, of two
+    positions each (kernels/halo_lines.cuh)."""
+    *outer, line, one = job.read
+    copied = one == 1 and line == job.read_size[2] and not any(v % LINE_ITEMS for v in (*outer, line))
+    stride = 1 if job.gather else job.geometry.stride[2]
+    stored = job.written[4] == 1 and not any(v % (2 * stride) for v in _rows(job))
+    whole = stride * job.positions[2] == job.written_size[2]
+    return copied and stored and whole and job.aligned and job.item_bytes == 4
+
+
 def _wide(job: Job) -> bool:
     """Whether an offset inside one channel's volume, or to the next channel, may leave 32 bits."""
     axes = job.geometry.axes
@@ -857,12 +938,36 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
 
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
     """All tilings of the volume that fit the build's stages."""
-    if build.march:
+    if build.lines:
+        for tiling in _whole_lines(build, batch, positions, read_size):
+            yield tiling
+            yield replace(tiling, shared=True)
+    elif build.march:
         for tiling in (*_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)):
             yield tiling
             yield replace(tiling, shared=True)
     else:
         yield from _boxes(build, batch, positions)
+
+
+def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
+    """Marching tiles of whole lines, whose positions are rows in sequence."""
+    depth, height, width = positions
+    most = build.round_slabs * SLAB // width
+    for lines in {ceil_div(height, parts) for parts in range(ceil_div(height, max(1, most)), height + 1)}:
+        halo = (1, build.lines_read(lines), read_size[2])
+        if lines > most or channel_pitch(prod(halo)) > build.line_words:
+            continue
+        slabs = ceil_div(lines * width, SLAB)
+        tiles = (batch, 1, ceil_div(height, lines), 1)
+        yield Tiling(
+            (depth, lines, width), halo, 1, 1, tiles, slabs, slabs, 1, 8, (0, 0, SLAB), lines * width
+        )  # fmt: skip
+
+
+def channel_pitch(words: int) -> int:
+    """From channel to channel of a stage of lines (kernels/halo_lines.cuh)."""
+    return (words + 23) // 32 * 32 + 8
 
 
 def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:

@@ -37,6 +37,10 @@ class Costs:
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
     apart: float = 2.0  # stores of one phase along w, times those of all
     imaged: float = 3.5  # of as many outputs by the copy engine
+    line: float = 40.0  # bytes of lines as they are in memory that arrive in a cycle
+    line_stage: float = 200.0  # of a stage of them
+    turn: float = 20.0  # of a turn of their products
+    quads: float = 2.0  # of stores of 32 outputs out of the sums, four of a lane at a time; of two, twice as much
     cache_bytes: float = 134.0  # per cycle, from L2
     memory_bytes: float = 1650.0  # per cycle, of the whole device memory
     run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
@@ -56,6 +60,8 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     groups = ceil_div(build.loaded_rows(job, tiling), 32)
     pieces = build.row_bytes // 16
     reads = build.program.used_parts * len(build.program.sources)
+    if build.lines:
+        return planes * (_line_bytes(build, tiling) / costs.line + build.stages_filled * costs.line_stage)
     if build.copied:
         batches = ceil_div(groups, warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
@@ -80,11 +86,18 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     return planes * max(waiting, loads * costs.load + sectors * costs.sector)
 
 
+def _line_bytes(build: Build, tiling: Tiling) -> float:
+    """Of one step of a march through lines as they are in memory."""
+    return tiling.rows * build.channel_slots * build.line_planes * build.item_bytes
+
+
 def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: float, costs: Costs) -> float:
     """Of the consumers' stores, for one tile (or so many planes)."""
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
-        outputs = outputs * build.geometry.axes[0].stride / build.program.dimensions[0].fields
+        outputs = outputs * build.march_step / build.window
+    if build.lines:
+        return outputs / 32 * costs.quads * (2 if build.gather else 1)
     if build.buffers:
         return outputs / 32 * costs.imaged
     vector = 2 if job.written_last else build.vector(job, tiling)
@@ -123,9 +136,7 @@ def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs:
     shares, depth = tiling.shares(build, multiprocessors), tiling.tile[0]
     fed = min(1.0, job.read_size[0] / depth)
     whole = shares.even // depth // shares.count * depth * fed
-    twice = (
-        ceil_div(build.program.dimensions[0].fields, build.geometry.axes[0].stride) - 1 if shares.share % depth else 0
-    )
+    twice = ceil_div(build.window, build.march_step) - 1 if shares.share % depth else 0
     return whole + (shares.share * fed + twice) * costs.shared
 
 
@@ -136,13 +147,18 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     load = _load_cycles(build, tiling, job, planes, costs)
     reads = build.program.used_parts * len(build.program.sources)
     loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
+    if build.lines:
+        loaded = _line_bytes(build, tiling) * planes
     p, found = costs.overlap, []
     for kind in build.kinds:
         panels = kind.panels * rounds * planes
         multiply = rounds * build.round_slabs * kind.cycles_per_slab * planes * costs.product
         if not build.resident:
             multiply = max(multiply, panels * costs.slot / (build.slots - 1))
-        multiply += panels * (costs.panel if build.resident else costs.streamed)
+        if build.lines:
+            multiply += build.line_turns * build.stages_filled * planes * rounds * costs.turn
+        else:
+            multiply += panels * (costs.panel if build.resident else costs.streamed)
         streamed = 0 if build.resident else kind.panel_bytes * rounds * planes
         cache = (loaded + streamed) / costs.cache_bytes
         found.append((load**p + (multiply + store) ** p + cache**p) ** (1 / p))

@@ -27,7 +27,7 @@ from typing import Any
 
 from . import cache, direct_planner
 from .geometry import Geometry
-from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, moment_band, round_up, rows_launch
+from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, has_lines, moment_band, round_up, rows_launch
 from .halo_job import Job, job_of
 from .halo_model import best_tiling
 from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
@@ -38,6 +38,8 @@ from .problem import Device, Pass, Plan, Problem
 HAS_EPILOGUE = True
 MAX_SUMS = 128  # accumulators of a thread
 BUFFERS = 2  # of a consumer, where the copy engine stores: one is filled, one emptied
+LINE_STAGES = (3, 4)  # of lines as they are in memory
+MAX_LINE_WORDS = 8  # of a line that feed two positions: registers of a lane
 STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the error of multiply-adds (measured)
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
 COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
@@ -75,6 +77,8 @@ def builds(
 ) -> Iterator[Build]:
     """All builds worth a look."""
     yield from _builds(geometry, dtype, shared_bytes, gather, strict, copied=False)
+    if gather and takes_lines(geometry, gather, dtype, strict):
+        yield from _gathering_lines(geometry, shared_bytes)
     bytes = geometry.in_per_group * (4 if dtype == "float32" else 2)
     if not strict and bytes % 16 == 0 and bytes >= COPIED_BYTES:
         for build in _builds(geometry, dtype, shared_bytes, gather, strict, copied=True):
@@ -129,6 +133,7 @@ def _builds(
                 if build.stage_rows >= 64 and not build.own_shifts:
                     yield build
                     yield from _buffered(build)
+                    yield from _in_lines(build)
                 if build.tile_bytes > 0.6 * shared_bytes or build.own_shifts:
                     build = replace(build, resident=False)
                     for ring in RINGS if copied else RINGS[:1]:
@@ -148,6 +153,46 @@ def _buffered(build: Build) -> Iterator[Build]:
         yield found
 
 
+def takes_lines(geometry: Geometry, gather: bool, dtype: str, strict: bool) -> bool:
+    """Whether there are builds that take lines of input as they are in memory (kernels/halo_lines.cuh)."""
+    depth, _, width = geometry.axes
+    if dtype != "float32" or strict or width.stride != 2 or geometry.in_per_group % 8:
+        return False
+    if not gather:
+        return Dimension.whole(width).span + 2 <= MAX_LINE_WORDS
+    # A plane of dx must not be complete before the first step of the march.
+    reach = width.dilation * (width.kernel - 1) + 1 + width.stride
+    return reach <= MAX_LINE_WORDS and depth.dilation * (depth.kernel - 1) >= depth.padding
+
+
+def _in_lines(build: Build) -> Iterator[Build]:
+    """The same with lines of input as they are in memory, which need no loaders."""
+    if build.march and not build.copied and takes_lines(build.geometry, False, build.dtype, build.strict):
+        yield from _line_stages(replace(build, lines=True, producers=1))
+
+
+def _gathering_lines(geometry: Geometry, shared_bytes: int) -> Iterator[Build]:
+    """An input gradient that marches through lines of the output gradient as they are in memory."""
+    program = gather_program(geometry.axes, march=True)
+    fields, out = len(program.fields), round_up(geometry.out_per_group, 8)
+    out_tiles = dict.fromkeys(round_up(ceil_div(out, parts), 8) for parts in (1, 2, 3, 4))
+    for out_tile, row_bytes, slabs in product(out_tiles, (128, 64), (1, 2)):
+        if slabs * out_tile * fields > max_columns(strict=False) or out_tile * fields > MAX_COLUMNS:
+            continue
+        build = Build(
+            geometry, True, "float32", True, (False, False, False), 1, out_tile, row_bytes, slabs, 2, 1, 2, True, 1,
+            shared_bytes, lines=True,
+        )  # fmt: skip
+        yield from _line_stages(build)
+
+
+def _line_stages(build: Build) -> Iterator[Build]:
+    for stages in LINE_STAGES if build.line_sets[0] else ():
+        found = replace(build, stages=stages)
+        if found.line_words >= 64:
+            yield found
+
+
 @dataclass(frozen=True)
 class Nominal:
     """What a build is chosen for: a pass of a layer, and the kind of its volume."""
@@ -158,11 +203,13 @@ class Nominal:
     written_last: bool
     kind: int  # of volume, by its size
     strict: bool = False
+    lines: bool = False  # whether they may be taken as they are in memory
 
     @classmethod
     def of(cls, job: Job) -> Nominal:
         kind = sum(job.batch * prod(job.positions) >= size for size in KINDS)
-        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict)
+        lines = takes_lines(job.geometry, job.gather, job.dtype, job.strict) and has_lines(job)
+        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
 
 
 def _builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
@@ -178,7 +225,9 @@ def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
         if build is not None and best_tiling(build, job, multiprocessors) is not None:
             return build
     build = _build_of(nominal, _choice(job, shared_bytes, multiprocessors))
-    return build if build is None else _first.setdefault(place, build)
+    if build is not None:
+        _first.setdefault(place, build)
+    return build
 
 
 _first: dict[tuple[Nominal, int, int], Build] = {}

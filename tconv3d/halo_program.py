@@ -6,7 +6,7 @@ Follows from the geometry alone (kernels/halo_layout.cuh explains the words).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import permutations, product
 from math import prod
@@ -91,6 +91,11 @@ def separable(axis: Axis) -> bool:
 def instruction_cycles(columns: int) -> float:
     """Of one matrix instruction with both operands in shared memory, of 32 bytes of K: measured (docs)."""
     return max(columns / 2, 16 + columns / 4)
+
+
+def register_cycles(columns: int) -> float:
+    """The same where the first operand comes out of registers."""
+    return columns / 2 + 2
 
 
 @dataclass(frozen=True)
@@ -193,11 +198,13 @@ class Program:
         """Of the largest panel."""
         return max((len(units) for units in self.patterns), default=0) * self.unit
 
-    def cycles(self, width: int, beside: float = 0.0) -> float:
-        """Of one slab and one step of 32 bytes; `beside`: what each instruction costs beside its product."""
+    def cycles(self, width: int, beside: float = 0.0, registers: bool = False) -> float:
+        """Of one slab and one step of 32 bytes; `beside`: what each instruction costs beside its product;
+        `registers`: whether its first operand comes out of these."""
         units = [len(self.patterns[i % len(self.patterns)]) for i in range(len(self.shifts))]
         instructions = sum(len(shifts) * count for shifts, count in zip(self.shifts, units, strict=True))
-        return instructions * (instruction_cycles(self.unit * width) + beside)
+        cycles = register_cycles if registers else instruction_cycles
+        return instructions * (cycles(self.unit * width) + beside)
 
 
 def _field_orders(counts: Triple) -> Iterator[tuple[Triple, ...]]:
@@ -211,8 +218,13 @@ def _field_orders(counts: Triple) -> Iterator[tuple[Triple, ...]]:
 
 
 @lru_cache(maxsize=256)
-def gather_program(axes: tuple[Axis, Axis, Axis]) -> Program:
-    return Program.gathering(axes)
+def gather_program(axes: tuple[Axis, Axis, Axis], march: bool = False) -> Program:
+    """Marching: the fields are the planes of positions that those of one step of the march feed."""
+    found = Program.gathering(axes)
+    if not march:
+        return found
+    shifts = [axes[0].shift(tap) for tap in range(axes[0].kernel)]
+    return replace(found, fields=tuple((plane, 0, 0) for plane in range(max(shifts) - min(shifts) + 1)))
 
 
 @lru_cache(maxsize=256)

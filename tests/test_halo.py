@@ -126,7 +126,7 @@ def build_for(case: Case) -> Build:
     raise AssertionError(f"no build has {case.build}")
 
 
-CHOSEN = ("copied", "march", "split", "row_bytes", "slabs", "groups_per_tile")  # the rest is replaced
+CHOSEN = ("copied", "lines", "march", "split", "row_bytes", "slabs", "groups_per_tile")  # the rest is replaced
 
 
 def check(case: Case, order: str = "forward") -> None:
@@ -138,6 +138,7 @@ def check(case: Case, order: str = "forward") -> None:
 
 
 MARCH: dict[str, object] = {"march": True}
+LINES: dict[str, object] = {"march": True, "lines": True}
 FLAT: dict[str, object] = {"march": False, "split": (False, False, False)}
 STREAMED: dict[str, object] = {"resident": False, "slots": 2}
 APART: dict[str, object] = {"march": False, "split": (True, True, True)}
@@ -187,6 +188,9 @@ SETTINGS = {
     "rows begin anywhere, groups": Case(
         32, 20, (2, 5, 9), 3, (2, 2, 3), 1, groups=4, build={**FLAT, "slabs": 1, "buffers": 2}
     ),
+    "lines": Case(40, 16, (3, 5, 8), 3, 2, 1, 1, build={**LINES, "row_bytes": 128}),
+    "lines, kernel 4": Case(24, 12, (3, 5, 12), 4, 2, 1, build={**LINES, "row_bytes": 64, "slabs": 1}),
+    "lines, groups": Case(16, 24, (3, 5, 8), (3, 5, 4), (1, 1, 2), (1, 2, 1), groups=2, batch=3, build=LINES),
     "float16": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, dtype="float16", build=FLAT),
     "float16, march": Case(40, 16, (3, 4, 9), 3, 1, 1, dtype="float16", build=MARCH),
     "bfloat16": Case(24, 20, (3, 4, 9), 4, 2, 1, dtype="bfloat16"),
@@ -242,7 +246,7 @@ def test_setting(name: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("order", ["reversed", "shuffled:1", "shuffled:2"])
-@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs"])
+@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs", "lines, groups"])
 def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None:
     check(SETTINGS[name], order)
 
@@ -415,13 +419,16 @@ def test_weights_may_have_any_strides(name: str, which: Pass) -> None:
 
 
 def test_a_new_volume_compiles_nothing() -> None:
+    """But for one whose lines can be taken as they are in memory, where others' cannot."""
     device = Device("Hopper", (9, 0), 132, 232448)
     for case in (SETTINGS["march"], SETTINGS["kernel 3, stride 2"], SETTINGS["kernel equals stride"]):
-        constants = {
-            halo_planner.plan(Tensors(replace(case, size=size, batch=batch)).problem, device).launches[-1].constants
-            for batch, size in ((1, (2, 3, 4)), (1, (1, 1, 1)), (1, (7, 8, 9)), (2, (7, 9, 3)))
-        }
-        assert len(constants) == 1
+        found: dict[bool, set[object]] = {}
+        for batch, size in ((1, (2, 3, 4)), (1, (1, 1, 1)), (1, (7, 8, 9)), (2, (7, 9, 3)), (1, (5, 2, 8))):
+            problem = Tensors(replace(case, size=size, batch=batch)).problem
+            constants = halo_planner.plan(problem, device).launches[-1].constants
+            found.setdefault(halo_planner.Nominal.of(job_of(problem)).lines, set()).add(constants)
+        assert all(len(constants) == 1 for constants in found.values())
+        assert len(found) == (2 if case is SETTINGS["kernel equals stride"] else 1)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from layers import Layer, poisoned, to_tf32
 
 import tconv3d
+from tconv3d import emulator, halo_planner
 from tconv3d.geometry import Geometry
 from tconv3d.halo_job import Job, job_of
-from tconv3d.problem import Pass, Problem
+from tconv3d.problem import Device, Pass, Problem
 
 LAYERS = {
     "plain": Layer(8, 12, (3, 4, 5), (3, 3, 3)),
@@ -81,6 +82,40 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     rounding = 0.0 if dtype == torch.float32 else 8e-3
     wrong = ~((dx.double() - expected).abs() <= 2e-6 * bound + rounding * expected.abs())
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements wrong"
+
+
+LINES = {  # that may be copied as they are in memory
+    "monai": Layer(24, 16, (3, 5, 8), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1)),
+    "odd depth, kernel 4": Layer(16, 8, (3, 5, 6), (3, 4, 4), (2, 2, 2), (1, 1, 1), (0, 0, 0), batch=3),
+    "stride 1 along depth, groups": Layer(16, 16, (4, 5, 6), (3, 2, 5), (1, 2, 2), (1, 0, 2), (0, 1, 1), groups=2),
+}
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
+@pytest.mark.parametrize("name", LINES)
+def test_marches_through_lines(name: str) -> None:
+    layer = replace(LINES[name], bias=False)
+    x, w = (to_tf32(t) for t in layer.operands(torch.float32, "cpu"))
+    exact = x.double().requires_grad_()
+    y = F.conv_transpose3d(exact, w.double(), None, *layer.settings)
+    grad = to_tf32(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+    (expected,) = torch.autograd.grad(y, exact, grad.double())
+    stride, padding, output_padding, groups, dilation = layer.settings
+    geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, stride, padding, output_padding,
+                             groups, dilation)  # fmt: skip
+    job = job_of(
+        Problem(Pass.INPUT_GRAD, geometry, layer.batch, layer.size, "float32", x.stride(), w.stride(),
+                grad.stride(), tf32=True)
+    )  # fmt: skip
+    device = Device("small Hopper", (9, 0), 3, 232448)
+    found = [b for b in halo_planner.builds(job.geometry, "float32", device.shared_bytes, gather=True) if b.lines]
+    for build in found[:: len(found) - 1]:
+        plan = halo_planner.plan_build(build, job, device)
+        assert plan is not None
+        packed, dx = torch.full((plan.packed_bytes // 4,), float("nan")), torch.full_like(x, float("nan"))
+        emulator.prepare(plan.pack, "forward")((w.data_ptr(), packed.data_ptr()))
+        emulator.prepare(plan.main, "shuffled:1")((grad.data_ptr(), packed.data_ptr(), 0, dx.data_ptr(), 0))
+        assert float((dx.double() - expected).norm() / expected.norm()) < 1e-6, plan.build
 
 
 def test_what_is_no_forward_pass() -> None:

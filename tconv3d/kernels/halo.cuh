@@ -35,12 +35,14 @@
 // the consumers' loops; the others, from the outside in: halo_tile.cuh (what a block works at),
 // halo_shared.cuh (what is where in shared memory), halo_loaders.cuh (the producers' loop, with
 // halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for what a lane loads), halo_panels.cuh (weights),
+// halo_lines.cuh (another way to load, multiply and store: input as it lies in memory),
 // halo_consumer.cuh (places in the rings), halo_products.cuh (matrix instructions), halo_sums.cuh
 // (accumulators), halo_stores.cuh, halo_images.cuh and halo_moments.cuh (what becomes of them).
 #pragma once
 
 #include "halo_consumer.cuh"
 #include "halo_images.cuh"
+#include "halo_lines.cuh"
 #include "halo_loaders.cuh"
 #include "halo_moments.cuh"
 #include "halo_panels.cuh"
@@ -61,6 +63,7 @@ struct Halo {
   using Products = HaloProducts<Config>;
   using Stores = HaloStores<Config>;
   using Images = HaloImages<Config>;
+  using Lines = HaloLines<Config>;
   using AllMoments = HaloMoments<Config>;
   static constexpr bool kStrict = Config::kHalves == 2;
 
@@ -180,6 +183,8 @@ struct Halo {
         for (int m = 0; m < Config::kSlabs; ++m) {
           slabs[m] = Tile::slab(args, (pass * Config::kConsumers + consumer) * Config::kSlabs + m);
         }
+        typename Lines::Pairs pairs;
+        if constexpr (Config::kLines) Lines::find(args, slabs, warp, lane, pairs);
         const auto start = Accumulators::Start::load(args, at, lane);
         Accumulators::start_fields(args, start, sums);
         const int fed = Tile::fed_planes(args, at);
@@ -188,7 +193,11 @@ struct Halo {
           moments.start(args, at, slabs, warp, lane);
         }
         for (int plane = 0; plane < at.planes; ++plane) {
-          if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
+          if constexpr (Config::kLines) {
+            if (plane < fed) Lines::multiply(args, at, me, sums, pairs, at.first_plane + plane);
+          } else {
+            if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
+          }
           Accumulators::activate(sums);
           if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
             moments.add(args, at, sums, at.first_plane + plane, lane);
@@ -196,7 +205,9 @@ struct Halo {
             const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
-          if constexpr (Config::kBuffers > 0) {
+          if constexpr (Config::kLines) {
+            Lines::store(args, at, me, sums, pairs, at.first_plane + plane);
+          } else if constexpr (Config::kBuffers > 0) {
             Images::store(args, at, me, sums, slabs, at.first_plane + plane);
           } else {
             Stores::store_outputs(args, at, me, sums, slabs, at.first_plane + plane);
@@ -226,7 +237,10 @@ __device__ void run(const Args& args) {
 
   if (threadIdx.x < Shared::kProducerThreads) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    if constexpr (Config::kResident) {
+    if constexpr (Config::kLines) {
+      if (threadIdx.x == 0) HaloPanels<Config>::load_all(args, shared);
+      if (warp == 1) HaloLines<Config>::copy(args, shared, lane);
+    } else if constexpr (Config::kResident) {
       if (threadIdx.x == 0) HaloPanels<Config>::load_all(args, shared);
       HaloLoaders<Config>::load(args, shared, warp, lane);
     } else if (warp == 0) {

@@ -45,9 +45,10 @@ struct HaloShared {
                                      static_cast<int>(sizeof(typename Config::Scalar));
   static constexpr int kImagePitch = (kImageBytes + 63) / 64 * 64 + 16;
   static constexpr int kBufferBytes = Config::kOutTile * kImagePitch;
-  static constexpr int kScratchBytes = Config::kBuffers > 0   ? Config::kBuffers * kBufferBytes
-                                       : Config::kOutputUnitC ? 0
-                                                              : 4 * kScratch * 4;  // of a consumer
+  static constexpr int kScratchBytes = Config::kBuffers > 0 ? Config::kBuffers * kBufferBytes
+                                       : Config::kOutputUnitC || Config::kLines
+                                           ? 0
+                                           : 4 * kScratch * 4;  // of a consumer
   static constexpr int kScratchStart =
       Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
   static constexpr int kTableStart = kScratchStart + Config::kConsumers * kScratchBytes;
@@ -93,7 +94,7 @@ struct HaloShared {
   // By one thread, before anybody uses them.
   __device__ __forceinline__ void start_barriers() const {
     for (int i = 0; i < Config::kStages; ++i) {
-      ptx::barrier_init(stage_full(i), kLoaderWarps * (kCopiesArrive ? 32 : 1));
+      ptx::barrier_init(stage_full(i), Config::kLines ? 1 : kLoaderWarps * (kCopiesArrive ? 32 : 1));
       ptx::barrier_init(stage_empty(i), kConsumerWarps);
     }
     if constexpr (Config::kResident) {

@@ -173,7 +173,7 @@ struct HaloTile {
   // Planes of a march that have input; those after them only complete outputs.
   static __device__ __forceinline__ int fed_planes(const Args& args, const Place& at) {
     if constexpr (!Config::kMarch) return 1;
-    const int left = args.input.d - at.first_plane;
+    const int left = (args.input.d + Config::kReadStepD - 1) / Config::kReadStepD - at.first_plane;
     return left < at.planes ? (left < 0 ? 0 : left) : at.planes;
   }
 

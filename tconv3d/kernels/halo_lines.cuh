@@ -1,0 +1,339 @@
+// The halo kernel with what it reads as it lies in memory (kLines): marches over contiguous tensors in TF32.
+//
+// A tile has whole lines, so that its halo is one run of memory for every channel and plane, which the copy
+// engine brings to a stage: [channel][line, w], channels a pitch apart. No warp transposes it. Consumers load
+// the first operand out of it into registers, whatever the shift, and round it there. Rows of an operand in
+// registers may be any positions: a lane takes two neighbours, so that its sums are neighbouring outputs of a
+// channel (with both phases along w: four), which it stores at once, past no scratch. Words that several
+// shifts along w read are loaded once, and all units of these shifts multiply out of the same registers.
+//
+// The input gradient marches too: a step takes the planes of dy of all phases along depth, one stage each. A
+// plane feeds several planes of dx, the fields of the window, of which the first is complete after the step.
+//
+// What lies beside the input is not copied: lanes take zeros for it.
+#pragma once
+
+#include "halo_consumer.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloLines {
+  using Layout = HaloLayout<Config>;
+  using Scalar = typename Config::Scalar;
+  using Shared = HaloShared<Config>;
+  using Tile = HaloTile<Config>;
+  using Place = typename Tile::Place;
+  using Slab = typename Tile::Slab;
+  using Accumulators = HaloSums<Config>;
+  using Sums = typename Accumulators::Sums;
+  using Stores = HaloStores<Config>;
+  using Consumer = HaloConsumer<Config>;
+
+  static constexpr int kUnitColumns = Layout::kUnitColumns;
+
+  // Words from channel to channel of a stage: 8 more than a multiple of 32, so that the four channels of a
+  // warp's load lie in banks of their own.
+  static __device__ __forceinline__ int pitch(const Args& args) { return (args.rows + 23) / 32 * 32 + 8; }
+
+  // Where a shift reads, from stride times the position on: which line, which word of it.
+  static __device__ constexpr int line_of(int source, int shift) {
+    return (Config::kShift(shift, 1) + Config::kOrigin(source, 1)) * Config::kReadStepH +
+           Config::kReadPhase(source, 1);
+  }
+  static __device__ constexpr int word_of(int source, int shift) {
+    return (Config::kShift(shift, 2) + Config::kOrigin(source, 2)) * Config::kReadStepW +
+           Config::kReadPhase(source, 2) + Config::kShift(shift, 3);
+  }
+  // The first and the last of all shifts.
+  struct Range {
+    int first, last;
+    __device__ constexpr int count() const { return last - first + 1; }
+  };
+  static __device__ constexpr Range range(bool lines) {
+    Range all{1 << 20, -(1 << 20)};
+    for (int source = 0; source < Config::kSources; ++source) {
+      for (int shift = Layout::first_shift(source, 0); shift < Layout::first_shift(source, Config::kPatterns);
+           ++shift) {
+        const int at = lines ? line_of(source, shift) : word_of(source, shift);
+        all = {at < all.first ? at : all.first, at > all.last ? at : all.last};
+      }
+    }
+    return all;
+  }
+  static constexpr Range kHaloLines = range(true), kHaloWords = range(false);
+  // Phases of the planes of a step. One without taps is not read.
+  static constexpr int kPhases = Config::kReadStepD;
+  static __device__ constexpr bool is_read(int phase) {
+    for (int source = 0; source < Config::kSources; ++source) {
+      if (Config::kReadPhase(source, 0) == phase) return true;
+    }
+    return false;
+  }
+
+  // ---- A warp of the producers: a lane asks for the lines of a channel.
+
+  static __device__ __forceinline__ void copy(const Args& args, const Shared& shared, int lane) {
+    Ring<Config::kStages> ring;
+    for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
+      const Place at = work.place(args);
+      const int first = at.h * Config::kReadStepH + kHaloLines.first, above = first < 0 ? -first : 0;
+      const int below = first + args.halo.h - args.input.h;
+      const int lines = args.halo.h - above - (below > 0 ? below : 0);
+      const unsigned bytes = lines > 0 ? 4 * lines * args.input.w : 0;
+      const unsigned to = 4 * (lane * pitch(args) + above * args.input.w);
+      const Scalar* x = static_cast<const Scalar*>(args.x) + at.n * args.x_stride.n +
+                        (at.first_group() * Config::kIn + lane) * args.x_stride.c +
+                        (first + above) * args.x_stride.h;
+      const int begin = at.first_plane * kPhases, end = begin + Tile::fed_planes(args, at) * kPhases;
+      for (int plane = begin; plane < end; ++plane) {
+        if (!is_read(plane % kPhases)) continue;
+        const bool there = bytes > 0 && plane < args.input.d;
+        for (int chunk = 0; chunk < Layout::kChunks; ++chunk, ring.advance()) {
+          const int left = Config::kIn - chunk * Layout::kPartItems;
+          const int channels = left < Layout::kPartItems ? left : Layout::kPartItems;
+          ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
+          if (lane == 0)
+            ptx::barrier_arrive_expect(shared.stage_full(ring.index), there ? channels * bytes : 0);
+          __syncwarp();
+          if (lane < channels && there) {
+            ptx::bulk_copy(shared.stage(ring.index) + to,
+                           x + plane * args.x_stride.d + chunk * Layout::kPartItems * args.x_stride.c, bytes,
+                           shared.stage_full(ring.index));
+          }
+        }
+      }
+    }
+  }
+
+  // ---- Consumers.
+
+  // Two neighbouring positions of a slab, whose sums a lane has.
+  struct Pair {
+    bool exists;
+    int h, w;  // of the first, in the tile
+    int word;  // where the first line and word that it may read lie in a stage, of a lane's first channel
+  };
+  using Pairs = Pair[Config::kSlabs];
+  static __device__ __forceinline__ void find(const Args& args, const Slab (&slabs)[Config::kSlabs], int warp,
+                                              int lane, Pairs& pairs) {
+#pragma unroll
+    for (int m = 0; m < Config::kSlabs; ++m) {
+      const int row = slabs[m].row + 16 * warp + lane / 4 * 2, h = divide(row, args.by_columns);
+      Pair& pair = pairs[m];
+      pair.exists = slabs[m].exists && h < args.tile.h;
+      pair.h = pair.exists ? h : 0;
+      pair.w = pair.exists ? row - h * static_cast<int>(args.by_columns.divisor) : 0;
+      pair.word = pair.h * Config::kReadStepH * args.input.w + pair.w * Config::kReadStepW +
+                  kHaloWords.first + lane % 4 * pitch(args);
+    }
+  }
+
+  // The words of a line that feed a pair, for all shifts along w, of the two channels of a step that a lane
+  // has.
+  static constexpr int kWords = kHaloWords.count() + Config::kReadStepW;
+  // Steps whose words are on their way together, and sets of operands: with two, products wait for what is
+  // loaded.
+  static constexpr int kAtOnce = Config::kStepsAtOnce, kSets = Config::kOperandSets;
+  struct Operands {
+    unsigned words[Config::kSlabs][kAtOnce][2][kWords];
+    unsigned at[Config::kSlabs][kAtOnce][kHaloWords.count()][4];  // of each shift along w, the same words
+  };
+
+  // How many words a load brings, from this one on: none, if another has brought it. A vector lies inside of
+  // the input, or outside.
+  static __device__ constexpr int brought(int word) {
+    constexpr int kMost = 2 * Config::kReadStepW < 4 ? 2 : 4;
+    for (int vector = kMost; vector > 1; vector /= 2) {
+      const int place = ((kHaloWords.first + word) % vector + vector) % vector;
+      const int first = word - place;
+      if (first >= 0 && first + vector <= kWords) return place == 0 ? vector : 0;
+    }
+    return 1;
+  }
+
+  // Words of 8 channels, from `stage` on, of a line. `plane`: whether it is one of the input's.
+  template <int kStep>
+  static __device__ __forceinline__ void load(const Args& args, const Place& at, const Pairs& pairs,
+                                              const float* stage, int line, bool plane, Operands& to) {
+    static_for<Config::kSlabs>([&](auto m) {
+      const Pair& pair = pairs[m];
+      const bool inside = plane && Tile::inside((at.h + pair.h) * Config::kReadStepH + line, args.input.h);
+      const float* from = stage + pair.word + (line - kHaloLines.first) * args.input.w;
+      static_for<2 * kWords>([&](auto i) {
+        constexpr int kHalf = decltype(i)::value / kWords, kWord = decltype(i)::value % kWords;
+        constexpr int kVector = brought(kWord);
+        if constexpr (kVector > 0) {
+          const int w = pair.w * Config::kReadStepW + kHaloWords.first + kWord;
+          const bool there = inside && Tile::inside(w, args.input.w);
+          const float* address = from + 4 * kHalf * pitch(args) + kWord;
+          const auto some = there ? load_vector<kVector>(address) : Vector<float, kVector>{};
+#pragma unroll
+          for (int k = 0; k < kVector; ++k) {
+            to.words[m][kStep][kHalf][kWord + k] = Layout::operand(some.at[k], 0);
+          }
+        }
+      });
+    });
+  }
+
+  // The words of each shift, once they are there.
+  template <int kCount>
+  static __device__ __forceinline__ void share(Operands& own) {
+    static_for<Config::kSlabs * kCount>([&](auto i) {
+      constexpr int kSlab = decltype(i)::value / kCount, kStep = decltype(i)::value % kCount;
+      auto& words = own.words[kSlab][kStep];
+#pragma unroll
+      for (int k = 0; k < 2 * kWords; ++k) ptx::pin(words[k / kWords][k % kWords]);
+#pragma unroll
+      for (int k = 0; k < 4 * kHaloWords.count(); ++k) {
+        own.at[kSlab][kStep][k / 4][k % 4] = words[k / 2 % 2][k / 4 + k % 2 * Config::kReadStepW];
+      }
+    });
+  }
+
+  // The products of a step: of every shift that reads this line of a plane of this phase.
+  template <int kPhase, int kLine, int kStep>
+  static __device__ __forceinline__ void issue(Sums& sums, const Operands& from, unsigned panels, int chunk) {
+    static_for<Config::kSources * Config::kPatterns>([&](auto i) {
+      constexpr int kSource = decltype(i)::value / Config::kPatterns;
+      constexpr int kPattern = decltype(i)::value % Config::kPatterns;
+      if constexpr (Config::kReadPhase(kSource, 0) == kPhase) {
+        const auto b = ptx::matrix_descriptor<Layout::kPartBytes>(
+            panels + Layout::chunk_start(kSource, chunk), 8 * Layout::kPartBytes);
+        static_for<Layout::shifts(kSource, kPattern)>([&](auto s) {
+          constexpr int kShift = Layout::first_shift(kSource, kPattern) + decltype(s)::value;
+          if constexpr (line_of(kSource, kShift) == kLine) {
+            constexpr int kPanel = Layout::rows_before(kSource, kPattern) * Layout::kPartBytes +
+                                   decltype(s)::value * Layout::panel_bytes(kPattern);
+            static_for<Layout::units(kPattern)>([&](auto u) {
+              multiply_unit<kSource, kPattern, kShift, decltype(u)::value, kStep>(
+                  sums, from,
+                  ptx::advance(b,
+                               kPanel + decltype(u)::value * kUnitColumns * Layout::kPartBytes + 32 * kStep));
+            });
+          }
+        });
+      }
+    });
+  }
+  template <int kSource, int kPattern, int kShift, int kPlace, int kStep>
+  static __device__ __forceinline__ void multiply_unit(Sums& sums, const Operands& from,
+                                                       unsigned long long b) {
+    // A plane of dy that a shift finds further on belongs to an earlier plane of dx.
+    constexpr int kEarlier = Config::kShift(kShift, 0) + Config::kOrigin(kSource, 0);
+    constexpr int kUnit = Config::kGather ? Config::kPaddingD - kEarlier
+                                          : Config::kUnit(Config::kPatternUnit(kPattern) + kPlace);
+    constexpr int kWord = word_of(kSource, kShift) - kHaloWords.first;
+    static_for<Config::kSlabs>([&](auto m) {
+      ptx::MatrixMultiply<kUnitColumns>::template issue<OperandOf<Scalar>::kOperand>(
+          &sums[m][kUnit * kUnitColumns / 2], from.at[m][kStep % kAtOnce][kWord], b);
+    });
+  }
+
+  // The products of one stage: lines of the halo one after the other, some steps at a time, which makes so
+  // many turns. While some words are multiplied, the next are loaded into other registers: kBefore turns of
+  // this march's step came before.
+  static __device__ constexpr int turns(int steps) {
+    return (steps + kAtOnce - 1) / kAtOnce * kHaloLines.count();
+  }
+  template <int kPhase, int kSteps, int kBefore>
+  static __device__ __forceinline__ void multiply_stage(const Args& args, const Place& at, Consumer& me,
+                                                        Sums& sums, const Pairs& pairs,
+                                                        Operands (&operands)[kSets], int chunk, bool there) {
+    constexpr int kTurns = (kSteps + kAtOnce - 1) / kAtOnce, kAll = turns(kSteps);
+    const float* stage =
+        dynamic_shared<float>() + me.stages.index * static_cast<unsigned>(Shared::kStageBytes / 4);
+    ptx::barrier_wait(me.shared.stage_full(me.stages.index), me.stages.parity);
+    static_for<kAll>([&](auto i) {
+      constexpr int kTurn = decltype(i)::value, kLine = kHaloLines.first + kTurn / kTurns;
+      constexpr int kFirst = kTurn % kTurns * kAtOnce;
+      constexpr int kCount = kSteps - kFirst < kAtOnce ? kSteps - kFirst : kAtOnce;
+      Operands& own = operands[(kBefore + kTurn) % kSets];
+      ptx::matrix_wait<kSets - 1>();  // these registers are free
+      static_for<kCount>([&](auto step) {
+        constexpr int kStep = decltype(step)::value;
+        load<kStep>(args, at, pairs, stage + (kFirst + kStep) * 8 * pitch(args), kLine, there, own);
+      });
+      share<kCount>(own);
+      if constexpr (kTurn == kAll - 1) {
+        __syncwarp();
+        if (me.lane == 0) ptx::barrier_arrive(me.shared.stage_empty(me.stages.index));
+      }
+      ptx::matrix_fence();
+      static_for<kCount>([&](auto step) {
+        issue<kPhase, kLine, kFirst + decltype(step)::value>(sums, own, me.shared.panels(), chunk);
+      });
+      ptx::matrix_commit();
+      me.announce_lead();
+    });
+    me.stages.advance();
+  }
+
+  // Adds all chunks of the planes of a step to the sums.
+  static __device__ __forceinline__ void multiply(const Args& args, const Place& at, Consumer& me, Sums& sums,
+                                                  const Pairs& pairs, int plane) {
+    Operands operands[kSets];
+    Accumulators::pin(sums);
+    me.keep_behind();
+    static_for<kPhases * Layout::kChunks>([&](auto i) {
+      constexpr int kPhase = decltype(i)::value / Layout::kChunks;
+      constexpr int kChunk = decltype(i)::value % Layout::kChunks;
+      constexpr int kBefore =
+          kPhase * ((Layout::kChunks - 1) * turns(Layout::kPartSteps) + turns(Layout::kLastSteps)) +
+          kChunk * turns(Layout::kPartSteps);
+      constexpr int kSteps = kChunk == Layout::kChunks - 1 ? Layout::kLastSteps : Layout::kPartSteps;
+      if constexpr (is_read(kPhase)) {
+        const bool there = kPhase == 0 || plane * kPhases + kPhase < args.input.d;
+        multiply_stage<kPhase, kSteps, kBefore>(args, at, me, sums, pairs, operands, kChunk, there);
+      }
+    });
+    ptx::matrix_wait<0>();
+    Accumulators::pin(sums);
+  }
+
+  // The outputs of two positions at a time, with both phases if there are two. Every line of outputs is
+  // whole.
+  static __device__ __forceinline__ void store(const Args& args, const Place& at, const Consumer& me,
+                                               const Sums& sums, const Pairs& pairs, int plane) {
+    static_assert(Config::kStrideW <= 2, "one phase or two of two positions");
+    const int d = plane * Config::kStrideD - Config::kPaddingD;
+    const int channel =
+        at.first_group() * Config::kOut + at.first_out() + Accumulators::first_column(me.lane);
+    static_for<Config::kSlabs>([&](auto m) {
+      const Pair& pair = pairs[m];
+      const int h = (at.h + pair.h) * Config::kStrideH;
+      Scalar* const y = static_cast<Scalar*>(args.y) + at.n * args.y_stride.n + channel * args.y_stride.c +
+                        Stores::offset(args, d, h, pair.w * Config::kStrideW);
+      static_for<Config::kFields>([&](auto field) {
+        constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
+        if constexpr (kPartner != Config::kStoredByPartner && Accumulators::complete(kField)) {
+          if (!(pair.exists && Stores::deep(args, at, d + Config::kField(kField, 0)) &&
+                h + Config::kField(kField, 1) < args.output.h)) {
+            return;
+          }
+          Scalar* line = y + Stores::field_start(args, 0, kField);
+          ptx::pin(line);
+          const float* first = &sums[m][kField * Config::kOutTile / 2];
+          const float* second = &sums[m][(kPartner < 0 ? 0 : kPartner) * Config::kOutTile / 2];
+#pragma unroll
+          for (int i = 0; i < Config::kOutTile / 4; ++i) {
+            const int out = i / 2 * 8 + i % 2, k = i / 2 * 4 + i % 2;
+            if (Config::kOut % Config::kOutTile &&
+                at.first_out() + Accumulators::first_column(me.lane) + out >= Config::kOut) {
+              continue;
+            }
+            if constexpr (Config::kStrideW == 2) {
+              store_vector(Stores::further(args, line, out),
+                           Vector<Scalar, 4>{first[k], second[k], first[k + 2], second[k + 2]});
+            } else {
+              store_vector(Stores::further(args, line, out), Vector<Scalar, 2>{first[k], first[k + 2]});
+            }
+          }
+        }
+      });
+    });
+  }
+};
+
+}  // namespace tconv3d
