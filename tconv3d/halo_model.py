@@ -14,7 +14,8 @@ from .halo_job import Job
 class Costs:
     """The model's constants, in cycles of a multiprocessor unless said otherwise.
 
-    Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
+    Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16); those of
+    lines as they are in memory to 18 builds of 6 layers.
     """
 
     start: float = 14300.0  # of a launch
@@ -37,10 +38,11 @@ class Costs:
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
     apart: float = 2.0  # stores of one phase along w, times those of all
     imaged: float = 3.5  # of as many outputs by the copy engine
-    line: float = 40.0  # bytes of lines as they are in memory that arrive in a cycle
-    line_stage: float = 200.0  # of a stage of them
-    turn: float = 20.0  # of a turn of their products
-    quads: float = 2.0  # of stores of 32 outputs out of the sums, four of a lane at a time; of two, twice as much
+    streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are
+    line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
+    line_stage: float = 50.0  # of a stage of them
+    turn: float = 79.0  # of a turn of their products: operands, which are loaded and rounded
+    quads: float = 1.2  # of stores of 32 outputs out of the sums, four of a lane at a time; of two, twice as much
     cache_bytes: float = 134.0  # per cycle, from L2
     memory_bytes: float = 1650.0  # per cycle, of the whole device memory
     run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
@@ -183,6 +185,8 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
+    if build.lines:
+        memory *= costs.streaming
     return (work**p + memory**p) ** (1 / p) + costs.start + _rows_cycles(job, costs)
 
 

@@ -95,7 +95,7 @@ def instruction_cycles(columns: int) -> float:
 
 def register_cycles(columns: int) -> float:
     """The same where the first operand comes out of registers."""
-    return columns / 2 + 2
+    return max(columns / 2 + 2, 14)
 
 
 @dataclass(frozen=True)
