@@ -25,6 +25,7 @@ class Costs:
     crooked: float = 1.21  # stores of runs, times those of boxes
     batch: float = 1110.0  # of a loader warp, per batch of loads
     copied: float = 400.0  # of a stage that is copied past registers: from its release to its arrival
+    arrival: float = 900.0  # of such a stage, until its copies have arrived, if they are to be rounded
     copy: float = 15.0  # of a loader warp, per copy
     stage: float = 71.5  # of filling a stage: barriers
     load: float = 1.69  # of a load by a warp, whoever issues it
@@ -34,6 +35,8 @@ class Costs:
     streamed: float = 82.6  # the same, of a panel out of the ring
     slot: float = 1010.0  # from a slot's release to its next panel's arrival
     rows: float = 8000.0  # of the launch that writes rows
+    rewritten: float = 4000.0  # the same, if there are rows already
+    rewritten_bytes: float = 2500.0  # that it moves per cycle
     store: float = 5.45  # of a store by a warp
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
     apart: float = 2.0  # stores of one phase along w, times those of all
@@ -68,7 +71,7 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
         batches = ceil_div(groups, warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
         rounding = 1.0 if job.rows or build.item_bytes == 2 else 2.0
-        filling = costs.copied + batches * pieces * rounding * costs.copy
+        filling = costs.copied + batches * pieces * rounding * costs.copy + (rounding - 1.0) * costs.arrival
         return planes * max(build.stages_filled * filling, loads * rounding * COPY_BYTES / 64)
     if job.read_last:  # contiguous along channels: loads of 16 bytes
         batches = ceil_div(groups * pieces, 4 * warps)
@@ -187,13 +190,15 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
     if build.lines:
         memory *= costs.streaming
-    return (work**p + memory**p) ** (1 / p) + costs.start + _rows_cycles(job, costs)
+    return (work**p + memory**p) ** (1 / p) + costs.start + _rows_cycles(build, job, costs)
 
 
-def _rows_cycles(job: Job, costs: Costs) -> float:
+def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
     """Of writing what is read as rows, before anything else."""
     if not job.rows:
         return 0.0
+    if build.rewritten:
+        return costs.rewritten + 2 * job.read_bytes / costs.rewritten_bytes
     return costs.rows + 2 * job.read_bytes / costs.memory_bytes
 
 

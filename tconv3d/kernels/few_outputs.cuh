@@ -178,7 +178,7 @@ struct FewOutputs {
         const bool inside = copy.from >= 0 && exists;
         const Scalar* address = chunk + (inside ? copy.from : Index(0));
         if constexpr (C::kVector > 0) {
-          ptx::copy_words<kVector * kItemBytes / 4>(stage + copy.to, address, inside);
+          ptx::copy_words_of_line<kVector * kItemBytes / 4>(stage + copy.to, address, inside);
         } else {
           stage[copy.to] = inside ? load_constant(address) : Scalar{};
         }

@@ -494,6 +494,18 @@ __device__ __forceinline__ void copy_words_once(void* to, const void* from, bool
   }
 }
 
+// The same where neighbours of the 16 bytes are read soon: all of their line is called into L2.
+template <int kWords>
+__device__ __forceinline__ void copy_words_of_line(void* to, const void* from, bool inside) {
+  if constexpr (kWords == 4) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(to)),
+                 "l"(from), "r"(inside ? 16 : 0)
+                 : "memory");
+  } else {
+    copy_words<kWords>(to, from, inside);
+  }
+}
+
 // 16 bytes, or zeros if not `inside`: then nothing is read, and `from` may be any address.
 __device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool inside) {
   asm volatile(

@@ -483,6 +483,11 @@ inline void copy_words_once(void* to, const void* from, bool inside) {
   copy_words<kWords>(to, from, inside);
 }
 
+template <int kWords>
+inline void copy_words_of_line(void* to, const void* from, bool inside) {
+  copy_words<kWords>(to, from, inside);
+}
+
 inline void copy_piece(unsigned to, const void* from, bool inside) {
   copy_words<4>(emulator::shared_pointer(to), from, inside);
 }
