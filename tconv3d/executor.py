@@ -72,7 +72,9 @@ class Task:
     regions: tuple[int, ...] = ()  # places in the workspace that are operands too
     packing: Packing | None = None
 
-    def run(self, like: Tensor, addresses: Addresses, kept_weight: Tensor | None = None) -> list[Tensor | None]:
+    def run(
+        self, like: Tensor, addresses: Addresses, weight: Tensor | None = None, keep: bool = False
+    ) -> list[Tensor | None]:
         """Operands are `addresses`, then null, the results, the workspace (see `OPERANDS`)."""
         dtype, device = like.dtype, like.device
         results = [
@@ -80,21 +82,25 @@ class Task:
             for layout in self.results
         ]
         operands = (*addresses, 0, *[0 if result is None else result.data_ptr() for result in results])
-        self.launch(like, operands, kept_weight)
+        self.launch(like, operands, weight, keep)
         return results
 
-    def launch(self, like: Tensor, operands: Addresses, kept_weight: Tensor | None = None) -> None:
+    def launch(self, like: Tensor, operands: Addresses, weight: Tensor | None = None, keep: bool = False) -> None:
         """Operands are those given, then the workspace and its regions.
 
-        `kept_weight`: the weight, if it may be kept packed (then it is the second operand).
+        `weight`: the weight, if one is read; `keep`: it may be kept packed (then it is the second operand).
         """
         stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
-        if kept_weight is not None and not kept.captured(kept_weight) and self.packing is not None:
+        if weight is None or kept.captured(weight, stream):
+            pass
+        elif not keep:
+            kept.packed_for_itself(weight)
+        elif self.packing is not None:
             place = stream, self.packing.number
-            pack = kept.find(kept_weight, operands[1], place)
+            pack = kept.find(weight, operands[1], place)
             if pack is not None:
                 return self.packing.launch(self.packing.start, like, operands, pack, stream)
-            promise = kept.promise(kept_weight, operands[1], place, self.packing.bytes)
+            promise = kept.promise(weight, operands[1], place, self.packing.bytes)
             if promise is not None:
                 self.packing.launch(self.start, like, operands, promise.pack, stream)
                 return promise.keep()
@@ -174,10 +180,8 @@ def forward(
     task = _forward_task(input, weight, bias, convolution, relu, None)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    if not keep:
-        kept.packed_for_itself(weight)
     addresses = input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    return _one(task.run(input, addresses, weight if keep else None))
+    return _one(task.run(input, addresses, weight, keep))
 
 
 def _one(results: list[Tensor | None]) -> Tensor:
@@ -203,11 +207,9 @@ def forward_with_statistics(
     statistics = input.new_empty((2, input.shape[0], groups), dtype=statistics_dtype(input.dtype))
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    if not keep:
-        kept.packed_for_itself(weight)
     addresses = input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
     operands = (*addresses, 0, result.data_ptr(), statistics.data_ptr())
-    task.launch(input, operands, weight if keep else None)
+    task.launch(input, operands, weight, keep)
     return result, statistics
 
 
@@ -251,8 +253,7 @@ def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolut
     if task is None:
         problem, layout = _input_grad_problem(grad_output, weight, input_size, convolution)
         task = remember(key, _prepare(problem, layout, grad_output))
-    kept.packed_for_itself(weight)
-    return _one(task.run(grad_output, (grad_output.data_ptr(), weight.data_ptr())))
+    return _one(task.run(grad_output, (grad_output.data_ptr(), weight.data_ptr()), weight))
 
 
 def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
@@ -296,10 +297,8 @@ def backward(
         plan = planner.plan_gradients(problems, device_of(grad_output))
         layouts = tuple([None if each is None else each[1] for each in found])
         task = remember(key, make_task(plan, BACKWARD, layouts, grad_output))
-    if weight is not None:
-        kept.packed_for_itself(weight)
     x, w = 0 if input is None else input.data_ptr(), 0 if weight is None else weight.data_ptr()
-    return task.run(grad_output, (grad_output.data_ptr(), x, w))
+    return task.run(grad_output, (grad_output.data_ptr(), x, w), weight)
 
 
 def _wanted_problems(

@@ -132,24 +132,22 @@ def _allocate(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-def captured(weight: Tensor) -> bool:
+def captured(weight: Tensor, stream: int) -> bool:
     """Whether a graph is being captured: then what is kept of the weight is forgotten for good."""
-    if _capturing(weight):
+    if _capturing(weight, stream):
         _give_up(weight)
         return True
     return False
 
 
 def packed_for_itself(weight: Tensor) -> None:
-    """After a call that keeps nothing, because a gradient is wanted: what trains a weight may not count versions."""
-    if _capturing(weight):
-        _give_up(weight)
-    elif _kept:
+    """In a call that keeps nothing, because a gradient is wanted: what trains a weight may not count versions."""
+    if _kept:
         _kept.pop(id(weight), None)
 
 
-def _capturing(weight: Tensor) -> bool:
-    if not weight.is_cuda:
+def _capturing(weight: Tensor, stream: int) -> bool:
+    if not stream:  # the default stream captures nothing
         return False
     if torch._C._cuda_isCurrentStreamCapturing():
         return True

@@ -360,7 +360,7 @@ def test_a_call_under_capture(ours: str, launched: list[str], monkeypatch: pytes
         tconv3d.conv_transpose3d(x, alias, None, 1, 1)
     assert len(kept._kept) == 2
     with monkeypatch.context() as patch:
-        patch.setattr(kept, "_capturing", lambda weight: True)
+        patch.setattr(kept, "_capturing", lambda weight, stream: True)
         assert names_of(launched, lambda: infer(layer, x)) == PACKED
     assert not kept._kept
     assert [names_of(launched, lambda: infer(layer, x)) for _ in range(3)] == 3 * [PACKED]
@@ -376,7 +376,7 @@ def test_a_weight_trained_under_capture(
     layer, x = make(ours)
     y = layer(x.requires_grad_())
     with monkeypatch.context() as patch:
-        patch.setattr(kept, "_capturing", lambda weight: True)
+        patch.setattr(kept, "_capturing", lambda weight, stream: True)
         layer(x) if which == "forward" else y.sum().backward()
     assert [names_of(launched, lambda: infer(layer, x.detach())) for _ in range(3)] == 3 * [PACKED]
 
