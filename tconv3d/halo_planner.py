@@ -39,6 +39,7 @@ HAS_EPILOGUE = True
 MAX_SUMS = 128  # accumulators of a thread
 BUFFERS = 2  # of a consumer, where the copy engine stores: one is filled, one emptied
 LINE_STAGES = (4, 3)  # of lines as they are in memory: four are 4% faster (measured), if there is room
+MAX_LINE_TILES = 4  # of output channels, all of which read the same lines: more have not been measured
 MAX_LINE_WORDS = 8  # of a line that feed two positions: registers of a lane
 STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the error of multiply-adds (measured)
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
@@ -187,7 +188,7 @@ def _gathering_lines(geometry: Geometry, shared_bytes: int) -> Iterator[Build]:
 
 
 def _line_stages(build: Build) -> Iterator[Build]:
-    for stages in LINE_STAGES if build.line_sets[0] else ():
+    for stages in LINE_STAGES if build.line_sets[0] and build.out_tiles <= MAX_LINE_TILES else ():
         found = replace(build, stages=stages)
         if found.line_words >= 64:
             yield found
