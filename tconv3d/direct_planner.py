@@ -364,6 +364,7 @@ def _reduce(
     sizes: Triple,
     strides: tuple[int, int, int],
     parts: str = "workspace",
+    overlaps: bool = False,
 ) -> Launch:
     """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
     threads, acc_bytes = 256, accumulator(dtype)[1]
@@ -377,12 +378,14 @@ def _reduce(
             ("Scalar", SCALARS[dtype]),
             ("Acc", accumulator(dtype)[0]),
             ("kLanes", lanes),
+            ("kOverlaps", overlaps),
         ),
         grid=(-(-count * lanes // threads), 1, 1),
         threads=threads,
         shared_bytes=threads * acc_bytes if lanes > 1 else 0,
         pointers=(parts, result),
         scalars=padded(int64s(outer, 0, middle, 0, inner, count), int32s(splits), walk((sizes[1], 1, sizes[2]), 1)),
+        overlaps=overlaps,
     )
 
 

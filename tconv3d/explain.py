@@ -303,7 +303,7 @@ def _explain_fused(
         forward,
         _explain_sweep("normalize", norm_planner.plan_normalize(normed, device), 2 * moved, ceilings),
         # The gradient of the convolution's bias comes with the norm's.
-        _explain_sweep("norm_grad", gradient, (3 if gradient.kernel == "norm_both" else 5) * moved, ceilings),
+        _explain_sweep("norm_grad", gradient, (5 if gradient.kernel == "norm_grad" else 3) * moved, ceilings),
         *_explain_passes(gradients, device, ceilings),
     )
     text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"

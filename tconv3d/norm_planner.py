@@ -24,6 +24,13 @@ STATISTICS_THREADS = 512
 BOTH_BLOCKS = 3  # on a multiprocessor
 KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside what flows through it (measured)
 LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
+# Everything read once (kernels/norm_once.cuh).
+CONSUMERS = 16  # warps
+CHUNK_BYTES = 48 << 10  # smaller ones lose: a finder takes 2 us for each (measured)
+TABLE_BYTES = 4096  # of shared memory: barriers and the like
+MOST_STAGES = 16
+MOST_UNITS = 1024  # chunks of a norm group
+KEPT_GROUPS = 3  # that shared memory must have room for, in all
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -195,32 +202,37 @@ class Wanted:
 
 @lru_cache(maxsize=1024)
 def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
-    a, both = p.activation, Both.of(p, device)
-    strips = Strips.of(a, device)
+    a = p.activation
+    way = Once.of(p, device) or (Both.of(p, device) if wanted.input or wanted.bias else None)
+    strips = Strips.of(a, device) if way is None else way.strips
+    bias_slots = strips.slots * CONSUMERS if isinstance(way, Once) else strips.slots
     acc_bytes = accumulator(a.dtype)[1]
-    sizes = {
+    rooms = {
         "sums": a.batch * a.channels * strips.slots * 2 * acc_bytes,
         "coefficients": 2 * a.batch * p.groups * acc_bytes,
         "turns": 4,
         "by_channel": a.batch * 2 * a.channels * acc_bytes,
-        "bias_sums": a.batch * strips.slots * a.channels * acc_bytes if wanted.bias else 0,
+        "bias_sums": a.batch * bias_slots * a.channels * acc_bytes if wanted.bias else 0,
     }
     regions, end = [], 256  # never nothing, not for a batch of zero either
-    for name, size in sizes.items():
+    for name, size in rooms.items():
         regions.append((name, end))
         end += ceil_div(size, 256) * 256
-    if not (wanted.input or wanted.bias):
-        both = None  # there is no second pass
-    launches = _passes(p, strips, wanted) if both is None else both.launches(p, wanted, dict(regions))
+    launches = _passes(p, strips, wanted) if way is None else way.launches(p, wanted, dict(regions))
+    overlaps = device.capability >= (9, 0)
     if wanted.parameters:
-        count = 2 * a.channels
-        launches.append(_reduce(p.parameter, count, a.batch, "dparameters", (1, 1, count), (0, 0, 1), "by_channel"))
+        sizes, strides = (1, 1, 2 * a.channels), (0, 0, 1)
+        of = p.parameter, 2 * a.channels, a.batch
+        launches.append(_reduce(*of, "dparameters", sizes, strides, "by_channel", overlaps))
     if wanted.bias:
-        splits = a.batch * strips.slots
-        launches.append(_reduce(a.dtype, a.channels, splits, "dbias", (1, 1, a.channels), (0, 0, 1), "bias_sums"))
+        sizes, strides = (1, 1, a.channels), (0, 0, 1)
+        of = a.dtype, a.channels, a.batch * bias_slots
+        launches.append(_reduce(*of, "dbias", sizes, strides, "bias_sums", overlaps))
     name, why = "norm_grad", "two reads of the gradient and of what was normalized, one write"
-    if both is not None:
+    if isinstance(way, Both):
         name, why = "norm_both", "one read of the gradient and of what was normalized, another out of L2, one write"
+    if isinstance(way, Once):
+        name, why = "norm_once", "one read of the gradient and of what was normalized, one write"
     return Plan(name, why, tuple(launches), end, _describe(strips), tuple(regions))
 
 
@@ -252,6 +264,74 @@ def _bias_sums(wanted: Wanted) -> str:
     return "bias_sums" if wanted.bias else "null"
 
 
+def _fill(regions: dict[str, int]) -> Launch:
+    """What blocks tell each other: not yet written."""
+    words = (regions["by_channel"] - regions["sums"]) // 16
+    return Launch(
+        kernel="fill",
+        constants=(("kThreads", THREADS), ("kMinBlocks", 1)),
+        grid=(ceil_div(words, THREADS), 1, 1),
+        threads=THREADS,
+        shared_bytes=0,
+        pointers=("sums",),
+        scalars=int64s(words),
+    )
+
+
+@dataclass(frozen=True)
+class Once:
+    """Both passes in one launch, for groups of which shared memory keeps several until their sums are known."""
+
+    strips: Strips  # chunks
+    stages: int
+    blocks: int
+
+    @classmethod
+    def of(cls, p: NormProblem, device: Device) -> Once | None:
+        a = p.activation
+        item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
+        aligned = a.vector > 1 and a.volume % a.vector == 0
+        if a.batch * a.channels * a.volume * item_bytes <= LEAST_BYTES or a.channels_last or not aligned:
+            return None
+        if device.capability < (9, 0) or a.dtype == "float64":
+            return None
+        slots = ceil_div(a.volume * item_bytes, CHUNK_BYTES)
+        length = ceil_div(ceil_div(a.volume, slots), a.vector) * a.vector
+        slots = ceil_div(a.volume, length)
+        stages = min((device.shared_bytes - TABLE_BYTES) // (length * item_bytes), MOST_STAGES)
+        units, blocks = a.channels // p.groups * slots, device.multiprocessors
+        if units > min(MOST_UNITS, blocks * stages // KEPT_GROUPS):
+            return None
+        return cls(Strips(a, slots, length, blocks), stages, blocks)
+
+    def launches(self, p: NormProblem, wanted: Wanted, regions: dict[str, int]) -> list[Launch]:
+        a, strips = p.activation, self.strips
+        item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
+        threads = 32 * (3 + CONSUMERS)
+        once = Launch(
+            kernel="norm_once",
+            constants=(
+                ("kThreads", threads),
+                ("kMinBlocks", 1),
+                ("kConsumers", CONSUMERS),
+                ("kTableBytes", TABLE_BYTES),
+                ("Scalar", SCALARS[a.dtype]),
+                ("Acc", accumulator(a.dtype)[0]),
+                ("Gradient", SCALARS[p.result]),
+                ("Parameter", SCALARS[p.parameter]),
+                ("kVector", a.vector),
+                ("kChannelsLast", False),
+            ),
+            grid=(self.blocks, 1, 1),
+            threads=threads,
+            shared_bytes=TABLE_BYTES + self.stages * strips.length * item_bytes,
+            pointers=("dy", "x", "statistics", "weight", "sums", "turns", "by_channel", "dz", _bias_sums(wanted)),
+            scalars=padded(strips.scalars, p._norm_scalars, int32s(self.stages)),
+            overlaps=True,
+        )
+        return [_fill(regions), once]
+
+
 @dataclass(frozen=True)
 class Both:
     """Both passes of the gradient in one launch, for groups of which L2 keeps as many as must be under way."""
@@ -276,16 +356,6 @@ class Both:
         return cls(strips, units, lag) if lag > rounds else None
 
     def launches(self, p: NormProblem, wanted: Wanted, regions: dict[str, int]) -> list[Launch]:
-        words = (regions["by_channel"] - regions["sums"]) // 16
-        fill = Launch(
-            kernel="fill",
-            constants=(("kThreads", THREADS), ("kMinBlocks", 1)),
-            grid=(ceil_div(words, THREADS), 1, 1),
-            threads=THREADS,
-            shared_bytes=0,
-            pointers=("sums",),
-            scalars=int64s(words),
-        )
         inputs, between = ("dy", "x", "statistics", "weight"), ("sums", "coefficients", "turns")
         pointers = (*inputs, *between, "by_channel", "dz", _bias_sums(wanted))
         scalars = p._norm_scalars + int32s(self.units, self.lag)
@@ -293,7 +363,7 @@ class Both:
             "norm_both", 2, pointers, scalars, BOTH_BLOCKS, Gradient=p.result, Parameter=p.parameter
         )
         blocks = (self.units + 1) * (self.lag + 2 * p.activation.batch * p.groups)
-        return [fill, replace(both, grid=(blocks, 1, 1), shared_bytes=THREADS // 32 * 16, overlaps=True)]
+        return [_fill(regions), replace(both, grid=(blocks, 1, 1), shared_bytes=THREADS // 32 * 16, overlaps=True)]
 
 
 def _describe(strips: Strips) -> str:

@@ -600,7 +600,7 @@ struct HopperWeightGrad {
   };
   // Where a lane's words of a chunk begin, and whether the chunk has any for it.
   struct Place {
-    const unsigned* words;
+    unsigned word;  // of the ring
     bool used;
   };
 
@@ -625,7 +625,8 @@ struct HopperWeightGrad {
     const int sheets = args.groups * args.box.d;
     int sheet = first_sheet + segment.d + me.sheet[r];
     if (sheet >= sheets) sheet -= sheets;
-    return Place{ring + sheet * sheet_words + me.place[r] + max(segment.place, 0), segment.place != kNoPlace};
+    return Place{static_cast<unsigned>(sheet * sheet_words + me.place[r] + max(segment.place, 0)),
+                 segment.place != kNoPlace};
   }
 
   // The elements of a word that `kWhich` names: 1 the first, 2 the second of 16-bit ones, 3 both.
@@ -654,15 +655,16 @@ struct HopperWeightGrad {
     bool used;
   };
   __device__ __forceinline__ void load(Loaded& to, const Place& from, bool with_bias) const {
+    const unsigned* const words = ring + from.word;
     to.used = from.used && with_bias;
     static_for<C::kLoads>([&](auto i) {
       constexpr int kI = decltype(i)::value;
       if constexpr (C::kLines) {
-        to.words[0][kI] = load_vector<4>(from.words + C::kLoadWord(kI));
-        to.words[1][kI] = load_vector<4>(from.words + kPairs * args.pair_pitch + C::kLoadWord(kI));
+        to.words[0][kI] = load_vector<4>(words + C::kLoadWord(kI));
+        to.words[1][kI] = load_vector<4>(words + kPairs * args.pair_pitch + C::kLoadWord(kI));
       } else {
         to.words[0][kI] =
-            load_vector<4>(from.words + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
+            load_vector<4>(words + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
       }
     });
   }
@@ -756,36 +758,57 @@ struct HopperWeightGrad {
     ptx::matrix_commit();
   }
 
+  // What products may still read when a step is over. It is given back when they are done: after the first
+  // of the next step's have begun.
+  struct Held {
+    int group = -1, stage = 0;  // -1: nothing
+  };
+  __device__ __forceinline__ void give_back(Held& held) const {
+    if (held.group < 0) return;
+    __syncwarp();
+    if (lane == 0) {
+      ptx::barrier_arrive(empty(held.group));
+      ptx::barrier_arrive(stage_empty(held.stage));
+    }
+    held.group = -1;
+  }
+
   // One row of K, two chunks, for all row tiles. While products run, the words of the next are on their way
   // (`ahead`); with two sets of operands, they also become operands meanwhile. The first are there already.
   __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&operands)[C::kDepth], int row,
                                                unsigned long long b, int first_sheet, Loaded& ahead,
-                                               bool with_bias) const {
+                                               bool with_bias, Held& before) const {
     constexpr int kItems = 2 * C::kRowTiles;
     static_for<kItems>([&](auto item) {
       constexpr int kItem = decltype(item)::value, kNext = kItem + 1, kTile = kItem % C::kRowTiles;
       const bool more = kNext < kItems || row + 1 < row_segments();
-      const auto load_next = [&] {
-        if (!more) return;
-        load(ahead, find(me, kNext % C::kRowTiles, 2 * row + kNext / C::kRowTiles, first_sheet), with_bias);
-      };
+      const auto find_at = [&](int chunk) { return find(me, kNext % C::kRowTiles, chunk, first_sheet); };
+      constexpr int kChunk = kNext / C::kRowTiles;
       if constexpr (C::kDepth == 1) {
         join(operands[0], ahead, me.bias[kTile]);
-        load_next();
+        if (more) load(ahead, find_at(2 * row + kChunk), with_bias);
+      }
+      // Found before the products, so that words are on their way as soon as there is room for them.
+      Place next;
+      if constexpr (C::kDepth == 2) {
+        next = find_at(min(2 * row + kChunk, 2 * row_segments() - 1));
+        ptx::pin(next.word);
       }
       multiply<kTile>(me, operands[kItem % C::kDepth], ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
       ptx::matrix_wait<C::kDepth - 1>();
       if constexpr (C::kDepth == 2) {
-        load_next();
+        if (kItem == 0 && row == 0) give_back(before);
+        if (more) load(ahead, next, with_bias);
         if (more) join(operands[kNext % C::kDepth], ahead, me.bias[kNext % C::kRowTiles]);
       }
     });
   }
 
-  __device__ __forceinline__ void multiply_step(Consumer& me, int stage, int group, bool with_bias) const {
+  // `before`: the step before this.
+  __device__ __forceinline__ void multiply_step(Consumer& me, Fragments (&operands)[C::kDepth], int stage,
+                                                int group, bool with_bias, Held& before) const {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
     const int first_sheet = group * args.box.d;
-    Fragments operands[C::kDepth];
     Loaded ahead;
     load(ahead, find(me, 0, 0, first_sheet), with_bias);
     if constexpr (C::kDepth == 2) join(operands[0], ahead, me.bias[0]);
@@ -793,9 +816,8 @@ struct HopperWeightGrad {
     for (int row = 0; row < row_segments(); ++row) {
       multiply_row(me, operands, row,
                    ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes),
-                   first_sheet, ahead, with_bias);
+                   first_sheet, ahead, with_bias, before);
     }
-    ptx::matrix_wait<0>();
   }
 
   __device__ __forceinline__ void consume(int consumer) const {
@@ -811,6 +833,8 @@ struct HopperWeightGrad {
       }
     }
     Ring group, arriving, stage;  // of the step; of the last group that it needs
+    Held held;
+    Fragments operands[C::kDepth];  // the last of a step are in use when the next one begins
     int until_bias =
         kind.first_in / C::kColumns;  // blocks with the same outputs take turns at adding them up
     for (int index = part.begin; index < part.end;) {
@@ -821,17 +845,16 @@ struct HopperWeightGrad {
         // Producers deliver in order: with this group, all before it are there.
         ptx::barrier_wait(full(arriving.index), arriving.parity);
         ptx::barrier_wait(stage_full(stage.index), stage.parity);
-        multiply_step(me, stage.index, group.index, until_bias == 0);
+        multiply_step(me, operands, stage.index, group.index, until_bias == 0, held);
         until_bias = (until_bias == 0 ? kBlocksIn : until_bias) - 1;
-        __syncwarp();
-        if (lane == 0) {
-          ptx::barrier_arrive(empty(group.index));
-          ptx::barrier_arrive(stage_empty(stage.index));
-        }
+        held = Held{group.index, stage.index};
+        if constexpr (C::kDepth == 1) give_back(held);  // its products are done
         group.advance(args.groups);
         arriving.advance(args.groups);
         stage.advance(C::kStages);
       }
+      ptx::matrix_wait<0>();
+      give_back(held);
       // The groups that only this run's last step needed.
       for (int i = 0; i < args.ahead; ++i) {
         if (lane == 0) ptx::barrier_arrive(empty(group.index));

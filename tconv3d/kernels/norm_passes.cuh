@@ -156,8 +156,8 @@ __device__ __forceinline__ void find_coefficients(const Args& args, int group) {
 }
 
 // The second pass, over the strip of a thread. kAtOnce: while first passes go on, whose tensors are to stay
-// in the cache, instead of what this one has done with.
-template <class C, bool kAtOnce>
+// in the cache, instead of what this one has done with. kKept: dy and x are in shared memory.
+template <class C, bool kAtOnce, bool kKept = false>
 struct NormGrad {
   using Scalar = typename C::Scalar;
   using Gradient = typename C::Gradient;
@@ -206,7 +206,7 @@ struct NormGrad {
       results.at[i] = Narrow<Scalar>::from(passed);
       sums[own][0] += passed;
     }
-    if constexpr (kAtOnce) {
+    if constexpr (kAtOnce || kKept) {
       store_passing(dz + at, results);
     } else {
       *reinterpret_cast<Vector<Scalar, kCount>*>(dz + at) = results;

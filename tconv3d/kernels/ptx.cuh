@@ -161,16 +161,50 @@ __device__ __forceinline__ unsigned take_turn(unsigned* turns) {
   return before + 1;
 }
 
+// The same, if fewer than `end` turns have been taken; else returns `end`.
+__device__ __forceinline__ unsigned take_turn_below(unsigned* turns, unsigned end) {
+  unsigned last = *static_cast<volatile unsigned*>(turns);
+  while (last + 1 < end) {
+    const unsigned before = last;
+    asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+                 : "=r"(last)
+                 : "l"(__cvta_generic_to_global(turns)), "r"(before), "r"(before + 1)
+                 : "memory");
+    if (last == before) return before + 1;
+  }
+  return end;
+}
+
+__device__ __forceinline__ unsigned turns_taken(const unsigned* turns) {
+  unsigned last;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(last) : "l"(__cvta_generic_to_global(turns)));
+  return last + 1;
+}
+
 // One word is written and read as a whole, so that nothing else need be in order.
 __device__ __forceinline__ void write_word(void* address, unsigned long long word) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "l"(word));
 }
+__device__ __forceinline__ unsigned long long look_at_word(const void* address) {
+  unsigned long long word;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(__cvta_generic_to_global(address)));
+  return word;
+}
 __device__ __forceinline__ unsigned long long read_when_written(const void* address) {
   unsigned long long word;
   do {
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(__cvta_generic_to_global(address)));
+    word = look_at_word(address);
   } while (word == ~0ull);
   return word;
+}
+
+// ---- A number in shared memory that a thread of the block writes and another looks at, again and again.
+
+__device__ __forceinline__ void write_shared(int* address, int value) {
+  *static_cast<volatile int*>(address) = value;
+}
+__device__ __forceinline__ int read_shared(const int* address) {
+  return *static_cast<const volatile int*>(address);
 }
 
 // What this thread wrote to shared memory by ordinary stores becomes visible to tensor cores and the copy
@@ -212,6 +246,30 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       "}" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+// Until one of two phases is complete: whether the first is.
+__device__ __forceinline__ bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned second,
+                                                    unsigned second_parity) {
+  unsigned which;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mov.u32 %0, 1;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "@done bra finished;\n"
+      "mov.u32 %0, 0;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%3], %4;\n"
+      "@done bra finished;\n"
+      "nanosleep.u32 40;\n"  // leaves the scheduler to those that have something to do
+      "bra again;\n"
+      "finished:\n"
+      "}"
+      : "=&r"(which)
+      : "r"(first), "r"(first_parity), "r"(second), "r"(second_parity)
+      : "memory");
+  return which != 0;
 }
 
 // The copy engine: `bytes` (a multiple of 16) from global to shared memory, announced on a barrier.

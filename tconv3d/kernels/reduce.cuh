@@ -24,6 +24,7 @@ __device__ void run(const Args& args) {
   const int lane = static_cast<int>(threadIdx.x) / kElements;
   const long long element = static_cast<long long>(blockIdx.x) * kElements + threadIdx.x % kElements;
   const Acc* part = static_cast<const Acc*>(args.parts) + element;
+  if constexpr (C::kOverlaps) ptx::wait_for_previous_launch();
   Acc sum = 0;
   if (element < args.count) {
 #pragma unroll 4

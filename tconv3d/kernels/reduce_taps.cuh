@@ -54,6 +54,7 @@ __device__ void run(const Args& args) {
   const int row_tiles = (rows + C::kRows - 1) / C::kRows;
   const int first_row = static_cast<int>(blockIdx.x) % row_tiles * C::kRows;
   const int first_in = static_cast<int>(blockIdx.x) / row_tiles * kLanes;
+  ptx::launch_dependents();
   ptx::wait_for_previous_launch();
   if constexpr (C::kBias) {
     if (first_in >= args.in) {

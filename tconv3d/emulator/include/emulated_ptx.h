@@ -129,6 +129,13 @@ inline void load_passing(const void* address, Vector& value) {
 }
 
 inline unsigned take_turn(unsigned* turns) { return ++*turns; }
+inline unsigned take_turn_below(unsigned* turns, unsigned end) {
+  return *turns + 1 < end ? take_turn(turns) : end;
+}
+inline unsigned turns_taken(const unsigned* turns) {
+  emulator::yield();
+  return *turns + 1;
+}
 inline void write_word(void* address, unsigned long long word) { store_global(address, word); }
 inline unsigned long long read_when_written(const void* address) {
   unsigned long long word = ~0ull;
@@ -140,6 +147,15 @@ inline unsigned long long read_when_written(const void* address) {
       "read_when_written");
   return word;
 }
+
+inline unsigned long long look_at_word(const void* address) {
+  unsigned long long word;
+  load_passing(address, word);
+  return word;
+}
+
+inline void write_shared(int* address, int value) { *address = value; }
+inline int read_shared(const int* address) { return *address; }
 
 inline void fence_async_proxy() {}
 inline void fence_barrier_init() {}
@@ -185,6 +201,14 @@ inline void barrier_arrive(unsigned address) { barrier_arrive_expect(address, 0)
 inline void barrier_wait(unsigned address, unsigned parity) {
   const EmulatedBarrier& barrier = emulated_barrier(address);
   emulator::wait_until([&] { return barrier.parity != parity; }, "barrier_wait");
+}
+
+inline bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned second,
+                                unsigned second_parity) {
+  const EmulatedBarrier &one = emulated_barrier(first), &other = emulated_barrier(second);
+  emulator::wait_until([&] { return one.parity != first_parity || other.parity != second_parity; },
+                       "barrier_wait_either");
+  return one.parity != first_parity;
 }
 
 inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned address) {

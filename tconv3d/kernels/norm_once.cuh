@@ -1,0 +1,387 @@
+// GroupNorm's gradient, and the ReLU's before it, with dy and x read once: a block keeps what it has loaded
+// in shared memory until the sums of its norm group are known.
+//
+// A chunk is `length` positions of one channel (`units` of them are a norm group of one batch item). Blocks
+// take chunks one by one in turns, norm groups counted from the last one, each into a stage of its ring:
+//
+//   producer    takes a turn when a stage is empty, and has the copy engine load dy and x
+//   consumers   add up a chunk when it is there (first pass), and turn it into dz when they are told how
+//               (second pass); first passes, for which others wait, go first
+//   speaker     adds up the consumers' sums of a chunk and writes them where all blocks see them
+//   finder      waits for all sums of the oldest chunk's norm group, and tells the consumers slope and
+//               constant
+//
+// A first pass waits for nothing but memory. So a norm group's sums will be there if all its chunks have been
+// taken. Where so few blocks run that their rings are full before that, the finder helps: it takes the chunks
+// that are left, adds them up by itself, and reads them again for the second pass.
+#pragma once
+
+#include "norm_passes.cuh"
+#include "ring.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void *dy, *x, *statistics, *weight;
+  void *sums, *turns;                 // all ones: what is not yet written
+  void *by_channel, *dz, *bias_sums;  // dz is null where only the parameters' gradients are wanted
+  Strips strips;
+  int groups, per_group;
+  int stages;
+};
+
+template <class C>
+struct NormOnce {
+  using Scalar = typename C::Scalar;
+  using Gradient = typename C::Gradient;
+  using Pair = Vector<float, 2>;
+
+  static constexpr int kVector = C::kVector, kConsumers = C::kConsumers;
+  static constexpr int kMostStages = 16;
+  static constexpr int kStep = kConsumers * 32 * kVector;  // positions from a thread's vector to its next
+  static constexpr unsigned kAll = 0xFFFFFFFFu;
+  static_assert(C::kThreads == 32 * (3 + kConsumers), "a producer, a speaker, a finder");
+  static_assert(!C::kChannelsLast && sizeof(typename C::Acc) == 4, "chunks of a channel, summed as floats");
+
+  // A norm group is one of all batch items; a row is a channel of one batch item.
+  struct Chunk {
+    int group, unit, row, slot;
+    int items;  // 0: there are no more chunks
+    long long start;
+
+    __device__ __forceinline__ static Chunk of(const Args& args, unsigned turn) {
+      const int slots = args.strips.slots, units = args.per_group * slots;
+      Chunk chunk{};
+      chunk.group = args.strips.batch * args.groups - 1 - static_cast<int>(turn / units);
+      if (chunk.group < 0) return chunk;
+      chunk.unit = static_cast<int>(turn % units);
+      chunk.row = chunk.group * args.per_group + chunk.unit / slots;
+      chunk.slot = chunk.unit % slots;
+      const long long before = static_cast<long long>(chunk.slot) * args.strips.length;
+      const long long left = args.strips.volume - before;
+      chunk.items = static_cast<int>(left < args.strips.length ? left : args.strips.length);
+      chunk.start = chunk.row * args.strips.volume + before;
+      return chunk;
+    }
+    // The turn of its norm group's first chunk.
+    __device__ __forceinline__ unsigned begin(const Args& args) const {
+      return static_cast<unsigned>(args.strips.batch * args.groups - 1 - group) * args.per_group *
+             args.strips.slots;
+    }
+  };
+
+  struct Shared {
+    unsigned long long loaded[kMostStages], summed[kMostStages], known[kMostStages], empty[kMostStages];
+    Chunk chunk[kMostStages];
+    float mean[kMostStages];
+    Vector<float, 4> how[kMostStages];  // mean, scale, slope, constant
+    Pair parts[kMostStages][kConsumers];
+    int issued;  // chunks that the producer has begun to load
+  };
+  static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
+  static_assert(kSharedBytes <= C::kTableBytes, "the planner leaves room for it");
+
+  const Args& args;
+  Shared& shared;
+  unsigned char* data;
+  int lane;
+
+  __device__ __forceinline__ static unsigned at(const unsigned long long& barrier) {
+    return ptx::shared_address(&barrier);
+  }
+  __device__ __forceinline__ int units() const { return args.per_group * args.strips.slots; }
+  __device__ __forceinline__ const Gradient* dy_of(int stage) const {
+    constexpr int kBoth = sizeof(Gradient) + sizeof(Scalar);
+    return reinterpret_cast<const Gradient*>(data +
+                                             static_cast<unsigned>(stage) * args.strips.length * kBoth);
+  }
+  __device__ __forceinline__ const Scalar* x_of(int stage) const {
+    return reinterpret_cast<const Scalar*>(dy_of(stage) + args.strips.length);
+  }
+
+  // One thread.
+  __device__ __forceinline__ void produce() {
+    Ring ring;
+    for (int issued = 0;; ++issued, ring.advance(args.stages)) {
+      const int stage = ring.index;
+      if (issued >= args.stages) ptx::barrier_wait(at(shared.empty[stage]), ring.parity ^ 1u);
+      const Chunk chunk = Chunk::of(args, ptx::take_turn(static_cast<unsigned*>(args.turns)));
+      shared.chunk[stage] = chunk;
+      load(chunk, stage);
+      if (chunk.items == 0) return;
+      ptx::write_shared(&shared.issued, issued + 1);
+    }
+  }
+  __device__ __forceinline__ void load(const Chunk& chunk, int stage) const {
+    const unsigned items = static_cast<unsigned>(chunk.items), loaded = at(shared.loaded[stage]);
+    ptx::barrier_arrive_expect(loaded, items * (sizeof(Gradient) + sizeof(Scalar)));
+    if (items > 0) {
+      ptx::bulk_copy(ptx::shared_address(dy_of(stage)), static_cast<const Gradient*>(args.dy) + chunk.start,
+                     items * sizeof(Gradient), loaded);
+      ptx::bulk_copy(ptx::shared_address(x_of(stage)), static_cast<const Scalar*>(args.x) + chunk.start,
+                     items * sizeof(Scalar), loaded);
+      ptx::copy_words<1>(&shared.mean[stage], static_cast<const float*>(args.statistics) + chunk.group, true);
+    }
+    ptx::copy_arrive(loaded);
+  }
+
+  // Consumer `warp`'s part of a chunk. Two vectors are loaded before they are used.
+  template <class Body>
+  __device__ __forceinline__ void sweep(Body& body, int items, int warp) const {
+    int i = (32 * warp + lane) * kVector;
+    for (; i + kStep < items; i += 2 * kStep) {
+      const auto first = body.template load<kVector>(i), second = body.template load<kVector>(i + kStep);
+      body.template use<kVector>(i, first);
+      body.template use<kVector>(i + kStep, second);
+    }
+    if (i < items) body.template use<kVector>(i, body.template load<kVector>(i));
+  }
+
+  // What consumer `warp` has of a chunk's sums: of dy, of dy * (x - mean).
+  __device__ __forceinline__ Pair add_up(const Gradient* dy, const Scalar* x, int items, float mean,
+                                         int warp) const {
+    NormSums<C> body{dy, x, {mean}};
+    sweep(body, items, warp);
+    return {warp_sum(body.sums[0][0]), warp_sum(body.sums[0][1])};
+  }
+
+  // dz of consumer `warp`'s part of a chunk.
+  __device__ __forceinline__ void finish(const Gradient* dy, const Scalar* x, const Chunk& chunk,
+                                         const Vector<float, 4>& how, int warp) const {
+    if (args.dz == nullptr) return;
+    NormGrad<C, false, true> body{dy,          x,           static_cast<Scalar*>(args.dz) + chunk.start,
+                                  {how.at[0]}, {how.at[1]}, {how.at[2]},
+                                  {how.at[3]}};
+    sweep(body, chunk.items, warp);
+    if (args.bias_sums == nullptr) return;
+    const float sum = warp_sum(body.sums[0][0]);
+    const int channels = args.strips.channels, n = chunk.row / channels, channel = chunk.row % channels;
+    const long long part = (static_cast<long long>(n) * args.strips.slots + chunk.slot) * kConsumers + warp;
+    if (lane == 0) static_cast<float*>(args.bias_sums)[part * channels + channel] = sum;
+  }
+
+  __device__ __forceinline__ void consume(int warp) {
+    Ring first, second;  // passes
+    int begun = 0;       // chunks between the two
+    bool more = true;
+    while (more || begun > 0) {
+      const unsigned loaded = at(shared.loaded[first.index]), known = at(shared.known[second.index]);
+      bool add = more;
+      if (more && begun > 0) {
+        add = __shfl_sync(kAll, ptx::barrier_wait_either(loaded, first.parity, known, second.parity), 0);
+      }
+      if (add) {
+        const int stage = first.index;
+        ptx::barrier_wait(loaded, first.parity);
+        const int items = shared.chunk[stage].items;
+        more = items > 0;
+        if (!more) continue;
+        const Pair sums = add_up(dy_of(stage), x_of(stage), items, shared.mean[stage], warp);
+        if (lane == 0) {
+          shared.parts[stage][warp] = sums;
+          ptx::barrier_arrive(at(shared.summed[stage]));
+        }
+        first.advance(args.stages);
+        ++begun;
+      } else {
+        const int stage = second.index;
+        ptx::barrier_wait(known, second.parity);
+        finish(dy_of(stage), x_of(stage), shared.chunk[stage], shared.how[stage], warp);
+        __syncwarp();
+        if (lane == 0) ptx::barrier_arrive(at(shared.empty[stage]));
+        second.advance(args.stages);
+        --begun;
+      }
+    }
+  }
+
+  __device__ __forceinline__ Pair* sums_of(const Chunk& chunk) const {
+    return static_cast<Pair*>(args.sums) + static_cast<long long>(chunk.group) * units() + chunk.unit;
+  }
+
+  // One thread.
+  __device__ __forceinline__ void speak() {
+    for (Ring ring;; ring.advance(args.stages)) {
+      const int stage = ring.index;
+      ptx::barrier_wait(at(shared.loaded[stage]), ring.parity);
+      if (shared.chunk[stage].items == 0) return;
+      ptx::barrier_wait(at(shared.summed[stage]), ring.parity);
+      Pair all{};
+#pragma unroll
+      for (int warp = 0; warp < kConsumers; ++warp) add(all, shared.parts[stage][warp]);
+      write_pair<true>(sums_of(shared.chunk[stage]), all);
+    }
+  }
+  __device__ __forceinline__ static void add(Pair& all, const Pair& part) {
+    all.at[0] += part.at[0];
+    all.at[1] += part.at[1];
+  }
+
+  __device__ __forceinline__ float weight_of(int channel) const {
+    return args.weight ? widen<float>(static_cast<const typename C::Parameter*>(args.weight)[channel]) : 1.0f;
+  }
+
+  // Of a norm group: what turns dy and x into dz.
+  struct Found {
+    int group = -1;
+    float mean, rstd, slope, constant;
+    unsigned helped;  // chunks that the finder has taken: of units 32 * lane and on, a bit for each
+  };
+
+  __device__ __forceinline__ void find() {
+    Found found;
+    Ring ring;
+    for (int index = 0;; ++index, ring.advance(args.stages)) {
+      const int stage = ring.index;
+      ptx::barrier_wait(at(shared.loaded[stage]), ring.parity);
+      const Chunk chunk = shared.chunk[stage];
+      if (chunk.items == 0) return;
+      const bool fresh = chunk.group != found.group;
+      if (fresh) find_group(found, chunk, index);
+      if (lane == 0) {
+        shared.how[stage] = how(found, chunk);
+        ptx::barrier_arrive(at(shared.known[stage]));
+      }
+      if (fresh && __any_sync(kAll, found.helped != 0)) finish_helped(found, chunk.begin(args));
+      if (chunk.unit == 0) leave_channels(found);
+    }
+  }
+  __device__ __forceinline__ Vector<float, 4> how(const Found& found, const Chunk& chunk) const {
+    return {found.mean, found.rstd * weight_of(chunk.row % args.strips.channels), found.slope,
+            found.constant};
+  }
+
+  // Waits for the sums of a norm group's chunks, and adds them up in an order that depends on nothing but
+  // their number. `index`: of its oldest chunk in this block's.
+  __device__ __forceinline__ void find_group(Found& found, const Chunk& oldest, int index) const {
+    constexpr int kFlight = 4;
+    const Pair* sums = sums_of(oldest) - oldest.unit;
+    const int channel = oldest.group % args.groups * args.per_group;
+    const float* statistics = static_cast<const float*>(args.statistics) + oldest.group;
+    found = {oldest.group, statistics[0], statistics[args.strips.batch * args.groups], 0, 0, 0};
+    bool taken = false;  // all chunks, for certain
+    double all[2] = {0, 0};
+    for (int begin = 0; begin < units(); begin += 32 * kFlight) {
+      unsigned long long words[kFlight];
+      float weights[kFlight];
+      bool missing = false;
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        const int unit = begin + 32 * i + lane;
+        const bool exists = unit < units();
+        words[i] = exists ? ptx::look_at_word(sums + unit) : 0;
+        weights[i] = exists ? weight_of(channel + unit / args.strips.slots) : 0.0f;
+        missing = missing || words[i] == ~0ull;
+      }
+      if (!taken && __any_sync(kAll, missing)) {
+        found.helped = help(oldest.begin(args), index);
+        taken = true;
+      }
+#pragma unroll
+      for (int i = 0; i < kFlight; ++i) {
+        if (words[i] == ~0ull) words[i] = ptx::read_when_written(sums + begin + 32 * i + lane);
+        all[0] += static_cast<double>(weights[i]) * ptx::bits_to_float(static_cast<unsigned>(words[i]));
+        all[1] += static_cast<double>(weights[i]) * ptx::bits_to_float(static_cast<unsigned>(words[i] >> 32));
+      }
+    }
+    const double rstd = found.rstd;
+    const double share = rstd / (static_cast<double>(args.strips.volume) * args.per_group);
+    found.slope = static_cast<float>(-rstd * rstd * share * warp_sum(all[1]));
+    found.constant = static_cast<float>(-share * warp_sum(all[0]));
+  }
+
+  // Comes back when all chunks of a norm group have been taken, and says which of them by this warp.
+  // `begin`: the turn of its first. `index`: of the oldest chunk in this block's.
+  __device__ __forceinline__ unsigned help(unsigned begin, int index) const {
+    const unsigned end = begin + units();
+    unsigned* turns = static_cast<unsigned*>(args.turns);
+    unsigned helped = 0;
+    while (true) {
+      unsigned taken = end;
+      if (lane == 0 && ptx::turns_taken(turns) < end) {
+        // The producer takes them as long as there is room.
+        const bool full = ptx::read_shared(&shared.issued) == index + args.stages;
+        taken = full ? ptx::take_turn_below(turns, end) : begin - 1;
+      }
+      taken = __shfl_sync(kAll, taken, 0);
+      if (taken == end) return helped;
+      if (taken == begin - 1) continue;
+      const Chunk chunk = Chunk::of(args, taken);
+      const Gradient* dy = static_cast<const Gradient*>(args.dy) + chunk.start;
+      const Scalar* x = static_cast<const Scalar*>(args.x) + chunk.start;
+      const float mean = static_cast<const float*>(args.statistics)[chunk.group];
+      Pair all{};
+      for (int warp = 0; warp < kConsumers; ++warp) add(all, add_up(dy, x, chunk.items, mean, warp));
+      if (lane == 0) write_pair<true>(sums_of(chunk), all);
+      if (chunk.unit / 32 == lane) helped |= 1u << chunk.unit % 32;
+    }
+  }
+
+  // `begin`: the turn of the norm group's first chunk.
+  __device__ __forceinline__ void finish_helped(const Found& found, unsigned begin) const {
+    for (int owner = 0; 32 * owner < units(); ++owner) {
+      const unsigned bits = __shfl_sync(kAll, found.helped, owner);
+      for (int bit = 0; bit < 32; ++bit) {
+        if (!(bits >> bit & 1u)) continue;
+        const Chunk chunk = Chunk::of(args, begin + 32 * owner + bit);
+        const Vector<float, 4> way = how(found, chunk);
+        for (int warp = 0; warp < kConsumers; ++warp) {
+          finish(static_cast<const Gradient*>(args.dy) + chunk.start,
+                 static_cast<const Scalar*>(args.x) + chunk.start, chunk, way, warp);
+        }
+      }
+    }
+  }
+
+  // The sums of a norm group's channels, for the gradients of the norm's parameters.
+  __device__ __forceinline__ void leave_channels(const Found& found) const {
+    const int channels = args.strips.channels, slots = args.strips.slots;
+    const int n = found.group / args.groups, first = found.group % args.groups * args.per_group;
+    float* by_channel =
+        static_cast<float*>(args.by_channel) + static_cast<long long>(n) * 2 * channels + first;
+    const Pair* sums = static_cast<const Pair*>(args.sums) + static_cast<long long>(found.group) * units();
+    for (int channel = lane; channel < args.per_group; channel += 32) {
+      double all[2] = {0, 0};
+      for (int slot = 0; slot < slots; ++slot) {
+        const Pair part = read_pair<true>(sums + channel * slots + slot);
+        all[0] += part.at[0];
+        all[1] += part.at[1];
+      }
+      by_channel[channel] = static_cast<float>(all[1] * found.rstd);
+      by_channel[channels + channel] = static_cast<float>(all[0]);
+    }
+  }
+};
+
+template <class C>
+__device__ void run(const Args& args) {
+  using Kernel = NormOnce<C>;
+  using Shared = typename Kernel::Shared;
+  Shared& shared = *dynamic_shared<Shared>();
+  // As a shuffle says it, the compiler knows that a warp's lanes have one role.
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    shared.issued = 0;
+    for (int i = 0; i < args.stages; ++i) {
+      ptx::barrier_init(Kernel::at(shared.loaded[i]), 2);
+      ptx::barrier_init(Kernel::at(shared.summed[i]), Kernel::kConsumers);
+      ptx::barrier_init(Kernel::at(shared.known[i]), 1);
+      ptx::barrier_init(Kernel::at(shared.empty[i]), Kernel::kConsumers);
+    }
+    ptx::fence_barrier_init();
+  }
+  ptx::wait_for_previous_launch();
+  __syncthreads();
+  Kernel kernel{args, shared, dynamic_shared<unsigned char>() + C::kTableBytes, lane};
+  if (warp == 0) {
+    if (lane == 0) kernel.produce();
+  } else if (warp == 1) {
+    if (lane == 0) kernel.speak();
+  } else if (warp == 2) {
+    kernel.find();
+  } else {
+    kernel.consume(warp - 3);
+  }
+}
+
+}  // namespace tconv3d
