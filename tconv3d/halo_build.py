@@ -103,7 +103,7 @@ class Build:
     strict: bool = False  # float32 by three TF32 products
     copied: bool = False  # whether what is read are rows of channels, copied past registers
     rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
-    buffers: int = 0  # of a consumer, out of which the copy engine stores rows that begin anywhere; 0: warps store
+    buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
     lines: bool = False  # whether stages hold lines as they are in memory (kernels/halo_lines.cuh)
 
     @cached_property
@@ -262,7 +262,7 @@ class Build:
     @property
     def reserved_bytes(self) -> int:
         """For barriers, and for sums on their way to memory (kernels/halo_shared.cuh)."""
-        image = self.image_rows * self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes
+        image = self.image_rows * (self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes + 32)
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
         return BARRIER_BYTES + self.consumers * (0 if self.lines else images or SCRATCH_BYTES)
 
@@ -337,7 +337,8 @@ class Build:
     @cached_property
     def lead(self) -> int:
         """Panels by which the first of two consumers is ahead of the second: about as long as storing takes, and at
-        most half of a tile: all of it cost grouped_strided_g1 in bfloat16 13% (measured).
+        most half of a tile: all of it cost grouped_strided_g1 in bfloat16 13% (measured). None where 16-bit outputs
+        are stored through images (any lead cost grouped_strided 3 to 6%, measured).
 
         It has to get there without what the second one has not released.
         """
@@ -348,7 +349,7 @@ class Build:
         if self.lines:
             of_sources = [self.line_turns]
         panels = sum(of_sources) * self.chunks
-        if self.consumers != 2 or panels == 0:
+        if self.consumers != 2 or panels == 0 or (self.buffers and self.item_bytes == 2):
             return 0
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
         most = min(min(of_sources) * (self.stages - 1), panels // 2, panels if self.resident else self.slots - 2)
@@ -404,7 +405,7 @@ class Build:
             panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
         if self.lines:
             panels += ", input in lines as in memory"
-        stores = ", stores by the copy engine" if self.buffers else ""
+        stores = ", stores through images" if self.buffers else ""
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
             f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, "
@@ -431,6 +432,7 @@ class Build:
             ("kAfterRows", job.rows),
             ("kVectorParts", _vector_parts(job, p.used_parts)),
             ("kOutputUnitC", job.written_last),
+            ("kAlignedPairs", not any(v % 2 for v in (g.out_per_group, job.written[0], *job.written[2:]))),
             ("kProducers", self.producers),
             ("kConsumers", self.consumers),
             ("kProducerRegisters", producer),
@@ -500,12 +502,12 @@ class Build:
         return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
 
     def stores(self, job: Job) -> bool:
-        """Whether the way this build stores is one for the job's rows. The copy engine's is for those that are no
-        multiples of 16 bytes, and follow each other."""
+        """Whether the way this build stores is one for the job's rows. Images are for those that are no
+        multiples of 16 bytes."""
         if self.lines:
             return has_lines(job) and job.norm is None
-        follow = job.written[3:] == (job.written_size[2], 1)
-        return not self.buffers or (follow and any(v * self.item_bytes % 16 for v in _rows(job)))
+        along_w = job.written[4] == 1 and not job.written_last
+        return not self.buffers or (along_w and any(v * self.item_bytes % 16 for v in _rows(job)))
 
     def vector(self, job: Job, tiling: Tiling) -> int:
         """Neighbouring outputs along w that a store takes: rows begin and end at multiples of it."""
@@ -1002,8 +1004,10 @@ def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
             last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
             if slabs > per_round * build.max_passes or last + displacement + span_w * near >= build.stage_rows:
                 continue
-            if build.buffers and (run != positions[2] or items > 1 or slabs_w != build.slabs):
-                continue  # a consumer stores whole lines
+            # A consumer stores a line through images, or a part of one: by that, float32 lost (measured).
+            in_line = slabs_w == build.slabs or (slabs_w % build.slabs == 0 and build.item_bytes == 2)
+            if build.buffers and (run != width or items > 1 or not in_line):
+                continue
             if best is None or slabs < best.slabs:
                 deep = positions[0] if build.march else depth
                 tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)

@@ -40,7 +40,7 @@ class Costs:
     store: float = 5.45  # of a store by a warp
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
     apart: float = 2.0  # stores of one phase along w, times those of all
-    imaged: float = 3.5  # of as many outputs by the copy engine
+    imaged: float = 3.5  # of as many outputs of 4 bytes through images
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
     line_stage: float = 50.0  # of a stage of them
@@ -104,7 +104,7 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     if build.lines:
         return outputs / 32 * costs.quads * (2 if build.gather else 1)
     if build.buffers:
-        return outputs / 32 * costs.imaged
+        return outputs / 32 * costs.imaged * build.item_bytes / 4
     vector = 2 if job.written_last else build.vector(job, tiling)
     at_once = 1 if vector == 2 and not job.written_last else vector  # pairs along w have not been measured
     cost = costs.store * (costs.crooked if tiling.length else 1.0)

@@ -37,7 +37,7 @@ from .problem import Device, Pass, Plan, Problem
 
 HAS_EPILOGUE = True
 MAX_SUMS = 128  # accumulators of a thread
-BUFFERS = 2  # of a consumer, where the copy engine stores: one is filled, one emptied
+BUFFERS = 2  # of images, of a consumer: one is filled, one emptied
 LINE_STAGES = (4, 3)  # of lines as they are in memory: four are 4% faster (measured), if there is room
 MAX_LINE_TILES = 4  # of output channels, all of which read the same lines: more have not been measured
 MAX_LINE_WORDS = 8  # of a line that feed two positions: registers of a lane
@@ -145,9 +145,9 @@ def _builds(
 
 
 def _buffered(build: Build) -> Iterator[Build]:
-    """The same with the copy engine for stores, if buffers fit. 16-bit outputs lost by it (measured)."""
+    """The same with stores through images, if buffers fit."""
     whole = not build.gather and not build.split[2] and build.geometry.stride[2] > 1
-    if not whole or build.strict or build.copied or build.item_bytes < 4:
+    if not whole or build.strict or build.copied:
         return
     found = replace(build, buffers=BUFFERS)
     if found.stage_rows >= 64:

@@ -181,9 +181,9 @@ SETTINGS = {
     "aligned rows, march": Case(8, 12, (3, 4, 32), (4, 4, 2), 2, (1, 1, 0), build=MARCH),
     "aligned rows, stride 1, float16": Case(16, 12, (3, 4, 16), (3, 3, 1), 1, (1, 1, 0), dtype="float16", build=FLAT),
     "aligned rows, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
-    "rows begin anywhere": Case(16, 20, (3, 3, 40), 3, 2, 1, build={**MARCH, "slabs": 1, "buffers": 2}),
-    "rows begin anywhere, slabs in a line": Case(
-        8, 8, (2, 3, 70), 3, 2, 1, build={**MARCH, "slabs": 2, "buffers": 2}
+    "rows begin anywhere": Case(8, 5, (3, 3, 70), 3, 2, 1, build={**MARCH, "slabs": 2, "buffers": 2}),
+    "rows begin anywhere, parts of a line, bfloat16": Case(
+        16, 20, (2, 3, 70), 3, 2, 1, dtype="bfloat16", build={**MARCH, "slabs": 1, "buffers": 2}
     ),
     "rows begin anywhere, groups": Case(
         32, 20, (2, 5, 9), 3, (2, 2, 3), 1, groups=4, build={**FLAT, "slabs": 1, "buffers": 2}

@@ -1,11 +1,15 @@
-// How the halo kernel's consumers store rows of outputs that begin anywhere: by the copy engine.
+// How the halo kernel's consumers store rows of outputs that begin anywhere.
 //
-// A row of outputs that is no multiple of 16 bytes has no vectors that a warp could store, and stores of
-// single outputs tear sectors at both of their ends. But whole rows of a plane follow each other in memory:
-// they are a run. So where a consumer has a line of positions, it writes its sums of all rows of a plane, of
-// every channel, to a buffer in shared memory as they will lie in memory: an image, placed so that its
-// address and the tensor's agree modulo 16 bytes. The copy engine takes the whole vectors of each image,
-// lanes store the few outputs that are left at its ends.
+// A row of outputs that is no multiple of 16 bytes has no vectors that a warp could store as it computes
+// them, and stores of single outputs are many, and tear sectors. So where a consumer has a line of positions,
+// or a part of one, it writes its sums of all rows of a plane, of every channel, to shared memory: images.
+// The first whole vector that the row has in memory begins 16 bytes after an image does. But neighbouring
+// phases are written together, at a multiple of their size, so that many an image lies one output further on
+// (it is moved). The warps read vectors out of the images, move them back, and store them; lanes store the
+// few outputs that are left at the ends of a row.
+//
+// There are two buffers of images: while a warp reads one, others fill the next, and one barrier of the
+// consumer for each plane keeps them apart.
 #pragma once
 
 #include "halo_stores.cuh"
@@ -14,173 +18,237 @@ namespace tconv3d {
 
 template <class Config>
 struct HaloImages {
-  using Layout = HaloLayout<Config>;
   using Shared = HaloShared<Config>;
   using Stores = HaloStores<Config>;
   using Scalar = typename Config::Scalar;
   using Place = typename HaloTile<Config>::Place;
   using Slab = typename HaloTile<Config>::Slab;
   using Writer = typename Stores::Writer;
-  using Target = typename Stores::Target;
   using Accumulators = HaloSums<Config>;
   using Sums = typename Accumulators::Sums;
 
   static constexpr int kItem = sizeof(Scalar);
   static constexpr int kVector = 16 / kItem;
-  static constexpr int kPhases = Config::kStrideW;  // of a position, neighbours in memory
-  // Two phases of every second pair of channels are written in the other order: else stores of even words
-  // would meet in half of the banks.
-  static constexpr bool kTurned = kPhases == 2 && kItem == 4;
+  static constexpr int kPhases = Config::kStrideW;            // of a position, neighbours in memory
+  static constexpr int kTogether = kPhases % 2 == 0 ? 2 : 1;  // of these, written at once
+  static constexpr int kRows = Config::kImageRows;
+  static constexpr int kPiece = Config::kSlabs * 64 * kPhases;  // outputs of a row that a consumer has
 
-  // What a consumer has of a plane: where its first row begins, and how many outputs of a row each slab has.
+  // Vectors: a warp has one image, or two, in each of its loads.
+  static constexpr int kVectors = kPiece / kVector;       // of an image
+  static constexpr int kLanes = kVectors < 32 ? 16 : 32;  // that an image has
+  static constexpr int kAtOnce = 32 / kLanes;             // images
+  static constexpr int kTurns = (kVectors + kLanes - 1) / kLanes;
+  static constexpr int kBlocks = Config::kOutTile / (4 * kAtOnce);  // of channels
+  static constexpr int kLoads = kRows * kBlocks * kTurns;
+  static constexpr int kBatch = kTurns < 3 ? 4 : kTurns;  // on their way at once: whole images
+  // Ends: an image has as many lanes as a vector outputs.
+  static constexpr int kImages = Config::kOutTile * kRows;
+  static constexpr int kEndTurns = (kImages * kVector + 127) / 128;
+
+  // What a consumer has of a tile: a part of a line of positions. And what a lane has of that, found once.
   struct Rows {
-    Target to;
-    int items[Config::kSlabs];
+    bool exists;
+    int d, h;                             // of the first outputs
+    int bytes;                            // of its part of a row
+    unsigned before;                      // bytes from the row of the first column to some multiple of 16
+    unsigned char* vector;                // 15 bytes behind the lane's part of the first row
+    int least;                            // which must be so far from a multiple of 16 to have a vector
+    unsigned char* end_start[kEndTurns];  // rows whose ends the lane stores
   };
-
-  // The first column of a phase of a row: `field` is the row's first phase.
-  static __device__ constexpr int column_of(int field, int phase) {
-    for (int i = 0; i < Config::kFields; ++i) {
-      const bool same = Config::kField(i, 0) == Config::kField(field, 0) &&
-                        Config::kField(i, 1) == Config::kField(field, 1);
-      if (same && Config::kField(i, 2) == phase) return i * Config::kOutTile;
+  static __device__ __forceinline__ Rows rows(const Args& args, const Place& at, const Slab& first,
+                                              const Writer& me) {
+    const auto to = Stores::target(args, at, first, at.first_plane, 0);
+    const int left = (args.tile.w - first.first) * kPhases, inside = args.output.w - to.w;
+    const int some = left < kPiece ? left : kPiece;
+    auto* start = reinterpret_cast<unsigned char*>(static_cast<Scalar*>(args.y) + to.start);
+    Rows rows;
+    rows.exists = to.exists && inside > 0;
+    rows.d = to.d;
+    rows.h = to.h;
+    rows.bytes = (some < inside ? some : inside) * kItem;
+    rows.before = 0u - low(start + Accumulators::first_column(me.lane) * channel_bytes(args));
+    rows.vector =
+        start + (me.warp * kAtOnce + me.lane / kLanes) * channel_bytes(args) + me.lane % kLanes * 16 + 15;
+    rows.least = me.lane % kLanes * 16 + 31 - rows.bytes;
+    ptx::pin(rows.before);
+    ptx::pin(rows.vector);
+#pragma unroll
+    for (int i = 0; i < kEndTurns; ++i) {
+      const int image = end_image(me, i), row = image / Config::kOutTile;
+      rows.end_start[i] =
+          start + (image - row * Config::kOutTile) * channel_bytes(args) + row * row_bytes(args);
+      ptx::pin(rows.end_start[i]);
     }
-    return -1;
+    return rows;
   }
 
+  // A plane of positions, so many after the first.
   static __device__ __forceinline__ void store(const Args& args, const Place& at, Writer& me,
-                                               const Sums& sums, const Slab (&slabs)[Config::kSlabs],
-                                               int plane) {
-    Rows rows;
-    rows.to = Stores::target(args, at, slabs[0], plane, 0);
-    if (!rows.to.exists) return;
-#pragma unroll
-    for (int m = 0; m < Config::kSlabs; ++m) rows.items[m] = args.output.w - slabs[m].first * kPhases;
+                                               const Sums& sums, const Rows& rows, int plane) {
+    if (!rows.exists) return;
+    const int d = rows.d + plane * Config::kStrideD;
     static_for<Config::kGroupsPerTile>([&](auto group) {
       constexpr int kGroup = decltype(group)::value;
       static_for<Config::kFields>([&](auto field) {
         constexpr int kField = decltype(field)::value;
         constexpr bool kFirst = Config::kField(kField, 1) == 0 && Config::kField(kField, 2) == 0;
         if constexpr (kFirst && Accumulators::complete(kField)) {
-          if (Stores::deep(args, at, rows.to.d + Config::kField(kField, 0))) {
-            store_rows<kGroup, kField>(args, at, me, sums, rows);
+          if (Stores::deep(args, at, d + Config::kField(kField, 0))) {
+            const long long further =
+                plane * (Config::kStrideD * args.y_stride.d) + Stores::field_start(args, kGroup, kField);
+            store_plane<kGroup, kField>(args, at, me, sums, rows, further * kItem);
           }
         }
       });
     });
   }
 
-  // Before the block ends.
-  static __device__ __forceinline__ void finish(int lane) {
-    if (lane == 0) ptx::bulk_wait_read<0>();
+ private:
+  static __device__ __forceinline__ long long channel_bytes(const Args& args) {
+    return args.y_stride.c * kItem;
+  }
+  static __device__ __forceinline__ long long row_bytes(const Args& args) { return args.y_stride.h * kItem; }
+  static __device__ __forceinline__ unsigned low(const unsigned char* address) {
+    return static_cast<unsigned>(reinterpret_cast<unsigned long long>(address));
   }
 
-  // The rows of a plane, of all channels: kField is the first phase of the first row.
+  // The rows of a plane of outputs, of all channels, so many bytes after the first of the tile: kField is the
+  // first phase of the first row.
   template <int kGroup, int kField>
-  static __device__ __forceinline__ void store_rows(const Args& args, const Place& at, Writer& me,
-                                                    const Sums& sums, const Rows& rows) {
-    unsigned char* buffer = me.buffers + me.buffer * Shared::kBufferBytes;
-    Scalar* run = static_cast<Scalar*>(args.y) + Stores::field_start(args, kGroup, kField) + rows.to.start;
-    const int left = args.output.h - rows.to.h, count = left < Config::kImageRows ? left : Config::kImageRows;
-    if (me.lane == 0) ptx::bulk_wait_read<Config::kBuffers - 1>();  // what was in it last
-    ptx::warpgroup_sync(1 + me.consumer);
-    static_for<Config::kImageRows * Config::kSlabs>([&](auto i) {
-      constexpr int kRow = decltype(i)::value / Config::kSlabs, kSlab = decltype(i)::value % Config::kSlabs;
-      if (kRow < count)
-        write<kGroup, row_further(kField, kRow), kSlab, kRow>(args, me, sums, rows, buffer, run);
+  static __device__ __forceinline__ void store_plane(const Args& args, const Place& at, Writer& me,
+                                                     const Sums& sums, const Rows& rows, long long further) {
+    static_assert(Config::kBuffers == 2, "one is read, one written");
+    static_assert(kVectors >= 16 && Config::kOutTile % (4 * kAtOnce) == 0, "lanes have a part of an image");
+    unsigned char* images = me.buffers + me.buffer * Shared::kBufferBytes;
+    me.buffer ^= 1;
+    static_for<kRows>([&](auto row) {
+      constexpr int kRow = decltype(row)::value;
+      write<kGroup, row_further(kField, kRow), kRow>(args, me, sums, rows, images, further);
     });
-    ptx::fence_async_proxy();
     ptx::warpgroup_sync(1 + me.consumer);
-    copy(args, at, me, run, buffer, count * args.output.w * kItem);
-    me.buffer = me.buffer == Config::kBuffers - 1 ? 0 : me.buffer + 1;
+    const int channels = Config::kOut % Config::kOutTile == 0 ? 0 : Config::kOut - at.first_out();
+    store_vectors(args, me, rows, images, further, channels);
+    store_ends(args, me, rows, images, further, channels);
   }
   // The first phase of the row so many further on in the same plane.
   static __device__ constexpr int row_further(int field, int rows) {
+    return field_of(Config::kField(field, 0), Config::kField(field, 1) + rows, 0);
+  }
+  static __device__ constexpr int field_of(int d, int h, int w) {
     for (int i = 0; i < Config::kFields; ++i) {
-      if (Config::kField(i, 0) == Config::kField(field, 0) && Config::kField(i, 2) == 0 &&
-          Config::kField(i, 1) == Config::kField(field, 1) + rows)
-        return i;
+      if (Config::kField(i, 0) == d && Config::kField(i, 1) == h && Config::kField(i, 2) == w) return i;
     }
     return -1;
   }
 
-  // How far from a multiple of 16 bytes the run begins in a channel.
-  static __device__ __forceinline__ int begin(const Args& args, const Scalar* run, int channel) {
-    const auto address = static_cast<unsigned>(reinterpret_cast<unsigned long long>(run));
-    return static_cast<int>((address + channel * static_cast<unsigned>(args.y_stride.c) * kItem) % 16);
-  }
-
-  // A lane's sums of one row and slab.
-  template <int kGroup, int kField, int kSlab, int kRow>
+  // A lane's sums of one row: kField is its first phase.
+  template <int kGroup, int kField, int kRow>
   static __device__ __forceinline__ void write(const Args& args, const Writer& me, const Sums& sums,
-                                               const Rows& rows, unsigned char* buffer, const Scalar* run) {
-    constexpr int kFirst = kGroup * Layout::kGroupColumns / 2;
-    const bool turned = kTurned && me.lane % 2 != 0;
-    const int first = (16 * me.warp + me.lane / 4) * kPhases;  // of the slab's outputs
-    const int left = rows.items[kSlab] - first, turn = turned ? 1 : 0;
-    buffer += (kRow * args.output.w + kSlab * 64 * kPhases + first + turn) * kItem +
-              Accumulators::first_column(me.lane) * Shared::kImagePitch;
-#pragma unroll
-    for (int i = 0; i < Config::kOutTile / 4; ++i) {
-      const int j = i / 2, e = i % 2, channel = 8 * j + Accumulators::first_column(me.lane) + e;
-      auto* image =
-          reinterpret_cast<Scalar*>(buffer + (8 * j + e) * Shared::kImagePitch + begin(args, run, channel));
-      Scalar* other = image + (turned ? -1 : 1);  // of two phases the second
-      static_for<2 * kPhases>([&](auto output) {
-        constexpr int kHalf = decltype(output)::value / kPhases, kPhase = decltype(output)::value % kPhases;
-        constexpr int kOwn = column_of(kField, kPhase), kOther = column_of(kField, kTurned ? 1 - kPhase : 0);
-        const int sum = kFirst + 4 * j + 2 * kHalf + e, place = 8 * kHalf * kPhases;
-        const float value = turned ? sums[kSlab][sum + kOther / 2] : sums[kSlab][sum + kOwn / 2];
-        if (place + (turned ? 1 - kPhase : kPhase) < left) {
-          (kTurned && kPhase ? other : image + (kTurned ? 0 : kPhase))[place] = Narrow<Scalar>::from(value);
-        }
+                                               const Rows& rows, unsigned char* images, long long further) {
+    constexpr int kFirst = kGroup * HaloLayout<Config>::kGroupColumns / 2;
+    unsigned char* own = images + Accumulators::first_column(me.lane) * Shared::kImagePitch +
+                         (16 * me.warp + me.lane / 4) * kPhases * kItem;
+    static_for<Config::kOutTile / 4>([&](auto i) {
+      constexpr int kNext = decltype(i)::value / 2 * 8 + decltype(i)::value % 2;  // channels further
+      constexpr int kSum = kFirst + decltype(i)::value / 2 * 4 + decltype(i)::value % 2;
+      constexpr int kStart = kNext * Shared::kImagePitch + kRow * Shared::kRowPitch + 16;
+      const unsigned before =
+          rows.before - static_cast<unsigned>(further + kRow * row_bytes(args) + kNext * channel_bytes(args));
+      unsigned char* image = own - (before & (16 - kTogether * kItem));
+      static_for<Config::kSlabs * 2 * kPhases / kTogether>([&](auto o) {
+        constexpr int kPhase = decltype(o)::value * kTogether % kPhases;
+        constexpr int kHalf = decltype(o)::value * kTogether / kPhases % 2;
+        constexpr int kSlab = decltype(o)::value * kTogether / kPhases / 2;
+        constexpr int kPlace = (64 * kSlab + 8 * kHalf) * kPhases + kPhase;
+        write_together<kField, kPhase>(image + (kStart + kPlace * kItem), &sums[kSlab][kSum + 2 * kHalf]);
       });
-    }
+    });
   }
-
-  // From the buffer to memory.
-  static __device__ __forceinline__ void copy(const Args& args, const Place& at, const Writer& me,
-                                              Scalar* run, const unsigned char* images, int bytes) {
-    const int out = Config::kOut % Config::kOutTile == 0 ? Config::kOutTile : Config::kOut - at.first_out();
-    const int channels = out < Config::kOutTile ? out : Config::kOutTile;
-    if (me.lane == 0) {
-      copy_vectors(args, me.warp, channels, run, ptx::shared_address(images), bytes);
-      ptx::bulk_commit();
-    }
-    store_ends(args, 32 * me.warp + me.lane, channels, run, images, bytes);
-  }
-
-  // The same place of the run in a channel.
-  static __device__ __forceinline__ unsigned char* in_channel(const Args& args, Scalar* run, int channel) {
-    return reinterpret_cast<unsigned char*>(Stores::further(args, run, channel));
-  }
-
-  static __device__ __forceinline__ void copy_vectors(const Args& args, int warp, int channels, Scalar* run,
-                                                      unsigned images, int bytes) {
-#pragma unroll
-    for (int i = 0; i < Config::kOutTile; i += 4) {
-      const int channel = i + warp, start = begin(args, run, channel);
-      const int first = start == 0 ? 0 : 16, end = (start + bytes) / 16 * 16;
-      if (channel < channels && first < end) {
-        ptx::bulk_store(in_channel(args, run, channel) - start + first,
-                        images + channel * Shared::kImagePitch + first, end - first);
+  template <int kField, int kPhase>
+  static __device__ __forceinline__ void write_together(unsigned char* to, const float* sums) {
+    constexpr int kOwn = field_of(Config::kField(kField, 0), Config::kField(kField, 1), kPhase);
+    const float first = sums[kOwn * Config::kOutTile / 2];
+    if constexpr (kTogether == 1) {
+      *reinterpret_cast<Scalar*>(to) = Narrow<Scalar>::from(first);
+    } else {
+      constexpr int kNext = field_of(Config::kField(kField, 0), Config::kField(kField, 1), kPhase + 1);
+      const float second = sums[kNext * Config::kOutTile / 2];
+      if constexpr (kItem == 2) {
+        *reinterpret_cast<unsigned*>(to) = Narrow<Scalar>::two(first, second);
+      } else {
+        *reinterpret_cast<Vector<float, 2>*>(to) = Vector<float, 2>{first, second};
       }
     }
   }
 
-  // The outputs that whole vectors leave.
-  static __device__ __forceinline__ void store_ends(const Args& args, int thread, int channels, Scalar* run,
-                                                    const unsigned char* images, int bytes) {
+  // A vector as the tensor has it, out of one of an image. `after`: the word behind it; `start`: of the row.
+  static __device__ __forceinline__ uint4 moved_back(uint4 w, unsigned after, unsigned start) {
+    const unsigned bits = 8 * (start & kItem);
+    return make_uint4(ptx::shifted(w.x, w.y, bits), ptx::shifted(w.y, w.z, bits),
+                      ptx::shifted(w.z, w.w, bits), ptx::shifted(w.w, after, bits));
+  }
+  static __device__ __forceinline__ void store_vectors(const Args& args, const Writer& me, const Rows& rows,
+                                                       const unsigned char* images, long long further,
+                                                       int channels) {
+    const int first = me.warp * kAtOnce + me.lane / kLanes, place = me.lane % kLanes;
+    const unsigned char* from = images + first * Shared::kImagePitch + place * 16 + 16;
 #pragma unroll
-    for (int i = 0; i < Config::kOutTile * 2 * kVector; i += 128) {
-      const int channel = (i + thread) / (2 * kVector), place = thread % (2 * kVector);
-      const int start = begin(args, run, channel), first = start == 0 ? 0 : 16, end = start + bytes;
-      const bool head = place < kVector;
-      const int byte = head ? place * kItem : end / 16 * 16 + (place - kVector) * kItem;
-      const bool left = head ? byte >= start && byte < first : byte >= first;
-      if (channel < channels && left && byte < end) {
-        *reinterpret_cast<Scalar*>(in_channel(args, run, channel) - start + byte) =
-            *reinterpret_cast<const Scalar*>(images + channel * Shared::kImagePitch + byte);
+    for (int done = 0; done < kLoads; done += kBatch) {
+      uint4 vectors[kBatch];
+#pragma unroll
+      for (int i = done; i < done + kBatch && i < kLoads; ++i) {
+        const int turn = i % kTurns, block = i / kTurns % kBlocks, row = i / kTurns / kBlocks;
+        vectors[i - done] = *reinterpret_cast<const uint4*>(
+            from + row * Shared::kRowPitch + turn * kLanes * 16 + block * 4 * kAtOnce * Shared::kImagePitch);
+      }
+#pragma unroll
+      for (int i = done; i < done + kBatch && i < kLoads; ++i) {
+        const int turn = i % kTurns, block = i / kTurns % kBlocks, row = i / kTurns / kBlocks;
+        unsigned char* behind =
+            rows.vector + (further + row * row_bytes(args) + block * 4 * kAtOnce * channel_bytes(args));
+        const int beside = static_cast<int>(low(behind) % 16);
+        const bool whole = beside >= rows.least + turn * kLanes * 16 && row < args.output.h - rows.h;
+        const bool exists = whole && (channels == 0 || first + block * 4 * kAtOnce < channels);
+        uint4 vector = vectors[i - done];
+        if constexpr (kTogether == 2) {
+          // The next lane's first word; after the last lane's vector comes the first lane's of the next turn.
+          const bool wraps = turn + 1 < kTurns && place == 0;
+          const unsigned word = wraps ? vectors[(i - done + 1) % kBatch].x : vector.x;
+          const unsigned after = __shfl_sync(0xFFFFFFFFu, word, (me.lane + 1) % kLanes, kLanes);
+          vector = moved_back(vector, after, low(behind) + 1);
+        }
+        ptx::store_global_if(exists, behind - beside + turn * kLanes * 16, vector);
+      }
+    }
+  }
+
+  // The outputs that whole vectors leave: some at the beginning of a row, some at its end; mostly not more
+  // than a vector has.
+  static __device__ __forceinline__ int end_image(const Writer& me, int turn) {
+    return (turn * 128 + 32 * me.warp + me.lane) / kVector;
+  }
+  static __device__ __forceinline__ void store_ends(const Args& args, const Writer& me, const Rows& rows,
+                                                    const unsigned char* images, long long further,
+                                                    int channels) {
+#pragma unroll
+    for (int i = 0; i < kEndTurns; ++i) {
+      const int image = end_image(me, i), row = image / Config::kOutTile;
+      const int channel = image - row * Config::kOutTile;
+      unsigned char* start = rows.end_start[i] + further;
+      const int before = static_cast<int>(0u - low(start)) & 15;  // the first vector
+      const int head = before < rows.bytes ? before : rows.bytes;
+      const int ends = head + ((rows.bytes - head) & 15);
+      const int moved = kTogether == 2 ? before & kItem : 0;
+      const unsigned char* from =
+          images + channel * Shared::kImagePitch + row * Shared::kRowPitch + 16 + moved - before;
+      const bool exists = row < kRows && row < args.output.h - rows.h;
+      if (!exists || (channels != 0 && channel >= channels)) continue;
+#pragma unroll 1
+      for (int byte = me.lane % kVector * kItem; byte < ends; byte += 16) {
+        const int place = byte < head ? byte : byte + rows.bytes - ends;
+        store_vector(reinterpret_cast<Scalar*>(start + place),
+                     load_vector<1>(reinterpret_cast<const Scalar*>(from + place)));
       }
     }
   }

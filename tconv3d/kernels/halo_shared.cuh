@@ -38,12 +38,12 @@ struct HaloShared {
   // A warp's sums pass through scratch on their way to contiguous lines: 32 outputs of 8 channels, or 16 of
   // 16.
   static constexpr int kScratch = 256;  // floats of a warp
-  // Or (kBuffers > 0) the sums of a plane's rows lie in a buffer as they will in memory (halo_images.cuh),
-  // channel by channel, each with 16 bytes to spare for where it begins. The pitch spreads the stores of a
-  // warp over the banks.
-  static constexpr int kImageBytes = Config::kImageRows * Config::kSlabs * 64 * Config::kStrideW *
-                                     static_cast<int>(sizeof(typename Config::Scalar));
-  static constexpr int kImagePitch = (kImageBytes + 63) / 64 * 64 + 16;
+  // Or (kBuffers > 0) the sums of a plane's rows lie in a buffer nearly as they will in memory
+  // (halo_images.cuh), channel by channel and row by row, each with 32 bytes to spare for where it begins and
+  // ends. The pitch spreads the stores of a warp over the banks.
+  static constexpr int kRowPitch =
+      Config::kSlabs * 64 * Config::kStrideW * static_cast<int>(sizeof(typename Config::Scalar)) + 32;
+  static constexpr int kImagePitch = (Config::kImageRows * kRowPitch + 63) / 64 * 64 + 16;
   static constexpr int kBufferBytes = Config::kOutTile * kImagePitch;
   static constexpr int kScratchBytes = Config::kBuffers > 0 ? Config::kBuffers * kBufferBytes
                                        : Config::kOutputUnitC || Config::kLines

@@ -89,18 +89,25 @@ struct HaloStores {
     }
   }
 
-  // One field of one position: a lane's channels.
+  // One field of one position, whose phase 0 lies at `y`: a lane's channels.
   static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
-                                                     int lane, int group, int field, const float* sums) {
-    if (!(deep(args, at, to.d + Config::kField(field, 0)) && flat(args, to, field))) return;
+                                                     int lane, int group, int field, const float* sums,
+                                                     Scalar* y) {
+    const bool exists = deep(args, at, to.d + Config::kField(field, 0)) && flat(args, to, field);
     const int out = at.first_out() + Accumulators::first_column(lane);
-    Scalar* y = static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) +
-                Accumulators::first_column(lane);
+    y += field_start(args, group, field);
 #pragma unroll
     for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8) {
-      if (Config::kOut % Config::kOutTile && out + 8 * j >= Config::kOut) break;
-      const bool both = Config::kOut % 2 == 0 || out + 8 * j + 1 < Config::kOut;
-      store_pair(y, sums[4 * j], sums[4 * j + 1], both);
+      const bool own = exists && (Config::kOut % Config::kOutTile == 0 || out + 8 * j < Config::kOut);
+      if constexpr (!Config::kAlignedPairs) {
+        const bool both = Config::kOut % 2 == 0 || out + 8 * j + 1 < Config::kOut;
+        if (own) store_pair(y, sums[4 * j], sums[4 * j + 1], both);
+      } else if constexpr (sizeof(Scalar) == 2) {
+        ptx::store_global_if(own, y, Narrow<Scalar>::two(sums[4 * j], sums[4 * j + 1]));
+      } else {
+        ptx::store_global_if(
+            own, y, make_uint2(ptx::float_to_bits(sums[4 * j]), ptx::float_to_bits(sums[4 * j + 1])));
+      }
     }
   }
 
@@ -113,6 +120,8 @@ struct HaloStores {
       static_for<2>([&](auto half) {
         constexpr int kHalf = decltype(half)::value;
         const Target to = target(args, at, slabs[kSlab], plane, 16 * warp + 8 * kHalf + lane / 4);
+        Scalar* y = static_cast<Scalar*>(args.y) + to.start + Accumulators::first_column(lane);
+        ptx::pin(y);  // else the compiler begins at args.y for every store
         static_for<Config::kGroupsPerTile>([&](auto group) {
           constexpr int kGroup = decltype(group)::value;
           constexpr int kFirst = kGroup * Layout::kGroupColumns / 2 + 2 * kHalf;
@@ -120,7 +129,7 @@ struct HaloStores {
             constexpr int kField = decltype(field)::value;
             if constexpr (Accumulators::complete(kField)) {
               store_field(args, at, to, lane, kGroup, kField,
-                          &sums[kSlab][kFirst + kField * Config::kOutTile / 2]);
+                          &sums[kSlab][kFirst + kField * Config::kOutTile / 2], y);
             }
           });
         });

@@ -84,6 +84,13 @@ __device__ __forceinline__ void store_shared(unsigned address, uint4 value) {
                : "memory");
 }
 
+// A word without its first bits, so many (at most 32), but with as many of the word after it.
+__device__ __forceinline__ unsigned shifted(unsigned word, unsigned after, unsigned bits) {
+  unsigned result;
+  asm("shf.r.clamp.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(word), "r"(after), "r"(bits));
+  return result;
+}
+
 // Four 8x8 matrices of 16-bit items, transposed: lane 4*c + q has items 2*q and 2*q + 1 of column c, of
 // matrix m in word m; row r of it is written to the (16-byte) address that lane 8*m + r gives.
 __device__ __forceinline__ void store_transposed(unsigned address, uint4 words) {
@@ -111,6 +118,33 @@ __device__ __forceinline__ void store_global(void* address, unsigned value) {
 }
 __device__ __forceinline__ void store_global(void* address, unsigned short value) {
   asm volatile("st.global.b16 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "h"(value));
+}
+
+// Without a branch.
+__device__ __forceinline__ void store_global_if(bool condition, void* address, uint4 value) {
+  asm volatile(
+      "{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %5, 0;\n"
+      "@condition st.global.v4.b32 [%0], {%1, %2, %3, %4}; }"
+      :
+      : "l"(__cvta_generic_to_global(address)), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w),
+        "r"(condition ? 1u : 0u));
+}
+__device__ __forceinline__ void store_global_if(bool condition, void* address, uint2 value) {
+  asm volatile(
+      "{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %3, 0;\n"
+      "@condition st.global.v2.b32 [%0], {%1, %2}; }"
+      :
+      : "l"(__cvta_generic_to_global(address)), "r"(value.x), "r"(value.y), "r"(condition ? 1u : 0u));
+}
+__device__ __forceinline__ void store_global_if(bool condition, void* address, unsigned value) {
+  asm volatile(
+      "{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %2, 0;\n"
+      "@condition st.global.b32 [%0], %1; }"
+      :
+      : "l"(__cvta_generic_to_global(address)), "r"(value), "r"(condition ? 1u : 0u));
 }
 
 // ---- The same, and loads, of what is not needed again soon: it leaves the caches before anything else does.
@@ -278,21 +312,6 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
-}
-
-// The same from shared to global memory. Copies of a thread are told apart by groups: what a waiter has
-// waited for has been read, so that its place can be written again. A thread waits for all its copies before
-// it ends.
-__device__ __forceinline__ void bulk_store(void* to, unsigned from, unsigned bytes) {
-  asm volatile(
-      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
-      "r"(from), "r"(bytes)
-      : "memory");
-}
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // The 128 threads of a warpgroup meet: what they wrote before is visible after. `which`: 1 to 15.

@@ -93,6 +93,9 @@ struct EmulatedFragments {
   std::uint32_t b[32][32][2];
 };
 
+inline unsigned shifted(unsigned word, unsigned after, unsigned bits) {
+  return static_cast<unsigned>((static_cast<unsigned long long>(after) << 32 | word) >> bits);
+}
 inline void store_transposed(unsigned address, uint4 words) {
   if (address % 16u) emulator::fail("a row of a matrix stored to shared memory at %u", address);
   auto& table = emulator::block_state<EmulatedFragments>();
@@ -113,6 +116,11 @@ inline void store_global(void* address, Vector value) {
     emulator::fail("a store of %zu bytes at %p", sizeof value, address);
   }
   std::memcpy(address, &value, sizeof value);
+}
+
+template <class Vector>
+inline void store_global_if(bool condition, void* address, Vector value) {
+  if (condition) store_global(address, value);
 }
 
 template <class Vector>
@@ -218,43 +226,6 @@ inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned ad
   EmulatedBarrier& barrier = emulated_barrier(address);
   barrier.bytes -= static_cast<std::int32_t>(bytes);
   complete_phase_if_done(barrier);
-}
-
-// Copies to global memory that a thread has issued, oldest first: done as late as they may be. What is
-// overwritten too early, or never waited for, gives wrong results.
-struct EmulatedBulkStores {
-  struct Copy {
-    void* to;
-    const void* from;
-    unsigned bytes;
-  };
-  Copy queue[256];
-  unsigned size = 0, committed[16], groups = 0;
-};
-inline void bulk_store(void* to, unsigned from, unsigned bytes) {
-  if (from % 16u || bytes % 16u || bytes == 0 || reinterpret_cast<std::uintptr_t>(to) % 16u)
-    emulator::fail("a bulk copy of %u bytes from %u: all must be multiples of 16", bytes, from);
-  auto& stores = emulator::thread_state<EmulatedBulkStores>();
-  if (stores.size == 256) emulator::fail("too many bulk copies of one thread");
-  stores.queue[stores.size++] = {to, emulator::shared_pointer(from), bytes};
-}
-inline void bulk_commit() {
-  auto& stores = emulator::thread_state<EmulatedBulkStores>();
-  if (stores.groups == 16) emulator::fail("more than 16 groups of bulk copies at once");
-  stores.committed[stores.groups++] = stores.size;
-}
-template <int kPending>
-inline void bulk_wait_read() {
-  auto& stores = emulator::thread_state<EmulatedBulkStores>();
-  if (stores.groups <= kPending) return;
-  const unsigned finished = stores.groups - kPending, end = stores.committed[finished - 1];
-  for (unsigned i = 0; i < end; ++i)
-    std::memcpy(stores.queue[i].to, stores.queue[i].from, stores.queue[i].bytes);
-  for (unsigned i = end; i < stores.size; ++i) stores.queue[i - end] = stores.queue[i];
-  stores.size -= end;
-  for (unsigned i = finished; i < stores.groups; ++i)
-    stores.committed[i - finished] = stores.committed[i] - end;
-  stores.groups -= finished;
 }
 
 struct EmulatedMeetings {
