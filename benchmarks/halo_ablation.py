@@ -36,7 +36,7 @@ UNSTORED = "if (args.batch > 0) {\n} else if constexpr (Config::kOutputUnitC) {\
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "loads": (  # from global memory
         ("exists ? Positions::parts_of(from) : 0", "exists && args.batch < 0 ? Positions::parts_of(from) : 0"),
-        ("return exists ? __ldg(", "return exists && address == nullptr ? __ldg("),
+        ("return exists ? ptx::load_calling(", "return exists && address == nullptr ? ptx::load_calling("),
         ("inside ? count : 0", "inside && args.batch < 0 ? count : 0"),
         ("const bool there = bytes > 0 &&", "const bool there = args.batch < 0 &&"),
     ),

@@ -236,7 +236,9 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
-    return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3)))  # three are enough
+    # Three stages are enough. Chunks of two steps help contiguous floats alone (measured).
+    larger = -1 if layer.item_bytes == 4 and not layer.channels_last else 1
+    return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3), larger * tile.chunk))
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

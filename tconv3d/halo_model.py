@@ -57,6 +57,8 @@ COSTS = Costs()
 UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
 MAX_ROWS_BYTES = 2**29  # that may be allocated to write what is read as rows
 COPY_BYTES = 512  # of a copy by a warp
+NARROW = 64  # columns of a matrix instruction up to which shared memory binds it, and what else passes through that
+SHARED_BYTES = 128  # of shared memory, per cycle
 
 
 def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> float:
@@ -154,6 +156,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
     if build.lines:
         loaded = _line_bytes(build, tiling) * planes
+    rounded_in_place = build.copied and build.item_bytes == 4 and not job.rows
     p, found = costs.overlap, []
     for kind in build.kinds:
         panels = kind.panels * rounds * planes
@@ -164,6 +167,8 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
             multiply += build.line_turns * build.stages_filled * planes * rounds * costs.turn
         else:
             multiply += panels * (costs.panel if build.resident else costs.streamed)
+        if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
+            multiply += 2 * loaded / SHARED_BYTES
         streamed = 0 if build.resident else kind.panel_bytes * rounds * planes
         cache = (loaded + streamed) / costs.cache_bytes
         found.append((load**p + (multiply + store) ** p + cache**p) ** (1 / p))

@@ -31,6 +31,7 @@ REGISTERS = (40, 232)  # of producers and consumers
 
 STEP_COLUMN = 0.5  # cycles of a matrix instruction, per column
 AS_GOOD = 1.015
+UNEVEN = 1.3  # channels-last: columns that are no power of two, times as many that are (measured)
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ def cycles(tiling: Tiling, tiles: int, device: Device, weight: str) -> float:
     moved = tiles * bytes_of_tile * (g.in_channels + g.out_channels * g.taps)
     memory = moved / (costs.memory_bytes * device.multiprocessors)
     if tiling.last:  # what loads weights has nothing else to do
-        return costs.overhead + waves * weights + max(waves * walk, memory)
+        uneven = UNEVEN if tiling.columns & (tiling.columns - 1) else 1.0
+        return costs.overhead + uneven * waves * weights + max(uneven * waves * walk, memory)
     return costs.overhead + max(waves * (weights + walk), memory)
 
 

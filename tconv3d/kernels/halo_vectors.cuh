@@ -156,7 +156,7 @@ struct BatchTransposed {
     return lane & 2 ? make_uint4(near.z, near.w, near.x, near.y) : near;
   }
   static __device__ __forceinline__ uint4 load_16_bytes(const unsigned char* address, bool exists) {
-    return exists ? __ldg(reinterpret_cast<const uint4*>(address)) : make_uint4(0, 0, 0, 0);
+    return exists ? ptx::load_calling(address) : make_uint4(0, 0, 0, 0);
   }
 };
 

@@ -548,6 +548,15 @@ __device__ __forceinline__ void call_into_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// 16 bytes of what the kernel does not write, whose neighbours are read soon: 256 bytes are called into L2.
+__device__ __forceinline__ uint4 load_calling(const void* address) {
+  uint4 value;
+  asm volatile("ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(__cvta_generic_to_global(address)));
+  return value;
+}
+
 // ---- The asynchronous copy (sm_80): 1, 2 or 4 words from global to shared memory past the registers.
 
 // `from` must be a valid address even when not `inside`: then zeros are written.

@@ -463,6 +463,7 @@ inline void keep(float&) {}
 
 // Reads the address, so that sanitizers see it: a hint may not leave its tensor either.
 inline void call_into_l2(const void* address) { (void)*static_cast<const volatile char*>(address); }
+inline uint4 load_calling(const void* address) { return *static_cast<const uint4*>(address); }
 
 template <int kWords>
 inline void copy_words(void* to, const void* from, bool inside) {
