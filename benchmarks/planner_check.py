@@ -2,6 +2,11 @@
 
     python benchmarks/planner_check.py --layers 20 --seed 0 --json planner.json
 
+Planning and compiling take longer than measuring and need no GPU: they can come first, elsewhere, with one cache.
+
+    python benchmarks/planner_check.py --layers 20 --seed 0 --prepare plans.pickle
+    python benchmarks/planner_check.py --prepared plans.pickle --json planner.json
+
 For every layer that the halo kernel runs, the planner's build and the others within twice the model's best time (the
 best of them, if there are many) are checked against each other and timed with a cold L2. The planner passes if its
 choice is within 10% of the fastest for at least 9 of 10.
@@ -13,6 +18,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -32,6 +38,7 @@ from tconv3d.bench.precision import DTYPES, LAYOUTS, in_layout, precision
 from tconv3d.bench.results import describe_machine
 from tconv3d.clock import Clock
 from tconv3d.explain import call_of, problems_of
+from tconv3d.gpus import DEFAULT_GPU, GPUS
 from tconv3d.halo_planner import HaloPlan
 from tconv3d.problem import Device, Pass, Problem
 from tconv3d.tune import Trial, compile_all, contenders, measure
@@ -141,17 +148,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=12, help="builds beside the planner's; default 12")
     parser.add_argument("--budget", type=float, default=0.02, metavar="S", help="seconds for one timing")
     parser.add_argument("--processes", type=int, default=12, help="that plan and compile")
+    parser.add_argument("--prepare", type=Path, metavar="FILE", help="only plan and compile, without a GPU")
+    parser.add_argument("--prepared", type=Path, metavar="FILE", help="measure what was planned before")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
+    settings = {key: value for key, value in vars(options).items() if not (value is None or isinstance(value, Path))}
+    if options.prepare is not None:
+        options.prepare.write_bytes(pickle.dumps((settings, prepare_all(options, GPUS[DEFAULT_GPU].device))))
+        return 0
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         parser.error("builds are timed on a GPU of compute capability 9.0, and none is visible")
     like = torch.empty(0, dtype=DTYPES[options.dtype], device="cuda")
     clock, rows = Clock(options.budget), []
-    for work in prepare_all(options, executor.device_of(like)):
+    if options.prepared is not None:
+        settings, prepared = pickle.loads(options.prepared.read_bytes())
+    else:
+        prepared = prepare_all(options, executor.device_of(like))
+    for work in prepared:
         rows.append(Row(work.layer, work.problem.which.value, measure(work.problem, work.plans, like, clock)))
         torch.cuda.empty_cache()
         if options.json is not None:
-            settings = {key: value for key, value in vars(options).items() if key != "json"}
             found = {"machine": describe_machine(), "settings": settings, **summary(rows)}
             options.json.write_text(json.dumps(found, indent=1) + "\n")
     show(rows, Console())

@@ -78,7 +78,8 @@ def call_of(plan: Plan, x: Tensor, dy: Tensor, dw: Tensor) -> Callable[[], None]
 def candidates(problem: Problem, tilings: int, boxes: int) -> Iterator[planner.Buffers]:
     """What the planner takes, then other tilings, then other boxes of the first."""
     device, layer = executor.device_of(torch.empty(0, device="cuda")), planner._layer(problem)
-    first, found = planner.tiling_of(layer, device), planner.tilings(layer, device, 40)
+    first = planner.tiling_of(layer, device, problem.batch, problem.input_size)
+    found = planner.tilings(layer, device, 40)
     assert first is not None, "the planner refuses the problem"
     kinds = {(t.depth, len(t.pieces), t.columns, t.row_tiles, t.share): t for t in reversed(found)}
     for tiling in dict.fromkeys([first, *sorted(kinds.values(), key=found.index)][: tilings + 1]):

@@ -33,6 +33,7 @@ REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 PRODUCER_REGISTERS = 64  # what loaders have use for; consumers get the rest
 STORE_CYCLES = 14  # of an accumulator, from the last product to the next
+MANY_REGISTERS = 104  # the same where they have twice as many items on their way
 COPYING_REGISTERS = 40  # what loaders have use for that copy past registers
 STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
 STRICT_PRODUCER_REGISTERS = 88
@@ -105,6 +106,7 @@ class Build:
     rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
     buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
     lines: bool = False  # whether stages hold lines as they are in memory (kernels/halo_lines.cuh)
+    portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -167,6 +169,15 @@ class Build:
     @property
     def item_bytes(self) -> int:
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def written_bytes(self) -> int:
+        """Of an output as the kernel writes it."""
+        return 4 if self.portioned else self.item_bytes
+
+    @property
+    def can_be_portioned(self) -> bool:
+        return not (self.march or self.resident or self.buffers or self.lines) and self.chunks > 1
 
     @property
     def halves(self) -> int:
@@ -279,11 +290,18 @@ class Build:
 
     @cached_property
     def shares(self) -> int:
-        """Batches of a loader for all channels of a chunk: it has 16 items of a position in flight."""
+        """Batches of a loader for all channels of a chunk."""
         if self.copied:
             return 1
-        in_flight = max(1, 16 * self.item_bytes // 16 // self.program.parts)
+        in_flight = max(1, self.in_flight * self.item_bytes // 16 // self.program.parts)
         return max(1, self.part_bytes // 16 // in_flight)
+
+    @property
+    def in_flight(self) -> int:
+        """Items of a position that a loader's lane asks for at a time: two batches of them fill its registers. Few
+        loaders have more registers each, and ask for more."""
+        few = self.producers == 1 and self.item_bytes == 4
+        return 32 if few and not (self.march or self.copied or self.strict) else 16
 
     @property
     def loaders(self) -> int:
@@ -308,6 +326,8 @@ class Build:
         loading = STRICT_PRODUCER_REGISTERS if self.strict else PRODUCER_REGISTERS
         if self.copied or self.lines:
             loading = COPYING_REGISTERS
+        elif self.in_flight > 16:
+            loading = MANY_REGISTERS
         needed = round_up(self.sums + beside, 8)
         spare = (total - loading * self.producers) // self.consumers // 8 * 8
         consumer = min(max(needed, spare), 232)
@@ -352,7 +372,8 @@ class Build:
         if self.consumers != 2 or panels == 0 or (self.buffers and self.item_bytes == 2):
             return 0
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
-        most = min(min(of_sources) * (self.stages - 1), panels // 2, panels if self.resident else self.slots - 2)
+        least = sum(of_sources) if self.portioned else panels  # of a tile: a portion may have one chunk
+        most = min(min(of_sources) * (self.stages - 1), least // 2, panels if self.resident else self.slots - 2)
         return max(0, min(round(wanted + 0.5), most))
 
     def lines_read(self, lines: int) -> int:
@@ -394,7 +415,7 @@ class Build:
     @cached_property
     def max_passes(self) -> int:
         """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
-        return 1 if self.march or self.stages <= self.stages_filled else 8
+        return 1 if self.march or self.portioned or self.stages <= self.stages_filled else 8
 
     def __str__(self) -> str:
         apart = ", ".join(name for name, split in zip("dhw", self.split, strict=True) if split)
@@ -405,7 +426,7 @@ class Build:
             panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
         if self.lines:
             panels += ", input in lines as in memory"
-        stores = ", stores through images" if self.buffers else ""
+        stores = ", stores through images" if self.buffers else ", in portions" if self.portioned else ""
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
             f"{self.stages} stages, {self.producers} producer warpgroup{'s' if self.producers > 1 else ''}, "
@@ -421,6 +442,8 @@ class Build:
             ("kThreads", self.threads),
             ("kMinBlocks", 1),
             ("Scalar", SCALARS[self.dtype]),
+            ("Written", "float" if self.portioned else SCALARS[self.dtype]),
+            ("kPortioned", self.portioned),
             ("Epilogue", f"tconv3d::LeavingMoments<{job.activation}>" if job.norm else job.activation),
             ("kMomentBand", moment_band(self, job)),
             ("kWide", _wide(job)),
@@ -437,6 +460,7 @@ class Build:
             ("kConsumers", self.consumers),
             ("kProducerRegisters", producer),
             ("kConsumerRegisters", consumer),
+            ("kInFlight", self.in_flight),
             ("kStages", self.stages),
             ("kStageRows", self.stage_rows),
             ("kResident", self.resident),
@@ -453,8 +477,8 @@ class Build:
             ("kImageRows", self.image_rows),
             *self.layout_constants,
             ("kField", p.fields),
-            ("kLongVectors", 16 // self.item_bytes in self.stored_vectors),
-            ("kFours", 4 in self.stored_vectors and self.item_bytes == 2),
+            ("kLongVectors", 16 // self.written_bytes in self.stored_vectors),
+            ("kFours", 4 in self.stored_vectors and self.written_bytes == 2),
             ("kPairs", 2 in self.stored_vectors),
             ("kPartner", _partners(p.fields, job.written[4] == 1)),
             ("kStoredByPartner", STORED_BY_PARTNER),
@@ -496,16 +520,18 @@ class Build:
         if stride > 1 and (self.split[2] or stride % 2):
             return {}
         fours = self.march and stride == 1 and not any(axis.padding for axis in self.geometry.axes[1:])
-        wide = (16 // self.item_bytes, 4) if fours else (16 // self.item_bytes,)
+        wide = (16 // self.written_bytes, 4) if fours else (16 // self.written_bytes,)
         found = {vector: max(1, vector // min(stride, 2)) for vector in (*wide, 2)}
         span = self.span[2]
         return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
 
     def stores(self, job: Job) -> bool:
         """Whether the way this build stores is one for the job's rows. Images are for those that are no
-        multiples of 16 bytes."""
+        multiples of 16 bytes. Portions are for a result without gaps that nothing follows."""
         if self.lines:
             return has_lines(job) and job.norm is None
+        if self.portioned:  # parts are laid out like the result, and added as they are
+            return job.dense and job.norm is None and job.activation == "tconv3d::Identity"
         along_w = job.written[4] == 1 and not job.written_last
         return not self.buffers or (along_w and any(v * self.item_bytes % 16 for v in _rows(job)))
 
@@ -809,6 +835,7 @@ class Tiling:
     sheets: int = 1  # batch items whose lines follow each other
     reach: int = 0  # rows after a run that it reads
     shared: bool = False  # marching: whether blocks divide the last tiles, to end at the same time
+    portions: int = 1  # of a tile's chunks, each a block's
 
     @property
     def rows(self) -> int:
@@ -834,8 +861,12 @@ class Tiling:
         return prod(self.tiles)
 
     def work(self, build: Build) -> int:
-        """Tiles times column tiles. Not of a march."""
-        return self.count * build.column_tiles
+        """Tiles times column tiles, times portions. Not of a march."""
+        return self.count * build.column_tiles * self.portions
+
+    def portion(self, build: Build) -> float:
+        """Of a tile's chunks, the most that a block has."""
+        return ceil_div(build.chunks, self.portions) / build.chunks
 
     def blocks(self, build: Build, multiprocessors: int) -> int:
         if build.march:
@@ -869,7 +900,8 @@ class Tiling:
             through = ", through the batch" if self.sheets > 1 else ""
             return f"{self.tile[0]}x{self.length} in sequence{through}{shared}"
         items = f" of {self.items} batch items" if self.items > 1 else ""
-        return "x".join(map(str, self.tile)) + items + shared
+        portions = f", {self.portions} portions" if self.portions > 1 else ""
+        return "x".join(map(str, self.tile)) + items + portions + shared
 
 
 def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, int, Triple, int]]:

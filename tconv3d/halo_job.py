@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from .geometry import Axis, Geometry, Triple
-from .problem import Norm, Pass, Problem, Strides
+from .problem import Norm, Pass, Problem, Strides, last_offset
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,16 @@ class Job:
     def has_rows(self) -> bool:
         """Whether what is read are rows of channels that can be copied as they are."""
         return self.vector_input and self.read_last
+
+    @property
+    def dense(self) -> bool:
+        """Whether what is written has no gaps."""
+        sizes = (self.batch, self.geometry.out_channels, *self.written_size)
+        return last_offset(sizes, self.written) + 1 == prod(sizes)
+
+    @property
+    def written_count(self) -> int:
+        return self.batch * self.geometry.out_channels * prod(self.written_size)
 
     def as_copied(self, rewritten: bool) -> Job:
         """The job of a build that copies its input: as it is if it can be, else of rows that are written first."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
 
@@ -28,18 +29,21 @@ class Costs:
     arrival: float = 900.0  # of such a stage, until its copies have arrived, if they are to be rounded
     copy: float = 15.0  # of a loader warp, per copy
     stage: float = 71.5  # of filling a stage: barriers
+    find: float = 1200.0  # of a loader warp, per batch of positions that it looks up, for every source of a tile
     load: float = 1.69  # of a load by a warp, whoever issues it
     sector: float = 1.79  # of a sector that it touches
     product: float = 0.862  # of a cycle that tensor cores should take
     panel: float = 67.4  # of a panel: barriers, and the drain of the tensor cores
-    streamed: float = 82.6  # the same, of a panel out of the ring
+    streamed: float = 120.0  # the same, of a panel out of the ring
     slot: float = 1010.0  # from a slot's release to its next panel's arrival
-    rows: float = 8000.0  # of the launch that writes rows
+    rows: float = 3000.0  # of the launch that writes rows
     rewritten: float = 4000.0  # the same, if there are rows already
     rewritten_bytes: float = 2500.0  # that it moves per cycle
+    adding: float = 7000.0  # of the launch that adds portions up
+    added_bytes: float = 1650.0  # per cycle, that it moves
     store: float = 5.45  # of a store by a warp
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
-    apart: float = 2.0  # stores of one phase along w, times those of all
+    apart: float = 2.2  # stores of one phase along w, times those of all
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
@@ -96,6 +100,12 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
 def _line_bytes(build: Build, tiling: Tiling) -> float:
     """Of one step of a march through lines as they are in memory."""
     return tiling.rows * build.channel_slots * build.line_planes * build.item_bytes
+
+
+def _finding_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
+    """Of the loaders: where the rows of a tile lie in every source but the first, whatever the channels are."""
+    turns = ceil_div(ceil_div(build.loaded_rows(job, tiling), 32) * build.shares, build.loaders)
+    return 0.0 if build.lines else costs.find * turns * (len(build.program.sources) - 1)
 
 
 def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: float, costs: Costs) -> float:
@@ -157,10 +167,13 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     if build.lines:
         loaded = _line_bytes(build, tiling) * planes
     rounded_in_place = build.copied and build.item_bytes == 4 and not job.rows
+    portion = tiling.portion(build)
+    load = load * portion + _finding_cycles(build, tiling, job, costs)
+    loaded *= portion
     p, found = costs.overlap, []
     for kind in build.kinds:
-        panels = kind.panels * rounds * planes
-        multiply = rounds * build.round_slabs * kind.cycles_per_slab * planes * costs.product
+        panels = kind.panels * rounds * planes * portion
+        multiply = rounds * build.round_slabs * kind.cycles_per_slab * planes * portion * costs.product
         if not build.resident:
             multiply = max(multiply, panels * costs.slot / (build.slots - 1))
         if build.lines:
@@ -169,7 +182,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
             multiply += panels * (costs.panel if build.resident else costs.streamed)
         if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES
-        streamed = 0 if build.resident else kind.panel_bytes * rounds * planes
+        streamed = 0 if build.resident else kind.panel_bytes * rounds * planes * portion
         cache = (loaded + streamed) / costs.cache_bytes
         found.append((load**p + (multiply + store) ** p + cache**p) ** (1 / p))
     return found
@@ -195,7 +208,8 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
     if build.lines:
         memory *= costs.streaming
-    return (work**p + memory**p) ** (1 / p) + costs.start + _rows_cycles(build, job, costs)
+    around = _rows_cycles(build, job, costs) + (_adding_cycles(tiling, job, costs) if build.portioned else 0.0)
+    return (work**p + memory**p) ** (1 / p) + costs.start + around
 
 
 def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
@@ -207,6 +221,11 @@ def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
     return costs.rows + 2 * job.read_bytes / costs.memory_bytes
 
 
+def _adding_cycles(tiling: Tiling, job: Job, costs: Costs) -> float:
+    """Of adding the portions up."""
+    return costs.adding + 4 * (tiling.portions + 1) * job.written_count / costs.added_bytes
+
+
 def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> float:
     """Cycles of the tensor cores alone: quickly said, and less than `cycles`."""
     if build.march:
@@ -214,11 +233,22 @@ def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> f
     elif build.own_shifts:
         least = tiling.work(build) / tiling.blocks(build, multiprocessors) / len(build.programs)
         of_all = sum(kind.count * kind.cycles_per_slab for kind in build.kinds)
-        return least * ceil_div(tiling.slabs, build.round_slabs) * build.round_slabs * of_all * COSTS.product
+        rounds = ceil_div(tiling.slabs, build.round_slabs) * tiling.portion(build)
+        return least * rounds * build.round_slabs * of_all * COSTS.product
     else:
         times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
-    rounds = ceil_div(tiling.slabs, build.round_slabs)
+    rounds = ceil_div(tiling.slabs, build.round_slabs) * tiling.portion(build)
     return times * rounds * build.round_slabs * build.cycles_per_slab * COSTS.product
+
+
+def _portioned(build: Build, tiling: Tiling, multiprocessors: int) -> Iterator[Tiling]:
+    """The tiling with as many portions as there are multiprocessors for, or fewer. With one, if that is none."""
+    most = multiprocessors // tiling.work(build) if build.portioned else 1
+    if most < 2:
+        yield tiling
+    else:
+        counts = {ceil_div(build.chunks, chunks) for chunks in range(1, build.chunks)}
+        yield from (replace(tiling, portions=n) for n in counts if n <= most)
 
 
 @lru_cache(maxsize=256)  # what was chosen is asked for again when it is planned
@@ -231,12 +261,15 @@ def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf)
     if not build.stores(job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
         return None
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
+        if build.portioned and most < inf and 2 * tiling.work(build) > multiprocessors:
+            continue  # as good as without portions, at best
         many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
         if job.norm and build.march and many:
             continue  # a march adds up the moments of one batch item, or of two
-        if _products(build, tiling, job, multiprocessors) > most:
-            continue
-        cost = cycles(build, tiling, job, multiprocessors)
-        if cost <= most and (best is None or cost < best[0]):
-            best, most = (cost, tiling), cost
+        for made in _portioned(build, tiling, multiprocessors):
+            if _products(build, made, job, multiprocessors) > most:
+                continue
+            cost = cycles(build, made, job, multiprocessors)
+            if cost <= most and (best is None or cost < best[0]):
+                best, most = (cost, made), cost
     return best

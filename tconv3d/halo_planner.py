@@ -33,7 +33,8 @@ from .halo_model import best_tiling
 from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
-from .problem import Device, Pass, Plan, Problem
+from .problem import Device, Pass, Plan, Problem, volume_kind
+from .sums import Sum, add_parts
 
 HAS_EPILOGUE = True
 MAX_SUMS = 128  # accumulators of a thread
@@ -53,7 +54,7 @@ MOMENT_BYTES = 16  # struct Moments<float>
 AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
 HOPELESS = 1.5  # times the cost of the best build: not worth measuring
 RINGS = (64 * 1024, 96 * 1024)  # bytes of the slots that panels are streamed through
-KINDS = (1024, 8192, 300_000)  # positions in all from which a volume is of the next kind, with a build of its own
+PORTIONED_KINDS = 2  # of volumes that may have too few tiles for all multiprocessors
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
@@ -208,13 +209,16 @@ class Nominal:
 
     @classmethod
     def of(cls, job: Job) -> Nominal:
-        kind = sum(job.batch * prod(job.positions) >= size for size in KINDS)
+        kind = volume_kind(job.batch * prod(job.positions))
         lines = takes_lines(job.geometry, job.gather, job.dtype, job.strict) and has_lines(job)
         return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
 
 
 def _builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
-    return builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict)
+    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict):
+        yield build
+        if nominal.kind < PORTIONED_KINDS and build.can_be_portioned:
+            yield replace(build, portioned=True)
 
 
 def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
@@ -298,7 +302,7 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     costs = _costs(_builds_of(Nominal.of(job), shared_bytes), job, multiprocessors)
     least = min(costs.values(), default=0.0)
     equals = [build for build in costs if costs[build] < AS_GOOD * least]  # the model cannot tell them apart
-    return min(equals, key=lambda build: (-build.producers, costs[build]), default=None)
+    return min(equals, key=lambda build: (-(build.producers + build.copied), costs[build]), default=None)
 
 
 def _costs(found: Iterator[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
@@ -327,11 +331,18 @@ class HaloPlan:
     rows: Launch | None = None  # writes what is read as rows of channels
     rows_bytes: int = 0
     moments: int = 0  # that the kernel leaves of each norm group of a batch item
+    sum: Launch | None = None  # adds portions up
+    portions_bytes: int = 0
 
     @property
     def launches(self) -> tuple[Launch, ...]:
         """In order."""
-        return (self.pack, self.main) if self.rows is None else (self.pack, self.rows, self.main)
+        return tuple(launch for launch in (self.pack, self.rows, self.main, self.sum) if launch is not None)
+
+    @property
+    def preparing(self) -> int:
+        """Launches at the beginning that prepare operands."""
+        return 1 if self.rows is None else 2
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -391,12 +402,15 @@ def plan_of(found: HaloPlan, problem: Problem, why: str = "") -> Plan:
     for name, size in (
         ("rows", found.rows_bytes),
         ("moments", problem.batch * norm_groups * found.moments * MOMENT_BYTES),
+        ("portions", found.portions_bytes),
     ):
         if size:
             regions.append((name, round_up(end, 256)))
             end = round_up(end, 256) + size
     packed = found.packed_bytes if problem.which is Pass.FORWARD else 0  # gradients' are never kept
-    return Plan("halo", why, tuple(launches), end, tile, tuple(regions), packed, found.moments)
+    return Plan(
+        "halo", why, tuple(launches), end, tile, tuple(regions), packed, found.moments, preparing=found.preparing
+    )
 
 
 def plan_or_none(job: Job, device: Device) -> HaloPlan | None:
@@ -432,6 +446,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     slots = _moment_slots(build, tiling, shares)
     vectors = build.vectors(job, tiling)
     columns = build.loaded_columns(job, tiling)
+    pitch = round_up(job.written_count, 4)  # from portion to portion
     scalars = padded(
         int64s(*job.read, *job.written),
         int32s(*job.read_size, *job.written_size, job.batch),
@@ -447,14 +462,21 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         *(divider(n) for n in (tiling.near, tiling.items // tiling.near, vectors)),
         int32s(shares.even, shares.share, shares.beside, shares.pieces, tiling.item_tiles),
         divider(shares.in_turn),
-    ) + int64s(slots)
+    )
+    scalars = padded(scalars, int64s(slots, pitch), int32s(tiling.portions))
     main = Launch(
         kernel="halo",
         constants=build.constants(job),
         grid=(blocks, 1, 1),
         threads=build.threads,
         shared_bytes=build.shared_bytes,
-        pointers=("rows" if job.rows else "x", "workspace", "bias", "y", "moments" if job.norm else "null"),
+        pointers=(
+            "rows" if job.rows else "x",
+            "workspace",
+            "bias",
+            "portions" if build.portioned else "y",
+            "moments" if job.norm else "null",
+        ),
         scalars=scalars,
         overlaps=True,
     )
@@ -462,7 +484,11 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     moments = slots * bands // job.norm.groups if job.norm else 0
     rows = rows_launch(job, given.read, given.aligned) if job.rows else None
     rows_bytes = job.read_bytes if rows else 0
-    return HaloPlan(build, tiling, build.pack(job), build.packed_bytes, main, cost, rows, rows_bytes, moments)
+    plan = HaloPlan(build, tiling, build.pack(job), build.packed_bytes, main, cost, rows, rows_bytes, moments)
+    if not build.portioned:
+        return plan
+    added = add_parts([Sum("portions", "y", job.written_count, pitch, tiling.portions)], job.dtype)
+    return replace(plan, sum=added, portions_bytes=4 * tiling.portions * pitch)
 
 
 def _moment_slots(build: Build, tiling: Tiling, shares: Shares) -> int:

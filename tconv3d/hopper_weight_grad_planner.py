@@ -1,7 +1,7 @@
 """Plans for the weight gradient on Hopper's warpgroup matrix instructions (kernels/hopper_weight_grad.cuh).
 
 Chooses which channels and taps a block owns, how its warps share them, the box of positions of a step, and into how
-many parts the steps are split. What is compiled in depends on the layer alone, never on the volume.
+many parts the steps are split. What is compiled in depends on the layer and on which of four kinds the volume is of.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from itertools import product
-from math import prod
+from math import inf, prod
 from typing import NamedTuple, TypeAlias
 
 from . import tensor_cores
@@ -19,7 +19,7 @@ from .direct_planner import INT32_MAX, SCALARS
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
-from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
+from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset, volume_kind
 from .weight_grad_planner import WORKSPACE_BYTES
 
 SEGMENT = 4  # words of 32 bits along w
@@ -31,7 +31,6 @@ MAX_ROW_TILES = 4
 OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.4  # how much longer than the products slow copies may take
-LARGE_WEIGHT = 2**20  # elements
 
 
 class Share(NamedTuple):
@@ -78,7 +77,8 @@ VECTORS = Costs(60, 0.46, 0.33, 23, 8, 180, 26, 150, 400, 22, 570, 98, 0.15, 1.1
 WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 8000)
 SECTOR_WORDS = 8  # what a memory transaction moves at least
 MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
-ADDING_OVERHEAD, ADDING_BYTES = 7000.0, 9.6  # a launch; what a multiprocessor moves in a cycle when adding parts
+ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # a launch; what a multiprocessor moves in a cycle when adding parts
+RESULT_ELEMENT, RESULT_HIDDEN = 1.6, 17000.0  # an element that a block writes to its place; what `block` has of it
 ROUGH_BYTES = 28.0  # copied in a cycle, for a first choice
 
 
@@ -371,6 +371,11 @@ class Tiling:
         return g.groups * channels * len(self.rows_d) * len(self.rows_h)
 
     @property
+    def elements(self) -> int:
+        """Of the weight, that a block has."""
+        return self.columns * self.out_tile * self.block_rows * max(len(piece.taps) for piece in self.pieces)
+
+    @property
     def sums(self) -> int:
         """Registers per thread."""
         return self.row_tiles * max(len(piece.taps) for piece in self.pieces) * self.columns // 2
@@ -531,7 +536,8 @@ class StepWork:
         return max(self.copying, self.memory)
 
 
-def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
+def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0) -> StepWork:
+    """`conflicts`: taken as known, if given."""
     tiling, box, share, costs = made.tiling, made.box, made.tiling.share, layer.costs(piece)
     items = 2 * box.k_rows * share.consumers * tiling.row_tiles
     planes = box.d * max(len(rows.offsets) for rows in tiling.rows_d)
@@ -542,7 +548,7 @@ def step_work(layer: Layer, made: Buffers, piece: Words) -> StepWork:
     sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))  # lines begin anywhere in one
     sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (made.line_words * stride))
     return StepWork(
-        products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, made.conflicts)
+        products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, conflicts or made.conflicts)
         + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
         copying=_copy_cycles(layer, made, piece, planes) / (4 * share.producers - layer.turners(share))
         + costs.copying,
@@ -586,21 +592,31 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
                     yield Box(d, h, w)
 
 
-def box_cost(layer: Layer, made: Buffers, size: Triple) -> float:
+def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) -> float:
     """Predicted cycles that one batch item of a volume takes all blocks of one kind."""
     d, h, w = made.box.count(size, layer.per_word)
-    works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
+    works = [step_work(layer, made, piece, conflicts) for piece in made.tiling.pieces]
     return h * w * sum(d * work.cycles + made.ahead * work.coming for work in works)
 
 
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
-    found = [made for made in (buffers(tiling, box, room) for box in boxes(size, layer.per_word)) if made]
-    return min(found, key=lambda made: box_cost(layer, made, size), default=None)
+    # Without pads a box takes least room and, but for conflicts, least time.
+    bare = [Buffers(tiling, box, 0, 0, room) for box in boxes(size, layer.per_word)]
+    least = {made.box: box_cost(layer, made, size, conflicts=1.0) for made in bare if made.groups}
+    best, cost = None, inf
+    for box in sorted(least, key=lambda box: least[box]):
+        if least[box] > cost:
+            break
+        made = buffers(tiling, box, room)
+        if made is not None and box_cost(layer, made, size) < cost:
+            best, cost = made, box_cost(layer, made, size)
+    return best
 
 
-NOMINAL, FEW = (64, 64, 64), (8, 16, 16)  # the volumes that tilings are chosen for: FEW with large weights
-FEW_BATCHES, FEW_CHOICES = (1, 8), 12  # of such volumes; tilings that large weights choose from
+NOMINAL = (64, 64, 64)  # a large volume: those tilings that are best for it are worth a look
+CHOICES = (60, 60, 12, 12)  # of such tilings, by kind of volume: small ones are harder to divide evenly
+AS_GOOD = 1.03  # times the predicted cycles of the best: as good, as far as the model can tell
 NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
 
 
@@ -746,7 +762,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
         return "the taps reach too far"
     layer = _layer(p)
-    found = tiling_of(layer, device)
+    found = tiling_of(layer, device, p.batch, p.input_size)
     if found is None and next(_candidates(layer), None) is None:
         return "no tiling has enough products that count and few enough registers"
     made = best_buffers(layer, found, p.input_size, device.shared_bytes) if found else None
@@ -760,7 +776,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    tiling = tiling_of(_layer(problem), device)
+    tiling = tiling_of(_layer(problem), device, problem.batch, problem.input_size)
     assert tiling is not None, "plan() of a problem that why_not() refuses"
     return plan_tiling(problem, device, tiling)
 
@@ -870,6 +886,8 @@ def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, splits: int, 
     each = -(-steps // splits)
     runs = max(1.0, each / depths)
     block = layer.costs(made.tiling.pieces[0]).block
+    if splits == 1:
+        block += max(0.0, RESULT_ELEMENT * made.tiling.elements - RESULT_HIDDEN)
     return waves * (each * work.cycles + runs * made.ahead * work.coming + block) + adding
 
 
@@ -886,29 +904,33 @@ def _count(g: Geometry) -> int:
     return g.in_channels * g.out_per_group * g.taps
 
 
-@lru_cache(maxsize=1024)
-def tiling_of(layer: Layer, device: Device) -> Tiling | None:
-    """The tiling of a layer, if it has any. A large weight comes with few positions: blocks have few steps, and what
-    counts is that they fill whole waves and leave few parts."""
-    found = tilings(layer, device)
-    if not found or _count(layer.geometry) < LARGE_WEIGHT:
-        return found[0] if found else None
-    choices = [tiling for tiling in tilings(layer, device, FEW_CHOICES) if _few_cycles(layer, tiling, 1, device)]
-    costs = dict.fromkeys(choices, 0.0)
-    for batch in FEW_BATCHES:
-        cycles = {tiling: _few_cycles(layer, tiling, batch, device) for tiling in choices}
-        for tiling in choices:
-            costs[tiling] += cycles[tiling] / min(cycles.values()) / len(FEW_BATCHES)
-    return min(costs, key=lambda tiling: costs[tiling], default=found[0])
+def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
+    """The tiling of a layer, if it has any: the best for the first volume of this kind that the process has met, so
+    that a new volume does not recompile."""
+    kind = volume_kind(batch * prod(size))
+    place = (layer, device, kind)
+    first = _first.get(place)
+    if first is not None and best_buffers(layer, first, size, device.shared_bytes):
+        return first
+    found = tilings(layer, device, CHOICES[kind])
+    costs = {tiling: _tiling_cycles(layer, tiling, batch, size, device) for tiling in found}
+    least = min(costs.values(), default=inf)
+    if least == inf:
+        return None
+    # Of those that the model cannot tell apart the one that is best for large volumes.
+    return _first.setdefault(place, next(tiling for tiling in costs if costs[tiling] <= AS_GOOD * least))
 
 
-def _few_cycles(layer: Layer, tiling: Tiling, batch: int, device: Device) -> float:
-    """Predicted, of FEW positions of so many batch items; 0 if shared memory has no room for any box."""
-    made = best_buffers(layer, tiling, FEW, device.shared_bytes)
+_first: dict[tuple[Layer, Device, int], Tiling] = {}
+
+
+def _tiling_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, device: Device) -> float:
+    """Predicted; infinite if shared memory has no room for any box."""
+    made = best_buffers(layer, tiling, size, device.shared_bytes)
     if made is None:
-        return 0.0
-    splits = _splits(layer, made, batch, FEW, device)
-    return len(tiling.pieces) * _cycles(layer, made, batch, FEW, splits, device)
+        return inf
+    splits = _splits(layer, made, batch, size, device)
+    return len(tiling.pieces) * _cycles(layer, made, batch, size, splits, device)
 
 
 def _wide(p: Problem) -> bool:

@@ -126,12 +126,12 @@ def _in_turn(plans: Sequence[Plan]) -> Plan:
     if len(plans) == 1:
         return plans[0]
     first, *others = plans
-    early = 1 if first.passes == (Pass.INPUT_GRAD,) and len(first.launches) > 1 else 0
-    start = -(-first.workspace_bytes // WORKSPACE_ALIGN) * WORKSPACE_ALIGN if early else 0
+    late = len(first.launches) - first.preparing if first.passes == (Pass.INPUT_GRAD,) and first.preparing else 0
+    start = -(-first.workspace_bytes // WORKSPACE_ALIGN) * WORKSPACE_ALIGN if late else 0
     launches, regions = _placed(first, 0)
     for plan in others:
         later, places = _placed(plan, start)
-        end = len(launches) - early
+        end = len(launches) - late
         launches = [*launches[:end], *later, *launches[end:]]
         regions += places
     return Plan(

@@ -110,6 +110,7 @@ class Plan:
     packed_bytes: int = 0  # the first launch writes these at the workspace's start, from the weight and nothing else
     moments: int = 0  # that the kernel leaves in region "moments" of each norm group of a batch item
     passes: tuple[Pass, ...] = ()  # that its launches compute, if it is one of the plans of a backward pass
+    preparing: int = 0  # launches at its beginning that only prepare operands
 
 
 def bias_grad_problem(batch: int, channels: int, size: Triple, dtype: str, output: Strides) -> Problem:
@@ -117,6 +118,14 @@ def bias_grad_problem(batch: int, channels: int, size: Triple, dtype: str, outpu
     identity = Geometry.make(channels, channels, (1, 1, 1), groups=channels)
     none = (0, 0, 0, 0, 0)
     return Problem(Pass.BIAS_GRAD, identity, batch, size, dtype, none, none, output)
+
+
+KINDS = (1024, 8192, 300_000)  # positions in all from which a volume is of the next kind
+
+
+def volume_kind(positions: int) -> int:
+    """Volumes of a kind share what is compiled."""
+    return sum(positions >= size for size in KINDS)
 
 
 def last_offset(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:

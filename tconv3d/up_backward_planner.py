@@ -16,9 +16,10 @@ from .geometry import Geometry
 from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
+from .sums import Sum, add_parts
 from .weight_grad_planner import WORKSPACE_BYTES
 
-THREADS, THREADS_OF_SUM = 512, 256
+THREADS = 512
 # Of a chunk, by taps along w: rows, pieces of 16 bytes that a tile has of each, bytes from row to row.
 ROWS = {1: 64, 2: 32, 3: 64}
 PIECES = {1: 16, 2: 32, 3: 48}
@@ -308,25 +309,9 @@ def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
 
 
 def sum_of_parts(p: Problem, parts: Parts) -> Launch:
-    names, scalars, blocks = ("dw", "db", "dx"), b"", 0
-    for name in names:
-        count, added = parts.counts.get(name, (0, 0))
-        slices = max(s for s in (1, 2, 4, 8) if s == 1 or s <= added // 2)  # that share the parts of an element
-        own = -(-count // (4 * THREADS_OF_SUM // slices))
-        scalars += int64s(count, parts.pitch(name)) + int32s(added, slices, blocks, own)
-        blocks += own
-    return Launch(
-        kernel="reduce_gradients",
-        constants=(("kThreads", THREADS_OF_SUM), ("kMinBlocks", 1), ("Scalar", SCALARS[p.dtype])),
-        grid=(blocks, 1, 1),
-        threads=THREADS_OF_SUM,
-        shared_bytes=0,
-        pointers=(
-            *(parts.place(name) for name in names),
-            *(name if name in parts.counts else "null" for name in names),
-        ),
-        scalars=scalars,
-        overlaps=True,
+    counts = parts.counts.items()
+    return add_parts(
+        [Sum(parts.place(n), n, count, parts.pitch(n), number) for n, (count, number) in counts], p.dtype
     )
 
 

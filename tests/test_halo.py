@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tconv3d import emulator, halo_build, halo_planner
+from tconv3d import emulator, halo_build, halo_model, halo_planner
 from tconv3d.geometry import Geometry, Triple
 from tconv3d.halo_build import Build, tilings
 from tconv3d.halo_job import job_of
@@ -92,8 +92,11 @@ class Tensors:
         if plan.rows:
             emulator.prepare(plan.rows, order)((x, rows.data_ptr()))
             x = rows.data_ptr()
-        addresses = (x, packed.data_ptr(), bias, self.y.data_ptr(), moments)
-        emulator.prepare(plan.main, order)(addresses)
+        portions = torch.full((plan.portions_bytes // 4,), float("nan"))
+        y = portions.data_ptr() if plan.sum else self.y.data_ptr()
+        emulator.prepare(plan.main, order)((x, packed.data_ptr(), bias, y, moments))
+        if plan.sum:
+            emulator.prepare(plan.sum, order)((portions.data_ptr(), 0, 0, self.y.data_ptr(), 0, 0))
 
     @property
     def error(self) -> float:
@@ -351,6 +354,33 @@ def test_every_tiling_gives_the_same_result(name: str) -> None:
         tensors.y.fill_(float("nan"))
         tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))
         assert tensors.error < TOLERANCE[case.dtype], tiling
+
+
+PORTIONS = {
+    "streamed": Case(72, 12, (3, 5, 6), 3, 1, 1, build={"resident": False, "slots": 4, "portioned": True}),
+    "phases apart": Case(
+        64, 32, (2, 3, 4), (3, 3, 2), 2, 1, build={"split": (True, True, False), "copied": True, "portioned": True}
+    ),
+    "16 bits": Case(
+        136, 9, (2, 4, 5), 2, 2, dtype="bfloat16", channels_last=True,
+        build={"resident": False, "slots": 3, "portioned": True},
+    ),
+}  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PORTIONS)
+def test_portions_of_the_channels_add_up(name: str) -> None:
+    case = PORTIONS[name]
+    tensors, build = Tensors(case), build_for(case)
+    job = job_of(tensors.problem)
+    found = halo_model.best_tiling(build, job, 132)
+    assert found is not None and found[1].portions > 1, "a GPU has more multiprocessors than this has tiles"
+    for portions in {2, build.chunks}:
+        plan = halo_planner.assemble(build, replace(found[1], portions=portions), job, DEVICE)
+        tensors.y.fill_(float("nan"))
+        tensors.run(plan)
+        assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
 
 
 @needs_compiler

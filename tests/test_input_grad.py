@@ -40,6 +40,7 @@ LAYERS = {
     "small groups": Layer(32, 32, (3, 4, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1), groups=4),
     "small groups, channels last": Layer(32, 32, (3, 4, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1), groups=4),
     "wide": Layer(72, 136, (3, 3, 3), (3, 3, 3), (1, 2, 2), (1, 1, 1), batch=3),
+    "in portions": Layer(16, 192, (2, 3, 4), (3, 3, 3), (2, 2, 2), (1, 1, 1), batch=1),
 }
 
 
@@ -51,6 +52,7 @@ IN_16_BITS = (
     "stride 3",
     "stride 4 along w, 1 along d",
     "small groups",
+    "in portions",
 )
 
 
@@ -67,6 +69,7 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     explained = tconv3d.explain(x, w, None, *layer.settings, gpu="H200")
     small = dtype == torch.float32 and name.startswith("small groups")
     assert {p.name: p.kernel for p in explained.passes}["input_grad"] == ("direct" if small else "halo")
+    assert (name == "in portions") <= any("portions" in p.tile for p in explained.passes)
     y = tconv3d.conv_transpose3d(x, w, None, *layer.settings)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(ours, dtype)
     grad = to_tf32(grad) if dtype == torch.float32 else grad

@@ -26,6 +26,10 @@
 //
 //   for each source, for each chunk: load the halo; for each of the source's shifts: the products
 //
+// Portions (kPortioned): a small volume has fewer tiles than the GPU multiprocessors. Then blocks also divide
+// the chunks of a tile, and each leaves its sums, in the order of y, for the launch that adds them up
+// (reduce_gradients.cuh).
+//
 // Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
 // ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
 // kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
@@ -135,7 +139,8 @@ struct Halo {
 
   // Adds all chunks of the tile (of the plane, when marching) to the totals.
   static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& totals,
-                                                  const Slab (&slabs)[Config::kSlabs], bool last_pass) {
+                                                  const Slab (&slabs)[Config::kSlabs], const Place& at,
+                                                  bool last_pass) {
     if constexpr (kStrict) {
       Sums sums;
 #pragma unroll
@@ -143,24 +148,26 @@ struct Halo {
 #pragma unroll
         for (int i = 0; i < Accumulators::kSums; ++i) sums[m][i] = Accumulators::nothing(args);
       }
-      multiply_sources(args, me, totals, sums, slabs, last_pass);
+      multiply_sources(args, me, totals, sums, slabs, at, last_pass);
     } else {
-      multiply_sources(args, me, totals, totals, slabs, last_pass);
+      multiply_sources(args, me, totals, totals, slabs, at, last_pass);
     }
   }
   static __device__ __forceinline__ void multiply_sources(const Args& args, Consumer& me, Sums& totals,
                                                           Sums& sums, const Slab (&slabs)[Config::kSlabs],
-                                                          bool last_pass) {
+                                                          const Place& at, bool last_pass) {
     constexpr int kFull = Layout::kLastSteps == Layout::kPartSteps ? Layout::kChunks : Layout::kChunks - 1;
     Accumulators::pin(sums);
     me.keep_behind();
 #pragma unroll 1
     for (int source = 0; source < Config::kSources; ++source) {
       if constexpr (kFull > 0) {
-        multiply_chunks<Layout::kPartSteps>(args, me, totals, sums, slabs, source, 0, kFull, last_pass);
+        const int end = at.end_chunk() < kFull ? at.end_chunk() : kFull;
+        multiply_chunks<Layout::kPartSteps>(args, me, totals, sums, slabs, source, at.first_chunk(), end,
+                                            last_pass);
       }
       if constexpr (kFull < Layout::kChunks) {
-        multiply_chunks<Layout::kLastSteps>(args, me, totals, sums, slabs, source, kFull, Layout::kChunks,
+        multiply_chunks<Layout::kLastSteps>(args, me, totals, sums, slabs, source, kFull, at.end_chunk(),
                                             last_pass);
       }
     }
@@ -200,7 +207,7 @@ struct Halo {
           if constexpr (Config::kLines) {
             if (plane < fed) Lines::multiply(args, at, me, sums, pairs, at.first_plane + plane);
           } else {
-            if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, pass == args.passes - 1);
+            if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, at, pass == args.passes - 1);
           }
           Accumulators::activate(sums);
           if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
@@ -234,6 +241,7 @@ __device__ void run(const Args& args) {
   // where operands lie, then is in uniform registers, as matrix instructions want it.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  if constexpr (Config::kPortioned) ptx::launch_dependents();  // what adds the portions up waits for them
   if (threadIdx.x == 0) shared.start_barriers();
   if (args.whole_lines) shared.clear_stages();
   __syncthreads();

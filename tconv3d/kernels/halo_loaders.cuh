@@ -35,11 +35,12 @@ struct HaloLoaders {
     int warp, lane, batches;
     typename Tile::Work work;
     int plane, source, chunk, batch, planes;
-    const unsigned char *plane_start, *x;  // of the plane, of the chunk
+    int first_chunk = 0, end_chunk = Layout::kChunks;  // of the place
+    const unsigned char *plane_start, *x;              // of the plane's first chunk, of the chunk
 
     // At the present place, or the next one that has input.
     __device__ __forceinline__ bool start(const Args& args) {
-      plane = source = chunk = batch = 0;
+      plane = source = batch = 0;
       for (; work.left(args); work.advance(args)) {
         planes = Tile::fed_planes(args, work.place(args));
         if (planes > 0) {
@@ -59,8 +60,14 @@ struct HaloLoaders {
         Batch::find(args, at, source, turn, warp, lane);
       }
       __syncwarp();
-      const long long first = at.first_group() * Config::kIn * args.x_stride.c +
-                              (Config::kMarch ? at.first_plane * args.x_stride.d : 0);
+      chunk = at.first_chunk();
+      if constexpr (Config::kPortioned) {
+        first_chunk = chunk;
+        end_chunk = at.end_chunk();
+      }
+      const long long first =
+          (at.first_group() * Config::kIn + chunk * Layout::kPartItems) * args.x_stride.c +
+          (Config::kMarch ? at.first_plane * args.x_stride.d : 0);
       x = plane_start = static_cast<const unsigned char*>(args.x) + first * static_cast<int>(sizeof(Scalar));
     }
     __device__ __forceinline__ bool advance(const Args& args) {
@@ -69,8 +76,8 @@ struct HaloLoaders {
       if constexpr (Layout::kDense) {
         x += Layout::kPartItems * static_cast<int>(sizeof(Scalar)) * args.x_stride.c;
       }
-      if (++chunk < Layout::kChunks) return true;
-      chunk = 0;
+      if (++chunk < (Config::kPortioned ? end_chunk : Layout::kChunks)) return true;
+      chunk = Config::kPortioned ? first_chunk : 0;
       if constexpr (Config::kSources > 1) {
         if (++source < Config::kSources) {
           find(args);

@@ -32,6 +32,15 @@ struct HaloPanels {
     }
   }
 
+  // All panels of a chunk that a variant has.
+  static __device__ __forceinline__ unsigned own_bytes(int variant, int source) {
+    unsigned bytes = 0;
+    for (int p = 0; p < Config::kPatterns; ++p) {
+      bytes += Layout::own_shifts(variant, source, p) * Layout::panel_bytes(p);
+    }
+    return bytes;
+  }
+
   static __device__ __forceinline__ void stream(const Args& args, const Shared& shared) {
     ptx::wait_for_previous_launch();
     Ring<Config::kSlots> ring;
@@ -40,17 +49,21 @@ struct HaloPanels {
       const int rounds = Tile::fed_planes(args, at) * args.passes;
       for (int round = 0; round < rounds; ++round) {
         const unsigned char* from = packed(args, at.column_tile);
-        for (int chunk = 0; chunk < Config::kSources * Layout::kChunks; ++chunk) {
-          const int source = Config::kSources == 1 ? 0 : chunk / Layout::kChunks;
-          for (int p = 0; p < Config::kPatterns; ++p) {
-            const unsigned bytes = Layout::panel_bytes(p);
-            const int shifts = Layout::own_shifts(at.variant(), source, p);
-            for (int s = 0; s < shifts; ++s, ring.advance(), from += bytes) {
-              ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
-              ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
-              ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));
+        for (int source = 0; source < Config::kSources; ++source) {
+          const unsigned chunk_bytes = own_bytes(at.variant(), source);
+          from += at.first_chunk() * chunk_bytes;
+          for (int chunk = at.first_chunk(); chunk < at.end_chunk(); ++chunk) {
+            for (int p = 0; p < Config::kPatterns; ++p) {
+              const unsigned bytes = Layout::panel_bytes(p);
+              const int shifts = Layout::own_shifts(at.variant(), source, p);
+              for (int s = 0; s < shifts; ++s, ring.advance(), from += bytes) {
+                ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
+                ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
+                ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));
+              }
             }
           }
+          from += (Layout::kChunks - at.end_chunk()) * chunk_bytes;
         }
       }
     }

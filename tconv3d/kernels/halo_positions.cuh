@@ -102,7 +102,7 @@ struct BatchByPosition {
   using Scalar = typename Config::Scalar;
   using Place = typename HaloTile<Config>::Place;
 
-  static constexpr int kFlight = 16 / Layout::kPieceItems / Config::kParts;  // two batches fill registers
+  static constexpr int kFlight = Config::kInFlight / Layout::kPieceItems / Config::kParts;
   static constexpr int kAtLeast = kFlight < 1 ? 1 : kFlight;
   static constexpr int kPieces = Layout::kPartPieces < kAtLeast ? Layout::kPartPieces : kAtLeast;
   static constexpr int kShares = Layout::kPartPieces / kPieces;

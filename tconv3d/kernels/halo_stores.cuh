@@ -10,7 +10,7 @@ namespace tconv3d {
 template <class Config>
 struct HaloStores {
   using Layout = HaloLayout<Config>;
-  using Scalar = typename Config::Scalar;
+  using Scalar = typename Config::Written;
   using Tile = HaloTile<Config>;
   using Place = typename Tile::Place;
   using Slab = typename Tile::Slab;
@@ -52,6 +52,7 @@ struct HaloStores {
     to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
     const int channel = at.first_group() * Config::kOut + at.first_out();
     to.start = (at.n + n) * args.y_stride.n + channel * args.y_stride.c + offset(args, to.d, to.h, to.w);
+    if constexpr (Config::kPortioned) to.start += at.portion * args.portion_pitch;
     return to;
   }
 

@@ -50,6 +50,10 @@ struct Args {
   Divider in_turn;  // column tiles that a block computes one after the other
 
   long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
+
+  // kPortioned: a tile's chunks are divided among blocks, and y are the sums of each portion.
+  long long portion_pitch;  // of y, from portion to portion
+  int portions;
 };
 
 template <class Config>
@@ -66,9 +70,26 @@ struct HaloTile {
     int tile;                 // its place among those of a batch item
     int piece;                // marching: of the tile
     int start;                // of a run: its first row
+    int portion, portions;    // of the tile's chunks
     __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
+
+    // Portions of a tile follow each other. Returns the number of the tile.
+    __device__ __forceinline__ int take_portion(const Args& args, int unit) {
+      if constexpr (!Config::kPortioned) return unit;
+      const int tile = unit / args.portions;
+      portion = unit - tile * args.portions;
+      portions = args.portions;
+      return tile;
+    }
+    // The portion's chunks are those from the first to before the end.
+    __device__ __forceinline__ int first_chunk() const {
+      return Config::kPortioned ? portion * Layout::kChunks / portions : 0;
+    }
+    __device__ __forceinline__ int end_chunk() const {
+      return Config::kPortioned ? (portion + 1) * Layout::kChunks / portions : Layout::kChunks;
+    }
   };
 
   // The places of a block, one after the other. Blocks that march through whole tiles side by side meet in
@@ -115,6 +136,8 @@ struct HaloTile {
 
     __device__ __forceinline__ Place place(const Args& args) const {
       Place at;
+      at.portion = 0;
+      at.portions = 1;
       int rest, d = 0;
       if constexpr (Config::kMarch) {
         const int tile = divide(next, args.tiles_d), turns = static_cast<int>(args.in_turn.divisor);
@@ -126,13 +149,14 @@ struct HaloTile {
       } else if constexpr (Config::kOwnShifts) {
         constexpr int kTiles = Layout::kColumnTiles / Config::kVariants;
         const int each = args.work / Config::kVariants, unit = turn();
-        const int variant = unit / each, own = unit - variant * each;
+        const int variant = unit / each, own = at.take_portion(args, unit - variant * each);
         rest = own / kTiles;
         at.column_tile = (own - rest * kTiles) * Config::kVariants + variant;
         at.piece = 0;
       } else {
-        rest = next / Layout::kColumnTiles;
-        at.column_tile = next - rest * Layout::kColumnTiles;
+        const int own = at.take_portion(args, next);
+        rest = own / Layout::kColumnTiles;
+        at.column_tile = own - rest * Layout::kColumnTiles;
         at.piece = 0;
       }
       int above = divide(rest, args.tiles_w);
