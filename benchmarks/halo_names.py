@@ -26,4 +26,5 @@ def describe(build: Build) -> str:
         f"{', copied' if build.copied else ''}{', rewritten' if build.rewritten else ''}"
         f"{', lines' if build.lines else ''}"
         f"{f', {build.buffers} buffers' if build.buffers else ''}"
+        f"{', fine' if build.fine else ''}{', divided' if build.divided else ''}"
     )

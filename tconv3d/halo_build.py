@@ -79,6 +79,7 @@ class VariantKind:
     count: int
     panels: int
     cycles_per_slab: float  # of the tensor cores, for all of K
+    shared_cycles: float  # of shared memory, for what these read
     panel_bytes: int  # of all panels
 
 
@@ -107,13 +108,15 @@ class Build:
     buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
     lines: bool = False  # whether stages hold lines as they are in memory (kernels/halo_lines.cuh)
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
+    fine: bool = False  # panels of one unit
+    divided: bool = False  # two consumers have the same slabs, and take turns at the panels
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
         """Of the variants."""
         if self.gather:
             return (gather_program(self.geometry.axes, self.march),)
-        return programs(self.geometry.axes, self.march, self.split, self.out_tile, self.beside_instruction)
+        return programs(self.geometry.axes, self.march, self.split, self.out_tile, self.beside_instruction, self.fine)
 
     @cached_property
     def window(self) -> int:
@@ -263,7 +266,12 @@ class Build:
     @property
     def round_slabs(self) -> int:
         """That the consumers compute at a time."""
-        return self.slabs * self.consumers
+        return self.slabs * self.consumers // self.turns
+
+    @property
+    def turns(self) -> int:
+        """Consumers that take turns at the panels."""
+        return self.consumers if self.divided else 1
 
     @property
     def image_rows(self) -> int:
@@ -275,7 +283,8 @@ class Build:
         """For barriers, and for sums on their way to memory (kernels/halo_shared.cuh)."""
         image = self.image_rows * (self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes + 32)
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
-        return BARRIER_BYTES + self.consumers * (0 if self.lines else images or SCRATCH_BYTES)
+        part = self.slabs * self.columns * SLAB * 4 if self.divided else 0
+        return BARRIER_BYTES + part + self.consumers * (0 if self.lines else images or SCRATCH_BYTES)
 
     @cached_property
     def stage_rows(self) -> int:
@@ -344,6 +353,7 @@ class Build:
                 counts[shifts],
                 len(program.taps) * self.chunks,
                 program.cycles(self.out_tile, registers=self.lines) * self.steps,
+                program.shared_cycles(self.out_tile) * self.steps,
                 self.chunks * self.halves * program.chunk_fields * self.out_tile * self.part_bytes,
             )
             for shifts, program in sorted(first.items(), key=lambda item: -len(item[1].taps))
@@ -369,7 +379,7 @@ class Build:
         if self.lines:
             of_sources = [self.line_turns]
         panels = sum(of_sources) * self.chunks
-        if self.consumers != 2 or panels == 0 or (self.buffers and self.item_bytes == 2):
+        if self.consumers != 2 or panels == 0 or self.divided or (self.buffers and self.item_bytes == 2):
             return 0
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
         least = sum(of_sources) if self.portioned else panels  # of a tile: a portion may have one chunk
@@ -408,6 +418,11 @@ class Build:
         return self.stage_rows * self.program.parts
 
     @property
+    def skips(self) -> bool:
+        """Whether a slab leaves out products with planes above or below the input."""
+        return self.copied and not self.march and not self.strict
+
+    @property
     def torn(self) -> bool:
         """Whether neighbouring outputs along w come from different column tiles."""
         return self.split[2] and self.geometry.axes[2].stride > 1
@@ -415,7 +430,7 @@ class Build:
     @cached_property
     def max_passes(self) -> int:
         """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
-        return 1 if self.march or self.portioned or self.stages <= self.stages_filled else 8
+        return 1 if self.march or self.portioned or self.divided or self.stages <= self.stages_filled else 8
 
     def __str__(self) -> str:
         apart = ", ".join(name for name, split in zip("dhw", self.split, strict=True) if split)
@@ -426,6 +441,10 @@ class Build:
             panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
         if self.lines:
             panels += ", input in lines as in memory"
+        if self.fine:
+            panels += ", in small panels"
+        if self.divided:
+            panels += ", consumers divide K"
         stores = ", stores through images" if self.buffers else ", in portions" if self.portioned else ""
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
@@ -469,6 +488,7 @@ class Build:
             ("kSharedBytes", self.shared_bytes),
             ("kSlabs", self.slabs),
             ("kLead", self.lead),
+            ("kDivided", self.divided),
             ("kBuffers", self.buffers),
             ("kLines", self.lines),
             ("kOperandSets", self.line_sets[0] if self.lines else 1),
@@ -532,6 +552,8 @@ class Build:
             return has_lines(job) and job.norm is None
         if self.portioned:  # parts are laid out like the result, and added as they are
             return job.dense and job.norm is None and job.activation == "tconv3d::Identity"
+        if self.divided and job.norm:
+            return False  # the second consumer would leave no moments
         along_w = job.written[4] == 1 and not job.written_last
         return not self.buffers or (along_w and any(v * self.item_bytes % 16 for v in _rows(job)))
 
@@ -852,6 +874,12 @@ class Tiling:
         return (self.halo[1] * self.halo[2] - 2) // self.length + 2 if self.sheets > 1 else prod(self.tiles[1:])
 
     @property
+    def flat(self) -> bool:
+        """Whether every slab has positions of one sheet."""
+        sheet = self.halo[1] * self.halo[2] * self.items
+        return self.length == 0 and self.slab_step[0] == sheet
+
+    @property
     def near_bits(self) -> int:
         """Of the number of batch items that neighbouring lanes load."""
         return min(self.items, 8).bit_length() - 1
@@ -915,6 +943,9 @@ def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int,
         across = items // (8 * near)
         step = (sheet, line, 8 * halo_w * near)
         yield near, depth * height * across, across, height, halo_w * near, step, everything
+    elif width * near == 8 and items % near == 0 and height * (items // near) % 8 == 0:  # or on 8 lines
+        across = height * (items // near) // 8
+        yield near, depth * across, across, 1, halo_w * near, (sheet, 0, 8 * halo_w * near), everything
     if width * items % 8 == 0:
         across = width * items // 8
         if height % 8 == 0 or depth == 1:  # 8 rows on 8 lines

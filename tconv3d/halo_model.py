@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
 
+from .geometry import Axis
 from .halo_build import SLAB, Build, Tiling, ceil_div, tilings
 from .halo_job import Job
 
@@ -35,6 +36,7 @@ class Costs:
     product: float = 0.862  # of a cycle that tensor cores should take
     panel: float = 67.4  # of a panel: barriers, and the drain of the tensor cores
     streamed: float = 120.0  # the same, of a panel out of the ring
+    supplied: float = 82.6  # the same, where the wait for panels is joined smoothly (`SUPPLY`)
     slot: float = 1010.0  # from a slot's release to its next panel's arrival
     rows: float = 3000.0  # of the launch that writes rows
     rewritten: float = 4000.0  # the same, if there are rows already
@@ -44,6 +46,7 @@ class Costs:
     store: float = 5.45  # of a store by a warp
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
     apart: float = 2.2  # stores of one phase along w, times those of all
+    copied_apart: float = 3.5  # the same in layers whose input is copied past registers: less hides them
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
@@ -60,9 +63,12 @@ class Costs:
 COSTS = Costs()
 UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
 MAX_ROWS_BYTES = 2**29  # that may be allocated to write what is read as rows
+SUPPLY = 3.0  # exponent of the norm that joins products and the panels that they wait for
+SKIPPED = 0.5  # of what is left out, what is gained: consumers wait for each other, and blocks for the last
+FILLED = 0.5  # of the time that shared memory takes what arrives, what operands wait
+SHARED_BYTES = 128  # per cycle, of shared memory
 COPY_BYTES = 512  # of a copy by a warp
 NARROW = 64  # columns of a matrix instruction up to which shared memory binds it, and what else passes through that
-SHARED_BYTES = 128  # of shared memory, per cycle
 
 
 def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> float:
@@ -122,7 +128,7 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     cost = costs.store * (costs.crooked if tiling.length else 1.0)
     if not job.written_last:
         cost *= costs.scattered * min(tiling.near, 8) if tiling.near > 1 else 1.0
-        cost *= costs.apart if build.torn else 1.0
+        cost *= (costs.copied_apart if build.copied else costs.apart) if build.torn else 1.0
     return outputs / 32 / at_once**0.5 * cost
 
 
@@ -157,10 +163,21 @@ def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs:
     return whole + (shares.share * fed + twice) * costs.shared
 
 
+@lru_cache(maxsize=1024)
+def _inside(axis: Axis, gather: bool, positions: int, size: int) -> float:
+    """Of the products of an axis, those with what lies inside of the input."""
+    read = [
+        (q + axis.shift(tap)) * axis.stride + axis.phase(tap) if gather else q - axis.shift(tap)
+        for q in range(positions)
+        for tap in range(axis.kernel)
+    ]
+    return sum(0 <= i < size for i in read) / len(read)
+
+
 def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> list[float]:
     """Of one tile of every kind of variant, or of so many planes of a march."""
     rounds = ceil_div(tiling.slabs, build.round_slabs)
-    store = _store_cycles(build, tiling, job, rounds, planes, costs)
+    store = _store_cycles(build, tiling, job, rounds, planes, costs) * build.turns  # one consumer does
     load = _load_cycles(build, tiling, job, planes, costs)
     reads = build.program.used_parts * len(build.program.sources)
     loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
@@ -171,18 +188,26 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     load = load * portion + _finding_cycles(build, tiling, job, costs)
     loaded *= portion
     p, found = costs.overlap, []
+    smooth = build.copied or build.divided
+    multiplied = rounds * build.round_slabs * planes * portion * costs.product
+    if build.skips and tiling.flat:
+        multiplied *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
     for kind in build.kinds:
         panels = kind.panels * rounds * planes * portion
-        multiply = rounds * build.round_slabs * kind.cycles_per_slab * planes * portion * costs.product
-        if not build.resident:
-            multiply = max(multiply, panels * costs.slot / (build.slots - 1))
+        streamed = 0 if build.resident else kind.panel_bytes * rounds * planes * portion
+        multiply = multiplied * kind.cycles_per_slab
+        if build.copied:  # what arrives in shared memory is in the way of the operands
+            operands = multiplied * kind.shared_cycles
+            multiply = max(multiply, operands + FILLED * (loaded + streamed) / SHARED_BYTES)
+        supply = 0.0 if build.resident else panels * costs.slot / (build.slots - 1)
+        multiply = (multiply**SUPPLY + supply**SUPPLY) ** (1 / SUPPLY) if smooth else max(multiply, supply)
         if build.lines:
             multiply += build.line_turns * build.stages_filled * planes * rounds * costs.turn
         else:
-            multiply += panels * (costs.panel if build.resident else costs.streamed)
+            of_a_panel = costs.panel if build.resident else costs.supplied if smooth else costs.streamed
+            multiply += panels / build.turns * of_a_panel
         if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES
-        streamed = 0 if build.resident else kind.panel_bytes * rounds * planes * portion
         cache = (loaded + streamed) / costs.cache_bytes
         found.append((load**p + (multiply + store) ** p + cache**p) ** (1 / p))
     return found

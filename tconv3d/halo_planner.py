@@ -53,8 +53,10 @@ MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
 AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
 HOPELESS = 1.5  # times the cost of the best build: not worth measuring
-RINGS = (64 * 1024, 96 * 1024)  # bytes of the slots that panels are streamed through
-PORTIONED_KINDS = 2  # of volumes that may have too few tiles for all multiprocessors
+RINGS = (64 * 1024,)  # bytes of the slots that panels are streamed through
+COPIED_RINGS = (64 * 1024, 96 * 1024, 128 * 1024)  # the same where loaders copy past registers
+MAX_SLOTS = 8
+SMALL_KINDS = 2  # of volumes that may have too few tiles for all multiprocessors, or for both consumers of a block
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
@@ -137,12 +139,26 @@ def _builds(
                     yield from _buffered(build)
                     yield from _in_lines(build)
                 if build.tile_bytes > 0.6 * shared_bytes or build.own_shifts:
-                    build = replace(build, resident=False)
-                    for ring in RINGS if copied else RINGS[:1]:
-                        streaming = replace(build, slots=max(2, min(8, ring // build.slot_bytes)))
-                        if streaming.stage_rows >= 64 and (ring == RINGS[0] or streaming.slots > build.slots):
-                            yield streaming
-                        build = streaming
+                    yield from _streaming(replace(build, resident=False))
+
+
+def _streaming(build: Build) -> Iterator[Build]:
+    """The same with rings of different lengths, and, where loaders leave room for these, of small panels."""
+    small = replace(build, fine=True)
+    kinds = (build, small) if build.copied and small.slot_bytes < build.slot_bytes else (build,)
+    rings = COPIED_RINGS if build.copied else RINGS
+    for slots, each in dict.fromkeys(
+        (max(2, min(MAX_SLOTS, ring // each.slot_bytes)), each) for each in kinds for ring in rings
+    ):
+        streaming = replace(each, slots=slots)
+        if streaming.stage_rows >= 64:
+            yield streaming
+
+
+def _divided(build: Build) -> Build | None:
+    """The same with consumers that divide K: every one has every other slot."""
+    found = replace(build, divided=True, slots=build.slots if build.resident else max(4, build.slots // 2 * 2))
+    return found if found.stage_rows >= 64 and not (build.march or build.gather or build.buffers) else None
 
 
 def _buffered(build: Build) -> Iterator[Build]:
@@ -217,8 +233,11 @@ class Nominal:
 def _builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict):
         yield build
-        if nominal.kind < PORTIONED_KINDS and build.can_be_portioned:
-            yield replace(build, portioned=True)
+        if nominal.kind < SMALL_KINDS:
+            if build.can_be_portioned:
+                yield replace(build, portioned=True)
+            if (divided := _divided(build)) is not None:
+                yield divided
 
 
 def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
@@ -300,9 +319,11 @@ def _sources() -> bytes:
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """The best build by the model."""
     costs = _costs(_builds_of(Nominal.of(job), shared_bytes), job, multiprocessors)
-    least = min(costs.values(), default=0.0)
-    equals = [build for build in costs if costs[build] < AS_GOOD * least]  # the model cannot tell them apart
-    return min(equals, key=lambda build: (-(build.producers + build.copied), costs[build]), default=None)
+    if not costs:
+        return None
+    best = min(costs, key=lambda build: costs[build])  # and others that the model cannot tell apart from it
+    equals = [build for build in costs if costs[build] < AS_GOOD * costs[best] and build.copied == best.copied]
+    return min(equals, key=lambda build: (-build.producers, costs[build]))
 
 
 def _costs(found: Iterator[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
@@ -452,7 +473,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(*job.read_size, *job.written_size, job.batch),
         int32s(*tiling.tile, *tiling.halo, tiling.items, tiling.near, tiling.near_bits, tiling.rows, tiling.slabs),
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
-        int32s(tiling.run, *tiling.slab_step, ceil_div(tiling.slabs, build.round_slabs), work),
+        int32s(tiling.run, *tiling.slab_step, tiling.flat, ceil_div(tiling.slabs, build.round_slabs), work),
         int32s(build.vector(job, tiling), vectors * tiling.lines, build.whole_lines(tiling)),
         int32s(columns.start, build.loaded_rows(job, tiling)),
         divider(len(columns)),

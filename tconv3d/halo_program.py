@@ -90,7 +90,12 @@ def separable(axis: Axis) -> bool:
 
 def instruction_cycles(columns: int) -> float:
     """Of one matrix instruction with both operands in shared memory, of 32 bytes of K: measured (docs)."""
-    return max(columns / 2, 16 + columns / 4)
+    return max(columns / 2, operand_cycles(columns))
+
+
+def operand_cycles(columns: int) -> float:
+    """Of shared memory, for both operands of such an instruction: 64 rows and the columns."""
+    return 16 + columns / 4
 
 
 def register_cycles(columns: int) -> float:
@@ -118,7 +123,7 @@ class Program:
     used_parts: int = 1
 
     @classmethod
-    def make(cls, dimensions: Dimensions, fields: tuple[Triple, ...], unit: int) -> Program:
+    def make(cls, dimensions: Dimensions, fields: tuple[Triple, ...], unit: int, fine: bool = False) -> Program:
         place = {field: i for i, field in enumerate(fields)}
         fed: dict[Triple, dict[int, Triple]] = {}
         origin_d, origin_h, origin_w = (dimension.origin for dimension in dimensions)
@@ -128,9 +133,10 @@ class Program:
         by_pattern: dict[tuple[int, ...], list[tuple[Triple, tuple[Triple | None, ...]]]] = {}
         for displacement in sorted(fed):
             taps = fed[displacement]
-            units = tuple(sorted({field // unit for field in taps}))
-            panel = tuple(taps.get(u * unit + i) for u in units for i in range(unit))
-            by_pattern.setdefault(units, []).append((displacement, panel))
+            fed_units = sorted({field // unit for field in taps})
+            for units in [(u,) for u in fed_units] if fine else [tuple(fed_units)]:
+                panel = tuple(taps.get(u * unit + i) for u in units for i in range(unit))
+                by_pattern.setdefault(units, []).append((displacement, panel))
         return cls(
             (dimensions,),
             fields,
@@ -198,13 +204,21 @@ class Program:
         """Of the largest panel."""
         return max((len(units) for units in self.patterns), default=0) * self.unit
 
+    @cached_property
+    def instructions(self) -> int:
+        """Of one slab and one step."""
+        units = [len(self.patterns[i % len(self.patterns)]) for i in range(len(self.shifts))]
+        return sum(len(shifts) * count for shifts, count in zip(self.shifts, units, strict=True))
+
     def cycles(self, width: int, beside: float = 0.0, registers: bool = False) -> float:
         """Of one slab and one step of 32 bytes; `beside`: what each instruction costs beside its product;
         `registers`: whether its first operand comes out of these."""
-        units = [len(self.patterns[i % len(self.patterns)]) for i in range(len(self.shifts))]
-        instructions = sum(len(shifts) * count for shifts, count in zip(self.shifts, units, strict=True))
         cycles = register_cycles if registers else instruction_cycles
-        return instructions * (cycles(self.unit * width) + beside)
+        return self.instructions * (cycles(self.unit * width) + beside)
+
+    def shared_cycles(self, width: int) -> float:
+        """Of shared memory, for the operands of one slab and one step."""
+        return self.instructions * operand_cycles(self.unit * width)
 
 
 def _field_orders(counts: Triple) -> Iterator[tuple[Triple, ...]]:
@@ -229,7 +243,7 @@ def gather_program(axes: tuple[Axis, Axis, Axis], march: bool = False) -> Progra
 
 @lru_cache(maxsize=256)
 def programs(
-    axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int, beside: float = 0.0
+    axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int, beside: float = 0.0, fine: bool = False
 ) -> tuple[Program, ...]:
     """One program for each combination of the split dimensions' phases, those with the most taps first: the same but
     for origins, offsets and taps, and, where phases have different numbers of these, shifts.
@@ -252,4 +266,4 @@ def programs(
     units = [unit for unit in range(1, count + 1) if count % unit == 0 and unit * width <= MAX_COLUMNS]
     candidates = [Program.make(variants[0], fields, unit) for fields, unit in product(orders, units)]
     best = min(candidates, key=lambda c: (c.cycles(width, beside), len(c.patterns), -c.unit))
-    return tuple(Program.make(dimensions, best.fields, best.unit) for dimensions in variants)
+    return tuple(Program.make(dimensions, best.fields, best.unit, fine) for dimensions in variants)

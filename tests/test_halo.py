@@ -229,6 +229,28 @@ SETTINGS = {
     "copied, lines of the batch in the rows": Case(
         40, 24, (2, 2, 4), 4, 2, 1, batch=17, build={"split": (True, True, False), "copied": True, **STREAMED}
     ),
+    "small panels": Case(
+        72,
+        40,
+        (4, 8, 8),
+        4,
+        2,
+        1,
+        dtype="bfloat16",
+        build={"split": (True, True, False), "copied": True, **STREAMED, "slabs": 2, "fine": True},
+    ),
+    "divided": Case(72, 40, (3, 4, 9), 3, 2, 1, 1, build={**APART, "slots": 4, "divided": True}),
+    "divided, copied": Case(
+        200,
+        40,
+        (4, 8, 8),
+        4,
+        2,
+        1,
+        dtype="bfloat16",
+        build={"split": (True, True, False), "copied": True, "resident": False, "slots": 4, "divided": True},
+    ),
+    "divided, resident": Case(80, 16, (3, 4, 5), 3, 1, 1, dtype="float16", build={**FLAT, "divided": True}),
     "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
     "strict, march, vectors": Case(44, 8, (4, 5, 12), 3, build={**MARCH, "row_bytes": 64}, strict=True),
     "strict, weights streamed": Case(

@@ -40,11 +40,12 @@
 // halo_shared.cuh (what is where in shared memory), halo_loaders.cuh (the producers' loop, with
 // halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for what a lane loads), halo_panels.cuh (weights),
 // halo_lines.cuh (another way to load, multiply and store: input as it lies in memory),
-// halo_consumer.cuh (places in the rings), halo_products.cuh (matrix instructions), halo_sums.cuh
-// (accumulators), halo_stores.cuh, halo_images.cuh and halo_moments.cuh (what becomes of them).
+// halo_consumer.cuh (places in the rings), halo_divided.cuh (two consumers for one tile), halo_products.cuh
+// (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh and halo_moments.cuh
+// (what becomes of them).
 #pragma once
 
-#include "halo_consumer.cuh"
+#include "halo_divided.cuh"
 #include "halo_images.cuh"
 #include "halo_lines.cuh"
 #include "halo_loaders.cuh"
@@ -72,6 +73,22 @@ struct Halo {
   static constexpr bool kStrict = Config::kHalves == 2;
   // Shifts whose loop is unrolled: where stores are quick it gains 1 to 3%, elsewhere it lost (measured).
   static constexpr int kUnrolled = Config::kBuffers > 0 ? 16 : 1;
+  // Whether products with planes above or below the input, all zero, are left out.
+  static constexpr bool kSkips = Config::kCopied && !Config::kMarch;
+
+  // The slabs of which a shift along d reads planes of the input: bit m is slab m's.
+  static __device__ __forceinline__ unsigned inside_slabs(const Args& args, const Consumer& me,
+                                                          const Slab (&slabs)[Config::kSlabs], int source,
+                                                          int shift) {
+    unsigned which = 0;
+    const int first = me.depth + Config::kOrigin(me.variant + source, 0) + shift;  // either has more than one
+#pragma unroll
+    for (int m = 0; m < Config::kSlabs; ++m) {
+      const int d = (first + slabs[m].sheet) * Config::kReadStepD + Config::kReadPhase(source, 0);
+      if (!args.flat_slabs || Tile::inside(d, args.input.d)) which |= 1u << m;
+    }
+    return which;
+  }
 
   // Adds chunks of a source, of so many steps, to the sums. The last panel's products may be unfinished in
   // the end. Strict float32: to the totals, which are other registers.
@@ -97,6 +114,9 @@ struct Halo {
         const int last_shift = first_shift + Layout::own_shifts(me.variant, source, kPattern);
 #pragma unroll kUnrolled
         for (int shift = first_shift; shift < last_shift; ++shift) {
+          if constexpr (Config::kDivided) {
+            if (!HaloDivided<Config>::own_panel(me)) continue;
+          }
           unsigned panel;
           if constexpr (Config::kResident) {
             panel = me.shared.panels() + Layout::chunk_start(source, chunk) +
@@ -109,16 +129,19 @@ struct Halo {
           const int entry = Layout::shift_entry(me.variant, shift);
           const int rows = Config::kShift(entry, 0) * sheet + Config::kShift(entry, 1) * line +
                            Config::kShift(entry, 2) * args.near;
-          ptx::matrix_fence();
+          if constexpr (!kSkips) ptx::matrix_fence();
           const auto b = ptx::matrix_descriptor<Layout::kPartBytes>(panel, 8 * Layout::kPartBytes);
           const unsigned displacement =
               rows * Config::kRowBytes + Config::kShift(entry, 3) * Layout::kPartBytes;
           if constexpr (kStrict) {
             Products::template multiply_halves<kPattern, kSteps>(sums, a, b, displacement);
+          } else if constexpr (kSkips) {
+            const unsigned which = inside_slabs(args, me, slabs, source, Config::kShift(entry, 0));
+            Products::template multiply_slabs<kPattern, kSteps>(sums, a, b, displacement, which);
           } else {
             Products::template multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
           }
-          ptx::matrix_commit();
+          if constexpr (!kSkips) ptx::matrix_commit();
           ptx::matrix_wait<kStrict ? 0 : 1>();
           me.release();
           me.announce_lead();
@@ -134,6 +157,10 @@ struct Halo {
         }
       });
       if (last_pass) me.finished.stage = me.stages.index;
+      if constexpr (Config::kDivided) {  // it may have no panel in the next chunk
+        ptx::matrix_wait<0>();
+        me.release();
+      }
     }
   }
 
@@ -184,17 +211,20 @@ struct Halo {
     for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
       const Place at = work.place(args);
       me.variant = at.variant();
+      me.depth = at.d;
       const Ring<Config::kStages> first_stage = me.stages;
       for (int pass = 0; pass < args.passes; ++pass) {
         me.stages = first_stage;
         Slab slabs[Config::kSlabs];
 #pragma unroll
         for (int m = 0; m < Config::kSlabs; ++m) {
-          slabs[m] = Tile::slab(args, (pass * Config::kConsumers + consumer) * Config::kSlabs + m);
+          const int first = Config::kDivided ? pass : pass * Config::kConsumers + consumer;
+          slabs[m] = Tile::slab(args, first * Config::kSlabs + m);
         }
         typename Lines::Pairs pairs;
         if constexpr (Config::kLines) Lines::find(args, slabs, warp, lane, pairs);
-        const auto start = Accumulators::Start::load(args, at, lane);
+        auto start = Accumulators::Start::load(args, at, lane);
+        if (Config::kDivided && consumer > 0) start = {};
         Accumulators::start_fields(args, start, sums);
         const int fed = Tile::fed_planes(args, at);
         typename Images::Rows rows;
@@ -208,6 +238,9 @@ struct Halo {
             if (plane < fed) Lines::multiply(args, at, me, sums, pairs, at.first_plane + plane);
           } else {
             if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, at, pass == args.passes - 1);
+          }
+          if constexpr (Config::kDivided) {
+            if (!HaloDivided<Config>::join(me, sums)) continue;
           }
           Accumulators::activate(sums);
           if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {

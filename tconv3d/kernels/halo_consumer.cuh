@@ -16,8 +16,10 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   Ring<Config::kStages> stages;
   Ring<Config::kResident ? 1 : Config::kSlots> slots;
   int variant;  // of this tile
+  int depth;    // its first position along d
   int panel;    // of this tile (of this plane, when marching)
-  unsigned lead_parity = 0;
+  unsigned lead_parity = 0, join_parity = 0;
+  int turn = 0;  // panels so far
 
   static __device__ __forceinline__ HaloConsumer make(const Shared& shared, int index, int warp, int lane) {
     HaloConsumer me;

@@ -13,7 +13,7 @@ struct HaloProducts {
   using Sums = typename HaloSums<Config>::Sums;
 
   // The products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
-  template <int kPattern, int kSteps>
+  template <int kPattern, int kSteps, int kFirstSlab = 0, int kOwnSlabs = Config::kSlabs>
   static __device__ __forceinline__ void multiply_panel(Sums& sums,
                                                         const unsigned long long (&a)[Config::kSlabs],
                                                         unsigned long long b, unsigned displacement) {
@@ -32,14 +32,35 @@ struct HaloProducts {
           constexpr int kFirst = kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns;
           const unsigned long long panel =
               ptx::advance(b, kPlace * Layout::kUnitColumns * Layout::kPartBytes + k);
-          static_for<Config::kSlabs>([&](auto m) {
-            constexpr int kSlab = decltype(m)::value;
+          static_for<kOwnSlabs>([&](auto m) {
+            constexpr int kSlab = kFirstSlab + decltype(m)::value;
             ptx::MatrixMultiply<Layout::kUnitColumns>::template issue<kOperand>(
                 &sums[kSlab][kFirst / 2], ptx::advance(a[kSlab], displacement + k), panel);
           });
         });
       }
     });
+  }
+
+  // The same of some slabs: bit m of `which` is slab m's.
+  template <int kPattern, int kSteps>
+  static __device__ __forceinline__ void multiply_slabs(Sums& sums,
+                                                        const unsigned long long (&a)[Config::kSlabs],
+                                                        unsigned long long b, unsigned displacement,
+                                                        unsigned which) {
+    if (which == (1u << Config::kSlabs) - 1) {
+      ptx::matrix_fence();
+      multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
+      ptx::matrix_commit();
+    } else {
+      static_for<Config::kSlabs == 1 ? 0 : Config::kSlabs>([&](auto m) {
+        if (which >> m & 1) {
+          ptx::matrix_fence();
+          multiply_panel<kPattern, kSteps, m, 1>(sums, a, b, displacement);
+        }
+      });
+      ptx::matrix_commit();
+    }
   }
 
   // Strict float32: the three products of a panel, the small ones first.

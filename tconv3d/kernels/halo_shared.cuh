@@ -25,6 +25,7 @@ struct HaloShared {
   static constexpr int kProducerThreads = 128 * Config::kProducers;
   static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
   static constexpr int kConsumerWarps = 4 * Config::kConsumers;
+  static constexpr int kSlotWarps = Config::kDivided ? 4 : kConsumerWarps;     // that use a slot
   static constexpr bool kCopiesArrive = Config::kCopied && Config::kOperands;  // at the barrier of a stage
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
 
@@ -33,7 +34,7 @@ struct HaloShared {
   static constexpr int kPanelBytes =
       Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
   static constexpr int kRingBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
-  static constexpr int kBarriers = kRingBarriers + 2;
+  static constexpr int kBarriers = kRingBarriers + 2 + (Config::kDivided ? 8 : 0);
 
   // A warp's sums pass through scratch on their way to contiguous lines: 32 outputs of 8 channels, or 16 of
   // 16.
@@ -51,7 +52,10 @@ struct HaloShared {
                                            : 4 * kScratch * 4;  // of a consumer
   static constexpr int kScratchStart =
       Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
-  static constexpr int kTableStart = kScratchStart + Config::kConsumers * kScratchBytes;
+  // Sums of the second of two consumers that divide K, on their way to the first (halo_divided.cuh).
+  static constexpr int kPartStart = kScratchStart + Config::kConsumers * kScratchBytes;
+  static constexpr int kPartBytes = Config::kDivided ? Config::kSlabs * Layout::kColumns * 64 * 4 : 0;
+  static constexpr int kTableStart = kPartStart + kPartBytes;
   static_assert(kHalfBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
 
@@ -66,6 +70,9 @@ struct HaloShared {
   // The first consumer is ahead, the second has seen it.
   __device__ __forceinline__ unsigned ahead() const { return barrier(kRingBarriers); }
   __device__ __forceinline__ unsigned seen() const { return barrier(kRingBarriers + 1); }
+  // A warp of the second consumer has given its sums, one of the first has taken them.
+  __device__ __forceinline__ unsigned given(int warp) const { return barrier(kRingBarriers + 2 + warp); }
+  __device__ __forceinline__ unsigned taken(int warp) const { return barrier(kRingBarriers + 6 + warp); }
   __device__ __forceinline__ unsigned panels_full() const { return barrier(2 * Config::kStages); }
   __device__ __forceinline__ unsigned slot_full(unsigned i) const { return barrier(2 * Config::kStages + i); }
   __device__ __forceinline__ unsigned slot_empty(unsigned i) const {
@@ -102,9 +109,10 @@ struct HaloShared {
     } else {
       for (int i = 0; i < Config::kSlots; ++i) {
         ptx::barrier_init(slot_full(i), 1);
-        ptx::barrier_init(slot_empty(i), kConsumerWarps);
+        ptx::barrier_init(slot_empty(i), kSlotWarps);
       }
     }
+    for (int i = kRingBarriers + 2; i < kBarriers; ++i) ptx::barrier_init(barrier(i), 1);
     ptx::barrier_init(ahead(), 4);
     ptx::barrier_init(seen(), 4);
     ptx::fence_barrier_init();

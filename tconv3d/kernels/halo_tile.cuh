@@ -30,6 +30,7 @@ struct Args {
   int group_rows;    // from one group of 8 rows of a slab to the next
   int run;           // rows of a run that slabs along w cut into pieces: rows past its end belong to nobody
   Extent slab_step;  // rows from slab to slab
+  int flat_slabs;    // whether a slab has positions of one sheet
   int passes;        // of the consumers over the slabs
   int work;          // tiles times column tiles; marching: planes of all tiles that blocks side by side share
   int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 4, or 16 bytes
@@ -217,6 +218,7 @@ struct HaloTile {
     bool exists;
     int first;  // place of its first row in the run
     int row;    // its first row in the stage
+    int sheet;  // the (first) sheet of the tile that it has positions of
   };
   static __device__ __forceinline__ Slab slab(const Args& args, int index) {
     const int line = divide(index, args.slabs_w), w = index - line * static_cast<int>(args.slabs_w.divisor);
@@ -224,6 +226,7 @@ struct HaloTile {
     Slab s;
     s.exists = index < args.slabs;
     s.first = w * args.slab_step.w;
+    s.sheet = sheet;
     s.row = s.exists ? s.first + h * args.slab_step.h + sheet * args.slab_step.d : 0;
     return s;
   }

@@ -1,0 +1,55 @@
+// Two consumers of the halo kernel that divide K (kDivided): both have the same slabs, and take turns at the
+// panels. In the end the second gives its sums to the first, which stores. For layers with few positions:
+// twice as many tiles, each in half the time.
+#pragma once
+
+#include "halo_consumer.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloDivided {
+  using Shared = HaloShared<Config>;
+  using Layout = HaloLayout<Config>;
+  using Accumulators = HaloSums<Config>;
+  using Sums = typename Accumulators::Sums;
+  using Consumer = HaloConsumer<Config>;
+
+  // Whether the next panel is this consumer's. If not, its slot is passed by. Of an even number of slots a
+  // consumer has every other one, so that no phase of their barriers escapes it.
+  static __device__ __forceinline__ bool own_panel(Consumer& me) {
+    static_assert(Config::kResident || (Config::kSlots % 2 == 0 && Config::kSlots > 2),
+                  "slots of a consumer");
+    if (me.turn++ % 2 == me.index) return true;
+    if constexpr (!Config::kResident) me.slots.advance();
+    return false;
+  }
+
+  // Thread by thread: a warp gives to the warp of its number. True for the consumer that has all sums then.
+  static __device__ __forceinline__ bool join(Consumer& me, Sums& sums) {
+    static_assert(Config::kConsumers == 2, "one gives, one takes");
+    const int thread = 32 * me.warp + me.lane;
+    float* parts = reinterpret_cast<float*>(dynamic_shared<unsigned char>() + Shared::kPartStart) + thread;
+    const unsigned given = me.shared.given(me.warp), taken = me.shared.taken(me.warp);
+    constexpr int kCount = Config::kSlabs * Accumulators::kSums;
+    if (me.index == 1) {
+      ptx::barrier_wait(taken, me.join_parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        parts[128 * i] = sums[i / Accumulators::kSums][i % Accumulators::kSums];
+      __syncwarp();
+      if (me.lane == 0) ptx::barrier_arrive(given);
+    } else {
+      ptx::barrier_wait(given, me.join_parity);
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        sums[i / Accumulators::kSums][i % Accumulators::kSums] += parts[128 * i];
+      __syncwarp();
+      if (me.lane == 0) ptx::barrier_arrive(taken);
+    }
+    me.join_parity ^= 1;
+    return me.index == 0;
+  }
+};
+
+}  // namespace tconv3d
