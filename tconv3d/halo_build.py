@@ -308,9 +308,9 @@ class Build:
     @property
     def in_flight(self) -> int:
         """Items of a position that a loader's lane asks for at a time: two batches of them fill its registers. Few
-        loaders have more registers each, and ask for more."""
+        loaders have more registers each, and ask for more where they gather (elsewhere it lost)."""
         few = self.producers == 1 and self.item_bytes == 4
-        return 32 if few and not (self.march or self.copied or self.strict) else 16
+        return 32 if few and self.gather and not (self.march or self.copied or self.strict) else 16
 
     @property
     def loaders(self) -> int:

@@ -35,8 +35,8 @@ class Costs:
     sector: float = 1.79  # of a sector that it touches
     product: float = 0.862  # of a cycle that tensor cores should take
     panel: float = 67.4  # of a panel: barriers, and the drain of the tensor cores
-    streamed: float = 120.0  # the same, of a panel out of the ring
-    supplied: float = 82.6  # the same, where the wait for panels is joined smoothly (`SUPPLY`)
+    streamed: float = 120.0  # the same, of a panel out of the ring, in floats
+    supplied: float = 82.6  # the same in 16 bits, and where the wait for panels is joined smoothly (`SUPPLY`)
     slot: float = 1010.0  # from a slot's release to its next panel's arrival
     rows: float = 3000.0  # of the launch that writes rows
     rewritten: float = 4000.0  # the same, if there are rows already
@@ -46,7 +46,7 @@ class Costs:
     store: float = 5.45  # of a store by a warp
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
     apart: float = 2.2  # stores of one phase along w, times those of all
-    copied_apart: float = 3.5  # the same in layers whose input is copied past registers: less hides them
+    little_hides: float = 3.5  # the same beside one producer warpgroup
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
@@ -109,9 +109,10 @@ def _line_bytes(build: Build, tiling: Tiling) -> float:
 
 
 def _finding_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
-    """Of the loaders: where the rows of a tile lie in every source but the first, whatever the channels are."""
+    """Of the loaders: where the rows of a tile lie in every source but the first, whatever the channels are. In 16
+    bits nothing of it was seen."""
     turns = ceil_div(ceil_div(build.loaded_rows(job, tiling), 32) * build.shares, build.loaders)
-    return 0.0 if build.lines else costs.find * turns * (len(build.program.sources) - 1)
+    return 0.0 if build.lines or build.item_bytes == 2 else costs.find * turns * (len(build.program.sources) - 1)
 
 
 def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: float, costs: Costs) -> float:
@@ -128,7 +129,7 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     cost = costs.store * (costs.crooked if tiling.length else 1.0)
     if not job.written_last:
         cost *= costs.scattered * min(tiling.near, 8) if tiling.near > 1 else 1.0
-        cost *= (costs.copied_apart if build.copied else costs.apart) if build.torn else 1.0
+        cost *= (costs.little_hides if build.producers == 1 else costs.apart) if build.torn else 1.0
     return outputs / 32 / at_once**0.5 * cost
 
 
@@ -204,7 +205,8 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
         if build.lines:
             multiply += build.line_turns * build.stages_filled * planes * rounds * costs.turn
         else:
-            of_a_panel = costs.panel if build.resident else costs.supplied if smooth else costs.streamed
+            short = smooth or build.item_bytes == 2
+            of_a_panel = costs.panel if build.resident else costs.supplied if short else costs.streamed
             multiply += panels / build.turns * of_a_panel
         if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES

@@ -60,8 +60,10 @@ struct HaloSums {
       for (int m = 0; m < Config::kSlabs; ++m) {
         sums[m][column / 2 + e] = value;
         sums[m][column / 2 + 2 + e] = value;
-        ptx::pin(sums[m][column / 2 + e]);  // now, and not once more when it is needed
-        ptx::pin(sums[m][column / 2 + 2 + e]);
+        if constexpr (Config::kBuffers > 0) {  // now, and not once more when it is needed
+          ptx::pin(sums[m][column / 2 + e]);
+          ptx::pin(sums[m][column / 2 + 2 + e]);
+        }
       }
     }
   }
