@@ -1,10 +1,12 @@
 """Launches every kernel on small layers, for tools that watch a program on the GPU.
 
-compute-sanitizer --target-processes application-only --tool memcheck python benchmarks/every_kernel.py
-compute-sanitizer --target-processes application-only --tool racecheck python benchmarks/every_kernel.py groups
+compute-sanitizer --launch-timeout 0 --target-processes application-only python benchmarks/every_kernel.py
+compute-sanitizer --launch-timeout 0 --target-processes application-only --tool racecheck \
+    python benchmarks/every_kernel.py groups
 
 Layers are all, or those named. What is not compiled yet is compiled first, all layers at once, in processes that no
-tool watches. Ends with the kernels launched, and those that none of these layers needs on this GPU.
+tool watches (a watched process then begins late, hence the time-out of 0: none). Ends with the kernels launched, and
+those that none of these layers needs on this GPU.
 """
 
 from __future__ import annotations
