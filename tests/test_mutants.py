@@ -249,7 +249,7 @@ def test_address_sanitizer_sees_a_load_whose_value_is_not_used(tmp_path: Path) -
 def test_compile_everything_fails_for_a_kernel_that_does_not_compile(lanes: int, status: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.core")
     types = [["Scalar", "float"], ["Acc", "float"]]
-    record = [["reduce", [["kThreads", 256], ["kMinBlocks", 1], *types, ["kLanes", lanes]]]]
+    record = [["reduce", [["kThreads", 256], ["kMinBlocks", 1], *types, ["kLanes", lanes], ["kOverlaps", False]]]]
     (tmp_path / "launches-main.json").write_text(json.dumps(record))
     table = tmp_path / "registers.csv"
     root = Path(__file__).parents[1]
