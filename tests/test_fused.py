@@ -142,7 +142,8 @@ def test_result_and_gradients(name: str, memory_format: str, ours: str) -> None:
             in_place = module(x)
         problem = tconv3d.explain(module.conv_transpose, x)
     if ours == "cpu" or torch.cuda.get_device_capability() == (9, 0):
-        assert problem.kernel == block.kernel
+        lines = block.kernel == "depthwise" and memory_format == "channels last"
+        assert problem.kernel == block.kernel + "_lines" * lines
     assert got[0].dtype == x.dtype
     assert got[0].stride() == module.conv_transpose(x).stride()
     # Tensor cores round the gradient that the norm leaves before they multiply with it.
@@ -171,7 +172,8 @@ def test_relu_alone(name: str, memory_format: str, ours: str) -> None:
             assert torch.equal(fused(x), plain[0])
             single = fused(x[0])
     assert all(map(torch.equal, got, plain)), "the ReLU changes nothing but the passes"
-    assert torch.equal(single, tconv3d_relu(fused, x[:1], block.tf32)[0])
+    # Not the same bits: one item alone comes back contiguous, which may be another kernel's work.
+    torch.testing.assert_close(single, tconv3d_relu(fused, x[:1], block.tf32)[0])
     assert (got[0] == 0).any() and (got[0] > 0).any()
 
 

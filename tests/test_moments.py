@@ -69,11 +69,16 @@ def job(tensors: Tensors, groups: int) -> Job:
     return job_of(replace(tensors.problem, relu=True, norm=Norm(groups, EPS)))
 
 
+# Lines as they are in memory leave no moments either.
+EVERY_FOURTH = [name for name in list(SETTINGS)[::4] if not (SETTINGS[name].build or {}).get("lines")]
+
+
 @needs_compiler
-@pytest.mark.parametrize("name", [*list(SETTINGS)[::4], "march", "groups share a tile", "batch in the rows"])
+@pytest.mark.parametrize("name", [*EVERY_FOURTH, "march", "groups share a tile", "batch in the rows"])
 def test_setting(name: str) -> None:
     tensors, groups = Tensors(SETTINGS[name]), groups_of(name)
-    plan = halo_planner.plan_build(build_for(tensors.case), job(tensors, groups), DEVICE)
+    build = replace(build_for(tensors.case), divided=False)  # consumers that divide K leave no moments
+    plan = halo_planner.plan_build(build, job(tensors, groups), DEVICE)
     assert plan is not None
     check(tensors, plan, groups)
 
