@@ -74,7 +74,7 @@ def layers(draw: st.DrawFn) -> Layer:
     return layer
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(layers(), st.sampled_from([torch.float32, torch.float32, torch.float16]), st.booleans())
 def test_generated(layer: Layer, dtype: torch.dtype, channels_last: bool) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -193,7 +193,6 @@ HOPPER, OTHER = (9, 0), (8, 6)
 CASES = [  # few: each compiles a whole file
     ("strided, bias", HOPPER, "tf32", "contiguous"),
     ("few outputs", OTHER, "float32", "contiguous"),
-    ("strided, bias", HOPPER, "bfloat16", "channels_last_3d"),
     ("block", OTHER, "tf32", "channels_last_3d"),
     ("block, no bias", HOPPER, "float16", "channels_last_3d"),
 ]
@@ -277,7 +276,7 @@ def exported(name: str, *dtypes: str) -> str:
 LAYER = "32, 16, kernel_size=(1, 2, 3), stride=2, size=(4, 6, 8), batch=3, groups=2"
 
 
-@pytest.mark.parametrize("name", ["relu_group_norm", "nnunet_320_320_4", LAYER])
+@pytest.mark.parametrize("name", ["relu_group_norm", LAYER])
 def test_the_file_imports_nothing_but_pytorch(name: str) -> None:
     tree = ast.parse(exported(name))
     found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
@@ -342,7 +341,7 @@ def test_what_an_exported_block_refuses(emulated: Callable[..., ModuleType]) -> 
         model(x)
 
 
-@pytest.mark.parametrize("name", ["nnunet_320_320_4", "monai_32_2_64", "gan_512_256_4", "depthwise_64"])
+@pytest.mark.parametrize("name", ["gan_512_256_4", "depthwise_64"])
 def test_named_layers_can_be_exported(name: str) -> None:
     """And its kernels for any GPU ask for no more shared memory than the smallest of them has."""
     text = export.export(name, ["float16"], ["contiguous"])
@@ -423,8 +422,10 @@ def test_tasks_compile_for_every_gpu(name: str, arch: str, which: str, layout: s
     assert functions.count("forward") and functions.count("input") and functions.count("weight")
 
 
-@pytest.mark.parametrize(("arch", "gpu", "which"), [("90a", "hopper", "tf32"), ("80", "any", "bfloat16")])
-@pytest.mark.parametrize("name", tasks.NAMES)
+@pytest.mark.parametrize(
+    ("name", "arch", "gpu", "which"),
+    [*((name, "90a", "hopper", "tf32") for name in tasks.NAMES), ("relu_group_norm", "80", "any", "bfloat16")],
+)
 def test_exported_kernels_are_as_lean_as_the_librarys(name: str, arch: str, gpu: str, which: str) -> None:
     """Registers and spills are those of the kernels that the library compiles for the same constants."""
     reports = compile_exported(name, arch, which, "contiguous")
