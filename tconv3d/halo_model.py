@@ -16,8 +16,9 @@ from .halo_job import Job
 class Costs:
     """The model's constants, in cycles of a multiprocessor unless said otherwise.
 
-    Fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16); those of
-    lines as they are in memory to 18 builds of 6 layers.
+    Most are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
+    Those of lines as they are in memory were searched for over 18 builds of 6 layers; `find`, `streamed`, `supplied`,
+    `rows`, `adding`, `apart` and `little_hides` are set by hand since, each by a few measured builds.
     """
 
     start: float = 14300.0  # of a launch
@@ -109,8 +110,8 @@ def _line_bytes(build: Build, tiling: Tiling) -> float:
 
 
 def _finding_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
-    """Of the loaders: where the rows of a tile lie in every source but the first, whatever the channels are. In 16
-    bits nothing of it was seen."""
+    """Of the loaders: where the rows of a tile lie in every source but the first, whatever the channels are. Not in
+    16 bits: that gave two of three measured input gradients to slower builds (docs/performance.md)."""
     turns = ceil_div(ceil_div(build.loaded_rows(job, tiling), 32) * build.shares, build.loaders)
     return 0.0 if build.lines or build.item_bytes == 2 else costs.find * turns * (len(build.program.sources) - 1)
 
