@@ -38,6 +38,8 @@ LAYERS = {
     "few outputs": ((1, 16, 5, 9, 20), (16, 1, 4, 4, 4), {"stride": 2, "padding": 1}),
     "groups": ((2, 32, 4, 6, 9), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),
     "small groups": ((2, 32, 4, 6, 21), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),
+    "norm read once": ((6, 8, 24, 64, 64), (8, 16, 1, 1, 1), {}),
+    "norm out of L2": ((6, 8, 23, 63, 61), (8, 16, 1, 1, 1), {}),
     "depthwise": ((1, 6, 5, 5, 9), (6, 1, 3, 3, 3), {"groups": 6, "dilation": 2}),
 }
 
