@@ -1,6 +1,6 @@
-"""Fits the constants of the halo planner's model to tables of halo_lab.py. Needs no GPU.
+"""Fits the constants of the halo planner's model to tables of halo_lab.py and planner_check.py. Needs no GPU.
 
-    python benchmarks/halo_fit.py lab_tf32.json lab_bf16.json
+    python benchmarks/halo_fit.py lab_tf32.json lab_bf16.json planner.json
 
 Prints the constants, the error of the model, and for every layer how much slower the build that the model likes best
 is than the fastest measured.
@@ -13,20 +13,24 @@ import json
 import random
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from halo_names import describe, geometry_of
 
 from tconv3d import halo_job, halo_planner
-from tconv3d.bench.layers import LAYERS
+from tconv3d.bench.layers import LAYERS, Layer, random_layers
 from tconv3d.geometry import Triple
 from tconv3d.halo_build import Build, Tiling, tilings
 from tconv3d.halo_job import Job
-from tconv3d.halo_model import COSTS, Costs, cycles
+from tconv3d.halo_model import COSTS, Costs, cycles, portioned
+from tconv3d.halo_planner import Nominal
 from tconv3d.problem import Device, Pass, Problem
 
 H200 = Device("H200", (9, 0), 132, 232448)
@@ -55,7 +59,10 @@ def strides(channels: int, size: Triple, channels_last: bool) -> tuple[int, ...]
 
 
 def job_of(name: str, dtype: str, channels_last: bool, which: str) -> Job:
-    layer = LAYERS[name]
+    return job_of_layer(LAYERS[name], dtype, channels_last, which)
+
+
+def job_of_layer(layer: Layer, dtype: str, channels_last: bool, which: str) -> Job:
     g = geometry_of(layer)
     x = strides(layer.in_channels, layer.size, channels_last)
     y = strides(layer.out_channels, g.output_size(layer.size), channels_last)
@@ -68,24 +75,48 @@ def _without_units(build: str) -> str:
     return re.sub(r" \(unit [^)]*\)", "", build)
 
 
+@lru_cache(maxsize=1)
+def _builds(nominal: Nominal) -> list[Build]:
+    return list(halo_planner.builds_of(nominal, H200.shared_bytes))
+
+
+def sample_of(name: str, job: Job, build: str, tiling: str, ms: float) -> Sample | None:
+    """A row of a table, if it is still a build that the planner considers."""
+    for made in _builds(Nominal.of(job)):
+        if _without_units(describe(made)) == _without_units(build):
+            read = job.as_copied(made.rewritten) if made.copied else job
+            for cut in tilings(made, job.batch, job.positions, job.read_size):
+                for whole in portioned(made, cut, H200.multiprocessors):
+                    if str(whole) == tiling:
+                        return Sample(name, made, whole, read, ms)
+    print("no longer a candidate:", name, build, tiling)
+    return None
+
+
 def read(table: Path) -> list[Sample]:
-    samples = []
-    for row in json.loads(table.read_text()):
+    found = json.loads(table.read_text())
+    rows = _rows_of_check(found) if "settings" in found else _rows_of_lab(found)
+    return [sample for row in rows if (sample := sample_of(*row)) is not None]
+
+
+def _rows_of_lab(found: list[dict[str, Any]]) -> Iterator[tuple[str, Job, str, str, float]]:
+    """Of halo_lab.py."""
+    for row in found:
         which = row.get("which", "forward")
         job = job_of(row["layer"], row["dtype"], row["layout"] == "channels_last", which)
-        found = [
-            (build, tiling)
-            for build in halo_planner.builds(job.geometry, job.dtype, H200.shared_bytes, job.gather)
-            if _without_units(describe(build)) == _without_units(row["build"])
-            for tiling in tilings(build, job.batch, job.positions, job.read_size)
-            if str(tiling) == row["tile"]
-        ]
-        if found:
-            name = f"{row['layer']} {row['dtype']} {row['layout']} {which}"
-            samples.append(Sample(name, *found[0], job, row["ms"]))
-        else:
-            print("no longer a candidate:", row["layer"], row["build"], row["tile"])
-    return samples
+        yield f"{row['layer']} {row['dtype']} {row['layout']} {which}", job, row["build"], row["tile"], row["ms"]
+
+
+def _rows_of_check(found: dict[str, Any]) -> Iterator[tuple[str, Job, str, str, float]]:
+    """Of planner_check.py."""
+    settings = found["settings"]
+    layers = {str(layer): layer for layer in random_layers(settings["layers"], settings["seed"]).values()}
+    dtype = "float32" if settings["dtype"] == "tf32" else settings["dtype"]
+    for row in found["rows"]:
+        job = job_of_layer(layers[row["layer"]], dtype, settings["layout"] == "channels_last", row["which"])
+        for trial, build in zip(row["trials"], row["builds"], strict=True):
+            if trial["ms"] is not None:
+                yield f"{row['layer']} {dtype} {row['which']}", job, *build.split("; "), trial["ms"]
 
 
 def loss(samples: list[Sample], costs: Costs, start: Costs) -> float:

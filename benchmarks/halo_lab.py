@@ -55,8 +55,7 @@ class Row:
 
 def compile_launch(launch: Launch) -> tuple[int, str]:
     compiled = compiler.compile(launch.kernel, launch.constants, "sm_90a")
-    serialized = [line for line in compiled.log.splitlines() if "serialized" in line]
-    return compiled.report.spill_loads, serialized[0] if serialized else ""
+    return compiled.report.spill_loads, compiled.serialized
 
 
 def milliseconds(run: Callable[[], None], flush: torch.Tensor, repeats: int) -> float:

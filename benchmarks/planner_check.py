@@ -9,7 +9,7 @@ Planning and compiling take longer than measuring and need no GPU: they can come
 
 For every layer that the halo kernel runs, the planner's build and the others within twice the model's best time (the
 best of them, if there are many) are checked against each other and timed with a cold L2. The planner passes if its
-choice is within 10% of the fastest for at least 9 of 10.
+choice is within 10% of the fastest for at least 9 of 10. halo_fit.py reads what --json writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from halo_names import describe
 
 from tconv3d import compiler, executor
 from tconv3d.bench.layers import Layer, random_layers
@@ -64,6 +67,7 @@ class Row:
     layer: str
     which: str
     trials: list[Trial]
+    builds: list[str] = field(default_factory=list)  # of the trials, as halo_fit.py knows them
 
     @property
     def planned_ms(self) -> float:
@@ -165,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         prepared = prepare_all(options, executor.device_of(like))
     for work in prepared:
-        rows.append(Row(work.layer, work.problem.which.value, measure(work.problem, work.plans, like, clock)))
+        builds = [f"{describe(plan.build)}; {plan.tiling}" for plan in work.plans]
+        trials = measure(work.problem, work.plans, like, clock)
+        rows.append(Row(work.layer, work.problem.which.value, trials, builds))
         torch.cuda.empty_cache()
         if options.json is not None:
             found = {"machine": describe_machine(), "settings": settings, **summary(rows)}

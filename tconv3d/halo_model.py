@@ -269,7 +269,7 @@ def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> f
     return times * rounds * build.round_slabs * build.cycles_per_slab * COSTS.product
 
 
-def _portioned(build: Build, tiling: Tiling, multiprocessors: int) -> Iterator[Tiling]:
+def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> Iterator[Tiling]:
     """The tiling with as many portions as there are multiprocessors for, or fewer. With one, if that is none."""
     most = multiprocessors // tiling.work(build) if build.portioned else 1
     if most < 2:
@@ -294,7 +294,7 @@ def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf)
         many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
         if job.norm and build.march and many:
             continue  # a march adds up the moments of one batch item, or of two
-        for made in _portioned(build, tiling, multiprocessors):
+        for made in portioned(build, tiling, multiprocessors):
             if _products(build, made, job, multiprocessors) > most:
                 continue
             cost = cycles(build, made, job, multiprocessors)

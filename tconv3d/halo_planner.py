@@ -230,7 +230,7 @@ class Nominal:
         return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
 
 
-def _builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
+def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict):
         yield build
         if nominal.kind < SMALL_KINDS:
@@ -318,7 +318,7 @@ def _sources() -> bytes:
 
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """The best build by the model."""
-    costs = _costs(_builds_of(Nominal.of(job), shared_bytes), job, multiprocessors)
+    costs = _costs(builds_of(Nominal.of(job), shared_bytes), job, multiprocessors)
     if not costs:
         return None
     best = min(costs, key=lambda build: costs[build])  # and others that the model cannot tell apart from it
@@ -443,7 +443,7 @@ def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
     """The builds that the model likes best for a job, with their best tiling."""
     found = [
         plan
-        for build in _builds_of(Nominal.of(job), device.shared_bytes)
+        for build in builds_of(Nominal.of(job), device.shared_bytes)
         if (plan := plan_build(build, job, device)) is not None
     ]
     found.sort(key=lambda plan: plan.cycles)

@@ -6,8 +6,9 @@ architectures, so what can differ there is what the assembler makes of them: the
 the one with the most registers, the others one of each kernel. `--all` compiles everything
 for every architecture, which takes long.
 
-CSV gets registers, spills, stack and shared memory of each. Fails where a kernel does not compile, or where one of
-the direct family spills on Hopper more than a little.
+CSV gets registers, spills, stack and shared memory of each. Fails where a kernel does not compile, where the compiler
+lets matrix instructions on Hopper wait for each other, or where one of the direct family spills there more than a
+little.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Outcome:
     arch: str
     report: compiler.Report | None
     error: str = ""
+    serialized: str = ""  # what the compiler says where it lets matrix instructions wait for each other
 
 
 def recorded(directory: Path) -> list[Kernel]:
@@ -88,7 +90,8 @@ def recorded(directory: Path) -> list[Kernel]:
 
 def compile_one(kernel: Kernel, arch: str) -> Outcome:
     try:
-        return Outcome(kernel, arch, compiler.compile(kernel.name, kernel.constants, arch).report)
+        made = compiler.compile(kernel.name, kernel.constants, arch)
+        return Outcome(kernel, arch, made.report, serialized=made.serialized)
     except Exception as error:  # whatever it is, the other kernels are still worth knowing
         return Outcome(kernel, arch, None, str(error))
 
@@ -177,6 +180,8 @@ def faults(outcomes: list[Outcome]) -> list[str]:
         if outcome.report is None
     ]
     for outcome in outcomes:
+        if outcome.serialized:
+            found.append(f"{outcome.kernel} on {outcome.arch}: {outcome.serialized}")
         limited = outcome.arch == HOPPER and outcome.kernel.name in DIRECT_FAMILY
         if limited and spilled(outcome) > SPILL_LIMIT:
             found.append(f"{outcome.kernel} spills {spilled(outcome)} bytes on {HOPPER}, allowed {SPILL_LIMIT}")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import compile_everything
 import pytest
 
 from tconv3d import cache, compiler
@@ -57,6 +58,33 @@ __device__ void run(const Args& args) {
 }  // namespace tconv3d
 """
 
+# Two matrix instructions on their way; their sums may be touched in between.
+HASTY = """
+#pragma once
+namespace tconv3d {
+struct Args {
+  float* x;
+  long long a, b;
+};
+__device__ void multiply(float (&sums)[4], long long a, long long b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n8k8.f32.tf32.tf32 {%0, %1, %2, %3}, %4, %5, 1, 1, 1;"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "l"(a), "l"(b));
+}
+template <class Config>
+__device__ void run(const Args& args) {
+  float sums[4] = {};
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+  multiply(sums, args.a, args.b);
+  if (Config::kTouched) sums[0] += 1.0f;
+  multiply(sums, args.a + 2, args.b + 2);
+  asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
+  for (int i = 0; i < 4; ++i) args.x[4 * threadIdx.x + i] = sums[i];
+}
+}  // namespace tconv3d
+"""
+
 
 @pytest.fixture(autouse=True)
 def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -65,6 +93,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root.mkdir()
     (root / "tiny.cuh").write_text(TINY)
     (root / "greedy.cuh").write_text(GREEDY)
+    (root / "hasty.cuh").write_text(HASTY)
     monkeypatch.setattr(compiler, "KERNELS", root)
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path / "cache"))
     return root
@@ -209,6 +238,14 @@ ptxas info    : Function properties for helper
     16 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads
 """
     assert compiler.report(log) == compiler.Report(168, 20, 12, 1024, 24)
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_matrix_instructions_that_wait_for_each_other_are_found(touched: bool) -> None:
+    constants: Constants = (("kThreads", 128), ("kMinBlocks", 1), ("kTouched", touched))
+    outcome = compile_everything.compile_one(compile_everything.Kernel("hasty", constants), "sm_90a")
+    assert bool(outcome.serialized) == touched
+    assert len(compile_everything.faults([outcome])) == touched
 
 
 def test_a_log_of_another_kind_is_no_error() -> None:

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tconv3d import emulator, halo_build, halo_model, halo_planner
+from tconv3d import compiler, emulator, halo_build, halo_model, halo_planner
+from tconv3d.bench.layers import LAYERS
+from tconv3d.explain import call_of, problems_of
 from tconv3d.geometry import Geometry, Triple
 from tconv3d.halo_build import Build, tilings
 from tconv3d.halo_job import job_of
@@ -468,6 +470,19 @@ def test_weights_may_have_any_strides(name: str, which: Pass) -> None:
         emulator.prepare(build.pack(job))((each.data_ptr(), packed.data_ptr()))
         results.add(packed.numpy().tobytes())
     assert len(results) == 1 and any(results.pop())
+
+
+@pytest.mark.parametrize(
+    "name", ["large_volume", "asymmetric_kernel", "grouped_strided_g1", "monai_64_16_32", "gan_128_64_16"]
+)
+def test_products_of_large_layers_do_not_wait_for_each_other(name: str) -> None:
+    """A build for each way that input arrives: what the emulator runs is smaller, and leaves registers free."""
+    pytest.importorskip("cuda.core")
+    layer = LAYERS[name]
+    forward = problems_of(*call_of(layer.module(torch.float32, "meta"), layer.input(torch.float32, "meta")))[0]
+    found = halo_planner.plan_or_none(job_of(replace(forward, tf32=True)), Device("Hopper", (9, 0), 132, 232448))
+    assert found is not None
+    assert not compiler.compile("halo", found.main.constants, "sm_90a").serialized
 
 
 def test_a_new_volume_compiles_nothing() -> None:

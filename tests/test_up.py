@@ -231,7 +231,7 @@ def test_a_decoder(dtype: str, last: bool) -> None:
         assert 0.9 * H200.multiprocessors < launch.grid[0] <= H200.multiprocessors
         if side != 16:
             made = compiler.compile("up", launch.constants, "sm_90a")
-            assert "C75" not in made.log and made.report.spill_stores == 0
+            assert not made.serialized and made.report.spill_stores == 0
 
 
 def test_volumes_of_a_kind_share_a_build() -> None:

@@ -183,4 +183,4 @@ def test_products_are_not_serialized(dtype: str) -> None:
         plan = up.plan_together(problems(layer, dtype), H200)
         assert plan is not None
         made = compiler.compile("up_backward", plan.launches[0].constants, "sm_90a")
-        assert "C75" not in made.log and made.report.spill_stores <= 128
+        assert not made.serialized and made.report.spill_stores <= 128
