@@ -78,7 +78,8 @@ WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 800
 SECTOR_WORDS = 8  # what a memory transaction moves at least
 MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
 ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # a launch; what a multiprocessor moves in a cycle when adding parts
-RESULT_ELEMENT, RESULT_HIDDEN = 1.6, 17000.0  # an element that a block writes to its place; what `block` has of it
+# A block that writes its elements to their place: each of them, each run of neighbours; what `block` has of it.
+RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.96, 0.95, 10000.0
 ROUGH_BYTES = 28.0  # copied in a cycle, for a first choice
 
 
@@ -802,7 +803,7 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     g, layer, tiling = p.geometry, _layer(p), made.tiling
     count = _count(g)
     splits = _splits(layer, made, p.batch, p.input_size, device)
-    direct = splits == 1 and _direct(p, made)
+    direct = splits == 1 and _direct(p, device, tiling)
     parts = 0 if direct else splits
     mains = tuple(_main(p, layer, made, piece, splits, direct) for piece in tiling.pieces)
     bias_parts = splits * -(-g.in_per_group // tiling.columns) * bias_slots(g, tiling) if p.bias else 0
@@ -827,13 +828,18 @@ def _slices(device: Device, kinds: int) -> int:
     return max(slices for slices in (1, 2, 4, 8) if slices == 1 or 8 * slices <= device.multiprocessors // kinds)
 
 
-def _direct(p: Problem, made: Buffers) -> bool:
-    """Whether a single part can be written as the result: a contiguous one, by way of the shared memory there is."""
-    g, tiling = p.geometry, made.tiling
+def _result_bytes(tiling: Tiling) -> int:
+    """Of shared memory, through which a single part goes to its place."""
     taps = tiling.block_rows * max(len(piece.taps) for piece in tiling.pieces)
-    words = JOB_CHANNELS * (tiling.out_tile * taps + 16) + tiling.block_rows
+    words = tiling.out_tile * (taps + 1 - taps % 2)
+    return 4 * tiling.columns * (words + (20 - words) % 16)
+
+
+def _direct(p: Problem, device: Device, tiling: Tiling) -> bool:
+    """Whether a single part can be written as the result: a contiguous one, by way of the shared memory there is."""
+    g = p.geometry
     dense = (g.out_per_group * g.taps, g.taps, g.kernel[1] * g.kernel[2], g.kernel[2], 1)
-    return 4 * words <= made.bytes and p.weight == dense
+    return _result_bytes(tiling) <= device.shared_bytes and p.weight == dense
 
 
 def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_parts: int) -> Launch:
@@ -887,8 +893,16 @@ def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, splits: int, 
     runs = max(1.0, each / depths)
     block = layer.costs(made.tiling.pieces[0]).block
     if splits == 1:
-        block += max(0.0, RESULT_ELEMENT * made.tiling.elements - RESULT_HIDDEN)
+        block += _result_cycles(made.tiling, layer.geometry)
     return waves * (each * work.cycles + runs * made.ahead * work.coming + block) + adding
+
+
+def _result_cycles(tiling: Tiling, g: Geometry) -> float:
+    """Of a block that writes its sums to their place, beyond what every block takes."""
+    d, h, w = tiling.rows_d[0].taps, tiling.rows_h[0].taps, tiling.pieces[0].taps
+    taps = {(i * g.kernel[1] + j) * g.kernel[2] + k for i, j, k in product(d, h, w)}
+    runs = tiling.columns * tiling.out_tile * sum(tap - 1 not in taps for tap in taps)
+    return RESULT_ELEMENT * tiling.elements + RESULT_RUN * runs - RESULT_HIDDEN
 
 
 def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> int:
@@ -954,7 +968,7 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
         constants=_constants(p, layer, tiling, piece),
         grid=(tiling.kinds(g) * splits, 1, 1),
         threads=tiling.share.threads,
-        shared_bytes=made.bytes,
+        shared_bytes=max(made.bytes, _result_bytes(tiling)) if direct else made.bytes,
         pointers=("x", "dy", parts, "bias_parts" if p.bias else "null", result),
         scalars=padded(
             int64s(*p.input, *p.output),

@@ -773,28 +773,32 @@ struct HopperWeightGrad {
     held.group = -1;
   }
 
+  // Of a step's items, chunks of row tiles in turn; past the last, the last chunk's.
+  __device__ __forceinline__ Place find_item(const Consumer& me, int row, int item, int first_sheet) const {
+    const int chunk = min(2 * row + item / C::kRowTiles, 2 * row_segments() - 1);
+    return find(me, item % C::kRowTiles, chunk, first_sheet);
+  }
+
   // One row of K, two chunks, for all row tiles. While products run, the words of the next are on their way
-  // (`ahead`); with two sets of operands, they also become operands meanwhile. The first are there already.
+  // (`ahead`), and where those after them lie (`next`) is found; with two sets of operands, words also become
+  // operands meanwhile. The first are there already.
   __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&operands)[C::kDepth], int row,
                                                unsigned long long b, int first_sheet, Loaded& ahead,
-                                               bool with_bias, Held& before) const {
+                                               Place& next, bool with_bias, Held& before) const {
     constexpr int kItems = 2 * C::kRowTiles;
     static_for<kItems>([&](auto item) {
       constexpr int kItem = decltype(item)::value, kNext = kItem + 1, kTile = kItem % C::kRowTiles;
       const bool more = kNext < kItems || row + 1 < row_segments();
-      const auto find_at = [&](int chunk) { return find(me, kNext % C::kRowTiles, chunk, first_sheet); };
-      constexpr int kChunk = kNext / C::kRowTiles;
       if constexpr (C::kDepth == 1) {
         join(operands[0], ahead, me.bias[kTile]);
-        if (more) load(ahead, find_at(2 * row + kChunk), with_bias);
-      }
-      // Found before the products, so that words are on their way as soon as there is room for them.
-      Place next;
-      if constexpr (C::kDepth == 2) {
-        next = find_at(min(2 * row + kChunk, 2 * row_segments() - 1));
+        if (more) load(ahead, next, with_bias);
+      } else {
+        // Found before the products, so that words are on their way as soon as there is room for them.
+        next = find_item(me, row, kNext, first_sheet);
         ptx::pin(next.word);
       }
       multiply<kTile>(me, operands[kItem % C::kDepth], ptx::advance(b, kItem / C::kRowTiles * kChunkBytes));
+      if constexpr (C::kDepth == 1) next = find_item(me, row, kNext + 1, first_sheet);
       ptx::matrix_wait<C::kDepth - 1>();
       if constexpr (C::kDepth == 2) {
         if (kItem == 0 && row == 0) give_back(before);
@@ -810,13 +814,14 @@ struct HopperWeightGrad {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
     const int first_sheet = group * args.box.d;
     Loaded ahead;
-    load(ahead, find(me, 0, 0, first_sheet), with_bias);
+    load(ahead, find_item(me, 0, 0, first_sheet), with_bias);
+    Place next = find_item(me, 0, 1, first_sheet);
     if constexpr (C::kDepth == 2) join(operands[0], ahead, me.bias[0]);
 #pragma unroll 1
     for (int row = 0; row < row_segments(); ++row) {
       multiply_row(me, operands, row,
                    ptx::matrix_descriptor<kRowBytes>(x + row * C::kColumns * kRowBytes, 8 * kRowBytes),
-                   first_sheet, ahead, with_bias, before);
+                   first_sheet, ahead, next, with_bias, before);
     }
   }
 
@@ -867,10 +872,7 @@ struct HopperWeightGrad {
     if (args.result == nullptr) {
       store(me, consumer);
     } else {
-      store_result([&](auto j) {
-        if (decltype(j)::value == 0 && consumer == 0) find_taps();
-        lay_down<decltype(j)::value>(me, consumer);
-      });
+      store_result([&] { lay_down(me, consumer); });
     }
   }
 
@@ -898,65 +900,63 @@ struct HopperWeightGrad {
     }
   }
 
-  // ---- A single part goes straight to the result, eight input channels at a time: consumers lay their sums
-  // down as they will lie in memory, then all threads write them.
+  // ---- A single part goes straight to the result: consumers lay their sums down in shared memory, nearly as
+  // they will lie in the result, then all warps write them.
 
-  static constexpr int kTileTaps = kRows * C::kTaps;  // of two channels
-  static constexpr int kTileWords = C::kOutTile * kTileTaps;
-  static constexpr int kTilePitch =
-      kTileWords + (20 - kTileWords % 16) % 16;  // a quad's lanes meet in no bank
+  static constexpr int kTileTaps = kRows * C::kTaps;
+  static constexpr int kTileElements = C::kOutTile * kTileTaps;  // of an input channel
+  // Neighbouring output channels and the input channels of a quad's lanes meet in no bank.
+  static constexpr int kOutPitch = kTileTaps + 1 - kTileTaps % 2;
+  static constexpr int kInPitch = C::kOutTile * kOutPitch + (20 - C::kOutTile * kOutPitch % 16) % 16;
 
-  __device__ __forceinline__ int* tap_of_row() const {
-    return reinterpret_cast<int*>(stages) + kJobChannels * kTilePitch;
-  }
-  // By the whole block; `lay_down(j)` is what a consumer does in between.
+  // By the whole block; `lay_down` is what a consumer does.
   template <class LayDown>
   __device__ __forceinline__ void store_result(LayDown&& lay_down) const {
-    static_for<C::kColumns / kJobChannels>([&](auto j) {
-      meet();  // what lay here is no longer needed
-      lay_down(j);
-      meet();
-      write_result(decltype(j)::value);
-    });
+    meet();  // what lay here is no longer needed
+    lay_down();
+    meet();
+    write_result();
   }
   static __device__ __forceinline__ void meet() { __syncthreads(); }
-  __device__ __forceinline__ void find_taps() const {
-    for (int row = static_cast<int>(threadIdx.x) % 128; row < kRows; row += 128) {
-      const int d = row / C::kRowsH, h = row % C::kRowsH;
-      const bool inside = d < C::kCountD(kind.d) && h < C::kCountH(kind.h);
-      tap_of_row()[row] =
-          inside ? (C::kTapD(kind.d, d) * C::kKernelH + C::kTapH(kind.h, h)) * C::kKernelW : -1;
-    }
-  }
-  template <int kJ>
   __device__ __forceinline__ void lay_down(const Consumer& me, int consumer) const {
-    float* const tile = reinterpret_cast<float*>(stages) + lane % 4 * 2 * kTilePitch;
+    float* const tile = reinterpret_cast<float*>(stages) + lane % 4 * 2 * kInPitch;
 #pragma unroll
     for (int r = 0; r < C::kRowTiles; ++r) {
       const int index = ((r * C::kConsumers + consumer) * 4 + warp % 4) * 8 + lane / 4;
       const int row = index / kPairs;
       if (row >= kRows) continue;
+      float* const of_row = tile + index % kPairs * kOutPitch + row * C::kTaps;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float* const to =
-            tile + i % 2 * kTilePitch + (index % kPairs + i / 2 * kPairs) * kTileTaps + row * C::kTaps;
+      for (int i = 0; i < kSums; ++i) {
+        float* const to = of_row + (i / 4 * 8 + i % 2) * kInPitch + i / 2 % 2 * kPairs * kOutPitch;
 #pragma unroll
-        for (int t = 0; t < C::kTaps; ++t) to[t] = me.sums[r][t][4 * kJ + i];
+        for (int t = 0; t < C::kTaps; ++t) to[t] = me.sums[r][t][i];
       }
     }
   }
-  __device__ __forceinline__ void write_result(int j) const {
+  // A warp has 32 elements of eight input channels at a time: where they go is found once.
+  __device__ __forceinline__ void write_result() const {
     using Result = typename C::Scalar;
-    const float* const tile = reinterpret_cast<const float*>(stages);
-    const int first_in = kind.first_in + j * kJobChannels;
-    for (int i = static_cast<int>(threadIdx.x); i < kJobChannels * kTileWords; i += C::kThreads) {
-      const int in = i / kTileWords, word = i % kTileWords, out = kind.first_out + word / kTileTaps;
-      const int tap = tap_of_row()[word % kTileTaps / C::kTaps];
-      if (first_in + in >= C::kInPerGroup || out >= C::kOutPerGroup || tap < 0) continue;
-      const long long channel =
-          (kind.group * C::kInPerGroup + first_in + in) * static_cast<long long>(C::kOutPerGroup) + out;
-      static_cast<Result*>(args.result)[channel * kTapsAll + tap + C::kTapW(word % C::kTaps)] =
-          Narrow<Result>::from(tile[in * kTilePitch + word]);
+    constexpr int kChunks = (kTileElements + 31) / 32;
+    constexpr bool kWhole = C::kInPerGroup % C::kColumns == 0;
+    constexpr long long kInStep = C::kOutPerGroup * kTapsAll;
+    for (int job = warp; job < kChunks * (C::kColumns / kJobChannels); job += C::kThreads / 32) {
+      const int element = job % kChunks * 32 + lane, in = job / kChunks * kJobChannels;
+      const int out = element / kTileTaps, tap = element % kTileTaps, row = tap / C::kTaps;
+      const int d = row / C::kRowsH, h = row % C::kRowsH;
+      if (element >= kTileElements || kind.first_out + out >= C::kOutPerGroup) continue;
+      if (d >= C::kCountD(kind.d) || h >= C::kCountH(kind.h)) continue;
+      const int place = (C::kTapD(kind.d, d) * C::kKernelH + C::kTapH(kind.h, h)) * C::kKernelW;
+      const float* const from =
+          reinterpret_cast<const float*>(stages) + in * kInPitch + out * kOutPitch + tap;
+      Result* const to = static_cast<Result*>(args.result) +
+                         (kind.group * C::kInPerGroup + kind.first_in + in) * kInStep +
+                         (kind.first_out + out) * kTapsAll + place + C::kTapW(tap % C::kTaps);
+#pragma unroll
+      for (int i = 0; i < kJobChannels; ++i) {
+        if (!kWhole && kind.first_in + in + i >= C::kInPerGroup) break;
+        to[i * kInStep] = Narrow<Result>::from(from[i * kInPitch]);
+      }
     }
   }
 
@@ -1009,7 +1009,7 @@ __device__ void run(const Args& args) {
     ptx::keep_registers<Config::kProducerRegisters>();
     kernel.produce();
     ptx::wait_for_previous_launch();
-    if (args.result != nullptr) kernel.store_result([](auto) {});
+    if (args.result != nullptr) kernel.store_result([] {});
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     kernel.consume(kernel.warp / 4 - Config::kProducers);
