@@ -9,6 +9,9 @@ from math import prod
 from .geometry import Axis, Geometry, Triple
 from .problem import Norm, Pass, Problem, Strides, last_offset
 
+MERGED_BYTES = 64  # of the channels of merged groups
+LEAST_MERGED = 8  # channels of a group: of smaller ones most products would be with zeros
+
 
 @dataclass(frozen=True)
 class Job:
@@ -35,6 +38,7 @@ class Job:
     norm: Norm | None = None  # moments of what is written are left for it
     strict: bool = False  # float32 by three TF32 products
     rows: bool = False  # what is read are rows of operands that the launch before has written
+    merged: int = 1  # groups of the layer that are one group here, whose weights are zero between them
 
     @property
     def item_bytes(self) -> int:
@@ -95,10 +99,11 @@ def job_of(problem: Problem) -> Job:
     g, p = problem.geometry, problem
     strict = p.dtype == "float32" and not p.tf32
     if p.which is Pass.FORWARD:
-        return Job(
+        job = Job(
             g, False, p.batch, p.dtype, p.input_size, p.output_size, p.input, p.output, p.weight,
             g.in_per_group * p.weight[0], 0, p.bias, p.aligned, p.activation, p.norm, strict,
         )  # fmt: skip
+        return merged(job, groups_to_merge(job))
     ci, co, *taps = p.weight
     swapped = Geometry(g.out_channels, g.in_channels, g.groups, g.axes)
     gather = Job(
@@ -116,6 +121,23 @@ def job_of(problem: Problem) -> Job:
         weight=(co, ci, *(-stride for stride in taps)),
         weight_tap=last,
     )
+
+
+def groups_to_merge(job: Job) -> int:
+    """Of channels-last tensors: how many small groups should be one, so that what a position has of them is stored
+    in pieces of `MERGED_BYTES`. Contiguous ones gain nothing by it."""
+    g = job.geometry
+    least = min(g.in_per_group, g.out_per_group)
+    if g.groups == 1 or least < LEAST_MERGED or job.strict or not (job.written_last and job.read_last):
+        return 1
+    widest = max(g.in_per_group, g.out_per_group) * job.item_bytes
+    return max((n for n in range(1, g.groups + 1) if g.groups % n == 0 and n * widest <= MERGED_BYTES), default=1)
+
+
+def merged(job: Job, count: int) -> Job:
+    """The same with so many groups as one."""
+    geometry = replace(job.geometry, groups=job.geometry.groups // count)
+    return replace(job, geometry=geometry, weight_group=count * job.weight_group, merged=count)
 
 
 def mirrored_axes(geometry: Geometry) -> tuple[Axis, Axis, Axis] | None:

@@ -409,6 +409,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         raise ValueError(why_not(problem, device))
     measured = tuned(Nominal.of(job), device.shared_bytes, device.multiprocessors)
     why = "Hopper's tensor cores" + (", three TF32 products" if job.strict else "")
+    why += f", {job.merged} groups as one" if job.merged > 1 else ""
     return plan_of(found, problem, f"{why}{', tuned: ' if measured else ''}{measured}")
 
 
