@@ -46,6 +46,7 @@ STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the er
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
 COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
 COPIED_BYTES = 128  # of a group's channels, from which rows of channels are worth a copy
+COPIED_LAST_BYTES = 64  # the same where there are rows already
 MAX_FIELDS = 32  # of all slabs of a consumer: outputs of a channel that a lane has fit a mask
 SEPARATE_CHANNELS = 32  # from which phases of different kernels are worth column tiles of their own
 MAX_TAPS = 800  # that a block can pack
@@ -77,14 +78,14 @@ def max_columns(strict: bool, copied: bool = False) -> int:
 
 
 def builds(
-    geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False, strict: bool = False
+    geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False, strict: bool = False, last: bool = False
 ) -> Iterator[Build]:
-    """All builds worth a look."""
+    """All builds worth a look. `last`: of channels-last tensors."""
     yield from _builds(geometry, dtype, shared_bytes, gather, strict, copied=False)
     if gather and takes_lines(geometry, gather, dtype, strict):
         yield from _gathering_lines(geometry, shared_bytes)
     bytes = geometry.in_per_group * (4 if dtype == "float32" else 2)
-    if not strict and bytes % 16 == 0 and bytes >= COPIED_BYTES:
+    if not strict and bytes % 16 == 0 and bytes >= (COPIED_LAST_BYTES if last else COPIED_BYTES):
         for build in _builds(geometry, dtype, shared_bytes, gather, strict, copied=True):
             yield build
             if dtype == "float32":
@@ -231,7 +232,8 @@ class Nominal:
 
 
 def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
-    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict):
+    last = nominal.written_last
+    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last):
         yield build
         if nominal.kind < SMALL_KINDS:
             if build.can_be_portioned:
