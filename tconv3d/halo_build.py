@@ -110,6 +110,7 @@ class Build:
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
     fine: bool = False  # panels of one unit
     divided: bool = False  # two consumers have the same slabs, and take turns at the panels
+    merged: int = 1  # groups of the layer that are one of `geometry`, with weights of zero between them
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -445,6 +446,8 @@ class Build:
             panels += ", in small panels"
         if self.divided:
             panels += ", consumers divide K"
+        if self.merged > 1:
+            panels += f", {self.merged} groups as one"
         stores = ", stores through images" if self.buffers else ", in portions" if self.portioned else ""
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
@@ -684,7 +687,7 @@ class Build:
         steps = (kernel_h * kernel_w, kernel_w, 1)
         used = [(stride, step) for stride, step, size in zip(taps, steps, g.kernel, strict=True) if size > 1]
         flat = all(stride == step for stride, step in used) or all(stride == -step for stride, step in used)
-        if self.groups_per_tile > 1 or job.merged > 1:
+        if self.groups_per_tile > 1 or self.merged > 1:
             return Run.TAPS
         if flat and written == g.taps:
             return Run.COLUMN_TAPS
@@ -733,7 +736,7 @@ class Build:
                 ("kTapsAtOnce", taps),
                 ("kColumnVectors", vectors),
                 ("kRun", int(run)),
-                ("kMerged", job.merged),
+                ("kMerged", self.merged),
                 ("kReversed", job.weight[4] < 0),
                 ("kSharedBytes", shared_bytes),
                 *self.layout_constants,

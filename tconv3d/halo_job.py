@@ -83,6 +83,13 @@ class Job:
         read = (channels * d * h * w, 1, channels * h * w, channels * w, channels)
         return replace(self, read=read, aligned=True, rows=True)
 
+    def as_merged(self, groups: int) -> Job:
+        """The job of a build that takes so many groups of the layer as one."""
+        if groups == self.merged:
+            return self
+        geometry = merged_groups(self.geometry, groups)
+        return replace(self, geometry=geometry, weight_group=groups * self.weight_group, merged=groups)
+
     @property
     def read_bytes(self) -> int:
         return self.batch * self.geometry.in_channels * prod(self.read_size) * self.item_bytes
@@ -99,11 +106,10 @@ def job_of(problem: Problem) -> Job:
     g, p = problem.geometry, problem
     strict = p.dtype == "float32" and not p.tf32
     if p.which is Pass.FORWARD:
-        job = Job(
+        return Job(
             g, False, p.batch, p.dtype, p.input_size, p.output_size, p.input, p.output, p.weight,
             g.in_per_group * p.weight[0], 0, p.bias, p.aligned, p.activation, p.norm, strict,
         )  # fmt: skip
-        return merged(job, groups_to_merge(job))
     ci, co, *taps = p.weight
     swapped = Geometry(g.out_channels, g.in_channels, g.groups, g.axes)
     gather = Job(
@@ -123,21 +129,18 @@ def job_of(problem: Problem) -> Job:
     )
 
 
-def groups_to_merge(job: Job) -> int:
-    """Of channels-last tensors: how many small groups should be one, so that what a position has of them is stored
-    in pieces of `MERGED_BYTES`. Contiguous ones gain nothing by it."""
-    g = job.geometry
-    least = min(g.in_per_group, g.out_per_group)
-    if g.groups == 1 or least < LEAST_MERGED or job.strict or not (job.written_last and job.read_last):
+def groups_to_merge(geometry: Geometry, item_bytes: int) -> int:
+    """How many small groups may be one, so that what a position has of them is a piece of `MERGED_BYTES`."""
+    sides = geometry.in_per_group, geometry.out_per_group
+    if min(sides) < LEAST_MERGED:
         return 1
-    widest = max(g.in_per_group, g.out_per_group) * job.item_bytes
-    return max((n for n in range(1, g.groups + 1) if g.groups % n == 0 and n * widest <= MERGED_BYTES), default=1)
+    counts = (n for n in range(1, geometry.groups + 1) if geometry.groups % n == 0)
+    return max((n for n in counts if n * max(sides) * item_bytes <= MERGED_BYTES), default=1)
 
 
-def merged(job: Job, count: int) -> Job:
+def merged_groups(geometry: Geometry, count: int) -> Geometry:
     """The same with so many groups as one."""
-    geometry = replace(job.geometry, groups=job.geometry.groups // count)
-    return replace(job, geometry=geometry, weight_group=count * job.weight_group, merged=count)
+    return replace(geometry, groups=geometry.groups // count)
 
 
 def mirrored_axes(geometry: Geometry) -> tuple[Axis, Axis, Axis] | None:

@@ -283,6 +283,7 @@ def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> Iterator[Ti
 def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
     """The tiling that takes least, if it takes at most so many cycles, and these."""
     best: tuple[float, Tiling] | None = None
+    job = job.as_merged(build.merged)
     if build.rewritten and not job.has_rows:
         return None
     job = job.as_copied(build.rewritten) if build.copied else job

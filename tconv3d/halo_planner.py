@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import product
+from itertools import chain, product
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 from . import cache, direct_planner
 from .geometry import Geometry
 from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, has_lines, moment_band, round_up, rows_launch
-from .halo_job import Job, job_of
+from .halo_job import Job, groups_to_merge, job_of, merged_groups
 from .halo_model import best_tiling
 from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
 from .launch import Launch
@@ -231,9 +231,19 @@ class Nominal:
         return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
 
 
+def _merged_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
+    """Those that take small groups as one, of channels-last results: stores have more of a position."""
+    groups = groups_to_merge(nominal.geometry, 4 if nominal.dtype == "float32" else 2)
+    if groups > 1 and nominal.written_last and not (nominal.gather or nominal.strict):
+        geometry = merged_groups(nominal.geometry, groups)
+        for build in builds(geometry, nominal.dtype, shared_bytes, last=True):
+            yield replace(build, merged=groups)
+
+
 def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     last = nominal.written_last
-    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last):
+    each = builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last)
+    for build in chain(each, _merged_builds(nominal, shared_bytes)):
         yield build
         if nominal.kind < SMALL_KINDS:
             if build.can_be_portioned:
@@ -263,7 +273,8 @@ def _build_of(nominal: Nominal, choice: dict[str, Any]) -> Build | None:
     found = choice["build"]
     if found is None:
         return None
-    return Build(nominal.geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
+    geometry = merged_groups(nominal.geometry, found["merged"])
+    return Build(geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
 
 
 def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
@@ -411,7 +422,6 @@ def plan(problem: Problem, device: Device) -> Plan:
         raise ValueError(why_not(problem, device))
     measured = tuned(Nominal.of(job), device.shared_bytes, device.multiprocessors)
     why = "Hopper's tensor cores" + (", three TF32 products" if job.strict else "")
-    why += f", {job.merged} groups as one" if job.merged > 1 else ""
     return plan_of(found, problem, f"{why}{', tuned: ' if measured else ''}{measured}")
 
 
@@ -454,6 +464,7 @@ def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
 
 
 def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
+    job = job.as_merged(build.merged)
     found = best_tiling(build, job, device.multiprocessors)
     if found is None or build.pack(job).shared_bytes > device.shared_bytes:
         return None
@@ -462,6 +473,7 @@ def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """The launches of a build and a tiling."""
+    job = job.as_merged(build.merged)
     given, job = job, job.as_copied(build.rewritten) if build.copied else job
     blocks = tiling.blocks(build, device.multiprocessors)
     shares = tiling.shares(build, device.multiprocessors)
