@@ -84,7 +84,8 @@ def sample_of(name: str, job: Job, build: str, tiling: str, ms: float) -> Sample
     """A row of a table, if it is still a build that the planner considers."""
     for made in _builds(Nominal.of(job)):
         if _without_units(describe(made)) == _without_units(build):
-            read = job.as_copied(made.rewritten) if made.copied else job
+            merged = job.as_merged(made.merged)
+            read = merged.as_copied(made.rewritten) if made.copied else merged
             for cut in tilings(made, job.batch, job.positions, job.read_size):
                 for whole in portioned(made, cut, H200.multiprocessors):
                     if str(whole) == tiling:

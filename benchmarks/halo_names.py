@@ -27,5 +27,5 @@ def describe(build: Build) -> str:
         f"{', lines' if build.lines else ''}"
         f"{f', {build.buffers} buffers' if build.buffers else ''}"
         f"{', fine' if build.fine else ''}{', divided' if build.divided else ''}"
-        f"{', portioned' if build.portioned else ''}"
+        f"{', portioned' if build.portioned else ''}{f', {build.merged} groups as one' if build.merged > 1 else ''}"
     )

@@ -110,6 +110,7 @@ class Build:
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
     fine: bool = False  # panels of one unit
     divided: bool = False  # two consumers have the same slabs, and take turns at the panels
+    merged: int = 1  # groups of the layer that are one of `geometry`, with weights of zero between them
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
@@ -445,6 +446,8 @@ class Build:
             panels += ", in small panels"
         if self.divided:
             panels += ", consumers divide K"
+        if self.merged > 1:
+            panels += f", {self.merged} groups as one"
         stores = ", stores through images" if self.buffers else ", in portions" if self.portioned else ""
         return (
             f"{way}, {self.columns} columns x {self.consumers} x {self.slabs} slabs of {SLAB} positions, "
@@ -496,6 +499,7 @@ class Build:
             ("kGather", self.gather),
             ("kImageRows", self.image_rows),
             *self.layout_constants,
+            ("kLaneChannels", self.lane_channels(job)),
             ("kField", p.fields),
             ("kLongVectors", 16 // self.written_bytes in self.stored_vectors),
             ("kFours", 4 in self.stored_vectors and self.written_bytes == 2),
@@ -544,6 +548,19 @@ class Build:
         found = {vector: max(1, vector // min(stride, 2)) for vector in (*wide, 2)}
         span = self.span[2]
         return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
+
+    def lane_channels(self, job: Job) -> int:
+        """Neighbouring output channels that a lane has in its sums, and stores at once where channels are neighbours
+        in memory: 16 bytes, or fewer. Moments are of bands of whole blocks (kernels/halo_layout.cuh)."""
+        if not job.written_last:
+            return 2
+        rows = (self.geometry.out_per_group, job.written[0], *job.written[2:])
+        band = moment_band(self, job) if job.norm else 0
+        for own in (16 // self.written_bytes, 4):
+            whole = 4 * own <= self.out_tile and not any(v % own for v in rows)
+            if whole and (band == 0 or (band % (4 * own) == 0 and self.out_tile % (4 * own) == 0)):
+                return own
+        return 2
 
     def stores(self, job: Job) -> bool:
         """Whether the way this build stores is one for the job's rows. Images are for those that are no
@@ -670,7 +687,7 @@ class Build:
         steps = (kernel_h * kernel_w, kernel_w, 1)
         used = [(stride, step) for stride, step, size in zip(taps, steps, g.kernel, strict=True) if size > 1]
         flat = all(stride == step for stride, step in used) or all(stride == -step for stride, step in used)
-        if self.groups_per_tile > 1:
+        if self.groups_per_tile > 1 or self.merged > 1:
             return Run.TAPS
         if flat and written == g.taps:
             return Run.COLUMN_TAPS
@@ -719,9 +736,11 @@ class Build:
                 ("kTapsAtOnce", taps),
                 ("kColumnVectors", vectors),
                 ("kRun", int(run)),
+                ("kMerged", self.merged),
                 ("kReversed", job.weight[4] < 0),
                 ("kSharedBytes", shared_bytes),
                 *self.layout_constants,
+                ("kLaneChannels", self.lane_channels(job)),
                 ("kTap", table),
                 ("kNotPacked", NOT_PACKED),
             ),

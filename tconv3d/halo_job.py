@@ -9,6 +9,9 @@ from math import prod
 from .geometry import Axis, Geometry, Triple
 from .problem import Norm, Pass, Problem, Strides, last_offset
 
+MERGED_BYTES = 64  # of the channels of merged groups
+LEAST_MERGED = 8  # channels of a group: of smaller ones most products would be with zeros
+
 
 @dataclass(frozen=True)
 class Job:
@@ -35,6 +38,7 @@ class Job:
     norm: Norm | None = None  # moments of what is written are left for it
     strict: bool = False  # float32 by three TF32 products
     rows: bool = False  # what is read are rows of operands that the launch before has written
+    merged: int = 1  # groups of the layer that are one group here, whose weights are zero between them
 
     @property
     def item_bytes(self) -> int:
@@ -79,6 +83,13 @@ class Job:
         read = (channels * d * h * w, 1, channels * h * w, channels * w, channels)
         return replace(self, read=read, aligned=True, rows=True)
 
+    def as_merged(self, groups: int) -> Job:
+        """The job of a build that takes so many groups of the layer as one."""
+        if groups == self.merged:
+            return self
+        geometry = merged_groups(self.geometry, groups)
+        return replace(self, geometry=geometry, weight_group=groups * self.weight_group, merged=groups)
+
     @property
     def read_bytes(self) -> int:
         return self.batch * self.geometry.in_channels * prod(self.read_size) * self.item_bytes
@@ -116,6 +127,20 @@ def job_of(problem: Problem) -> Job:
         weight=(co, ci, *(-stride for stride in taps)),
         weight_tap=last,
     )
+
+
+def groups_to_merge(geometry: Geometry, item_bytes: int) -> int:
+    """How many small groups may be one, so that what a position has of them is a piece of `MERGED_BYTES`."""
+    sides = geometry.in_per_group, geometry.out_per_group
+    if min(sides) < LEAST_MERGED:
+        return 1
+    counts = (n for n in range(1, geometry.groups + 1) if geometry.groups % n == 0)
+    return max((n for n in counts if n * max(sides) * item_bytes <= MERGED_BYTES), default=1)
+
+
+def merged_groups(geometry: Geometry, count: int) -> Geometry:
+    """The same with so many groups as one."""
+    return replace(geometry, groups=geometry.groups // count)
 
 
 def mirrored_axes(geometry: Geometry) -> tuple[Axis, Axis, Axis] | None:

@@ -125,7 +125,7 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
         return outputs / 32 * costs.quads * (2 if build.gather else 1)
     if build.buffers:
         return outputs / 32 * costs.imaged * build.item_bytes / 4
-    vector = 2 if job.written_last else build.vector(job, tiling)
+    vector = build.lane_channels(job) if job.written_last else build.vector(job, tiling)
     at_once = 1 if vector == 2 and not job.written_last else vector  # pairs along w have not been measured
     cost = costs.store * (costs.crooked if tiling.length else 1.0)
     if not job.written_last:
@@ -283,6 +283,7 @@ def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> Iterator[Ti
 def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
     """The tiling that takes least, if it takes at most so many cycles, and these."""
     best: tuple[float, Tiling] | None = None
+    job = job.as_merged(build.merged)
     if build.rewritten and not job.has_rows:
         return None
     job = job.as_copied(build.rewritten) if build.copied else job

@@ -20,7 +20,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
-from itertools import product
+from itertools import chain, product
 from math import inf, prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 from . import cache, direct_planner
 from .geometry import Geometry
 from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, has_lines, moment_band, round_up, rows_launch
-from .halo_job import Job, job_of
+from .halo_job import Job, groups_to_merge, job_of, merged_groups
 from .halo_model import best_tiling
 from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
 from .launch import Launch
@@ -46,6 +46,7 @@ STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the er
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
 COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
 COPIED_BYTES = 128  # of a group's channels, from which rows of channels are worth a copy
+COPIED_LAST_BYTES = 64  # the same where there are rows already
 MAX_FIELDS = 32  # of all slabs of a consumer: outputs of a channel that a lane has fit a mask
 SEPARATE_CHANNELS = 32  # from which phases of different kernels are worth column tiles of their own
 MAX_TAPS = 800  # that a block can pack
@@ -77,14 +78,14 @@ def max_columns(strict: bool, copied: bool = False) -> int:
 
 
 def builds(
-    geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False, strict: bool = False
+    geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False, strict: bool = False, last: bool = False
 ) -> Iterator[Build]:
-    """All builds worth a look."""
+    """All builds worth a look. `last`: of channels-last tensors."""
     yield from _builds(geometry, dtype, shared_bytes, gather, strict, copied=False)
     if gather and takes_lines(geometry, gather, dtype, strict):
         yield from _gathering_lines(geometry, shared_bytes)
     bytes = geometry.in_per_group * (4 if dtype == "float32" else 2)
-    if not strict and bytes % 16 == 0 and bytes >= COPIED_BYTES:
+    if not strict and bytes % 16 == 0 and bytes >= (COPIED_LAST_BYTES if last else COPIED_BYTES):
         for build in _builds(geometry, dtype, shared_bytes, gather, strict, copied=True):
             yield build
             if dtype == "float32":
@@ -230,8 +231,19 @@ class Nominal:
         return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
 
 
+def _merged_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
+    """Those that take small groups as one, of channels-last results: stores have more of a position."""
+    groups = groups_to_merge(nominal.geometry, 4 if nominal.dtype == "float32" else 2)
+    if groups > 1 and nominal.written_last and not (nominal.gather or nominal.strict):
+        geometry = merged_groups(nominal.geometry, groups)
+        for build in builds(geometry, nominal.dtype, shared_bytes, last=True):
+            yield replace(build, merged=groups)
+
+
 def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
-    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict):
+    last = nominal.written_last
+    each = builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last)
+    for build in chain(each, _merged_builds(nominal, shared_bytes)):
         yield build
         if nominal.kind < SMALL_KINDS:
             if build.can_be_portioned:
@@ -261,7 +273,8 @@ def _build_of(nominal: Nominal, choice: dict[str, Any]) -> Build | None:
     found = choice["build"]
     if found is None:
         return None
-    return Build(nominal.geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
+    geometry = merged_groups(nominal.geometry, found["merged"])
+    return Build(geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
 
 
 def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
@@ -451,6 +464,7 @@ def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
 
 
 def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
+    job = job.as_merged(build.merged)
     found = best_tiling(build, job, device.multiprocessors)
     if found is None or build.pack(job).shared_bytes > device.shared_bytes:
         return None
@@ -459,6 +473,7 @@ def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """The launches of a build and a tiling."""
+    job = job.as_merged(build.merged)
     given, job = job, job.as_copied(build.rewritten) if build.copied else job
     blocks = tiling.blocks(build, device.multiprocessors)
     shares = tiling.shares(build, device.multiprocessors)

@@ -120,18 +120,19 @@ def operand(tensor: Tensor) -> Tensor:
 
 def build_for(case: Case) -> Build:
     """The planner's build, or the first of its candidates that has what the case wants."""
-    g = case.geometry
+    job = job_of(Tensors(case).problem)
     if not case.build:
-        build = halo_planner.choose(job_of(Tensors(case).problem), DEVICE.shared_bytes, 132)
+        build = halo_planner.choose(job, DEVICE.shared_bytes, 132)
         assert build is not None
         return build
-    for build in halo_planner.builds(g, case.dtype, DEVICE.shared_bytes, strict=case.strict):
+    for build in halo_planner.builds_of(halo_planner.Nominal.of(job), DEVICE.shared_bytes):
         if all(getattr(build, name) == value for name, value in case.build.items() if name in CHOSEN):
             return replace(build, **{n: v for n, v in case.build.items() if n not in CHOSEN})  # type: ignore[arg-type]
     raise AssertionError(f"no build has {case.build}")
 
 
-CHOSEN = ("copied", "lines", "march", "split", "row_bytes", "slabs", "groups_per_tile")  # the rest is replaced
+# What a build must have of what a case wants; the rest is replaced.
+CHOSEN = ("copied", "lines", "march", "split", "row_bytes", "slabs", "groups_per_tile", "merged")
 
 
 def check(case: Case, order: str = "forward") -> None:
@@ -203,7 +204,7 @@ SETTINGS = {
     "channels last": Case(16, 24, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build=FLAT),
     "channels last, march": Case(36, 9, (3, 4, 9), 3, 1, 1, channels_last=True, build=MARCH),
     "channels last, unaligned": Case(13, 9, (3, 4, 5), 3, 1, 1, channels_last=True),
-    "channels last, float16": Case(40, 24, (3, 4, 9), 2, 2, channels_last=True, dtype="float16"),
+    "channels last, float16": Case(40, 40, (3, 4, 9), 3, 1, 1, channels_last=True, dtype="float16", build=FLAT),
     "phases of different kernels apart": Case(12, 32, (3, 5, 9), 3, 2, 1, 1, batch=6, build={**APART, "slots": 3}),
     "phases of different kernels apart, those along w together": Case(
         40, 32, (3, 5, 6), (5, 3, 3), 2, (2, 1, 1), 1, build={"split": (True, True, False), "copied": True}
@@ -261,7 +262,12 @@ SETTINGS = {
     "strict, channels last, groups": Case(
         32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT, strict=True
     ),
-    "channels last, groups": Case(32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT),
+    "channels last, groups as one": Case(
+        32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build={**FLAT, "copied": True, "merged": 2}
+    ),
+    "channels last, groups as one, march": Case(
+        48, 72, (3, 4, 5), 3, 2, 1, groups=6, channels_last=True, build={**MARCH, "merged": 2}, dtype="bfloat16"
+    ),
 }
 
 

@@ -24,7 +24,7 @@ struct HaloCopies {
 
   static constexpr int kShares = 1, kTurns = 1, kRows = 32;
   static constexpr int kLanes = Layout::kRowPieces, kAtOnce = 32 / kLanes;  // rows of a copy
-  static_assert(Config::kGroupsPerTile == 1 || !Config::kCopied, "slots of a row are neighbouring channels");
+  static_assert(Layout::kDense || !Config::kCopied, "slots of a row are neighbouring channels");
   static_assert(Config::kStageRows % kRows == 0 || !Config::kCopied, "whole turns");
 
   // Where a row of the halo comes from.

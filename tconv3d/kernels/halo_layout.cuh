@@ -58,6 +58,9 @@ struct HaloLayout {
   static_assert(Config::kSources == 1 || (Config::kPatterns == 1 && Config::kVariants == 1),
                 "sources have their own shifts, and one pattern");
   static_assert(Config::kOutTile % 8 == 0, "a matrix instruction has a multiple of 8 columns");
+  static_assert(Config::kLaneChannels >= 2 && (Config::kLaneChannels & (Config::kLaneChannels - 1)) == 0 &&
+                    (Config::kLaneChannels == 2 || Config::kOut % Config::kLaneChannels == 0),
+                "whole vectors of a lane's channels");
   static_assert(kColumns <= 256, "accumulators of one slab");
   static_assert(Config::kGroups % Config::kGroupsPerTile == 0, "every tile has as many groups");
   static_assert(Config::kGroupsPerTile == 1 || (Config::kGroupSlots % kStepItems == 0 && kChunks == 1),
@@ -66,6 +69,32 @@ struct HaloLayout {
   static constexpr int kUnitColumns = Config::kUnitFields * Config::kOutTile;
   static_assert(Config::kFields % Config::kUnitFields == 0 && kUnitColumns <= 256,
                 "columns of an instruction");
+
+  // Which column of a field an output channel is. Of every 8 columns a lane of the accumulators has two. So
+  // that these are neighbours in memory where channels are (kLaneChannels > 2), the channels of a block of
+  // columns are dealt out to the lanes in turn: so many neighbours to each. Blocks are as large as still fit
+  // the field.
+  static __device__ constexpr int block_channels(
+      int first) {  // that a lane has of the block from this column on
+    int own = Config::kLaneChannels;
+    while (4 * own > Config::kOutTile - first) own /= 2;
+    return own;
+  }
+  static __device__ constexpr int block_start(int column) {
+    int first = 0;
+    while (column >= first + 4 * block_channels(first)) first += 4 * block_channels(first);
+    return first;
+  }
+  static __device__ constexpr int column_of(int channel) {
+    if (Config::kLaneChannels == 2) return channel;
+    const int first = block_start(channel), own = block_channels(first), place = channel - first;
+    return first + place % own / 2 * 8 + place / own * 2 + place % 2;
+  }
+  // The channel of a lane's column 8 * j + 2 * (lane % 4) + e.
+  static __device__ __forceinline__ int channel_of(int j, int e, int lane) {
+    const int first = block_start(8 * j), own = block_channels(first);
+    return first + lane % 4 * own + (8 * j - first) / 4 + e;
+  }
 
   static __device__ constexpr int units(int pattern) {
     return Config::kPatternUnit(pattern + 1) - Config::kPatternUnit(pattern);

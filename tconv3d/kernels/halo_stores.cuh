@@ -90,29 +90,52 @@ struct HaloStores {
     }
   }
 
-  // One field of one position, whose phase 0 lies at `y`: a lane's channels.
+  // So many neighbouring channels of a lane: two of every 8 columns.
+  template <int kCount>
+  static __device__ __forceinline__ void store_channels_if(bool condition, Scalar* y, const float* sums) {
+    constexpr int kWords = kCount * static_cast<int>(sizeof(Scalar)) / 4;
+    unsigned words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (sizeof(Scalar) == 2) {
+        words[i] = Narrow<Scalar>::two(sums[4 * i], sums[4 * i + 1]);
+      } else {
+        words[i] = ptx::float_to_bits(sums[i / 2 * 4 + i % 2]);
+      }
+    }
+    if constexpr (kWords == 4) {
+      ptx::store_global_if(condition, y, make_uint4(words[0], words[1], words[2], words[3]));
+    } else if constexpr (kWords == 2) {
+      ptx::store_global_if(condition, y, make_uint2(words[0], words[1]));
+    } else {
+      static_assert(kWords == 1, "an access of a power of two");
+      ptx::store_global_if(condition, y, words[0]);
+    }
+  }
+
+  // One field of one position, whose phase 0 lies at `y`: a lane's channels, block by block.
   static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
                                                      int lane, int group, int field, const float* sums,
                                                      Scalar* y) {
     const bool exists = deep(args, at, to.d + Config::kField(field, 0)) && flat(args, to, field);
-    const int out = at.first_out() + Accumulators::first_column(lane);
     y += field_start(args, group, field);
-#pragma unroll
-    for (int j = 0; j < Config::kOutTile / 8; ++j, y += 8) {
-      const bool own = exists && (Config::kOut % Config::kOutTile == 0 || out + 8 * j < Config::kOut);
-      if constexpr (!Config::kAlignedPairs) {
-        const bool both = Config::kOut % 2 == 0 || out + 8 * j + 1 < Config::kOut;
-        if (own) store_pair(y, sums[4 * j], sums[4 * j + 1], both);
-      } else if constexpr (sizeof(Scalar) == 2) {
-        ptx::store_global_if(own, y, Narrow<Scalar>::two(sums[4 * j], sums[4 * j + 1]));
-      } else {
-        ptx::store_global_if(
-            own, y, make_uint2(ptx::float_to_bits(sums[4 * j]), ptx::float_to_bits(sums[4 * j + 1])));
+    static_for<Config::kOutTile / 8>([&](auto columns) {
+      constexpr int kFirst = 8 * decltype(columns)::value, kOwn = Layout::block_channels(kFirst);
+      if constexpr (Layout::block_start(kFirst) == kFirst) {
+        const int out = at.first_out() + kFirst + lane % 4 * kOwn;
+        const bool own = exists && (Config::kOut % Config::kOutTile == 0 || out < Config::kOut);
+        Scalar* to_block = y + kFirst - lane % 4 * (Config::kLaneChannels - kOwn);
+        if constexpr (Config::kAlignedPairs) {
+          store_channels_if<kOwn>(own, to_block, sums + kFirst / 2);
+        } else {
+          const bool both = Config::kOut % 2 == 0 || out + 1 < Config::kOut;
+          if (own) store_pair(to_block, sums[kFirst / 2], sums[kFirst / 2 + 1], both);
+        }
       }
-    }
+    });
   }
 
-  // Contiguous along channels: a lane stores its pairs of channels where they are.
+  // Contiguous along channels: a lane stores its neighbouring channels where they are.
   static __device__ __forceinline__ void store_by_channel(const Args& args, const Place& at, const Sums& sums,
                                                           const Slab (&slabs)[Config::kSlabs], int plane,
                                                           int warp, int lane) {
@@ -121,7 +144,7 @@ struct HaloStores {
       static_for<2>([&](auto half) {
         constexpr int kHalf = decltype(half)::value;
         const Target to = target(args, at, slabs[kSlab], plane, 16 * warp + 8 * kHalf + lane / 4);
-        Scalar* y = static_cast<Scalar*>(args.y) + to.start + Accumulators::first_column(lane);
+        Scalar* y = static_cast<Scalar*>(args.y) + to.start + lane % 4 * Config::kLaneChannels;
         ptx::pin(y);  // else the compiler begins at args.y for every store
         static_for<Config::kGroupsPerTile>([&](auto group) {
           constexpr int kGroup = decltype(group)::value;

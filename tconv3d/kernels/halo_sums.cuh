@@ -34,7 +34,7 @@ struct HaloSums {
 #pragma unroll
       for (int i = 0; i < Config::kGroupsPerTile * Config::kOutTile / 4; ++i) {
         const int group = i / (Config::kOutTile / 4), j = i / 2 % (Config::kOutTile / 8), e = i % 2;
-        start.at[group][j][e] = bias(args, at, group, 8 * j + first_column(lane) + e);
+        start.at[group][j][e] = bias(args, at, group, Layout::channel_of(j, e, lane));
       }
       return start;
     }

@@ -50,7 +50,8 @@ struct Pack {
   static constexpr int kOfTaps = 0, kColumnTaps = 1, kChannelTaps = 2, kOfColumns = 3, kOfChannels = 4;
   static constexpr int kRun = Config::kRun;
   static_assert(kTapParts == 1 || kRun == kOfColumns, "all taps of a run");
-  static_assert(kRun == kOfTaps || Config::kGroupsPerTile == 1, "channels of one group");
+  static_assert(kRun == kOfTaps || (Config::kGroupsPerTile == 1 && Config::kMerged == 1),
+                "channels of one group");
   static_assert(!kVectors || (kRun == kOfColumns && kColumns % kVector == 0), "vectors of columns");
   static constexpr int kLength = kRun == kColumnTaps    ? kColumns * kTaps
                                  : kRun == kChannelTaps ? Layout::kPartItems * kTaps
@@ -119,13 +120,17 @@ struct Pack {
                      : kRun == kOfColumns   ? columns
                      : kRun == kOfChannels  ? left
                                             : kTaps;
+    // A group may be several of the layer's, with nothing between them.
+    constexpr int kOwnIn = Config::kIn / Config::kMerged, kOwnOut = Config::kOut / Config::kMerged;
+    const int channel = channels.first + of_piece, column = out + first.column;
+    const bool between = Config::kMerged > 1 && channel / kOwnIn != column / kOwnOut;
     const bool exists = of_piece < channels.count && columns > 0 && first_tap + first.tap < kTaps &&
-                        place < (room < kLength ? room : kLength);
+                        place < (room < kLength ? room : kLength) && !between;
     const Scalar* weight = static_cast<const Scalar*>(args.weight);
     if (!exists) return {weight, false};
     const long long group = (Layout::first_group(tile) + channels.group) * args.group;
-    const Scalar* start = weight + args.tap + group + (channels.first + of_piece) * args.stride.n +
-                          (out + first.column) * args.stride.c;
+    const Scalar* start = weight + args.tap + group + channel * args.stride.n +
+                          (Config::kMerged > 1 ? column % kOwnOut : column) * args.stride.c;
     if constexpr (kRun == kOfTaps) return {start + tap_offset(place), true};
     return {start + tap_offset(first_tap + first.tap) + place, true};
   }
@@ -275,7 +280,7 @@ struct Pack {
       const int piece = kVectors ? of_line / kNear % Layout::kPartPieces : i % Layout::kPartPieces;
       const int column = kVectors ? of_line % kNear + of_line / (kNear * Layout::kPartPieces) * kNear
                                   : i / Layout::kPartPieces % kColumns;
-      const int offset = (first_column + column) * Layout::kPartBytes + piece * 16;
+      const int offset = Layout::column_of(first_column + column) * Layout::kPartBytes + piece * 16;
       unsigned char* to = static_cast<unsigned char*>(args.packed) + Layout::tile_start(tile) +
                           Layout::template swizzle<Layout::kPartPieces>(offset);
       const Staged* from = kVectors ? staged + piece * Layout::kPieceItems * kVectorPitch + column
