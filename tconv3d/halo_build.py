@@ -753,13 +753,14 @@ class Build:
 
 
 def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
-    """Writes what a job reads, with these strides, as rows of channels. 16-bit types by two positions if possible,
-    what has rows of channels already by vectors."""
+    """Writes what a job reads, with these strides, as rows of channels. 16-bit types by eight positions if possible,
+    or by two; what has rows of channels already by vectors."""
     channels, (d, h, w) = job.geometry.in_channels, job.read_size
     items, blocks = ROW_PIECES * 16 // job.item_bytes, ceil_div(d * h * w, ROW_POSITIONS)
-    shared_bytes = 4 * ROW_POSITIONS * (items + 1)
     n, c, *volume = read
-    pairs = job.item_bytes == 2 and aligned and volume == [h * w, w, 1] and not any(v % 2 for v in (d * h * w, n, c))
+    dense = job.item_bytes == 2 and aligned and volume == [h * w, w, 1]
+    pairs, vectors = (dense and not any(v % positions for v in (d * h * w, n, c)) for positions in (2, 8))
+    shared_bytes = 16 * ROW_POSITIONS * ROW_PIECES if vectors else 4 * ROW_POSITIONS * (items + 1)
     already = replace(job, read=read, aligned=aligned).has_rows
     return Launch(
         kernel="rows",
@@ -770,6 +771,7 @@ def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
             ("kAllChannels", channels),
             ("kPositions", ROW_POSITIONS),
             ("kPairs", pairs),
+            ("kVectors", vectors),
             ("kAlready", already),
             ("kSharedBytes", shared_bytes),
         ),

@@ -2,8 +2,9 @@
 // want the values: what the halo kernel can copy past its registers.
 //
 // A block has 128 bytes of the channels of some positions. Neighbouring threads read neighbouring positions
-// and write neighbouring channels; in between they pass through shared memory. A tensor that has rows of
-// channels already is only rounded.
+// and write neighbouring channels; in between they pass through shared memory. Where 16-bit types lie so that
+// 8 positions of a channel can be loaded at once, they are transposed on the way there. A tensor that has
+// rows of channels already is only rounded.
 #pragma once
 
 #include "operands.cuh"
@@ -30,7 +31,8 @@ struct Rows {
   static constexpr int kAtOnce = Config::kPairs ? 2 : 1;
   static constexpr int kLoads = kChannels * kPositions / kThreads / kAtOnce;
   static_assert(kThreads % kPositions == 0 && kChannels * kPositions % kThreads == 0, "even shares");
-  static_assert(Config::kSharedBytes >= 4 * kPositions * kPitch, "room for the positions");
+  static_assert(Config::kSharedBytes >= (Config::kVectors ? 128 : 4 * kPitch) * kPositions,
+                "room for the positions");
 
   static __device__ __forceinline__ long long offset(const Args& args, long long position) {
     const int line = divide(static_cast<int>(position), args.by_w);
@@ -80,6 +82,51 @@ struct Rows {
                    piece);
     }
   }
+  // Vectors of 8 positions of a channel. A warp loads those of 8 channels and 32 positions at a time: lane
+  // 4*c + q has positions 8*q to 8*q + 7 of channel c, two in a word. So word k of all lanes is a matrix of
+  // the positions 2*k and 2*k + 1 of each 8, by channels, and is written to rows of 8 pieces.
+  static constexpr int kTurns = kChannels / 8 * (kPositions / 32), kWarps = kThreads / 32;
+  static __device__ __forceinline__ void read_vectors(const Args& args, int n, long long first,
+                                                      int first_channel) {
+    static_assert(!Config::kVectors || kTurns % kWarps == 0, "even shares");
+    const unsigned staged = ptx::shared_address(dynamic_shared<unsigned char>());
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    uint4 vectors[kTurns / kWarps];
+#pragma unroll
+    for (int i = 0; i < kTurns / kWarps; ++i) {
+      const int turn = i * kWarps + warp, channel = turn % (kChannels / 8) * 8 + lane / 4;
+      const long long position = first + turn / (kChannels / 8) * 32 + lane % 4 * 8;
+      vectors[i] = make_uint4(0, 0, 0, 0);
+      if (position < args.volume && first_channel + channel < Config::kAllChannels) {
+        const Scalar* x = static_cast<const Scalar*>(args.x) + n * args.stride.n + position;
+        vectors[i] = *reinterpret_cast<const uint4*>(x + (first_channel + channel) * args.stride.c);
+      }
+    }
+    const int own = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;  // whose row this lane points at
+#pragma unroll
+    for (int i = 0; i < kTurns / kWarps; ++i) {
+      const int turn = i * kWarps + warp, position = turn / (kChannels / 8) * 32 + own;
+      ptx::store_transposed(staged + place(position, turn % (kChannels / 8)), vectors[i]);
+    }
+  }
+  // Of a piece of a position's row, in bytes: so that neither way meets itself in a bank.
+  static __device__ __forceinline__ int place(int position, int piece) {
+    return 128 * position + 16 * (piece ^ (position / 8 % 4 * 2 + position % 2));
+  }
+  static __device__ __forceinline__ void write_vectors(const Args& args, int n, long long first,
+                                                       int first_channel) {
+    const unsigned staged = ptx::shared_address(dynamic_shared<unsigned char>());
+    Scalar* rows = static_cast<Scalar*>(args.rows) + (n * args.volume + first) * Config::kAllChannels;
+    const int piece = static_cast<int>(threadIdx.x) % 8, channel = first_channel + piece * kItems;
+#pragma unroll
+    for (int i = 0; i < 8 * kPositions / kThreads; ++i) {
+      const int position = static_cast<int>(threadIdx.x) / 8 + i * (kThreads / 8);
+      const uint4 words = ptx::load_shared(staged + place(position, piece));
+      if (first + position < args.volume && channel < Config::kAllChannels)
+        ptx::store_global(rows + static_cast<long long>(position) * Config::kAllChannels + channel, words);
+    }
+  }
+
   // What has rows of channels already, piece by piece.
   static __device__ __forceinline__ void round(const Args& args, int n, long long first, int first_channel) {
     constexpr int kPieces = 8 * kPositions / kThreads;
@@ -121,6 +168,10 @@ __device__ void run(const Args& args) {
   const long long first = static_cast<long long>(rest % args.blocks) * Tile::kPositions;
   if constexpr (Config::kAlready) {
     Tile::round(args, n, first, first_channel);
+  } else if constexpr (Config::kVectors) {
+    Tile::read_vectors(args, n, first, first_channel);
+    __syncthreads();
+    Tile::write_vectors(args, n, first, first_channel);
   } else {
     Tile::read(args, staged, n, first, first_channel);
     __syncthreads();
