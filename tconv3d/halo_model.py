@@ -90,7 +90,7 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
         batches = ceil_div(groups * pieces, 4 * warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
         sectors = loads * 16
-    elif vectors := build.vectors(job, tiling) * tiling.lines:
+    elif vectors := build.all_vectors(tiling, build.vectors(job, tiling)):
         batches = build.vector_batches(vectors)
         loads = ceil_div(vectors * build.channel_slots, 32) * len(build.program.sources)
         sectors = loads * 16.0
