@@ -53,7 +53,8 @@ MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
 AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
 HOPELESS = 1.5  # times the cost of the best build: not worth measuring
-RINGS = (64 * 1024, 128 * 1024)  # bytes of the slots that panels are streamed through
+RINGS = (64 * 1024,)  # bytes of the slots that panels are streamed through
+MARCHING_RINGS = (64 * 1024, 128 * 1024)  # the same of marches with two producer warpgroups (others: not measured)
 COPIED_RINGS = (64 * 1024, 96 * 1024, 128 * 1024)  # the same where loaders copy past registers
 MAX_SLOTS = 8
 SMALL_KINDS = 2  # of volumes that may have too few tiles for all multiprocessors, or for both consumers of a block
@@ -146,7 +147,8 @@ def _streaming(build: Build) -> Iterator[Build]:
     """The same with rings of different lengths, and, where loaders leave room for these, of small panels."""
     small = replace(build, fine=True)
     kinds = (build, small) if build.copied and small.slot_bytes < build.slot_bytes else (build,)
-    rings = COPIED_RINGS if build.copied else RINGS
+    marching = build.march and build.producers == 2
+    rings = COPIED_RINGS if build.copied else MARCHING_RINGS if marching else RINGS
     for slots, each in dict.fromkeys(
         (max(2, min(MAX_SLOTS, ring // each.slot_bytes)), each) for each in kinds for ring in rings
     ):
