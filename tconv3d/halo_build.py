@@ -625,15 +625,29 @@ class Build:
         tiles = product(range(tiling.tiles[3]), self.origins_w)
         starts = [(place * tiling.tile[2] + origin) * step for place, origin in tiles]
         spans = [(start, start + tiling.halo[2] * step) for start in starts]
-        if self.whole_lines(tiling):
+        if self.whole_lines(tiling) or tiling.length:
             spans = [(max(0, start), min(end, job.read_size[2])) for start, end in spans]
         vectors = max(0, *(ceil_div(start % items + end - start, items) for start, end in spans))
         if vectors * items > MAX_BESIDE * tiling.halo[2] * step:
             return 0  # too much comes along (measured)
-        noted = self.vector_batches(vectors * tiling.lines) * self.loaders * self.vector_turn.noted_bytes
+        noted = self.vector_batches(self.all_vectors(tiling, vectors)) * self.loaders * self.vector_turn.noted_bytes
         stages = self.stages * self.halves * self.stage_rows * self.row_bytes
         room = self.shared_bytes - self.reserved_bytes - self.panel_bytes - stages
         return vectors if noted + 128 * (self.loaders + 1) <= room else 0
+
+    def all_vectors(self, tiling: Tiling, vectors: int) -> int:
+        """Of a tile, at the most, if a line has so many. A run takes them in sequence, from the first that it touches
+        to the last, wherever it begins."""
+        if not tiling.length or not vectors:
+            return vectors * tiling.lines
+        line, items, (origin,) = tiling.halo[2], 16 // self.item_bytes, self.origins_w
+        first = max(-origin, -(origin % items))  # place of the first vector's first item
+
+        def vector(row: int) -> int:
+            return row // line * vectors + min(max(0, row % line - first) // items, vectors)
+
+        starts = range(0, line, gcd(line, tiling.length))
+        return max(vector(start + tiling.rows - 1) + 1 - vector(start) for start in starts)
 
     @property
     def vector_turn(self) -> VectorTurn:

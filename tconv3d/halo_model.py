@@ -62,6 +62,7 @@ class Costs:
 
 
 COSTS = Costs()
+CROWDED = {4: 31.0, 2: 27.0}  # bytes per cycle from L2, by an item's, where all blocks stream panels for a march
 UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
 MAX_ROWS_BYTES = 2**29  # that may be allocated to write what is read as rows
 SUPPLY = 3.0  # exponent of the norm that joins products and the panels that they wait for
@@ -90,7 +91,7 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
         batches = ceil_div(groups * pieces, 4 * warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
         sectors = loads * 16
-    elif vectors := build.vectors(job, tiling) * tiling.lines:
+    elif vectors := build.all_vectors(tiling, build.vectors(job, tiling)):
         batches = build.vector_batches(vectors)
         loads = ceil_div(vectors * build.channel_slots, 32) * len(build.program.sources)
         sectors = loads * 16.0
@@ -212,7 +213,10 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
         if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES
         cache = (loaded + streamed) / costs.cache_bytes
-        found.append((load**p + (multiply + store) ** p + cache**p) ** (1 / p))
+        cost = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
+        if build.march and not build.resident and not build.copied:
+            cost = max(cost, (loaded + streamed) / CROWDED[build.item_bytes])
+        found.append(cost)
     return found
 
 

@@ -55,6 +55,7 @@ MOMENT_BYTES = 16  # struct Moments<float>
 AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
 HOPELESS = 1.5  # times the cost of the best build: not worth measuring
 RINGS = (64 * 1024,)  # bytes of the slots that panels are streamed through
+MARCHING_RINGS = (64 * 1024, 128 * 1024)  # the same of marches with two producer warpgroups (others: not measured)
 COPIED_RINGS = (64 * 1024, 96 * 1024, 128 * 1024)  # the same where loaders copy past registers
 MAX_SLOTS = 8
 SMALL_KINDS = 2  # of volumes that may have too few tiles for all multiprocessors, or for both consumers of a block
@@ -147,7 +148,8 @@ def _streaming(build: Build) -> Iterator[Build]:
     """The same with rings of different lengths, and, where loaders leave room for these, of small panels."""
     small = replace(build, fine=True)
     kinds = (build, small) if build.copied and small.slot_bytes < build.slot_bytes else (build,)
-    rings = COPIED_RINGS if build.copied else RINGS
+    marching = build.march and build.producers == 2
+    rings = COPIED_RINGS if build.copied else MARCHING_RINGS if marching else RINGS
     for slots, each in dict.fromkeys(
         (max(2, min(MAX_SLOTS, ring // each.slot_bytes)), each) for each in kinds for ring in rings
     ):
@@ -489,8 +491,8 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(*tiling.tile, *tiling.halo, tiling.items, tiling.near, tiling.near_bits, tiling.rows, tiling.slabs),
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, tiling.flat, ceil_div(tiling.slabs, build.round_slabs), work),
-        int32s(build.vector(job, tiling), vectors * tiling.lines, build.whole_lines(tiling)),
-        int32s(columns.start, build.loaded_rows(job, tiling)),
+        int32s(build.vector(job, tiling), build.all_vectors(tiling, vectors), build.whole_lines(tiling)),
+        int32s(vectors > 0 and tiling.length > 0, columns.start, build.loaded_rows(job, tiling)),
         divider(len(columns)),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h)),
         divider(tiling.tile[0] if build.march else tiles_d),

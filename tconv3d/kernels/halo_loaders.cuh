@@ -36,6 +36,7 @@ struct HaloLoaders {
     typename Tile::Work work;
     int plane, source, chunk, batch, planes;
     int first_chunk = 0, end_chunk = Layout::kChunks;  // of the place
+    int run;                                           // its first row, if it is one
     const unsigned char *plane_start, *x;              // of the plane's first chunk, of the chunk
 
     // At the present place, or the next one that has input.
@@ -61,6 +62,7 @@ struct HaloLoaders {
       }
       __syncwarp();
       chunk = at.first_chunk();
+      run = at.start;
       if constexpr (Config::kPortioned) {
         first_chunk = chunk;
         end_chunk = at.end_chunk();
@@ -107,6 +109,12 @@ struct HaloLoaders {
     // Loads the next batch, then stores the present one. False: there is no next.
     const auto step = [&](const Batch& present, Batch& next) {
       const bool first = course.batch == 0, last = course.batch == course.batches - 1;
+      if constexpr (Batch::kClears) {  // the stages that a tile begins with
+        if (first && args.gaps && course.plane * Layout::kChunks + course.chunk < Config::kStages) {
+          ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
+          HaloVectors<Config>::clear(args, course.run, shared.stage(ring.index), 32 * warp + lane);
+        }
+      }
       const bool more = course.advance(args);
       if (more) course.load(args, next);
       if (first) ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);

@@ -107,6 +107,7 @@ struct BatchByPosition {
   static constexpr int kPieces = Layout::kPartPieces < kAtLeast ? Layout::kPartPieces : kAtLeast;
   static constexpr int kShares = Layout::kPartPieces / kPieces;
   static constexpr int kRows = 32, kTurns = 1;
+  static constexpr bool kClears = false;
   struct Parts {
     Scalar at[Config::kUsedParts];
   };
@@ -193,6 +194,7 @@ struct BatchByChannel {
   using Place = typename HaloTile<Config>::Place;
 
   static constexpr int kShares = 1, kTurns = 4, kRows = 32 / Layout::kRowPieces;
+  static constexpr bool kClears = false;
   uint4 raw[kTurns];
   int row[kTurns], piece;
 

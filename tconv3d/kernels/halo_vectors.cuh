@@ -8,7 +8,9 @@ namespace tconv3d {
 // Rows of 16-bit items that begin and end at multiples of 16 bytes are loaded by vectors of 16 bytes, on
 // such boundaries: items beside the halo come along, and are dropped. Where every tile has whole lines, rows
 // left and right of the input are the same for all tiles: they are zero from the beginning, and nobody writes
-// to them. `place`: of the first item in the halo's line.
+// to them. Those of a run are the same for all planes of a tile: they are cleared when it begins (`clear`).
+// A run takes the vectors of its lines in sequence, from the first that it touches on. `place`: of the first
+// item in the halo's line.
 template <class Config>
 struct HaloVectors {
   using Layout = HaloLayout<Config>;
@@ -27,18 +29,22 @@ struct HaloVectors {
   static __device__ __forceinline__ InputVector input_vector(const Args& args, const Place& at, int source,
                                                              int index) {
     InputVector v;
-    const int line = divide(index, args.by_vectors);
-    const int of_run = Config::kMarch ? line + divide(at.start, args.halo_w) : line;
-    const int sheet = divide(of_run, args.halo_h), h = of_run - sheet * args.halo.h;
     const int origin = at.variant() + source;
+    const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
+    const int first_w = (args.whole_lines || args.gaps) && start < 0 ? 0 : start & -kVectorItems;
+    const int before = Config::kMarch ? divide(at.start, args.halo_w) : 0;  // lines
+    const int behind = (at.start - before * args.halo.w + start - first_w) / kVectorItems;
+    const int in_each = static_cast<int>(args.by_vectors.divisor);
+    const int number = index + (behind < 0 ? 0 : behind < in_each ? behind : in_each);
+    const int line = divide(number, args.by_vectors);
+    const int of_run = line + before;
+    const int sheet = divide(of_run, args.halo_h), h = of_run - sheet * args.halo.h;
     const int x_d = Config::kMarch ? 0
                                    : (at.d + Config::kOrigin(origin, 0) + sheet) * Config::kReadStepD +
                                          Config::kReadPhase(source, 0);
     const int x_h =
         (at.h + Config::kOrigin(origin, 1) + h) * Config::kReadStepH + Config::kReadPhase(source, 1);
-    const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
-    const int in_line = index - line * static_cast<int>(args.by_vectors.divisor);
-    const int x_w = (args.whole_lines && start < 0 ? 0 : start & -kVectorItems) + kVectorItems * in_line;
+    const int x_w = first_w + kVectorItems * (number - line * in_each);
     v.first_row = of_run * args.halo.w - at.start;
     v.place = x_w - start;
     v.end = index < args.vectors ? args.halo.w * Config::kReadStepW : 0;
@@ -59,6 +65,20 @@ struct HaloVectors {
     const unsigned start =
         Positions::row_start(0, row) ^ 16 * (place & (Config::kReadStepW - 1)) * Layout::kPartPieces;
     return Tile::inside(place, v.end) && Tile::inside(row, args.rows) ? start : beside + start % 128;
+  }
+  // Rows of a stage that lie between the lines of a run, where there is no input. By all loaders.
+  static __device__ __forceinline__ void clear(const Args& args, int start, unsigned stage, int thread) {
+#pragma unroll 1
+    for (int row = thread; row < args.rows; row += 32 * HaloShared<Config>::kLoaderWarps) {
+      const int line = divide(start + row, args.halo_w);
+      const int w = start + row - line * args.halo.w + Config::kOrigin(0, 2);
+      if (Tile::inside(w, args.input.w)) continue;
+#pragma unroll
+      for (int i = 0; i < Layout::kRowPieces; ++i) {
+        ptx::store_shared(stage + row * Config::kRowBytes + 16 * i, make_uint4(0, 0, 0, 0));
+      }
+    }
+    __syncwarp();
   }
   // Pieces that tensor cores read: only these are loaded. And whether all of their items are channels.
   static constexpr int kUsedPieces = Layout::kChunks > 1 ? Layout::kPartPieces : 2 * Layout::kLastSteps;
@@ -95,6 +115,7 @@ struct BatchTransposed {
                                  : Vectors::kUsedPieces < 4 ? Vectors::kUsedPieces
                                                             : 4;
   static constexpr int kShares = Vectors::kUsedPieces / kPieces, kTurns = 4 / kPieces;
+  static constexpr bool kClears = Config::kMarch;
   static_assert(Vectors::kUsedPieces % kPieces == 0 && (kShares == 1 || kTurns == 1), "whole batches");
   uint4 raw[kTurns][kPieces];
   unsigned target[kTurns];
