@@ -178,7 +178,7 @@ class Tile:
     def registers(self) -> int:
         sums = self.row_tiles * self.layer.column_tiles * 4
         totals = self.layer.geometry.stride[1] * self.layer.geometry.stride[2] * self.layer.geometry.out_per_group
-        kept = 2 * self.copies if self.copies <= KEPT_COPIES else 0
+        kept = self.copies * (1 if self.layer.channels_last else 2) if self.copies <= KEPT_COPIES else 0
         return _up(max(sums + 4 * self.row_tiles + kept, sums + totals) + 36, 8)
 
     def blocks(self, device: Device) -> int:
@@ -236,8 +236,8 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
-    # Three stages are enough. Chunks of two steps help contiguous floats alone (measured).
-    larger = -1 if layer.item_bytes == 4 and not layer.channels_last else 1
+    # Three stages are enough. Chunks of two steps help all but contiguous 16-bit types (measured).
+    larger = -1 if layer.item_bytes == 4 or layer.channels_last else 1
     return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3), larger * tile.chunk))
 
 

@@ -131,7 +131,8 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     cost = costs.store * (costs.crooked if tiling.length else 1.0)
     if not job.written_last:
         cost *= costs.scattered * min(tiling.near, 8) if tiling.near > 1 else 1.0
-        cost *= (costs.little_hides if build.producers == 1 else costs.apart) if build.torn else 1.0
+    if build.torn:
+        cost *= costs.little_hides if build.producers == 1 and not job.written_last else costs.apart
     return outputs / 32 / at_once**0.5 * cost
 
 

@@ -71,7 +71,15 @@ struct FewOutputs {
   static constexpr int kVector = C::kVector > 0 ? C::kVector : 1;
   static constexpr int kCopies = C::kChunk * kWarpRows / kVector / kLanes;
   static constexpr int kStageItems = (C::kChannelsLast ? kWarpRows : C::kChunk) * C::kItemPitch;
-  static constexpr int kLaneWords = 2 * kChunkSteps;  // of a row and a chunk, that a lane has in fragments
+  // Steps whose fragments are loaded together, and words of a row that a lane then has.
+  static constexpr int kStepsAtOnce = C::kChannelsLast ? 1 : kChunkSteps;
+  static constexpr int kLaneWords = 2 * kStepsAtOnce;
+  // Channels-last, a load takes 32 bytes of each of four neighbouring rows, which are to lie in banks of
+  // their own: of every four rows of two steps, the last two have these the other way round.
+  static __device__ __forceinline__ int swizzle(int row) {
+    return kChunkSteps == 2 ? row / 2 % 2 * kStepItems : 0;
+  }
+  static_assert(kChunkSteps == 1 || kChunkSteps == 2, "swizzled rows");
 
   // A line of columns: C::kLine positions, and C::kGap zeros before it, between lines and behind the last.
   static constexpr int kColumnLine = C::kLine + C::kGap;
@@ -139,24 +147,30 @@ struct FewOutputs {
 
   static constexpr int kAcross = (C::kChannelsLast ? C::kChunk : kWarpRows) / kVector;  // vectors in a row
 
-  // The channel, within its chunk, of this lane's i-th vector.
+  // This lane's i-th vector: its channel, within its chunk, and its row, of the warp's. Channels-last, a copy
+  // by all lanes moves whole rows, and a lane always has the same channel.
   __device__ __forceinline__ int copy_channel(int i) const {
-    const int vector = lane + i * kLanes;
-    return C::kChannelsLast ? vector % kAcross * kVector : vector / kAcross;
+    return C::kChannelsLast ? lane % kAcross * kVector : (lane + i * kLanes) / kAcross;
   }
+  __device__ __forceinline__ int copy_row(int i) const {
+    return C::kChannelsLast ? lane / kAcross + i * (kLanes / kAcross)
+                            : (lane + i * kLanes) % kAcross * kVector;
+  }
+  static_assert(!C::kChannelsLast || kLanes % kAcross == 0, "whole rows");
 
+  __device__ __forceinline__ int copy_to(int i) const {
+    if constexpr (!C::kChannelsLast) return copy_channel(i) * C::kItemPitch + copy_row(i);
+    return copy_row(i) * C::kItemPitch + (copy_channel(i) ^ swizzle(copy_row(i)));
+  }
   __device__ __forceinline__ Copy copy_of(int i) const {
-    const int vector = lane + i * kLanes, channel = copy_channel(i);
-    const int own = C::kChannelsLast ? vector / kAcross : vector % kAcross * kVector;  // of the warp's rows
-    const int row = warp * kWarpRows + own;
+    const int row = warp * kWarpRows + copy_row(i);
     const int x_h = tile_h + C::kOriginH + row / C::kLine, x_w = tile_w + C::kOriginW + row % C::kLine;
     const bool inside =
         row < C::kHaloH * C::kLine && x_h >= 0 && x_h < args.x_size.h && x_w >= 0 && x_w < args.x_size.w;
-    const Index offset = channel * static_cast<Index>(args.x_strides.c) +
+    const Index offset = copy_channel(i) * static_cast<Index>(args.x_strides.c) +
                          x_h * static_cast<Index>(args.x_strides.h) +
                          x_w * static_cast<Index>(args.x_strides.w);
-    return Copy{inside ? offset : Index(-1),
-                C::kChannelsLast ? own * C::kItemPitch + channel : channel * C::kItemPitch + own};
+    return Copy{inside ? offset : Index(-1), copy_to(i)};
   }
 
   __device__ __forceinline__ void start_ring() {
@@ -177,10 +191,11 @@ struct FewOutputs {
         const Copy copy = kKeptCopies > 0 ? kept[kKeptCopies > 0 ? i : 0] : copy_of(i);
         const bool inside = copy.from >= 0 && exists;
         const Scalar* address = chunk + (inside ? copy.from : Index(0));
+        Scalar* const to = stage + (C::kChannelsLast ? copy_to(i) : copy.to);  // quickly found, or kept
         if constexpr (C::kVector > 0) {
-          ptx::copy_words_of_line<kVector * kItemBytes / 4>(stage + copy.to, address, inside);
+          ptx::copy_words_of_line<kVector * kItemBytes / 4>(to, address, inside);
         } else {
-          stage[copy.to] = inside ? load_constant(address) : Scalar{};
+          *to = inside ? load_constant(address) : Scalar{};
         }
       }
     }
@@ -198,9 +213,9 @@ struct FewOutputs {
   // is which does not matter as long as x and the weights agree: channels-last, a lane's words are
   // neighbours.
   __device__ __forceinline__ int channel_of(int step, int part) const {
-    const int word = C::kChannelsLast ? lane % 4 * kLaneWords + step % kChunkSteps * 2 + part
-                                      : step % kChunkSteps * 8 + lane % 4 + 4 * part;
-    return step / kChunkSteps * C::kChunk + word * kWordItems;
+    const int word = C::kChannelsLast ? lane % 4 * kLaneWords + step % kStepsAtOnce * 2 + part
+                                      : step % kStepsAtOnce * 8 + lane % 4 + 4 * part;
+    return (step / kStepsAtOnce * (8 * kStepsAtOnce) + word) * kWordItems;
   }
 
   // The tap along depth that feeds a plane of the window, -1 if none does.
@@ -235,12 +250,13 @@ struct FewOutputs {
     }
   }
 
-  // The words of the lane's fragments in row `row` of a stage: [step][part along K].
-  __device__ __forceinline__ void load_row(const Scalar* stage, int row,
+  // The words of the lane's fragments in row `row` of a stage, from a step on: [step][part along K].
+  __device__ __forceinline__ void load_row(const Scalar* stage, int row, int first_step,
                                            unsigned (&words)[kLaneWords]) const {
     if constexpr (C::kChannelsLast) {
+      const int first = first_step * kStepItems ^ swizzle(row);
       const auto found = load_vector<kLaneWords>(
-          reinterpret_cast<const unsigned*>(stage + row * C::kItemPitch) + lane % 4 * kLaneWords);
+          reinterpret_cast<const unsigned*>(stage + row * C::kItemPitch + first) + lane % 4 * kLaneWords);
 #pragma unroll
       for (int i = 0; i < kLaneWords; ++i) {
         words[i] = found.at[i];
@@ -259,26 +275,32 @@ struct FewOutputs {
   // Adds a chunk of channels to the window.
   __device__ __forceinline__ void multiply(const Scalar* stage, int chunk) {
     const unsigned* chunk_weights = weights + chunk * (kChunkSteps * kTiles * kLanes * 2);
-    unsigned words[C::kRowTiles][2][kLaneWords];
 #pragma unroll
-    for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) load_row(stage, m * 16 + half * 8 + lane / 4, words[m][half]);
-    }
-#pragma unroll
-    for (int step = 0; step < kChunkSteps; ++step) {
-      unsigned a[C::kRowTiles][4];
+    for (int first = 0; first < kChunkSteps; first += kStepsAtOnce) {
+      unsigned words[C::kRowTiles][2][kLaneWords];
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = words[m][i % 2][step * 2 + i / 2];
+        for (int half = 0; half < 2; ++half) {
+          load_row(stage, m * 16 + half * 8 + lane / 4, first, words[m][half]);
+        }
       }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const auto b = load_vector<2>(chunk_weights + ((step * kTiles + tile) * kLanes + lane) * 2);
+      for (int step = 0; step < kStepsAtOnce; ++step) {
+        unsigned a[C::kRowTiles][4];
 #pragma unroll
         for (int m = 0; m < C::kRowTiles; ++m) {
-          ptx::warp_multiply<Operand::kOperand>(sum[m][tile], a[m], b.at);
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[m][i] = words[m][i % 2][step * 2 + i / 2];
+        }
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const auto b =
+              load_vector<2>(chunk_weights + (((first + step) * kTiles + tile) * kLanes + lane) * 2);
+#pragma unroll
+          for (int m = 0; m < C::kRowTiles; ++m) {
+            ptx::warp_multiply<Operand::kOperand>(sum[m][tile], a[m], b.at);
+          }
         }
       }
     }
