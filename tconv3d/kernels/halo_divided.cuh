@@ -25,7 +25,8 @@ struct HaloDivided {
     return false;
   }
 
-  // Thread by thread: a warp gives to the warp of its number. True for the consumer that has all sums then.
+  // Thread by thread, so that every lane says what it has done: a warp gives to the warp of its number. True
+  // for the consumer that has all sums then.
   static __device__ __forceinline__ bool join(Consumer& me, Sums& sums) {
     static_assert(Config::kConsumers == 2, "one gives, one takes");
     const int thread = 32 * me.warp + me.lane;
@@ -37,15 +38,13 @@ struct HaloDivided {
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
         parts[128 * i] = sums[i / Accumulators::kSums][i % Accumulators::kSums];
-      __syncwarp();
-      if (me.lane == 0) ptx::barrier_arrive(given);
+      ptx::barrier_arrive(given);
     } else {
       ptx::barrier_wait(given, me.join_parity);
 #pragma unroll
       for (int i = 0; i < kCount; ++i)
         sums[i / Accumulators::kSums][i % Accumulators::kSums] += parts[128 * i];
-      __syncwarp();
-      if (me.lane == 0) ptx::barrier_arrive(taken);
+      ptx::barrier_arrive(taken);
     }
     me.join_parity ^= 1;
     return me.index == 0;

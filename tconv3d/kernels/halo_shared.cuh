@@ -112,7 +112,7 @@ struct HaloShared {
         ptx::barrier_init(slot_empty(i), kSlotWarps);
       }
     }
-    for (int i = kRingBarriers + 2; i < kBarriers; ++i) ptx::barrier_init(barrier(i), 1);
+    for (int i = kRingBarriers + 2; i < kBarriers; ++i) ptx::barrier_init(barrier(i), 32);
     ptx::barrier_init(ahead(), 4);
     ptx::barrier_init(seen(), 4);
     ptx::fence_barrier_init();
