@@ -41,11 +41,11 @@ WORKSPACE_ALIGN = 256
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("up_backward", up_backward_planner),
+    ("up", up_planner),
     ("few_outputs", few_outputs_planner),
     ("few_inputs", few_inputs_planner),
     ("few_weight_grad", few_weight_grad_planner),
     ("group_backward", group_backward_planner),
-    ("up", up_planner),
     ("halo", halo_planner),
     ("hopper_weight_grad", hopper_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),

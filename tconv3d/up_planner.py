@@ -22,6 +22,7 @@ THREADS = 384
 POSITIONS = 64  # of a tile
 ROW_BYTES, STEP_BYTES = 128, 32  # of K: in a swizzled row of weights, and in one matrix instruction
 MIN_CHANNELS = 4
+FEW_CHANNELS = 4
 MAX_K_BYTES = 4096  # the loop over K is unrolled
 MAX_COLUMNS = 256
 MIN_STAGES, MAX_STAGES = 3, 16
@@ -192,8 +193,10 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "positions, channels or outputs are not whole pieces of 16 bytes in a row"
     if not 0 < p.batch * prod(p.input_size) < 2**30:
         return "too many positions, or none"
-    if min(g.in_channels, g.out_channels) < MIN_CHANNELS:
-        return f"fewer than {MIN_CHANNELS} channels leave tensor cores idle"
+    if g.in_channels < MIN_CHANNELS:
+        return f"fewer than {MIN_CHANNELS} input channels leave tensor cores idle"
+    if _is_last(p) and g.out_channels <= FEW_CHANNELS:
+        return f"{g.out_channels} output channels of channels-last tensors are a part of what a lane stores"
     if g.in_channels * p.item_bytes > MAX_K_BYTES or choose(p, device) is None:
         return f"the weights of {g.in_channels} input channels are too many for shared memory"
     return None

@@ -214,11 +214,23 @@ def test_what_it_refuses_and_why() -> None:
         (problem(replace(UP, output_padding=(1, 0, 0))), H200, "padding"),
         (problem(replace(UP, groups=2)), H200, "groups"),
         (problem(replace(UP, in_channels=3)), H200, "channels"),
+        (problem(replace(UP, out_channels=4), last=True), H200, "4 output channels"),
         (problem(replace(UP, in_channels=8192)), H200, "shared memory"),
         (problem(replace(UP, size=(8, 8, 9))), H200, "pieces"),
         (problem(replace(UP, size=(1, 3, 6))), H200, "pieces"),
     ):
         assert reason in (up.why_not(refused, device) or "")
+
+
+def test_few_output_channels_have_a_column_for_every_tap() -> None:
+    for layer, last, kernel in (
+        (replace(UP, out_channels=3), False, "up"),
+        (replace(UP, out_channels=1, kernel=(1, 2, 2), stride=(1, 2, 2)), False, "up"),
+        (replace(UP, out_channels=4), True, "few_outputs"),
+        (replace(UP, out_channels=2, kernel=(1, 1, 1), stride=(1, 1, 1)), False, "up"),
+        (replace(UP, out_channels=2, kernel=(2, 2, 3), stride=(2, 2, 3)), False, "few_outputs"),
+    ):
+        assert planner.plan(problem(layer, last=last), H200).kernel == kernel
 
 
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels last"])
