@@ -421,7 +421,7 @@ class Build:
     @property
     def skips(self) -> bool:
         """Whether a slab leaves out products with planes above or below the input."""
-        return self.copied and not self.march and not self.strict
+        return self.copied and not (self.resident or self.march or self.strict)
 
     @property
     def torn(self) -> bool:

@@ -117,7 +117,10 @@ struct HaloStores {
   static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
                                                      int lane, int group, int field, const float* sums,
                                                      Scalar* y) {
-    const bool exists = deep(args, at, to.d + Config::kField(field, 0)) && flat(args, to, field);
+    // Not &&, which the compiler takes for branches.
+    const bool exists = to.exists & deep(args, at, to.d + Config::kField(field, 0)) &
+                        (to.h + Config::kField(field, 1) < args.output.h) &
+                        (to.w + Config::kField(field, 2) < args.output.w);
     y += field_start(args, group, field);
     static_for<Config::kOutTile / 8>([&](auto columns) {
       constexpr int kFirst = 8 * decltype(columns)::value, kOwn = Layout::block_channels(kFirst);
