@@ -30,7 +30,7 @@ class Job:
     read: Strides
     written: Strides
     weight: Strides  # read channel, written channel, taps
-    weight_group: int  # from one group's weights to the next one's
+    weight_group: int  # from the weights of one group of the layer to the next one's
     weight_tap: int = 0  # where tap (0, 0, 0) lies: at the end, where taps are taken in reverse
     bias: bool = False
     aligned: bool = True
@@ -87,8 +87,7 @@ class Job:
         """The job of a build that takes so many groups of the layer as one."""
         if groups == self.merged:
             return self
-        geometry = merged_groups(self.geometry, groups)
-        return replace(self, geometry=geometry, weight_group=groups * self.weight_group, merged=groups)
+        return replace(self, geometry=merged_groups(self.geometry, groups), merged=groups)
 
     @property
     def read_bytes(self) -> int:

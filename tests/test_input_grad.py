@@ -39,6 +39,7 @@ LAYERS = {
     "kernel smaller than stride": Layer(8, 12, (3, 2, 3), (2, 1, 1), (3, 2, 2), output_padding=(2, 1, 1)),
     "small groups": Layer(32, 32, (3, 4, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1), groups=4),
     "small groups, channels last": Layer(32, 32, (3, 4, 6), (3, 3, 3), (2, 2, 2), (1, 1, 1), groups=4),
+    "groups as one, channels last": Layer(48, 32, (4, 5, 6), (3, 3, 3), groups=4),
     "wide": Layer(72, 136, (3, 3, 3), (3, 3, 3), (1, 2, 2), (1, 1, 1), batch=3),
     "in portions": Layer(16, 192, (2, 3, 4), (3, 3, 3), (2, 2, 2), (1, 1, 1), batch=1),
 }
@@ -52,6 +53,7 @@ IN_16_BITS = (
     "stride 3",
     "stride 4 along w, 1 along d",
     "small groups",
+    "groups as one, channels last",
     "in portions",
 )
 
@@ -70,6 +72,9 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     small = dtype == torch.float32 and name.startswith("small groups")
     assert {p.name: p.kernel for p in explained.passes}["input_grad"] == ("direct" if small else "halo")
     assert (name == "in portions") <= any("portions" in p.tile for p in explained.passes)
+    assert (name.startswith("groups as one") and dtype == torch.bfloat16) <= any(
+        p.name == "input_grad" and "groups as one" in p.tile for p in explained.passes
+    )
     y = tconv3d.conv_transpose3d(x, w, None, *layer.settings)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(ours, dtype)
     grad = to_tf32(grad) if dtype == torch.float32 else grad

@@ -16,7 +16,7 @@ struct Args {
   const void* weight;
   void* packed;
   Strides stride;        // of the weight: n is the reduced channel's, c the computed one's, then the taps'
-  long long group, tap;  // from group to group; of tap 0 (the input gradient may take the taps in reverse)
+  long long group, tap;  // from group to group of the layer; of tap 0 (the input gradient may reverse them)
 };
 
 template <class Config>
@@ -128,8 +128,10 @@ struct Pack {
                         place < (room < kLength ? room : kLength) && !between;
     const Scalar* weight = static_cast<const Scalar*>(args.weight);
     if (!exists) return {weight, false};
-    const long long group = (Layout::first_group(tile) + channels.group) * args.group;
-    const Scalar* start = weight + args.tap + group + channel * args.stride.n +
+    const int first_group = (Layout::first_group(tile) + channels.group) * Config::kMerged;
+    const long long group = (Config::kMerged > 1 ? first_group + channel / kOwnIn : first_group) * args.group;
+    const Scalar* start = weight + args.tap + group +
+                          (Config::kMerged > 1 ? channel % kOwnIn : channel) * args.stride.n +
                           (Config::kMerged > 1 ? column % kOwnOut : column) * args.stride.c;
     if constexpr (kRun == kOfTaps) return {start + tap_offset(place), true};
     return {start + tap_offset(first_tap + first.tap) + place, true};
