@@ -49,7 +49,8 @@ class Costs:
     apart: float = 2.2  # stores of one phase along w, times those of all
     little_hides: float = 3.5  # the same beside one producer warpgroup
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
-    streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are
+    streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are, and where
+    # channels-last outputs are stored 16 bytes of a lane at a time
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
     line_stage: float = 50.0  # of a stage of them
     turn: float = 79.0  # of a turn of their products: operands, which are loaded and rounded
@@ -239,7 +240,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
-    if build.lines:
+    if build.lines or (job.written_last and build.lane_channels(job) * build.written_bytes == 16):
         memory *= costs.streaming
     around = _rows_cycles(build, job, costs) + (_adding_cycles(tiling, job, costs) if build.portioned else 0.0)
     return (work**p + memory**p) ** (1 / p) + costs.start + around
