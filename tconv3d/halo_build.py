@@ -369,7 +369,8 @@ class Build:
     def lead(self) -> int:
         """Panels by which the first of two consumers is ahead of the second: about as long as storing takes, and at
         most half of a tile: all of it cost grouped_strided_g1 in bfloat16 13% (measured). None where 16-bit outputs
-        are stored through images (any lead cost grouped_strided 3 to 6%, measured).
+        are stored through images (any lead cost grouped_strided 3 to 6%, measured), or where they are, out of small
+        panels (2 to 3% of gan_256_128_8 and videogpt_240_240, measured).
 
         It has to get there without what the second one has not released.
         """
@@ -380,12 +381,19 @@ class Build:
         if self.lines:
             of_sources = [self.line_turns]
         panels = sum(of_sources) * self.chunks
-        if self.consumers != 2 or panels == 0 or self.divided or (self.buffers and self.item_bytes == 2):
+        quick = self.item_bytes == 2 and (self.buffers or (self.fine and self.in_place))
+        if self.consumers != 2 or panels == 0 or self.divided or quick:
             return 0
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
         least = sum(of_sources) if self.portioned else panels  # of a tile: a portion may have one chunk
         most = min(min(of_sources) * (self.stages - 1), least // 2, panels if self.resident else self.slots - 2)
         return max(0, min(round(wanted + 0.5), most))
+
+    @property
+    def in_place(self) -> bool:
+        """Whether two 16-bit phases along w are stored as they are (kInPlace in kernels/halo_stores.cuh)."""
+        pairs = 2 in self.stored_vectors and self.geometry.stride[2] == 2
+        return pairs and self.copied and self.item_bytes == 2 and not (self.march or self.gather)
 
     def lines_read(self, lines: int) -> int:
         """Of the input, by so many lines of positions."""

@@ -164,6 +164,40 @@ struct HaloStores {
     });
   }
 
+  // Two phases along w of 16-bit outputs, where rows have an even number of them: a lane has both phases of
+  // its channels in one word each, and 8 lanes have 8 neighbouring positions. So they are stored where they
+  // are: 32 bytes of a channel, which is a sector.
+  static constexpr bool kInPlace = Config::kCopied && !Config::kMarch && !Config::kOutputUnitC &&
+                                   sizeof(Scalar) == 2 && Config::kPairs && Config::kStrideW == 2 &&
+                                   Config::kPartner(0) >= 0;
+  static __device__ __forceinline__ void store_in_place(const Args& args, const Place& at, const Writer& me,
+                                                        const Sums& sums, const Slab (&slabs)[Config::kSlabs],
+                                                        int plane) {
+    const int own = Accumulators::first_column(me.lane), left = Config::kOut - at.first_out() - own;
+    static_for<2 * Config::kSlabs>([&](auto i) {
+      constexpr int kSlab = decltype(i)::value / 2, kHalf = decltype(i)::value % 2;
+      const Target to = target(args, at, slabs[kSlab], plane, 16 * me.warp + 8 * kHalf + me.lane / 4);
+      static_for<Config::kFields>([&](auto field) {
+        constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
+        if constexpr (kPartner >= 0) {
+          const bool exists = deep(args, at, to.d + Config::kField(kField, 0)) && flat(args, to, kField);
+          Scalar* y =
+              static_cast<Scalar*>(args.y) + to.start + field_start(args, 0, kField) + own * args.y_stride.c;
+          ptx::pin(y);  // else the compiler begins at args.y for every store
+          const float* first = &sums[kSlab][kField * Config::kOutTile / 2 + 2 * kHalf];
+          const float* second = &sums[kSlab][kPartner * Config::kOutTile / 2 + 2 * kHalf];
+#pragma unroll
+          for (int k = 0; k < Config::kOutTile / 4; ++k) {
+            const int channel = k / 2 * 8 + k % 2, sum = k / 2 * 4 + k % 2;
+            const bool stored = exists && (Config::kOut % Config::kOutTile == 0 || channel < left);
+            ptx::store_global_if(stored, further(args, y, channel),
+                                 Narrow<Scalar>::two(first[sum], second[sum]));
+          }
+        }
+      });
+    });
+  }
+
   // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of a
   // warp's 16 positions are 32 neighbours of 8 channels. Where no field has a partner, two slabs are stored
   // together: 32 positions of 8 channels, neighbours if the slabs are woven (halo_build.py); one slab alone
@@ -350,6 +384,9 @@ struct HaloStores {
     constexpr int kLong = Config::kLongVectors ? 16 / static_cast<int>(sizeof(Scalar)) : 1;
     constexpr int kFour = Config::kFours ? 4 : 1;
     constexpr int kPair = Config::kPairs ? 2 : 1;
+    if constexpr (kInPlace) {
+      if (args.vector == 2) return store_in_place(args, at, me, sums, slabs, plane);
+    }
     if constexpr (Config::kOutputUnitC) {
       store_by_channel(args, at, sums, slabs, plane, me.warp, me.lane);
     } else if (kLong > 1 && args.vector == kLong) {
