@@ -48,6 +48,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "products": (
         ("ptx::MatrixMultiply<Layout", "if constexpr (false) ptx::MatrixMultiply<Layout"),
         ("ptx::MatrixMultiply<kUnit", "if constexpr (false) ptx::MatrixMultiply<kUnit"),
+        ("ptx::MatrixMultiply<kColumns", "if constexpr (false) ptx::MatrixMultiply<kColumns"),
     ),
     "stores": (
         ("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),

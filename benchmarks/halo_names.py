@@ -24,7 +24,7 @@ def describe(build: Build) -> str:
         f"{how}, {build.columns} columns (unit {build.program.unit} x {build.out_tile}), row {build.row_bytes}, "
         f"{build.slabs} slabs, {build.producers}+{build.consumers}, {build.stages} stages, {panels}"
         f"{', copied' if build.copied else ''}{', rewritten' if build.rewritten else ''}"
-        f"{', lines' if build.lines else ''}"
+        f"{', lines' if build.lines else ''}{', in registers' if build.in_registers else ''}"
         f"{f', {build.buffers} buffers' if build.buffers else ''}"
         f"{', fine' if build.fine else ''}{', divided' if build.divided else ''}"
         f"{', portioned' if build.portioned else ''}{f', {build.merged} groups as one' if build.merged > 1 else ''}"

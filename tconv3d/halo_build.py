@@ -39,6 +39,7 @@ STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders spli
 STRICT_PRODUCER_REGISTERS = 88
 MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
 LINE_REGISTERS = 164  # of a consumer's sums and of operands out of lines, at the most
+REGISTER_SETS = 3  # of operands that consumers load: one is loaded, two multiply
 LINE_ITEMS = 4  # of 16 bytes, that lines in memory are multiples of, where they are copied as they are
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
@@ -107,6 +108,7 @@ class Build:
     rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
     buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
     lines: bool = False  # whether stages hold lines as they are in memory (kernels/halo_lines.cuh)
+    in_registers: bool = False  # whether copied floats are rounded by consumers (kernels/halo_registers.cuh)
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
     fine: bool = False  # panels of one unit
     divided: bool = False  # two consumers have the same slabs, and take turns at the panels
@@ -353,7 +355,7 @@ class Build:
             VariantKind(
                 counts[shifts],
                 len(program.taps) * self.chunks,
-                program.cycles(self.out_tile, registers=self.lines) * self.steps,
+                program.cycles(self.out_tile, registers=self.lines or self.in_registers) * self.steps,
                 program.shared_cycles(self.out_tile) * self.steps,
                 self.chunks * self.halves * program.chunk_fields * self.out_tile * self.part_bytes,
             )
@@ -416,6 +418,12 @@ class Build:
         return 0, 0
 
     @property
+    def register_sets(self) -> int:
+        """Of operands that consumers load out of rows of channels. None, if registers do not suffice."""
+        words = self.slabs * self.row_bytes // 8  # of a set
+        return REGISTER_SETS if self.sums + REGISTER_SETS * words <= LINE_REGISTERS else 0
+
+    @property
     def line_turns(self) -> int:
         """In which a chunk of lines is multiplied, at the least (kernels/halo_lines.cuh)."""
         steps = self.steps - (self.chunks - 1) * (self.part_bytes // STEP_BYTES)
@@ -450,6 +458,8 @@ class Build:
             panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
         if self.lines:
             panels += ", input in lines as in memory"
+        if self.in_registers:
+            panels += ", rounded by consumers"
         if self.fine:
             panels += ", in small panels"
         if self.divided:
@@ -502,7 +512,7 @@ class Build:
             ("kDivided", self.divided),
             ("kBuffers", self.buffers),
             ("kLines", self.lines),
-            ("kOperandSets", self.line_sets[0] if self.lines else 1),
+            ("kOperandSets", self.line_sets[0] if self.lines else self.register_sets if self.in_registers else 1),
             ("kStepsAtOnce", self.line_sets[1] if self.lines else 1),
             ("kGather", self.gather),
             ("kImageRows", self.image_rows),
@@ -575,6 +585,8 @@ class Build:
         multiples of 16 bytes. Portions are for a result without gaps that nothing follows."""
         if self.lines:
             return has_lines(job) and job.norm is None
+        if self.in_registers:
+            return job.written_last and job.has_rows and job.norm is None
         if self.portioned:  # parts are laid out like the result, and added as they are
             return job.dense and job.norm is None and job.activation == "tconv3d::Identity"
         if self.divided and job.norm:
@@ -673,6 +685,7 @@ class Build:
         """What the halo kernel and the packing kernel share."""
         g, p = self.geometry, self.program
         return (
+            ("kInRegisters", self.in_registers),
             ("kHalves", self.halves),
             ("kGroups", g.groups),
             ("kIn", g.in_per_group),

@@ -85,7 +85,7 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     if build.copied:
         batches = ceil_div(groups, warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
-        rounding = 1.0 if job.rows or build.item_bytes == 2 else 2.0
+        rounding = 1.0 if job.rows or build.item_bytes == 2 or build.in_registers else 2.0
         filling = costs.copied + batches * pieces * rounding * costs.copy + (rounding - 1.0) * costs.arrival
         return planes * max(build.stages_filled * filling, loads * rounding * COPY_BYTES / 64)
     if job.read_last:  # contiguous along channels: loads of 16 bytes
@@ -188,7 +188,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
     if build.lines:
         loaded = _line_bytes(build, tiling) * planes
-    rounded_in_place = build.copied and build.item_bytes == 4 and not job.rows
+    rounded_in_place = build.copied and build.item_bytes == 4 and not (job.rows or build.in_registers)
     portion = tiling.portion(build)
     load = load * portion + _finding_cycles(build, tiling, job, costs)
     loaded *= portion

@@ -89,7 +89,7 @@ def builds(
     if not strict and bytes % 16 == 0 and bytes >= (COPIED_LAST_BYTES if last else COPIED_BYTES):
         for build in _builds(geometry, dtype, shared_bytes, gather, strict, copied=True):
             yield build
-            if dtype == "float32":
+            if dtype == "float32" and not build.in_registers:
                 yield replace(build, rewritten=True)
 
 
@@ -140,6 +140,7 @@ def _builds(
                     yield build
                     yield from _buffered(build)
                     yield from _in_lines(build)
+                    yield from _in_registers(build)
                 if build.tile_bytes > 0.6 * shared_bytes or build.own_shifts:
                     yield from _streaming(replace(build, resident=False))
 
@@ -190,6 +191,16 @@ def _in_lines(build: Build) -> Iterator[Build]:
     """The same with lines of input as they are in memory, which need no loaders."""
     if build.march and not build.copied and takes_lines(build.geometry, False, build.dtype, build.strict):
         yield from _line_stages(replace(build, lines=True, producers=1))
+
+
+def _in_registers(build: Build) -> Iterator[Build]:
+    """The same with floats that consumers round, whose copies wait for nobody."""
+    blocks = build.geometry.in_per_group % 16 == 0 and build.row_bytes >= 64
+    if build.copied and build.dtype == "float32" and build.march and blocks:
+        for stages in LINE_STAGES if build.register_sets else ():
+            found = replace(build, stages=stages, in_registers=True)
+            if found.stage_rows >= 64:
+                yield found
 
 
 def _gathering_lines(geometry: Geometry, shared_bytes: int) -> Iterator[Build]:

@@ -132,7 +132,7 @@ def build_for(case: Case) -> Build:
 
 
 # What a build must have of what a case wants; the rest is replaced.
-CHOSEN = ("copied", "lines", "march", "split", "row_bytes", "slabs", "groups_per_tile", "merged")
+CHOSEN = ("copied", "in_registers", "lines", "march", "split", "row_bytes", "slabs", "groups_per_tile", "merged")
 
 
 def check(case: Case, order: str = "forward") -> None:
@@ -216,6 +216,20 @@ SETTINGS = {
     ),
     "copied, channels last, rounded before": Case(
         36, 16, (3, 4, 9), 3, 1, 1, channels_last=True, build={**MARCH, "copied": True, "rewritten": True}
+    ),
+    "copied, channels last, rounded by consumers": Case(
+        48, 16, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build={**MARCH, "copied": True, "in_registers": True}
+    ),
+    "copied, channels last, rounded by consumers, short rows": Case(
+        16,
+        24,
+        (4, 5, 6),
+        (3, 2, 3),
+        1,
+        (1, 0, 2),
+        batch=3,
+        channels_last=True,
+        build={**MARCH, "copied": True, "in_registers": True, "stages": 3},
     ),
     "copied, channels last, float16": Case(
         72, 24, (3, 4, 9), 2, channels_last=True, dtype="float16", build={**FLAT, "copied": True}

@@ -39,7 +39,8 @@
 // the consumers' loops; the others, from the outside in: halo_tile.cuh (what a block works at),
 // halo_shared.cuh (what is where in shared memory), halo_loaders.cuh (the producers' loop, with
 // halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for what a lane loads), halo_panels.cuh (weights),
-// halo_lines.cuh (another way to load, multiply and store: input as it lies in memory),
+// halo_lines.cuh (another way to load, multiply and store: input as it lies in memory), halo_registers.cuh
+// (another way to multiply: rows of channels through registers),
 // halo_consumer.cuh (places in the rings), halo_divided.cuh (two consumers for one tile), halo_products.cuh
 // (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh and halo_moments.cuh
 // (what becomes of them).
@@ -52,6 +53,7 @@
 #include "halo_moments.cuh"
 #include "halo_panels.cuh"
 #include "halo_products.cuh"
+#include "halo_registers.cuh"
 
 namespace tconv3d {
 
@@ -237,6 +239,8 @@ struct Halo {
         for (int plane = 0; plane < at.planes; ++plane) {
           if constexpr (Config::kLines) {
             if (plane < fed) Lines::multiply(args, at, me, sums, pairs, at.first_plane + plane);
+          } else if constexpr (Config::kInRegisters) {
+            if (plane < fed) HaloRegisters<Config>::multiply(args, me, sums, slabs);
           } else {
             if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, at, pass == args.passes - 1);
           }

@@ -3,7 +3,8 @@
 //
 // All copies of a stage are on their way at once, without a register for what they bring, so that a few warps
 // suffice and consumers have the registers. What is copied are operands (kOperands: 16-bit types, or a
-// tensor that the launch before this has rounded), or floats, which are rounded where they have arrived.
+// tensor that the launch before this has rounded), or floats, which are rounded where they have arrived, or
+// by consumers on their way to the instructions (kInRegisters).
 //
 // In a turn, a warp takes 32 rows, and kLanes neighbouring lanes one of them. Where a row comes from is
 // looked up; where it goes to follows from the lane but for a number that is the same for all.

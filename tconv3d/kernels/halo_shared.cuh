@@ -25,8 +25,9 @@ struct HaloShared {
   static constexpr int kProducerThreads = 128 * Config::kProducers;
   static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
   static constexpr int kConsumerWarps = 4 * Config::kConsumers;
-  static constexpr int kSlotWarps = Config::kDivided ? 4 : kConsumerWarps;     // that use a slot
-  static constexpr bool kCopiesArrive = Config::kCopied && Config::kOperands;  // at the barrier of a stage
+  static constexpr int kSlotWarps = Config::kDivided ? 4 : kConsumerWarps;  // that use a slot
+  // At the barrier of a stage, by themselves.
+  static constexpr bool kCopiesArrive = Config::kCopied && (Config::kOperands || Config::kInRegisters);
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
 
   static constexpr int kHalfBytes = Config::kStageRows * Config::kRowBytes;

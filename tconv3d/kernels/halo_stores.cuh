@@ -146,7 +146,8 @@ struct HaloStores {
       constexpr int kSlab = decltype(m)::value;
       static_for<2>([&](auto half) {
         constexpr int kHalf = decltype(half)::value;
-        const Target to = target(args, at, slabs[kSlab], plane, 16 * warp + 8 * kHalf + lane / 4);
+        const Target to =
+            target(args, at, slabs[kSlab], plane, 16 * warp + 8 * kHalf + Accumulators::row_of(lane));
         Scalar* y = static_cast<Scalar*>(args.y) + to.start + lane % 4 * Config::kLaneChannels;
         ptx::pin(y);  // else the compiler begins at args.y for every store
         static_for<Config::kGroupsPerTile>([&](auto group) {

@@ -19,6 +19,13 @@ struct HaloSums {
   // A lane's columns of a field: 2*(lane%4) and the next, in every 8.
   static __device__ __forceinline__ int first_column(int lane) { return lane % 4 * 2; }
 
+  // A lane's row of every 8. Where lanes load rows of 128 bytes themselves, those that load at the same time
+  // are four rows apart, so that the swizzle keeps them in banks of their own.
+  static __device__ __forceinline__ int row_of(int lane) {
+    const int row = lane / 4;
+    return Config::kInRegisters && Config::kRowBytes == 128 ? row % 2 * 4 + row / 2 : row;
+  }
+
   // A zero that the compiler cannot know, to add to a value that becomes a sum. Of a mere copy it thinks that
   // it is one value in two places, and then keeps matrix instructions apart that could overlap.
   static __device__ __forceinline__ float nothing(const Args& args) {

@@ -39,6 +39,10 @@ struct Pack {
   static constexpr int kStaged =
       kVectors ? kTapsAtOnce * Layout::kPartItems * kVectorPitch * static_cast<int>(sizeof(Scalar)) / 4
                : kColumns * kColumnPitch;
+  // Where lanes load four neighbouring channels of a row (halo_registers.cuh), these are the first of each
+  // half of a step's K, then the first of the next step's: of every 16 channels a piece has every fourth.
+  static constexpr bool kWoven = Config::kInRegisters;
+  static_assert(!kWoven || (sizeof(Scalar) == 4 && Layout::kPartItems % 16 == 0), "blocks of 16 floats");
   static constexpr int kVariantLines = Layout::kRows / Config::kOutTile;
   static constexpr int kLines = Config::kVariants * kVariantLines;
   static constexpr int kShifts = Config::kShiftRange(Config::kSources * Config::kPatterns);
@@ -285,15 +289,16 @@ struct Pack {
       const int offset = Layout::column_of(first_column + column) * Layout::kPartBytes + piece * 16;
       unsigned char* to = static_cast<unsigned char*>(args.packed) + Layout::tile_start(tile) +
                           Layout::template swizzle<Layout::kPartPieces>(offset);
-      const Staged* from = kVectors ? staged + piece * Layout::kPieceItems * kVectorPitch + column
-                                    : staged + column * kColumnPitch + piece * Layout::kPieceItems;
+      const int item = kWoven ? piece / 4 * 16 + piece % 4 : piece * Layout::kPieceItems;
+      const Staged* from =
+          kVectors ? staged + item * kVectorPitch + column : staged + column * kColumnPitch + item;
       const int count = *lines;
       const int own = static_cast<int>(threadIdx.x) < kAtOnce * kPieces ? i / kPieces : count;
       for (int line = own; line < count; line += kAtOnce) write_line(line, from, to);
     }
   }
   __device__ __forceinline__ void write_line(int line, const Staged* from, unsigned char* to) const {
-    constexpr int kItemStep = kVectors ? kVectorPitch : 1;
+    constexpr int kItemStep = (kVectors ? kVectorPitch : 1) * (kWoven ? 4 : 1);
     constexpr int kTapStep = kVectors ? Layout::kPartItems * kVectorPitch : kPitch;
     const int tap = line_tap[line];
     if (tap == Config::kNotPacked) return;
