@@ -78,17 +78,16 @@ def call_of(plan: Plan, x: Tensor, dy: Tensor, dw: Tensor) -> Callable[[], None]
 def candidates(problem: Problem, tilings: int, boxes: int) -> Iterator[planner.Buffers]:
     """What the planner takes, then other tilings, then other boxes of the first."""
     device, layer = executor.device_of(torch.empty(0, device="cuda")), planner._layer(problem)
-    first = planner.tiling_of(layer, device, problem.batch, problem.input_size)
+    size, _ = planner.as_walked(problem, layer.at_once)
+    first = planner.tiling_of(layer, device, problem.batch, size)
     found = planner.tilings(layer, device, 40)
     assert first is not None, "the planner refuses the problem"
     kinds = {(t.depth, len(t.pieces), t.columns, t.row_tiles, t.share): t for t in reversed(found)}
     for tiling in dict.fromkeys([first, *sorted(kinds.values(), key=found.index)][: tilings + 1]):
-        if made := planner.best_buffers(layer, tiling, problem.input_size, device.shared_bytes):
+        if made := planner.best_buffers(layer, tiling, size, device.shared_bytes):
             yield made
-    every = (
-        planner.buffers(first, box, device.shared_bytes) for box in planner.boxes(problem.input_size, layer.per_word)
-    )
-    ranked = sorted(filter(None, every), key=lambda made: planner.box_cost(layer, made, problem.input_size))
+    every = (planner.buffers(first, box, device.shared_bytes) for box in planner.boxes(size, layer.per_word))
+    ranked = sorted(filter(None, every), key=lambda made: planner.box_cost(layer, made, size))
     yield from ranked[1 : boxes + 1]
 
 
@@ -119,7 +118,8 @@ def measure(name: str, dtype: str, clock: Clock, tilings: int, boxes: int) -> It
         dw.fill_(nan)
         call_of(planner.plan_buffers(few, device, made), x, dy, dw)()
         error = float((dw.double() - exact).norm() / exact.norm())
-        predicted = planner.box_cost(planner._layer(problem), made, problem.input_size) * layer.batch
+        size, _ = planner.as_walked(problem, made.tiling.pieces[0].at_once)
+        predicted = planner.box_cost(planner._layer(problem), made, size) * layer.batch
         ms = clock(call_of(plan, x, dy, dw))
         yield {
             **row,

@@ -79,7 +79,7 @@ SECTOR_WORDS = 8  # what a memory transaction moves at least
 MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
 ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # a launch; what a multiprocessor moves in a cycle when adding parts
 # A block that writes its elements to their place: each of them, each run of neighbours; what `block` has of it.
-RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.96, 0.95, 10000.0
+RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.85, 1.5, 10000.0
 ROUGH_BYTES = 28.0  # copied in a cycle, for a first choice
 
 
@@ -133,6 +133,7 @@ class Planes:
     stride: int  # along w: what lies between the words of a plane is not copied
     lines = False
     vector = 1  # words that are copied at a time
+    at_once = 1  # lines of positions that a segment has
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -212,6 +213,7 @@ class Lines:
     taps: tuple[int, ...]
     per_word: int
     vector: int  # words that are copied at a time
+    at_once: int = 1  # lines of positions that a segment has
     lines = True
 
     @cached_property
@@ -227,24 +229,29 @@ class Lines:
 
     @property
     def _positions(self) -> int:
-        """That a lane has of a chunk."""
-        return SEGMENT * self.per_word
+        """That a lane has of a chunk, on each line."""
+        return SEGMENT * self.per_word // self.at_once
 
     @cached_property
-    def loads(self) -> tuple[int, ...]:
-        """First words of vectors of 16 bytes."""
+    def loads(self) -> tuple[tuple[int, int], ...]:
+        """Lines and first words of vectors of 16 bytes."""
+        vectors = sorted({word // 4 * 4 for word in self._words})
+        return tuple(product(range(self.at_once), vectors))
+
+    @cached_property
+    def _words(self) -> set[int]:
+        """Of a line, that taps read for a lane's positions."""
         read = {start + self.axis.stride * i for start in self.starts for i in range(self._positions)}
-        return tuple(sorted({element // self.per_word // 4 * 4 for element in read}))
+        return {element // self.per_word for element in read}
 
     @cached_property
-    def joins(self) -> tuple[int, ...]:
-        """First elements of operands."""
-        return tuple(sorted({start + step * self._half for start in self.starts for step in range(2)}))
+    def joins(self) -> tuple[tuple[int, int], ...]:
+        """Lines and first elements of operands."""
+        return tuple(sorted({self._operand(start, step) for start in self.starts for step in range(2)}))
 
-    @property
-    def _half(self) -> int:
-        """Elements from the first step of a chunk to the second."""
-        return 2 * self.per_word * self.axis.stride
+    def _operand(self, start: int, step: int) -> tuple[int, int]:
+        """Of a step of a chunk, which has half of a segment."""
+        return (step, start) if self.at_once == 2 else (0, start + step * 2 * self.per_word * self.axis.stride)
 
     def line_words(self, segments: int) -> int:
         """Words of a line that taps read, in whole vectors."""
@@ -256,27 +263,33 @@ class Lines:
         return 2 * len(self.loads)
 
     def registers(self, depth: int) -> int:
-        made_of = 8 * len(self.loads) if depth == 1 else 4 * len(self.loads) + 4
-        return 4 * depth * len(self.joins) + made_of
+        """Of vectors of two lines, much is never read, and so not loaded."""
+        words = 4 * len(self.loads) if self.at_once == 1 else len(self._words) * self.at_once
+        if depth == 1:
+            return 4 * len(self.joins) + 2 * words
+        # Products of builds with less room for many taps ran one after the other.
+        many = 12 if len(self.taps) > 4 and self.axis.stride == 1 and self.per_word == 1 else 0
+        return 8 * len(self.joins) + words + 4 + many
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         found = {load: [0, 0, 0, 0] for load in self.loads}
         for tap, start in zip(self.taps, self.starts, strict=True):
-            for i in range(self._positions) if axis.is_own(tap) else ():
+            for i, line in product(range(self._positions) if axis.is_own(tap) else (), range(self.at_once)):
                 word, half = divmod(start + axis.stride * i, self.per_word)
-                found[word // 4 * 4][word % 4] |= 1 << half
+                found[line, word // 4 * 4][word % 4] |= 1 << half
         return tuple(tuple(words) for words in found.values())
 
     @property
     def constants(self) -> Constants:
-        operand = {element: -1 - i for i, element in enumerate(self.joins)}
+        place = {operand: -1 - i for i, operand in enumerate(self.joins)}
         return (
             ("kLoads", len(self.loads)),
-            ("kLoadPlane", (0,) * len(self.loads)),
-            ("kLoadWord", self.loads),
+            ("kLoadPlane", tuple(line for line, _ in self.loads)),
+            ("kLoadWord", tuple(word for _, word in self.loads)),
             ("kJoins", len(self.joins)),
-            ("kJoinElement", self.joins),
-            ("kOperandOf", tuple((operand[start], operand[start + self._half]) for start in self.starts)),
+            ("kJoinPlane", tuple(line for line, _ in self.joins)),
+            ("kJoinElement", tuple(element for _, element in self.joins)),
+            ("kOperandOf", tuple(tuple(place[self._operand(start, s)] for s in range(2)) for start in self.starts)),
         )
 
 
@@ -295,6 +308,7 @@ class Layer:
     vector_y: int  # words of dy that one copy may bring; 0: its lines are not whole words
     unit_c_x: bool  # channels are contiguous
     unit_c_y: bool
+    at_once: int = 1  # lines of x that are taken as one
 
     @property
     def slow(self) -> bool:
@@ -314,7 +328,8 @@ class Layer:
 
     def lines(self, taps: tuple[int, ...]) -> Lines:
         axis, sizes = self.geometry.axes[2], (size for size in (4, 2, 1) if size <= self.vector_y)
-        return min((Lines(axis, taps, self.per_word, size) for size in sizes), key=lambda lines: lines.vectors)
+        ways = (Lines(axis, taps, self.per_word, size, self.at_once) for size in sizes)
+        return min(ways, key=lambda lines: lines.vectors if lines.at_once == 1 else -lines.vector)
 
     def words(self, taps: tuple[int, ...]) -> Words:
         axis = self.geometry.axes[2]
@@ -425,7 +440,7 @@ class Buffers:
 
     @cached_property
     def lines(self) -> int:
-        return self.box.h + self.tiling.reach[1]
+        return self.box.h * self.tiling.pieces[0].at_once + self.tiling.reach[1]
 
     @cached_property
     def line_words(self) -> int:
@@ -467,9 +482,14 @@ class Buffers:
         _, h, w = self.tiling.planes
         return h * self.lines * w * self.line_words // self.tiling.pieces[0].vector
 
+    @property
+    def table_planes(self) -> int:
+        """Planes whose slots are in the table: small ones are copied several at a time."""
+        return self.box.d * self.tiling.planes[0] if self.tiling.pieces[0].at_once > 1 else 1
+
     def bytes_with(self, groups: int) -> int:
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
-        tables = 16 * self.slots + 16 * self.box.k_rows * ROW_SEGMENTS
+        tables = 16 * self.slots * self.table_planes + 16 * self.box.k_rows * ROW_SEGMENTS
         barriers = 8 * (2 * groups + 3 * self.tiling.stages)
         return stages + 4 * groups * self.box.d * self.sheet_words + tables + barriers
 
@@ -490,9 +510,10 @@ class Buffers:
         for chunk in chunks:
             banks = [0] * 8
             for segment in range(chunk, min(chunk + 4, self.box.segments)):
-                line, w = divmod(segment, self.box.w)
-                d, h = divmod(line, self.box.h)
-                place = d * self.sheet_words + self.tiling.sides * h * self.line_pitch + w * self.segment_words
+                row, w = divmod(segment, self.box.w)
+                d, h = divmod(row, self.box.h)
+                line = h * self.tiling.pieces[0].at_once
+                place = d * self.sheet_words + self.tiling.sides * line * self.line_pitch + w * self.segment_words
                 for pair in range(2):
                     banks[(place + pair * self.pair_pitch) // 4 % 8] += 1
             total += max(banks)
@@ -563,7 +584,8 @@ def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0)
 def _copy_cycles(layer: Layer, made: Buffers, piece: Words, planes: int) -> float:
     """Of one producer warp."""
     costs, jobs_x = layer.costs(piece), made.box.k_rows * made.tiling.columns / JOB_CHANNELS
-    blocks_y = planes * -(-made.slots // (32 if piece.lines else 16))
+    together = made.table_planes
+    blocks_y = planes // together * -(-made.slots * together // (32 if piece.lines else 16))
     x = costs.x_row * made.box.k_rows + jobs_x * (costs.x_vectors if layer.vectors_x else costs.x_words)
     elements = 4 / 3 if layer.elements_y and not (layer.unit_c_y or piece.lines) else 1.0
     return x + elements * blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
@@ -577,9 +599,10 @@ def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts:
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
-    """Boxes for a volume of `size`: whole lines or parts of them, of 32 to 1024 words."""
+    """Boxes for a volume of `size`: whole lines or parts of them, of 32 to 1024 words. Small volumes are worth a look
+    at several planes of a few lines, which may fill rows of K better than all lines of one."""
     depth, height, width = (max(extent, 1) for extent in size)
-    whole = -(-width // (SEGMENT * per_word))
+    whole, small = -(-width // (SEGMENT * per_word)), prod(size) < SMALL
     for w in sorted({whole if whole <= 16 else 0, -(-whole // 2), 8, 4} - {0}):
         if w > whole:
             continue
@@ -587,7 +610,7 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
             for d in (1, 2, 4, 8):
                 if (h > height or d > depth) and h * d > 1:
                     continue
-                if d > 1 and h < height:
+                if d > 1 and h < height and not small:
                     continue
                 if w * h * d <= 128:
                     yield Box(d, h, w)
@@ -615,8 +638,9 @@ def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffe
     return best
 
 
+SMALL = 4096  # positions of a batch item
 NOMINAL = (64, 64, 64)  # a large volume: those tilings that are best for it are worth a look
-CHOICES = (60, 60, 12, 12)  # of such tilings, by kind of volume: small ones are harder to divide evenly
+CHOICES = (80, 60, 12, 12)  # of such tilings, by kind of volume: small ones are harder to divide evenly
 AS_GOOD = 1.03  # times the predicted cycles of the best: as good, as far as the model can tell
 NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
 
@@ -747,7 +771,19 @@ def _layer(p: Problem) -> Layer:
     elements_y = y == 0 or (p.item_bytes == 2 and p.geometry.stride[2] > 1)
     unit_c_x, unit_c_y = (strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
     y = y if p.output[4] == 1 else 0
-    return Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, unit_c_x, unit_c_y)
+    layer = Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, unit_c_x, unit_c_y)
+    (_, height, width), half = p.input_size, SEGMENT * layer.per_word // 2
+    if width != half or height % 2 or p.input[3:] != (half, 1) or _wide(p):
+        return layer
+    twice = replace(layer, vectors_x=_vector(p, as_walked(p, 2)[1], 2 * width) == SEGMENT, at_once=2)
+    in_lines = all(piece.lines for pieces in _pieces(twice) for piece in pieces)
+    return twice if in_lines and twice.vectors_x else layer
+
+
+def as_walked(p: Problem, at_once: int) -> tuple[Triple, tuple[int, ...]]:
+    """Size and strides of x, so many lines taken as one."""
+    depth, height, width = p.input_size
+    return (depth, height // at_once, width * at_once), (*p.input[:3], at_once * p.input[3], p.input[4])
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -763,10 +799,11 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if any(axis.kernel * axis.dilation + axis.padding + 128 * axis.stride > 2**14 for axis in g.axes):
         return "the taps reach too far"
     layer = _layer(p)
-    found = tiling_of(layer, device, p.batch, p.input_size)
+    size, _ = as_walked(p, layer.at_once)
+    found = tiling_of(layer, device, p.batch, size)
     if found is None and next(_candidates(layer), None) is None:
         return "no tiling has enough products that count and few enough registers"
-    made = best_buffers(layer, found, p.input_size, device.shared_bytes) if found else None
+    made = best_buffers(layer, found, size, device.shared_bytes) if found else None
     if made is None:
         return "the taps reach too far for shared memory"
     works = [step_work(layer, made, piece) for piece in made.tiling.pieces]
@@ -777,7 +814,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 
 def plan(problem: Problem, device: Device) -> Plan:
-    tiling = tiling_of(_layer(problem), device, problem.batch, problem.input_size)
+    layer = _layer(problem)
+    tiling = tiling_of(layer, device, problem.batch, as_walked(problem, layer.at_once)[0])
     assert tiling is not None, "plan() of a problem that why_not() refuses"
     return plan_tiling(problem, device, tiling)
 
@@ -794,7 +832,8 @@ def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
-    made = best_buffers(_layer(p), tiling, p.input_size, device.shared_bytes)
+    layer = _layer(p)
+    made = best_buffers(layer, tiling, as_walked(p, layer.at_once)[0], device.shared_bytes)
     assert made is not None, "plan() of a problem that why_not() refuses"
     return plan_buffers(p, device, made)
 
@@ -802,7 +841,7 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
 def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
     g, layer, tiling = p.geometry, _layer(p), made.tiling
     count = _count(g)
-    splits = _splits(layer, made, p.batch, p.input_size, device)
+    splits = _splits(layer, made, p.batch, as_walked(p, layer.at_once)[0], device)
     direct = splits == 1 and _direct(p, device, tiling)
     parts = 0 if direct else splits
     mains = tuple(_main(p, layer, made, piece, splits, direct) for piece in tiling.pieces)
@@ -902,7 +941,7 @@ def _result_cycles(tiling: Tiling, g: Geometry) -> float:
     d, h, w = tiling.rows_d[0].taps, tiling.rows_h[0].taps, tiling.pieces[0].taps
     taps = {(i * g.kernel[1] + j) * g.kernel[2] + k for i, j, k in product(d, h, w)}
     runs = tiling.columns * tiling.out_tile * sum(tap - 1 not in taps for tap in taps)
-    return RESULT_ELEMENT * tiling.elements + RESULT_RUN * runs - RESULT_HIDDEN
+    return max(0.0, RESULT_ELEMENT * tiling.elements + RESULT_RUN * runs - RESULT_HIDDEN)
 
 
 def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> int:
@@ -960,9 +999,10 @@ def _wide(p: Problem) -> bool:
 
 def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, direct: bool) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
-    steps = _steps(p.batch, p.input_size, layer, box)
+    size, strides = as_walked(p, layer.at_once)
+    steps = _steps(p.batch, size, layer, box)
     parts, result = ("null", "dw") if direct else ("workspace", "null")
-    jobs = box.d * tiling.planes[0] * -(-tiling.lines // _job_lines(layer, tiling))
+    jobs = box.d * tiling.planes[0] // made.table_planes * -(-tiling.lines // _job_lines(layer, tiling))
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
@@ -971,11 +1011,11 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
         shared_bytes=max(made.bytes, _result_bytes(tiling)) if direct else made.bytes,
         pointers=("x", "dy", parts, "bias_parts" if p.bias else "null", result),
         scalars=padded(
-            int64s(*p.input, *p.output),
-            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, steps, splits),
+            int64s(*strides, *p.output),
+            int32s(*size, *p.output_size, box.d, box.h, box.w, steps, splits),
             int32s(made.ahead, made.groups, made.lines, made.line_words, made.line_pitch),
             int32s(made.plane_pitch, made.pair_pitch),
-            dividers(box.count(p.input_size, layer.per_word)),
+            dividers(box.count(size, layer.per_word)),
             divider(jobs),
         ),
         overlaps=True,
@@ -1022,6 +1062,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kElementsY", layer.elements_y and not piece.lines),
         ("kLines", piece.lines),
         ("kVectorY", piece.vector),
+        ("kLinesAtOnce", piece.at_once),
         ("kUnitCX", layer.unit_c_x),
         ("kUnitCY", layer.unit_c_y),
         ("kConsumers", tiling.share.consumers),

@@ -42,6 +42,7 @@ LAYERS = {
     "dilated beyond a window": Layer(16, 8, (2, 2, 24), (1, 2, 5), padding=(0, 0, 3), dilation=(1, 1, 4)),
     "more taps than one launch has": Layer(8, 8, (1, 2, 20), (1, 1, 19), padding=(0, 0, 7)),
     "narrow volume": Layer(16, 8, (5, 4, 2), T3, padding=T1, batch=3),
+    "short lines": Layer(16, 8, (5, 4, 2), (3, 4, 4), T2, T1, batch=3),
     "many tiles": Layer(8, 8, (5, 9, 21), T3, padding=T1, batch=1),
 }
 
@@ -255,7 +256,7 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
 
 @warpgroup_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["up-convolution", "gan", "groups of eight", "narrow volume", "five taps along w"])
+@pytest.mark.parametrize("name", ["up-convolution", "gan", "groups of eight", "short lines", "five taps along w"])
 def test_the_bias_in_the_same_pass(
     name: str, dtype: torch.dtype, tensor_cores: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,24 @@ def test_the_bias_in_the_same_pass(
     allowed = 4 * UNIT[torch.float32] * largest + UNIT[dtype] * exact.abs()
     assert bool(((db.double() - exact).abs() <= allowed).all())
     assert torch.equal(both()[1], db)
+
+
+@warpgroup_only
+@pytest.mark.parametrize(("width", "dtype"), [(2, torch.float32), (4, torch.bfloat16)], ids=str)
+def test_lines_of_half_a_segment_are_taken_two_at_a_time(width: int, dtype: torch.dtype, tensor_cores: str) -> None:
+    """Where they lie side by side: not of a slice."""
+    layer = Layer(16, 8, (3, 4, width), (4, 3, 4), T2, T1)
+    assert hopper_layer(layer, dtype).at_once == 2
+    for other in (
+        replace(layer, size=(3, 3, width)),
+        replace(layer, size=(3, 4, 4 * width)),
+        replace(layer, stride=T1),
+    ):
+        assert hopper_layer(other, dtype).at_once == 1
+    x, dy = tensors(layer, dtype, tensor_cores)
+    check(layer, x, dy)
+    wide = torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)
+    check(layer, wide[..., :width], dy)
 
 
 @warpgroup_only

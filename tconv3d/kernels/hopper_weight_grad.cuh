@@ -28,7 +28,9 @@
 // one plane per phase, so that neighbouring positions are neighbours for every tap. With other strides
 // (kLines) the lines of dy are copied as they are, in vectors, and consumers pick the phases apart: of each
 // of its two channels a lane loads the vectors that its positions' taps read, and puts operands together of
-// them.
+// them. Lines of x of half a segment are taken two at a time (kLinesAtOnce): they lie side by side in memory,
+// so that x is as if its lines were twice as long, and only of dy each half of a segment has a line of its
+// own. Planes of dy have few vectors then, so that a warp copies those of several planes at a time.
 //
 // Parts are written side by side and added by reduce_taps.cuh in a fixed order; one part alone is the result.
 //
@@ -100,7 +102,9 @@ struct HopperWeightGrad {
   static constexpr int kLoadWords = C::kLines ? 4 : 2;  // of one channel
   static constexpr int kSides = C::kLines ? 1 : 2;      // channels side by side in a line of dy
   static constexpr int kSegmentWords = C::kLines ? kSegment * C::kStrideW : kSegment;  // of dy
-  static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
+  static constexpr int kStepH = C::kLinesAtOnce * C::kStrideH;  // outputs from line to line of x
+  static constexpr bool kPlanesTogether = C::kLinesAtOnce > 1;  // slots are those of a group's planes
+  static constexpr int kNowhere = 1 << 24;                      // a coordinate outside of every volume
   static constexpr int kNoPlace = -1;
 
   static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
@@ -111,17 +115,26 @@ struct HopperWeightGrad {
   static_assert(C::kUnitCY ? C::kJobLines == kJobChannels : kLinesY % C::kJobLines == 0);
   static_assert(!C::kVectorsX || !(C::kElementsX || C::kUnitCX));
   static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !C::kUnitCY : C::kVectorY == 1);
+  static_assert(C::kLinesAtOnce == 1 || (C::kLinesAtOnce == 2 && C::kLines && !C::kWide));
 
   // What distinguishes blocks that walk over the same positions.
   struct Kind {
     int group, first_in, first_out, d, h;
   };
-  // Where a word of a plane of dy comes from, relative to the box's first, and where it goes.
-  struct alignas(16) Slot {
+  // Where a word of dy comes from, relative to the first of the box's plane (or group of planes), and where
+  // it goes.
+  struct alignas(16) SlotOfPlane {
     Index offset;  // in memory
     int place;
     short h, w;
   };
+  struct alignas(16) SlotOfGroup {
+    Index offset;
+    int place;
+    short h, w, d;
+  };
+  using Slot = typename Choose<kPlanesTogether, SlotOfGroup, SlotOfPlane>::type;
+  static_assert(sizeof(Slot) == 16, "as the planner counts");
   // Four words of K: where their dy begins, and where in the box they are.
   struct Segment {
     int place, d, h, w;
@@ -178,8 +191,10 @@ struct HopperWeightGrad {
   __device__ __forceinline__ int row_segments() const {
     return (segment_count() + kRowSegments - 1) / kRowSegments;
   }
-  // Of a plane along d.
-  __device__ __forceinline__ int slot_count() const { return C::kPlanesH * args.lines * line_slots(); }
+  __device__ __forceinline__ int plane_slots() const { return C::kPlanesH * args.lines * line_slots(); }
+  __device__ __forceinline__ int slot_count() const {
+    return (kPlanesTogether ? args.box.d * C::kPlanesD : 1) * plane_slots();
+  }
   __device__ __forceinline__ int line_slots() const { return C::kPlanesW * args.line_words / C::kVectorY; }
   __device__ __forceinline__ unsigned full(int group) const { return barriers + 8 * group; }
   __device__ __forceinline__ unsigned empty(int group) const { return barriers + 8 * (args.groups + group); }
@@ -196,7 +211,8 @@ struct HopperWeightGrad {
   __device__ __forceinline__ void prepare() {
     for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
       // Phases along w alternate as they do in memory.
-      const int line = i / line_slots(), rest = i % line_slots();
+      const int plane = kPlanesTogether ? i / plane_slots() : 0, in_plane = i - plane * plane_slots();
+      const int line = in_plane / line_slots(), rest = in_plane % line_slots();
       const int plane_w = rest % C::kPlanesW, word = rest / C::kPlanesW * C::kVectorY;
       const int plane_h = line / args.lines, h = line % args.lines;
       Slot slot;
@@ -207,12 +223,19 @@ struct HopperWeightGrad {
           kSides * ((plane_h * C::kPlanesW + plane_w) * args.plane_pitch + h * args.line_pitch + word);
       slot.offset =
           slot.h * static_cast<Index>(args.dy_strides.h) + slot.w * static_cast<Index>(args.dy_strides.w);
+      if constexpr (kPlanesTogether) {
+        slot.d = static_cast<short>(plane / C::kPlanesD * C::kStrideD +
+                                    C::kPlaneOffsetD(kind.d, plane % C::kPlanesD));
+        slot.place += in_group(plane);
+        slot.offset += slot.d * static_cast<Index>(args.dy_strides.d);
+      }
       slots[i] = slot;
     }
     for (int i = static_cast<int>(threadIdx.x); i < row_segments() * kRowSegments; i += C::kThreads) {
       const int line = i / args.box.w, w = i % args.box.w;
-      Segment segment{kSides * (line % args.box.h * args.line_pitch + w * kSegmentWords), line / args.box.h,
-                      line % args.box.h, w * kSegment * kPerWord};
+      const int h = line % args.box.h;
+      Segment segment{kSides * (h * C::kLinesAtOnce * args.line_pitch + w * kSegmentWords), line / args.box.h,
+                      h, w * kSegment * kPerWord};
       if (i >= segment_count()) segment = Segment{kNoPlace, 0, kNowhere, 0};  // x is zero there
       segments[i] = segment;
     }
@@ -229,6 +252,12 @@ struct HopperWeightGrad {
       ptx::fence_barrier_init();
     }
     __syncthreads();
+  }
+
+  // Where a plane of dy begins in its group.
+  __device__ __forceinline__ int in_group(int plane) const {
+    return plane / C::kPlanesD * sheet_words +
+           kSides * (plane % C::kPlanesD) * C::kPlanesH * C::kPlanesW * args.plane_pitch;
   }
 
   // The steps from `index` on that follow each other along d.
@@ -421,7 +450,7 @@ struct HopperWeightGrad {
 
   // Of a slot at depth 0, and at another.
   __device__ __forceinline__ Source find_dy(const Run& run, Index base, const Slot& slot) const {
-    const int h = run.h * C::kStrideH + slot.h, w = run.w * C::kStrideW + slot.w;
+    const int h = run.h * kStepH + slot.h, w = run.w * C::kStrideW + slot.w;
     const bool line = inside(h, args.dy_size.h);
     return Source{base + slot.offset, line && inside(w, args.dy_size.w),
                   C::kElementsY && line && inside(w + C::kStrideW, args.dy_size.w)};
@@ -517,7 +546,7 @@ struct HopperWeightGrad {
     const int jobs_of_block = static_cast<int>(args.by_jobs.divisor), count = slot_count();
     const Part<int> own((count + kSlotBlock - 1) / kSlotBlock * jobs_of_block, kCopiers, warp);
     const Index base = run.n * static_cast<Index>(args.dy_strides.n) +
-                       run.h * C::kStrideH * static_cast<Index>(args.dy_strides.h) +
+                       run.h * kStepH * static_cast<Index>(args.dy_strides.h) +
                        run.w * C::kStrideW * static_cast<Index>(args.dy_strides.w);
     for (int job = own.begin; job < own.end;) {
       const int block = divide(job, args.by_jobs), first_job = block * jobs_of_block;
@@ -529,11 +558,15 @@ struct HopperWeightGrad {
         // The jobs of one plane.
         const int plane = (job - first_job) / kJobsY, last = min(end, first_job + (plane + 1) * kJobsY);
         const int first_line = (job - first_job) % kJobsY * C::kJobLines, jobs = last - job;
-        const int sheet = plane / C::kPlanesD, plane_d = plane % C::kPlanesD;
-        const int d = (step * args.box.d + sheet) * C::kStrideD + C::kPlaneOffsetD(kind.d, plane_d);
-        unsigned* const to = ring + (group * args.box.d + sheet) * sheet_words +
-                             kSides * plane_d * C::kPlanesH * C::kPlanesW * args.plane_pitch;
-        if constexpr (C::kUnitCY) {
+        const int first_d = step * args.box.d * C::kStrideD;
+        const int d =
+            first_d + plane / C::kPlanesD * C::kStrideD + C::kPlaneOffsetD(kind.d, plane % C::kPlanesD);
+        unsigned* const to = ring + group * args.box.d * sheet_words + in_group(plane);
+        if constexpr (kPlanesTogether) {
+          Source source = at_depth(line, first_d);
+          source.first = line.first && inside(first_d + slot.d, args.dy_size.d);
+          if (index < count) copy_line(to + slot.place, source, first_line, jobs);
+        } else if constexpr (C::kUnitCY) {
           copy_pairs(to, run, base, index, d, first_line, jobs);
         } else if (index < count) {
           copy_line(to + slot.place, at_depth(line, d), first_line, jobs);
@@ -660,8 +693,9 @@ struct HopperWeightGrad {
     static_for<C::kLoads>([&](auto i) {
       constexpr int kI = decltype(i)::value;
       if constexpr (C::kLines) {
-        to.words[0][kI] = load_vector<4>(words + C::kLoadWord(kI));
-        to.words[1][kI] = load_vector<4>(words + kPairs * args.pair_pitch + C::kLoadWord(kI));
+        const unsigned* const line = words + C::kLoadPlane(kI) * args.line_pitch + C::kLoadWord(kI);
+        to.words[0][kI] = load_vector<4>(line);
+        to.words[1][kI] = load_vector<4>(line + kPairs * args.pair_pitch);
       } else {
         to.words[0][kI] =
             load_vector<4>(words + 2 * (C::kLoadPlane(kI) * args.plane_pitch + C::kLoadWord(kI)));
@@ -727,18 +761,19 @@ struct HopperWeightGrad {
         static_for<2>([&](auto k) {
           constexpr int kHalf = decltype(half)::value, kJ = decltype(j)::value, kK = decltype(k)::value;
           constexpr int kFirst = C::kJoinElement(kJ) + kK * kPerWord * C::kStrideW;
-          to.joined[kJ][2 * kK + kHalf] = word_of<kFirst>(from.words[C::kLines ? kHalf : 0]);
+          to.joined[kJ][2 * kK + kHalf] =
+              word_of<C::kJoinPlane(kJ), kFirst>(from.words[C::kLines ? kHalf : 0]);
         });
       });
     });
   }
   // The operand's word that begins with an element of a line: of 16-bit ones the second is a stride further.
-  template <int kElement>
+  template <int kLine, int kElement>
   static __device__ __forceinline__ unsigned word_of(const Vector<unsigned, 4> (&words)[C::kLoads]) {
     constexpr int kWord = kElement / kPerWord, kLast = kElement + (kPerWord - 1) * C::kStrideW;
-    const unsigned first = words[load_of(0, kWord)].at[kWord % 4];
+    const unsigned first = words[load_of(kLine, kWord)].at[kWord % 4];
     if constexpr (kPerWord == 1) return rounded(first);
-    const unsigned last = words[load_of(0, kLast / 2)].at[kLast / 2 % 4];
+    const unsigned last = words[load_of(kLine, kLast / 2)].at[kLast / 2 % 4];
     return (kElement % 2 ? first >> 16 : first & 0xFFFFu) | (kLast % 2 ? last & 0xFFFF0000u : last << 16);
   }
 
