@@ -1,6 +1,6 @@
 """Fits the constants of the halo planner's model to tables of halo_lab.py and planner_check.py. Needs no GPU.
 
-    python benchmarks/halo_fit.py lab_tf32.json lab_bf16.json planner.json
+    python benchmarks/halo_fit.py lab_tf32.json planner.json
 
 Prints the constants, the error of the model, and for every layer how much slower the build that the model likes best
 is than the fastest measured.
@@ -29,7 +29,7 @@ from tconv3d.bench.layers import LAYERS, Layer, random_layers
 from tconv3d.geometry import Triple
 from tconv3d.halo_build import Build, Tiling, tilings
 from tconv3d.halo_job import Job
-from tconv3d.halo_model import COSTS, Costs, cycles, portioned
+from tconv3d.halo_model import COSTS, HALVES, Costs, cycles, portioned
 from tconv3d.halo_planner import Nominal
 from tconv3d.problem import Device, Pass, Problem
 
@@ -132,7 +132,8 @@ def loss(samples: list[Sample], costs: Costs, start: Costs) -> float:
         mean = sum(w * error for w, (_, error) in zip(weights, group, strict=True)) / sum(weights)
         spread = sum(w * min(abs(e - mean), 1.0) ** 1.5 for w, (_, e) in zip(weights, group, strict=True))
         total += spread / sum(weights) + 0.3 * abs(mean) ** 1.5
-    drift = [log(getattr(costs, f.name) / getattr(start, f.name)) ** 2 for f in fields(Costs)]
+    pairs = [(getattr(costs, f.name), getattr(start, f.name)) for f in fields(Costs)]
+    drift = [log(new / old) ** 2 for new, old in pairs if old > 0]
     return total / len(by_layer) + 0.001 * sum(drift) / len(drift)
 
 
@@ -179,7 +180,10 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     samples = [sample for table in options.tables for sample in read(table)]
-    costs = fit(samples, COSTS, options.steps, options.seed) if options.steps else COSTS
+    if len({sample.build.item_bytes for sample in samples}) > 1:
+        sys.exit("float32 and 16-bit types have constants of their own: fit their tables one by one")
+    start = HALVES if samples and samples[0].build.item_bytes == 2 else COSTS
+    costs = fit(samples, start, options.steps, options.seed) if options.steps else start
     report(samples, costs, options.verbose)
     for name, value in asdict(costs).items():
         print(f"    {name}: float = {value:.3g}")

@@ -217,6 +217,11 @@ class Build:
         return ceil_div(self.channel_slots * self.item_bytes, self.part_bytes)
 
     @property
+    def full_chunks(self) -> int:
+        """With as many steps as a row has."""
+        return self.channel_slots * self.item_bytes // self.part_bytes
+
+    @property
     def stages_filled(self) -> int:
         """For one tile (for one plane, when marching)."""
         return self.chunks * (self.line_planes if self.lines else len(self.program.sources))
@@ -428,6 +433,11 @@ class Build:
         """In which a chunk of lines is multiplied, at the least (kernels/halo_lines.cuh)."""
         steps = self.steps - (self.chunks - 1) * (self.part_bytes // STEP_BYTES)
         return self.lines_read(1) * ceil_div(steps, self.line_sets[1])
+
+    @property
+    def line_loads(self) -> int:
+        """Of operands for one step of a march, all of which are unrolled."""
+        return self.slabs * self.steps * self.lines_read(1) * self.line_planes
 
     @property
     def line_words(self) -> int:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import inf, prod
 
 from .geometry import Axis
-from .halo_build import SLAB, Build, Tiling, ceil_div, tilings
+from .halo_build import SLAB, STEP_BYTES, Build, Tiling, ceil_div, tilings
 from .halo_job import Job
 
 
@@ -16,30 +16,34 @@ from .halo_job import Job
 class Costs:
     """The model's constants, in cycles of a multiprocessor unless said otherwise.
 
-    Most are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16).
-    Those of lines as they are in memory were searched for over 18 builds of 6 layers; `find`, `streamed`, `supplied`,
-    `rows`, `adding`, `apart` and `little_hides` are set by hand since, each by a few measured builds.
+    Most are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16);
+    `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot`, those of rows and of turns of lines,
+    since, to 446 float32 builds of random and reference layers (docs/performance.md). `shared`, `supplied`, `adding`,
+    `apart` and `little_hides` are set by hand, each by a few measured builds.
     """
 
     start: float = 14300.0  # of a launch
-    tile: float = 1220.0  # of a tile: what nothing hides
-    plane: float = 153.0  # of a plane of a march
+    tile: float = 3220.0  # of a tile: what nothing hides
+    plane: float = 158.0  # of a plane of a march
     shared: float = 1.1  # planes of shares, times those of whole tiles: blocks side by side are at different depths
     crooked: float = 1.21  # stores of runs, times those of boxes
-    batch: float = 1110.0  # of a loader warp, per batch of loads
+    batch: float = 1220.0  # of a loader warp, per batch of loads
+    few_loaders: float = 1.13  # the same beside one producer warpgroup, times
+    first: float = 0.565  # of the first stage's loads, what nothing is beside
     copied: float = 400.0  # of a stage that is copied past registers: from its release to its arrival
     arrival: float = 900.0  # of such a stage, until its copies have arrived, if they are to be rounded
     copy: float = 15.0  # of a loader warp, per copy
     stage: float = 71.5  # of filling a stage: barriers
-    find: float = 1200.0  # of a loader warp, per batch of positions that it looks up, for every source of a tile
+    find: float = 432.0  # of a loader warp, per batch of positions that it looks up, for every source of a tile
     load: float = 1.69  # of a load by a warp, whoever issues it
     sector: float = 1.79  # of a sector that it touches
     product: float = 0.862  # of a cycle that tensor cores should take
     panel: float = 67.4  # of a panel: barriers, and the drain of the tensor cores
-    streamed: float = 120.0  # the same, of a panel out of the ring, in floats
+    streamed: float = 100.0  # the same, of a panel out of the ring, in floats
     supplied: float = 82.6  # the same in 16 bits, and where the wait for panels is joined smoothly (`SUPPLY`)
-    slot: float = 1010.0  # from a slot's release to its next panel's arrival
-    rows: float = 3000.0  # of the launch that writes rows
+    slot: float = 1130.0  # from a slot's release to its next panel's arrival
+    rows: float = 3180.0  # of the launch that writes rows
+    rows_bytes: float = 1410.0  # that it moves per cycle
     rewritten: float = 4000.0  # the same, if there are rows already
     rewritten_bytes: float = 2500.0  # that it moves per cycle
     adding: float = 7000.0  # of the launch that adds portions up
@@ -52,8 +56,8 @@ class Costs:
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are, and where
     # channels-last outputs are stored 16 bytes of a lane at a time
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
-    line_stage: float = 50.0  # of a stage of them
-    turn: float = 79.0  # of a turn of their products: operands, which are loaded and rounded
+    line_stage: float = 214.0  # of a stage of them
+    turn: float = 108.0  # of a turn of their products: operands, which are loaded and rounded
     quads: float = 1.2  # of stores of 32 outputs out of the sums, four of a lane at a time; of two, twice as much
     cache_bytes: float = 134.0  # per cycle, from L2
     memory_bytes: float = 1650.0  # per cycle, of the whole device memory
@@ -63,9 +67,21 @@ class Costs:
 
 
 COSTS = Costs()
+HALVES = replace(  # of 16-bit types: as they were fitted before, to reference layers
+    COSTS,
+    tile=1220.0,
+    plane=153.0,
+    batch=1110.0,
+    few_loaders=1.0,
+    first=0.0,
+    slot=1010.0,
+    rows=3000.0,
+    rows_bytes=1650.0,
+)
 CROWDED = {4: 31.0, 2: 27.0}  # bytes per cycle from L2, by an item's, where all blocks stream panels for a march
 UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
 MAX_ROWS_BYTES = 2**29  # that may be allocated to write what is read as rows
+TURN_SLABS = 1 / 3  # exponent of the slabs of a turn: loads of several are on their way together
 SUPPLY = 3.0  # exponent of the norm that joins products and the panels that they wait for
 SKIPPED = 0.5  # of what is left out, what is gained: consumers wait for each other, and blocks for the last
 FILLED = 0.5  # of the time that shared memory takes what arrives, what operands wait
@@ -102,7 +118,8 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
         near = 1 << tiling.near_bits
         lines = near * (32 / near / tiling.halo[2] + 1)
         sectors = loads * (build.item_bytes + 0.9 * lines)
-    waiting = build.stages_filled * (batches * costs.batch + costs.stage)
+    each = costs.batch * (costs.few_loaders if build.producers == 1 else 1.0)
+    waiting = build.stages_filled * (batches * each + costs.stage)
     return planes * max(waiting, loads * costs.load + sectors * costs.sector)
 
 
@@ -159,13 +176,53 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     return traffic / costs.memory_bytes + (0.0 if aligned else runs * costs.run)
 
 
+@dataclass(frozen=True)
+class _March:
+    """How a march goes through depth (`Work` in kernels/halo_tile.cuh)."""
+
+    depth: int  # planes of positions of a tile
+    inputs: int  # steps that have input
+    outputs: int  # planes
+    step: int  # of these, that a step completes
+    padding: int
+    window: int
+
+    @classmethod
+    def of(cls, build: Build, tiling: Tiling, job: Job) -> _March:
+        inputs = ceil_div(job.read_size[0], build.program.read_step[0])
+        step, padding = build.march_step, build.march_padding
+        return cls(tiling.tile[0], inputs, job.written_size[0], step, padding, build.window)
+
+    def fed(self, first: int, last: int) -> int:
+        """Steps with input, for the outputs of so many planes of positions. The window's first may be those of the
+        share before, too."""
+        begin = max(0, ceil_div(first * self.step + self.padding - (self.window - 1), self.step))
+        end = (min(last * self.step, self.outputs) - 1 + self.padding) // self.step + 1
+        return max(0, min(end, self.inputs) - begin)
+
+    def of_share(self, first: int, last: int) -> int:
+        """Such steps for the planes of all tiles in sequence from the first to the last."""
+        found = 0
+        while first < last:
+            tile = first // self.depth * self.depth
+            end = min(last, tile + self.depth)
+            found += self.fed(first - tile, end - tile)
+            first = end
+        return found
+
+
+@lru_cache(maxsize=4096)
+def _most_planes(march: _March, planes: int, share: int) -> int:
+    """Of all shares."""
+    return max(march.of_share(first, min(first + share, planes)) for first in range(0, planes, share))
+
+
 def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs) -> float:
-    """Planes of input that a block of a march multiplies. The window's first are those of the share before, too."""
-    shares, depth = tiling.shares(build, multiprocessors), tiling.tile[0]
-    fed = min(1.0, job.read_size[0] / depth)
-    whole = shares.even // depth // shares.count * depth * fed
-    twice = ceil_div(build.window, build.march_step) - 1 if shares.share % depth else 0
-    return whole + (shares.share * fed + twice) * costs.shared
+    """Planes of input that a block of a march multiplies."""
+    shares, march = tiling.shares(build, multiprocessors), _March.of(build, tiling, job)
+    whole = shares.even // march.depth // shares.count * march.fed(0, march.depth)
+    left = _most_planes(march, shares.planes - shares.even, shares.share) if shares.share else 0
+    return whole + left * costs.shared
 
 
 @lru_cache(maxsize=1024)
@@ -207,23 +264,44 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
         supply = 0.0 if build.resident else panels * costs.slot / (build.slots - 1)
         multiply = (multiply**SUPPLY + supply**SUPPLY) ** (1 / SUPPLY) if smooth else max(multiply, supply)
         if build.lines:
-            multiply += build.line_turns * build.stages_filled * planes * rounds * costs.turn
+            turns = build.line_turns * build.stages_filled * planes * rounds
+            multiply += turns * costs.turn * build.slabs**TURN_SLABS
         else:
-            short = smooth or build.item_bytes == 2
+            short = build.item_bytes == 2 or build.divided
             of_a_panel = costs.panel if build.resident else costs.supplied if short else costs.streamed
             multiply += panels / build.turns * of_a_panel
         if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES
         cache = (loaded + streamed) / costs.cache_bytes
-        cost = (load**p + (multiply + store) ** p + cache**p) ** (1 / p)
+        even = 1 / build.chunks
+        cost = sum(
+            count * ((load * even) ** p + (multiply * part + store * even) ** p + (cache * part) ** p) ** (1 / p)
+            for count, part in _chunk_parts(build)
+        )
         if build.march and not build.resident and not build.copied:
             cost = max(cost, (loaded + streamed) / CROWDED[build.item_bytes])
         found.append(cost)
     return found
 
 
-def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs = COSTS) -> float:
+def _chunk_parts(build: Build) -> list[tuple[int, float]]:
+    """How many chunks have such a part of a tile's products: the last one may have less than the others."""
+    steps = ceil_div(build.channel_slots, build.step_items)
+    each = build.part_bytes // STEP_BYTES
+    last = steps - (build.chunks - 1) * each
+    if build.lines or build.portioned or last == each:
+        return [(build.chunks, 1 / build.chunks)]
+    return [(build.chunks - 1, each / steps), (1, last / steps)]
+
+
+def _first_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
+    """Of the first stage's loads, which nothing is beside."""
+    return costs.first * _load_cycles(build, tiling, job, 1.0, costs) / build.stages_filled
+
+
+def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs | None = None) -> float:
     """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
+    costs = costs or (COSTS if build.item_bytes == 4 else HALVES)
     blocks = tiling.blocks(build, multiprocessors)
     if build.march:
         planes = _planes(build, tiling, job, multiprocessors, costs)
@@ -239,6 +317,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         (work,) = _work_cycles(build, tiling, job, 1.0, costs)
         work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
+    work += _first_cycles(build, tiling, job, costs)
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
     if build.lines or (job.written_last and build.lane_channels(job) * build.written_bytes == 16):
         memory *= costs.streaming
@@ -252,7 +331,7 @@ def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
         return 0.0
     if build.rewritten:
         return costs.rewritten + 2 * job.read_bytes / costs.rewritten_bytes
-    return costs.rows + 2 * job.read_bytes / costs.memory_bytes
+    return costs.rows + 2 * job.read_bytes / costs.rows_bytes
 
 
 def _adding_cycles(tiling: Tiling, job: Job, costs: Costs) -> float:

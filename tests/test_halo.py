@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tconv3d import compiler, emulator, halo_build, halo_model, halo_planner
-from tconv3d.bench.layers import LAYERS
+from tconv3d.bench.layers import LAYERS, layer
 from tconv3d.explain import call_of, problems_of
 from tconv3d.geometry import Geometry, Triple
 from tconv3d.halo_build import Build, tilings
@@ -492,15 +492,21 @@ def test_weights_may_have_any_strides(name: str, which: Pass) -> None:
     assert len(results) == 1 and any(results.pop())
 
 
-@pytest.mark.parametrize(
-    "name", ["large_volume", "asymmetric_kernel", "grouped_strided_g1", "monai_64_16_32", "gan_128_64_16"]
-)
+LARGE = {
+    **{name: LAYERS[name] for name in ("large_volume", "grouped_strided_g1", "gan_128_64_16")},
+    "32 output channels, stride 2": layer(2, 40, 32, 80, kernel=4, stride=2, padding=1),
+    "few columns of lines": layer(2, 12, 160, (14, 56, 56), kernel=2, stride=2),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
 def test_products_of_large_layers_do_not_wait_for_each_other(name: str) -> None:
-    """A build for each way that input arrives: what the emulator runs is smaller, and leaves registers free."""
+    """What the emulator runs is smaller, and leaves registers free."""
     pytest.importorskip("cuda.core")
-    layer = LAYERS[name]
-    forward = problems_of(*call_of(layer.module(torch.float32, "meta"), layer.input(torch.float32, "meta")))[0]
-    found = halo_planner.plan_or_none(job_of(replace(forward, tf32=True)), Device("Hopper", (9, 0), 132, 232448))
+    operands = (LARGE[name].module(torch.float32, "meta"), LARGE[name].input(torch.float32, "meta"))
+    forward, input_grad, *_ = (job_of(replace(problem, tf32=True)) for problem in problems_of(*call_of(*operands)))
+    job = input_grad if "lines" in name else forward
+    found = halo_planner.plan_or_none(job, Device("Hopper", (9, 0), 132, 232448))
     assert found is not None
     assert not compiler.compile("halo", found.main.constants, "sm_90a").serialized
 
