@@ -75,16 +75,22 @@ struct HaloLayout {
   // that these are neighbours in memory where channels are (kLaneChannels > 2), the channels of a block of
   // columns are dealt out to the lanes in turn: so many neighbours to each. Blocks are as large as still fit
   // the field.
-  static __device__ constexpr int block_channels(
-      int first) {  // that a lane has of the block from this column on
+  // So many of them a lane has of the block from this column on.
+  static __device__ constexpr int block_channels(int first) {
     int own = Config::kLaneChannels;
     while (4 * own > Config::kOutTile - first) own /= 2;
     return own;
   }
+  // A loop over sizes, not over blocks: the compiler knows its end, and a lane's channels are constants but
+  // for the lane.
   static __device__ constexpr int block_start(int column) {
     int first = 0;
-    while (column >= first + 4 * block_channels(first)) first += 4 * block_channels(first);
-    return first;
+    for (int own = Config::kLaneChannels; own > 2; own /= 2) {
+      const int size = 4 * own, end = first + (Config::kOutTile - first) / size * size;
+      if (column < end) return column - (column - first) % size;
+      first = end;
+    }
+    return column - (column - first) % 8;
   }
   static __device__ constexpr int column_of(int channel) {
     if (Config::kLaneChannels == 2) return channel;
