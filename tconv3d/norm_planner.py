@@ -27,7 +27,6 @@ KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside
 LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
 # Everything read once (kernels/norm_once.cuh).
 CONSUMERS = 16  # warps
-FINDERS = 1
 CHUNK_BYTES = 48 << 10  # smaller ones lose: a finder takes 2 us for each (measured)
 TABLE_BYTES = 4096  # of shared memory: barriers and the like
 MOST_STAGES = 16
@@ -310,14 +309,13 @@ class Once:
     def launches(self, p: NormProblem, wanted: Wanted, regions: dict[str, int]) -> list[Launch]:
         a, strips = p.activation, self.strips
         item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
-        threads = 32 * (2 + FINDERS + CONSUMERS)
+        threads = 32 * (3 + CONSUMERS)
         once = Launch(
             kernel="norm_once",
             constants=(
                 ("kThreads", threads),
                 ("kMinBlocks", 1),
                 ("kConsumers", CONSUMERS),
-                ("kFinders", FINDERS),
                 ("kTableBytes", TABLE_BYTES),
                 ("Scalar", SCALARS[a.dtype]),
                 ("Acc", accumulator(a.dtype)[0]),

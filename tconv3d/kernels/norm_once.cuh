@@ -38,11 +38,11 @@ struct NormOnce {
   using Gradient = typename C::Gradient;
   using Pair = Vector<float, 2>;
 
-  static constexpr int kVector = C::kVector, kConsumers = C::kConsumers, kFinders = C::kFinders;
+  static constexpr int kVector = C::kVector, kConsumers = C::kConsumers;
   static constexpr int kMostStages = 16;
   static constexpr int kStep = kConsumers * 32 * kVector;  // positions from a thread's vector to its next
   static constexpr unsigned kAll = 0xFFFFFFFFu;
-  static_assert(C::kThreads == 32 * (2 + kFinders + kConsumers), "a producer, a speaker, finders");
+  static_assert(C::kThreads == 32 * (3 + kConsumers), "a producer, a speaker, a finder");
   static_assert(!C::kChannelsLast && sizeof(typename C::Acc) == 4, "chunks of a channel, summed as floats");
 
   // A norm group is one of all batch items.
@@ -105,11 +105,10 @@ struct NormOnce {
     return reinterpret_cast<const Scalar*>(dy_of(stage) + args.strips.length);
   }
 
-  // One thread. The last chunks, one for each finder, have no items: there are no more.
+  // One thread.
   __device__ __forceinline__ void produce() {
     Ring ring;
-    int ends = 0;
-    for (int issued = 0; ends < kFinders; ++issued, ring.advance(args.stages)) {
+    for (int issued = 0;; ++issued, ring.advance(args.stages)) {
       const int stage = ring.index;
       // What is known will be empty without anybody's help: time enough to take a turn.
       if (issued >= args.stages) ptx::barrier_wait(at(shared.known[stage]), ring.parity ^ 1u);
@@ -117,8 +116,8 @@ struct NormOnce {
       if (issued >= args.stages) ptx::barrier_wait(at(shared.empty[stage]), ring.parity ^ 1u);
       shared.chunk[stage] = chunk;
       load(chunk, stage);
-      ends += chunk.items == 0;
-      if (chunk.items > 0) ptx::write_shared(&shared.issued, issued + 1);
+      if (chunk.items == 0) return;
+      ptx::write_shared(&shared.issued, issued + 1);
     }
   }
   __device__ __forceinline__ void load(const Chunk& chunk, int stage) const {
@@ -270,18 +269,16 @@ struct NormOnce {
     for (int i = 0; i < kSeen; ++i) channels[i] = (begin + 32 * i + lane) / args.strips.slots;
   }
 
-  // Finder `first` has every so many of the block's chunks.
-  __device__ __forceinline__ void find(int first) const {
+  __device__ __forceinline__ void find() const {
     const double share = 1.0 / (static_cast<double>(args.strips.volume) * args.per_group);
     int channels[kSeen];
     channels_of(0, channels);
     Found found;
     Seen seen;
     Ring ring;
-    for (int i = 0; i < first; ++i) ring.advance(args.stages);
     ptx::barrier_wait(at(shared.loaded[ring.index]), ring.parity);
     look(seen, ring.index, channels);
-    for (int index = first; seen.chunk.items > 0; index += kFinders) {
+    for (int index = 0; seen.chunk.items > 0; ++index) {
       const Chunk chunk = seen.chunk;
       const float weight = seen.weight;
       const bool fresh = chunk.group != found.group;
@@ -291,8 +288,7 @@ struct NormOnce {
         add_group(seen, sums, found.helped, index);
       }
       const int stage = ring.index;
-#pragma unroll
-      for (int i = 0; i < kFinders; ++i) ring.advance(args.stages);
+      ring.advance(args.stages);
       const unsigned next = at(shared.loaded[ring.index]);
       const bool ahead = __shfl_sync(kAll, ptx::barrier_complete(next, ring.parity), 0);
       if (ahead) look(seen, ring.index, channels);
@@ -438,10 +434,10 @@ __device__ void run(const Args& args) {
     kernel.leave_parameters();
   } else if (warp == 1) {
     if (lane == 0) kernel.speak();
-  } else if (warp < 2 + C::kFinders) {
-    kernel.find(warp - 2);
+  } else if (warp == 2) {
+    kernel.find();
   } else {
-    kernel.consume(warp - 2 - C::kFinders);
+    kernel.consume(warp - 3);
   }
 }
 
