@@ -19,7 +19,8 @@ from .problem import ITEM_BYTES, Device, Plan, Problem
 THREADS = 256
 VECTORS_PER_THREAD = 8  # of a strip; fewer where that leaves multiprocessors without work
 FLIGHT = 4  # vectors that a thread has on their way (kernels/sweep.cuh)
-STATISTICS_THREADS = 512
+STATISTICS_THREADS = (128, 512)  # for norm groups with few moments: adding up takes fewer steps; with many
+MANY_MOMENTS = 1024
 # Both passes of the gradient in one launch (kernels/norm_both.cuh).
 BOTH_BLOCKS = 3  # on a multiprocessor
 KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside what flows through it (measured)
@@ -150,12 +151,13 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
             tile=f"{plan.tile}; a pass over its result leaves the moments",
         )
     overlaps = device.capability >= (9, 0)
+    threads = STATISTICS_THREADS[plan.moments >= MANY_MOMENTS]
     statistics = Launch(
         kernel="statistics",
-        constants=(("kThreads", STATISTICS_THREADS), ("kMinBlocks", 1), ("kOverlaps", overlaps), ("Acc", acc)),
+        constants=(("kThreads", threads), ("kMinBlocks", 1), ("kOverlaps", overlaps), ("Acc", acc)),
         grid=(problem.batch * groups, 1, 1),
-        threads=STATISTICS_THREADS,
-        shared_bytes=STATISTICS_THREADS // 32 * 8,
+        threads=threads,
+        shared_bytes=0,
         pointers=("moments", "statistics"),
         scalars=padded(struct.pack("d", problem.norm.eps), int32s(plan.moments)),
         overlaps=overlaps,
@@ -220,7 +222,7 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
         end += ceil_div(size, 256) * 256
     launches = _passes(p, strips, wanted) if way is None else way.launches(p, wanted, dict(regions))
     overlaps = device.capability >= (9, 0)
-    if wanted.parameters:
+    if wanted.parameters and not isinstance(way, Once):
         sizes, strides = (1, 1, 2 * a.channels), (0, 0, 1)
         of = p.parameter, 2 * a.channels, a.batch
         launches.append(_reduce(*of, "dparameters", sizes, strides, "by_channel", overlaps))
@@ -325,7 +327,7 @@ class Once:
             grid=(self.blocks, 1, 1),
             threads=threads,
             shared_bytes=TABLE_BYTES + self.stages * strips.length * item_bytes,
-            pointers=("dy", "x", "statistics", "weight", "sums", "turns", "by_channel", "dz", _bias_sums(wanted)),
+            pointers=("dy", "x", "statistics", "weight", "sums", "turns", "dparameters", "dz", _bias_sums(wanted)),
             scalars=padded(strips.scalars, p._norm_scalars, int32s(self.stages)),
             overlaps=True,
         )

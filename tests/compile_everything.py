@@ -34,7 +34,7 @@ OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")
 # Kernels that need wgmma, or run for one that does, by the beginning of their names.
 HOPPER_ONLY = ("halo", "hopper", "up", "group_backward", "pack", "rows", "reduce_gradients", "reduce_taps")
 # Kernels whose launches overlap those before them, from Hopper on.
-FROM_HOPPER, BEFORE_HOPPER = ("norm_both", "norm_once"), ("sm_80", "sm_86", "sm_89")
+FROM_HOPPER, BEFORE_HOPPER = ("fill", "norm_both", "norm_once"), ("sm_80", "sm_86", "sm_89")
 DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce")
 SPILL_LIMIT = 512  # bytes of loads and stores on Hopper: some values that wait, none of an inner loop's own
 MOST_OF_A_KIND = 1

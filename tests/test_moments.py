@@ -174,7 +174,7 @@ def statistics(moments: Tensor) -> tuple[Tensor, Tensor]:
         constants=(("kThreads", 64), ("kMinBlocks", 1), ("kOverlaps", False), ("Acc", kind)),
         grid=(moments.shape[0], 1, 1),
         threads=64,
-        shared_bytes=16,
+        shared_bytes=0,
         pointers=("moments", "statistics"),
         scalars=padded(struct.pack("d", EPS), int32s(moments.shape[1])),
     )

@@ -12,6 +12,7 @@ struct Args {
 
 template <class C>
 __device__ void run(const Args& args) {
+  ptx::launch_dependents();
   const long long i = static_cast<long long>(blockIdx.x) * C::kThreads + threadIdx.x;
   if (i < args.count) static_cast<uint4*>(args.words)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
 }

@@ -279,7 +279,8 @@ __device__ void run(const Args& args) {
   // where operands lie, then is in uniform registers, as matrix instructions want it.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  if constexpr (Config::kPortioned) ptx::launch_dependents();  // what adds the portions up waits for them
+  // What adds up portions or moments waits for them.
+  if constexpr (Config::kPortioned || Config::Epilogue::kLeavesMoments) ptx::launch_dependents();
   if (threadIdx.x == 0) shared.start_barriers();
   if (args.whole_lines) shared.clear_stages();
   __syncthreads();

@@ -4,12 +4,14 @@
 // A chunk is `length` positions of one channel (`units` of them are a norm group of one batch item). Blocks
 // take chunks one by one in turns, norm groups counted from the last one, each into a stage of its ring:
 //
-//   producer    takes a turn when a stage is empty, and has the copy engine load dy and x
+//   producer    takes a turn when a stage is about to be empty, and has the copy engine load dy and x
 //   consumers   add up a chunk when it is there (first pass), and turn it into dz when they are told how
 //               (second pass); first passes, for which others wait, go first
 //   speaker     adds up the consumers' sums of a chunk and writes them where all blocks see them
 //   finder      waits for all sums of the oldest chunk's norm group, and tells the consumers slope and
-//               constant
+//               constant; it asks for those of the next chunk before that, so as not to wait for memory
+//
+// When there is nothing left to load, the producers add up the norm's parameters' gradients.
 //
 // A first pass waits for nothing but memory. So a norm group's sums will be there if all its chunks have been
 // taken. Where so few blocks run that their rings are full before that, the finder helps: it takes the chunks
@@ -23,8 +25,8 @@ namespace tconv3d {
 
 struct Args {
   const void *dy, *x, *statistics, *weight;
-  void *sums, *turns;                 // all ones: what is not yet written
-  void *by_channel, *dz, *bias_sums;  // dz is null where only the parameters' gradients are wanted
+  void *sums, *turns;                  // all ones: what is not yet written
+  void *dparameters, *dz, *bias_sums;  // [2][channels]: weight, bias; null: not wanted, as the others may be
   Strips strips;
   int groups, per_group;
   int stages;
@@ -43,9 +45,10 @@ struct NormOnce {
   static_assert(C::kThreads == 32 * (3 + kConsumers), "a producer, a speaker, a finder");
   static_assert(!C::kChannelsLast && sizeof(typename C::Acc) == 4, "chunks of a channel, summed as floats");
 
-  // A norm group is one of all batch items; a row is a channel of one batch item.
+  // A norm group is one of all batch items.
   struct Chunk {
-    int group, unit, row, slot;
+    int n, group, first;  // batch item, norm group and its first channel
+    int unit, channel, slot;
     int items;  // 0: there are no more chunks
     long long start;
 
@@ -54,13 +57,16 @@ struct NormOnce {
       Chunk chunk{};
       chunk.group = args.strips.batch * args.groups - 1 - static_cast<int>(turn / units);
       if (chunk.group < 0) return chunk;
+      chunk.n = chunk.group / args.groups;
+      chunk.first = chunk.group % args.groups * args.per_group;
       chunk.unit = static_cast<int>(turn % units);
-      chunk.row = chunk.group * args.per_group + chunk.unit / slots;
+      chunk.channel = chunk.first + chunk.unit / slots;
       chunk.slot = chunk.unit % slots;
       const long long before = static_cast<long long>(chunk.slot) * args.strips.length;
       const long long left = args.strips.volume - before;
       chunk.items = static_cast<int>(left < args.strips.length ? left : args.strips.length);
-      chunk.start = chunk.row * args.strips.volume + before;
+      const long long row = static_cast<long long>(chunk.n) * args.strips.channels + chunk.channel;
+      chunk.start = row * args.strips.volume + before;
       return chunk;
     }
     // The turn of its norm group's first chunk.
@@ -104,8 +110,10 @@ struct NormOnce {
     Ring ring;
     for (int issued = 0;; ++issued, ring.advance(args.stages)) {
       const int stage = ring.index;
-      if (issued >= args.stages) ptx::barrier_wait(at(shared.empty[stage]), ring.parity ^ 1u);
+      // What is known will be empty without anybody's help: time enough to take a turn.
+      if (issued >= args.stages) ptx::barrier_wait(at(shared.known[stage]), ring.parity ^ 1u);
       const Chunk chunk = Chunk::of(args, ptx::take_turn(static_cast<unsigned*>(args.turns)));
+      if (issued >= args.stages) ptx::barrier_wait(at(shared.empty[stage]), ring.parity ^ 1u);
       shared.chunk[stage] = chunk;
       load(chunk, stage);
       if (chunk.items == 0) return;
@@ -155,9 +163,9 @@ struct NormOnce {
     sweep(body, chunk.items, warp);
     if (args.bias_sums == nullptr) return;
     const float sum = warp_sum(body.sums[0][0]);
-    const int channels = args.strips.channels, n = chunk.row / channels, channel = chunk.row % channels;
-    const long long part = (static_cast<long long>(n) * args.strips.slots + chunk.slot) * kConsumers + warp;
-    if (lane == 0) static_cast<float*>(args.bias_sums)[part * channels + channel] = sum;
+    const long long part =
+        (static_cast<long long>(chunk.n) * args.strips.slots + chunk.slot) * kConsumers + warp;
+    if (lane == 0) static_cast<float*>(args.bias_sums)[part * args.strips.channels + chunk.channel] = sum;
   }
 
   __device__ __forceinline__ void consume(int warp) {
@@ -228,93 +236,134 @@ struct NormOnce {
     unsigned helped;  // chunks that the finder has taken: of units 32 * lane and on, a bit for each
   };
 
-  __device__ __forceinline__ void find() {
+  // What the finder has asked memory for, of a chunk and its norm group: sums and weights of the first units,
+  // a few for each lane. Asked for ahead, it comes while the chunk before is dealt with.
+  static constexpr int kSeen = 4, kUnitsSeen = 32 * kSeen;
+  struct Seen {
+    Chunk chunk;
+    float mean, rstd, weight;
+    unsigned long long words[kSeen];
+    float weights[kSeen];
+  };
+  // `channels`: of the units that are looked at, counted from the norm group's first.
+  __device__ __forceinline__ void look(Seen& seen, int stage, const int (&channels)[kSeen]) const {
+    seen.chunk = shared.chunk[stage];
+    if (seen.chunk.items == 0) return;
+    look_at_units(seen, 0, channels);
+    const float* statistics = static_cast<const float*>(args.statistics) + seen.chunk.group;
+    seen.mean = statistics[0];
+    seen.rstd = statistics[args.strips.batch * args.groups];
+    seen.weight = weight_of(seen.chunk.channel);
+  }
+  __device__ __forceinline__ void look_at_units(Seen& seen, int begin, const int (&channels)[kSeen]) const {
+    const Pair* sums = sums_of(seen.chunk) - seen.chunk.unit + begin + lane;
+#pragma unroll
+    for (int i = 0; i < kSeen; ++i) {
+      const bool exists = begin + 32 * i + lane < units();
+      seen.words[i] = exists ? ptx::look_at_word(sums + 32 * i) : 0;
+      seen.weights[i] = exists ? weight_of(seen.chunk.first + channels[i]) : 0.0f;
+    }
+  }
+  __device__ __forceinline__ void channels_of(int begin, int (&channels)[kSeen]) const {
+#pragma unroll
+    for (int i = 0; i < kSeen; ++i) channels[i] = (begin + 32 * i + lane) / args.strips.slots;
+  }
+
+  __device__ __forceinline__ void find() const {
+    const double share = 1.0 / (static_cast<double>(args.strips.volume) * args.per_group);
+    int channels[kSeen];
+    channels_of(0, channels);
     Found found;
+    Seen seen;
     Ring ring;
-    for (int index = 0;; ++index, ring.advance(args.stages)) {
-      const int stage = ring.index;
-      ptx::barrier_wait(at(shared.loaded[stage]), ring.parity);
-      const Chunk chunk = shared.chunk[stage];
-      if (chunk.items == 0) return;
+    ptx::barrier_wait(at(shared.loaded[ring.index]), ring.parity);
+    look(seen, ring.index, channels);
+    for (int index = 0; seen.chunk.items > 0; ++index) {
+      const Chunk chunk = seen.chunk;
+      const float weight = seen.weight;
       const bool fresh = chunk.group != found.group;
-      if (fresh) find_group(found, chunk, index);
+      double sums[2] = {0, 0};
+      if (fresh) {
+        found = {chunk.group, seen.mean, seen.rstd, 0, 0, 0};
+        add_group(seen, sums, found.helped, index);
+      }
+      const int stage = ring.index;
+      ring.advance(args.stages);
+      const unsigned next = at(shared.loaded[ring.index]);
+      const bool ahead = __shfl_sync(kAll, ptx::barrier_complete(next, ring.parity), 0);
+      if (ahead) look(seen, ring.index, channels);
+      if (fresh) {
+        const double rstd = found.rstd;
+        found.slope = static_cast<float>(-rstd * rstd * rstd * share * warp_sum(sums[1]));
+        found.constant = static_cast<float>(-rstd * share * warp_sum(sums[0]));
+      }
       if (lane == 0) {
-        shared.how[stage] = how(found, chunk);
+        shared.how[stage] = {found.mean, found.rstd * weight, found.slope, found.constant};
         ptx::barrier_arrive(at(shared.known[stage]));
       }
       if (fresh && __any_sync(kAll, found.helped != 0)) finish_helped(found, chunk.begin(args));
-      if (chunk.unit == 0) leave_channels(found);
+      if (!ahead) {
+        ptx::barrier_wait(next, ring.parity);
+        look(seen, ring.index, channels);
+      }
     }
   }
-  __device__ __forceinline__ Vector<float, 4> how(const Found& found, const Chunk& chunk) const {
-    return {found.mean, found.rstd * weight_of(chunk.row % args.strips.channels), found.slope,
-            found.constant};
-  }
 
-  // Waits for the sums of a norm group's chunks, and adds them up in an order that depends on nothing but
-  // their number. `index`: of its oldest chunk in this block's.
-  __device__ __forceinline__ void find_group(Found& found, const Chunk& oldest, int index) const {
-    constexpr int kFlight = 4;
-    const Pair* sums = sums_of(oldest) - oldest.unit;
-    const int channel = oldest.group % args.groups * args.per_group;
-    const float* statistics = static_cast<const float*>(args.statistics) + oldest.group;
-    found = {oldest.group, statistics[0], statistics[args.strips.batch * args.groups], 0, 0, 0};
+  // Adds up the sums of a norm group's chunks, as they come, in an order that depends on nothing but their
+  // number. `index`: of its oldest chunk in this block's.
+  __device__ __forceinline__ void add_group(Seen& seen, double (&sums)[2], unsigned& helped,
+                                            int index) const {
     bool taken = false;  // all chunks, for certain
-    double all[2] = {0, 0};
-    for (int begin = 0; begin < units(); begin += 32 * kFlight) {
-      unsigned long long words[kFlight];
-      float weights[kFlight];
-      bool missing = false;
-#pragma unroll
-      for (int i = 0; i < kFlight; ++i) {
-        const int unit = begin + 32 * i + lane;
-        const bool exists = unit < units();
-        words[i] = exists ? ptx::look_at_word(sums + unit) : 0;
-        weights[i] = exists ? weight_of(channel + unit / args.strips.slots) : 0.0f;
-        missing = missing || words[i] == ~0ull;
+    for (int begin = 0; begin < units(); begin += kUnitsSeen) {
+      if (begin > 0) {
+        int channels[kSeen];
+        channels_of(begin, channels);
+        look_at_units(seen, begin, channels);
       }
-      if (!taken && __any_sync(kAll, missing)) {
-        found.helped = help(oldest.begin(args), index);
-        taken = true;
+      const Pair* from = sums_of(seen.chunk) - seen.chunk.unit + begin + lane;
+      while (true) {
+        bool missing = false;
+#pragma unroll
+        for (int i = 0; i < kSeen; ++i) missing = missing || seen.words[i] == ~0ull;
+        if (!__any_sync(kAll, missing)) break;
+#pragma unroll
+        for (int i = 0; i < kSeen; ++i) {
+          if (seen.words[i] == ~0ull) seen.words[i] = ptx::look_at_word(from + 32 * i);
+        }
+        if (!taken) taken = help(seen.chunk.begin(args), index, helped);
       }
 #pragma unroll
-      for (int i = 0; i < kFlight; ++i) {
-        if (words[i] == ~0ull) words[i] = ptx::read_when_written(sums + begin + 32 * i + lane);
-        all[0] += static_cast<double>(weights[i]) * ptx::bits_to_float(static_cast<unsigned>(words[i]));
-        all[1] += static_cast<double>(weights[i]) * ptx::bits_to_float(static_cast<unsigned>(words[i] >> 32));
+      for (int i = 0; i < kSeen; ++i) {
+        const double weight = seen.weights[i];
+        sums[0] += weight * ptx::bits_to_float(static_cast<unsigned>(seen.words[i]));
+        sums[1] += weight * ptx::bits_to_float(static_cast<unsigned>(seen.words[i] >> 32));
       }
     }
-    const double rstd = found.rstd;
-    const double share = rstd / (static_cast<double>(args.strips.volume) * args.per_group);
-    found.slope = static_cast<float>(-rstd * rstd * share * warp_sum(all[1]));
-    found.constant = static_cast<float>(-share * warp_sum(all[0]));
   }
 
-  // Comes back when all chunks of a norm group have been taken, and says which of them by this warp.
-  // `begin`: the turn of its first. `index`: of the oldest chunk in this block's.
-  __device__ __forceinline__ unsigned help(unsigned begin, int index) const {
+  // Whether all chunks of a norm group have been taken. If not, and this block has no room for one, this warp
+  // takes one and adds it up. `begin`: the turn of the group's first. `index`: of the oldest in this block's.
+  __device__ __forceinline__ bool help(unsigned begin, int index, unsigned& helped) const {
     const unsigned end = begin + units();
     unsigned* turns = static_cast<unsigned*>(args.turns);
-    unsigned helped = 0;
-    while (true) {
-      unsigned taken = end;
-      if (lane == 0 && ptx::turns_taken(turns) < end) {
-        // The producer takes them as long as there is room.
-        const bool full = ptx::read_shared(&shared.issued) == index + args.stages;
-        taken = full ? ptx::take_turn_below(turns, end) : begin - 1;
-      }
-      taken = __shfl_sync(kAll, taken, 0);
-      if (taken == end) return helped;
-      if (taken == begin - 1) continue;
-      const Chunk chunk = Chunk::of(args, taken);
-      const Gradient* dy = static_cast<const Gradient*>(args.dy) + chunk.start;
-      const Scalar* x = static_cast<const Scalar*>(args.x) + chunk.start;
-      const float mean = static_cast<const float*>(args.statistics)[chunk.group];
-      Pair all{};
-      for (int warp = 0; warp < kConsumers; ++warp) add(all, add_up(dy, x, chunk.items, mean, warp));
-      if (lane == 0) write_pair<true>(sums_of(chunk), all);
-      if (chunk.unit / 32 == lane) helped |= 1u << chunk.unit % 32;
+    unsigned taken = end;
+    if (lane == 0 && ptx::turns_taken(turns) < end) {
+      // The producer takes them as long as there is room.
+      const bool full = ptx::read_shared(&shared.issued) == index + args.stages;
+      taken = full ? ptx::take_turn_below(turns, end) : begin - 1;
     }
+    taken = __shfl_sync(kAll, taken, 0);
+    if (taken == end) return true;
+    if (taken == begin - 1) return false;
+    const Chunk chunk = Chunk::of(args, taken);
+    const Gradient* dy = static_cast<const Gradient*>(args.dy) + chunk.start;
+    const Scalar* x = static_cast<const Scalar*>(args.x) + chunk.start;
+    const float mean = static_cast<const float*>(args.statistics)[chunk.group];
+    Pair all{};
+    for (int warp = 0; warp < kConsumers; ++warp) add(all, add_up(dy, x, chunk.items, mean, warp));
+    if (lane == 0) write_pair<true>(sums_of(chunk), all);
+    if (chunk.unit / 32 == lane) helped |= 1u << chunk.unit % 32;
+    return false;
   }
 
   // `begin`: the turn of the norm group's first chunk.
@@ -324,7 +373,8 @@ struct NormOnce {
       for (int bit = 0; bit < 32; ++bit) {
         if (!(bits >> bit & 1u)) continue;
         const Chunk chunk = Chunk::of(args, begin + 32 * owner + bit);
-        const Vector<float, 4> way = how(found, chunk);
+        const Vector<float, 4> way{found.mean, found.rstd * weight_of(chunk.channel), found.slope,
+                                   found.constant};
         for (int warp = 0; warp < kConsumers; ++warp) {
           finish(static_cast<const Gradient*>(args.dy) + chunk.start,
                  static_cast<const Scalar*>(args.x) + chunk.start, chunk, way, warp);
@@ -333,22 +383,27 @@ struct NormOnce {
     }
   }
 
-  // The sums of a norm group's channels, for the gradients of the norm's parameters.
-  __device__ __forceinline__ void leave_channels(const Found& found) const {
-    const int channels = args.strips.channels, slots = args.strips.slots;
-    const int n = found.group / args.groups, first = found.group % args.groups * args.per_group;
-    float* by_channel =
-        static_cast<float*>(args.by_channel) + static_cast<long long>(n) * 2 * channels + first;
-    const Pair* sums = static_cast<const Pair*>(args.sums) + static_cast<long long>(found.group) * units();
-    for (int channel = lane; channel < args.per_group; channel += 32) {
+  // The gradients of the norm's parameters: a channel's sums over all batch items, in a fixed order. Blocks
+  // have every so many of the channels, and come to them when there is nothing left to load.
+  __device__ __forceinline__ void leave_parameters() const {
+    using Parameter = typename C::Parameter;
+    if (args.dparameters == nullptr) return;
+    const int channels = args.strips.channels, slots = args.strips.slots, parts = args.strips.batch * slots;
+    Parameter* to = static_cast<Parameter*>(args.dparameters);
+    const float* rstds = static_cast<const float*>(args.statistics) + args.strips.batch * args.groups;
+    for (int channel = static_cast<int>(blockIdx.x); channel < channels; channel += gridDim.x) {
       double all[2] = {0, 0};
-      for (int slot = 0; slot < slots; ++slot) {
-        const Pair part = read_pair<true>(sums + channel * slots + slot);
-        all[0] += part.at[0];
-        all[1] += part.at[1];
+      for (int part = lane; part < parts; part += 32) {
+        const int n = part / slots;
+        const Pair* sums = static_cast<const Pair*>(args.sums) + static_cast<long long>(n) * channels * slots;
+        const Pair pair = read_pair<true>(sums + channel * slots + part % slots);
+        all[0] += pair.at[0];
+        all[1] += static_cast<double>(rstds[n * args.groups + channel / args.per_group]) * pair.at[1];
       }
-      by_channel[channel] = static_cast<float>(all[1] * found.rstd);
-      by_channel[channels + channel] = static_cast<float>(all[0]);
+      const double dweight = warp_sum(all[1]), dbias = warp_sum(all[0]);
+      if (lane != 0) continue;
+      to[channel] = Narrow<Parameter>::from(static_cast<float>(dweight));
+      to[channels + channel] = Narrow<Parameter>::from(static_cast<float>(dbias));
     }
   }
 };
@@ -375,6 +430,8 @@ __device__ void run(const Args& args) {
   Kernel kernel{args, shared, dynamic_shared<unsigned char>() + C::kTableBytes, lane};
   if (warp == 0) {
     if (lane == 0) kernel.produce();
+    __syncwarp();
+    kernel.leave_parameters();
   } else if (warp == 1) {
     if (lane == 0) kernel.speak();
   } else if (warp == 2) {

@@ -59,8 +59,10 @@ struct Normalize {
 
 template <class C>
 __device__ void run(const Args& args) {
-  // From the end: what was written last may still be in the cache.
-  const Sweep<C> sweep(args.strips, gridDim.x - 1 - blockIdx.x);
+  // In place from the end: what was written last may still be in the cache. Else the end comes last, because
+  // the gradient begins there.
+  const int unit = args.x == args.y ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const Sweep<C> sweep(args.strips, unit);
   if (!sweep.exists) return;
   Normalize<C> normalize{static_cast<const typename C::Scalar*>(args.x) + sweep.start,
                          static_cast<typename C::Result*>(args.y) + sweep.start,

@@ -282,6 +282,21 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       : "memory");
 }
 
+// Whether a phase is complete.
+__device__ __forceinline__ bool barrier_complete(unsigned barrier, unsigned parity) {
+  unsigned done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Until one of two phases is complete: whether the first is.
 __device__ __forceinline__ bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned second,
                                                     unsigned second_parity) {

@@ -211,6 +211,10 @@ inline void barrier_wait(unsigned address, unsigned parity) {
   emulator::wait_until([&] { return barrier.parity != parity; }, "barrier_wait");
 }
 
+inline bool barrier_complete(unsigned address, unsigned parity) {
+  return emulated_barrier(address).parity != parity;
+}
+
 inline bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned second,
                                 unsigned second_parity) {
   const EmulatedBarrier &one = emulated_barrier(first), &other = emulated_barrier(second);
