@@ -376,8 +376,8 @@ class Build:
     def lead(self) -> int:
         """Panels by which the first of two consumers is ahead of the second: about as long as storing takes, and at
         most half of a tile: all of it cost grouped_strided_g1 in bfloat16 13% (measured). None where 16-bit outputs
-        are stored through images (any lead cost grouped_strided 3 to 6%, measured), or where they are, out of small
-        panels (2 to 3% of gan_256_128_8 and videogpt_240_240, measured).
+        are stored through images (any lead cost grouped_strided 3 to 6%, measured), or as they are (1 to 3% of
+        gan_128_64_16, gan_256_128_8 and videogpt_240_240, measured).
 
         It has to get there without what the second one has not released.
         """
@@ -388,7 +388,7 @@ class Build:
         if self.lines:
             of_sources = [self.line_turns]
         panels = sum(of_sources) * self.chunks
-        quick = self.item_bytes == 2 and (self.buffers or (self.fine and self.in_place))
+        quick = self.item_bytes == 2 and (self.buffers or self.in_place)
         if self.consumers != 2 or panels == 0 or self.divided or quick:
             return 0
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)

@@ -52,6 +52,20 @@ struct HaloProducts {
       ptx::matrix_fence();
       multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
       ptx::matrix_commit();
+    } else if constexpr (Config::kSlabs == 2) {
+      // Each way has a group of its own: where ways meet inside of a group, the compiler makes several of it,
+      // and waiting for all but the last of these is waiting for all.
+      if (which == 1) {
+        ptx::matrix_fence();
+        multiply_panel<kPattern, kSteps, 0, 1>(sums, a, b, displacement);
+        ptx::matrix_commit();
+      } else if (which == 2) {
+        ptx::matrix_fence();
+        multiply_panel<kPattern, kSteps, 1, 1>(sums, a, b, displacement);
+        ptx::matrix_commit();
+      } else {
+        ptx::matrix_commit();
+      }
     } else {
       static_for<Config::kSlabs == 1 ? 0 : Config::kSlabs>([&](auto m) {
         if (which >> m & 1) {
