@@ -36,12 +36,14 @@ UNSTORED = "if (args.batch > 0) {\n} else if constexpr (Config::kOutputUnitC) {\
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "loads": (  # from global memory
         ("exists ? Positions::parts_of(from) : 0", "exists && args.batch < 0 ? Positions::parts_of(from) : 0"),
+        ("raw[i][c] = exists ? __ldg(", "raw[i][c] = exists && args.batch < 0 ? __ldg("),
         ("return exists ? ptx::load_calling(", "return exists && address == nullptr ? ptx::load_calling("),
         ("inside ? count : 0", "inside && args.batch < 0 ? count : 0"),
         ("const bool there = bytes > 0 &&", "const bool there = args.batch < 0 &&"),
     ),
     "staging": (  # to shared memory
         ("if (row == Positions::kNoRow) return;", "if (row >= 0) return;"),
+        ("if (first_row == Positions::kNoRow) return;", "if (first_row >= 0) return;"),
         ("if (row[i] == Positions::kNoRow) continue;", "if (row[i] >= 0) continue;"),
         ("ptx::store_transposed(start", "if (stage == 1) ptx::store_transposed(start"),
     ),

@@ -37,6 +37,7 @@ MANY_REGISTERS = 104  # the same where they have twice as many items on their wa
 COPYING_REGISTERS = 40  # what loaders have use for that copy past registers
 STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
 STRICT_PRODUCER_REGISTERS = 88
+VECTORS_OF_TURN = 4  # kTogether in kernels/halo_vectors.cuh
 MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
 LINE_REGISTERS = 164  # of a consumer's sums and of operands out of lines, at the most
 REGISTER_SETS = 3  # of operands that consumers load: one is loaded, two multiply
@@ -665,6 +666,22 @@ class Build:
         room = self.shared_bytes - self.reserved_bytes - self.panel_bytes - stages
         return vectors if noted + 128 * (self.loaders + 1) <= room else 0
 
+    def pairs(self, job: Job, tiling: Tiling) -> bool:
+        """Whether positions are loaded by two neighbours along w: both are inside, or none, and aligned."""
+        *outer, w = job.read
+        columns = self.loaded_columns(job, tiling)
+        starts = [origin + columns.start for origin in self.origins_w]
+        steps = (tiling.tile[2] if tiling.tiles[3] > 1 else 0, tiling.halo[2], len(columns), job.read_size[2])
+        return (
+            self.item_bytes == 2
+            and not self.copied
+            and w == 1
+            and self.program.parts == self.program.read_step[2] == tiling.items == 1
+            and job.aligned
+            and not any(v % 2 for v in (*outer, *starts, *steps))
+            and not self.vectors(job, tiling)
+        )
+
     def all_vectors(self, tiling: Tiling, vectors: int) -> int:
         """Of a tile, at the most, if a line has so many. A run takes them in sequence, from the first that it touches
         to the last, wherever it begins."""
@@ -676,14 +693,17 @@ class Build:
         def vector(row: int) -> int:
             return row // line * vectors + min(max(0, row % line - first) // items, vectors)
 
+        def first_of_turn(row: int) -> int:
+            return vector(row) if vectors % VECTORS_OF_TURN else vector(row) // VECTORS_OF_TURN * VECTORS_OF_TURN
+
         starts = range(0, line, gcd(line, tiling.length))
-        return max(vector(start + tiling.rows - 1) + 1 - vector(start) for start in starts)
+        return max(vector(start + tiling.rows - 1) + 1 - first_of_turn(start) for start in starts)
 
     @property
     def vector_turn(self) -> VectorTurn:
         pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # that tensor cores read
-        turns = max(1, 4 // pieces)
-        return VectorTurn(4 * turns, 2 if pieces > 4 else 1, turns * 160)
+        turns = 2 if pieces in (2, 6) else 1
+        return VectorTurn(turns * VECTORS_OF_TURN, pieces * turns // 4, turns * 160)
 
     def vector_batches(self, vectors: int) -> int:
         """Of a loader warp, to fill a stage with so many vectors of the halo."""

@@ -78,7 +78,7 @@ HALVES = replace(  # of 16-bit types: as they were fitted before, to reference l
     rows=3000.0,
     rows_bytes=1650.0,
 )
-CROWDED = {4: 31.0, 2: 27.0}  # bytes per cycle from L2, by an item's, where all blocks stream panels for a march
+CROWDED = {4: 31.0, 2: 27.0}  # bytes per cycle of input and streamed panels, by an item's, beside a march's products
 UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
 MAX_ROWS_BYTES = 2**29  # that may be allocated to write what is read as rows
 TURN_SLABS = 1 / 3  # exponent of the slabs of a turn: loads of several are on their way together

@@ -521,7 +521,9 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
         int32s(tiling.run, *tiling.slab_step, tiling.flat, ceil_div(tiling.slabs, build.round_slabs), work),
         int32s(build.vector(job, tiling), build.all_vectors(tiling, vectors), build.whole_lines(tiling)),
-        int32s(vectors > 0 and tiling.length > 0, columns.start, build.loaded_rows(job, tiling)),
+        int32s(
+            build.pairs(job, tiling), vectors > 0 and tiling.length > 0, columns.start, build.loaded_rows(job, tiling)
+        ),
         divider(len(columns)),
         *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h)),
         divider(tiling.tile[0] if build.march else tiles_d),

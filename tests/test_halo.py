@@ -384,6 +384,31 @@ def test_runs_are_loaded_as_vectors(dtype: str, monkeypatch: pytest.MonkeyPatch)
         assert tensors.error < TOLERANCE[dtype], run
 
 
+PAIRS = {  # inputs whose lines are even, but no vectors
+    "march": Case(21, 8, (3, 14, 10), (2, 3, 3), 1, (1, 1, 2), dtype="bfloat16", build=MARCH),
+    "several chunks": Case(72, 8, (2, 3, 22), (1, 2, 3), dtype="float16", build={**FLAT, "row_bytes": 64}),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PAIRS)
+def test_even_lines_are_loaded_by_pairs(name: str) -> None:
+    """Boxes and runs, and by the same kernel lines that begin at odd places."""
+    case = PAIRS[name]
+    tensors, build = Tensors(case), build_for(case)
+    job = job_of(tensors.problem)
+    found = list(tilings(build, case.batch, job.positions, job.read_size))
+    paired = [t for t in found if build.pairs(job, t)]
+    runs = [t for t in paired if t.length]
+    assert bool(runs) == build.march and len(paired) < len(found)
+    boxes = [t for t in paired if not t.length]
+    single = next(t for t in found if not build.pairs(job, t))
+    for tiling in (*runs, boxes[0], boxes[-1], single):
+        tensors.y.fill_(float("nan"))
+        tensors.run(halo_planner.assemble(build, tiling, job, DEVICE), "shuffled:1")
+        assert tensors.error < TOLERANCE[case.dtype], tiling
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", ["kernel 3, stride 2", "march", "march, padded", "batch in the rows"])
 def test_every_tiling_gives_the_same_result(name: str) -> None:

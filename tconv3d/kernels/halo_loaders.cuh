@@ -23,6 +23,10 @@ struct HaloLoaders {
   static constexpr bool kMayHaveVectors =
       sizeof(Scalar) == 2 && !Config::kUnitC && !Config::kCopied && Config::kReadStepW == Config::kParts;
 
+  // The same of loads of two positions.
+  static constexpr bool kMayHavePairs = sizeof(Scalar) == 2 && !Config::kUnitC && !Config::kCopied &&
+                                        Config::kParts == 1 && Config::kReadStepW == 1 && Layout::kDense;
+
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
   static constexpr int kSharedBytes =
@@ -177,6 +181,12 @@ struct HaloLoaders {
     if constexpr (kMayHaveVectors) {
       if (args.vectors > 0) {
         load<BatchTransposed<Config>>(args, shared, warp, lane);
+        return;
+      }
+    }
+    if constexpr (kMayHavePairs) {
+      if (args.pairs) {
+        load<BatchByPair<Config>>(args, shared, warp, lane);
         return;
       }
     }

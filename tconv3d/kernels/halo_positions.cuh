@@ -185,6 +185,68 @@ struct BatchByPosition {
   }
 };
 
+// The same of 16-bit items whose lines have even numbers of them: a lane has two neighbouring positions, and
+// gathers both by one load.
+template <class Config>
+struct BatchByPair {
+  using Positions = HaloPositions<Config>;
+  using Layout = HaloLayout<Config>;
+  using Place = typename HaloTile<Config>::Place;
+
+  static constexpr int kPieces = Layout::kPartPieces < 2 ? 1 : 2;
+  static constexpr int kShares = Layout::kPartPieces / kPieces;
+  static constexpr int kRows = 32, kTurns = 1;  // pairs of rows
+  static constexpr bool kClears = false;
+  unsigned raw[kPieces][Layout::kPieceItems];
+  int first_row, first_piece;
+
+  static __device__ __forceinline__ int turns(const Args& args) {
+    return (args.loaded + 2 * kRows - 1) / (2 * kRows) * kShares;
+  }
+  static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn, int,
+                                              int lane) {
+    Positions::table()[turn * kRows + lane] =
+        Positions::position(args, at, source, 2 * (turn / kShares * kRows + lane));
+  }
+  __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
+                                       int lane) {
+    const auto from = Positions::table()[turn * kRows + lane];
+    first_row = Positions::row_of(from);
+    first_piece = turn % kShares * kPieces;
+    const long long stride = args.x_stride.c * 2;
+    const unsigned char* address = x + Positions::bytes_of(from) + first_piece * Layout::kPieceItems * stride;
+    const int left = Layout::kSlots - chunk * Layout::kPartItems - first_piece * Layout::kPieceItems;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+#pragma unroll
+      for (int c = 0; c < Layout::kPieceItems; ++c, address += stride) {
+        const bool exists = from >= 0 && (Layout::kWholeParts || i * Layout::kPieceItems + c < left);
+        raw[i][c] = exists ? __ldg(reinterpret_cast<const unsigned*>(address)) : 0;
+      }
+    }
+  }
+  // Every other four lanes store their second position first, so that 8 lanes have rows in all banks.
+  __device__ __forceinline__ void store(unsigned stage, int lane) const {
+    if (first_row == Positions::kNoRow) return;
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      const int second = lane / 4 % 2 ^ turn;
+      const unsigned start = Positions::row_start(stage, first_row + second) ^ 16 * first_piece;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const unsigned (&items)[Layout::kPieceItems] = raw[i];
+        ptx::store_shared(start ^ 16 * i,
+                          make_uint4(two(items[0], items[1], second), two(items[2], items[3], second),
+                                     two(items[4], items[5], second), two(items[6], items[7], second)));
+      }
+    }
+  }
+  // Of two channels the items of the first or of the second position.
+  static __device__ __forceinline__ unsigned two(unsigned first, unsigned next, int second) {
+    return second ? first >> 16 | (next & 0xFFFF0000u) : (first & 0xFFFFu) | next << 16;
+  }
+};
+
 // Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
 template <class Config>
 struct BatchByChannel {

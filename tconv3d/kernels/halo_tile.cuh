@@ -36,6 +36,7 @@ struct Args {
   int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 4, or 16 bytes
   int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
   int whole_lines;   // whether every tile has whole lines: then what lies beside the input is not loaded:
+  int pairs;         // whether positions are loaded by two along w
   int gaps;          // the same of runs, whose rows beside the input are cleared for every tile
   int first_column;  // of the halo's columns those from this one on are,
   int loaded;        // which makes so many positions (not vectors)

@@ -21,6 +21,9 @@ struct HaloVectors {
   using Positions = HaloPositions<Config>;
 
   static constexpr int kVectorItems = Layout::kPieceItems;
+  // Vectors that are stored together: in one line, if lines have multiples of so many. Their rows then lie in
+  // different banks.
+  static constexpr int kTogether = 4;
   static_assert((Config::kReadStepW & (Config::kReadStepW - 1)) == 0, "whole vectors of phases");
   struct InputVector {
     long long from;  // in bytes, as of a position
@@ -35,7 +38,8 @@ struct HaloVectors {
     const int before = Config::kMarch ? divide(at.start, args.halo_w) : 0;  // lines
     const int behind = (at.start - before * args.halo.w + start - first_w) / kVectorItems;
     const int in_each = static_cast<int>(args.by_vectors.divisor);
-    const int number = index + (behind < 0 ? 0 : behind < in_each ? behind : in_each);
+    const int first = behind < 0 ? 0 : behind < in_each ? behind : in_each;
+    const int number = index + (in_each % kTogether == 0 ? first & -kTogether : first);
     const int line = divide(number, args.by_vectors);
     const int of_run = line + before;
     const int sheet = divide(of_run, args.halo_h), h = of_run - sheet * args.halo.h;
@@ -105,18 +109,21 @@ struct HaloVectors {
 // the turn's four, two items to a register. The store takes a register of every lane for a matrix whose
 // rows, two from each vector, may lie anywhere: it writes 8 channels of a position to each. Which register
 // a vector gives to which matrix is such that the rows of a matrix lie in different banks.
+// A batch may have two turns, 128 bytes of a line or of two. 8 lanes that are served at a time have two
+// channels: of the one they load half a cache line, of the other its other half, so that these come out of
+// different banks of L1. What odd channels have of one turn belongs to the other. (48 channels gain 8% by it;
+// 32 and 64, which have four pieces in a turn, lost up to 10%.)
 template <class Config>
 struct BatchTransposed {
   using Vectors = HaloVectors<Config>;
   using Shared = HaloShared<Config>;
   using Place = typename HaloTile<Config>::Place;
 
-  static constexpr int kPieces = Vectors::kUsedPieces == 6  ? 3
-                                 : Vectors::kUsedPieces < 4 ? Vectors::kUsedPieces
-                                                            : 4;
-  static constexpr int kShares = Vectors::kUsedPieces / kPieces, kTurns = 4 / kPieces;
+  static constexpr int kUsed = Vectors::kUsedPieces;
+  static constexpr int kPieces = kUsed == 6 || kUsed < 4 ? 2 : 4, kTurns = 4 / kPieces;
+  static constexpr int kShares = kUsed / kPieces;
   static constexpr bool kClears = Config::kMarch;
-  static_assert(Vectors::kUsedPieces % kPieces == 0 && (kShares == 1 || kTurns == 1), "whole batches");
+  static_assert(kUsed % kPieces == 0, "whole batches");
   uint4 raw[kTurns][kPieces];
   unsigned target[kTurns];
   int first_piece;
@@ -132,14 +139,23 @@ struct BatchTransposed {
     return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kBesideStart +
                                    128 * Shared::kLoaderWarps);
   }
-  static __device__ __forceinline__ int turns(const Args& args) { return (args.vectors + 3) / 4 * kShares; }
+  static constexpr int kVectors = kTurns * Vectors::kTogether;
+  static __device__ __forceinline__ int turns(const Args& args) {
+    return (args.vectors + kVectors - 1) / kVectors * kTurns * kShares;
+  }
+  // Of all batches of a stage that one, by its first turn.
+  static __device__ __forceinline__ int batch_of(int turn, int warp) {
+    return turn / (kTurns * Shared::kLoaderWarps) * Shared::kLoaderWarps + warp;
+  }
 
   static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn,
                                               int warp, int lane) {
     unsigned own = lane;
     ptx::pin(own);  // nothing of this is kept in registers from tile to tile
     const int q = own % 8 / 2, item = 2 * (own / 8 ^ q) + own % 2;
-    const auto vector = Vectors::input_vector(args, at, source, turn / kShares * 4 + q);
+    const int first = batch_of(turn, warp) / kShares * kVectors;
+    const int in_batch = turn / Shared::kLoaderWarps % kTurns * Vectors::kTogether;
+    const auto vector = Vectors::input_vector(args, at, source, first + in_batch + q);
     const unsigned shared = ptx::shared_address(dynamic_shared<unsigned char>());
     Turn& to = table()[turn];
     to.target[own] =
@@ -148,12 +164,12 @@ struct BatchTransposed {
   }
   __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
                                        int lane) {
-    first_piece = turn % kShares * kPieces;
+    first_piece = batch_of(turn, turn % Shared::kLoaderWarps) % kShares * kPieces;
 #pragma unroll
     for (int t = 0; t < kTurns; ++t) {
-      const Turn& at = table()[turn + t * Shared::kLoaderWarps];
-      const long long from = at.from[lane % 4];
-      target[t] = at.target[lane];
+      target[t] = table()[turn + t * Shared::kLoaderWarps].target[lane];
+      const long long from =
+          table()[turn + (kTurns == 2 ? t ^ lane / 4 % 2 : t) * Shared::kLoaderWarps].from[lane % 4];
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         const auto channel = Vectors::channel_offset(args, chunk, first_piece + i, lane / 4);
@@ -167,7 +183,8 @@ struct BatchTransposed {
       const unsigned start = target[t] & kAbsolute ? target[t] & ~kAbsolute : stage + target[t];
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        ptx::store_transposed(start ^ 16 * (first_piece + i), by_matrix(raw[t][i], lane));
+        const uint4 own = kTurns == 2 && lane & 4 ? raw[kTurns - 1 - t][i] : raw[t][i];
+        ptx::store_transposed(start ^ 16 * (first_piece + i), by_matrix(own, lane));
       }
     }
   }
