@@ -41,7 +41,6 @@ VECTORS_OF_TURN = 4  # kTogether in kernels/halo_vectors.cuh
 MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
 LINE_REGISTERS = 164  # of a consumer's sums and of operands out of lines, at the most
 REGISTER_SETS = 3  # of operands that consumers load: one is loaded, two multiply
-LINE_ITEMS = 4  # of 16 bytes, that lines in memory are multiples of, where they are copied as they are
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
 NOT_PACKED = -2  # a field of a panel that nobody reads
@@ -109,6 +108,7 @@ class Build:
     rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
     buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
     lines: bool = False  # whether stages hold lines as they are in memory (kernels/halo_lines.cuh)
+    handed: bool = False  # the same for rows of outputs that begin anywhere (kernels/halo_handed.cuh)
     in_registers: bool = False  # whether copied floats are rounded by consumers (kernels/halo_registers.cuh)
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
     fine: bool = False  # panels of one unit
@@ -120,7 +120,10 @@ class Build:
         """Of the variants."""
         if self.gather:
             return (gather_program(self.geometry.axes, self.march),)
-        return programs(self.geometry.axes, self.march, self.split, self.out_tile, self.beside_instruction, self.fine)
+        registers = self.lines and self.item_bytes == 2
+        return programs(
+            self.geometry.axes, self.march, self.split, self.out_tile, self.beside_instruction, self.fine, registers
+        )
 
     @cached_property
     def window(self) -> int:
@@ -141,8 +144,8 @@ class Build:
     @property
     def beside_instruction(self) -> float:
         """Cycles of a matrix instruction beside its product, where a march orders its columns: what many small ones
-        lose (measured)."""
-        if not self.march:
+        lose (measured; nothing in 16 bits with operands out of registers)."""
+        if not self.march or (self.lines and self.item_bytes == 2):
             return 0.0
         return 8.0 if self.item_bytes == 4 and self.geometry.in_per_group > self.step_items else 14.0
 
@@ -293,7 +296,19 @@ class Build:
         image = self.image_rows * (self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes + 32)
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
         part = self.slabs * self.columns * SLAB * 4 if self.divided else 0
-        return BARRIER_BYTES + part + self.consumers * (0 if self.lines else images or SCRATCH_BYTES)
+        scratch = self.handed_bytes if self.lines else images or SCRATCH_BYTES
+        return BARRIER_BYTES + part + self.consumers * scratch
+
+    @property
+    def woven(self) -> int:
+        """Slabs whose positions a lane has in turn, where lines are taken as they are in memory."""
+        return 4 // self.item_bytes
+
+    @property
+    def handed_bytes(self) -> int:
+        """Of words that warps of a consumer hand on, in two buffers, and of those at the ends of rows."""
+        vectors = self.march_step * self.image_rows * self.out_tile // 4
+        return 256 * vectors * (2 * ceil_div(self.slabs, self.woven) + 1) if self.handed else 0
 
     @cached_property
     def stage_rows(self) -> int:
@@ -468,7 +483,7 @@ class Build:
         if self.copied:
             panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
         if self.lines:
-            panels += ", input in lines as in memory"
+            panels += ", input in lines as in memory" + (", outputs handed on" if self.handed else "")
         if self.in_registers:
             panels += ", rounded by consumers"
         if self.fine:
@@ -523,6 +538,7 @@ class Build:
             ("kDivided", self.divided),
             ("kBuffers", self.buffers),
             ("kLines", self.lines),
+            ("kHanded", self.handed),
             ("kOperandSets", self.line_sets[0] if self.lines else self.register_sets if self.in_registers else 1),
             ("kStepsAtOnce", self.line_sets[1] if self.lines else 1),
             ("kGather", self.gather),
@@ -595,7 +611,7 @@ class Build:
         """Whether the way this build stores is one for the job's rows. Images are for those that are no
         multiples of 16 bytes. Portions are for a result without gaps that nothing follows."""
         if self.lines:
-            return has_lines(job) and job.norm is None
+            return has_lines(job) and job.norm is None and self.handed == _begins_anywhere(job)
         if self.in_registers:
             return job.written_last and job.has_rows and job.norm is None
         if self.portioned:  # parts are laid out like the result, and added as they are
@@ -882,13 +898,22 @@ def _rows(job: Job) -> tuple[int, ...]:
 
 def has_lines(job: Job) -> bool:
     """Whether lines can be copied as they are in memory, and those of outputs be stored by whole vectors, of two
-    positions each (kernels/halo_lines.cuh)."""
+    positions each (kernels/halo_lines.cuh), or by what lanes hand each other."""
     *outer, line, one = job.read
-    copied = one == 1 and line == job.read_size[2] and not any(v % LINE_ITEMS for v in (*outer, line))
+    copied = one == 1 and line == job.read_size[2] and not any(v * job.item_bytes % 16 for v in (*outer, line))
     stride = 1 if job.gather else job.geometry.stride[2]
-    stored = job.written[4] == 1 and not any(v % (2 * stride) for v in _rows(job))
-    whole = stride * job.positions[2] == job.written_size[2]
-    return copied and stored and whole and job.aligned and job.item_bytes == 4
+    positions, width = job.positions[2], job.written_size[2]
+    if _begins_anywhere(job):
+        stored = stride == 2 and 0 <= stride * positions - width <= 1 and positions % (8 // job.item_bytes) == 0
+    else:
+        stored = stride * positions == width and job.item_bytes == 4
+    return copied and stored and job.written[4] == 1 and job.aligned
+
+
+def _begins_anywhere(job: Job) -> bool:
+    """Whether rows of outputs are no multiples of what a lane has of two positions, or have 16 bits."""
+    stride = 1 if job.gather else job.geometry.stride[2]
+    return not job.gather and (job.item_bytes == 2 or any(v % (2 * stride) for v in _rows(job)))
 
 
 def _wide(job: Job) -> bool:
@@ -1107,7 +1132,7 @@ def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple)
     most = build.round_slabs * SLAB // width
     for lines in {ceil_div(height, parts) for parts in range(ceil_div(height, max(1, most)), height + 1)}:
         halo = (1, build.lines_read(lines), read_size[2])
-        if lines > most or channel_pitch(prod(halo)) > build.line_words:
+        if lines > most or channel_pitch(prod(halo), build.item_bytes) > build.line_words:
             continue
         slabs = ceil_div(lines * width, SLAB)
         tiles = (batch, 1, ceil_div(height, lines), 1)
@@ -1116,9 +1141,11 @@ def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple)
         )  # fmt: skip
 
 
-def channel_pitch(words: int) -> int:
-    """From channel to channel of a stage of lines (kernels/halo_lines.cuh)."""
-    return (words + 23) // 32 * 32 + 8
+def channel_pitch(items: int, item_bytes: int) -> int:
+    """Items from channel to channel of a stage of lines (kernels/halo_lines.cuh)."""
+    in_word = 4 // item_bytes
+    beside = 8 // in_word
+    return in_word * ((items // in_word + 31 - beside) // 32 * 32 + beside)
 
 
 def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:

@@ -53,6 +53,7 @@ class Costs:
     apart: float = 2.2  # stores of one phase along w, times those of all
     little_hides: float = 3.5  # the same beside one producer warpgroup
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
+    handed: float = 9.4  # the same, handed from lane to lane, of rows that begin anywhere (so that images win)
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are, and where
     # channels-last outputs are stored 16 bytes of a lane at a time
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
@@ -140,6 +141,8 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.march_step / build.window
+    if build.handed and build.vector(job, tiling) * build.item_bytes < 16:
+        return outputs / 32 * costs.handed * build.item_bytes / 4
     if build.lines:
         return outputs / 32 * costs.quads * (2 if build.gather else 1)
     if build.buffers:

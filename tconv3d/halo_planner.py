@@ -43,6 +43,7 @@ LINE_STAGES = (4, 3)  # of lines as they are in memory: four are 4% faster (meas
 MAX_LINE_TILES = 4  # of output channels, all of which read the same lines: more have not been measured
 MAX_LINE_LOADS = 100  # of operands in a step of a march, all unrolled: from 160 on, the compiler keeps products apart
 MAX_LINE_WORDS = 8  # of a line that feed two positions: registers of a lane
+LINE_CHANNELS = 32  # of a stage: a lane copies the lines of one
 STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the error of multiply-adds (measured)
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
 COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
@@ -194,7 +195,7 @@ def _buffered(build: Build) -> Iterator[Build]:
 def takes_lines(geometry: Geometry, gather: bool, dtype: str, strict: bool) -> bool:
     """Whether there are builds that take lines of input as they are in memory (kernels/halo_lines.cuh)."""
     depth, _, width = geometry.axes
-    if dtype != "float32" or strict or width.stride != 2 or geometry.in_per_group % 8:
+    if (dtype != "float32" and gather) or strict or width.stride != 2 or geometry.in_per_group % 8:
         return False
     if not gather:
         return Dimension.whole(width).span + 2 <= MAX_LINE_WORDS
@@ -207,7 +208,11 @@ def _in_lines(build: Build) -> Iterator[Build]:
     """The same with lines of input as they are in memory, which need no loaders."""
     march = build.march and not build.copied and build.stage_rows >= 64 and not build.own_shifts
     if march and takes_lines(build.geometry, False, build.dtype, build.strict):
-        yield from _line_stages(replace(build, lines=True, producers=1))
+        lines = replace(build, lines=True, producers=1)
+        if build.dtype == "float32":
+            yield from _line_stages(lines)
+        if build.slabs % lines.woven == 0 and build.part_bytes // build.item_bytes <= LINE_CHANNELS:
+            yield from _line_stages(replace(lines, handed=True))
 
 
 def _in_registers(build: Build) -> Iterator[Build]:

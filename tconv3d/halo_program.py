@@ -243,13 +243,20 @@ def gather_program(axes: tuple[Axis, Axis, Axis], march: bool = False) -> Progra
 
 @lru_cache(maxsize=256)
 def programs(
-    axes: tuple[Axis, Axis, Axis], march: bool, split: Split, width: int, beside: float = 0.0, fine: bool = False
+    axes: tuple[Axis, Axis, Axis],
+    march: bool,
+    split: Split,
+    width: int,
+    beside: float = 0.0,
+    fine: bool = False,
+    registers: bool = False,
 ) -> tuple[Program, ...]:
     """One program for each combination of the split dimensions' phases, those with the most taps first: the same but
     for origins, offsets and taps, and, where phases have different numbers of these, shifts.
 
     Order and division of the columns are those with the cheapest instructions (`beside`: what each costs beside its
-    product); of such, the widest, which take least out of shared memory.
+    product; `registers`: whether their first operand comes out of these); of such, the widest, which take least out
+    of shared memory.
     """
     choices = [
         [Dimension.phase(axis, phase) for phase in range(axis.stride)] if apart else [Dimension.whole(axis)]
@@ -265,5 +272,5 @@ def programs(
     count = d.fields * h.fields * w.fields
     units = [unit for unit in range(1, count + 1) if count % unit == 0 and unit * width <= MAX_COLUMNS]
     candidates = [Program.make(variants[0], fields, unit) for fields, unit in product(orders, units)]
-    best = min(candidates, key=lambda c: (c.cycles(width, beside), len(c.patterns), -c.unit))
+    best = min(candidates, key=lambda c: (c.cycles(width, beside, registers), len(c.patterns), -c.unit))
     return tuple(Program.make(dimensions, best.fields, best.unit, fine) for dimensions in variants)

@@ -132,7 +132,9 @@ def build_for(case: Case) -> Build:
 
 
 # What a build must have of what a case wants; the rest is replaced.
-CHOSEN = ("copied", "in_registers", "lines", "march", "split", "row_bytes", "slabs", "groups_per_tile", "merged")
+CHOSEN = (
+    "copied", "in_registers", "lines", "handed", "march", "split", "row_bytes", "slabs", "groups_per_tile", "merged"
+)  # fmt: skip
 
 
 def check(case: Case, order: str = "forward") -> None:
@@ -145,6 +147,7 @@ def check(case: Case, order: str = "forward") -> None:
 
 MARCH: dict[str, object] = {"march": True}
 LINES: dict[str, object] = {"march": True, "lines": True}
+HANDED: dict[str, object] = {**LINES, "handed": True}
 FLAT: dict[str, object] = {"march": False, "split": (False, False, False)}
 STREAMED: dict[str, object] = {"resident": False, "slots": 2}
 APART: dict[str, object] = {"march": False, "split": (True, True, True)}
@@ -197,6 +200,12 @@ SETTINGS = {
     "lines": Case(40, 16, (3, 5, 8), 3, 2, 1, 1, build={**LINES, "row_bytes": 128}),
     "lines, kernel 4": Case(24, 12, (3, 5, 12), 4, 2, 1, build={**LINES, "row_bytes": 64, "slabs": 1}),
     "lines, groups": Case(16, 24, (3, 5, 8), (3, 5, 4), (1, 1, 2), (1, 2, 1), groups=2, batch=3, build=LINES),
+    "lines, rows begin anywhere": Case(16, 20, (3, 3, 68), 3, 2, 1, build={**HANDED, "slabs": 1}),
+    "lines, rows begin anywhere, groups": Case(
+        16, 16, (3, 5, 12), 3, 2, 1, groups=2, batch=3, build={**HANDED, "slabs": 2}
+    ),
+    "lines, rows begin anywhere, bfloat16": Case(24, 20, (3, 3, 72), 3, 2, 1, dtype="bfloat16", build=HANDED),
+    "lines, float16": Case(40, 8, (3, 5, 8), 3, 2, 1, 1, dtype="float16", build=HANDED),
     "float16": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, dtype="float16", build=FLAT),
     "float16, march": Case(40, 16, (3, 4, 9), 3, 1, 1, dtype="float16", build=MARCH),
     "bfloat16": Case(24, 20, (3, 4, 9), 4, 2, 1, dtype="bfloat16"),
@@ -293,7 +302,7 @@ def test_setting(name: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("order", ["reversed", "shuffled:1", "shuffled:2"])
-@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs", "lines, groups"])
+@pytest.mark.parametrize("name", ["march", "weights streamed", "several slabs", "lines, rows begin anywhere, groups"])
 def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None:
     check(SETTINGS[name], order)
 

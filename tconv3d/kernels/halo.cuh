@@ -42,8 +42,8 @@
 // halo_lines.cuh (another way to load, multiply and store: input as it lies in memory), halo_registers.cuh
 // (another way to multiply: rows of channels through registers),
 // halo_consumer.cuh (places in the rings), halo_divided.cuh (two consumers for one tile), halo_products.cuh
-// (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh and halo_moments.cuh
-// (what becomes of them).
+// (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh, halo_handed.cuh and
+// halo_moments.cuh (what becomes of them).
 #pragma once
 
 #include "halo_divided.cuh"
@@ -254,7 +254,9 @@ struct Halo {
             const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
-          if constexpr (Config::kLines) {
+          if constexpr (Config::kHanded) {
+            HaloHanded<Config>::store(args, at, me, sums, pairs, at.first_plane + plane);
+          } else if constexpr (Config::kLines) {
             Lines::store(args, at, me, sums, pairs, at.first_plane + plane);
           } else if constexpr (Config::kBuffers > 0) {
             Images::store(args, at, me, sums, rows, plane);

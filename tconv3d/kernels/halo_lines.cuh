@@ -1,11 +1,16 @@
-// The halo kernel with what it reads as it lies in memory (kLines): marches over contiguous tensors in TF32.
+// The halo kernel with what it reads as it lies in memory (kLines): marches over contiguous tensors.
 //
 // A tile has whole lines, so that its halo is one run of memory for every channel and plane, which the copy
 // engine brings to a stage: [channel][line, w], channels a pitch apart. No warp transposes it. Consumers load
 // the first operand out of it into registers, whatever the shift, and round it there. Rows of an operand in
 // registers may be any positions: a lane takes two neighbours, so that its sums are neighbouring outputs of a
-// channel (with both phases along w: four), which it stores at once, past no scratch. Words that several
-// shifts along w read are loaded once, and all units of these shifts multiply out of the same registers.
+// channel (with both phases along w: four), which it stores at once, past no scratch (or, where rows of
+// outputs begin anywhere, as halo_handed.cuh says). Words that several shifts along w read are loaded once,
+// and all units of these shifts multiply out of the same registers.
+//
+// In 16 bits a word of a stage has two neighbouring positions of a channel, where an operand wants one
+// position of two channels: a lane loads the words of four positions and four channels, and takes them apart.
+// Two slabs are woven for it: of every four positions in sequence each has two.
 //
 // The input gradient marches too: a step takes the planes of dy of all phases along depth, one stage each. A
 // plane feeds several planes of dx, the fields of the window, of which the first is complete after the step.
@@ -14,6 +19,7 @@
 #pragma once
 
 #include "halo_consumer.cuh"
+#include "halo_handed.cuh"
 
 namespace tconv3d {
 
@@ -31,10 +37,17 @@ struct HaloLines {
   using Consumer = HaloConsumer<Config>;
 
   static constexpr int kUnitColumns = Layout::kUnitColumns;
+  static constexpr int kItem = sizeof(Scalar), kWordItems = 4 / kItem;
+  static constexpr int kWoven = Shared::kWoven;  // slabs whose positions take turns
+  static_assert(!Config::kLines || kItem == 4 || (Config::kSlabs % 2 == 0 && !Config::kGather),
+                "16 bits march forward, two slabs at a time");
 
   // Words from channel to channel of a stage: 8 more than a multiple of 32, so that the four channels of a
-  // warp's load lie in banks of their own.
-  static __device__ __forceinline__ int pitch(const Args& args) { return (args.rows + 23) / 32 * 32 + 8; }
+  // warp's load lie in banks of their own; in 16 bits, where every second channel is another load's, 4 more.
+  static __device__ __forceinline__ int pitch(const Args& args) {
+    constexpr int kBeside = 8 / kWordItems;
+    return (args.rows / kWordItems + 31 - kBeside) / 32 * 32 + kBeside;
+  }
 
   // Where a shift reads, from stride times the position on: which line, which word of it.
   static __device__ constexpr int line_of(int source, int shift) {
@@ -80,8 +93,8 @@ struct HaloLines {
       const int first = at.h * Config::kReadStepH + kHaloLines.first, above = first < 0 ? -first : 0;
       const int below = first + args.halo.h - args.input.h;
       const int lines = args.halo.h - above - (below > 0 ? below : 0);
-      const unsigned bytes = lines > 0 ? 4 * lines * args.input.w : 0;
-      const unsigned to = 4 * (lane * pitch(args) + above * args.input.w);
+      const unsigned bytes = lines > 0 ? kItem * lines * args.input.w : 0;
+      const unsigned to = 4 * lane * pitch(args) + kItem * above * args.input.w;
       const Scalar* x = static_cast<const Scalar*>(args.x) + at.n * args.x_stride.n +
                         (at.first_group() * Config::kIn + lane) * args.x_stride.c +
                         (first + above) * args.x_stride.h;
@@ -96,6 +109,7 @@ struct HaloLines {
           if (lane == 0)
             ptx::barrier_arrive_expect(shared.stage_full(ring.index), there ? channels * bytes : 0);
           __syncwarp();
+          static_assert(Layout::kPartItems <= 32, "a channel for each lane");
           if (lane < channels && there) {
             ptx::bulk_copy(shared.stage(ring.index) + to,
                            x + plane * args.x_stride.d + chunk * Layout::kPartItems * args.x_stride.c, bytes,
@@ -113,19 +127,30 @@ struct HaloLines {
     bool exists;
     int h, w;  // of the first, in the tile
     int word;  // where the first line and word that it may read lie in a stage, of a lane's first channel
+    typename HaloHanded<Config>::Piece piece;  // kHanded
   };
   using Pairs = Pair[Config::kSlabs];
   static __device__ __forceinline__ void find(const Args& args, const Slab (&slabs)[Config::kSlabs], int warp,
                                               int lane, Pairs& pairs) {
 #pragma unroll
     for (int m = 0; m < Config::kSlabs; ++m) {
-      const int row = slabs[m].row + 16 * warp + lane / 4 * 2, h = divide(row, args.by_columns);
+      const Slab& slab = slabs[m / kWoven * kWoven];
+      const int row = slab.row + 16 * kWoven * warp + lane / 4 * (2 * kWoven) + m % kWoven * 2;
+      const int h = divide(row, args.by_columns);
       Pair& pair = pairs[m];
-      pair.exists = slabs[m].exists && h < args.tile.h;
+      pair.exists = slab.exists && h < args.tile.h;
       pair.h = pair.exists ? h : 0;
       pair.w = pair.exists ? row - h * static_cast<int>(args.by_columns.divisor) : 0;
-      pair.word = pair.h * Config::kReadStepH * args.input.w + pair.w * Config::kReadStepW +
-                  kHaloWords.first + lane % 4 * pitch(args);
+      const int first = pair.h * Config::kReadStepH * args.input.w + pair.w * Config::kReadStepW;
+      if constexpr (kItem == 4) {
+        pair.word = first + kHaloWords.first + lane % 4 * pitch(args);
+      } else {
+        pair.word = first / 2 + kFirstWord + lane % 4 * (2 * pitch(args));
+      }
+      if constexpr (Config::kHanded) {
+        pair.piece = HaloHanded<Config>::piece(args, pair.w, m / kWoven, warp, lane);
+        pair.piece.edges = HaloHanded<Config>::edges(args, pair.piece, pair.exists);
+      }
     }
   }
 
@@ -135,8 +160,12 @@ struct HaloLines {
   // Steps whose words are on their way together, and sets of operands: with two, products wait for what is
   // loaded.
   static constexpr int kAtOnce = Config::kStepsAtOnce, kSets = Config::kOperandSets;
+  // In 16 bits: of four positions and the four channels of a step that a lane has, from kFirstWord on.
+  static constexpr int kFirstWord = (kHaloWords.first + 64) / 2 - 32;
+  static constexpr int kPairWords = (kHaloWords.last + 3 + 64) / 2 - 32 - kFirstWord + 1;
+  static_assert(kHaloWords.first > -64, "rounded down");
   struct Operands {
-    unsigned words[Config::kSlabs][kAtOnce][2][kWords];
+    unsigned words[Config::kSlabs][kAtOnce][2][kItem == 4 ? kWords : kPairWords];
     unsigned at[Config::kSlabs][kAtOnce][kHaloWords.count()][4];  // of each shift along w, the same words
   };
 
@@ -174,6 +203,57 @@ struct HaloLines {
           }
         }
       });
+    });
+  }
+
+  // The same of 16 channels in 16 bits, where a word has two positions.
+  static __device__ constexpr int pair_brought(int word) {
+    const int place = (kFirstWord + word + 64) % 2, first = word - place;
+    if (first >= 0 && first + 2 <= kPairWords) return place == 0 ? 2 : 0;
+    return 1;
+  }
+  template <int kStep, bool kWhole>
+  static __device__ __forceinline__ void load_pairs(const Args& args, const Place& at, const Pairs& pairs,
+                                                    const unsigned* stage, int line, bool plane,
+                                                    Operands& to) {
+    static_for<Config::kSlabs / kWoven>([&](auto m) {
+      constexpr int kSlab = decltype(m)::value * kWoven;
+      const Pair& pair = pairs[kSlab];
+      const bool inside = plane && Tile::inside(at.h + pair.h + line, args.input.h);
+      const unsigned* from = stage + pair.word + (line - kHaloLines.first) * (args.input.w / 2);
+      static_for<4 * kPairWords>([&](auto i) {
+        constexpr int kChannel = decltype(i)::value / kPairWords, kWord = decltype(i)::value % kPairWords;
+        constexpr int kVector = pair_brought(kWord);
+        if constexpr (kVector > 0) {
+          const bool there = inside && Tile::inside(pair.w + 2 * (kFirstWord + kWord), args.input.w) &&
+                             (kWhole || kChannel < 2);
+          const unsigned* address = from + (kChannel % 2 + kChannel / 2 * 8) * pitch(args) + kWord;
+          const auto some = there ? load_vector<kVector>(address) : Vector<unsigned, kVector>{};
+#pragma unroll
+          for (int k = 0; k < kVector; ++k) {
+            to.words[kSlab + kChannel / 2][kStep][kChannel % 2][kWord + k] = some.at[k];
+          }
+        }
+      });
+    });
+  }
+  template <int kCount>
+  static __device__ __forceinline__ void share_pairs(Operands& own) {
+    static_for<Config::kSlabs * kCount>([&](auto i) {
+      constexpr int kSlab = decltype(i)::value / kCount, kStep = decltype(i)::value % kCount;
+      constexpr int kFirst = kSlab / kWoven * kWoven;
+#pragma unroll
+      for (int k = 0; k < 4 * kPairWords && kSlab == kFirst; ++k) {
+        ptx::pin(own.words[kFirst + k % 2][kStep][k / 2 % 2][k / 4]);
+      }
+#pragma unroll
+      for (int k = 0; k < 4 * kHaloWords.count(); ++k) {
+        const auto& words = own.words[kFirst + k / 2 % 2][kStep];
+        const int position = kSlab % kWoven * 2 + kHaloWords.first + k / 4 + k % 2 - 2 * kFirstWord;
+        const unsigned even = words[0][position / 2], odd = words[1][position / 2];
+        own.at[kSlab][kStep][k / 4][k % 4] =
+            position % 2 == 0 ? (even & 0xFFFFu) | odd << 16 : even >> 16 | (odd & 0xFFFF0000u);
+      }
     });
   }
 
@@ -237,7 +317,7 @@ struct HaloLines {
   static __device__ constexpr int turns(int steps) {
     return (steps + kAtOnce - 1) / kAtOnce * kHaloLines.count();
   }
-  template <int kPhase, int kSteps, int kBefore>
+  template <int kPhase, int kSteps, int kBefore, bool kLast>
   static __device__ __forceinline__ void multiply_stage(const Args& args, const Place& at, Consumer& me,
                                                         Sums& sums, const Pairs& pairs,
                                                         Operands (&operands)[kSets], int chunk, bool there) {
@@ -253,9 +333,20 @@ struct HaloLines {
       ptx::matrix_wait<kSets - 1>();  // these registers are free
       static_for<kCount>([&](auto step) {
         constexpr int kStep = decltype(step)::value;
-        load<kStep>(args, at, pairs, stage + (kFirst + kStep) * 8 * pitch(args), kLine, there, own);
+        const float* from = stage + (kFirst + kStep) * Layout::kStepItems * pitch(args);
+        if constexpr (kItem == 4) {
+          load<kStep>(args, at, pairs, from, kLine, there, own);
+        } else {
+          constexpr bool kWhole = Config::kIn % 16 == 0 || !kLast || kFirst + kStep < kSteps - 1;
+          load_pairs<kStep, kWhole>(args, at, pairs, reinterpret_cast<const unsigned*>(from), kLine, there,
+                                    own);
+        }
       });
-      share<kCount>(own);
+      if constexpr (kItem == 4) {
+        share<kCount>(own);
+      } else {
+        share_pairs<kCount>(own);
+      }
       if constexpr (kTurn == kAll - 1) {
         __syncwarp();
         if (me.lane == 0) ptx::barrier_arrive(me.shared.stage_empty(me.stages.index));
@@ -285,7 +376,8 @@ struct HaloLines {
       constexpr int kSteps = kChunk == Layout::kChunks - 1 ? Layout::kLastSteps : Layout::kPartSteps;
       if constexpr (is_read(kPhase)) {
         const bool there = kPhase == 0 || plane * kPhases + kPhase < args.input.d;
-        multiply_stage<kPhase, kSteps, kBefore>(args, at, me, sums, pairs, operands, kChunk, there);
+        constexpr bool kLast = kChunk == Layout::kChunks - 1;
+        multiply_stage<kPhase, kSteps, kBefore, kLast>(args, at, me, sums, pairs, operands, kChunk, there);
       }
     });
     ptx::matrix_wait<0>();
