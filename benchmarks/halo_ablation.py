@@ -57,6 +57,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("if (args.vector == 2) return store_in_place(", "if (args.batch > 0) return;\n      return store_in_place("),
         ("Images::store(args, at, me, sums", "if (args.batch < 0) Images::store(args, at, me, sums"),
         ("Lines::store(args, at, me, sums", "if (args.batch < 0) Lines::store(args, at, me, sums"),
+        ("HaloHanded<Config>::store(args", "if (args.batch < 0) HaloHanded<Config>::store(args"),
     ),
     "panels": (("ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);", ";"),),  # the wait
 }  # fmt: skip

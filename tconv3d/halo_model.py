@@ -53,7 +53,8 @@ class Costs:
     apart: float = 2.2  # stores of one phase along w, times those of all
     little_hides: float = 3.5  # the same beside one producer warpgroup
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
-    handed: float = 9.4  # the same, handed from lane to lane, of rows that begin anywhere (so that images win)
+    handed: float = 9.4  # the same, handed from lane to lane, of rows that begin anywhere (set by hand: images win)
+    handed_short: float = 6.0  # the same of floats in rows of less than SHORT_ROW outputs (set by hand: images lose)
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are, and where
     # channels-last outputs are stored 16 bytes of a lane at a time
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
@@ -88,6 +89,7 @@ SKIPPED = 0.5  # of what is left out, what is gained: consumers wait for each ot
 FILLED = 0.5  # of the time that shared memory takes what arrives, what operands wait
 SHARED_BYTES = 128  # per cycle, of shared memory
 COPY_BYTES = 512  # of a copy by a warp
+SHORT_ROW = 128  # outputs: 63 and 111 were measured, and 255
 NARROW = 64  # columns of a matrix instruction up to which shared memory binds it, and what else passes through that
 
 
@@ -142,7 +144,8 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     if build.march:
         outputs = outputs * build.march_step / build.window
     if build.handed and build.vector(job, tiling) * build.item_bytes < 16:
-        return outputs / 32 * costs.handed * build.item_bytes / 4
+        short = build.item_bytes == 4 and job.written_size[2] < SHORT_ROW
+        return outputs / 32 * (costs.handed_short if short else costs.handed) * build.item_bytes / 4
     if build.lines:
         return outputs / 32 * costs.quads * (2 if build.gather else 1)
     if build.buffers:
