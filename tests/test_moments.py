@@ -69,8 +69,9 @@ def job(tensors: Tensors, groups: int) -> Job:
     return job_of(replace(tensors.problem, relu=True, norm=Norm(groups, EPS)))
 
 
-# Lines as they are in memory leave no moments either.
-EVERY_FOURTH = [name for name in list(SETTINGS)[::4] if not (SETTINGS[name].build or {}).get("lines")]
+# Lines as they are in memory leave no moments, and consumers that round leave none.
+WITHOUT = {"lines", "in_registers"}
+EVERY_FOURTH = [name for name in list(SETTINGS)[::4] if WITHOUT.isdisjoint(SETTINGS[name].build or {})]
 
 
 @needs_compiler
