@@ -75,7 +75,7 @@ EVERY_FOURTH = [name for name in list(SETTINGS)[::4] if WITHOUT.isdisjoint(SETTI
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", [*EVERY_FOURTH, "march", "groups share a tile", "batch in the rows"])
+@pytest.mark.parametrize("name", dict.fromkeys([*EVERY_FOURTH, "march", "groups share a tile", "batch in the rows"]))
 def test_setting(name: str) -> None:
     tensors, groups = Tensors(SETTINGS[name]), groups_of(name)
     build = replace(build_for(tensors.case), divided=False)  # consumers that divide K leave no moments
