@@ -146,9 +146,7 @@ def _builds(
                         yield from _buffered(build)
                         yield from _in_registers(build)
                     yield from _in_lines(build)
-                if apart:
-                    continue
-                if build.tile_bytes > 0.6 * shared_bytes or build.own_shifts:
+                if not apart and (build.tile_bytes > 0.6 * shared_bytes or build.own_shifts):
                     yield from _streaming(replace(build, resident=False))
 
 
@@ -206,8 +204,7 @@ def takes_lines(geometry: Geometry, gather: bool, dtype: str, strict: bool) -> b
 
 def _in_lines(build: Build) -> Iterator[Build]:
     """The same with lines of input as they are in memory, which need no loaders."""
-    march = build.march and not build.copied and build.stage_rows >= 64 and not build.own_shifts
-    if march and takes_lines(build.geometry, False, build.dtype, build.strict):
+    if build.march and not build.copied and takes_lines(build.geometry, False, build.dtype, build.strict):
         lines = replace(build, lines=True, producers=1)
         if build.dtype == "float32":
             yield from _line_stages(lines)
