@@ -17,6 +17,7 @@
 
 #include "ring.cuh"
 #include "up_layouts.cuh"
+#include "up_weight_blocks.cuh"
 
 namespace tconv3d {
 
@@ -103,10 +104,12 @@ struct Up {
   }
 
   // ---- Consumers, before the walk: weights, while the first tiles are on their way. They are copied as they
-  // are in memory, [channel][column], all at once, and then put in order chunk by chunk, in their place. A
-  // unit is 16 bytes of K of a column, or of two of a 16-bit type.
+  // are in memory, all at once, and then put in order in their place: channels-last ones by blocks, by the
+  // warp that copied them; others, [channel][column], by all, chunk by chunk. A unit is 16 bytes of K of a
+  // column, or of two of a 16-bit type.
 
   static constexpr int kThreads = 128 * kConsumers;  // of consumers
+  static constexpr bool kByBlocks = C::kLast && C::kWeightLast;
   static constexpr int kChunkBytes = C::kColumns * kRowBytes;
   static constexpr int kUnitColumns = C::kColumns / Layout::kPerWord;
   static constexpr int kUnits = kUnitColumns * 8,
@@ -120,7 +123,18 @@ struct Up {
 
   __device__ __forceinline__ int own() const { return static_cast<int>(threadIdx.x) - kProducers; }
 
+  __device__ __forceinline__ auto weight_blocks() const {
+    return UpWeightBlocks<C, Layout, kThreads>{layout, weights, warp - kProducers / 32, lane};
+  }
+
   __device__ __forceinline__ void copy_weights() const {
+    if constexpr (kByBlocks) {
+      weight_blocks().copy();
+    } else {
+      copy_chunks();
+    }
+  }
+  __device__ __forceinline__ void copy_chunks() const {
     static_for<kChunks>([&](auto chunk) {
       copy_chunk(chunk);
       if constexpr (group_of(chunk.value + 1) != group_of(chunk.value)) ptx::copy_commit();
@@ -191,6 +205,15 @@ struct Up {
       bias[i] = there ? widen<float>(static_cast<const Scalar*>(args.bias)[out]) : 0.0f;
     }
     layout.fill_table(own(), kThreads);
+    if constexpr (kByBlocks) {
+      weight_blocks().order();
+    } else {
+      order_chunks();
+    }
+    ptx::fence_async_proxy();
+    meet(kByBlocks ? 0 : kChunks + 1);
+  }
+  __device__ __forceinline__ void order_chunks() const {
     ptx::copy_wait<kGroups - 1>();
     meet(0);
     static_for<kChunks>([&](auto chunk) {
@@ -209,8 +232,6 @@ struct Up {
         if (kUnits % kThreads == 0 || unit < kUnits) store_unit(units[i], chunk, unit);
       }
     });
-    ptx::fence_async_proxy();
-    meet(kChunks + 1);
   }
 
   // ---- Consumers, walking.

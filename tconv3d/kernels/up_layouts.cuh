@@ -319,14 +319,13 @@ struct UpChannelsLast : UpShape<C> {
     }
   }
 
-  // ---- Weights: in the order of memory, by channel and tap, or by tap and channel.
+  // ---- Weights whose taps are neighbours.
 
-  static constexpr int kWeightPiece = common_bytes((C::kWeightLast ? kOutTile : C::kTapTile) * kItem);
-  static constexpr bool kNeighbours = C::kWeightLast;
+  static constexpr int kWeightPiece = common_bytes(C::kTapTile * kItem);
+  static constexpr bool kNeighbours = false;
 
   __device__ __forceinline__ const Scalar* weight_at(int in, int column) const {
-    const int tap = first_tap + (C::kWeightLast ? column / kOutTile : column % C::kTapTile);
-    const int co = out + (C::kWeightLast ? column % kOutTile : column / C::kTapTile);
+    const int tap = first_tap + column % C::kTapTile, co = out + column / C::kTapTile;
     if (in >= C::kIn || (C::kOut % kOutTile != 0 && co >= C::kOut)) return nullptr;
     return static_cast<const Scalar*>(args.weight) + in * args.w_strides.n + co * args.w_strides.c +
            tap * args.w_strides.w;
@@ -336,10 +335,44 @@ struct UpChannelsLast : UpShape<C> {
     return (piece % 2 * 16 + i / kPerWord * 4 + piece / 2) * kPerWord + i % kPerWord;
   }
   static __device__ __forceinline__ int row_of(int column) {
-    const int ordered =  // by tap, then by channel
-        C::kWeightLast ? column : column % C::kTapTile * kOutTile + column / C::kTapTile;
-    const int in_block = ordered % kBlock, owner = in_block / kPieceItems, item = in_block % kPieceItems;
-    return ordered / kBlock * kBlock + item / 2 * 8 + owner * 2 + item % 2;
+    const int ordered = column % C::kTapTile * kOutTile + column / C::kTapTile;  // by tap, then by channel
+    return ordered / kBlock * kBlock + row_in_block(ordered % kBlock);
+  }
+  static __device__ __forceinline__ int row_in_block(int column) {
+    const int owner = column / kPieceItems, item = column % kPieceItems;
+    return item / 2 * 8 + owner * 2 + item % 2;
+  }
+
+  // ---- Weights whose output channels are neighbours: by blocks (up_weight_blocks.cuh).
+
+  static constexpr int kInStride = C::kOut * kTaps;  // from input channel to input channel
+
+  // The first weight of a block that begins with this column.
+  __device__ __forceinline__ const Scalar* weight_block(int in, int column) const {
+    return static_cast<const Scalar*>(args.weight) + in * static_cast<long long>(kInStride) +
+           (first_tap + column / kOutTile) * C::kOut + out + column % kOutTile;
+  }
+  __device__ __forceinline__ bool has_out(int column, int piece) const {
+    return C::kOut % kOutTile == 0 || out + column % kOutTile + piece * kPieceItems < C::kOut;
+  }
+  // Of the 16 words of a block's channel, one for each lane of half a warp: eight lanes in a row have eight
+  // rows in a row, or (pairs of columns) every second of them twice.
+  static __device__ __forceinline__ int word_of(int index) {
+    if constexpr (kPerWord == 2) return index % 4 * 4 + index / 4;
+    return index % 8 / 2 * 4 + index / 8 * 2 + index % 2;
+  }
+  // 16 bytes of K of a column; `which` of a pair.
+  static __device__ __forceinline__ uint4 unit_of(const unsigned (&words)[kUnitItems], int which) {
+    unsigned made[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (kPerWord == 2) {
+        made[i] = Shape::pair(words[2 * i], words[2 * i + 1], which);
+      } else {
+        made[i] = Shape::rounded(words[i]);
+      }
+    }
+    return uint4{made[0], made[1], made[2], made[3]};
   }
 
   // ---- Consumers.
