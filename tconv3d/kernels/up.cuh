@@ -60,14 +60,15 @@ struct Up {
 
   __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
-  // A consumer's turn to take stages. Not before it is, the parity of a stage's barrier tells its rounds
-  // apart.
+  // A consumer's turn to take stages that were used since its last tile. Not before it is, the parity of
+  // their barriers tells rounds apart.
   __device__ __forceinline__ unsigned turn(int who) const { return barriers + 8 * (2 * C::kStages + who); }
   __device__ __forceinline__ unsigned consumers_there() const {
     return barriers + 8 * (2 * C::kStages + kConsumers);
   }
 
-  // A producer makes the barriers while consumers ask for the weights.
+  // A producer makes the barriers while consumers ask for the weights; for the first of them only, where they
+  // can ask for the others later, so that x need not wait until all are on their way.
   __device__ __forceinline__ void prepare() const {
     if (warp >= kProducers / 32) copy_weights();
     if (threadIdx.x == 0) {
@@ -129,7 +130,7 @@ struct Up {
 
   __device__ __forceinline__ void copy_weights() const {
     if constexpr (kByBlocks) {
-      weight_blocks().copy();
+      weight_blocks().template copy<0, 1>();
     } else {
       copy_chunks();
     }
@@ -199,6 +200,7 @@ struct Up {
   }
 
   __device__ __forceinline__ void order_weights() const {
+    if constexpr (kByBlocks) weight_blocks().template copy<1, UpWeightBlocks<C, Layout, kThreads>::kOwn>();
     for (int i = own(); i < Layout::kOutTile; i += kThreads) {
       const int out = layout.first_out() + i;
       const bool there = args.bias != nullptr && out < C::kOut;
@@ -264,17 +266,25 @@ struct Up {
     }
   }
 
+  // Chunks of a tile whose stages were last used before the other consumer's tile: for these a consumer need
+  // not wait for its turn.
+  static constexpr int kAhead = C::kLast && C::kStages > kChunks
+                                    ? (C::kStages - kChunks < kChunks ? C::kStages - kChunks : kChunks)
+                                    : 0;
+
   // All of K; the stages of the next tile are then the other consumer's.
-  __device__ __forceinline__ void multiply(Sums& sums, Ring& stage, int who) const {
+  __device__ __forceinline__ void multiply(Sums& sums, Ring& stage, int who, unsigned parity) const {
     Step steps[2][kStageSteps];
     const unsigned long long b =
         ptx::matrix_descriptor<kRowBytes>(ptx::shared_address(weights), 8 * kRowBytes);
     static_for<kChunks>([&](auto chunk) {
       constexpr int kChunk = decltype(chunk)::value, kLeft = kSteps - kChunk * kStageSteps;
+      if constexpr (kChunk == kAhead) ptx::barrier_wait(turn(who), parity);
       multiply_chunk<(kLeft < kStageSteps ? kLeft : kStageSteps)>(sums, steps[kChunk % 2], stage,
                                                                   ptx::advance(b, kChunk * kChunkBytes));
       stage.advance(C::kStages);
     });
+    if constexpr (kAhead == kChunks) ptx::barrier_wait(turn(who), parity);
     if (lane == 0) ptx::barrier_arrive(turn(1 - who));
     skip_tile(stage);
     ptx::matrix_wait<0>();
@@ -293,9 +303,8 @@ struct Up {
         sums.at[i] = bias[layout.out_of_sum(i)];
         ptx::pin(sums.at[i]);
       }
-      ptx::barrier_wait(turn(who), parity);
+      multiply(sums, stage, who, parity);
       parity ^= 1u;
-      multiply(sums, stage, who);
 #pragma unroll
       for (int i = 0; i < kSums; ++i) ptx::pin(sums.at[i]);
       const int n = divide(tile, args.by_tiles);

@@ -44,9 +44,12 @@ struct UpWeightBlocks {
     return Layout::kPerWord == 2 ? channel ^ channel / 2 % 2 : channel;
   }
 
+  // Of its blocks, those from one on and before another.
+  template <int kFrom, int kTo>
   __device__ __forceinline__ void copy() const {
     const bool aligned = reinterpret_cast<unsigned long long>(layout.args.weight) % 16 == 0;
-    static_for<kOwn>([&](auto i) {
+    static_for<kTo - kFrom>([&](auto later) {
+      constexpr int i = kFrom + decltype(later)::value;
       const int block = warp + i * kWarps;
       if (exists(block)) copy_block(block / kInRow, block % kInRow * kBlock, block_at(i), aligned);
       ptx::copy_commit();
