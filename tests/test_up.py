@@ -75,6 +75,10 @@ def only_up(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     executor.forget()
 
 
+def _last(tensor: Tensor) -> Tensor:
+    return tensor.to(memory_format=torch.channels_last_3d)
+
+
 def geometry(layer: Layer) -> Geometry:
     options = (layer.padding, layer.output_padding, layer.groups, layer.dilation)
     return Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, layer.stride, *options)
@@ -112,9 +116,9 @@ def test_against_float64(dtype: torch.dtype, name: str, only_up: str, monkeypatc
     layer = tiled(monkeypatch, name, dtype)
     operands = layer.operands(dtype, only_up)
     if CASES[name].taps:
-        operands[0] = operands[0].to(memory_format=torch.channels_last_3d)
+        operands[0] = _last(operands[0])
     if name == "channels last, odd taps":
-        operands[1] = operands[1].to(memory_format=torch.channels_last_3d)
+        operands[1] = _last(operands[1])
     check(layer, operands, relu=name in ("nothing whole", "channels last"))
 
 
@@ -136,7 +140,7 @@ def test_generated(
     layer = Layer(*channels, size, taps, taps, batch=batch)
     operands = layer.operands(dtype, only_up)
     if last:
-        operands[0] = operands[0].to(memory_format=torch.channels_last_3d)
+        operands[0] = _last(operands[0])
     assert up.why_not(problem(layer, str(dtype)[6:], last), H200) is None
     check(layer, operands)
 
@@ -148,6 +152,8 @@ def test_parts_of_larger_tensors(only_up: str) -> None:
     w = torch.randn(16 * 6 * 8 + 1).to(only_up, torch.bfloat16)[1:].view(16, 6, 2, 2, 2)
     assert w.data_ptr() % 4 == 2
     check(layer, [x, w])
+    layer, w = Layer(16, 8, (2, 4, 8), T2, T2), torch.randn(16 * 8 * 8 + 1).to(only_up, torch.bfloat16)[1:]
+    check(layer, [_last(x), w.view(16, 2, 2, 2, 8).permute(0, 4, 1, 2, 3)])
 
 
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")

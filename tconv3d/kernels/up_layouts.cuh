@@ -347,13 +347,13 @@ struct UpChannelsLast : UpShape<C> {
 
   static constexpr int kInStride = C::kOut * kTaps;  // from input channel to input channel
 
-  // The first weight of a block that begins with this column.
-  __device__ __forceinline__ const Scalar* weight_block(int in, int column) const {
+  // The weight of a channel and the first column of a block.
+  __device__ __forceinline__ const Scalar* weight_of(int in, int column) const {
     return static_cast<const Scalar*>(args.weight) + in * static_cast<long long>(kInStride) +
            (first_tap + column / kOutTile) * C::kOut + out + column % kOutTile;
   }
-  __device__ __forceinline__ bool has_out(int column, int piece) const {
-    return C::kOut % kOutTile == 0 || out + column % kOutTile + piece * kPieceItems < C::kOut;
+  __device__ __forceinline__ bool has_out(int column, int later) const {
+    return C::kOut % kOutTile == 0 || out + column % kOutTile + later < C::kOut;
   }
   // Of the 16 words of a block's channel, one for each lane of half a warp: eight lanes in a row have eight
   // rows in a row, or (pairs of columns) every second of them twice.

@@ -17,26 +17,28 @@ struct UpWeightBlocks {
 
   static constexpr int kWarps = kThreads / 32, kRowBytes = Layout::kRowBytes;
   static constexpr int kBlock = Layout::kBlock, kBlockBytes = kBlock * kRowBytes;
-  static constexpr int kInRow = C::kColumns / kBlock;  // blocks of a chunk
-  static constexpr int kBlocks = Layout::kChunks * kInRow, kOwn = (kBlocks + kWarps - 1) / kWarps;
-  static constexpr int kPieces = kBlock * Layout::kItem / 16;  // of a channel, as it is in memory
-  static constexpr int kCopies = Layout::kStageItems * kPieces / 32;
+  static constexpr int kSpan =
+      Layout::kOutTile % (2 * kBlock) == 0 ? 2 : 1;              // blocks that a warp copies at once
+  static constexpr int kInRow = C::kColumns / (kSpan * kBlock);  // spans of a chunk
+  static constexpr int kSpans = Layout::kChunks * kInRow, kOwn = (kSpans + kWarps - 1) / kWarps;
+  static constexpr int kBlockPieces = kBlock * Layout::kItem / 16;  // of a channel, as it is in memory
+  static constexpr int kPieces = kSpan * kBlockPieces, kRowsAtOnce = 32 / kPieces;
+  static constexpr int kCopies = Layout::kStageItems / kRowsAtOnce;
   static constexpr int kWords = kBlock / Layout::kPerWord;  // columns, or pairs of them
   static constexpr int kUnits = kWords * 8 / 32;            // of a lane: 16 bytes of K of a word's columns
 
-  static_assert(kPieces == 4 && kWords == 16, "64 bytes of a channel");
+  static_assert(kBlockPieces == 4 && kWords == 16, "64 bytes of a channel");
 
   const Layout& layout;
   unsigned char* weights;
   int warp, lane;  // of those that share the work
 
-  // Blocks of the first chunks first.
-  __device__ __forceinline__ unsigned char* block_at(int i) const {
-    return weights + (warp + i * kWarps) * kBlockBytes;
+  // Spans of the first chunks first.
+  __device__ __forceinline__ int span(int i) const { return warp + i * kWarps; }
+  __device__ __forceinline__ unsigned char* span_at(int i) const {
+    return weights + span(i) * (kSpan * kBlockBytes);
   }
-  static __device__ __forceinline__ bool exists(int block) {
-    return kBlocks % kWarps == 0 || block < kBlocks;
-  }
+  __device__ __forceinline__ bool exists(int i) const { return kSpans % kWarps == 0 || span(i) < kSpans; }
 
   // Where a channel's items wait to be put in order: those of one load, by half a warp each, lie in banks of
   // their own.
@@ -44,39 +46,56 @@ struct UpWeightBlocks {
     return Layout::kPerWord == 2 ? channel ^ channel / 2 % 2 : channel;
   }
 
-  // Of its blocks, those from one on and before another.
+  // Of its spans, those from one on and before another.
   template <int kFrom, int kTo>
   __device__ __forceinline__ void copy() const {
+    // A weight may begin anywhere among other parameters.
     const bool aligned = reinterpret_cast<unsigned long long>(layout.args.weight) % 16 == 0;
     static_for<kTo - kFrom>([&](auto later) {
       constexpr int i = kFrom + decltype(later)::value;
-      const int block = warp + i * kWarps;
-      if (exists(block)) copy_block(block / kInRow, block % kInRow * kBlock, block_at(i), aligned);
+      if (aligned && exists(i)) copy_span(i);
       ptx::copy_commit();
     });
+    if (!aligned) {
+#pragma unroll 1
+      for (int i = kFrom; i < kTo; ++i) {
+        if (exists(i)) load_span(i);
+      }
+    }
   }
-  // A weight may begin anywhere among other parameters.
-  __device__ __forceinline__ void copy_block(int chunk, int column, unsigned char* to, bool aligned) const {
-    const int piece = lane % kPieces, first = lane / kPieces;
-    const Scalar* const from =
-        layout.weight_block(chunk * Layout::kStageItems + first, column) + piece * Layout::kPieceItems;
-    const bool channels = layout.has_out(column, piece);
+
+  __device__ __forceinline__ int first_channel(int i) const { return span(i) / kInRow * Layout::kStageItems; }
+  __device__ __forceinline__ int first_column(int i) const { return span(i) % kInRow * kSpan * kBlock; }
+  // Where a piece of a channel waits to be put in order.
+  static __device__ __forceinline__ int place_of(int in, int piece) {
+    return piece / kBlockPieces * kBlockBytes + slot_of(in) * (kBlockPieces * 16) + piece % kBlockPieces * 16;
+  }
+
+  __device__ __forceinline__ void copy_span(int number) const {
+    const int piece = lane % kPieces, row = lane / kPieces;
+    const int channel = first_channel(number), column = first_column(number);
+    const bool outs = layout.has_out(column, piece * Layout::kPieceItems);
+    const Scalar* const from = layout.weight_of(channel + row, column) + piece * Layout::kPieceItems;
 #pragma unroll
     for (int i = 0; i < kCopies; ++i) {
-      const int in = first + i * (32 / kPieces);
-      const bool there =
-          channels && (C::kIn % Layout::kStageItems == 0 || chunk * Layout::kStageItems + in < C::kIn);
-      const Scalar* const source = there ? from + i * (32 / kPieces) * Layout::kInStride
-                                         : static_cast<const Scalar*>(layout.args.weight);
-      Scalar* const target =
-          reinterpret_cast<Scalar*>(to + slot_of(in) * (kPieces * 16)) + piece * Layout::kPieceItems;
-      if (aligned) {
-        ptx::copy_words_once<4>(target, source, there);
-      } else {
-#pragma unroll
-        for (int k = 0; k < Layout::kPieceItems; ++k)
-          target[k] = there ? load_constant(source + k) : Scalar{};
-      }
+      const int in = row + i * kRowsAtOnce;
+      const bool there = outs && (C::kIn % Layout::kStageItems == 0 || channel + in < C::kIn);
+      const void* const source =
+          there ? from + i * kRowsAtOnce * Layout::kInStride : static_cast<const Scalar*>(layout.args.weight);
+      ptx::copy_words_once<4>(span_at(number) + place_of(in, piece), source, there);
+    }
+  }
+  // The same item by item, in few instructions.
+  __device__ __forceinline__ void load_span(int number) const {
+    const int channel = first_channel(number), column = first_column(number);
+#pragma unroll 1
+    for (int i = lane; i < Layout::kStageItems * kSpan * kBlock; i += 32) {
+      const int in = i / (kSpan * kBlock), item = i % (kSpan * kBlock);
+      Scalar* const to =
+          reinterpret_cast<Scalar*>(span_at(number) + place_of(in, item / Layout::kPieceItems));
+      const bool there = layout.has_out(column, item) && channel + in < C::kIn;
+      to[item % Layout::kPieceItems] =
+          there ? load_constant(layout.weight_of(channel + in, column) + item) : Scalar{};
     }
   }
 
@@ -87,7 +106,9 @@ struct UpWeightBlocks {
     static_for<kOwn>([&](auto i) {
       ptx::copy_wait<kOwn - 1 - decltype(i)::value>();
       __syncwarp();
-      if (exists(warp + i * kWarps)) order_block(block_at(i));
+      if (!exists(i)) return;
+#pragma unroll
+      for (int block = 0; block < kSpan; ++block) order_block(span_at(i) + block * kBlockBytes);
     });
   }
   __device__ __forceinline__ void order_block(unsigned char* block) const {
