@@ -160,7 +160,8 @@ struct FewOutputs {
 
   __device__ __forceinline__ int copy_to(int i) const {
     if constexpr (!C::kChannelsLast) return copy_channel(i) * C::kItemPitch + copy_row(i);
-    return copy_row(i) * C::kItemPitch + (copy_channel(i) ^ swizzle(copy_row(i)));
+    const int own = copy_row(0) * C::kItemPitch + (copy_channel(0) ^ swizzle(copy_row(0)));
+    return own + i * (kLanes / kAcross) * C::kItemPitch;
   }
   __device__ __forceinline__ Copy copy_of(int i) const {
     const int row = warp * kWarpRows + copy_row(i);
@@ -250,13 +251,16 @@ struct FewOutputs {
     }
   }
 
-  // The words of the lane's fragments in row `row` of a stage, from a step on: [step][part along K].
-  __device__ __forceinline__ void load_row(const Scalar* stage, int row, int first_step,
+  // The words of the lane's fragments in its row from the stage's row `first_row` on, from a step on: [step]
+  // [part along K]. Channels-last, where its own row lies is the same for all that are whole 8 rows apart.
+  __device__ __forceinline__ void load_row(const Scalar* stage, int first_row, int first_step,
                                            unsigned (&words)[kLaneWords]) const {
+    const int row = first_row + lane / 4;
     if constexpr (C::kChannelsLast) {
-      const int first = first_step * kStepItems ^ swizzle(row);
-      const auto found = load_vector<kLaneWords>(
-          reinterpret_cast<const unsigned*>(stage + row * C::kItemPitch + first) + lane % 4 * kLaneWords);
+      const int own = lane / 4 * C::kItemPitch + (first_step * kStepItems ^ swizzle(lane / 4));
+      const auto found =
+          load_vector<kLaneWords>(reinterpret_cast<const unsigned*>(stage + own) + lane % 4 * kLaneWords +
+                                  first_row * C::kItemPitch / kWordItems);
 #pragma unroll
       for (int i = 0; i < kLaneWords; ++i) {
         words[i] = found.at[i];
@@ -282,7 +286,7 @@ struct FewOutputs {
       for (int m = 0; m < C::kRowTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          load_row(stage, m * 16 + half * 8 + lane / 4, first, words[m][half]);
+          load_row(stage, m * 16 + half * 8, first, words[m][half]);
         }
       }
 #pragma unroll
