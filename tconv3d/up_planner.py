@@ -224,11 +224,11 @@ def _whole_channels(p: Problem) -> bool:
 
 
 def _weight(p: Problem) -> str:
-    """The layout of the weight."""
+    """The layout of the weight. With one tap it may have both."""
     g, (_, high, wide) = p.geometry, p.geometry.kernel
     shape = (g.in_channels, g.out_channels, *g.kernel)
     tap = {"contiguous": 1, "last": g.out_channels}
-    for name, out in (("contiguous", g.taps), ("last", 1)):
+    for name, out in sorted((("contiguous", g.taps), ("last", 1)), reverse=_is_last(p)):
         wanted = (g.out_channels * g.taps, out, high * wide * tap[name], wide * tap[name], tap[name])
         if _same(p.weight, wanted, shape):
             return name
