@@ -26,6 +26,7 @@ FEW_CHANNELS = 4
 MAX_K_BYTES = 4096  # the loop over K is unrolled
 MAX_COLUMNS = 256
 MIN_STAGES, MAX_STAGES = 3, 16
+FEW_TILES = 8  # of a block
 NOMINAL = (2, 16, 128, 1024, 8192)  # tiles of kinds of volume: twice 4^3, 8^3, ... positions
 SECTOR_BYTES = 32
 REGISTERS = (40, 232)  # of producers and consumers
@@ -63,6 +64,7 @@ class Tiling:
     taps: int  # of a block; all, if tensors are contiguous
     columns: int  # of a block: taps and output channels
     stages: int
+    few: bool = False  # tiles of a block, so that its consumers begin at the same time
 
     @property
     def kinds(self) -> int:
@@ -167,7 +169,13 @@ def choose(p: Problem, device: Device) -> Tiling | None:
     costs = {tiling: cycles(tiling, nominal(p), device, weight) for tiling in found}
     least = min(costs.values(), default=0.0)
     equals = [tiling for tiling in found if costs[tiling] < AS_GOOD * least]  # the model cannot tell them apart
-    return min(equals, key=lambda tiling: (tiling.kinds, costs[tiling], -tiling.taps), default=None)
+    best = min(equals, key=lambda tiling: (tiling.kinds, costs[tiling], -tiling.taps), default=None)
+    return best and with_turns(best, nominal(p), device)
+
+
+def with_turns(tiling: Tiling, tiles: int, device: Device) -> Tiling:
+    """Whether consumers of channels-last tensors take turns: where a block has more than a few tiles."""
+    return replace(tiling, few=tiling.last and tiles <= FEW_TILES * splits_of(tiling, tiles, device))
 
 
 # ---- The family.
@@ -293,6 +301,7 @@ def _constants(p: Problem, tiling: Tiling) -> Constants:
         ("kTapTile", tiling.taps),
         ("kColumns", tiling.columns),
         ("kStages", tiling.stages),
+        ("kFewTiles", tiling.few),
         ("kProducerRegisters", REGISTERS[0]),
         ("kConsumerRegisters", REGISTERS[1]),
     )

@@ -36,7 +36,7 @@ class Case:
     def tiling(self, dtype: torch.dtype) -> up.Tiling:
         g = geometry(self.layer)
         taps = self.taps or g.taps
-        return up.Tiling(g, str(dtype)[6:], self.taps > 0, taps, self.columns, self.stages)
+        return up.Tiling(g, str(dtype)[6:], self.taps > 0, taps, self.columns, self.stages, few=self.taps > 0)
 
 
 CASES = {

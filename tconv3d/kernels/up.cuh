@@ -199,21 +199,30 @@ struct Up {
     ptx::barrier_wait(consumers_there(), static_cast<unsigned>(number) % 2u);
   }
 
+  __device__ __forceinline__ float bias_of(int i) const {
+    const int out = layout.first_out() + i;
+    const bool there = args.bias != nullptr && out < C::kOut;
+    return there ? widen<float>(static_cast<const Scalar*>(args.bias)[out]) : 0.0f;
+  }
+
   __device__ __forceinline__ void order_weights() const {
-    if constexpr (kByBlocks) weight_blocks().template copy<1, UpWeightBlocks<C, Layout, kThreads>::kOwn>();
-    for (int i = own(); i < Layout::kOutTile; i += kThreads) {
-      const int out = layout.first_out() + i;
-      const bool there = args.bias != nullptr && out < C::kOut;
-      bias[i] = there ? widen<float>(static_cast<const Scalar*>(args.bias)[out]) : 0.0f;
-    }
-    layout.fill_table(own(), kThreads);
     if constexpr (kByBlocks) {
-      weight_blocks().order();
+      order_blocks();
     } else {
+      for (int i = own(); i < Layout::kOutTile; i += kThreads) bias[i] = bias_of(i);
+      layout.fill_table(own(), kThreads);
       order_chunks();
     }
     ptx::fence_async_proxy();
     meet(kByBlocks ? 0 : kChunks + 1);
+  }
+  __device__ __forceinline__ void order_blocks() const {
+    static_assert(Layout::kOutTile <= kThreads && Layout::kTable == 0);
+    const bool has_bias = own() < Layout::kOutTile;
+    const float value = has_bias ? bias_of(own()) : 0.0f;  // asked for before weights that it would wait for
+    weight_blocks().template copy<1, UpWeightBlocks<C, Layout, kThreads>::kOwn>();
+    if (has_bias) bias[own()] = value;
+    weight_blocks().order();
   }
   __device__ __forceinline__ void order_chunks() const {
     ptx::copy_wait<kGroups - 1>();
@@ -267,8 +276,8 @@ struct Up {
   }
 
   // Chunks of a tile whose stages were last used before the other consumer's tile: for these a consumer need
-  // not wait for its turn.
-  static constexpr int kAhead = C::kLast && C::kStages > kChunks
+  // not wait for its turn. With many tiles it does, so that one consumer multiplies while the other stores.
+  static constexpr int kAhead = C::kFewTiles && C::kStages > kChunks
                                     ? (C::kStages - kChunks < kChunks ? C::kStages - kChunks : kChunks)
                                     : 0;
 

@@ -319,13 +319,14 @@ struct UpChannelsLast : UpShape<C> {
     }
   }
 
-  // ---- Weights whose taps are neighbours.
+  // ---- Weights: in the order of memory, by channel and tap, or by tap and channel.
 
-  static constexpr int kWeightPiece = common_bytes(C::kTapTile * kItem);
-  static constexpr bool kNeighbours = false;
+  static constexpr int kWeightPiece = common_bytes((C::kWeightLast ? kOutTile : C::kTapTile) * kItem);
+  static constexpr bool kNeighbours = C::kWeightLast;
 
   __device__ __forceinline__ const Scalar* weight_at(int in, int column) const {
-    const int tap = first_tap + column % C::kTapTile, co = out + column / C::kTapTile;
+    const int tap = first_tap + (C::kWeightLast ? column / kOutTile : column % C::kTapTile);
+    const int co = out + (C::kWeightLast ? column % kOutTile : column / C::kTapTile);
     if (in >= C::kIn || (C::kOut % kOutTile != 0 && co >= C::kOut)) return nullptr;
     return static_cast<const Scalar*>(args.weight) + in * args.w_strides.n + co * args.w_strides.c +
            tap * args.w_strides.w;
@@ -335,7 +336,8 @@ struct UpChannelsLast : UpShape<C> {
     return (piece % 2 * 16 + i / kPerWord * 4 + piece / 2) * kPerWord + i % kPerWord;
   }
   static __device__ __forceinline__ int row_of(int column) {
-    const int ordered = column % C::kTapTile * kOutTile + column / C::kTapTile;  // by tap, then by channel
+    const int ordered =  // by tap, then by channel
+        C::kWeightLast ? column : column % C::kTapTile * kOutTile + column / C::kTapTile;
     return ordered / kBlock * kBlock + row_in_block(ordered % kBlock);
   }
   static __device__ __forceinline__ int row_in_block(int column) {

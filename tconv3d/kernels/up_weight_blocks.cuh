@@ -17,28 +17,26 @@ struct UpWeightBlocks {
 
   static constexpr int kWarps = kThreads / 32, kRowBytes = Layout::kRowBytes;
   static constexpr int kBlock = Layout::kBlock, kBlockBytes = kBlock * kRowBytes;
-  static constexpr int kSpan =
-      Layout::kOutTile % (2 * kBlock) == 0 ? 2 : 1;              // blocks that a warp copies at once
-  static constexpr int kInRow = C::kColumns / (kSpan * kBlock);  // spans of a chunk
-  static constexpr int kSpans = Layout::kChunks * kInRow, kOwn = (kSpans + kWarps - 1) / kWarps;
-  static constexpr int kBlockPieces = kBlock * Layout::kItem / 16;  // of a channel, as it is in memory
-  static constexpr int kPieces = kSpan * kBlockPieces, kRowsAtOnce = 32 / kPieces;
-  static constexpr int kCopies = Layout::kStageItems / kRowsAtOnce;
+  static constexpr int kInRow = C::kColumns / kBlock;  // blocks of a chunk
+  static constexpr int kBlocks = Layout::kChunks * kInRow, kOwn = (kBlocks + kWarps - 1) / kWarps;
+  static constexpr int kPieces = kBlock * Layout::kItem / 16;  // of a channel, as it is in memory
+  static constexpr int kRowsAtOnce = 32 / kPieces, kCopies = Layout::kStageItems / kRowsAtOnce;
   static constexpr int kWords = kBlock / Layout::kPerWord;  // columns, or pairs of them
   static constexpr int kUnits = kWords * 8 / 32;            // of a lane: 16 bytes of K of a word's columns
 
-  static_assert(kBlockPieces == 4 && kWords == 16, "64 bytes of a channel");
+  static_assert(kPieces == 4 && kWords == 16, "64 bytes of a channel");
 
   const Layout& layout;
   unsigned char* weights;
   int warp, lane;  // of those that share the work
 
-  // Spans of the first chunks first.
-  __device__ __forceinline__ int span(int i) const { return warp + i * kWarps; }
-  __device__ __forceinline__ unsigned char* span_at(int i) const {
-    return weights + span(i) * (kSpan * kBlockBytes);
+  // A warp's blocks, those of the first chunks first.
+  __device__ __forceinline__ int block(int i) const { return warp + i * kWarps; }
+  __device__ __forceinline__ bool exists(int i) const { return kBlocks % kWarps == 0 || block(i) < kBlocks; }
+  __device__ __forceinline__ int first_channel(int i) const {
+    return block(i) / kInRow * Layout::kStageItems;
   }
-  __device__ __forceinline__ bool exists(int i) const { return kSpans % kWarps == 0 || span(i) < kSpans; }
+  __device__ __forceinline__ int first_column(int i) const { return block(i) % kInRow * kBlock; }
 
   // Where a channel's items wait to be put in order: those of one load, by half a warp each, lie in banks of
   // their own.
@@ -46,32 +44,30 @@ struct UpWeightBlocks {
     return Layout::kPerWord == 2 ? channel ^ channel / 2 % 2 : channel;
   }
 
-  // Of its spans, those from one on and before another.
+  // Of its blocks, those from one on and before another.
   template <int kFrom, int kTo>
   __device__ __forceinline__ void copy() const {
     // A weight may begin anywhere among other parameters.
     const bool aligned = reinterpret_cast<unsigned long long>(layout.args.weight) % 16 == 0;
     static_for<kTo - kFrom>([&](auto later) {
       constexpr int i = kFrom + decltype(later)::value;
-      if (aligned && exists(i)) copy_span(i);
+      if (aligned && exists(i)) copy_block(i);
       ptx::copy_commit();
     });
     if (!aligned) {
 #pragma unroll 1
       for (int i = kFrom; i < kTo; ++i) {
-        if (exists(i)) load_span(i);
+        if (exists(i)) load_block(i);
       }
     }
   }
 
-  __device__ __forceinline__ int first_channel(int i) const { return span(i) / kInRow * Layout::kStageItems; }
-  __device__ __forceinline__ int first_column(int i) const { return span(i) % kInRow * kSpan * kBlock; }
-  // Where a piece of a channel waits to be put in order.
-  static __device__ __forceinline__ int place_of(int in, int piece) {
-    return piece / kBlockPieces * kBlockBytes + slot_of(in) * (kBlockPieces * 16) + piece % kBlockPieces * 16;
+  // Where 16 bytes of a channel wait to be put in order.
+  __device__ __forceinline__ unsigned char* place_of(int number, int in, int piece) const {
+    return weights + block(number) * kBlockBytes + slot_of(in) * (kPieces * 16) + piece * 16;
   }
 
-  __device__ __forceinline__ void copy_span(int number) const {
+  __device__ __forceinline__ void copy_block(int number) const {
     const int piece = lane % kPieces, row = lane / kPieces;
     const int channel = first_channel(number), column = first_column(number);
     const bool outs = layout.has_out(column, piece * Layout::kPieceItems);
@@ -82,17 +78,16 @@ struct UpWeightBlocks {
       const bool there = outs && (C::kIn % Layout::kStageItems == 0 || channel + in < C::kIn);
       const void* const source =
           there ? from + i * kRowsAtOnce * Layout::kInStride : static_cast<const Scalar*>(layout.args.weight);
-      ptx::copy_words_once<4>(span_at(number) + place_of(in, piece), source, there);
+      ptx::copy_words_once<4>(place_of(number, in, piece), source, there);
     }
   }
   // The same item by item, in few instructions.
-  __device__ __forceinline__ void load_span(int number) const {
+  __device__ __forceinline__ void load_block(int number) const {
     const int channel = first_channel(number), column = first_column(number);
 #pragma unroll 1
-    for (int i = lane; i < Layout::kStageItems * kSpan * kBlock; i += 32) {
-      const int in = i / (kSpan * kBlock), item = i % (kSpan * kBlock);
-      Scalar* const to =
-          reinterpret_cast<Scalar*>(span_at(number) + place_of(in, item / Layout::kPieceItems));
+    for (int i = lane; i < Layout::kStageItems * kBlock; i += 32) {
+      const int in = i / kBlock, item = i % kBlock;
+      auto* const to = reinterpret_cast<Scalar*>(place_of(number, in, item / Layout::kPieceItems));
       const bool there = layout.has_out(column, item) && channel + in < C::kIn;
       to[item % Layout::kPieceItems] =
           there ? load_constant(layout.weight_of(channel + in, column) + item) : Scalar{};
@@ -106,12 +101,10 @@ struct UpWeightBlocks {
     static_for<kOwn>([&](auto i) {
       ptx::copy_wait<kOwn - 1 - decltype(i)::value>();
       __syncwarp();
-      if (!exists(i)) return;
-#pragma unroll
-      for (int block = 0; block < kSpan; ++block) order_block(span_at(i) + block * kBlockBytes);
+      if (exists(i)) order_block(weights + block(i) * kBlockBytes);
     });
   }
-  __device__ __forceinline__ void order_block(unsigned char* block) const {
+  __device__ __forceinline__ void order_block(unsigned char* at) const {
     const int word = Layout::word_of(lane % 16);
     unsigned found[kUnits][Layout::kUnitItems];
 #pragma unroll
@@ -119,7 +112,7 @@ struct UpWeightBlocks {
 #pragma unroll
       for (int i = 0; i < Layout::kUnitItems; ++i) {
         const int slot = slot_of(Layout::channel_of(piece_of(unit), i));
-        found[unit][i] = reinterpret_cast<const unsigned*>(block)[slot * kWords + word];
+        found[unit][i] = reinterpret_cast<const unsigned*>(at)[slot * kWords + word];
       }
     }
     __syncwarp();  // what was loaded lies where others store
@@ -130,7 +123,7 @@ struct UpWeightBlocks {
         // Of two columns, lanes that store at once do not all have the first.
         const int which = Layout::kPerWord == 2 ? k ^ lane / 4 % 2 : 0;
         const int row = Layout::row_in_block(word * Layout::kPerWord + which);
-        *reinterpret_cast<uint4*>(block + row * kRowBytes + (piece_of(unit) ^ row % 8) * 16) =
+        *reinterpret_cast<uint4*>(at + row * kRowBytes + (piece_of(unit) ^ row % 8) * 16) =
             Layout::unit_of(found[unit], which);
       }
     }
