@@ -820,6 +820,15 @@ def plan(problem: Problem, device: Device) -> Plan:
     return plan_tiling(problem, device, tiling)
 
 
+def cycles(problem: Problem, device: Device) -> float:
+    """Predicted, of all launches."""
+    layer = _layer(problem)
+    size, _ = as_walked(problem, layer.at_once)
+    tiling = tiling_of(layer, device, problem.batch, size)
+    assert tiling is not None, "cycles() of a problem that why_not() refuses"
+    return _tiling_cycles(layer, tiling, problem.batch, size, device)
+
+
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
     """The gradients of weight and bias, where both are wanted."""
     if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:

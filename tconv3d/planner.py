@@ -30,6 +30,7 @@ from . import (
     halo_planner,
     hopper_weight_grad_planner,
     norm_planner,
+    up_backward_last_planner,
     up_backward_planner,
     up_planner,
     weight_grad_planner,
@@ -41,6 +42,7 @@ WORKSPACE_ALIGN = 256
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("up_backward", up_backward_planner),
+    ("up_backward_last", up_backward_last_planner),
     ("up", up_planner),
     ("few_outputs", few_outputs_planner),
     ("few_inputs", few_inputs_planner),
