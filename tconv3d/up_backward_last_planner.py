@@ -2,8 +2,8 @@
 (kernels/up_backward_last.cuh).
 
 The counterpart of `up_backward_planner`, whose model it shares. Chooses which input channels and elements of dy's
-rows a block owns, the depth of the rings, and into how many parts the positions are split. What is compiled in depends
-on the layer alone, never on the volume.
+rows a block owns, the depth of the rings, and into how many parts the positions are split. What is compiled in
+depends on the layer alone, never on the volume.
 """
 
 from __future__ import annotations
