@@ -15,7 +15,8 @@ from .problem import Strides
 
 THREADS = 256
 TILE_WORDS = 4096
-CHANNELS = (8, 64)  # of a tile: the fewest and the most
+MAX_CHANNELS = 64  # of a tile, where there are positions to fill it
+LEAST, MOST_OF_A_SIDE = 3, 9  # of a tile's channels, by their binary logarithm
 MOST = 3  # tensors of one launch
 
 
@@ -31,6 +32,7 @@ class Turning:
     channels_are_rows: bool
     item_bytes: int
     pairs: bool  # elements of 16 bits two by two
+    first: int = 0  # item that is read; what is written begins with it
 
     @property
     def count(self) -> int:
@@ -39,11 +41,11 @@ class Turning:
     @property
     def log_tile(self) -> tuple[int, int]:
         """Rows and columns of a tile, in elements."""
-        words = TILE_WORDS * (2 if self.pairs else 1)
-        channels = self.rows if self.channels_are_rows else self.columns
-        least, most = CHANNELS
-        log_channels = (min(max(channels, least), most) - 1).bit_length()
-        log_positions = words.bit_length() - 1 - log_channels
+        log_words = (TILE_WORDS * (2 if self.pairs else 1)).bit_length() - 1
+        channels, positions = (self.rows, self.columns) if self.channels_are_rows else (self.columns, self.rows)
+        log_channels = max(LEAST, (min(channels, MAX_CHANNELS) - 1).bit_length())
+        log_positions = min(log_words - log_channels, max(1, (positions - 1).bit_length()))
+        log_channels = min(max(LEAST, (channels - 1).bit_length()), log_words - log_positions, MOST_OF_A_SIDE)
         return (log_channels, log_positions) if self.channels_are_rows else (log_positions, log_channels)
 
     @property
@@ -54,6 +56,13 @@ class Turning:
     @property
     def blocks(self) -> int:
         return self.items * prod(self.tiles)
+
+    @property
+    def efficiency(self) -> float:
+        """How much of a tile's channels there is."""
+        channels = self.rows if self.channels_are_rows else self.columns
+        log_channels = self.log_tile[0 if self.channels_are_rows else 1]
+        return channels / (-(-channels >> log_channels) << log_channels)
 
 
 def turning(
@@ -72,7 +81,7 @@ def turn(turnings: Sequence[Turning], overlaps: bool) -> Launch:
     assert 0 < len(turnings) <= MOST and len({each.item_bytes for each in turnings}) == 1
     for each in turnings:
         scalars += int64s(each.rows, each.columns)
-        scalars += int32s(first, each.blocks, *each.tiles, *each.log_tile, each.pairs, 0)
+        scalars += int32s(first, each.blocks, *each.tiles, *each.log_tile, each.pairs, each.first)
         first += each.blocks
     missing = MOST - len(turnings)
     return Launch(
@@ -82,7 +91,7 @@ def turn(turnings: Sequence[Turning], overlaps: bool) -> Launch:
             ("kMinBlocks", 4),
             ("kItemBytes", turnings[0].item_bytes),
             ("kTileWords", TILE_WORDS),
-            ("kMostRows", 2 * TILE_WORDS // CHANNELS[0]),
+            ("kMostRows", 2 * TILE_WORDS >> LEAST),
         ),
         grid=(first, 1, 1),
         threads=THREADS,

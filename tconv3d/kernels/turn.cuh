@@ -16,6 +16,7 @@ struct Matrices {
   int tiles_of_rows, tiles_of_columns;
   int log_rows, log_columns;  // of a tile, in elements
   int pairs;                  // whether elements of 16 bits go two by two
+  int first;                  // of those that are read; what is written begins with it
 };
 
 struct Args {
@@ -31,12 +32,14 @@ struct Turn {
   static_assert(kWords % (2 * kThreads) == 0, "even shares");
 
   struct Tile {
-    long long start;  // of the matrix
+    long long read, written;  // where the matrix starts
     long long row, column;
   };
   static __device__ __forceinline__ Tile tile_at(const Matrices& m, int block) {
-    const int rest = block / m.tiles_of_columns, item = rest / m.tiles_of_rows;
-    return Tile{item * (m.rows * m.columns), static_cast<long long>(rest % m.tiles_of_rows) << m.log_rows,
+    const int rest = block / m.tiles_of_columns;
+    const long long item = rest / m.tiles_of_rows;
+    return Tile{(item + m.first) * (m.rows * m.columns), item * (m.rows * m.columns),
+                static_cast<long long>(rest % m.tiles_of_rows) << m.log_rows,
                 static_cast<long long>(block % m.tiles_of_columns) << m.log_columns};
   }
 
@@ -46,27 +49,29 @@ struct Turn {
                                               unsigned* staged) {
     const Tile tile = tile_at(m, block);
     const int pitch = (1 << m.log_columns) + 1, thread = static_cast<int>(threadIdx.x);
-    const Bits* const read = static_cast<const Bits*>(from) + tile.start;
+    const int size = 1 << (m.log_rows + m.log_columns);
+    const Bits* const read = static_cast<const Bits*>(from) + tile.read;
     Bits values[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int at = i * kThreads + thread;
       const long long row = tile.row + (at >> m.log_columns);
       const long long column = tile.column + (at & ((1 << m.log_columns) - 1));
-      values[i] = row < m.rows && column < m.columns ? read[row * m.columns + column] : Bits{};
+      const bool inside = at < size && row < m.rows && column < m.columns;
+      values[i] = inside ? read[row * m.columns + column] : Bits{};
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int at = i * kThreads + thread;
-      staged[(at >> m.log_columns) * pitch + (at & ((1 << m.log_columns) - 1))] = values[i];
+      if (at < size) staged[(at >> m.log_columns) * pitch + (at & ((1 << m.log_columns) - 1))] = values[i];
     }
     __syncthreads();
-    Bits* const written = static_cast<Bits*>(to) + tile.start;
+    Bits* const written = static_cast<Bits*>(to) + tile.written;
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int at = i * kThreads + thread;
       const int r = at & ((1 << m.log_rows) - 1), c = at >> m.log_rows;
-      if (tile.row + r < m.rows && tile.column + c < m.columns) {
+      if (at < size && tile.row + r < m.rows && tile.column + c < m.columns) {
         written[(tile.column + c) * m.rows + tile.row + r] = static_cast<Bits>(staged[r * pitch + c]);
       }
     }
@@ -78,27 +83,29 @@ struct Turn {
     const Tile tile = tile_at(m, block);
     const int log_words = m.log_columns - 1, mask = (1 << log_words) - 1;
     const int pitch = (1 << log_words) + 1, thread = static_cast<int>(threadIdx.x);
-    const unsigned* const read = static_cast<const unsigned*>(from) + tile.start / 2;
+    const int size = 1 << (m.log_rows + log_words);
+    const unsigned* const read = static_cast<const unsigned*>(from) + tile.read / 2;
     unsigned values[kOwn];
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int at = i * kThreads + thread;
       const long long row = tile.row + (at >> log_words), column = tile.column + 2 * (at & mask);
-      values[i] = row < m.rows && column < m.columns ? read[(row * m.columns + column) / 2] : 0u;
+      const bool inside = at < size && row < m.rows && column < m.columns;
+      values[i] = inside ? read[(row * m.columns + column) / 2] : 0u;
     }
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int at = i * kThreads + thread;
-      staged[(at >> log_words) * pitch + (at & mask)] = values[i];
+      if (at < size) staged[(at >> log_words) * pitch + (at & mask)] = values[i];
     }
     __syncthreads();
-    unsigned* const written = static_cast<unsigned*>(to) + tile.start / 2;
+    unsigned* const written = static_cast<unsigned*>(to) + tile.written / 2;
 #pragma unroll
     for (int i = 0; i < kOwn / 2; ++i) {
       const int at = i * kThreads + thread;
       const int r = (at & ((1 << (m.log_rows - 1)) - 1)) * 2, c = at >> (m.log_rows - 1);
       const long long row = tile.row + r, column = tile.column + 2 * c;
-      if (row >= m.rows || column >= m.columns) continue;
+      if (2 * at >= size || row >= m.rows || column >= m.columns) continue;
       const unsigned one = staged[r * pitch + c], other = staged[(r + 1) * pitch + c];
       written[(column * m.rows + row) / 2] = (one & 0xFFFFu) | other << 16;
       written[((column + 1) * m.rows + row) / 2] = one >> 16 | (other & 0xFFFF0000u);
