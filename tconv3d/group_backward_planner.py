@@ -69,13 +69,38 @@ class Tile:
         """Bytes of a run that begins anywhere; an odd multiple of 16."""
         return -(-(elements * self.problem.item_bytes + 30) // 32) * 32 + 16
 
+    def _cell(self, per_group: int) -> int:
+        """Bytes of a bundle's channels of a position, channels-last."""
+        return bundled(self.problem.geometry) * per_group * self.problem.item_bytes
+
     @property
     def pitch(self) -> int:
-        return self._pitch(self.lines_of_dy * self.problem.output_size[2])
+        """Of a channel; of one phase along w of a line, channels-last."""
+        g, width = self.problem.geometry, self.problem.output_size[2]
+        if not _last(self.problem):
+            return self._pitch(self.lines_of_dy * width)
+        axis = g.axes[2]
+        return -(-(width + axis.padding) // axis.stride) * (self._cell(g.out_per_group) // 16 | 1) * 16
 
     @property
     def pitch_x(self) -> int:
-        return self._pitch(self.lines * self.problem.input_size[2])
+        """Of a channel; of a line, channels-last."""
+        width = self.problem.input_size[2]
+        if not _last(self.problem):
+            return self._pitch(self.lines * width)
+        return width * self._cell(self.problem.geometry.in_per_group)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of dy."""
+        g = self.problem.geometry
+        of = self.lines_of_dy * g.stride[2] if _last(self.problem) else bundled(g) * g.out_per_group
+        return of * self.pitch
+
+    @property
+    def stage_x_bytes(self) -> int:
+        g = self.problem.geometry
+        return (self.lines if _last(self.problem) else bundled(g) * g.in_per_group) * self.pitch_x
 
     @property
     def slots(self) -> int:
@@ -88,9 +113,8 @@ class Tile:
         return min(MAX_STAGES, self.slots + ahead) if self.weight_grad else 0
 
     def bytes(self, stages: int) -> int:
-        g, groups = self.problem.geometry, bundled(self.problem.geometry)
-        rings = stages * groups * g.out_per_group * self.pitch
-        rings += self.stages_x(stages) * groups * g.in_per_group * self.pitch_x
+        g = self.problem.geometry
+        rings = stages * self.stage_bytes + self.stages_x(stages) * self.stage_x_bytes
         passed = 4 * WEIGHT_WARPS * (32 * 4 * products(g) + CHANNELS) if self.weight_grad else 0
         return BARRIER_BYTES + max(rings, passed)
 
@@ -176,7 +200,9 @@ def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
     if 2 * g.taps > MAX_WEIGHTS or 4 * products(g) > MAX_SUMS:
         return "the taps do not fit the registers"
     if not _dense(problem):
-        return "the tensors are not contiguous, or not aligned"
+        return "the tensors are not dense, or not aligned"
+    if _last(problem) and not _whole_pieces(problem):
+        return "a bundle's channels of a position are not whole pieces of 16 bytes"
     if not 0 < problem.batch * prod(problem.input_size) < 2**31 or min(problem.output_size) <= 0:
         return "too many positions, or none"
     if problem.input_size[2] < MIN_WIDTH:
@@ -186,14 +212,31 @@ def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
     return None
 
 
+def _last(p: Problem) -> bool:
+    """Whether the tensors are channels-last."""
+    return p.input[1] == p.output[1] == 1 and p.input[4] > 1
+
+
 def _dense(p: Problem) -> bool:
-    g = p.geometry
+    g, layout = p.geometry, channels_last if _last(p) else contiguous
+    shape = (g.in_channels, g.out_per_group, *g.kernel)
     return (
         p.aligned
-        and p.input == contiguous((p.batch, g.in_channels, *p.input_size))
-        and p.output == contiguous((p.batch, g.out_channels, *p.output_size))
-        and p.weight == contiguous((g.in_channels, g.out_per_group, *g.kernel))
+        and p.input == layout((p.batch, g.in_channels, *p.input_size))
+        and p.output == layout((p.batch, g.out_channels, *p.output_size))
+        and (p.weight == contiguous(shape) or (p.which is Pass.INPUT_GRAD and p.weight == channels_last(shape)))
     )
+
+
+def _whole_pieces(p: Problem) -> bool:
+    g = p.geometry
+    return all(bundled(g) * n * p.item_bytes % 16 == 0 for n in (g.in_per_group, g.out_per_group))
+
+
+def channels_last(shape: tuple[int, ...]) -> Strides:
+    n, c, *size = shape
+    batch, *others, channel = contiguous((n, *size, c))
+    return (batch, channel, *others)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -237,7 +280,7 @@ def _main(wanted: dict[Pass, Problem], tile: Tile, split: Split, parts: Parts) -
     warps = INPUT_WARPS * input_grad, WEIGHT_WARPS * weight_grad
     return Launch(
         kernel="group_backward",
-        constants=_constants(p, *warps, Pass.BIAS_GRAD in wanted),
+        constants=_constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
         grid=(g.groups // bundled(g) * split.splits, 1, 1),
         threads=32 * (1 + sum(warps)),
         shared_bytes=tile.bytes(stages),
@@ -263,7 +306,7 @@ def _count(strides: Strides, batch: int) -> int:
     return strides[0] * batch
 
 
-def _constants(p: Problem, input_warps: int, weight_warps: int, bias: bool) -> Constants:
+def _constants(p: Problem, weight: Strides, input_warps: int, weight_warps: int, bias: bool) -> Constants:
     g, groups = p.geometry, bundled(p.geometry)
     depth, _, _ = g.axes
     least, largest = shifts(depth)
@@ -290,4 +333,6 @@ def _constants(p: Problem, input_warps: int, weight_warps: int, bias: bool) -> C
         ("kInputWarps", input_warps),
         ("kWeightWarps", weight_warps),
         ("kBias", bias),
+        ("kLast", _last(p)),
+        ("kWeightLast", weight[4] != 1),
     )

@@ -813,11 +813,24 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def plan(problem: Problem, device: Device) -> Plan:
+def plan(problem: Problem, device: Device, slices: int = 1) -> Plan:
+    """If there are slices, the problem is that of one of so many equal slices of the batch: all have their launches,
+    and one launch adds up what they leave."""
     layer = _layer(problem)
-    tiling = tiling_of(layer, device, problem.batch, as_walked(problem, layer.at_once)[0])
-    assert tiling is not None, "plan() of a problem that why_not() refuses"
-    return plan_tiling(problem, device, tiling)
+    size, _ = as_walked(problem, layer.at_once)
+    tiling = tiling_of(layer, device, problem.batch, size)
+    made = best_buffers(layer, tiling, size, device.shared_bytes) if tiling else None
+    assert made is not None, "plan() of a problem that why_not() refuses"
+    return plan_buffers(problem, device, made, slices)
+
+
+def cycles(problem: Problem, device: Device) -> float:
+    """Predicted, of all launches."""
+    layer = _layer(problem)
+    size, _ = as_walked(problem, layer.at_once)
+    tiling = tiling_of(layer, device, problem.batch, size)
+    assert tiling is not None, "cycles() of a problem that why_not() refuses"
+    return _tiling_cycles(layer, tiling, problem.batch, size, device)
 
 
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
@@ -838,14 +851,22 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     return plan_buffers(p, device, made)
 
 
-def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
+def plan_buffers(p: Problem, device: Device, made: Buffers, slices: int = 1) -> Plan:
     g, layer, tiling = p.geometry, _layer(p), made.tiling
     count = _count(g)
-    splits = _splits(layer, made, p.batch, as_walked(p, layer.at_once)[0], device)
-    direct = splits == 1 and _direct(p, device, tiling)
-    parts = 0 if direct else splits
+    splits = _splits(layer, made, p.batch, as_walked(p, layer.at_once)[0], device, slices)
+    direct = splits == slices == 1 and _direct(p, device, tiling)
+    parts = 0 if direct else slices * splits
+    own_bias_parts = splits * -(-g.in_per_group // tiling.columns) * bias_slots(g, tiling) if p.bias else 0
+    bias_parts = slices * own_bias_parts
     mains = tuple(_main(p, layer, made, piece, splits, direct) for piece in tiling.pieces)
-    bias_parts = splits * -(-g.in_per_group // tiling.columns) * bias_slots(g, tiling) if p.bias else 0
+    regions = [("bias_parts", 4 * parts * count)] if p.bias else []
+    if slices > 1:
+        mains = tuple(_of_slice(main, i) for i in range(slices) for main in mains)
+        regions += [(f"workspace {i}", 4 * i * splits * count) for i in range(slices)]
+    if slices > 1 and p.bias:
+        first, step = 4 * parts * count, 4 * own_bias_parts * g.out_channels
+        regions += [(f"bias_parts {i}", first + i * step) for i in range(slices)]
     sums = (_sum_of_parts(p, device, tiling.kinds(g), parts, bias_parts),) if parts or p.bias else ()
     box = made.box
     tile = f"{tiling}, steps of {box.d} x {box.h} lines of {box.w * SEGMENT} words, {splits} parts"
@@ -855,8 +876,14 @@ def plan_buffers(p: Problem, device: Device, made: Buffers) -> Plan:
         (*mains, *sums),
         4 * (parts * count + bias_parts * g.out_channels),
         tile,
-        (("bias_parts", 4 * parts * count),) if p.bias else (),
+        tuple(regions),
     )
+
+
+def _of_slice(main: Launch, index: int) -> Launch:
+    """With places of its own for what it leaves."""
+    own = {name: f"{name} {index}" for name in ("workspace", "bias_parts")}
+    return replace(main, pointers=tuple(own.get(name, name) for name in main.pointers))
 
 
 def _slices(device: Device, kinds: int) -> int:
@@ -944,11 +971,11 @@ def _result_cycles(tiling: Tiling, g: Geometry) -> float:
     return max(0.0, RESULT_ELEMENT * tiling.elements + RESULT_RUN * runs - RESULT_HIDDEN)
 
 
-def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> int:
+def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device, slices: int = 1) -> int:
     """Into how many parts the steps are split: what fills the GPU with the least left over at the end."""
     waves = -(-4 * device.multiprocessors // made.tiling.kinds(layer.geometry))
     steps = _steps(batch, size, layer, made.box)
-    most = max(1, min(steps, WORKSPACE_BYTES // (_count(layer.geometry) * 4), waves))
+    most = max(1, min(steps, WORKSPACE_BYTES // (slices * _count(layer.geometry) * 4), waves))
     return min(range(1, most + 1), key=lambda splits: _cycles(layer, made, batch, size, splits, device))
 
 

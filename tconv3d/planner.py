@@ -30,6 +30,8 @@ from . import (
     halo_planner,
     hopper_weight_grad_planner,
     norm_planner,
+    turned_planner,
+    up_backward_last_planner,
     up_backward_planner,
     up_planner,
     weight_grad_planner,
@@ -41,11 +43,13 @@ WORKSPACE_ALIGN = 256
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("up_backward", up_backward_planner),
+    ("up_backward_last", up_backward_last_planner),
     ("up", up_planner),
     ("few_outputs", few_outputs_planner),
     ("few_inputs", few_inputs_planner),
     ("few_weight_grad", few_weight_grad_planner),
     ("group_backward", group_backward_planner),
+    ("turned", turned_planner),
     ("halo", halo_planner),
     ("hopper_weight_grad", hopper_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),

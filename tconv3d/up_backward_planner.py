@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 from . import tensor_cores
 from .direct_planner import SCALARS
@@ -44,6 +45,8 @@ APART_EFFICIENCY = 0.6  # of memory, where the other families are at their best
 APART_WORD, APART_REST = 65.0, 65000.0  # a small volume: the sum over K of one tile of dx, everything else
 MIN_GAIN = 1.0
 
+T = TypeVar("T", bound="Tiling")
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -58,7 +61,7 @@ class Tiling:
     stages_x: int
 
     @classmethod
-    def deep(cls, g: Geometry, dtype: str, columns: int, chunks: int, ranges: int, stages: int) -> Tiling:
+    def deep(cls: type[T], g: Geometry, dtype: str, columns: int, chunks: int, ranges: int, stages: int) -> T:
         """So many stages, and enough of x that it can be asked for a chunk before those of its tile."""
         return cls(g, dtype, columns, chunks, ranges, stages, 1 + -(-(stages + 1) // chunks))
 
@@ -88,10 +91,17 @@ class Tiling:
         return self.resident_bytes + self.stages * self.stage_bytes + barriers
 
     @property
+    def words(self) -> int:
+        """Of K, to those of two taps."""
+        return self.rows * self.geometry.kernel[2] // 64
+
+    @property
     def tile_cycles(self) -> float:
-        words = self.rows * self.geometry.kernel[2] // 64  # of K, to those of two taps
-        chunk = words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) * FEW_STAGES.get(self.stages, 1.0)
+        chunk = self.words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) * FEW_STAGES.get(self.stages, 1.0)
         return self.chunks * chunk + TILE_CYCLES + TILE_COLUMN_CYCLES * self.columns
+
+    def tiles_of(self, p: Problem) -> int:
+        return -(-pieces_of(p) // PIECES[p.geometry.kernel[2]])
 
     def __str__(self) -> str:
         return f"{self.columns} input channels x {self.chunks} x {self.rows} rows, {self.stages} stages"
@@ -122,10 +132,6 @@ def pieces_of(p: Problem) -> int:
     return p.batch * prod(p.input_size) * p.geometry.kernel[2] * p.item_bytes // 16
 
 
-def tiles_of(p: Problem) -> int:
-    return -(-pieces_of(p) // PIECES[p.geometry.kernel[2]])
-
-
 def _vectors(p: Problem, q: Problem) -> bool:
     """Whether 16 bytes of positions, counted through all lines of the batch, always lie in a row."""
     n, c, d, h, _ = (stride * p.item_bytes % 16 == 0 for stride in q.input)
@@ -143,7 +149,7 @@ def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
 
 def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
     """Predicted, of the whole plan."""
-    g, tiles = p.geometry, tiles_of(p)
+    g, tiles = p.geometry, tiling.tiles_of(p)
     splits = splits_of(tiling, tiles, device)
     waves = -(-tiling.kinds * splits // device.multiprocessors)
     walk = waves * (-(-tiles // splits) * tiling.tile_cycles + BLOCK_OVERHEAD)
@@ -178,10 +184,11 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return "computes gradients together, none alone"
 
 
-def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+def why_not_layer(problems: dict[Pass, Problem], device: Device) -> str | None:
+    """What has nothing to do with where the tensors' elements are."""
     if not {Pass.INPUT_GRAD, Pass.WEIGHT_GRAD} <= problems.keys():
         return "the gradients of input and weight are not both wanted"
-    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    p = problems[Pass.INPUT_GRAD]
     g = p.geometry
     if refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP):
         return refusal
@@ -191,12 +198,20 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
         return "padding or dilation"
     if any(axis.kernel != axis.stride for axis in g.axes):
         return "the kernel is not the stride"
+    if not 0 < p.batch * prod(p.input_size) < 2**30:
+        return "too many positions, or none"
+    return None
+
+
+def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+    if refusal := why_not_layer(problems, device):
+        return refusal
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    g = p.geometry
     if g.kernel[2] != 2 and (p.item_bytes != 4 or g.kernel[2] not in ROWS):
         return "the kernel is not 2 along w, nor 1 or 3 in TF32"
     if not _whole_pieces(p, q):
         return "lines of positions are not whole pieces of 16 bytes in contiguous tensors"
-    if not 0 < p.batch * prod(p.input_size) < 2**30:
-        return "too many positions, or none"
     return None
 
 
@@ -231,7 +246,7 @@ def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -
     g = p.geometry
     # What the output padding adds belongs to no tap, but to the bias.
     bias = Pass.BIAS_GRAD in problems and not any(axis.output_padding for axis in g.axes)
-    splits = splits_of(tiling, tiles_of(p), device)
+    splits = splits_of(tiling, tiling.tiles_of(p), device)
     parts = Parts(p, splits, tiling.ranges, g.kernel[0] * g.kernel[1] if bias else 0)
     passes = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
     why = "every output has one position and one tap: all gradients from one reading of dy"
@@ -300,7 +315,7 @@ def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
         pointers=("dy", "x", "weight", parts.place("dx", "dx"), parts.place("dw"), parts.place("db")),
         scalars=padded(
             int64s(*p.output, *q.input, *p.input, *(parts.pitch(name) for name in ("dx", "dw", "db"))),
-            int32s(tiles_of(p), parts.splits, pieces_of(p), int(_vectors(p, q))),
+            int32s(tiling.tiles_of(p), parts.splits, pieces_of(p), int(_vectors(p, q))),
             divider(size[0]),
             divider(size[1]),
             divider(size[2] * p.geometry.kernel[2] * p.item_bytes // 16),

@@ -462,13 +462,27 @@ def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Ti
     kinds, slots = tiling.kinds(p.geometry), device.multiprocessors * tiling.blocks
     tiles = _tiles(p, layer, box)
     most = max(1, min(tiles, WORKSPACE_BYTES // (count * 4), -(-4 * slots // kinds)))
-    cycles = _tile_cycles(layer, planes, tiling, box)
+    tile = _tile_cycles(layer, planes, tiling, box)
+    return min(range(1, most + 1), key=lambda splits: _cycles(kinds, slots, tiles, tile, splits, count, device))
 
-    def cost(splits: int) -> float:
-        adding = splits * count * 8 / (16 * device.multiprocessors)
-        return -(-kinds * splits // slots) * (-(-tiles // splits) + 1) * cycles + adding
 
-    return min(range(1, most + 1), key=cost)
+def _cycles(kinds: int, slots: int, tiles: int, tile: float, splits: int, count: int, device: Device) -> float:
+    """Predicted: blocks come in waves, and parts must be added."""
+    adding = splits * count * 8 / (16 * device.multiprocessors)
+    return -(-kinds * splits // slots) * (-(-tiles // splits) + 1) * tile + adding
+
+
+def cycles(p: Problem, device: Device) -> float:
+    """Predicted, of all launches."""
+    g, layer = p.geometry, _layer(p)
+    tiling = tiling_of(layer, device)
+    assert tiling is not None, "cycles() of a problem that why_not() refuses"
+    planes = [layer.planes(taps) for taps in layer.pieces]
+    box, count = _box(p, layer, planes[0], tiling), g.in_channels * g.out_per_group * g.taps
+    kinds, slots = tiling.kinds(g), device.multiprocessors * tiling.blocks
+    splits = _splits(p, device, layer, planes[0], tiling, box, count)
+    tile = _tile_cycles(layer, planes[0], tiling, box)
+    return len(planes) * _cycles(kinds, slots, _tiles(p, layer, box), tile, splits, count, device)
 
 
 def _tiles(p: Problem, layer: Layer, box: Box) -> int:

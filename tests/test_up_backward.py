@@ -12,6 +12,7 @@ from layers import UNIT, Layer, passes, poisoned
 from torch import Tensor
 
 from tconv3d import compiler, emulator, executor, planner
+from tconv3d import up_backward_last_planner as up_last
 from tconv3d import up_backward_planner as up
 from tconv3d.geometry import Geometry
 from tconv3d.problem import Device, Pass, Problem, bias_grad_problem
@@ -30,6 +31,12 @@ LAYERS = {
     "three taps": Layer(20, 13, (2, 5, 8), (3, 2, 3), (3, 2, 3)),
     "output padding": Layer(12, 9, (2, 3, 4), (2, 3, 2), (2, 3, 2), output_padding=(1, 2, 0), batch=3),
 }
+LAST_LAYERS = {
+    "nothing whole": Layer(20, 12, (3, 3, 11), T2, T2),
+    "one tap": Layer(24, 72, (3, 5, 12), (1, 1, 1), (1, 1, 1), batch=3),
+    "contiguous weight": Layer(16, 24, (3, 4, 7), (1, 3, 2), (1, 3, 2), output_padding=(0, 2, 1)),
+}
+LAST_CASES = [(torch.float32, name) for name in LAST_LAYERS] + [(torch.bfloat16, "contiguous weight")]
 HALVES = {torch.float16: ["nothing whole"], torch.bfloat16: ["lines of two tiles", "output padding"]}
 CASES = [(torch.float32, name) for name in LAYERS] + [(dtype, name) for dtype in HALVES for name in HALVES[dtype]]
 
@@ -61,9 +68,11 @@ def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-def check(layer: Layer, dtype: torch.dtype, device: str) -> list[Tensor]:
+def check(
+    layer: Layer, dtype: torch.dtype, device: str, operands: tuple[Tensor, Tensor, Tensor] | None = None
+) -> list[Tensor]:
     """Every element against float64, its error in roundings of the same sum over absolute values."""
-    operands = tensors(layer, dtype, device)
+    operands = tensors(layer, dtype, device) if operands is None else operands
     x, w, dy = (operand.double() for operand in operands)
     bias = torch.zeros(layer.out_channels, device=device).double()
     expected = passes(F.conv_transpose3d, [x, w, bias], layer.settings, dy)[1]
@@ -82,12 +91,41 @@ def test_against_float64(dtype: torch.dtype, name: str, together: str) -> None:
     check(LAYERS[name], dtype, together)
 
 
+def last_tensors(name: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    x, w, dy = tensors(LAST_LAYERS[name], dtype, device)
+    last = torch.channels_last_3d
+    w = w if name == "contiguous weight" else w.contiguous(memory_format=last)
+    return x.contiguous(memory_format=last), w, dy.contiguous(memory_format=last)
+
+
+@pytest.mark.parametrize(("dtype", "name"), LAST_CASES, ids=lambda value: str(value))
+def test_channels_last(dtype: torch.dtype, name: str, together: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same gradients every time, whatever the order of threads."""
+    layer, operands = LAST_LAYERS[name], last_tensors(name, dtype, together)
+    found = executor._wanted_problems(
+        operands[2], *operands[:2], (True, True, False), layer.size, layer.kernel, layer.settings
+    )
+    plans = planner.gradient_plans(tuple(each[0] for each in found if each), executor.device_of(operands[0]))
+    assert [plan.kernel for plan in plans] == ["up_backward_last"]
+    first = check(layer, dtype, together, operands)
+    if together == "cpu" and name == "nothing whole":
+        original = emulator.prepare
+        monkeypatch.setattr(emulator, "prepare", lambda launch: original(launch, "shuffled:1"))
+        executor.forget()
+        again = gradients(layer, *operands)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_several_ranges_of_rows(dtype: torch.dtype, together: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of dx are added afterwards: what a block has in registers is less than the weight."""
     made = up.Tiling(geometry(LAYERS["lines of two tiles"]), str(dtype)[6:], 16, 1, 3, 3, 2)
     monkeypatch.setattr(up, "tilings", lambda *_: [made])
     check(LAYERS["lines of two tiles"], dtype, together)
+    layer = LAST_LAYERS["contiguous weight"]
+    made = up_last.Tiling(geometry(layer), str(dtype)[6:], 8, 1, 3, 3, 2)
+    monkeypatch.setattr(up_last, "tilings", lambda *_: [made])
+    check(layer, dtype, together, last_tensors("contiguous weight", dtype, together))
 
 
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")

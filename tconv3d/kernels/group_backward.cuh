@@ -26,6 +26,11 @@
 // Runs begin wherever memory has them: copies begin at the multiple of 16 bytes before. With a stride of 2
 // and an odd distance between channels, the banks that four channels' windows begin with are different.
 //
+// Of channels-last tensors (kLast) the producer copies a bundle's part of every position, pieces of 16 bytes,
+// past its registers into a cell. Of a line of dy, cells of one phase along w lie side by side, so that a
+// word of a window is a constant away from its first; cells are an odd number of pieces apart, for the banks'
+// sake.
+//
 // Parts of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
 #pragma once
 
@@ -37,18 +42,19 @@ namespace tconv3d {
 struct Args {
   const void* dy;
   const void* x;
-  const void* weight;  // contiguous
+  const void* weight;  // contiguous, or channels-last
   void* dx;
-  void* parts;                                // [splits], each like the weight
-  void* bias_parts;                           // [splits], each like the bias
-  Strides dy_strides, x_strides, dx_strides;  // lines are contiguous, and follow one another
-  long long dy_count, x_count;                // elements of the tensors
-  long long dw_pitch, db_pitch;               // from part to part
+  void* parts;       // [splits], each like the weight
+  void* bias_parts;  // [splits], each like the bias
+  Strides dy_strides, x_strides,
+      dx_strides;                // lines are contiguous (or rows of channels are), one after another
+  long long dy_count, x_count;   // elements of the tensors
+  long long dw_pitch, db_pitch;  // from part to part
   Extent size, dy_size;
   int tasks, splits;
   int length;          // of a column
   int bands, chunks;   // that a tile has: kRows lines, 16 positions of a line
-  int pitch, pitch_x;  // bytes from channel to channel in a stage
+  int pitch, pitch_x;  // bytes from channel to channel in a stage; kLast: of a line's phase, of a line of x
   int stages, stages_x;
   Divider by_columns, by_segments, by_chunks;  // columns along h, and along d
 };
@@ -66,7 +72,11 @@ struct GroupBackward {
   static constexpr int kHalves = C::kOut > 4 ? 2 : 1;               // of K, that have channels
   static constexpr int kConsumers = C::kInputWarps + C::kWeightWarps;
   static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
+  static constexpr bool kLast = C::kLast, kWeightLast = C::kWeightLast;
+  static constexpr int kPieces = C::kOut * kItem / 16, kPiecesX = C::kIn * kItem / 16;  // of a cell
+  static constexpr int kCell = (kPieces | 1) * 16 / kItem, kCellX = C::kIn;
 
+  static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0), "whole pieces");
   static_assert(C::kIn <= 8 && C::kOut <= 8 && C::kThreads == 32 * (1 + kConsumers));
 
   struct Task {
@@ -92,8 +102,16 @@ struct GroupBackward {
     stages_x = stages + args.stages * stage_bytes();
   }
 
-  __device__ __forceinline__ int stage_bytes() const { return C::kOut * args.pitch; }
-  __device__ __forceinline__ int stage_x_bytes() const { return C::kIn * args.pitch_x; }
+  // Lines of dy that a tile needs.
+  __device__ __forceinline__ int tile_lines() const {
+    return kLines + C::kStrideH * C::kRows * (args.bands - 1);
+  }
+  __device__ __forceinline__ int stage_bytes() const {
+    return kLast ? tile_lines() * C::kStrideW * args.pitch : C::kOut * args.pitch;
+  }
+  __device__ __forceinline__ int stage_x_bytes() const {
+    return kLast ? args.bands * C::kRows * args.pitch_x : C::kIn * args.pitch_x;
+  }
   __device__ __forceinline__ unsigned full(int stage) const { return barriers + 32 * stage; }
   __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 32 * stage + 8; }
   __device__ __forceinline__ unsigned full_x(int stage) const { return barriers + 32 * stage + 16; }
@@ -102,9 +120,9 @@ struct GroupBackward {
   __device__ __forceinline__ void prepare() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kMaxStages; ++i) {
-        ptx::barrier_init(full(i), C::kOut);
+        ptx::barrier_init(full(i), kLast ? 32 : C::kOut);
         ptx::barrier_init(empty(i), kConsumers);
-        ptx::barrier_init(full_x(i), C::kIn);
+        ptx::barrier_init(full_x(i), kLast ? 32 : C::kIn);
         ptx::barrier_init(empty_x(i), max(1, C::kWeightWarps));
       }
       ptx::fence_barrier_init();
@@ -142,6 +160,7 @@ struct GroupBackward {
   }
   // Where a run lies in its place in a stage: as far from a multiple of 16 bytes as in memory.
   __device__ __forceinline__ int skipped(const Strides& strides, int n, int c, int d, int h) const {
+    if (kLast) return 0;
     return static_cast<int>(static_cast<unsigned>(offset_of(strides, n, c, d, h)) * kItem & 15u);
   }
 
@@ -165,10 +184,37 @@ struct GroupBackward {
     }
   }
 
+  // A bundle's pieces of the positions of a line. to_of(position): where a cell is.
+  template <int kPieces, class To>
+  __device__ __forceinline__ void copy_cells(const void* tensor, long long first, int width, long long step,
+                                             To&& to_of) const {
+    const int piece = lane % kPieces;
+    const unsigned char* from = static_cast<const unsigned char*>(tensor) + first * kItem + 16 * piece;
+    from += lane / kPieces * (step * kItem);
+#pragma unroll 4
+    for (int w = lane / kPieces; w < width; w += 32 / kPieces) {
+      ptx::copy_words_of_line<4>(to_of(w) + 16 * piece, from, true);
+      from += 32 / kPieces * (step * kItem);
+    }
+  }
+
+  // Where the cell of a position of a line of dy is.
+  __device__ __forceinline__ int cell_at(int w) const {
+    const int from_padding = w + C::kPaddingW;
+    return from_padding % C::kStrideW * args.pitch + from_padding / C::kStrideW * (kCell * kItem);
+  }
+
   __device__ __forceinline__ void copy_plane(const Task& task, int plane, int stage) const {
     const int first = first_line(task), from = max(first, 0);
     const int lines = min(first + kLines + C::kStrideH * C::kRows * (args.bands - 1), args.dy_size.h) - from;
-    if (lane < C::kOut) {
+    if constexpr (kLast) {
+      for (int line = 0; line < lines; ++line) {
+        unsigned char* const to = stages + stage * stage_bytes() + line * (C::kStrideW * args.pitch);
+        copy_cells<kPieces>(args.dy, offset_of(args.dy_strides, task.n, bundle * C::kOut, plane, from + line),
+                            args.dy_size.w, args.dy_strides.w, [&](int w) { return to + cell_at(w); });
+      }
+      ptx::copy_arrive(full(stage));
+    } else if (lane < C::kOut) {
       copy(stages + stage * stage_bytes() + lane * args.pitch, args.dy,
            offset_of(args.dy_strides, task.n, bundle * C::kOut + lane, plane, from),
            max(lines, 0) * args.dy_size.w, args.dy_count, full(stage));
@@ -177,7 +223,14 @@ struct GroupBackward {
 
   __device__ __forceinline__ void copy_x(const Task& task, int plane, int stage) const {
     const int lines = min(args.bands * C::kRows, args.size.h - task.h);
-    if (lane < C::kIn) {
+    if constexpr (kLast) {
+      for (int line = 0; line < lines; ++line) {
+        unsigned char* const to = stages_x + stage * stage_x_bytes() + line * args.pitch_x;
+        copy_cells<kPiecesX>(args.x, offset_of(args.x_strides, task.n, bundle * C::kIn, plane, task.h + line),
+                             args.size.w, args.x_strides.w, [&](int w) { return to + w * (kCellX * kItem); });
+      }
+      ptx::copy_arrive(full_x(stage));
+    } else if (lane < C::kIn) {
       copy(stages_x + stage * stage_x_bytes() + lane * args.pitch_x, args.x,
            offset_of(args.x_strides, task.n, bundle * C::kIn + lane, plane, task.h), lines * args.size.w,
            args.x_count, full_x(stage));
@@ -230,13 +283,28 @@ struct GroupBackward {
     return false;
   }
 
-  // The first word of a window in a stage. It may lie before the stage, where it is not in dy.
+  // From a line of dy in a stage to the next, from a position's window to another's, from a window's first
+  // word to another: in elements.
+  __device__ __forceinline__ int line_step() const {
+    return kLast ? C::kStrideW * args.pitch / kItem : args.dy_size.w;
+  }
+  static __device__ __forceinline__ int windows_apart(int positions) {
+    return positions * (kLast ? kCell : C::kStrideW);
+  }
+  template <int kWord>
+  __device__ __forceinline__ int word_at() const {
+    if constexpr (kLast) return kWord % C::kStrideW * (args.pitch / kItem) + kWord / C::kStrideW * kCell;
+    return kWord;
+  }
+  // The first word of a position's window in a stage. It may lie before the stage, where it is not in dy.
   __device__ __forceinline__ const Scalar* window_at(int stage, const Task& task, int c, int plane, int line,
-                                                     int word) const {
+                                                     int position) const {
     const int from = max(first_line(task), 0);
     const int skip = skipped(args.dy_strides, task.n, bundle * C::kOut + c, plane, from);
-    const int at = ((line - from) * args.dy_size.w + word) * kItem;
-    return reinterpret_cast<const Scalar*>(stages + (stage * stage_bytes() + c * args.pitch + skip + at));
+    const int first = windows_apart(position) - (kLast ? 0 : C::kPaddingW);
+    const int at = ((line - from) * line_step() + first) * kItem;
+    const int channel = c * (kLast ? kItem : args.pitch);
+    return reinterpret_cast<const Scalar*>(stages + (stage * stage_bytes() + channel + skip + at));
   }
 
   // kSum: adds the two positions' own outputs to `sum`.
@@ -248,7 +316,7 @@ struct GroupBackward {
       if constexpr (word_used(kJ)) {
         constexpr bool kSure = kInside && kJ >= C::kPaddingW && kJ < kWindow - C::kPaddingW;
         const bool inside = kSure || static_cast<unsigned>(word + kJ) < static_cast<unsigned>(args.dy_size.w);
-        const float value = exists && inside ? widen<float>(from[kJ]) : 0.0f;
+        const float value = exists && inside ? widen<float>(from[word_at<kJ>()]) : 0.0f;
         to[kJ] = operand(value);
         if constexpr (kSum && kJ >= C::kPaddingW && kJ < C::kPaddingW + 2 * C::kStrideW) sum += value;
       }
@@ -305,10 +373,14 @@ struct GroupBackward {
     for (int half = 0; half < 2; ++half) {
       const int out = lane % 4 + 4 * half;
       const bool exists = in < C::kIn && out < C::kOut && in / C::kInPerGroup == out / C::kOutPerGroup;
-      const Scalar* const from = static_cast<const Scalar*>(args.weight) +
-                                 ((bundle * C::kIn + in) * C::kOutPerGroup + out % C::kOutPerGroup) * kTaps;
+      const int at =
+          ((bundle * C::kIn + in) * C::kOutPerGroup + (kWeightLast ? 0 : out % C::kOutPerGroup)) * kTaps;
+      const Scalar* const from =
+          static_cast<const Scalar*>(args.weight) + (at + (kWeightLast ? out % C::kOutPerGroup : 0));
 #pragma unroll
-      for (int t = 0; t < kTaps; ++t) to[t][half] = exists ? operand(load_constant(from + t)) : 0u;
+      for (int t = 0; t < kTaps; ++t) {
+        to[t][half] = exists ? operand(load_constant(from + t * (kWeightLast ? C::kOutPerGroup : 1))) : 0u;
+      }
     }
   }
 
@@ -329,7 +401,7 @@ struct GroupBackward {
     const Scalar* from[kHalves];
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      from[half] = window_at(stage, task, lane % 4 + 4 * half, plane, first, word);
+      from[half] = window_at(stage, task, lane % 4 + 4 * half, plane, first, unit.w + lane / 4 * 2);
     }
     unsigned windows[2][kWindow];
     float unused;
@@ -339,7 +411,7 @@ struct GroupBackward {
           constexpr int kLine = decltype(l)::value;
 #pragma unroll
           for (int half = 0; half < kHalves; ++half) {
-            load_window<kInside, false>(windows[half], unused, from[half] + kLine * args.dy_size.w, word,
+            load_window<kInside, false>(windows[half], unused, from[half] + kLine * line_step(), word,
                                         C::kOut % 4 == 0 || lane % 4 + 4 * half < C::kOut);
           }
         },
@@ -371,6 +443,15 @@ struct GroupBackward {
       const int h = unit.h + r;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
+        if constexpr (kLast) {  // two channels of one position
+          const int in = lane % 4 * 2;
+          if (h >= args.size.h || in >= C::kIn || w + e >= args.size.w) continue;
+          store_vector(static_cast<Scalar*>(args.dx) + (w + e) * args.dx_strides.w +
+                           offset_of(args.dx_strides, task.n, bundle * C::kIn + in, d, h),
+                       Vector<Scalar, 2>{Narrow<Scalar>::from(sums[r][2 * e]),
+                                         Narrow<Scalar>::from(sums[r][2 * e + 1])});
+          continue;
+        }
         const int in = lane % 4 * 2 + e;
         if (h >= args.size.h || in >= C::kIn) continue;
         Scalar* const to = static_cast<Scalar*>(args.dx) + w +
@@ -491,8 +572,7 @@ struct GroupBackward {
                                                     const Ring& stage_x) const {
     Plane<kPhase> found;
     const int in = lane / 4, oldest = max(q - C::kMaxShiftD, task.begin);
-    found.dy = window_at(stage, task, lane / 4, C::kStrideD * q + kPhase, first_line(task),
-                         C::kStrideW * (lane % 4 * 2) - C::kPaddingW);
+    found.dy = window_at(stage, task, lane / 4, C::kStrideD * q + kPhase, first_line(task), lane % 4 * 2);
     static_for<taps_of(kPhase)>([&](auto i) {
       const int d = q - C::kShiftD(tap_of(kPhase, decltype(i)::value));
       // Stages follow one another from the oldest position that is still in use.
@@ -500,14 +580,16 @@ struct GroupBackward {
       const int stage_of_d = later - (later >= args.stages_x ? args.stages_x : 0);
       const int skip = skipped(args.x_strides, task.n, bundle * C::kIn + in, d, task.h);
       found.exists[i] = d >= task.begin && d < task.end && in < C::kIn;
-      found.x[i] = reinterpret_cast<const Scalar*>(
-                       stages_x + (stage_of_d * stage_x_bytes() + in * args.pitch_x + skip)) +
-                   lane % 4 * 2;
+      const int channel = in * (kLast ? kItem : args.pitch_x);
+      found.x[i] =
+          reinterpret_cast<const Scalar*>(stages_x + (stage_of_d * stage_x_bytes() + channel + skip)) +
+          lane % 4 * 2 * kPositionX;
     });
     return found;
   }
 
   // What is not there is zero.
+  static constexpr int kPositionX = kLast ? kCellX : 1;  // from position to position of x, in elements
   template <int kPhase, bool kInside>
   __device__ __forceinline__ void load_positions(Positions<kPhase>& to, const Plane<kPhase>& plane,
                                                  const Task& task, const Unit& unit) const {
@@ -518,7 +600,8 @@ struct GroupBackward {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const bool inside = kInside || (unit.h + r < args.size.h && w + e < args.size.w);
-          to.at[i][r][e] = plane.exists[i] && inside ? operand(plane.x[i][offset + r * args.size.w + e]) : 0u;
+          const int at = (offset + r * args.size.w + e) * kPositionX;
+          to.at[i][r][e] = plane.exists[i] && inside ? operand(plane.x[i][at]) : 0u;
         }
       }
     });
@@ -569,14 +652,14 @@ struct GroupBackward {
     Positions<kPhase> positions;
     load_positions<kPhase, kInside>(positions, plane, task, unit);
     const Scalar* const from =
-        plane.dy + (C::kStrideH * (unit.h - task.h) * args.dy_size.w + C::kStrideW * unit.w);
+        plane.dy + (C::kStrideH * (unit.h - task.h) * line_step() + windows_apart(unit.w));
     unsigned window[kWindow];
     for_each_line<kInside>(
         first,
         [&](auto l) {
           constexpr int kLine = decltype(l)::value;
           constexpr bool kOwn = kLine >= C::kPaddingH && kLine < C::kPaddingH + C::kRows * C::kStrideH;
-          load_window<kInside, C::kBias && kOwn>(window, sum, from + kLine * args.dy_size.w, word,
+          load_window<kInside, C::kBias && kOwn>(window, sum, from + kLine * line_step(), word,
                                                  C::kOut == 8 || lane / 4 < C::kOut);
         },
         [&](auto r, auto t) {

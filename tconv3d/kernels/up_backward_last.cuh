@@ -1,0 +1,616 @@
+// All gradients of an up-convolution (kernel equal to stride, no padding) of channels-last tensors from one
+// reading of dy, on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16). What up_backward.cuh does with
+// contiguous ones:
+//   dx[ci][q]      = sum over co, t of  w[ci][co][t] * dy[co][stride*q + t]
+//   dw[ci][co][t]  = sum over q of      x[ci][q]     * dy[co][stride*q + t]
+//   db[co]         = sum of dy[co]
+//
+// Of a position, dy has a row: its taps, of each all output channels side by side in memory. A tile is 64
+// positions, a chunk 64 words of their rows (64 elements of TF32, 128 of 16-bit types). A block owns some
+// input channels and a range of chunks, keeps their weights in shared memory and their dw in registers, and
+// walks over tiles:
+//
+//   producers        copy the chunks of the tile past the registers into a ring, and x into another
+//   input grad       one warpgroup: rows are positions, K is elements of dy's rows, columns are input
+//   channels weight grad      two warpgroups, every other chunk each: rows are elements of dy's rows, K is
+//   positions,
+//                    columns are input channels. They first transpose x in its place, and add up what they
+//                    load
+//
+// dy goes to tensor cores through registers in both products. A piece is 16 bytes:
+//   input grad    lane (g, t) of a warp loads pieces t of positions g and g + 8: operands of two steps
+//   weight grad   lane (g, t) loads of positions t, t + 4, ... the words (of TF32 pairs of words) of elements
+//   2g
+//                 and 2g + 1, which are rows g and g + 8
+// K may be permuted at will if both operands are: weights and x are stored in the order that follows from
+// this. Positions are 72 words apart, so that neither way meets a bank twice (the input gradient takes
+// positions 0, 2, 1, 3, ...).
+//
+// Parts of dw (by input channel, tap, output channel) and db are written side by side and added by
+// reduce_gradients.cuh in a fixed order. If there are several ranges, so are those of dx.
+#pragma once
+
+#include "cursor.cuh"
+#include "operands.cuh"
+#include "ring.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* dy;
+  const void* x;
+  const void* weight;  // channels-last
+  void* dx;            // or its parts, float, laid out like it
+  void* parts;         // [splits], each like the weight
+  void* bias_parts;    // [splits][taps], each like the bias; null if nobody wants them
+  Strides dy_strides, x_strides, dx_strides;
+  long long dx_pitch, dw_pitch, db_pitch;  // from part to part
+  int tiles, splits;
+  int positions;  // in all
+  Divider by_d, by_h, by_w;
+};
+
+template <class C>
+struct UpBackwardLast {
+  using Scalar = typename C::Scalar;
+
+  static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
+  static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+  static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
+  static constexpr int kTile = 64;                         // positions
+  static constexpr int kWords = 64, kPieces = kWords / 4;  // of a chunk, of each position
+  static constexpr int kPitch = kWords + 8;                // from position to position, in words
+  static constexpr int kBlockWords = 32;                   // of K in a swizzled row: 128 bytes
+  static constexpr int kStepBytes = 32;
+  static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
+  static constexpr int kRow = C::kOut * kTaps, kRowWords = kRow / kPerWord;  // of dy
+  static constexpr int kSums = C::kColumns / 2;
+  static constexpr int kSlabs = kPerWord;                          // of 64 elements, in a chunk
+  static constexpr int kBlocksX = kTile / kPerWord / kBlockWords;  // of K, that x has
+  static constexpr int kInTiles = (C::kIn + C::kColumns - 1) / C::kColumns;
+  static constexpr int kKinds = kInTiles * C::kRanges;
+  static constexpr int kConsumers = C::kThreads - 128;
+  static constexpr int kSharers = 2;  // warpgroups that share the weight gradient
+  static constexpr int kStageBytes = 4 * kTile * kPitch;
+  static constexpr int kStageXBytes = kItem * kTile * C::kColumns;
+  static constexpr int kWeightBytes = 4 * C::kChunks * kWords * C::kColumns;
+  static constexpr int kPlaces = 3;  // tiles whose positions' places are kept
+
+  static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 3 && C::kStagesX >= 2);
+  static_assert(C::kRanges * C::kChunks * kWords >= kRowWords);
+  static_assert(C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0, "whole pieces");
+
+  // Where a position is in the tensors.
+  struct Place {
+    long long dy, x;
+  };
+
+  const Args& args;
+  int split, range, first_in;
+  int warp, lane;
+  unsigned char* stages_x;
+  unsigned char* weights;
+  unsigned* stages;
+  long long* pieces;  // where each of a range is in dy, relative to a position
+  Place* places;
+  unsigned barriers;
+
+  __device__ __forceinline__ UpBackwardLast(const Args& arguments)
+      : args(arguments),
+        split(static_cast<int>(blockIdx.x) / kKinds),
+        range(static_cast<int>(blockIdx.x) % kKinds / kInTiles),
+        first_in(static_cast<int>(blockIdx.x) % kInTiles * C::kColumns),
+        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
+        lane(static_cast<int>(threadIdx.x) % 32) {
+    weights = dynamic_shared<unsigned char>();
+    stages_x = weights + kWeightBytes;
+    stages = reinterpret_cast<unsigned*>(stages_x + C::kStagesX * kStageXBytes);
+    places = reinterpret_cast<Place*>(stages + C::kStages * (kStageBytes / 4));
+    pieces = reinterpret_cast<long long*>(places + kPlaces * kTile);
+    barriers = ptx::shared_address(pieces + C::kChunks * kPieces);
+  }
+
+  __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
+  __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
+  // Of x: 0 there, 1 nobody needs it, 2 read to be transposed, 3 transposed.
+  __device__ __forceinline__ unsigned barrier_x(int which, int stage) const {
+    return barriers + 8 * (2 * C::kStages + which * C::kStagesX + stage);
+  }
+  __device__ __forceinline__ unsigned weights_there() const { return barrier_x(4, 0); }
+  __device__ __forceinline__ int first_word() const { return range * C::kChunks * kWords; }
+
+  static __device__ __forceinline__ unsigned rounded(unsigned word) {
+    return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
+  }
+
+  // ---- Before the walk.
+
+  __device__ __forceinline__ void prepare() {
+    for (int i = static_cast<int>(threadIdx.x); i < C::kChunks * kPieces; i += C::kThreads) {
+      const int element = min(first_word() + 4 * i, kRowWords - 4) * kPerWord;
+      const int tap = element / C::kOut, plane = tap / C::kKernelW;
+      pieces[i] = element % C::kOut + tap % C::kKernelW * args.dy_strides.w +
+                  plane / C::kKernelH * args.dy_strides.d + plane % C::kKernelH * args.dy_strides.h;
+    }
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < C::kStages; ++i) {
+        ptx::barrier_init(full(i), 128);
+        ptx::barrier_init(empty(i), 8);
+      }
+      for (int i = 0; i < C::kStagesX; ++i) {
+        ptx::barrier_init(barrier_x(0, i), 128);
+        for (int which = 1; which < 4; ++which) ptx::barrier_init(barrier_x(which, i), 4 * kSharers);
+      }
+      ptx::barrier_init(weights_there(), kConsumers);
+      ptx::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+
+  // ---- What tensor cores read from shared memory: weights and x. A group is 8 input channels, and of each a
+  // block of K: 8 vectors of 16 bytes, swizzled.
+
+  static constexpr int kGroupsOfBlock = C::kColumns / 8;
+
+  static __device__ __forceinline__ unsigned* group_at(unsigned char* operand, int block, int group) {
+    return reinterpret_cast<unsigned*>(operand) + (block * kGroupsOfBlock + group) * 8 * kBlockWords;
+  }
+  static __device__ __forceinline__ unsigned* vector_at(unsigned* group, int row, int vector) {
+    return group + row * kBlockWords + (vector ^ row) * 4;
+  }
+
+  // By all consumers, while the first tile is on its way. The weight of an input channel is one run, like a
+  // row of dy.
+  __device__ __forceinline__ void load_weights() const {
+    constexpr int kAll = C::kChunks * 2 * kGroupsOfBlock, kWarps = kConsumers / 32;
+    for (int i = warp - 4; i < kAll; i += kWarps) copy_weights(i / kGroupsOfBlock, i % kGroupsOfBlock);
+    ptx::copy_commit();
+    ptx::copy_wait<0>();
+    __syncwarp();
+    for (int i = warp - 4; i < kAll; i += kWarps) {
+      order_weights(group_at(weights, i / kGroupsOfBlock, i % kGroupsOfBlock));
+    }
+    ptx::fence_async_proxy();
+    ptx::barrier_arrive(weights_there());
+  }
+  __device__ __forceinline__ void copy_weights(int block, int group) const {
+    // A weight may begin anywhere among other parameters.
+    const bool aligned = reinterpret_cast<unsigned long long>(args.weight) % 16 == 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane / 8 + i * 4, in = first_in + group * 8 + row;
+      const int word = first_word() + block * kBlockWords + lane % 8 * 4;
+      const bool inside = in < C::kIn && word < kRowWords;
+      const Scalar* const from = static_cast<const Scalar*>(args.weight) +
+                                 (inside ? in * static_cast<long long>(kRow) + word * kPerWord : 0);
+      unsigned* const to = vector_at(group_at(weights, block, group), row, lane % 8);
+      if (aligned) {
+        ptx::copy_words_once<4>(to, from, inside);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          unsigned bits = raw(from[e * kPerWord]);
+          if (kPerWord == 2) bits |= raw(from[e * kPerWord + 1]) << 16;
+          to[e] = inside ? bits : 0u;
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ unsigned raw(Scalar value) {
+    if constexpr (kRounded) {
+      return ptx::float_to_bits(value);
+    } else {
+      return value.bits;
+    }
+  }
+  // A lane of the input gradient has piece t of every four for two steps: word e of it is word t of vector e.
+  __device__ __forceinline__ void order_weights(unsigned* group) const {
+    const int row = lane / 4, four = lane % 4 / 2 * 4, half = lane % 2 * 2;
+    Vector<unsigned, 4> from[4], to[2];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) from[t] = load_vector<4>(vector_at(group, row, four + t));
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      to[0].at[t] = rounded(half == 0 ? from[t].at[0] : from[t].at[2]);
+      to[1].at[t] = rounded(half == 0 ? from[t].at[1] : from[t].at[3]);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      *reinterpret_cast<Vector<unsigned, 4>*>(vector_at(group, row, four + half + e)) = to[e];
+    }
+    __syncwarp();
+  }
+
+  struct Position {
+    long long n, d, h, w;
+  };
+  __device__ __forceinline__ Position find(int at) const {
+    const int line = divide(at, args.by_w), rest = divide(line, args.by_h), n = divide(rest, args.by_d);
+    return Position{n, rest - n * static_cast<int>(args.by_d.divisor),
+                    line - rest * static_cast<int>(args.by_h.divisor),
+                    at - line * static_cast<int>(args.by_w.divisor)};
+  }
+  static __device__ __forceinline__ long long offset(const Strides& strides, const Position& p, int step_d,
+                                                     int step_h, int step_w) {
+    return p.n * strides.n + p.d * step_d * strides.d + p.h * step_h * strides.h + p.w * step_w * strides.w;
+  }
+
+  // ---- Producers.
+
+  // By half of them: where the positions of a tile are; -1 if there is none.
+  __device__ __forceinline__ void find_places(int tile, Place* to) const {
+    if (threadIdx.x >= kTile) return;
+    const int at = tile * kTile + static_cast<int>(threadIdx.x);
+    Place place{-1, -1};
+    if (tile < args.tiles && at < args.positions) {
+      const Position position = find(at);
+      place.dy = offset(args.dy_strides, position, C::kKernelD, C::kKernelH, C::kKernelW);
+      place.x = offset(args.x_strides, position, 1, 1, 1);
+    }
+    to[threadIdx.x] = place;
+  }
+
+  // As it is in memory: a position's channels side by side.
+  __device__ __forceinline__ void copy_x(const Place* from, Ring& stage) const {
+    constexpr int kOwn = C::kColumns * kItem / 16, kItems = 16 / kItem;  // pieces of a position
+    const Scalar* const x = static_cast<const Scalar*>(args.x);
+    unsigned* const to = reinterpret_cast<unsigned*>(stages_x + stage.index * kStageXBytes);
+    ptx::barrier_wait(barrier_x(1, stage.index), stage.parity ^ 1u);
+#pragma unroll 2
+    for (int i = static_cast<int>(threadIdx.x); i < kTile * kOwn; i += 128) {
+      const int in = first_in + i % kOwn * kItems;
+      const long long place = from[i / kOwn].x;
+      const bool inside = place >= 0 && in < C::kIn;
+      ptx::copy_words_once<4>(to + 4 * i, x + (inside ? place + in : 0), inside);
+    }
+    ptx::copy_arrive(barrier_x(0, stage.index));
+    stage.advance(C::kStagesX);
+  }
+
+  __device__ __forceinline__ void copy_chunk(const Ring& stage, int chunk, const Place* from) const {
+    constexpr bool kWhole = C::kRanges * C::kChunks * kWords == kRowWords;
+    const int piece = static_cast<int>(threadIdx.x) % kPieces,
+              first = static_cast<int>(threadIdx.x) / kPieces;
+    const bool there = kWhole || first_word() + chunk * kWords + 4 * piece < kRowWords;
+    const Scalar* const dy = static_cast<const Scalar*>(args.dy) + pieces[chunk * kPieces + piece];
+    unsigned* const to = stages + stage.index * (kStageBytes / 4) + first * kPitch + piece * 4;
+    ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
+#pragma unroll
+    for (int i = 0; i < kTile * kPieces / 128; ++i) {
+      const long long place = from[first + i * (128 / kPieces)].dy;
+      ptx::copy_words_once<4>(to + i * (128 / kPieces) * kPitch, dy + (place >= 0 ? place : 0),
+                              there && place >= 0);
+    }
+    ptx::copy_arrive(full(stage.index));
+  }
+
+  // x is asked for a tile before it is needed.
+  __device__ __forceinline__ void produce() const {
+    Ring stage, stage_x;
+    Place* now = places;
+    Place* next = places + kTile;
+    Place* after = places + 2 * kTile;
+    find_places(split, now);
+    ptx::warpgroup_sync(1);
+    if (split < args.tiles) copy_x(now, stage_x);
+#pragma unroll 1
+    for (int tile = split; tile < args.tiles; tile += args.splits) {
+      find_places(tile + args.splits, next);
+      ptx::warpgroup_sync(1);
+#pragma unroll 1
+      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+        if (chunk == C::kChunks - 1 && tile + args.splits < args.tiles) copy_x(next, stage_x);
+        copy_chunk(stage, chunk, now);
+        stage.advance(C::kStages);
+      }
+      Place* const last = now;
+      now = next;
+      next = after;
+      after = last;
+    }
+  }
+
+  // ---- Consumers.
+
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(empty(stage));
+  }
+
+  // ---- The input gradient.
+
+  // The first of the two positions of a tile that this lane has; the other is 8 further.
+  __device__ __forceinline__ int position_of_lane() const {
+    const int g = lane / 4;
+    return warp % 4 * 16 + (g & 4) + (g & 1) * 2 + (g >> 1 & 1);
+  }
+  struct Loaded {
+    Vector<unsigned, 4> first, second;
+  };
+  static __device__ __forceinline__ Loaded load_positions(const unsigned* from, int batch) {
+    return Loaded{load_vector<4>(from + 16 * batch), load_vector<4>(from + 16 * batch + 8 * kPitch)};
+  }
+  // Of two steps.
+  struct Batch {
+    unsigned words[2][4];
+  };
+  static __device__ __forceinline__ void arrange(Batch& to, const Loaded& from) {
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      to.words[k][0] = rounded(from.first.at[2 * k]);
+      to.words[k][1] = rounded(from.second.at[2 * k]);
+      to.words[k][2] = rounded(from.first.at[2 * k + 1]);
+      to.words[k][3] = rounded(from.second.at[2 * k + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_chunk(float (&sums)[kSums], Batch (&batches)[2], const Ring& stage,
+                                                 unsigned long long b) const {
+    constexpr int kBatches = kPieces / 4;
+    const unsigned* const from =
+        stages + stage.index * (kStageBytes / 4) + position_of_lane() * kPitch + lane % 4 * 4;
+    // What is rounded next is on its way while products run.
+    Loaded loaded = load_positions(from, 0);
+    static_for<kBatches>([&](auto i) {
+      constexpr int kI = decltype(i)::value;
+      constexpr bool kLast = kI == kBatches - 1;
+      Batch& batch = batches[kI % 2];
+      ptx::matrix_wait<1>();
+      arrange(batch, loaded);
+      if constexpr (!kLast) loaded = load_positions(from, kI + 1);
+      if constexpr (kLast) release(stage.index);
+      ptx::matrix_fence();
+      static_for<2>([&](auto k) {
+        constexpr int kK = decltype(k)::value, kStep = 2 * kI + kK;
+        ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
+            sums, batch.words[kK], ptx::advance(b, kStep / 4 * (C::kColumns * 128) + kStep % 4 * kStepBytes));
+      });
+      ptx::matrix_commit();
+    });
+  }
+
+  // One range's sums are dx; those of several are added afterwards.
+  __device__ __forceinline__ void store_positions(const float (&sums)[kSums], int tile) const {
+    using To = typename Choose<C::kRanges == 1, Scalar, float>::type;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = tile * kTile + position_of_lane() + 8 * half;
+      if (at >= args.positions) continue;
+      To* const to = static_cast<To*>(args.dx) + range * args.dx_pitch +
+                     offset(args.dx_strides, find(at), 1, 1, 1) + first_in + lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < C::kColumns / 8; ++j) {
+        if (C::kIn % C::kColumns != 0 && first_in + 8 * j + lane % 4 * 2 >= C::kIn) continue;
+        store_vector(to + 8 * j, Vector<To, 2>{Narrow<To>::from(sums[4 * j + 2 * half]),
+                                               Narrow<To>::from(sums[4 * j + 2 * half + 1])});
+      }
+    }
+  }
+
+  __device__ __forceinline__ void input_grad() const {
+    float sums[kSums];
+    Batch batches[2];
+    Ring stage;
+    const unsigned long long b = ptx::matrix_descriptor<128>(ptx::shared_address(weights), 8 * 128);
+    ptx::barrier_wait(weights_there(), 0);
+    for (int tile = split; tile < args.tiles; tile += args.splits) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        sums[i] = 0.0f;
+        ptx::pin(sums[i]);
+      }
+#pragma unroll 1
+      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
+        ptx::barrier_wait(full(stage.index), stage.parity);
+        multiply_chunk(sums, batches, stage, ptx::advance(b, chunk * (4 * kWords * C::kColumns)));
+        stage.advance(C::kStages);
+      }
+      ptx::matrix_wait<0>();
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) ptx::pin(sums[i]);
+      store_positions(sums, tile);
+      __syncwarp();
+    }
+  }
+
+  // ---- The weight and bias gradients.
+
+  // One step's operands: of two elements, rows 8 apart, so many positions.
+  static __device__ __forceinline__ void load_step(unsigned (&to)[4], float (&sum)[2], const unsigned* from) {
+    if constexpr (kRounded) {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const auto both = load_vector<2>(from + 4 * k * kPitch);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          sum[e] += ptx::bits_to_float(both.at[e]);
+          to[2 * k + e] = rounded(both.at[e]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const unsigned one = from[8 * k * kPitch], other = from[(8 * k + 4) * kPitch];
+        to[2 * k] = (one & 0xFFFFu) | other << 16;
+        to[2 * k + 1] = one >> 16 | (other & 0xFFFF0000u);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) sum[e] += half_of(to[2 * k + e], 0) + half_of(to[2 * k + e], 1);
+      }
+    }
+  }
+  static __device__ __forceinline__ float half_of(unsigned word, int which) {
+    if constexpr (kRounded) {
+      return ptx::bits_to_float(word);
+    } else {
+      return widen<float>(Scalar{static_cast<unsigned short>(word >> (16 * which) & 0xFFFFu)});
+    }
+  }
+
+  // By all warps of the weight gradient, when a tile's x has arrived: a lane has a vector of K of one input
+  // channel, or of 16-bit types of two.
+  __device__ __forceinline__ void order_x(const Ring& stage) const {
+    constexpr int kChannels = kPerWord, kAtOnce = C::kColumns / kChannels;
+    constexpr int kVectors = kTile * kItem / 16, kUnits = kAtOnce * kVectors, kOwn = (kUnits + 255) / 256;
+    constexpr int kPositions = 16 / kItem;  // of a vector
+    unsigned char* const operand = stages_x + stage.index * kStageXBytes;
+    const unsigned* const from = reinterpret_cast<const unsigned*>(operand);
+    const int first = static_cast<int>(threadIdx.x) - (C::kThreads - 256);
+    unsigned words[kOwn][kPositions];
+    ptx::barrier_wait(barrier_x(0, stage.index), stage.parity);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int unit = first + 256 * i;
+      if (kUnits % 256 != 0 && unit >= kUnits) continue;
+#pragma unroll
+      for (int k = 0; k < kPositions; ++k) {
+        words[i][k] = from[(unit / kAtOnce * kPositions + k) * kAtOnce + unit % kAtOnce];
+      }
+    }
+    meet(barrier_x(2, stage.index), stage.parity);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int unit = first + 256 * i, vector = unit / kAtOnce;
+      if (kUnits % 256 != 0 && unit >= kUnits) continue;
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        const int in = unit % kAtOnce * kChannels + c;
+        Vector<unsigned, 4> to;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) to.at[e] = word_of(words[i], e, c);
+        *reinterpret_cast<Vector<unsigned, 4>*>(
+            vector_at(group_at(operand, vector / 8, in / 8), in % 8, vector % 8)) = to;
+      }
+    }
+    ptx::fence_async_proxy();
+    meet(barrier_x(3, stage.index), stage.parity);
+  }
+  // Words of K: positions e; of 16-bit types positions e and e + 4 of one of two channels.
+  template <int kCount>
+  static __device__ __forceinline__ unsigned word_of(const unsigned (&words)[kCount], int e, int channel) {
+    if constexpr (kRounded) {
+      return rounded(words[e]);
+    } else {
+      const unsigned one = words[e], other = words[e + 4];
+      return channel == 0 ? (one & 0xFFFFu) | other << 16 : one >> 16 | (other & 0xFFFF0000u);
+    }
+  }
+  __device__ __forceinline__ void meet(unsigned barrier, unsigned parity) const {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(barrier);
+    ptx::barrier_wait(barrier, parity);
+  }
+
+  // The first of this lane's two elements of a slab, in words from its beginning (TF32) or in pairs.
+  __device__ __forceinline__ int word_of_lane() const {
+    return warp % 4 * (16 / kPerWord) + lane / 4 * (2 / kPerWord);
+  }
+
+  template <int kWho>
+  __device__ __forceinline__ void weight_grad() const {
+    constexpr int kOwn = (C::kChunks - kWho + kSharers - 1) / kSharers, kSome = kOwn > 0 ? kOwn : 1;
+    constexpr int kDepth = 3, kSteps = 8;  // operands in registers; steps of a chunk
+    constexpr int kStepPositions = 8 * kPerWord;
+    float sums[kSome][kSlabs][kSums], bias[kSome][kSlabs][2];
+    unsigned steps[kDepth][4];
+#pragma unroll
+    for (int m = 0; m < kSome * kSlabs; ++m) {
+      bias[m / kSlabs][m % kSlabs][0] = bias[m / kSlabs][m % kSlabs][1] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[m / kSlabs][m % kSlabs][i] = 0.0f;
+    }
+    Ring stage, stage_x;
+    const unsigned* const first = stages + lane % 4 * kPitch + word_of_lane();
+#pragma unroll 1
+    for (int tile = split; tile < args.tiles; tile += args.splits) {
+      const unsigned long long b =
+          ptx::matrix_descriptor<128>(ptx::shared_address(stages_x) + stage_x.index * kStageXBytes, 8 * 128);
+      order_x(stage_x);
+      static_for<C::kChunks>([&](auto c) {
+        constexpr int kChunk = decltype(c)::value, kM = kChunk / kSharers;
+        if constexpr (kChunk % kSharers == kWho) {
+          ptx::barrier_wait(full(stage.index), stage.parity);
+          const unsigned* const from = first + stage.index * (kStageBytes / 4);
+          static_for<kSteps>([&](auto i) {
+            constexpr int kI = decltype(i)::value, kK = kI / kSlabs, kSlab = kI % kSlabs;
+            auto& step = steps[(kM * kSteps + kI) % kDepth];
+            ptx::matrix_wait<kDepth - 1>();
+            load_step(step, bias[kM][kSlab], from + kK * kStepPositions * kPitch + kSlab * 32);
+            if constexpr (kI == kSteps - 1) release(stage.index);
+            ptx::matrix_fence();
+            ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
+                sums[kM][kSlab], step, ptx::advance(b, kK / 4 * (C::kColumns * 128) + kK % 4 * kStepBytes));
+            ptx::matrix_commit();
+          });
+        }
+        stage.advance(C::kStages);
+      });
+      ptx::matrix_wait<0>();
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(barrier_x(1, stage_x.index));
+      stage_x.advance(C::kStagesX);
+    }
+    if constexpr (kOwn > 0) {
+#pragma unroll
+      for (int m = 0; m < kOwn * kSlabs; ++m) {
+        const int word = first_word() + (m / kSlabs * kSharers + kWho) * kWords + m % kSlabs * 32;
+        store_slab(sums[m / kSlabs][m % kSlabs], bias[m / kSlabs][m % kSlabs],
+                   (word + word_of_lane()) * kPerWord);
+      }
+    }
+  }
+
+  // `element`: the first of two of dy's row.
+  __device__ __forceinline__ void store_slab(const float (&sums)[kSums], const float (&bias)[2],
+                                             int element) const {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float sum = bias[e];
+      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
+      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+      if (element >= kRow || args.bias_parts == nullptr || first_in != 0 || lane % 4 != 0) continue;
+      const int tap = (element + e) / C::kOut, out = (element + e) % C::kOut;
+      static_cast<float*>(args.bias_parts)[(split * kTaps + tap) * args.db_pitch + out] = sum;
+    }
+    if (element >= kRow) return;
+    float* const to = static_cast<float*>(args.parts) + split * args.dw_pitch + element;
+#pragma unroll
+    for (int j = 0; j < C::kColumns / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int in = first_in + 8 * j + lane % 4 * 2 + e;
+        if (C::kIn % C::kColumns != 0 && in >= C::kIn) continue;
+        store_vector(to + in * static_cast<long long>(kRow),
+                     Vector<float, 2>{sums[4 * j + e], sums[4 * j + 2 + e]});
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  ptx::launch_dependents();
+  UpBackwardLast<Config> kernel(args);
+  kernel.prepare();
+  if (kernel.warp < 4) {
+    ptx::keep_registers<Config::kProducerRegisters>();
+    kernel.produce();
+    return;
+  }
+  kernel.load_weights();
+  if (kernel.warp < 8) {
+    if constexpr (Config::kInputRegisters < 65536 / Config::kThreads) {  // fewer than it began with
+      ptx::keep_registers<Config::kInputRegisters>();
+    }
+    kernel.input_grad();
+  } else {
+    ptx::claim_registers<Config::kWeightRegisters>();
+    if (kernel.warp < 12) {
+      kernel.template weight_grad<0>();
+    } else {
+      kernel.template weight_grad<1>();
+    }
+  }
+}
+
+}  // namespace tconv3d
