@@ -28,6 +28,7 @@ JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
+BANKS = 32  # of shared memory, a word each
 OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.4  # how much longer than the products slow copies may take
@@ -506,18 +507,25 @@ class Buffers:
     @cached_property
     def conflicts(self) -> float:
         """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
-        total, chunks = 0, range(0, self.box.segments, 4)
-        for chunk in chunks:
-            banks = [0] * 8
-            for segment in range(chunk, min(chunk + 4, self.box.segments)):
-                row, w = divmod(segment, self.box.w)
-                d, h = divmod(row, self.box.h)
-                line = h * self.tiling.pieces[0].at_once
-                place = d * self.sheet_words + self.tiling.sides * line * self.line_pitch + w * self.segment_words
-                for pair in range(2):
-                    banks[(place + pair * self.pair_pitch) // 4 % 8] += 1
-            total += max(banks)
-        return total / len(chunks)
+        line = self.tiling.sides * self.tiling.pieces[0].at_once * self.line_pitch
+        pitches = (self.sheet_words, line, self.segment_words, self.pair_pitch)
+        return _conflicts(self.box, *(pitch % BANKS for pitch in pitches))
+
+
+@lru_cache(maxsize=65536)
+def _conflicts(box: Box, sheet: int, line: int, segment: int, pair: int) -> float:
+    """From the pitches of what a box has, as far as banks tell them apart: far fewer than there are buffers."""
+    total, chunks = 0, range(0, box.segments, 4)
+    for chunk in chunks:
+        loads = [0] * (BANKS // 4)
+        for index in range(chunk, min(chunk + 4, box.segments)):
+            row, w = divmod(index, box.w)
+            d, h = divmod(row, box.h)
+            place = d * sheet + h * line + w * segment
+            for bank in (place, place + pair):
+                loads[bank // 4 % (BANKS // 4)] += 1
+        total += max(loads)
+    return total / len(chunks)
 
 
 @lru_cache(maxsize=8192)
