@@ -15,15 +15,16 @@ from math import inf, prod
 from typing import NamedTuple, TypeAlias
 
 from . import tensor_cores
-from .direct_planner import INT32_MAX, SCALARS
+from .direct_planner import SCALARS
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
-from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset, volume_kind
-from .weight_grad_planner import WORKSPACE_BYTES
+from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, volume_kind
+from .weight_grad_planner import WORKSPACE_BYTES, wide
 
 SEGMENT = 4  # words of 32 bits along w
 ROW_SEGMENTS = 8  # of a row of K in shared memory
+MAX_SEGMENTS = 128  # of a box
 JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
@@ -620,7 +621,7 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
                     continue
                 if d > 1 and h < height and not small:
                     continue
-                if w * h * d <= 128:
+                if w * h * d <= MAX_SEGMENTS:
                     yield Box(d, h, w)
 
 
@@ -781,7 +782,7 @@ def _layer(p: Problem) -> Layer:
     y = y if p.output[4] == 1 else 0
     layer = Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, unit_c_x, unit_c_y)
     (_, height, width), half = p.input_size, SEGMENT * layer.per_word // 2
-    if width != half or height % 2 or p.input[3:] != (half, 1) or _wide(p):
+    if width != half or height % 2 or p.input[3:] != (half, 1) or wide(p, MAX_SEGMENTS):
         return layer
     twice = replace(layer, vectors_x=_vector(p, as_walked(p, 2)[1], 2 * width) == SEGMENT, at_once=2)
     in_lines = all(piece.lines for pieces in _pieces(twice) for piece in pieces)
@@ -994,17 +995,6 @@ def _tiling_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, devic
     return len(tiling.pieces) * _cycles(layer, made, batch, size, splits, device)
 
 
-def _wide(p: Problem) -> bool:
-    """Whether an offset, or an intermediate value of one, may leave 32 bits."""
-    g = p.geometry
-    reach = tuple(
-        size + 128 * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
-        for size, axis in zip(p.output_size, g.axes, strict=True)
-    )
-    x = last_offset((p.batch + 1, g.in_channels, *(size + 128 * 8 for size in p.input_size)), p.input)
-    return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
-
-
 def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, direct: bool) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
     size, strides = as_walked(p, layer.at_once)
@@ -1064,7 +1054,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kThreads", tiling.share.threads),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
-        ("kWide", _wide(p)),
+        ("kWide", wide(p, MAX_SEGMENTS)),
         ("kElementsX", layer.elements_x),
         ("kVectorsX", layer.vectors_x),
         ("kElementsY", layer.elements_y and not piece.lines),
