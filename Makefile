@@ -44,7 +44,7 @@ demo: $(READY)
 
 test: check
 	@mkdir -p artifacts && rm -rf artifacts/launches
-	TCONV3D_TEST_RECORD=artifacts/launches $(PY) -m pytest --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS))
+	TCONV3D_TEST_RECORD=artifacts/launches $(PY) -m pytest --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=worksteal)
 	$(call if_present,$(PY) -c 'from tconv3d import compiler; compiler.version()',NVRTC,PYTHONPATH=. $(PY) tests/compile_everything.py artifacts/launches artifacts/registers.csv)
 
 check: $(READY)

@@ -15,19 +15,21 @@ from math import inf, prod
 from typing import NamedTuple, TypeAlias
 
 from . import tensor_cores
-from .direct_planner import INT32_MAX, SCALARS
+from .direct_planner import SCALARS
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
-from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset, volume_kind
-from .weight_grad_planner import WORKSPACE_BYTES
+from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, volume_kind
+from .weight_grad_planner import WORKSPACE_BYTES, wide
 
 SEGMENT = 4  # words of 32 bits along w
 ROW_SEGMENTS = 8  # of a row of K in shared memory
+MAX_SEGMENTS = 128  # of a box
 JOB_CHANNELS = 8  # that a producer warp copies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
 MAX_GROUPS = 12  # of sheets in shared memory
 MAX_ROW_TILES = 4
+BANKS = 32  # of shared memory, a word each
 OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
 COPYING_IS_WORTH = 1.4  # how much longer than the products slow copies may take
@@ -506,18 +508,25 @@ class Buffers:
     @cached_property
     def conflicts(self) -> float:
         """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
-        total, chunks = 0, range(0, self.box.segments, 4)
-        for chunk in chunks:
-            banks = [0] * 8
-            for segment in range(chunk, min(chunk + 4, self.box.segments)):
-                row, w = divmod(segment, self.box.w)
-                d, h = divmod(row, self.box.h)
-                line = h * self.tiling.pieces[0].at_once
-                place = d * self.sheet_words + self.tiling.sides * line * self.line_pitch + w * self.segment_words
-                for pair in range(2):
-                    banks[(place + pair * self.pair_pitch) // 4 % 8] += 1
-            total += max(banks)
-        return total / len(chunks)
+        line = self.tiling.sides * self.tiling.pieces[0].at_once * self.line_pitch
+        pitches = (self.sheet_words, line, self.segment_words, self.pair_pitch)
+        return _conflicts(self.box, *(pitch % BANKS for pitch in pitches))
+
+
+@lru_cache(maxsize=65536)
+def _conflicts(box: Box, sheet: int, line: int, segment: int, pair: int) -> float:
+    """From the pitches of what a box has, as far as banks tell them apart: far fewer than there are buffers."""
+    total, chunks = 0, range(0, box.segments, 4)
+    for chunk in chunks:
+        loads = [0] * (BANKS // 4)
+        for index in range(chunk, min(chunk + 4, box.segments)):
+            row, w = divmod(index, box.w)
+            d, h = divmod(row, box.h)
+            place = d * sheet + h * line + w * segment
+            for bank in (place, place + pair):
+                loads[bank // 4 % (BANKS // 4)] += 1
+        total += max(loads)
+    return total / len(chunks)
 
 
 @lru_cache(maxsize=8192)
@@ -612,7 +621,7 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
                     continue
                 if d > 1 and h < height and not small:
                     continue
-                if w * h * d <= 128:
+                if w * h * d <= MAX_SEGMENTS:
                     yield Box(d, h, w)
 
 
@@ -773,7 +782,7 @@ def _layer(p: Problem) -> Layer:
     y = y if p.output[4] == 1 else 0
     layer = Layer(p.geometry, p.dtype, x == 0, x == SEGMENT, elements_y, y, unit_c_x, unit_c_y)
     (_, height, width), half = p.input_size, SEGMENT * layer.per_word // 2
-    if width != half or height % 2 or p.input[3:] != (half, 1) or _wide(p):
+    if width != half or height % 2 or p.input[3:] != (half, 1) or wide(p, MAX_SEGMENTS):
         return layer
     twice = replace(layer, vectors_x=_vector(p, as_walked(p, 2)[1], 2 * width) == SEGMENT, at_once=2)
     in_lines = all(piece.lines for pieces in _pieces(twice) for piece in pieces)
@@ -1013,17 +1022,6 @@ def _tiling_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, devic
     return len(tiling.pieces) * _cycles(layer, made, batch, size, splits, device)
 
 
-def _wide(p: Problem) -> bool:
-    """Whether an offset, or an intermediate value of one, may leave 32 bits."""
-    g = p.geometry
-    reach = tuple(
-        size + 128 * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
-        for size, axis in zip(p.output_size, g.axes, strict=True)
-    )
-    x = last_offset((p.batch + 1, g.in_channels, *(size + 128 * 8 for size in p.input_size)), p.input)
-    return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
-
-
 def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, direct: bool) -> Launch:
     g, tiling, box = p.geometry, made.tiling, made.box
     size, strides = as_walked(p, layer.at_once)
@@ -1083,7 +1081,7 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kThreads", tiling.share.threads),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
-        ("kWide", _wide(p)),
+        ("kWide", wide(p, MAX_SEGMENTS)),
         ("kElementsX", layer.elements_x),
         ("kVectorsX", layer.vectors_x),
         ("kElementsY", layer.elements_y and not piece.lines),

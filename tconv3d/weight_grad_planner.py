@@ -490,14 +490,15 @@ def _tiles(p: Problem, layer: Layer, box: Box) -> int:
     return p.batch * d * h * w
 
 
-def _wide(p: Problem) -> bool:
-    """Whether an offset, or an intermediate value of one, may leave 32 bits."""
+def wide(p: Problem, box: int) -> bool:
+    """Whether an offset, or an intermediate value of one, may leave 32 bits. Boxes of `box` segments at the most may
+    begin inside the volume and end beyond."""
     g = p.geometry
     reach = tuple(
-        size + 64 * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
+        size + box * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
         for size, axis in zip(p.output_size, g.axes, strict=True)
     )
-    x = last_offset((p.batch + 1, g.in_channels, *(size + 64 * 8 for size in p.input_size)), p.input)
+    x = last_offset((p.batch + 1, g.in_channels, *(size + box * 8 for size in p.input_size)), p.input)
     return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
 
 
@@ -536,7 +537,7 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kMinBlocks", tiling.blocks),
         ("Scalar", SCALARS[p.dtype]),
         ("kOperand", tensor_cores.OPERANDS[p.dtype]),
-        ("kWide", _wide(p)),
+        ("kWide", wide(p, box=64)),
         ("kVectorX", layer.vector_x),
         ("kVectorY", layer.vector_y),
         ("kLoadsX", layer.loads(tiling)[0]),

@@ -21,6 +21,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tests")
 
+# There is a test process for each core: OpenMP's threads would mostly wait for each other's. The tests' children too.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # a directory: the kernels this session ran in the emulator
 
 

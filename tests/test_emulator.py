@@ -651,27 +651,30 @@ print(json.dumps(results))
 """
 
 
-def libasan() -> str:
-    """What to preload for AddressSanitizer; empty where the compiler has none."""
+def sanitized(which: str = "address,undefined", debug: bool = True) -> dict[str, str]:
+    """The environment of a child that runs under sanitizers. Skips the test where the compiler has none.
+
+    `debug`: unoptimized, for kernels of the package: optimizing what sanitizers make of unrolled loops takes minutes.
+    """
     paths = []
     for name in ("libasan.so", "libstdc++.so"):
         command = [emulator._compiler(), f"-print-file-name={name}"]
         paths.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
-    return " ".join(paths) if all(map(os.path.isabs, paths)) else ""
+    if not all(map(os.path.isabs, paths)):
+        pytest.skip("the compiler has no AddressSanitizer")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(Path(__file__).parent))),
+        "LD_PRELOAD": " ".join(paths),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "TCONV3D_EMULATOR_SANITIZE": which,
+        "TCONV3D_EMULATOR_DEBUG": str(int(debug)),
+    }
 
 
 @pytest.fixture(scope="module")
 def reports() -> dict[str, tuple[int, str]]:
-    library = libasan()
-    if not library:
-        pytest.skip("the compiler has no AddressSanitizer")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "LD_PRELOAD": library,
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "TCONV3D_EMULATOR_SANITIZE": "address,undefined",
-    }
+    environment = sanitized(debug=False)
     pointer = "unsigned char* shared = emulator::dynamic_shared(); (void)shared;\n"
     sources = json.dumps({name: probe_source(pointer + body) for name, (body, _) in SANITIZED.items()})
     command = [sys.executable, "-c", CHILD]

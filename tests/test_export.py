@@ -113,14 +113,14 @@ def build(source: str, flags: list[str], shared: bool) -> bytes:
 
 
 @pytest.fixture
-def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, tuple[int, int]], ModuleType]:
-    """Exports a layer for the emulator, and imports the file."""
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ModuleType]:
+    """Exports a layer of `SMALL` for the emulator, and imports the file."""
 
     def load(layer: str, capability: tuple[int, int]) -> ModuleType:
         monkeypatch.setattr(cpp_extension, "load_inline", load_emulated(tmp_path))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         path = tmp_path / "exported_layer.py"
-        path.write_text(export.export(layer, emulated=True))
+        path.write_text(export.export(SMALL[layer], *TYPES.get(layer, ()), emulated=True))
         module = load_file("exported_layer", path)
         module.DEVICE = "cpu"
         return module
@@ -190,6 +190,12 @@ SMALL = {
     "block, no bias": "8, 16, kernel_size=(3, 2, 3), size=(4, 5, 6), bias=False, norm_groups=2",
 }
 HOPPER, OTHER = (9, 0), (8, 6)
+# One file has every type and layout, as it is written if nothing else is asked for; the others what their tests run.
+TYPES = {
+    "few outputs": (("float32", "float16"), ("contiguous",)),
+    "block": (("float32",), ("channels_last_3d",)),
+    "block, no bias": (("float16",), ("channels_last_3d",)),
+}
 CASES = [  # few: each compiles a whole file
     ("strided, bias", HOPPER, "tf32", "contiguous"),
     ("few outputs", OTHER, "float32", "contiguous"),
@@ -203,12 +209,12 @@ CASES = [  # few: each compiles a whole file
 def test_exported_files_compute_in_the_emulator(
     emulated: Callable[..., ModuleType], layer: str, capability: tuple[int, int], which: str, layout: str
 ) -> None:
-    check_model(emulated(SMALL[layer], capability), which, layout, "cpu")
+    check_model(emulated(layer, capability), which, layout, "cpu")
 
 
 @needs_compiler
 def test_inputs_that_are_not_as_the_kernels_read_them(emulated: Callable[..., ModuleType]) -> None:
-    module = emulated(SMALL["strided, bias"], HOPPER)
+    module = emulated("strided, bias", HOPPER)
     model = module.ModelNew(*module.get_init_inputs())
     x = torch.randn(*module.SHAPE[:-1], module.SHAPE[-1] + 1)[..., 1:]  # neither contiguous nor aligned
     grads = []
@@ -223,7 +229,7 @@ def test_inputs_that_are_not_as_the_kernels_read_them(emulated: Callable[..., Mo
 
 @needs_compiler
 def test_gradients_are_computed_when_they_are_asked_for(emulated: Callable[..., ModuleType]) -> None:
-    module = emulated(SMALL["strided, bias"], HOPPER)
+    module = emulated("strided, bias", HOPPER)
     model = module.ModelNew(*module.get_init_inputs())
     model.conv_transpose3d.weight.requires_grad_(False)
     (x,) = module.get_inputs()
@@ -237,7 +243,7 @@ def test_gradients_are_computed_when_they_are_asked_for(emulated: Callable[..., 
 
 @needs_compiler
 def test_autocast_chooses_the_type(emulated: Callable[..., ModuleType]) -> None:
-    module = emulated(SMALL["few outputs"], HOPPER)
+    module = emulated("few outputs", HOPPER)
     model = module.ModelNew(*module.get_init_inputs())
     (x,) = module.get_inputs()
     with torch.autocast("cpu", torch.float16):
@@ -250,7 +256,7 @@ def test_autocast_chooses_the_type(emulated: Callable[..., ModuleType]) -> None:
 
 @needs_compiler
 def test_what_an_exported_file_refuses(emulated: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    module = emulated(SMALL["few outputs"], HOPPER)
+    module = emulated("few outputs", HOPPER)
     model = module.ModelNew(*module.get_init_inputs())
     with pytest.raises(ValueError, match=r"shape \(1, 16, 3, 4, 4\), got \(2, 16, 3, 4, 4\)"):
         model(torch.randn(2, 16, 3, 4, 4))
@@ -330,7 +336,7 @@ def test_fewer_types_make_a_shorter_file() -> None:
 
 @needs_compiler
 def test_what_an_exported_block_refuses(emulated: Callable[..., ModuleType]) -> None:
-    module = emulated(SMALL["block, no bias"], OTHER)
+    module = emulated("block", OTHER)
     model = module.ModelNew(*module.get_init_inputs())
     (x,) = module.get_inputs()
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="does not know autocast"):

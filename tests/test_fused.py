@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from math import inf, nan
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from layers import Layer, poisoned, to_tf32
-from test_emulator import libasan
+from test_emulator import sanitized
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -778,18 +776,7 @@ def all_passes(name: str) -> list[Tensor]:
 
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 def test_sanitizers_find_nothing() -> None:
-    library = libasan()
-    if not library:
-        pytest.skip("the compiler has no AddressSanitizer")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path(__file__).parent))),
-        "LD_PRELOAD": library,
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "TCONV3D_EMULATOR_SANITIZE": "address,undefined",
-        "TCONV3D_EMULATOR_DEBUG": "1",  # optimizing what sanitizers make of unrolled loops takes minutes
-    }
-    child = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)
+    child = subprocess.run([sys.executable, __file__], env=sanitized(), capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     assert child.stdout.split("\n")[:-1] == [f"{name}: run" for name in SANITIZED]
 

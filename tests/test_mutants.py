@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from layers import TABLE, TRAPS, Layer, check
-from test_emulator import libasan
+from test_emulator import sanitized
 from torch import Tensor
 
 import tconv3d
@@ -222,20 +222,10 @@ UNSEEN = Mutant(  # a value that is loaded out of bounds, and then not used
 
 
 def test_address_sanitizer_sees_a_load_whose_value_is_not_used(tmp_path: Path) -> None:
-    library = libasan()
-    if not library:
-        pytest.skip("the compiler has no AddressSanitizer")
+    environment = sanitized("address")
     mutate(UNSEEN, tmp_path / "kernels")
     with kernels_from(tmp_path / "kernels", UNSEEN.kernel):
         run_checks(UNSEEN.layer)  # without it nothing is found
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path(__file__).parent))),
-        "LD_PRELOAD": library,
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "TCONV3D_EMULATOR_SANITIZE": "address",
-        "TCONV3D_EMULATOR_DEBUG": "1",
-    }
     command = [sys.executable, __file__, str(tmp_path / "kernels")]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert child.returncode != 0

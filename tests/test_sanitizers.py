@@ -7,18 +7,16 @@ ends its process, so that they run in a child.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from layers import TABLE, Layer, check, passes
-from test_emulator import libasan
+from test_emulator import sanitized
 from torch import Tensor
 
 import tconv3d
@@ -71,19 +69,8 @@ def operands_of(name: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("names", [list(LAYERS)[::2], list(LAYERS)[1::2]], ids=" and ".join)
 def test_sanitizers_find_nothing(names: list[str]) -> None:
-    library = libasan()
-    if not library:
-        pytest.skip("the compiler has no AddressSanitizer")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path(__file__).parent))),
-        "LD_PRELOAD": library,
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "TCONV3D_EMULATOR_SANITIZE": "address,undefined",
-        "TCONV3D_EMULATOR_DEBUG": "1",  # optimizing what sanitizers make of unrolled loops takes minutes
-    }
     command = [sys.executable, __file__, *names]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    child = subprocess.run(command, env=sanitized(), capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     assert child.stdout.split("\n")[:-1] == [f"{name}: checked" for name in names]
 

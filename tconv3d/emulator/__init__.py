@@ -188,6 +188,8 @@ def _flags() -> tuple[str, ...]:
     debug = os.environ.get("TCONV3D_EMULATOR_DEBUG", "") not in ("", "0")
     # Compiling takes longer than running: -Og compiles in two thirds of the time of -O1, and runs as fast.
     flags = [*_FLAGS, *(("-O0", "-g3") if debug else ("-Og",))]
+    if shutil.which("ld.gold"):  # links in 0.03 s instead of 0.08: a small kernel compiles in 0.2
+        flags.append("-fuse-ld=gold")
     if sanitizers:
         flags += [f"-fsanitize={','.join(sanitizers)}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
     if "address" in sanitizers and not hasattr(ctypes.CDLL(None), "__asan_init"):

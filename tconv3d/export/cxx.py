@@ -6,10 +6,12 @@ whatever it does not understand it says so of (`None`, or `CxxError`) and leaves
 
 from __future__ import annotations
 
+import functools
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _TOKEN = re.compile(
     r"""(?P<comment>//[^\n]*|/\*.*?\*/)
@@ -28,8 +30,7 @@ class CxxError(ValueError):
     """C++ that this reader does not follow."""
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     kind: str  # comment, directive, string, word, number, mark
     text: str
     start: int
@@ -39,8 +40,9 @@ class Token:
         return self.start + len(self.text)
 
 
-def tokens(text: str) -> list[Token]:
-    return [Token(str(found.lastgroup), found.group(), found.start()) for found in _TOKEN.finditer(text)]
+@functools.lru_cache(maxsize=8192)  # the same headers are read for every kernel and every export
+def tokens(text: str) -> tuple[Token, ...]:
+    return tuple([Token(str(found.lastgroup), found.group(), found.start()) for found in _TOKEN.finditer(text)])
 
 
 def code(text: str) -> list[Token]:
@@ -59,7 +61,7 @@ def words(text: str) -> set[str]:
     return found
 
 
-def closing(found: list[Token], index: int) -> int:
+def closing(found: Sequence[Token], index: int) -> int:
     """The index of the bracket that closes the one at `index`."""
     depth = 0
     for i in range(index, len(found)):
@@ -266,7 +268,7 @@ def _declaration(text: str) -> Declaration:
     return _function_or_variable(text, body)
 
 
-def _struct_declaration(text: str, found: list[Token], name: str) -> Declaration:
+def _struct_declaration(text: str, found: Sequence[Token], name: str) -> Declaration:
     place = next((i for i, token in enumerate(found) if token.text == "{"), None)
     if place is None:  # declared only
         return Declaration("struct", text, (name,), head=text)
