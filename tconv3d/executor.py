@@ -33,24 +33,32 @@ MAX_TASKS = 8192  # a program that never repeats a shape must not fill the memor
 
 Addresses = tuple[int, ...]
 Start = Callable[[Addresses, int], None]
+Steps = list[tuple[Launch, tuple[int, ...]]]
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 Wanted = tuple[bool, ...]  # the gradients of input, weight, bias
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Of a plan whose first launch packs the weight: what it takes to leave that out. See `kept`."""
+    """Of a plan whose first launch packs the weight: what it takes to leave that out. See `kept`.
+
+    It may be another plan than that of calls which keep nothing.
+    """
 
     number: int  # the same for plans that pack alike
     bytes: int  # of the packed weight
     workspace_bytes: int  # without the packed weight
     regions: tuple[int, ...]
-    prepare: Callable[[], Start]
+    prepare: Callable[[bool], Start]  # whether with the first launch
+
+    @functools.cached_property
+    def start_all(self) -> Start:
+        return self.prepare(True)
 
     @functools.cached_property
     def start(self) -> Start:
         """Of all launches but the first. The one that is the first now overlaps nothing."""
-        return self.prepare()
+        return self.prepare(False)
 
     def launch(self, start: Start, like: Tensor, operands: Addresses, pack: kept.Pack, stream: int) -> None:
         """All launches, or all but the first, with the packed weight in memory of its own."""
@@ -102,7 +110,7 @@ class Task:
                 return self.packing.launch(self.packing.start, like, operands, pack, stream)
             promise = kept.promise(weight, operands[1], place, self.packing.bytes)
             if promise is not None:
-                self.packing.launch(self.start, like, operands, promise.pack, stream)
+                self.packing.launch(self.packing.start_all, like, operands, promise.pack, stream)
                 return promise.keep()
         if self.workspace_bytes:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
@@ -387,32 +395,36 @@ def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
 
 def make_task(plan: Plan, names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor) -> Task:
     """`names`: of the operands, in the order in which the task will get them."""
+    start, regions = _prepare_steps(_steps(plan, names), like), tuple(start for _, start in plan.regions)
+    return Task(results, plan.workspace_bytes, start, regions, _packing(plan.kept or plan, names, like))
+
+
+def _steps(plan: Plan, names: tuple[str, ...]) -> Steps:
+    """The launches of a plan, and which operands each gets."""
     names = (*names, *(name for name, _ in plan.regions))
-    steps = [
+    return [
         (launch, tuple(names.index(name) for name in launch.pointers))
         for launch in plan.launches
         if min(launch.grid) > 0  # a batch of zero has nothing to compute
     ]
-    regions = tuple(start for _, start in plan.regions)
-    packing = _packing(plan, steps, regions, like) if plan.packed_bytes and steps else None
-    return Task(results, plan.workspace_bytes, _prepare_steps(steps, like), regions, packing)
 
 
-def _packing(
-    plan: Plan, steps: list[tuple[Launch, tuple[int, ...]]], regions: tuple[int, ...], like: Tensor
-) -> Packing:
-    (pack, _), *others = steps
+def _packing(plan: Plan, names: tuple[str, ...], like: Tensor) -> Packing | None:
+    steps, regions = _steps(plan, names), [start for _, start in plan.regions]
+    if not plan.packed_bytes or not steps:
+        return None
     first = min(regions, default=plan.workspace_bytes)
+    empty = like.new_empty(0)
     return Packing(
-        number=_packings.setdefault(pack, next(_numbers)),
+        number=_packings.setdefault(steps[0][0], next(_numbers)),
         bytes=plan.packed_bytes,
         workspace_bytes=plan.workspace_bytes - first,
         regions=tuple(region - first for region in regions),
-        prepare=functools.partial(_prepare_steps, others, like.new_empty(0)),
+        prepare=lambda first: _prepare_steps(steps if first else steps[1:], empty),
     )
 
 
-def _prepare_steps(steps: list[tuple[Launch, tuple[int, ...]]], like: Tensor) -> Start:
+def _prepare_steps(steps: Steps, like: Tensor) -> Start:
     """What launches all steps: for each its kernel, and which operands it gets."""
     if like.is_cuda:
         from . import launcher

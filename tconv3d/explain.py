@@ -39,7 +39,7 @@ class PassExplanation:
     flops: int
     floor_ms: float | None  # None where the GPU's ceilings are not known
     bound_by: str | None
-    kept_bytes: int = 0  # of the packed weight, which is kept where no gradient is wanted, with one launch less
+    kept_bytes: int = 0  # of the packed weight, which is kept where no gradient is wanted
     together: tuple[str, ...] = ()  # the passes that the same launches compute, if they are several
 
 
@@ -271,7 +271,7 @@ def _explain_pass(problem: Problem, plan: Plan, device: Device, gpu: Gpu | None)
         flops=problem.flops,
         floor_ms=None if gpu is None else gpu.floor_ms(problem),
         bound_by=bound,
-        kept_bytes=plan.packed_bytes,
+        kept_bytes=(plan.kept or plan).packed_bytes,
         together=tuple(which.value for which in several),
     )
 
@@ -367,7 +367,8 @@ def _how_launched(p: PassExplanation) -> str:
     text = f"{launches}{together}, workspace {p.workspace_bytes / 1e6:.3g} MB"
     if not p.kept_bytes:
         return text
-    return f"{text}; without gradients {p.kept_bytes / 1e6:.3g} MB of packed weight are kept: one launch less"
+    less = ": one launch less" if p.launches > 1 else ""
+    return f"{text}; without gradients {p.kept_bytes / 1e6:.3g} MB of packed weight are kept{less}"
 
 
 def _lines(e: Explanation) -> list[str]:

@@ -111,6 +111,7 @@ class Plan:
     moments: int = 0  # that the kernel leaves in region "moments" of each norm group of a batch item
     passes: tuple[Pass, ...] = ()  # that its launches compute, if it is one of the plans of a backward pass
     preparing: int = 0  # launches at its beginning that only prepare operands
+    kept: Plan | None = None  # another, for calls that keep the packed weight: without its first launch it takes less
 
 
 def bias_grad_problem(batch: int, channels: int, size: Triple, dtype: str, output: Strides) -> Problem:

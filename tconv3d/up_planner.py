@@ -19,6 +19,7 @@ from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
 
 HAS_EPILOGUE = True
 THREADS = 384
+PACK_THREADS = 128
 POSITIONS = 64  # of a tile
 ROW_BYTES, STEP_BYTES = 128, 32  # of K: in a swizzled row of weights, and in one matrix instruction
 MIN_CHANNELS = 4
@@ -93,7 +94,12 @@ class Tiling:
     @property
     def shared_bytes(self) -> int:
         bias, table = -(-self.columns // 2) * 8 + 8, self.columns // self.geometry.kernel[2] * 8
-        return self.chunks * ROW_BYTES * self.columns + self.stages * self.stage_bytes + bias + table + 24
+        return self.weight_bytes + self.stages * self.stage_bytes + bias + table + 24 + 8 * self.chunks
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a block, in order."""
+        return self.chunks * ROW_BYTES * self.columns
 
     def __str__(self) -> str:
         return f"{POSITIONS} positions x {self.columns} columns, {self.stages} stages"
@@ -261,35 +267,60 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
+    splits = splits_of(tiling, tiles_of(p), device)
+    why = "every output has one position and one tap: one product, x as it is in memory"
+    tile = f"{tiling}, {splits} share the positions"
+    size = tiling.kinds * tiling.weight_bytes
+    kept = Plan("up", why, (_pack(p, tiling), _walk(p, tiling, splits, True)), size, tile, packed_bytes=size)
+    return Plan("up", why, (_walk(p, tiling, splits, False),), tile=tile, kept=kept)
+
+
+def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:
+    """`packed`: whether the weight has been put in order."""
+    registers = ("kProducerRegisters", REGISTERS[0]), ("kConsumerRegisters", REGISTERS[1])
+    return Launch(
+        kernel="up",
+        constants=(("kThreads", THREADS), *_constants(p, tiling), ("kPacked", packed), *registers),
+        grid=(tiling.kinds * splits, 1, 1),
+        threads=THREADS,
+        shared_bytes=tiling.shared_bytes,
+        pointers=("x", "workspace" if packed else "weight", "bias", "y"),
+        scalars=_scalars(p, splits),
+        overlaps=packed,
+    )
+
+
+def _pack(p: Problem, tiling: Tiling) -> Launch:
+    """Puts the weight in order; the same for all volumes of a tiling."""
+    return Launch(
+        kernel="up_pack",
+        constants=(("kThreads", PACK_THREADS), *_constants(p, tiling)),
+        grid=(tiling.kinds * tiling.chunks, 1, 1),
+        threads=PACK_THREADS,
+        shared_bytes=0,
+        pointers=("null", "weight", "null", "workspace"),
+        scalars=_scalars(replace(p, batch=1, input_size=(1, 1, 1), input=(0,) * 5, output=(0,) * 5), 1),
+    )
+
+
+def _scalars(p: Problem, splits: int) -> bytes:
     size, tiles = p.input_size, tiles_of(p)
-    splits = splits_of(tiling, tiles, device)
     weight = (
         p.geometry.out_channels * p.geometry.taps,
         *((1, 0, 0, p.geometry.out_channels) if _weight(p) == "last" else (p.geometry.taps, 0, 0, 1)),
     )
-    launch = Launch(
-        kernel="up",
-        constants=_constants(p, tiling),
-        grid=(tiling.kinds * splits, 1, 1),
-        threads=THREADS,
-        shared_bytes=tiling.shared_bytes,
-        pointers=("x", "weight", "bias", "y"),
-        scalars=padded(
-            int64s(*p.input, *p.output, *weight),
-            int32s(prod(size), tiles, splits),
-            divider(tiles // p.batch),
-            divider(size[1]),
-            divider(size[2]),
-        ),
+    return padded(
+        int64s(*p.input, *p.output, *weight),
+        int32s(prod(size), tiles, splits),
+        divider(tiles // p.batch),
+        divider(size[1]),
+        divider(size[2]),
     )
-    why = "every output has one position and one tap: one product, x as it is in memory"
-    return Plan("up", why, (launch,), tile=f"{tiling}, {splits} share the positions")
 
 
 def _constants(p: Problem, tiling: Tiling) -> Constants:
     g = p.geometry
     return (
-        ("kThreads", THREADS),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("Epilogue", p.activation),
@@ -302,6 +333,4 @@ def _constants(p: Problem, tiling: Tiling) -> Constants:
         ("kColumns", tiling.columns),
         ("kStages", tiling.stages),
         ("kFewTiles", tiling.few),
-        ("kProducerRegisters", REGISTERS[0]),
-        ("kConsumerRegisters", REGISTERS[1]),
     )

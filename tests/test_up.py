@@ -90,11 +90,11 @@ def tiled(monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype) -> Lay
     return CASES[name].layer
 
 
-def result(layer: Layer, operands: list[Tensor], relu: bool = False) -> Tensor:
+def result(layer: Layer, operands: list[Tensor], relu: bool = False, keep: bool = False) -> Tensor:
     """Of our kernel, and of no other."""
     bias = operands[2] if len(operands) > 2 else None
     with poisoned():
-        return executor.forward(operands[0], operands[1], bias, layer.settings, relu)
+        return executor.forward(operands[0], operands[1], bias, layer.settings, relu, keep)
 
 
 def check(layer: Layer, operands: list[Tensor], relu: bool = False) -> None:
@@ -120,6 +120,29 @@ def test_against_float64(dtype: torch.dtype, name: str, only_up: str, monkeypatc
     if name == "channels last, odd taps":
         operands[1] = _last(operands[1])
     check(layer, operands, relu=name in ("nothing whole", "channels last"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float32, "nothing whole"),
+        (torch.float32, "more stages of K than the ring has"),
+        (torch.float16, "channels last"),
+        (torch.bfloat16, "four taps along w, odd planes"),
+    ],
+)
+def test_weights_that_are_kept_in_order(
+    dtype: torch.dtype, name: str, only_up: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call takes the weight as it is, the second packs and keeps it, the third finds it packed."""
+    layer = tiled(monkeypatch, name, dtype)
+    operands = layer.operands(dtype, only_up)
+    if CASES[name].taps:
+        operands[:2] = [one.to(memory_format=torch.channels_last_3d) for one in operands[:2]]
+    first, *others = [result(layer, operands, keep=True) for _ in range(3)]
+    assert all(torch.equal(first, other) for other in others)
+    (task,) = executor._tasks.values()
+    assert task.packing is not None and "start" in vars(task.packing)  # which the third call made
 
 
 @settings(max_examples=8)

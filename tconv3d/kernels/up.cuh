@@ -12,7 +12,8 @@
 //   consumers   two warpgroups, every other tile each: one multiplies while the other stores
 //
 // x goes to tensor cores through registers, so it need not be transposed. What depends on the layout of the
-// tensors is in up_layouts.cuh.
+// tensors is in up_layouts.cuh. Weights that are kept have been put in order before (up_pack.cuh): the copy
+// engine brings them, chunk by chunk, and products begin with the first.
 #pragma once
 
 #include "ring.cuh"
@@ -66,11 +67,14 @@ struct Up {
   __device__ __forceinline__ unsigned consumers_there() const {
     return barriers + 8 * (2 * C::kStages + kConsumers);
   }
+  __device__ __forceinline__ unsigned weights_there(int chunk) const {
+    return consumers_there() + 8 * (1 + chunk);
+  }
 
   // A producer makes the barriers while consumers ask for the weights; for the first of them only, where they
   // can ask for the others later, so that x need not wait until all are on their way.
   __device__ __forceinline__ void prepare() const {
-    if (warp >= kProducers / 32) copy_weights();
+    if (!C::kPacked && warp >= kProducers / 32) copy_weights();
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kStages; ++i) {
         ptx::barrier_init(full(i), kProducers);
@@ -78,6 +82,7 @@ struct Up {
       }
       for (int i = 0; i < kConsumers; ++i) ptx::barrier_init(turn(i), 4);
       ptx::barrier_init(consumers_there(), 128 * kConsumers);
+      for (int i = 0; i < (C::kPacked ? kChunks : 0); ++i) ptx::barrier_init(weights_there(i), 1);
       ptx::fence_barrier_init();
     }
     __syncthreads();
@@ -205,12 +210,34 @@ struct Up {
     return there ? widen<float>(static_cast<const Scalar*>(args.bias)[out]) : 0.0f;
   }
 
+  __device__ __forceinline__ void load_bias() const {
+    for (int i = own(); i < Layout::kOutTile; i += kThreads) bias[i] = bias_of(i);
+    layout.fill_table(own(), kThreads);
+  }
+
+  // Packed weights: all of them at once.
+  __device__ __forceinline__ void request_weights() const {
+    const unsigned char* const from =
+        static_cast<const unsigned char*>(args.weight) + static_cast<long long>(layout.kind) * kWeightBytes;
+    ptx::wait_for_previous_launch();
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      ptx::barrier_arrive_expect(weights_there(chunk), kChunkBytes);
+      ptx::bulk_copy(ptx::shared_address(weights) + chunk * kChunkBytes, from + chunk * kChunkBytes,
+                     kChunkBytes, weights_there(chunk));
+    }
+  }
+  __device__ __forceinline__ void take_weights() const {
+    if (own() == 0) request_weights();
+    load_bias();
+    meet(0);
+  }
+
   __device__ __forceinline__ void order_weights() const {
     if constexpr (kByBlocks) {
       order_blocks();
     } else {
-      for (int i = own(); i < Layout::kOutTile; i += kThreads) bias[i] = bias_of(i);
-      layout.fill_table(own(), kThreads);
+      load_bias();
       order_chunks();
     }
     ptx::fence_async_proxy();
@@ -249,8 +276,9 @@ struct Up {
 
   template <int kCount>
   __device__ __forceinline__ void multiply_chunk(Sums& sums, Step (&steps)[kStageSteps], const Ring& stage,
-                                                 unsigned long long b) const {
+                                                 unsigned long long b, int chunk) const {
     ptx::barrier_wait(full(stage.index), stage.parity);
+    if constexpr (C::kPacked) ptx::barrier_wait(weights_there(chunk), 0);  // they arrive once
     ptx::matrix_wait<1>();  // of two operands in registers, the one that is next is free
     layout.template load<kCount>(steps, stages + stage.index * Layout::kStageWords);
     __syncwarp();
@@ -289,8 +317,8 @@ struct Up {
     static_for<kChunks>([&](auto chunk) {
       constexpr int kChunk = decltype(chunk)::value, kLeft = kSteps - kChunk * kStageSteps;
       if constexpr (kChunk == kAhead) ptx::barrier_wait(turn(who), parity);
-      multiply_chunk<(kLeft < kStageSteps ? kLeft : kStageSteps)>(sums, steps[kChunk % 2], stage,
-                                                                  ptx::advance(b, kChunk * kChunkBytes));
+      multiply_chunk<(kLeft < kStageSteps ? kLeft : kStageSteps)>(
+          sums, steps[kChunk % 2], stage, ptx::advance(b, kChunk * kChunkBytes), kChunk);
       stage.advance(C::kStages);
     });
     if constexpr (kAhead == kChunks) ptx::barrier_wait(turn(who), parity);
@@ -332,7 +360,11 @@ __device__ void run(const Args& args) {
     kernel.produce();
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
-    kernel.order_weights();
+    if constexpr (Config::kPacked) {
+      kernel.take_weights();
+    } else {
+      kernel.order_weights();
+    }
     kernel.consume();
   }
 }

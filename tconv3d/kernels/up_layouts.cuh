@@ -13,8 +13,8 @@ namespace tconv3d {
 
 struct Args {
   const void* x;
-  const void* weight;
-  const void* bias;  // or null
+  const void* weight;  // or what up_pack.cuh made of it
+  const void* bias;    // or null
   void* y;
   Strides x_strides, y_strides;  // the positions of x are one run: d and h follow from w
   Strides w_strides;             // input channel, output channel; taps are w apart
@@ -55,10 +55,10 @@ struct UpShape {
   };
 
   const Args& args;
-  int warp, lane;
+  int warp, lane, kind;  // the kind of block: which columns it owns
 
-  __device__ __forceinline__ UpShape(const Args& args, int warp, int lane)
-      : args(args), warp(warp), lane(lane) {}
+  __device__ __forceinline__ UpShape(const Args& args, int warp, int lane, int kind)
+      : args(args), warp(warp), lane(lane), kind(kind) {}
 
   static __device__ __forceinline__ unsigned rounded(unsigned word) {
     return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
@@ -110,7 +110,7 @@ struct UpContiguous : UpShape<C> {
   long long* table;
 
   __device__ __forceinline__ UpContiguous(const Args& args, int warp, int lane, int kind, long long* table)
-      : Shape(args, warp, lane), first_column(kind * C::kColumns), table(table) {}
+      : Shape(args, warp, lane, kind), first_column(kind * C::kColumns), table(table) {}
 
   __device__ __forceinline__ int first_out() const { return first_column / kTaps; }
 
@@ -280,7 +280,7 @@ struct UpChannelsLast : UpShape<C> {
   int first_tap, out;
 
   __device__ __forceinline__ UpChannelsLast(const Args& args, int warp, int lane, int kind, long long*)
-      : Shape(args, warp, lane),
+      : Shape(args, warp, lane, kind),
         first_tap(kind % kTapTiles * C::kTapTile),
         out(kind / kTapTiles * kOutTile) {}
 
