@@ -23,7 +23,7 @@ CHANNELS = 8  # of a bundle: the least that a matrix instruction has of columns 
 ROWS = 2  # lines of positions of a unit
 UNIT = 16  # positions of a line of a unit
 INPUT_WARPS = 8
-# Producers and warps of the weight gradient, contiguous and channels-last: 16 warps in all have 128 registers a thread.
+# Producers and warps of the weight gradient, contiguous and channels-last: 16 in all, for 128 registers a thread.
 OTHER_WARPS, OTHER_WARPS_LAST = (1, 7), (2, 6)
 MIN_STAGES, MAX_STAGES = 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
