@@ -22,7 +22,9 @@ from .up_backward_planner import Parts, contiguous, sum_of_parts
 CHANNELS = 8  # of a bundle: the least that a matrix instruction has of columns and of K
 ROWS = 2  # lines of positions of a unit
 UNIT = 16  # positions of a line of a unit
-INPUT_WARPS, WEIGHT_WARPS = 8, 7  # with the producer 16: a thread has 128 registers
+INPUT_WARPS = 8
+# Producers and warps of the weight gradient, contiguous and channels-last: 16 in all, for 128 registers a thread.
+OTHER_WARPS, OTHER_WARPS_LAST = (1, 7), (2, 6)
 MIN_STAGES, MAX_STAGES = 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
 MAX_WEIGHTS, MAX_SUMS = 64, 80  # registers of a thread
@@ -115,7 +117,7 @@ class Tile:
     def bytes(self, stages: int) -> int:
         g = self.problem.geometry
         rings = stages * self.stage_bytes + self.stages_x(stages) * self.stage_x_bytes
-        passed = 4 * WEIGHT_WARPS * (32 * 4 * products(g) + CHANNELS) if self.weight_grad else 0
+        passed = 4 * _other_warps(self.problem)[1] * (32 * 4 * products(g) + CHANNELS) if self.weight_grad else 0
         return BARRIER_BYTES + max(rings, passed)
 
     @property
@@ -217,6 +219,10 @@ def _last(p: Problem) -> bool:
     return p.input[1] == p.output[1] == 1 and p.input[4] > 1
 
 
+def _other_warps(p: Problem) -> tuple[int, int]:
+    return OTHER_WARPS_LAST if _last(p) else OTHER_WARPS
+
+
 def _dense(p: Problem) -> bool:
     g, layout = p.geometry, channels_last if _last(p) else contiguous
     shape = (g.in_channels, g.out_per_group, *g.kernel)
@@ -277,12 +283,13 @@ def _main(wanted: dict[Pass, Problem], tile: Tile, split: Split, parts: Parts) -
     p = tile.problem
     input_grad, weight_grad = Pass.INPUT_GRAD in wanted, Pass.WEIGHT_GRAD in wanted
     g, stages, size, dy_size = p.geometry, tile.stages, p.input_size, p.output_size
-    warps = INPUT_WARPS * input_grad, WEIGHT_WARPS * weight_grad
+    producers, weight_warps = _other_warps(p)
+    warps = producers, INPUT_WARPS * input_grad, weight_warps * weight_grad
     return Launch(
         kernel="group_backward",
         constants=_constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
         grid=(g.groups // bundled(g) * split.splits, 1, 1),
-        threads=32 * (1 + sum(warps)),
+        threads=32 * sum(warps),
         shared_bytes=tile.bytes(stages),
         pointers=(
             "dy",
@@ -306,13 +313,15 @@ def _count(strides: Strides, batch: int) -> int:
     return strides[0] * batch
 
 
-def _constants(p: Problem, weight: Strides, input_warps: int, weight_warps: int, bias: bool) -> Constants:
+def _constants(
+    p: Problem, weight: Strides, producers: int, input_warps: int, weight_warps: int, bias: bool
+) -> Constants:
     g, groups = p.geometry, bundled(p.geometry)
     depth, _, _ = g.axes
     least, largest = shifts(depth)
     axes = list(zip("DHW", g.axes, strict=True))
     return (
-        ("kThreads", 32 * (1 + input_warps + weight_warps)),
+        ("kThreads", 32 * (producers + input_warps + weight_warps)),
         ("kMinBlocks", 1),
         ("Scalar", SCALARS[p.dtype]),
         ("kIn", groups * g.in_per_group),
@@ -330,6 +339,7 @@ def _constants(p: Problem, weight: Strides, input_warps: int, weight_warps: int,
         ("kMaxShiftD", largest),
         ("kRows", ROWS),
         ("kMaxStages", MAX_STAGES),
+        ("kProducers", producers),
         ("kInputWarps", input_warps),
         ("kWeightWarps", weight_warps),
         ("kBias", bias),

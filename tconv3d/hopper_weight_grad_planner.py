@@ -32,6 +32,7 @@ MAX_ROW_TILES = 4
 BANKS = 32  # of shared memory, a word each
 OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
+SLICES_BYTES = 4 * WORKSPACE_BYTES  # that the parts of all slices of a batch may take
 COPYING_IS_WORTH = 1.4  # how much longer than the products slow copies may take
 
 
@@ -984,7 +985,8 @@ def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Devic
     """Into how many parts the steps are split: what fills the GPU with the least left over at the end."""
     waves = -(-4 * device.multiprocessors // made.tiling.kinds(layer.geometry))
     steps = _steps(batch, size, layer, made.box)
-    most = max(1, min(steps, WORKSPACE_BYTES // (slices * _count(layer.geometry) * 4), waves))
+    room = WORKSPACE_BYTES if slices == 1 else SLICES_BYTES // slices
+    most = max(1, min(steps, room // (_count(layer.geometry) * 4), waves))
     return min(range(1, most + 1), key=lambda splits: _cycles(layer, made, batch, size, splits, device))
 
 

@@ -91,13 +91,9 @@ class Tiling:
         return self.resident_bytes + self.stages * self.stage_bytes + barriers
 
     @property
-    def words(self) -> int:
-        """Of K, to those of two taps."""
-        return self.rows * self.geometry.kernel[2] // 64
-
-    @property
     def tile_cycles(self) -> float:
-        chunk = self.words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) * FEW_STAGES.get(self.stages, 1.0)
+        words = self.rows * self.geometry.kernel[2] // 64  # of K, to those of two taps
+        chunk = words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) * FEW_STAGES.get(self.stages, 1.0)
         return self.chunks * chunk + TILE_CYCLES + TILE_COLUMN_CYCLES * self.columns
 
     def tiles_of(self, p: Problem) -> int:

@@ -77,7 +77,7 @@ struct GroupBackward {
   static constexpr int kCell = (kPieces | 1) * 16 / kItem, kCellX = C::kIn;
 
   static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0), "whole pieces");
-  static_assert(C::kIn <= 8 && C::kOut <= 8 && C::kThreads == 32 * (1 + kConsumers));
+  static_assert(C::kIn <= 8 && C::kOut <= 8 && C::kThreads == 32 * (C::kProducers + kConsumers));
 
   struct Task {
     int n, h, begin, end;
@@ -120,9 +120,9 @@ struct GroupBackward {
   __device__ __forceinline__ void prepare() const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kMaxStages; ++i) {
-        ptx::barrier_init(full(i), kLast ? 32 : C::kOut);
+        ptx::barrier_init(full(i), kLast ? 32 * C::kProducers : C::kOut);
         ptx::barrier_init(empty(i), kConsumers);
-        ptx::barrier_init(full_x(i), kLast ? 32 : C::kIn);
+        ptx::barrier_init(full_x(i), kLast ? 32 * C::kProducers : C::kIn);
         ptx::barrier_init(empty_x(i), max(1, C::kWeightWarps));
       }
       ptx::fence_barrier_init();
@@ -208,7 +208,7 @@ struct GroupBackward {
     const int first = first_line(task), from = max(first, 0);
     const int lines = min(first + kLines + C::kStrideH * C::kRows * (args.bands - 1), args.dy_size.h) - from;
     if constexpr (kLast) {
-      for (int line = 0; line < lines; ++line) {
+      for (int line = warp; line < lines; line += C::kProducers) {
         unsigned char* const to = stages + stage * stage_bytes() + line * (C::kStrideW * args.pitch);
         copy_cells<kPieces>(args.dy, offset_of(args.dy_strides, task.n, bundle * C::kOut, plane, from + line),
                             args.dy_size.w, args.dy_strides.w, [&](int w) { return to + cell_at(w); });
@@ -224,7 +224,7 @@ struct GroupBackward {
   __device__ __forceinline__ void copy_x(const Task& task, int plane, int stage) const {
     const int lines = min(args.bands * C::kRows, args.size.h - task.h);
     if constexpr (kLast) {
-      for (int line = 0; line < lines; ++line) {
+      for (int line = warp; line < lines; line += C::kProducers) {
         unsigned char* const to = stages_x + stage * stage_x_bytes() + line * args.pitch_x;
         copy_cells<kPiecesX>(args.x, offset_of(args.x_strides, task.n, bundle * C::kIn, plane, task.h + line),
                              args.size.w, args.x_strides.w, [&](int w) { return to + w * (kCellX * kItem); });
@@ -764,14 +764,15 @@ __device__ void run(const Args& args) {
   ptx::launch_dependents();
   GroupBackward<Config> kernel(args);
   kernel.prepare();
-  if (kernel.warp == 0) {
+  constexpr int kFirst = Config::kProducers, kFirstOfWeight = kFirst + Config::kInputWarps;
+  if (kernel.warp < kFirst) {
     kernel.produce();
-  } else if (kernel.warp <= Config::kInputWarps) {
-    if constexpr (Config::kInputWarps > 0) kernel.input_grad(kernel.warp - 1);
+  } else if (kernel.warp < kFirstOfWeight) {
+    if constexpr (Config::kInputWarps > 0) kernel.input_grad(kernel.warp - kFirst);
   }
   if constexpr (Config::kWeightWarps > 0) {
-    if (kernel.warp > Config::kInputWarps) {
-      kernel.weight_grad(kernel.warp - 1 - Config::kInputWarps);
+    if (kernel.warp >= kFirstOfWeight) {
+      kernel.weight_grad(kernel.warp - kFirstOfWeight);
     } else {
       kernel.meet();
     }
