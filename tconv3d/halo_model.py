@@ -123,6 +123,8 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
         lines = near * (32 / near / tiling.halo[2] + 1)
         sectors = loads * (build.item_bytes + 0.9 * lines)
     each = costs.batch * (costs.few_loaders if build.producers == 1 else 1.0)
+    if build.buffers and build.march and build.producers == 1 and build.item_bytes == 2:
+        each /= 2  # four warps load as much as eight do beside these stores (measured)
     waiting = build.stages_filled * (batches * each + costs.stage)
     return planes * max(waiting, loads * costs.load + sectors * costs.sector)
 

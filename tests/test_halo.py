@@ -192,7 +192,7 @@ SETTINGS = {
     "aligned rows, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
     "rows begin anywhere": Case(8, 5, (3, 3, 70), 3, 2, 1, build={**MARCH, "slabs": 2, "buffers": 2}),
     "rows begin anywhere, parts of a line, bfloat16": Case(
-        16, 20, (2, 3, 70), 3, 2, 1, dtype="bfloat16", build={**MARCH, "slabs": 1, "buffers": 2}
+        16, 20, (2, 3, 70), 3, 2, 1, dtype="bfloat16", build={**MARCH, "slabs": 1, "buffers": 2, "producers": 1}
     ),
     "rows begin anywhere, groups": Case(
         32, 20, (2, 5, 9), 3, (2, 2, 3), 1, groups=4, build={**FLAT, "slabs": 1, "buffers": 2}
