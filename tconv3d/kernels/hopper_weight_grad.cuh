@@ -242,12 +242,12 @@ struct HopperWeightGrad {
     if (threadIdx.x == 0) {
       for (int i = 0; i < args.groups; ++i) {
         ptx::barrier_init(full(i), 32 * kCopiers);
-        ptx::barrier_init(empty(i), kConsumerWarps);
+        ptx::barrier_init(empty(i), 32 * kConsumerWarps);
       }
       for (int i = 0; i < C::kStages; ++i) {
         ptx::barrier_init(stage_copied(i), 32 * kCopiers);
-        ptx::barrier_init(stage_full(i), kTurners);
-        ptx::barrier_init(stage_empty(i), kConsumerWarps);
+        ptx::barrier_init(stage_full(i), 32 * kTurners);
+        ptx::barrier_init(stage_empty(i), 32 * kConsumerWarps);
       }
       ptx::fence_barrier_init();
     }
@@ -444,8 +444,7 @@ struct HopperWeightGrad {
       round_x(stage, own);
     }
     ptx::fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(stage_full(stage));
+    ptx::barrier_arrive(stage_full(stage));
   }
 
   // Of a slot at depth 0, and at another.
@@ -800,11 +799,8 @@ struct HopperWeightGrad {
   };
   __device__ __forceinline__ void give_back(Held& held) const {
     if (held.group < 0) return;
-    __syncwarp();
-    if (lane == 0) {
-      ptx::barrier_arrive(empty(held.group));
-      ptx::barrier_arrive(stage_empty(held.stage));
-    }
+    ptx::barrier_arrive(empty(held.group));
+    ptx::barrier_arrive(stage_empty(held.stage));
     held.group = -1;
   }
 
@@ -897,7 +893,7 @@ struct HopperWeightGrad {
       give_back(held);
       // The groups that only this run's last step needed.
       for (int i = 0; i < args.ahead; ++i) {
-        if (lane == 0) ptx::barrier_arrive(empty(group.index));
+        ptx::barrier_arrive(empty(group.index));
         group.advance(args.groups);
       }
       index += run.count;

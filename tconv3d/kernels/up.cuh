@@ -78,7 +78,7 @@ struct Up {
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kStages; ++i) {
         ptx::barrier_init(full(i), kProducers);
-        ptx::barrier_init(empty(i), 4);
+        ptx::barrier_init(empty(i), 128);
       }
       for (int i = 0; i < kConsumers; ++i) ptx::barrier_init(turn(i), 4);
       ptx::barrier_init(consumers_there(), 128 * kConsumers);
@@ -281,8 +281,7 @@ struct Up {
     if constexpr (C::kPacked) ptx::barrier_wait(weights_there(chunk), 0);  // they arrive once
     ptx::matrix_wait<1>();  // of two operands in registers, the one that is next is free
     layout.template load<kCount>(steps, stages + stage.index * Layout::kStageWords);
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(empty(stage.index));
+    ptx::barrier_arrive(empty(stage.index));
 #pragma unroll
     for (int i = 0; i < kCount * 4; ++i) ptx::pin(steps[i / 4].at[i % 4]);  // before the first product
     ptx::matrix_fence();
