@@ -641,8 +641,10 @@ class Build:
         return {dimensions[2].origin for program in self.programs for dimensions in program.sources}
 
     def whole_lines(self, tiling: Tiling) -> bool:
-        """Whether rows left and right of the input are the same for all halos: then they are zero from the start."""
-        return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1 and not self.lines
+        """Whether rows left and right of the input are the same for all halos: then they are zero from the start.
+        Not where rows are copied, and zeros with them."""
+        loaded = not (self.lines or self.copied)
+        return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1 and loaded
 
     def loaded_columns(self, job: Job, tiling: Tiling) -> range:
         """Of the halo's columns those that may have input. Of lines: the columns that have outputs."""
