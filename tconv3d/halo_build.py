@@ -466,6 +466,13 @@ class Build:
         return self.copied and not (self.resident or self.march or self.strict)
 
     @property
+    def unrolled_shifts(self) -> int:
+        """Of a streaming build, whose loop is unrolled: in 16 bits (measured, docs/performance.md), but not where two
+        slabs have several patterns, nor where panels are small: there it loses."""
+        forward = self.skips and self.item_bytes == 2 and not (self.gather or self.portioned or self.fine)
+        return 8 if forward and (self.slabs == 1 or len(self.program.patterns) == 1) else 1
+
+    @property
     def torn(self) -> bool:
         """Whether neighbouring outputs along w come from different column tiles."""
         return self.split[2] and self.geometry.axes[2].stride > 1
@@ -535,6 +542,7 @@ class Build:
             ("kSharedBytes", self.shared_bytes),
             ("kSlabs", self.slabs),
             ("kLead", self.lead),
+            ("kUnrolledShifts", self.unrolled_shifts),
             ("kDivided", self.divided),
             ("kBuffers", self.buffers),
             ("kLines", self.lines),
