@@ -466,6 +466,13 @@ class Build:
         return self.copied and not (self.resident or self.march or self.strict)
 
     @property
+    def unrolled_shifts(self) -> int:
+        """Of a streaming build, whose loop is unrolled: in 16 bits (measured, docs/performance.md), but not where two
+        slabs have several patterns, nor where panels are small: there it loses."""
+        forward = self.skips and self.item_bytes == 2 and not (self.gather or self.portioned or self.fine)
+        return 8 if forward and (self.slabs == 1 or len(self.program.patterns) == 1) else 1
+
+    @property
     def torn(self) -> bool:
         """Whether neighbouring outputs along w come from different column tiles."""
         return self.split[2] and self.geometry.axes[2].stride > 1
@@ -535,6 +542,7 @@ class Build:
             ("kSharedBytes", self.shared_bytes),
             ("kSlabs", self.slabs),
             ("kLead", self.lead),
+            ("kUnrolledShifts", self.unrolled_shifts),
             ("kDivided", self.divided),
             ("kBuffers", self.buffers),
             ("kLines", self.lines),
@@ -641,8 +649,10 @@ class Build:
         return {dimensions[2].origin for program in self.programs for dimensions in program.sources}
 
     def whole_lines(self, tiling: Tiling) -> bool:
-        """Whether rows left and right of the input are the same for all halos: then they are zero from the start."""
-        return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1 and not self.lines
+        """Whether rows left and right of the input are the same for all halos: then they are zero from the start.
+        Not where rows are copied, and zeros with them."""
+        loaded = not (self.lines or self.copied)
+        return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1 and loaded
 
     def loaded_columns(self, job: Job, tiling: Tiling) -> range:
         """Of the halo's columns those that may have input. Of lines: the columns that have outputs."""

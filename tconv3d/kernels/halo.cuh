@@ -75,7 +75,7 @@ struct Halo {
   static constexpr bool kStrict = Config::kHalves == 2;
   // Shifts whose loop is unrolled: where stores are quick it gains 1 to 4%, elsewhere it lost (measured).
   static constexpr bool kShort = Config::kCopied && Config::kResident && !Config::kMarch;
-  static constexpr int kUnrolled = Config::kBuffers > 0 || kShort ? 16 : 1;
+  static constexpr int kUnrolled = Config::kBuffers > 0 || kShort ? 16 : Config::kUnrolledShifts;
   // Whether products with planes above or below the input, all zero, are left out: not where there are few.
   static constexpr bool kSkips = Config::kCopied && !Config::kResident && !Config::kMarch;
 
