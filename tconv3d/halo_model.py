@@ -19,7 +19,7 @@ class Costs:
     Most are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16);
     `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot`, those of rows and of turns of lines,
     since, to 446 float32 builds of random and reference layers (docs/performance.md). `shared`, `supplied`, `adding`,
-    `apart`, `little_hides` and `torn` are set by hand, each by a few measured builds.
+    `apart` and `little_hides` are set by hand, each by a few measured builds.
     """
 
     start: float = 14300.0  # of a launch
@@ -64,7 +64,7 @@ class Costs:
     cache_bytes: float = 134.0  # per cycle, from L2
     memory_bytes: float = 1650.0  # per cycle, of the whole device memory
     run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
-    torn: float = 5.0  # bytes of traffic per byte of an output whose neighbours come from another column tile
+    torn: float = 2.87  # bytes of traffic per byte of an output whose neighbours come from another column tile
     overlap: float = 2.6  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
 
@@ -79,7 +79,6 @@ HALVES = replace(  # of 16-bit types: as they were fitted before, to reference l
     slot=1010.0,
     rows=3000.0,
     rows_bytes=1650.0,
-    torn=2.87,
 )
 CROWDED = {4: 31.0, 2: 27.0}  # bytes per cycle of input and streamed panels, by an item's, beside a march's products
 UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times

@@ -57,6 +57,7 @@ MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
 AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
+TORN = 1.01  # of such equals, the cost of those that write sectors in parts, times others'
 HOPELESS = 1.5  # times the cost of the best build: not worth measuring
 RINGS = (64 * 1024,)  # bytes of the slots that panels are streamed through
 MARCHING_RINGS = (64 * 1024, 128 * 1024)  # the same of marches with two producer warpgroups (others: not measured)
@@ -373,7 +374,12 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
         return None
     best = min(costs, key=lambda build: costs[build])  # and others that the model cannot tell apart from it
     equals = [build for build in costs if costs[build] < AS_GOOD * costs[best] and build.copied == best.copied]
-    return min(equals, key=lambda build: (-build.producers, costs[build]))
+    return min(equals, key=lambda build: (-build.producers, costs[build] * (TORN if _torn(build, job) else 1.0)))
+
+
+def _torn(build: Build, job: Job) -> bool:
+    """Whether two column tiles write the same sectors of floats."""
+    return build.torn and build.item_bytes == 4 and not job.written_last
 
 
 def _costs(found: Iterator[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
