@@ -249,9 +249,10 @@ struct FewOutputs {
         for (int k = 0; k < kWordItems; ++k) {
           const int channel = channel_of(step, part) + k;
           if (exists && channel < C::kIn) {
-            const Scalar value = load_constant(w + offset + channel * args.w_strides.n);
 #pragma unroll
-            for (int half = 0; half < C::kHalves; ++half) bits[half] |= operand(value, half) << (16 * k);
+            for (int half = 0; half < C::kHalves; ++half) {
+              bits[half] |= operand(load_constant(w + offset + channel * args.w_strides.n), half) << (16 * k);
+            }
           }
         }
 #pragma unroll
