@@ -251,8 +251,8 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
-    # Three stages are enough. Chunks of two steps help all but contiguous 16-bit types (measured).
-    larger = -1 if layer.item_bytes == 4 or layer.channels_last else 1
+    # Three stages are enough. Chunks of two steps help all but contiguous 16-bit types and strict float32 (measured).
+    larger = -1 if (layer.item_bytes == 4 and not layer.strict) or layer.channels_last else 1
     return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3), larger * tile.chunk))
 
 
