@@ -55,6 +55,8 @@ class Costs:
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
     handed: float = 9.4  # the same, handed from lane to lane, of rows that begin anywhere (set by hand: images win)
     handed_short: float = 6.0  # the same of floats in rows of less than SHORT_ROW outputs (set by hand: images lose)
+    strict_panel: float = 180.0  # of strict float32, until a panel's products are there
+    strict_sum: float = 10.0  # the same, of adding one of its sums to a total
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are, and where
     # channels-last outputs are stored 16 bytes of a lane at a time
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
@@ -278,6 +280,9 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
             short = build.item_bytes == 2 or build.divided
             of_a_panel = costs.panel if build.resident else costs.supplied if short else costs.streamed
             multiply += panels / build.turns * of_a_panel
+        if build.strict:
+            sums = build.slabs * build.columns / 2
+            multiply += panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
         if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES
         cache = (loaded + streamed) / costs.cache_bytes
