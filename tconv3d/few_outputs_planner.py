@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from . import tensor_cores
+from . import direct_planner, tensor_cores
 from .direct_planner import INT32_MAX, SCALARS, power_of_two_up
 from .geometry import Gather, Geometry
 from .launch import Constants, Launch
@@ -56,18 +56,20 @@ class Layer:
     item_bytes: int
     channels_last: bool
     vector: int  # elements that a copy moves; 0: elements one by one, through registers
+    strict: bool = False  # float32 by three TF32 products
 
     @classmethod
     def of(cls, problem: Problem) -> Layer:
         n, c, d, h, w = problem.input
+        strict = problem.dtype == "float32" and not problem.tf32
         channels_last = c == 1 and w != 1
         per_word = 4 // problem.item_bytes
         contiguous, others = (c, (n, d, h, w)) if channels_last else (w, (n, c, d, h))
         length = problem.geometry.in_per_group if channels_last else problem.input_size[2]
         for vector in (16 // problem.item_bytes, 8 // problem.item_bytes, per_word):
             if contiguous == 1 and problem.aligned and not any(v % vector for v in (*others, length)):
-                return cls(problem.geometry, problem.item_bytes, channels_last, vector)
-        return cls(problem.geometry, problem.item_bytes, channels_last, 1 if per_word == 1 else 0)
+                return cls(problem.geometry, problem.item_bytes, channels_last, vector, strict)
+        return cls(problem.geometry, problem.item_bytes, channels_last, 1 if per_word == 1 else 0, strict)
 
     @property
     def window(self) -> int:
@@ -91,6 +93,16 @@ class Layer:
     def step(self) -> int:
         """Input channels of a matrix instruction."""
         return 32 // self.item_bytes
+
+    @property
+    def halves(self) -> int:
+        """Operands that a value is the sum of."""
+        return 2 if self.strict else 1
+
+    @property
+    def products(self) -> int:
+        """Matrix instructions for what one would do with whole values."""
+        return 3 if self.strict else 1
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,7 @@ class Tile:
     @property
     def shared_bytes(self) -> int:
         layer = self.layer
-        weights = self.steps * layer.column_tiles * 256
+        weights = self.steps * layer.column_tiles * 256 * layer.halves
         return weights + layer.group_tiles * 8 * self.pitch * 4 + self.warps * self.stages * self.stage_bytes
 
     @property
@@ -179,7 +191,10 @@ class Tile:
         sums = self.row_tiles * self.layer.column_tiles * 4
         totals = self.layer.geometry.stride[1] * self.layer.geometry.stride[2] * self.layer.geometry.out_per_group
         kept = self.copies * (1 if self.layer.channels_last else 2) if self.copies <= KEPT_COPIES else 0
-        return _up(max(sums + 4 * self.row_tiles + kept, sums + totals) + 36, 8)
+        operands = 4 * self.row_tiles
+        if self.layer.strict:  # in halves, and sums beside the window's
+            operands += self.row_tiles * 8
+        return _up(max(sums + operands + kept, sums + totals) + 36, 8)
 
     def blocks(self, device: Device) -> int:
         """That a multiprocessor has room for. Registers are allotted to four warps at a time."""
@@ -194,20 +209,20 @@ class Tile:
         """Predicted cycles of a multiprocessor for a position and an input plane."""
         layer = self.layer
         blocks, positions = self.blocks(device), self.h * self.w
-        multiplies = self.warps * self.row_tiles * layer.column_tiles * self.steps
+        multiplies = self.warps * self.row_tiles * layer.column_tiles * self.steps * layer.products
         line = layer.geometry.in_per_group * self.line if layer.channels_last else self.line
         sectors = -(-line * layer.item_bytes // SECTOR_BYTES)
         fetched = self.halo_h * sectors * SECTOR_BYTES * (1 if layer.channels_last else layer.geometry.in_per_group)
         group = layer.group_tiles * 8
         shared = (
             self.warps * self.chunks * self.stage_bytes / 128
-            + self.warps * self.steps * (4 * self.row_tiles + 2 * layer.column_tiles)
+            + self.warps * self.steps * (4 * self.row_tiles + 2 * layer.halves * layer.column_tiles)
             + (self.rows + positions) * group / 32
         )
         per_copy = 10 if self.copies <= KEPT_COPIES else 40
         instructions = (
-            multiplies
-            + self.warps * self.steps * (layer.column_tiles + self.row_tiles * 12)
+            multiplies * (2.3 if layer.strict else 1)  # additions to the window
+            + self.warps * self.steps * (layer.column_tiles + self.row_tiles * (52 if layer.strict else 12))
             + self.warps * self.chunks * self.copies * per_copy
             + positions * group / 32 * 2
         )
@@ -236,8 +251,8 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
-    # Three stages are enough. Chunks of two steps help all but contiguous 16-bit types (measured).
-    larger = -1 if layer.item_bytes == 4 or layer.channels_last else 1
+    # Three stages are enough. Chunks of two steps help all but contiguous 16-bit types and strict float32 (measured).
+    larger = -1 if (layer.item_bytes == 4 and not layer.strict) or layer.channels_last else 1
     return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3), larger * tile.chunk))
 
 
@@ -245,7 +260,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     g = problem.geometry
     if problem.which is not Pass.FORWARD:
         return "it computes the forward pass"
-    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP, in_halves=True):
         return refusal
     if g.out_per_group > MAX_OUT:
         return f"more than {MAX_OUT} output channels per group"
@@ -255,7 +270,23 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "the outputs of a position do not fit the registers"
     if not tiles(problem, device):
         return "the products of all taps do not fit a multiprocessor"
+    return _why_not_strict(problem, device) if Layer.of(problem).strict else None
+
+
+def _why_not_strict(problem: Problem, device: Device) -> str | None:
+    """Why strict float32 is computed by multiply-adds, not by three TF32 products; or nothing."""
+    if refusal := tensor_cores.why_not_halves(direct_planner.Side.of(problem).terms):
+        return refusal
+    if direct_planner.cycles(problem, device) < cycles(problem, device):
+        return "multiply-adds are predicted to be faster than three TF32 products"
     return None
+
+
+def cycles(problem: Problem, device: Device) -> float:
+    """Predicted for the busiest multiprocessor: to compare with other kernels."""
+    tile = tiles(problem, device)[0]
+    walked, _ = _walks(problem, tile, device)
+    return walked * tile.cycles(device) * tile.h * tile.w * tile.blocks(device)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -264,13 +295,9 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
     """The plan with a given tile: what a benchmark compares."""
-    g, (_, h, w) = problem.geometry, problem.geometry.axes
-    out_d, out_h, out_w = problem.output_size
-    tiles_h = -(-h.positions(out_h) // tile.h)
-    tiles_w = -(-w.positions(out_w) // tile.w)
-    flat = problem.batch * g.groups * tiles_h * tiles_w
-    planes = _planes(problem, flat, tile, device)
-    parts = -(-out_d // planes)
+    tiles_h, tiles_w, flat = _grid(problem, tile)
+    _, planes = _walks(problem, tile, device)
+    parts = -(-problem.output_size[0] // planes)
     launch = Launch(
         kernel="few_outputs",
         constants=_constants(problem, tile, device),
@@ -286,7 +313,8 @@ def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
             divider(parts),
         ),
     )
-    return Plan("few_outputs", "tensor cores, a column for every tap", (launch,), tile=str(tile))
+    why = "tensor cores, a column for every tap" + (", three TF32 products" if tile.layer.strict else "")
+    return Plan("few_outputs", why, (launch,), tile=str(tile))
 
 
 def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
@@ -300,6 +328,7 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kMinBlocks", tile.blocks(device)),
         ("Scalar", SCALARS[problem.dtype]),
         ("Epilogue", problem.activation),
+        ("kHalves", layer.halves),
         ("kWide", chunk > INT32_MAX),
         ("kChannelsLast", layer.channels_last),
         ("kVector", layer.vector),
@@ -342,14 +371,25 @@ def _joined(problem: Problem) -> int:
     return joined if joined in (2, 4, 8) else 1
 
 
-def _planes(problem: Problem, flat: int, tile: Tile, device: Device) -> int:
-    """Output planes of a block: what fills the GPU with the least left over, and the least halo along depth."""
+def _grid(problem: Problem, tile: Tile) -> tuple[int, int, int]:
+    """Tiles along height, along width, and all of a plane."""
+    g, (_, out_h, out_w) = problem.geometry, problem.output_size
+    tiles_h = -(-g.axes[1].positions(out_h) // tile.h)
+    tiles_w = -(-g.axes[2].positions(out_w) // tile.w)
+    return tiles_h, tiles_w, problem.batch * g.groups * tiles_h * tiles_w
+
+
+def _walks(problem: Problem, tile: Tile, device: Device) -> tuple[float, int]:
+    """Input planes of all turns that blocks take, and output planes of a block: what fills the GPU with the least
+    left over, and the least halo along depth."""
     out, axis = problem.output_size[0], problem.geometry.axes[0]
     slots = device.multiprocessors * tile.blocks(device)
+    *_, flat = _grid(problem, tile)
 
     def cost(parts: int) -> float:
         planes = -(-out // parts)
         steps = (planes + axis.dilation * (axis.kernel - 1)) / axis.stride
         return -(-flat * -(-out // planes) // slots) * (steps + 1)
 
-    return -(-out // min(range(1, max(1, min(out, 64)) + 1), key=cost))
+    walked, parts = min((cost(parts), parts) for parts in range(1, max(1, min(out, 64)) + 1))
+    return walked, -(-out // parts)

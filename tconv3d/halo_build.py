@@ -347,6 +347,11 @@ class Build:
         return self.halves * self.slabs * self.columns // 2
 
     @property
+    def panels_at_once(self) -> int:
+        """Of strict float32, whose sums go to the totals together: as many as have 32 input channels."""
+        return 2 if self.strict and self.part_bytes <= 64 and not self.divided else 1
+
+    @property
     def threads(self) -> int:
         return 128 * (self.producers + self.consumers)
 
@@ -743,6 +748,7 @@ class Build:
         return (
             ("kInRegisters", self.in_registers),
             ("kHalves", self.halves),
+            ("kPanelsAtOnce", self.panels_at_once),
             ("kGroups", g.groups),
             ("kIn", g.in_per_group),
             ("kOut", g.out_per_group),

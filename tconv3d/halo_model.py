@@ -19,7 +19,7 @@ class Costs:
     Most are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16);
     `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot`, those of rows and of turns of lines,
     since, to 446 float32 builds of random and reference layers (docs/performance.md). `shared`, `supplied`, `adding`,
-    `apart`, `little_hides` and `torn` are set by hand, each by a few measured builds.
+    `apart` and `little_hides` are set by hand, each by a few measured builds.
     """
 
     start: float = 14300.0  # of a launch
@@ -55,6 +55,8 @@ class Costs:
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
     handed: float = 9.4  # the same, handed from lane to lane, of rows that begin anywhere (set by hand: images win)
     handed_short: float = 6.0  # the same of floats in rows of less than SHORT_ROW outputs (set by hand: images lose)
+    strict_panel: float = 180.0  # of strict float32, until a panel's products are there
+    strict_sum: float = 10.0  # the same, of adding one of its sums to a total
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are, and where
     # channels-last outputs are stored 16 bytes of a lane at a time
     line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
@@ -64,7 +66,7 @@ class Costs:
     cache_bytes: float = 134.0  # per cycle, from L2
     memory_bytes: float = 1650.0  # per cycle, of the whole device memory
     run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
-    torn: float = 5.0  # bytes of traffic per byte of an output whose neighbours come from another column tile
+    torn: float = 2.87  # bytes of traffic per byte of an output whose neighbours come from another column tile
     overlap: float = 2.6  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
 
@@ -79,7 +81,6 @@ HALVES = replace(  # of 16-bit types: as they were fitted before, to reference l
     slot=1010.0,
     rows=3000.0,
     rows_bytes=1650.0,
-    torn=2.87,
 )
 CROWDED = {4: 31.0, 2: 27.0}  # bytes per cycle of input and streamed panels, by an item's, beside a march's products
 UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
@@ -279,6 +280,9 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
             short = build.item_bytes == 2 or build.divided
             of_a_panel = costs.panel if build.resident else costs.supplied if short else costs.streamed
             multiply += panels / build.turns * of_a_panel
+        if build.strict:
+            sums = build.slabs * build.columns / 2
+            multiply += panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
         if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES
         cache = (loaded + streamed) / costs.cache_bytes

@@ -25,7 +25,7 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from . import cache, direct_planner
+from . import cache, direct_planner, tensor_cores
 from .geometry import Geometry
 from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, has_lines, moment_band, round_up, rows_launch
 from .halo_job import Job, groups_to_merge, job_of, merged_groups
@@ -45,7 +45,6 @@ MAX_LINE_TILES = 4  # of output channels, all of which read the same lines: more
 MAX_LINE_LOADS = 100  # of operands in a step of a march, all unrolled: from 160 on, the compiler keeps products apart
 MAX_LINE_WORDS = 8  # of a line that feed two positions: registers of a lane
 LINE_CHANNELS = 32  # of a stage: a lane copies the lines of one
-STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the error of multiply-adds (measured)
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
 COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
 MARCHING_SUMS = 96  # accumulators of a thread in strided marches that loop over chunks
@@ -57,6 +56,7 @@ MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
 AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
+TORN = 1.01  # of such equals, the cost of those that write sectors in parts, times others'
 HOPELESS = 1.5  # times the cost of the best build: not worth measuring
 RINGS = (64 * 1024,)  # bytes of the slots that panels are streamed through
 MARCHING_RINGS = (64 * 1024, 128 * 1024)  # the same of marches with two producer warpgroups (others: not measured)
@@ -373,7 +373,12 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
         return None
     best = min(costs, key=lambda build: costs[build])  # and others that the model cannot tell apart from it
     equals = [build for build in costs if costs[build] < AS_GOOD * costs[best] and build.copied == best.copied]
-    return min(equals, key=lambda build: (-build.producers, costs[build]))
+    return min(equals, key=lambda build: (-build.producers, costs[build] * (TORN if _torn(build, job) else 1.0)))
+
+
+def _torn(build: Build, job: Job) -> bool:
+    """Whether two column tiles write the same sectors of floats."""
+    return build.torn and build.item_bytes == 4 and not job.written_last
 
 
 def _costs(found: Iterator[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
@@ -444,9 +449,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def _why_not_strict(problem: Problem, found: HaloPlan, device: Device) -> str | None:
     """Why strict float32 is computed by multiply-adds, not by three TF32 products; or nothing."""
-    terms = direct_planner.Side.of(problem).terms
-    if terms < STRICT_TERMS:
-        return f"the error of three TF32 products is above that of multiply-adds in sums of {terms} terms"
+    if refusal := tensor_cores.why_not_halves(direct_planner.Side.of(problem).terms):
+        return refusal
     if direct_planner.cycles(problem, device) < found.cycles:
         return "multiply-adds are predicted to be faster than three TF32 products"
     return None

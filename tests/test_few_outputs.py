@@ -115,7 +115,8 @@ def test_what_it_refuses_and_why() -> None:
     assert few_outputs_planner.why_not(taken, A100) is None
     for refused, device, reason in (
         (replace(taken, which=Pass.INPUT_GRAD), H200, "forward"),
-        (replace(taken, tf32=False), H200, "TF32"),
+        (replace(taken, tf32=False, dtype="float64"), H200, "float64"),
+        (problem(Layer(8, 1, (4, 4, 4), T2, T2), Pass.FORWARD, tf32=False), H200, "8 terms"),
         (taken, replace(A100, capability=(7, 5)), "8.0"),
         (problem(Layer(32, 5, (4, 4, 4), T3, T2), Pass.FORWARD), H200, "more than 4"),
         (problem(Layer(7, 1, (4, 4, 4), T3), Pass.FORWARD), H200, "fewer than 8"),

@@ -18,6 +18,10 @@
 // block meets only where columns change hands, twice a plane, and between the chunks of the next plane each
 // warp gathers and stores its share of the outputs, at different times, so that some store while others
 // multiply.
+//
+// Strict float32 (kHalves == 2) has three TF32 products of every pair of values, which are split where they
+// are loaded (`Halves`). Tensor cores round sums towards zero, so those of one step, the small products
+// first, are added to the window by additions that round to nearest.
 #pragma once
 
 #include "epilogue.cuh"
@@ -65,6 +69,7 @@ struct FewOutputs {
   static constexpr int kChunkSteps = C::kChunk / kStepItems;
   static constexpr int kChunks = (C::kIn + C::kChunk - 1) / C::kChunk;
   static constexpr int kSteps = kChunks * kChunkSteps;
+  static constexpr int kPairWords = 2 * C::kHalves;  // of the weights, of a lane and an instruction
 
   // A stage of a warp's ring: [channel][row], or, channels-last, [row][channel]. A vector is what one copy
   // moves; where kVector is 0, elements pass through registers one by one.
@@ -108,7 +113,7 @@ struct FewOutputs {
   static_assert(C::kStages >= 2);
 
   const Args& args;
-  unsigned* weights;  // in shared memory: [step][column tile][lane][2], as the instruction wants them
+  unsigned* weights;  // in shared memory: [step][column tile][lane][half][2], as the instruction wants them
   float* columns;     // in shared memory: [column][kPitch]
   Scalar* ring;       // in shared memory, of the warp: [kStages][kStageItems]
   const Scalar* x;    // the first plane of the block's input
@@ -239,20 +244,37 @@ struct FewOutputs {
                                tap / C::kKernelW * args.w_strides.h + tap % C::kKernelW * args.w_strides.w;
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        unsigned bits = 0;
+        unsigned bits[C::kHalves] = {};
 #pragma unroll
         for (int k = 0; k < kWordItems; ++k) {
           const int channel = channel_of(step, part) + k;
-          if (exists && channel < C::kIn)
-            bits |= Operand::bits(load_constant(w + offset + channel * args.w_strides.n)) << (16 * k);
+          if (exists && channel < C::kIn) {
+#pragma unroll
+            for (int half = 0; half < C::kHalves; ++half) {
+              bits[half] |= operand(load_constant(w + offset + channel * args.w_strides.n), half) << (16 * k);
+            }
+          }
         }
-        weights[(i * kLanes + lane) * 2 + part] = bits;
+#pragma unroll
+        for (int half = 0; half < C::kHalves; ++half) {
+          weights[(i * kLanes + lane) * kPairWords + half * 2 + part] = bits[half];
+        }
       }
+    }
+  }
+
+  // The bits that tensor cores take for a value, or for a half of it: the high one is 0.
+  static __device__ __forceinline__ unsigned operand(Scalar value, int half) {
+    if constexpr (C::kHalves == 2) {
+      return half == 0 ? Halves::high(value) : Halves::low(value);
+    } else {
+      return Operand::bits(value);
     }
   }
 
   // The words of the lane's fragments in its row from the stage's row `first_row` on, from a step on: [step]
   // [part along K]. Channels-last, where its own row lies is the same for all that are whole 8 rows apart.
+  // Strict float32: as they are in memory.
   __device__ __forceinline__ void load_row(const Scalar* stage, int first_row, int first_step,
                                            unsigned (&words)[kLaneWords]) const {
     const int row = first_row + lane / 4;
@@ -264,13 +286,19 @@ struct FewOutputs {
 #pragma unroll
       for (int i = 0; i < kLaneWords; ++i) {
         words[i] = found.at[i];
-        if constexpr (kWordItems == 1) words[i] = Operand::bits(ptx::bits_to_float(words[i]));
+        if constexpr (kWordItems == 1 && C::kHalves == 1) {
+          words[i] = Operand::bits(ptx::bits_to_float(words[i]));
+        }
       }
     } else {
 #pragma unroll
       for (int i = 0; i < kLaneWords; ++i) {
         const Scalar* at = stage + channel_of(i / 2, i % 2) * C::kItemPitch + row;
-        words[i] = Operand::bits(at[0]);
+        if constexpr (C::kHalves == 2) {
+          words[i] = ptx::float_to_bits(at[0]);
+        } else {
+          words[i] = Operand::bits(at[0]);
+        }
         if constexpr (kWordItems == 2) words[i] |= Operand::bits(at[C::kItemPitch]) << 16;
       }
     }
@@ -278,7 +306,7 @@ struct FewOutputs {
 
   // Adds a chunk of channels to the window.
   __device__ __forceinline__ void multiply(const Scalar* stage, int chunk) {
-    const unsigned* chunk_weights = weights + chunk * (kChunkSteps * kTiles * kLanes * 2);
+    const unsigned* chunk_weights = weights + chunk * (kChunkSteps * kTiles * kLanes * kPairWords);
 #pragma unroll
     for (int first = 0; first < kChunkSteps; first += kStepsAtOnce) {
       unsigned words[C::kRowTiles][2][kLaneWords];
@@ -291,23 +319,45 @@ struct FewOutputs {
       }
 #pragma unroll
       for (int step = 0; step < kStepsAtOnce; ++step) {
-        unsigned a[C::kRowTiles][4];
+        unsigned a[C::kHalves][C::kRowTiles][4];
 #pragma unroll
-        for (int m = 0; m < C::kRowTiles; ++m) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[m][i] = words[m][i % 2][step * 2 + i / 2];
+        for (int i = 0; i < C::kRowTiles * 4; ++i) {
+          const unsigned word = words[i / 4][i % 2][step * 2 + i % 4 / 2];
+          if constexpr (C::kHalves == 2) {
+            a[0][i / 4][i % 4] = Halves::high(ptx::bits_to_float(word));
+            a[1][i / 4][i % 4] = Halves::low(ptx::bits_to_float(word));
+          } else {
+            a[0][i / 4][i % 4] = word;
+          }
         }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-          const auto b =
-              load_vector<2>(chunk_weights + (((first + step) * kTiles + tile) * kLanes + lane) * 2);
+          const auto b = load_vector<kPairWords>(
+              chunk_weights + (((first + step) * kTiles + tile) * kLanes + lane) * kPairWords);
 #pragma unroll
           for (int m = 0; m < C::kRowTiles; ++m) {
-            ptx::warp_multiply<Operand::kOperand>(sum[m][tile], a[m], b.at);
+            if constexpr (C::kHalves == 2) {
+              multiply_halves(sum[m][tile], a[0][m], a[1][m], b);
+            } else {
+              ptx::warp_multiply<Operand::kOperand>(sum[m][tile], a[0][m], b.at);
+            }
           }
         }
       }
     }
+  }
+
+  // Strict float32: three products.
+  static __device__ __forceinline__ void multiply_halves(float (&total)[4], const unsigned (&high)[4],
+                                                         const unsigned (&low)[4],
+                                                         const Vector<unsigned, 4>& b) {
+    const unsigned b_high[2] = {b.at[0], b.at[1]}, b_low[2] = {b.at[2], b.at[3]};
+    float part[4] = {};
+    ptx::warp_multiply<Operand::kOperand>(part, low, b_high);
+    ptx::warp_multiply<Operand::kOperand>(part, high, b_low);
+    ptx::warp_multiply<Operand::kOperand>(part, high, b_high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) total[i] += part[i];
   }
 
   // Where this lane's first or second row of the warp's m-th tile of 16 rows lies in a column.
@@ -457,7 +507,8 @@ template <class Config>
 __device__ void run(const Args& args) {
   using Kernel = FewOutputs<Config>;
   unsigned* shared = dynamic_shared<unsigned>();
-  float* columns = reinterpret_cast<float*>(shared + Kernel::kSteps * Kernel::kTiles * 64);
+  float* columns =
+      reinterpret_cast<float*>(shared + Kernel::kSteps * Kernel::kTiles * 32 * Kernel::kPairWords);
   auto* ring = reinterpret_cast<typename Config::Scalar*>(columns + Kernel::kGroupTiles * 8 * Config::kPitch);
   const int warp = threadIdx.x / Kernel::kLanes;
   Kernel kernel{args, shared, columns, ring + warp * (Config::kStages * Kernel::kStageItems)};

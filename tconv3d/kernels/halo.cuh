@@ -93,6 +93,66 @@ struct Halo {
     return which;
   }
 
+  // Strict float32: adds the shifts of a pattern to the totals, kPanelsAtOnce of them at a time.
+  template <int kPattern, int kSteps>
+  static __device__ __forceinline__ void multiply_shifts(const Args& args, Consumer& me, Sums& totals,
+                                                         Sums& sums,
+                                                         const unsigned long long (&a)[Config::kSlabs],
+                                                         int source, int chunk, int first_shift,
+                                                         int last_shift) {
+    constexpr int kPanels = Config::kPanelsAtOnce;
+    const int line = args.halo.w * args.items, sheet = args.halo.h * line;
+    for (int shift = first_shift; shift < last_shift; shift += kPanels) {
+      if constexpr (Config::kDivided) {
+        if (!HaloDivided<Config>::own_panel(me)) continue;
+      }
+      const int count = kPanels == 1 || last_shift - shift == 1 ? 1 : 2;
+      unsigned long long b[kPanels];
+      unsigned displacement[kPanels], slots[kPanels];
+#pragma unroll
+      for (int i = 0; i < kPanels; ++i) {
+        if (i >= count) break;
+        unsigned panel;
+        if constexpr (Config::kResident) {
+          panel = me.shared.panels() + Layout::chunk_start(source, chunk) +
+                  Layout::rows_before(source, kPattern) * Layout::kPartBytes +
+                  (shift + i - first_shift) * Layout::panel_bytes(kPattern);
+        } else {
+          panel = me.shared.slot(me.slots.index);
+          ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);
+          slots[i] = me.slots.index;
+          me.slots.advance();
+        }
+        const int entry = Layout::shift_entry(me.variant, shift + i);
+        const int rows = Config::kShift(entry, 0) * sheet + Config::kShift(entry, 1) * line +
+                         Config::kShift(entry, 2) * args.near;
+        b[i] = ptx::matrix_descriptor<Layout::kPartBytes>(panel, 8 * Layout::kPartBytes);
+        displacement[i] = rows * Config::kRowBytes + Config::kShift(entry, 3) * Layout::kPartBytes;
+      }
+      ptx::matrix_fence();
+      if (count == kPanels) {
+        Products::template multiply_halves<kPattern, kSteps, kPanels>(sums, a, b, displacement);
+        ptx::matrix_commit();
+      } else {
+        Products::template multiply_halves<kPattern, kSteps, 1>(sums, a, b, displacement);
+        ptx::matrix_commit();
+      }
+      ptx::matrix_wait<0>();
+      me.release();
+#pragma unroll
+      for (int i = 0; i < kPanels; ++i) {
+        if (i >= count) break;
+        me.announce_lead();
+        if constexpr (!Config::kResident) {
+          me.finished.slot = slots[i];
+          me.release();
+        }
+      }
+      Accumulators::pin(sums);
+      Products::template add_to_totals<kPattern, kSteps>(totals, sums);
+    }
+  }
+
   // Adds chunks of a source, of so many steps, to the sums. The last panel's products may be unfinished in
   // the end. Strict float32: to the totals, which are other registers.
   template <int kSteps>
@@ -115,6 +175,11 @@ struct Halo {
         constexpr int kPattern = decltype(p)::value;
         const int first_shift = Layout::first_shift(source, kPattern);
         const int last_shift = first_shift + Layout::own_shifts(me.variant, source, kPattern);
+        if constexpr (kStrict) {
+          multiply_shifts<kPattern, kSteps>(args, me, totals, sums, a, source, chunk, first_shift,
+                                            last_shift);
+          return;
+        }
 #pragma unroll kUnrolled
         for (int shift = first_shift; shift < last_shift; ++shift) {
           if constexpr (Config::kDivided) {
@@ -136,26 +201,19 @@ struct Halo {
           const auto b = ptx::matrix_descriptor<Layout::kPartBytes>(panel, 8 * Layout::kPartBytes);
           const unsigned displacement =
               rows * Config::kRowBytes + Config::kShift(entry, 3) * Layout::kPartBytes;
-          if constexpr (kStrict) {
-            Products::template multiply_halves<kPattern, kSteps>(sums, a, b, displacement);
-          } else if constexpr (kSkips) {
+          if constexpr (kSkips) {
             const unsigned which = inside_slabs(args, me, slabs, source, Config::kShift(entry, 0));
             Products::template multiply_slabs<kPattern, kSteps>(sums, a, b, displacement, which);
           } else {
             Products::template multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
           }
           if constexpr (!kSkips) ptx::matrix_commit();
-          ptx::matrix_wait<kStrict ? 0 : 1>();
+          ptx::matrix_wait<1>();
           me.release();
           me.announce_lead();
           if constexpr (!Config::kResident) {
             me.finished.slot = me.slots.index;
             me.slots.advance();
-          }
-          if constexpr (kStrict) {
-            me.release();
-            Accumulators::pin(sums);
-            Products::template add_to_totals<kPattern>(totals, sums);
           }
         }
       });

@@ -77,22 +77,30 @@ struct HaloProducts {
     }
   }
 
-  // Strict float32: the three products of a panel, the small ones first.
-  template <int kPattern, int kSteps>
+  // Strict float32: the three products of one or two panels, all small ones first.
+  template <int kPattern, int kSteps, int kPanels>
   static __device__ __forceinline__ void multiply_halves(Sums& sums,
                                                          const unsigned long long (&a)[Config::kSlabs],
-                                                         unsigned long long b, unsigned displacement) {
-    const unsigned long long low = ptx::advance(b, Layout::half_rows(kPattern) * Layout::kPartBytes);
-    multiply_panel<kPattern, kSteps>(sums, a, b, displacement + HaloShared<Config>::kHalfBytes);
-    multiply_panel<kPattern, kSteps>(sums, a, low, displacement);
-    multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
+                                                         const unsigned long long* b,
+                                                         const unsigned* displacement) {
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      const unsigned long long low = ptx::advance(b[i], Layout::half_rows(kPattern) * Layout::kPartBytes);
+      multiply_panel<kPattern, kSteps>(sums, a, b[i], displacement[i] + HaloShared<Config>::kHalfBytes);
+      multiply_panel<kPattern, kSteps>(sums, a, low, displacement[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) multiply_panel<kPattern, kSteps>(sums, a, b[i], displacement[i]);
   }
 
   // Tensor cores round every sum towards zero, so that a long chain of products drifts. Strict float32 adds
-  // the sums of each panel, of the units it feeds, to totals, by additions that round to nearest. What they
-  // round off is what the sums of the next panel start from.
-  template <int kPattern>
+  // the sums of one or two panels, of the units they feed, to totals, by additions that round to nearest.
+  // What they round off is what the sums of the next panel start from. What 32 channels and more lose to
+  // rounding is about a unit of the last place, on the average (measured): it is added again.
+  template <int kPattern, int kSteps>
   static __device__ __forceinline__ void add_to_totals(Sums& totals, Sums& sums) {
+    constexpr float kScale =
+        kSteps * Layout::kStepItems * Config::kPanelsAtOnce >= 32 ? 1.0f + 0x1p-23f : 1.0f;
     static_for<Config::kSlabs * Config::kGroupsPerTile * Layout::units(kPattern)>([&](auto i) {
       constexpr int kIndex = decltype(i)::value, kUnits = Layout::units(kPattern);
       constexpr int kSlab = kIndex / kUnits / Config::kGroupsPerTile;
@@ -101,7 +109,7 @@ struct HaloProducts {
       constexpr int kFirst = (kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns) / 2;
 #pragma unroll
       for (int k = kFirst; k < kFirst + Layout::kUnitColumns / 2; ++k) {
-        ptx::add_keeping_rest(totals[kSlab][k], sums[kSlab][k]);
+        ptx::add_keeping_rest(totals[kSlab][k], sums[kSlab][k], kScale);
       }
     });
   }

@@ -49,18 +49,18 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return larger;
 }
 
-// total += term, after which `term` is what the addition rounded off; something finite, if that is not a
-// number, so that an infinite total stays infinite. As one block, so that few registers are in use.
-__device__ __forceinline__ void add_keeping_rest(float& total, float& term) {
+// total += scale * term, after which `term` is what the addition rounded off; something finite, if that is
+// not a number, so that an infinite total stays infinite. As one block, so that few registers are in use.
+__device__ __forceinline__ void add_keeping_rest(float& total, float& term, float scale) {
   asm volatile(
       "{ .reg .f32 sum, rest;\n"
-      "add.rn.f32 sum, %0, %1;\n"
-      "sub.rn.f32 rest, sum, %0;\n"
-      "sub.rn.f32 rest, %1, rest;\n"
-      "min.f32 rest, rest, 0f73800000;\n"  // 2^104
-      "max.f32 %1, rest, 0fF3800000;\n"
+      "fma.rn.f32 sum, %1, %2, %0;\n"
+      "sub.rn.f32 rest, %0, sum;\n"
+      "fma.rn.f32 rest, %1, %2, rest;\n"
+      "min.xorsign.abs.f32 %1, rest, 0f73800000;\n"  // 2^104
       "mov.f32 %0, sum; }"
-      : "+f"(total), "+f"(term));
+      : "+f"(total), "+f"(term)
+      : "f"(scale));
 }
 
 // ---- Shared memory as PTX addresses it.

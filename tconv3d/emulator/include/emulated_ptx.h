@@ -62,9 +62,10 @@ inline float max_or_nan(float a, float b) {
   return a > b ? a : b;
 }
 
-inline void add_keeping_rest(float& total, float& term) {
-  const float most = 0x1p104f, sum = total + term, rest = term - (sum - total);
-  term = rest < -most ? -most : rest < most ? rest : most;  // of a NaN, too, as min and max do
+inline void add_keeping_rest(float& total, float& term, float scale) {
+  const float most = 0x1p104f, sum = __builtin_fmaf(term, scale, total),
+              rest = __builtin_fmaf(term, scale, total - sum);
+  term = rest < -most ? -most : rest < most ? rest : most;  // of a NaN, too, as min does
   total = sum;
 }
 
