@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C+
 CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last_3d
 WIDE = Layer(16, 24, (2, 3, 5), (3, 3, 3), (2, 2, 2), (1, 1, 1), batch=1)  # enough channels for tensor cores
 
+UP = Layer(16, 24, (2, 3, 8), (2, 2, 2), (2, 2, 2), batch=1)
 EVEN = Layer(16, 24, (2, 3, 8), (3, 3, 3), padding=(1, 1, 1), batch=1)  # lines of whole words
 
 LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
@@ -36,7 +37,8 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "small groups": (Layer(8, 6, (2, 2, 13), (2, 3, 3), groups=2, batch=1), torch.float16, CONTIGUOUS),
     "depthwise": (TABLE["depthwise"], torch.bfloat16, CHANNELS_LAST),
     "asymmetric": (TABLE["asymmetric"], torch.float64, CHANNELS_LAST),
-    "up-convolution": (Layer(16, 24, (2, 3, 8), (2, 2, 2), (2, 2, 2), batch=1), torch.bfloat16, CONTIGUOUS),
+    "up-convolution": (UP, torch.bfloat16, CONTIGUOUS),
+    "up-convolution, channels last": (UP, torch.float16, CHANNELS_LAST),
     "few outputs": (Layer(8, 2, (2, 2, 4), (3, 3, 3), (2, 2, 2), batch=1), torch.float16, CONTIGUOUS),
     "wide": (WIDE, torch.float16, CONTIGUOUS),
     "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),

@@ -93,6 +93,21 @@ struct Halo {
     return which;
   }
 
+  // Where the panel of a pattern's shift lies, as soon as it is there: resident ones are, others come in
+  // turn.
+  template <int kPattern>
+  static __device__ __forceinline__ unsigned panel_of(const Consumer& me, int source, int chunk, int shift) {
+    if constexpr (Config::kResident) {
+      return me.shared.panels() + Layout::chunk_start(source, chunk) +
+             Layout::rows_before(source, kPattern) * Layout::kPartBytes +
+             shift * Layout::panel_bytes(kPattern);
+    } else {
+      const unsigned panel = me.shared.slot(me.slots.index);
+      ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);
+      return panel;
+    }
+  }
+
   // Strict float32: adds the shifts of a pattern to the totals, kPanelsAtOnce of them at a time.
   template <int kPattern, int kSteps>
   static __device__ __forceinline__ void multiply_shifts(const Args& args, Consumer& me, Sums& totals,
@@ -112,14 +127,8 @@ struct Halo {
 #pragma unroll
       for (int i = 0; i < kPanels; ++i) {
         if (i >= count) break;
-        unsigned panel;
-        if constexpr (Config::kResident) {
-          panel = me.shared.panels() + Layout::chunk_start(source, chunk) +
-                  Layout::rows_before(source, kPattern) * Layout::kPartBytes +
-                  (shift + i - first_shift) * Layout::panel_bytes(kPattern);
-        } else {
-          panel = me.shared.slot(me.slots.index);
-          ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);
+        const unsigned panel = panel_of<kPattern>(me, source, chunk, shift + i - first_shift);
+        if constexpr (!Config::kResident) {
           slots[i] = me.slots.index;
           me.slots.advance();
         }
@@ -185,15 +194,7 @@ struct Halo {
           if constexpr (Config::kDivided) {
             if (!HaloDivided<Config>::own_panel(me)) continue;
           }
-          unsigned panel;
-          if constexpr (Config::kResident) {
-            panel = me.shared.panels() + Layout::chunk_start(source, chunk) +
-                    Layout::rows_before(source, kPattern) * Layout::kPartBytes +
-                    (shift - first_shift) * Layout::panel_bytes(kPattern);
-          } else {
-            panel = me.shared.slot(me.slots.index);
-            ptx::barrier_wait(me.shared.slot_full(me.slots.index), me.slots.parity);
-          }
+          const unsigned panel = panel_of<kPattern>(me, source, chunk, shift - first_shift);
           const int entry = Layout::shift_entry(me.variant, shift);
           const int rows = Config::kShift(entry, 0) * sheet + Config::kShift(entry, 1) * line +
                            Config::kShift(entry, 2) * args.near;

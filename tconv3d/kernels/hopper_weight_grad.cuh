@@ -519,7 +519,7 @@ struct HopperWeightGrad {
     int left = kWhole ? 0 : C::kOutPerGroup - kind.first_out - channel;
 #pragma unroll 1
     for (; jobs > 0; --jobs) {
-      unsigned words[C::kJobLines];
+      [[maybe_unused]] unsigned words[C::kJobLines];
 #pragma unroll
       for (int k = 0; k < C::kJobLines; ++k) {
         const bool inside = kWhole || k < left;
