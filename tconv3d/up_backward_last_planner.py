@@ -12,14 +12,23 @@ from dataclasses import dataclass
 from math import prod
 
 from . import up_backward_planner
-from .direct_planner import SCALARS
 from .geometry import Geometry
-from .launch import Constants, Launch
+from .launch import Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem
-from .sums import Sum, add_parts
 from .turning import channels_last, turn, turning
-from .up_backward_planner import MAX_COLUMNS, MAX_SUMS, REGION_ALIGN, STAGES, THREADS, Parts, contiguous, splits_of
+from .up_backward_planner import (
+    MAX_COLUMNS,
+    MAX_SUMS,
+    REGION_ALIGN,
+    STAGES,
+    THREADS,
+    Parts,
+    constants_of,
+    contiguous,
+    splits_of,
+    sum_of_parts,
+)
 
 TILE = 64  # positions
 WORDS = 64  # of dy's row, that a chunk has
@@ -136,7 +145,7 @@ def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -
     weight, dw = _weight(p), "dw" if g.taps == 1 else "turned dw"
     assert weight is not None, "a plan of problems that why_not_together() refuses"
     shape = (g.in_channels, g.out_channels, *g.kernel)
-    launches = [_main(p, q, weight, tiling, parts), _sum_of_parts(p, parts, dw)]
+    launches = [_main(p, q, weight, tiling, parts), sum_of_parts(p, parts, dw)]
     if weight != "weight":
         launches.insert(0, turn([turning("weight", weight, shape, p.item_bytes, False, back=True)], False))
     if dw != "dw":
@@ -159,7 +168,7 @@ def _main(p: Problem, q: Problem, weight: str, tiling: Tiling, parts: Parts) -> 
     size = p.input_size
     return Launch(
         kernel="up_backward_last",
-        constants=_constants(p, tiling),
+        constants=constants_of(p, tiling, REGISTERS),
         grid=(tiling.kinds * parts.splits, 1, 1),
         threads=THREADS,
         shared_bytes=tiling.shared_bytes,
@@ -171,34 +180,4 @@ def _main(p: Problem, q: Problem, weight: str, tiling: Tiling, parts: Parts) -> 
             divider(size[1]),
             divider(size[2]),
         ),
-    )
-
-
-def _sum_of_parts(p: Problem, parts: Parts, dw: str) -> Launch:
-    """`dw`: where the weight's gradient goes, with taps before output channels."""
-    sums = [
-        Sum(parts.place(n), dw if n == "dw" else n, count, parts.pitch(n), number)
-        for n, (count, number) in parts.counts.items()
-    ]
-    return add_parts(sums, p.dtype)
-
-
-def _constants(p: Problem, tiling: Tiling) -> Constants:
-    g = p.geometry
-    producer, input_grad, weight_grad = REGISTERS
-    return (
-        ("kThreads", THREADS),
-        ("kMinBlocks", 1),
-        ("Scalar", SCALARS[p.dtype]),
-        ("kIn", g.in_channels),
-        ("kOut", g.out_channels),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
-        ("kColumns", tiling.columns),
-        ("kChunks", tiling.chunks),
-        ("kRanges", tiling.ranges),
-        ("kStages", tiling.stages),
-        ("kStagesX", tiling.stages_x),
-        ("kProducerRegisters", producer),
-        ("kInputRegisters", input_grad),
-        ("kWeightRegisters", weight_grad),
     )

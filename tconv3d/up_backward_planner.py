@@ -302,9 +302,10 @@ class Parts:
 
 def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
     size = p.input_size
+    registers = REGISTERS_OF_THREE if p.geometry.kernel[2] == 3 else REGISTERS[p.item_bytes]
     return Launch(
         kernel="up_backward",
-        constants=_constants(p, tiling),
+        constants=constants_of(p, tiling, registers),
         grid=(tiling.kinds * parts.splits, 1, 1),
         threads=THREADS,
         shared_bytes=tiling.shared_bytes,
@@ -319,16 +320,18 @@ def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
     )
 
 
-def sum_of_parts(p: Problem, parts: Parts) -> Launch:
-    counts = parts.counts.items()
-    return add_parts(
-        [Sum(parts.place(n), n, count, parts.pitch(n), number) for n, (count, number) in counts], p.dtype
-    )
+def sum_of_parts(p: Problem, parts: Parts, dw: str = "dw") -> Launch:
+    """`dw`: where the weight's gradient goes."""
+    sums = [
+        Sum(parts.place(n), dw if n == "dw" else n, count, parts.pitch(n), number)
+        for n, (count, number) in parts.counts.items()
+    ]
+    return add_parts(sums, p.dtype)
 
 
-def _constants(p: Problem, tiling: Tiling) -> Constants:
+def constants_of(p: Problem, tiling: Tiling, registers: tuple[int, int, int]) -> Constants:
     g = p.geometry
-    producer, input_grad, weight_grad = REGISTERS_OF_THREE if g.kernel[2] == 3 else REGISTERS[p.item_bytes]
+    producer, input_grad, weight_grad = registers
     return (
         ("kThreads", THREADS),
         ("kMinBlocks", 1),

@@ -35,6 +35,7 @@
 #include "cursor.cuh"
 #include "operands.cuh"
 #include "ring.cuh"
+#include "up_backward_roles.cuh"
 
 namespace tconv3d {
 
@@ -695,26 +696,7 @@ template <class Config>
 __device__ void run(const Args& args) {
   ptx::launch_dependents();
   UpBackward<Config> kernel(args);
-  kernel.prepare();
-  if (kernel.warp < 4) {
-    ptx::keep_registers<Config::kProducerRegisters>();
-    kernel.produce();
-    return;
-  }
-  kernel.load_weights();
-  if (kernel.warp < 8) {
-    if constexpr (Config::kInputRegisters < 65536 / Config::kThreads) {  // fewer than it began with
-      ptx::keep_registers<Config::kInputRegisters>();
-    }
-    kernel.input_grad();
-  } else {
-    ptx::claim_registers<Config::kWeightRegisters>();
-    if (kernel.warp < 12) {
-      kernel.template weight_grad<0>();
-    } else {
-      kernel.template weight_grad<1>();
-    }
-  }
+  take_roles<Config>(kernel);
 }
 
 }  // namespace tconv3d
