@@ -6,7 +6,7 @@ many parts the steps are split. What is compiled in depends on the layer and on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import nsmallest
@@ -844,7 +844,16 @@ def cycles(problem: Problem, device: Device) -> float:
 
 
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    """The gradients of weight and bias, where both are wanted."""
+    return weight_and_bias(problems, device, why_not, plan)
+
+
+def weight_and_bias(
+    problems: dict[Pass, Problem],
+    device: Device,
+    why_not: Callable[[Problem, Device], str | None],
+    plan: Callable[[Problem, Device], Plan],
+) -> Plan | None:
+    """The gradients of weight and bias by a family that has the one add up the other, where both are wanted."""
     if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:
         return None
     problem = replace(problems[Pass.WEIGHT_GRAD], bias=True)

@@ -99,13 +99,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    """The gradients of weight and bias, where both are wanted."""
-    if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:
-        return None
-    problem = replace(problems[Pass.WEIGHT_GRAD], bias=True)
-    if why_not(problem, device):
-        return None
-    return replace(plan(problem, device), passes=(Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
+    return hopper_weight_grad_planner.weight_and_bias(problems, device, why_not, plan)
 
 
 def _around(p: Problem, slices: int, inner: Plan) -> Plan:

@@ -21,7 +21,6 @@ from .up_backward_planner import (
     MAX_COLUMNS,
     MAX_SUMS,
     REGION_ALIGN,
-    STAGES,
     THREADS,
     Parts,
     constants_of,
@@ -73,20 +72,13 @@ class Tiling(up_backward_planner.Tiling):
 
 def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
     """Every division of input channels, each with as few ranges of dy's rows as registers and shared memory allow."""
-    found = []
+    found: list[Tiling] = []
     per_word = 4 // ITEM_BYTES[dtype]
     chunks_in_all = -(-g.out_channels * g.taps // (WORDS * per_word))
     for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
         columns = -(-g.in_channels // (8 * in_tiles)) * 8
         ranges = -(-chunks_in_all // (2 * (MAX_SUMS // (per_word * columns // 2))))
-        while ranges <= chunks_in_all:
-            chunks = -(-chunks_in_all // ranges)
-            made = (Tiling.deep(g, dtype, columns, chunks, ranges, stages) for stages in STAGES)
-            fits = next((tiling for tiling in made if tiling.shared_bytes <= shared_bytes), None)
-            if fits is not None:
-                found.append(fits)
-                break
-            ranges += 1
+        found += Tiling.fitting(g, dtype, columns, chunks_in_all, ranges, shared_bytes)
     return found
 
 

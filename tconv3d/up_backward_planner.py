@@ -65,6 +65,19 @@ class Tiling:
         """So many stages, and enough of x that it can be asked for a chunk before those of its tile."""
         return cls(g, dtype, columns, chunks, ranges, stages, 1 + -(-(stages + 1) // chunks))
 
+    @classmethod
+    def fitting(
+        cls: type[T], g: Geometry, dtype: str, columns: int, chunks_in_all: int, ranges: int, shared_bytes: int
+    ) -> list[T]:
+        """The one with the fewest ranges, so many at least, and then the most stages that shared memory has room for,
+        if there is one."""
+        for n in range(ranges, chunks_in_all + 1):
+            made = (cls.deep(g, dtype, columns, -(-chunks_in_all // n), n, stages) for stages in STAGES)
+            fits = next((tiling for tiling in made if tiling.shared_bytes <= shared_bytes), None)
+            if fits is not None:
+                return [fits]
+        return []
+
     @property
     def rows(self) -> int:
         return ROWS[self.geometry.kernel[2]]
@@ -105,21 +118,14 @@ class Tiling:
 
 def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
     """Every division of input channels, each with as few ranges of rows as registers and shared memory allow."""
-    found = []
+    found: list[Tiling] = []
     taps = g.kernel[2]
     rows = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS[taps])
     slabs, step = (1, 8) if taps == 2 else (taps, 16)
     for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
         columns = -(-g.in_channels // (step * in_tiles)) * step
         ranges = -(-rows // (2 * (MAX_SUMS // (slabs * columns // 2))))
-        while ranges <= rows:
-            chunks = -(-rows // ranges)
-            made = (Tiling.deep(g, dtype, columns, chunks, ranges, stages) for stages in STAGES)
-            fits = next((tiling for tiling in made if tiling.shared_bytes <= shared_bytes), None)
-            if fits is not None:
-                found.append(fits)
-                break
-            ranges += 1
+        found += Tiling.fitting(g, dtype, columns, rows, ranges, shared_bytes)
     return found
 
 
