@@ -28,7 +28,9 @@ WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 WARPS_PER_MULTIPROCESSOR = 32  # that split kernels aim for
 LOAD_CYCLES = 400  # from a load of x to the next, in a multiprocessor with few warps
 CHAINED = 1.35  # times what the model says, where sums of sums are kept: of two measured layers, 1.33 and 1.40
-LONG_SUM = 64  # terms from which strict float32 takes care of a sum's error
+LONG_SUM = 32  # terms above which strict float32 takes care of a sum's error
+SHORT_SUM = 64  # terms up to which it takes most care: PyTorch's error, which grows with them, is small there
+KEEPING_REST = 4  # instructions of an addition to a total that keeps what it rounds off
 INT32_MAX = 2**31 - 1
 
 
@@ -111,14 +113,24 @@ class Side:
 
     @property
     def terms(self) -> int:
-        """Products that an output is the sum of."""
+        """Products that an output is the sum of; of the phase that has most."""
         return self.reduced * prod(max(gather.count) for gather in self.gathers)
+
+    @property
+    def mean_terms(self) -> float:
+        """The same on the average; a phase counts as much as it has terms, as it does in an error's norm."""
+        return self.reduced * prod(sum(n * n for n in gather.count) / sum(gather.count) for gather in self.gathers)
 
     @property
     def chained(self) -> bool:
         """Whether the sum is so long that sums of sums are worth their registers."""
         p = self.problem
         return p.dtype == "float32" and not p.tf32 and self.terms > LONG_SUM
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether additions to totals keep what they round off."""
+        return self.chained and self.terms <= SHORT_SUM
 
     @property
     def output_steps(self) -> Triple:
@@ -189,14 +201,18 @@ class Unrolled:
 
 
 def chain(side: Side, tile: GatherTile) -> int:
-    """After how many vectors of channels sums are added to totals; 0: never.
+    """After how many channels sums are added to totals; 0: never.
 
     The error of a sum of n terms grows with the square root of n; of sums of sums, with its fourth root.
     """
     if not side.chained:
         return 0
     taps = Unrolled.of(side.gathers, tile.unrolled).most_taps
-    return max(1, round(side.terms**0.5 / (taps * tile.vector)))
+    vectors = side.terms**0.5 / (taps * tile.vector)
+    parts = 1
+    while side.keeps_rest and parts < tile.vector and parts * vectors <= 0.75:  # of a vector
+        parts *= 2
+    return tile.vector // parts if parts > 1 else tile.vector * max(1, round(vectors))
 
 
 def tiles(side: Side) -> list[GatherTile]:
@@ -239,6 +255,8 @@ def _cycles(side: Side, tile: GatherTile) -> float:
     p, taps, loads = tile.positions, len(inner.taps), len(inner.loads)
     vectors = taps * -(-tile.channels * accumulator(side.problem.dtype)[1] // 16)
     per_channel = 0.38 * taps * tile.channels * p + 0.5 * vectors + 1.4 * loads * p + 0.3 * p
+    if side.keeps_rest:
+        per_channel += 0.38 * KEEPING_REST * len(inner.phases) * tile.channels * p / chain(side, tile)
     per_row = (12 + 0.5 * loads) * p
     per_phase = (20 + 11 * len(inner.phases) * tile.channels) * p
     idle = -(-side.outs // tile.channels) * tile.channels / side.outs
@@ -312,6 +330,7 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
         ("kTilesPerBlock", tile.tiles),
         ("kVector", tile.vector),
         ("kChain", chain(side, tile)),
+        ("kKeepsRest", side.keeps_rest),
         ("kStoreVector", store if side.y[1] == 1 and aligned else 1),
         ("kPairs", tile.unrolled > 0 and w.phases == 2 and side.y[4] == 1),
         ("kStageChannels", stage_channels),

@@ -449,7 +449,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 def _why_not_strict(problem: Problem, found: HaloPlan, device: Device) -> str | None:
     """Why strict float32 is computed by multiply-adds, not by three TF32 products; or nothing."""
-    if refusal := tensor_cores.why_not_halves(direct_planner.Side.of(problem).terms):
+    if refusal := tensor_cores.why_not_halves(direct_planner.Side.of(problem).mean_terms):
         return refusal
     if direct_planner.cycles(problem, device) < found.cycles:
         return "multiply-adds are predicted to be faster than three TF32 products"

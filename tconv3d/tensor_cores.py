@@ -28,8 +28,8 @@ def why_not(problem: Problem, device: Device, needed: tuple[int, int], in_halves
     return None
 
 
-def why_not_halves(terms: int) -> str | None:
+def why_not_halves(terms: float) -> str | None:
     """Why a sum of so many products must not be one of three TF32 products each, or nothing."""
     if terms < STRICT_TERMS:
-        return f"the error of three TF32 products is above that of multiply-adds in sums of {terms} terms"
+        return f"the error of three TF32 products is above that of multiply-adds in sums of {terms:.0f} terms"
     return None

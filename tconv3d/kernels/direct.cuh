@@ -15,7 +15,8 @@
 // format. Small volumes get smaller blocks: the number of threads is a run-time matter, kThreads its maximum.
 //
 // Strict float32 keeps the error of a long sum small (kChain > 0): every so many channels the sums are added
-// to totals and start anew.
+// to totals and start anew; if there are few (kKeepsRest), from what those additions rounded off
+// (compensated summation).
 #pragma once
 
 #include "epilogue.cuh"
@@ -76,8 +77,10 @@ struct Direct {
   Acc sum[C::kPositions][C::kPhases][C::kTile];
 
   static constexpr bool kChained = C::kChain > 0;
+  static_assert(!kChained || C::kChain % C::kVector == 0 || C::kVector % C::kChain == 0,
+                "sums go to the totals after whole vectors, or after equal parts of one");
   Acc total[kChained ? C::kPositions : 1][C::kPhases][C::kTile];
-  int chained;  // vectors of channels in the sums
+  int chained;  // channels in the sums
 
   __device__ __forceinline__ Index x_stride_w() const {
     return C::kUnitW ? 1 : static_cast<Index>(args.x_strides.w);
@@ -145,8 +148,10 @@ struct Direct {
       for (int f = 0; f < C::kPhases; ++f) {
 #pragma unroll
         for (int o = 0; o < C::kTile; ++o) {
+          const Acc before = total[p][f][o];
           total[p][f][o] += sum[p][f][o];
-          sum[p][f][o] = 0;
+          const Acc rest = (before - total[p][f][o]) + sum[p][f][o];
+          sum[p][f][o] = C::kKeepsRest && fabsf(rest) < 0x1p104f ? rest : 0.0f;  // an infinite total stays so
         }
       }
     }
@@ -241,6 +246,9 @@ struct Direct {
           for (int o = 0; o < C::kTile; ++o) sum[p][kPhase][o] += value[p][kLoad][v] * tap.at[o];
         }
       });
+      if constexpr (kChained && C::kChain < C::kVector) {
+        if ((v + 1) % C::kChain == 0) add_to_totals();
+      }
     }
   }
 
@@ -255,8 +263,8 @@ struct Direct {
 #pragma unroll
       for (int p = 0; p < C::kPositions; ++p)
         lines.at[p] += lines.inside[p] ? C::kVector * x_stride_c() : Index(0);
-      if constexpr (kChained) {
-        if (++chained == C::kChain) add_to_totals();
+      if constexpr (kChained && C::kChain >= C::kVector) {
+        if ((chained += C::kVector) == C::kChain) add_to_totals();
       }
     }
   }

@@ -281,8 +281,8 @@ struct Pack {
     constexpr int kAtOnce = kPieces < kThreads ? kThreads / kPieces : 1;
     for (int i = threadIdx.x % (kAtOnce * kPieces); i < kAtOnce * kPieces; i += kThreads) {
       // Vectors of columns are read along columns, and a warp still writes whole sectors.
-      constexpr int kNear = kColumns < 16 ? kColumns : 16;
-      const int of_line = i % kPieces;
+      [[maybe_unused]] constexpr int kNear = kColumns < 16 ? kColumns : 16;
+      [[maybe_unused]] const int of_line = i % kPieces;
       const int piece = kVectors ? of_line / kNear % Layout::kPartPieces : i % Layout::kPartPieces;
       const int column = kVectors ? of_line % kNear + of_line / (kNear * Layout::kPartPieces) * kNear
                                   : i / Layout::kPartPieces % kColumns;
