@@ -134,6 +134,14 @@ class Geometry:
         d, h, w = (Axis(*v) for v in zip(kernel, stride, padding, output_padding, dilation, strict=True))
         return cls(in_channels, out_channels, groups, (d, h, w))
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Said once: planners look up by it thousands of times."""
+        return hash((self.in_channels, self.out_channels, self.groups, self.axes))
+
     @property
     def in_per_group(self) -> int:
         return self.in_channels // self.groups

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from math import gcd, prod
+from operator import attrgetter
+from typing import NamedTuple
 
 from .direct_planner import INT32_MAX, SCALARS
 from .geometry import Geometry, Triple
@@ -275,7 +277,7 @@ class Build:
     def panel_bytes(self) -> int:
         return self.tile_bytes if self.resident else self.slots * self.slot_bytes
 
-    @property
+    @cached_property
     def round_slabs(self) -> int:
         """That the consumers compute at a time."""
         return self.slabs * self.consumers // self.turns
@@ -1011,7 +1013,7 @@ class Tiling:
         """Of the number of batch items that neighbouring lanes load."""
         return min(self.items, 8).bit_length() - 1
 
-    @property
+    @cached_property
     def count(self) -> int:
         return prod(self.tiles)
 
@@ -1128,18 +1130,15 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
         )  # fmt: skip
 
 
-def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
+def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterable[Tiling]:
     """All tilings of the volume that fit the build's stages."""
+    if not build.march:
+        return _boxes(build, batch, positions)
     if build.lines:
-        for tiling in _whole_lines(build, batch, positions, read_size):
-            yield tiling
-            yield replace(tiling, shared=True)
-    elif build.march:
-        for tiling in (*_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)):
-            yield tiling
-            yield replace(tiling, shared=True)
+        found = [*_whole_lines(build, batch, positions, read_size)]
     else:
-        yield from _boxes(build, batch, positions)
+        found = [*_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)]
+    return [each for tiling in found for each in (tiling, replace(tiling, shared=True))]
 
 
 def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
@@ -1164,15 +1163,55 @@ def channel_pitch(items: int, item_bytes: int) -> int:
     return in_word * ((items // in_word + 31 - beside) // 32 * 32 + beside)
 
 
-def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
+def forget_boxes() -> None:
+    """Many builds of a search share them; nobody needs them afterwards."""
+    _fitting_boxes.cache_clear()
+    _all_boxes.cache_clear()
+
+
+class _Boxes(NamedTuple):
+    """What boxes depend on, but for the room of a stage: the same for many builds."""
+
+    march: bool
+    span: Triple
+    slabs: int
+    per_round: int
+    max_passes: int
+    images: bool
+    item_bytes: int
+    batch: int
+    positions: Triple
+
+
+def _boxes(build: Build, batch: int, positions: Triple) -> tuple[Tiling, ...]:
     """Tiles that are boxes of positions."""
-    span_d, span_h, span_w = build.span
-    per_round = build.round_slabs
+    slabs = build.slabs, build.round_slabs, build.max_passes
+    boxes = _Boxes(build.march, build.span, *slabs, build.buffers > 0, build.item_bytes, batch, positions)
+    return _fitting_boxes(boxes, build.stage_rows)
+
+
+@lru_cache(maxsize=128)
+def _fitting_boxes(boxes: _Boxes, stage_rows: int) -> tuple[Tiling, ...]:
+    """Those that fit a stage, each cut in the first of the ways with fewest slabs."""
+    found = []
+    for rows, ways in _all_boxes(boxes):
+        fitting = [tiling for last, tiling in ways if last < stage_rows] if rows <= stage_rows else []
+        if fitting:
+            found.append(min(fitting, key=attrgetter("slabs")))
+    return tuple(found)
+
+
+@lru_cache(maxsize=16)
+def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
+    """The rows of a box's halo, and ways to cut the box, each with the last row that it reads."""
+    march, span, slabs_together, per_round, max_passes, images, item_bytes, batch, positions = boxes
+    span_d, span_h, span_w = span
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
-    depths = [1] if build.march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
-    limit = per_round * SLAB * build.max_passes
+    depths = [1] if march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
+    limit = per_round * SLAB * max_passes
     least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are all overhead
+    found = []
     for items, depth, height, width in product(
         items_options,
         depths,
@@ -1182,29 +1221,31 @@ def _boxes(build: Build, batch: int, positions: Triple) -> Iterator[Tiling]:
         volume = depth * height * width * items
         if volume > limit or (volume < least and (depth, height, width) != positions):
             continue
-        halo = (1 if build.march else depth + span_d, height + span_h, width + span_w)
-        if prod(halo) * items > build.stage_rows:
-            continue
+        halo = (1 if march else depth + span_d, height + span_h, width + span_w)
         across = (ceil_div(positions[1], height), ceil_div(positions[2], width))
         line, sheet = halo[2] * items, halo[1] * halo[2] * items
-        displacement = (0 if build.march else span_d) * sheet + span_h * line
-        best: Tiling | None = None
+        displacement = (0 if march else span_d) * sheet + span_h * line
+        deep = positions[0] if march else depth
+        tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)
+        ways: list[tuple[int, Tiling]] = []
         for near, slabs, slabs_w, slabs_h, group_rows, step, run in _slab_layouts(
             (depth, height, width), halo, items
         ):
-            sheets = ceil_div(slabs, slabs_w * slabs_h)
-            last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
-            if slabs > per_round * build.max_passes or last + displacement + span_w * near >= build.stage_rows:
+            if slabs > per_round * max_passes:
                 continue
             # A consumer stores a line through images, or a part of one: by that, float32 lost (measured).
-            in_line = slabs_w == build.slabs or (slabs_w % build.slabs == 0 and build.item_bytes == 2)
-            if build.buffers and (run != width or items > 1 or not in_line):
+            in_line = slabs_w == slabs_together or (slabs_w % slabs_together == 0 and item_bytes == 2)
+            if images and (run != width or items > 1 or not in_line):
                 continue
-            if best is None or slabs < best.slabs:
-                deep = positions[0] if build.march else depth
-                tiles = (ceil_div(batch, items), ceil_div(positions[0], deep), *across)
-                best = Tiling(
-                    (deep, height, width), halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
-                )
-        if best is not None:
-            yield best
+            sheets = ceil_div(slabs, slabs_w * slabs_h)
+            last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
+            last += displacement + span_w * near
+            if any(reached <= last and tiling.slabs <= slabs for reached, tiling in ways):
+                continue  # one before is as good, and fits wherever this one does
+            tiling = Tiling(
+                (deep, height, width), halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
+            )
+            ways.append((last, tiling))
+        if ways:
+            found.append((prod(halo) * items, ways))
+    return found

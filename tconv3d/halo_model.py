@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf, prod
 
 from .geometry import Axis
-from .halo_build import SLAB, STEP_BYTES, Build, Tiling, ceil_div, tilings
+from .halo_build import SLAB, STEP_BYTES, Build, Tiling, VariantKind, ceil_div, tilings
 from .halo_job import Job
 
 
@@ -95,20 +94,20 @@ SHORT_ROW = 128  # outputs: 63 and 111 were measured, and 255
 NARROW = 64  # columns of a matrix instruction up to which shared memory binds it, and what else passes through that
 
 
-def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> float:
-    """Of the loaders, for one tile or so many planes: their warps wait for loads, or the multiprocessor does."""
+def _load_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
+    """Of the loaders, for one tile or plane: their warps wait for loads, or the multiprocessor does."""
     warps = build.loaders
     groups = ceil_div(build.loaded_rows(job, tiling), 32)
     pieces = build.row_bytes // 16
     reads = build.program.used_parts * len(build.program.sources)
     if build.lines:
-        return planes * (_line_bytes(build, tiling) / costs.line + build.stages_filled * costs.line_stage)
+        return _line_bytes(build, tiling) / costs.line + build.stages_filled * costs.line_stage
     if build.copied:
         batches = ceil_div(groups, warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
         rounding = 1.0 if job.rows or build.item_bytes == 2 or build.in_registers else 2.0
         filling = costs.copied + batches * pieces * rounding * costs.copy + (rounding - 1.0) * costs.arrival
-        return planes * max(build.stages_filled * filling, loads * rounding * COPY_BYTES / 64)
+        return max(build.stages_filled * filling, loads * rounding * COPY_BYTES / 64)
     if job.read_last:  # contiguous along channels: loads of 16 bytes
         batches = ceil_div(groups * pieces, 4 * warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
@@ -127,7 +126,7 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: C
     if build.buffers and build.march and build.producers == 1 and build.item_bytes == 2:
         each /= 2  # four warps load as much as eight do beside these stores (measured)
     waiting = build.stages_filled * (batches * each + costs.stage)
-    return planes * max(waiting, loads * costs.load + sectors * costs.sector)
+    return max(waiting, loads * costs.load + sectors * costs.sector)
 
 
 def _line_bytes(build: Build, tiling: Tiling) -> float:
@@ -246,18 +245,17 @@ def _inside(axis: Axis, gather: bool, positions: int, size: int) -> float:
     return sum(0 <= i < size for i in read) / len(read)
 
 
-def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, costs: Costs) -> list[float]:
-    """Of one tile of every kind of variant, or of so many planes of a march."""
+def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading: float, costs: Costs) -> list[float]:
+    """Of one tile of every kind of variant, or of so many planes of a march. `loading`: of a tile, or of a plane."""
     rounds = ceil_div(tiling.slabs, build.round_slabs)
     store = _store_cycles(build, tiling, job, rounds, planes, costs) * build.turns  # one consumer does
-    load = _load_cycles(build, tiling, job, planes, costs)
     reads = build.program.used_parts * len(build.program.sources)
     loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
     if build.lines:
         loaded = _line_bytes(build, tiling) * planes
     rounded_in_place = build.copied and build.item_bytes == 4 and not (job.rows or build.in_registers)
     portion = tiling.portion(build)
-    load = load * portion + _finding_cycles(build, tiling, job, costs)
+    load = planes * loading * portion + _finding_cycles(build, tiling, job, costs)
     loaded *= portion
     p, found = costs.overlap, []
     smooth = build.copied or build.divided
@@ -307,35 +305,35 @@ def _chunk_parts(build: Build) -> list[tuple[int, float]]:
     return [(build.chunks - 1, each / steps), (1, last / steps)]
 
 
-def _first_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
-    """Of the first stage's loads, which nothing is beside."""
-    return costs.first * _load_cycles(build, tiling, job, 1.0, costs) / build.stages_filled
-
-
 def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs | None = None) -> float:
     """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
     costs = costs or (COSTS if build.item_bytes == 4 else HALVES)
     blocks = tiling.blocks(build, multiprocessors)
+    loading = _load_cycles(build, tiling, job, costs)
     if build.march:
         planes = _planes(build, tiling, job, multiprocessors, costs)
         shares = tiling.shares(build, multiprocessors)
         tiles = shares.even / shares.count + shares.share + (tiling.tile[0] if shares.share else 0)
-        (work,) = _work_cycles(build, tiling, job, planes, costs)
+        (work,) = _work_cycles(build, tiling, job, planes, loading, costs)
         work += costs.tile * tiles / tiling.tile[0] + costs.plane * planes
     elif build.own_shifts:  # blocks take turns, the longest tiles first
-        each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, costs)]
+        each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, loading, costs)]
         mean = sum(kind.count * work for kind, work in zip(build.kinds, each, strict=True)) / len(build.programs)
         work = max(mean * tiling.work(build) / blocks + UNEVEN * each[-1], each[0])
     else:
-        (work,) = _work_cycles(build, tiling, job, 1.0, costs)
+        (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)
         work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
-    work += _first_cycles(build, tiling, job, costs)
+    work += costs.first * loading / build.stages_filled  # of the first stage, which nothing is beside
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
-    if build.lines or (job.written_last and build.lane_channels(job) * build.written_bytes == 16):
-        memory *= costs.streaming
+    memory *= costs.streaming if _streams(build, job) else 1.0
     around = _rows_cycles(build, job, costs) + (_adding_cycles(tiling, job, costs) if build.portioned else 0.0)
     return (work**p + memory**p) ** (1 / p) + costs.start + around
+
+
+def _streams(build: Build, job: Job) -> bool:
+    """Whether the device memory is used best: by lines as they are, or by stores of 16 bytes of a lane."""
+    return build.lines or (job.written_last and build.lane_channels(job) * build.written_bytes == 16)
 
 
 def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
@@ -352,29 +350,78 @@ def _adding_cycles(tiling: Tiling, job: Job, costs: Costs) -> float:
     return costs.adding + 4 * (tiling.portions + 1) * job.written_count / costs.added_bytes
 
 
-def _products(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> float:
-    """Cycles of the tensor cores alone: quickly said, and less than `cycles`."""
-    if build.march:
-        times = _planes(build, tiling, job, multiprocessors, COSTS)
-    elif build.own_shifts:
-        least = tiling.work(build) / tiling.blocks(build, multiprocessors) / len(build.programs)
-        of_all = sum(kind.count * kind.cycles_per_slab for kind in build.kinds)
+@dataclass(frozen=True)
+class Least:
+    """What a build takes at least for a job: quickly said of a tiling, and less than `cycles`."""
+
+    build: Build
+    job: Job
+    costs: Costs
+    products: float  # of a round of slabs, of the tensor cores alone
+    round: float  # the same with what they wait for
+    memory: float  # of all tiles
+    around: float
+
+    @classmethod
+    def of(cls, build: Build, job: Job) -> Least:
+        costs = COSTS if build.item_bytes == 4 else HALVES
+        kinds = build.kinds if build.own_shifts else build.kinds[:1]
+        of_all = sum(kind.count for kind in kinds)
+        read = job.batch * build.geometry.in_channels * prod(job.read_size)
+        written = job.batch * build.geometry.out_channels * prod(job.written_size)
+        moved = read + written * (costs.torn if build.torn and not job.written_last else 1.0)
+        return cls(
+            build,
+            job,
+            costs,
+            sum(kind.count * kind.cycles_per_slab for kind in kinds) / of_all * build.round_slabs * costs.product,
+            sum(kind.count * cls._round(build, job, kind, costs) for kind in kinds) / of_all,
+            moved * build.item_bytes / costs.memory_bytes * (costs.streaming if _streams(build, job) else 1.0),
+            costs.start + _rows_cycles(build, job, costs),
+        )
+
+    @staticmethod
+    def _round(build: Build, job: Job, kind: VariantKind, costs: Costs) -> float:
+        """Of a round of slabs of a kind of variant: products, and the panels or operands that they wait for."""
+        multiply = build.round_slabs * kind.cycles_per_slab * costs.product
+        if build.skips:
+            multiply *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
+        if not build.resident:
+            multiply = max(multiply, kind.panels * costs.slot / (build.slots - 1))
+        if build.lines:
+            turns = build.line_turns * build.stages_filled
+            return multiply + turns * costs.turn * build.slabs**TURN_SLABS
+        if build.strict:
+            sums = build.slabs * build.columns / 2
+            multiply += kind.panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
+        return multiply + kind.panels / build.turns * min(costs.panel, costs.supplied, costs.streamed)
+
+    def exceeds(self, tiling: Tiling, multiprocessors: int, most: float) -> bool:
+        """Whether the tiling takes longer than that."""
+        build, costs, p = self.build, self.costs, self.costs.overlap
+        of_a_tile = costs.plane if build.march else costs.tile
+        times: float
+        if build.march:
+            times = _planes(build, tiling, self.job, multiprocessors, costs)
+        elif build.own_shifts:
+            times = tiling.work(build) / tiling.blocks(build, multiprocessors)
+        else:
+            times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
         rounds = ceil_div(tiling.slabs, build.round_slabs) * tiling.portion(build)
-        return least * rounds * build.round_slabs * of_all * COSTS.product
-    else:
-        times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
-    rounds = ceil_div(tiling.slabs, build.round_slabs) * tiling.portion(build)
-    return times * rounds * build.round_slabs * build.cycles_per_slab * COSTS.product
+        if times * rounds * self.products > most:  # even where some are left out
+            return True
+        work = times * (rounds * self.round + of_a_tile)
+        around = self.around + (_adding_cycles(tiling, self.job, costs) if build.portioned else 0.0)
+        return (work**p + self.memory**p) ** (1 / p) + around > most
 
 
-def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> Iterator[Tiling]:
+def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> list[Tiling]:
     """The tiling with as many portions as there are multiprocessors for, or fewer. With one, if that is none."""
     most = multiprocessors // tiling.work(build) if build.portioned else 1
     if most < 2:
-        yield tiling
-    else:
-        counts = {ceil_div(build.chunks, chunks) for chunks in range(1, build.chunks)}
-        yield from (replace(tiling, portions=n) for n in counts if n <= most)
+        return [tiling]
+    counts = {ceil_div(build.chunks, chunks) for chunks in range(1, build.chunks)}
+    return [replace(tiling, portions=n) for n in counts if n <= most]
 
 
 @lru_cache(maxsize=256)  # what was chosen is asked for again when it is planned
@@ -387,14 +434,15 @@ def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf)
     job = job.as_copied(build.rewritten) if build.copied else job
     if not build.stores(job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
         return None
+    least = Least.of(build, job)
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
         if build.portioned and most < inf and 2 * tiling.work(build) > multiprocessors:
             continue  # as good as without portions, at best
         many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
         if job.norm and build.march and many:
             continue  # a march adds up the moments of one batch item, or of two
-        for made in portioned(build, tiling, multiprocessors):
-            if _products(build, made, job, multiprocessors) > most:
+        for made in portioned(build, tiling, multiprocessors) if build.portioned else (tiling,):
+            if least.exceeds(made, multiprocessors, most):
                 continue
             cost = cycles(build, made, job, multiprocessors)
             if cost <= most and (best is None or cost < best[0]):

@@ -27,7 +27,18 @@ from typing import Any
 
 from . import cache, direct_planner, tensor_cores
 from .geometry import Geometry
-from .halo_build import STEP_BYTES, Build, Shares, Tiling, ceil_div, has_lines, moment_band, round_up, rows_launch
+from .halo_build import (
+    STEP_BYTES,
+    Build,
+    Shares,
+    Tiling,
+    ceil_div,
+    forget_boxes,
+    has_lines,
+    moment_band,
+    round_up,
+    rows_launch,
+)
 from .halo_job import Job, groups_to_merge, job_of, merged_groups
 from .halo_model import best_tiling
 from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
@@ -369,6 +380,7 @@ def _sources() -> bytes:
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """The best build by the model."""
     costs = _costs(builds_of(Nominal.of(job), shared_bytes), job, multiprocessors)
+    forget_boxes()
     if not costs:
         return None
     best = min(costs, key=lambda build: costs[build])  # and others that the model cannot tell apart from it

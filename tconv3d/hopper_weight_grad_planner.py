@@ -6,12 +6,13 @@ many parts the steps are split. What is compiled in depends on the layer and on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from heapq import nsmallest
 from itertools import product
 from math import inf, prod
+from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from . import tensor_cores
@@ -52,6 +53,8 @@ class Share(NamedTuple):
 # The first that consumers can do with. No more in all than the block's threads have when they start: what is not
 # there would be waited for, forever.
 SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(152, 56, 1, 3))
+# By the number of warpgroups that multiply, the last first.
+_SHARES_OF = tuple((n, tuple(share for share in SHARES[::-1] if share.consumers == n)) for n in (2, 3))
 
 
 class Costs(NamedTuple):
@@ -432,14 +435,11 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Buffers:
-    """Shared memory of a tiling with a box. Pitches in words."""
+class Contents:
+    """What a tiling with a box has in shared memory, however lines and pairs are lengthened."""
 
     tiling: Tiling
     box: Box
-    pad: int  # words that lengthen a line, against bank conflicts
-    skew: int  # words that lengthen a pair, likewise
-    room: int  # bytes
 
     @cached_property
     def lines(self) -> int:
@@ -449,22 +449,6 @@ class Buffers:
     def line_words(self) -> int:
         return max(piece.line_words(self.box.w) for piece in self.tiling.pieces)
 
-    @cached_property
-    def line_pitch(self) -> int:
-        multiple = 4 // self.tiling.sides
-        return -(-self.line_words // multiple) * multiple + self.pad
-
-    @cached_property
-    def plane_pitch(self) -> int:
-        """Where phases along w alternate, half of the banks more than a multiple: two planes' words meet in none."""
-        words = self.lines * self.line_pitch
-        return words + (8 - words) % 16 if self.tiling.planes[2] > 1 else words
-
-    @cached_property
-    def pair_pitch(self) -> int:
-        words = self.tiling.sides * prod(self.tiling.planes) * self.plane_pitch
-        return -(-words // 4) * 4 + self.skew
-
     @property
     def segment_words(self) -> int:
         """From segment to segment."""
@@ -472,10 +456,6 @@ class Buffers:
         return SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
 
     @cached_property
-    def sheet_words(self) -> int:
-        return self.tiling.lines * self.pair_pitch
-
-    @property
     def ahead(self) -> int:
         return -(-self.tiling.reach[0] // self.box.d)
 
@@ -490,27 +470,65 @@ class Buffers:
         """Planes whose slots are in the table: small ones are copied several at a time."""
         return self.box.d * self.tiling.planes[0] if self.tiling.pieces[0].at_once > 1 else 1
 
-    def bytes_with(self, groups: int) -> int:
+    @cached_property
+    def beside(self) -> int:
+        """Bytes of everything but groups of sheets."""
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
         tables = 16 * self.slots * self.table_planes + 16 * self.box.k_rows * ROW_SEGMENTS
-        barriers = 8 * (2 * groups + 3 * self.tiling.stages)
-        return stages + 4 * groups * self.box.d * self.sheet_words + tables + barriers
+        return stages + tables + 8 * 3 * self.tiling.stages
 
-    @cached_property
-    def groups(self) -> int:
+    def group_bytes(self, pair_pitch: int) -> int:
+        """Of a group of sheets and its barriers."""
+        return 4 * self.box.d * self.tiling.lines * pair_pitch + 8 * 2
+
+    def groups(self, pair_pitch: int, room: int) -> int:
         """Groups of sheets that fit, no more than are of use; 0 if there is no room for those at work and coming."""
-        least, most = self.ahead + 2, min(self.ahead + 3, MAX_GROUPS)
-        return next((groups for groups in range(most, least - 1, -1) if self.bytes_with(groups) <= self.room), 0)
+        fitting = (room - self.beside) // self.group_bytes(pair_pitch)
+        return min(fitting, self.ahead + 3, MAX_GROUPS) if fitting >= self.ahead + 2 <= MAX_GROUPS else 0
+
+    def padded(self, room: int, pads: Iterable[int] = (0,), skews: Iterable[int] = (0,)) -> Iterator[Buffers]:
+        """With lines and pairs that are so many words longer, as far as there is room."""
+        sides, planes = self.tiling.sides, self.tiling.planes
+        multiple = 4 // sides
+        for pad in pads:
+            line_pitch = -(-self.line_words // multiple) * multiple + pad
+            # Where phases along w alternate, half of the banks more than a multiple: two planes' words meet in none.
+            plane_pitch = self.lines * line_pitch
+            plane_pitch += (8 - plane_pitch) % 16 if planes[2] > 1 else 0
+            pair_pitch = -(-sides * prod(planes) * plane_pitch // 4) * 4
+            for skew in skews:
+                if groups := self.groups(pair_pitch + skew, room):
+                    yield Buffers(self, line_pitch, plane_pitch, pair_pitch + skew, groups)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory of a tiling with a box. Pitches in words, with what lengthens them against bank conflicts."""
+
+    contents: Contents
+    line_pitch: int
+    plane_pitch: int
+    pair_pitch: int
+    groups: int
+
+    @property
+    def tiling(self) -> Tiling:
+        return self.contents.tiling
+
+    @property
+    def box(self) -> Box:
+        return self.contents.box
 
     @property
     def bytes(self) -> int:
-        return self.bytes_with(self.groups)
+        return self.contents.beside + self.groups * self.contents.group_bytes(self.pair_pitch)
 
-    @cached_property
+    @property
     def conflicts(self) -> float:
         """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
-        line = self.tiling.sides * self.tiling.pieces[0].at_once * self.line_pitch
-        pitches = (self.sheet_words, line, self.segment_words, self.pair_pitch)
+        tiling = self.tiling
+        line = tiling.sides * tiling.pieces[0].at_once * self.line_pitch
+        pitches = (tiling.lines * self.pair_pitch, line, self.contents.segment_words, self.pair_pitch)
         return _conflicts(self.box, *(pitch % BANKS for pitch in pitches))
 
 
@@ -530,15 +548,15 @@ def _conflicts(box: Box, sheet: int, line: int, segment: int, pair: int) -> floa
     return total / len(chunks)
 
 
-@lru_cache(maxsize=8192)
 def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
     """With the pads that avoid most conflicts; None if nothing fits."""
     pads = (0,) if box.w % 4 == 0 else range(0, 16, 4 // tiling.sides)
-    best: Buffers | None = None
-    for made in (Buffers(tiling, box, pad, skew, room) for pad in pads for skew in range(0, 32, 4)):
-        if made.groups and (best is None or made.conflicts < best.conflicts):
-            best = made
-            if best.conflicts == 1.0:
+    best, fewest = None, inf
+    for made in Contents(tiling, box).padded(room, pads, range(0, 32, 4)):
+        conflicts = made.conflicts
+        if conflicts < fewest:
+            best, fewest = made, conflicts
+            if fewest == 1.0:
                 break
     return best
 
@@ -570,28 +588,29 @@ class StepWork:
 
 def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0) -> StepWork:
     """`conflicts`: taken as known, if given."""
-    tiling, box, share, costs = made.tiling, made.box, made.tiling.share, layer.costs(piece)
+    contents, tiling, box = made.contents, made.tiling, made.box
+    share, costs = tiling.share, layer.costs(piece)
     items = 2 * box.k_rows * share.consumers * tiling.row_tiles
     planes = box.d * max(len(rows.offsets) for rows in tiling.rows_d)
-    words_x, words_y = box.k_rows * 32 * tiling.columns, planes * made.slots * piece.vector * tiling.out_tile
+    words_x, words_y = box.k_rows * 32 * tiling.columns, planes * contents.slots * piece.vector * tiling.out_tile
     turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
     stride = 1 if isinstance(piece, Lines) else piece.stride
     phases = len(piece.offsets)  # those that nobody needs lie in between
     sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))  # lines begin anywhere in one
-    sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (made.line_words * stride))
+    sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (contents.line_words * stride))
     return StepWork(
         products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, conflicts or made.conflicts)
         + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
-        copying=_copy_cycles(layer, made, piece, planes) / (4 * share.producers - layer.turners(share))
+        copying=_copy_cycles(layer, contents, piece, planes) / (4 * share.producers - layer.turners(share))
         + costs.copying,
         turning=costs.turning * box.k_rows * tiling.columns / JOB_CHANNELS / layer.turners(share) if turned else 0.0,
-        memory=4 * sectors / costs.l2_bytes * (costs.tight if made.groups < made.ahead + 3 else 1.0),
+        memory=4 * sectors / costs.l2_bytes * (costs.tight if made.groups < contents.ahead + 3 else 1.0),
         overlap=costs.overlap,
         overhead=costs.step,
     )
 
 
-def _copy_cycles(layer: Layer, made: Buffers, piece: Words, planes: int) -> float:
+def _copy_cycles(layer: Layer, made: Contents, piece: Words, planes: int) -> float:
     """Of one producer warp."""
     costs, jobs_x = layer.costs(piece), made.box.k_rows * made.tiling.columns / JOB_CHANNELS
     together = made.table_planes
@@ -630,14 +649,14 @@ def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) 
     """Predicted cycles that one batch item of a volume takes all blocks of one kind."""
     d, h, w = made.box.count(size, layer.per_word)
     works = [step_work(layer, made, piece, conflicts) for piece in made.tiling.pieces]
-    return h * w * sum(d * work.cycles + made.ahead * work.coming for work in works)
+    return h * w * sum(d * work.cycles + made.contents.ahead * work.coming for work in works)
 
 
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
     # Without pads a box takes least room and, but for conflicts, least time.
-    bare = [Buffers(tiling, box, 0, 0, room) for box in boxes(size, layer.per_word)]
-    least = {made.box: box_cost(layer, made, size, conflicts=1.0) for made in bare if made.groups}
+    bare = [made for box in boxes(size, layer.per_word) for made in Contents(tiling, box).padded(room)]
+    least = {made.box: box_cost(layer, made, size, conflicts=1.0) for made in bare}
     best, cost = None, inf
     for box in sorted(least, key=lambda box: least[box]):
         if least[box] > cost:
@@ -658,12 +677,13 @@ NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
 @lru_cache(maxsize=1024)
 def tilings(layer: Layer, device: Device, count: int = 1) -> tuple[Tiling, ...]:
     """The tilings that promise most, the best first."""
-    costs: dict[Tiling, float] = {}
+    costs: list[tuple[float, Tiling]] = []
     for _, _, tiling in nsmallest(max(24, 2 * count), _candidates(layer)):
         made = [found for box in NOMINAL_BOXES if (found := buffers(tiling, box, device.shared_bytes))]
         if made:
-            costs[tiling] = min(box_cost(layer, m, NOMINAL) for m in made) * tiling.kinds(layer.geometry)
-    return tuple(sorted(costs, key=lambda tiling: costs[tiling])[:count])
+            each = min(box_cost(layer, m, NOMINAL) for m in made)
+            costs.append((each * tiling.kinds(layer.geometry), tiling))
+    return tuple(tiling for _, tiling in sorted(costs, key=itemgetter(0))[:count])
 
 
 def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
@@ -718,17 +738,12 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
 
 def _shares(pairs: int, sums: int, fragments: list[int]) -> Iterator[tuple[int, int, Share]]:
     """Row tiles, sets of operands and shares of the registers for so many rows, each of two channels."""
-    for consumers in sorted({share.consumers for share in SHARES}):
+    for consumers, shares in _SHARES_OF:
         row_tiles = -(-pairs // (32 * consumers))
         if row_tiles > MAX_ROW_TILES:
             continue
         needs = [held + row_tiles * (sums + 2) for held in fragments]
-        fits = [
-            (depth, share)
-            for depth, need in enumerate(needs, 1)
-            for share in SHARES[::-1]
-            if share.consumers == consumers and need <= share.consumer
-        ]
+        fits = [(depth, share) for depth, need in enumerate(needs, 1) for share in shares if need <= share.consumer]
         # The most operands that fit; fewer, if that leaves more to copy with.
         ways = {share.producers: (depth, share) for depth, share in fits}
         yield from ((row_tiles, depth, share) for depth, share in ways.values())
@@ -967,19 +982,24 @@ def _steps(batch: int, size: Triple, layer: Layer, box: Box) -> int:
     return batch * prod(box.count(size, layer.per_word))
 
 
-def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, splits: int, device: Device) -> float:
+def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> Callable[[int], float]:
     """Predicted, of all steps in so many parts: blocks come in waves, and parts must be added."""
     steps, depths = _steps(batch, size, layer, made.box), made.box.count(size, layer.per_word)[0]
     work = max((step_work(layer, made, piece) for piece in made.tiling.pieces), key=lambda work: work.cycles)
-    waves = -(-made.tiling.kinds(layer.geometry) * splits // device.multiprocessors)
-    moved = (splits + 1 if splits > 1 else 0) * 4 * _count(layer.geometry)
-    adding = ADDING_OVERHEAD + moved / (ADDING_BYTES * device.multiprocessors) if splits > 1 else 0.0
-    each = -(-steps // splits)
-    runs = max(1.0, each / depths)
+    step, ahead, coming = work.cycles, made.contents.ahead, work.coming
+    kinds, elements = made.tiling.kinds(layer.geometry), _count(layer.geometry)
     block = layer.costs(made.tiling.pieces[0]).block
-    if splits == 1:
-        block += _result_cycles(made.tiling, layer.geometry)
-    return waves * (each * work.cycles + runs * made.ahead * work.coming + block) + adding
+
+    def of_parts(splits: int) -> float:
+        waves = -(-kinds * splits // device.multiprocessors)
+        moved = (splits + 1 if splits > 1 else 0) * 4 * elements
+        adding = ADDING_OVERHEAD + moved / (ADDING_BYTES * device.multiprocessors) if splits > 1 else 0.0
+        each = -(-steps // splits)
+        runs = max(1.0, each / depths)
+        last = block + (_result_cycles(made.tiling, layer.geometry) if splits == 1 else 0.0)
+        return waves * (each * step + runs * ahead * coming + last) + adding
+
+    return of_parts
 
 
 def _result_cycles(tiling: Tiling, g: Geometry) -> float:
@@ -996,7 +1016,7 @@ def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Devic
     steps = _steps(batch, size, layer, made.box)
     room = WORKSPACE_BYTES if slices == 1 else SLICES_BYTES // slices
     most = max(1, min(steps, room // (_count(layer.geometry) * 4), waves))
-    return min(range(1, most + 1), key=lambda splits: _cycles(layer, made, batch, size, splits, device))
+    return min(range(1, most + 1), key=_cycles(layer, made, batch, size, device))
 
 
 def _count(g: Geometry) -> int:
@@ -1030,15 +1050,15 @@ def _tiling_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, devic
     if made is None:
         return inf
     splits = _splits(layer, made, batch, size, device)
-    return len(tiling.pieces) * _cycles(layer, made, batch, size, splits, device)
+    return len(tiling.pieces) * _cycles(layer, made, batch, size, device)(splits)
 
 
 def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, direct: bool) -> Launch:
-    g, tiling, box = p.geometry, made.tiling, made.box
+    g, contents, tiling, box = p.geometry, made.contents, made.tiling, made.box
     size, strides = as_walked(p, layer.at_once)
     steps = _steps(p.batch, size, layer, box)
     parts, result = ("null", "dw") if direct else ("workspace", "null")
-    jobs = box.d * tiling.planes[0] // made.table_planes * -(-tiling.lines // _job_lines(layer, tiling))
+    jobs = box.d * tiling.planes[0] // contents.table_planes * -(-tiling.lines // _job_lines(layer, tiling))
     return Launch(
         kernel="hopper_weight_grad",
         constants=_constants(p, layer, tiling, piece),
@@ -1049,7 +1069,7 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
         scalars=padded(
             int64s(*strides, *p.output),
             int32s(*size, *p.output_size, box.d, box.h, box.w, steps, splits),
-            int32s(made.ahead, made.groups, made.lines, made.line_words, made.line_pitch),
+            int32s(contents.ahead, made.groups, contents.lines, contents.line_words, made.line_pitch),
             int32s(made.plane_pitch, made.pair_pitch),
             dividers(box.count(size, layer.per_word)),
             divider(jobs),

@@ -106,17 +106,18 @@ def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
 def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
     """Who computes which gradients: the `passes` of each plan. In the order in which they run."""
     left = {problem.which: problem for problem in problems}
-    alone = {which: family_of(problem, device)[0] for which, problem in left.items()}
     found: list[Plan] = []
-    for name, family in FAMILIES:
+    for _, family in FAMILIES:
         if hasattr(family, "plan_together") and len(left) > 1:
             together: Plan | None = family.plan_together(dict(left), device)
             if together is not None:
                 assert len(together.passes) > 1 and left.keys() >= set(together.passes), together.passes
                 found.append(together)
                 left = {which: problem for which, problem in left.items() if which not in together.passes}
-        for which in [which for which in left if alone[which] == name]:
+        for which in [which for which, problem in left.items() if _why_not(family, problem, device) is None]:
             found.append(replace(family.plan(left.pop(which), device), passes=(which,)))
+    for problem in left.values():
+        family_of(problem, device)  # says why nobody takes it
     order = list(Pass)
     return sorted(found, key=lambda plan: order.index(plan.passes[0]))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from math import inf
 
 from . import tensor_cores
 from .direct_planner import INT32_MAX, SCALARS, _reduce
@@ -78,6 +79,15 @@ class Planes:
                 windows.append(Window(len(offsets) - 1, start // per_word, tuple(inside)))
                 fed = fed[len(inside) :]
         return cls(tuple(offsets), tuple(windows), per_word)
+
+    @cached_property
+    def taps(self) -> int:
+        return sum(len(window.taps) for window in self.windows)
+
+    @cached_property
+    def words(self) -> int:
+        """Of all windows."""
+        return sum(window.words for window in self.windows)
 
     def line_words(self, segments: int) -> int:
         """Words of a line that taps read."""
@@ -220,15 +230,12 @@ class Buffers:
     @classmethod
     def of(cls, layer: Layer, planes: Planes, tiling: Tiling) -> Buffers:
         g = layer.geometry
-        plane = pitch_up(
-            plane_words(g, planes, tiling, _best_wide_box(g, planes, tiling.block_rows, tiling.segments))
-        )
+        plane = _plane_room(g, planes, tiling.block_rows, tiling.segments)
         pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
         slots = len(planes.offsets) * plane
         tables = 8 + 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
         buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
-        taps = sum(len(window.taps) for window in planes.windows)
-        passing = tiling.sums(taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
+        passing = tiling.sums(planes.taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
         return cls(pitch_x, plane, pitch_y, slots, 4 * max(-(-tables // 4) * 4 + tiling.stages * buffer, passing))
 
 
@@ -240,8 +247,8 @@ def _wide_boxes(segments: int) -> Iterator[Box]:
                 yield Box(segments // (w * h), h, w)
 
 
-def plane_words(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int = 0) -> int:
-    along_d, along_h = box.lines(g, tiling.block_rows)
+def plane_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box, pad: int = 0) -> int:
+    along_d, along_h = box.lines(g, rows)
     return along_d * along_h * (planes.line_pitch(box.w) + pad)
 
 
@@ -256,18 +263,12 @@ def _best_wide_box(g: Geometry, planes: Planes, rows: tuple[int, int], segments:
     return min(_wide_boxes(segments), key=lambda box: copied_words(g, planes, rows, box))
 
 
+@lru_cache(maxsize=4096)
+def _plane_room(g: Geometry, planes: Planes, rows: tuple[int, int], segments: int) -> int:
+    return pitch_up(plane_words(g, planes, rows, _best_wide_box(g, planes, rows, segments)))
+
+
 # ---- Which tiling.
-
-
-def tilings(layer: Layer, device: Device) -> list[Tiling]:
-    """Every tiling worth considering, the predicted fastest first."""
-    found: dict[Tiling, float] = {}
-    planes = layer.planes(layer.pieces[0])
-    for tiling in _candidates(layer):
-        cost = _cost(layer, planes, tiling, device)
-        if cost is not None:
-            found[tiling] = cost
-    return sorted(found, key=lambda tiling: found[tiling])
 
 
 def _candidates(layer: Layer) -> Iterator[Tiling]:
@@ -316,13 +317,29 @@ def _jobs(layer: Layer, tiling: Tiling, slots: tuple[int, int]) -> tuple[int, in
     return x, y
 
 
+def _warp_cycles(planes: Planes, tiling: Tiling, segments: int) -> tuple[float, float, float]:
+    """Of tensor cores, shared memory and issuing, for the products of a tile of each block."""
+    chunks = -(-segments // (CHUNK * tiling.slices))
+    multiplies = 2 * tiling.rows * planes.taps * tiling.tiles_in * tiling.tiles_out
+    loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * planes.words // SEGMENT
+    warps = tiling.warps * tiling.blocks
+    rounding = 2 * SEGMENT if tiling.asynchronous else 0
+    return (
+        warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY,
+        warps * chunks * loads * SEGMENT,
+        warps / 4 * chunks * (multiplies + loads * (1 + rounding)),
+    )
+
+
+def _joined(*parts: float) -> float:
+    """Of a tile, whose parts overlap."""
+    return max(parts) + 0.15 * (sum(parts) - max(parts)) + TILE_OVERHEAD
+
+
 def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
     """Predicted cycles in which a multiprocessor's blocks each do one tile."""
     g = layer.geometry
-    chunks = -(-box.segments // (CHUNK * tiling.slices))
-    taps = sum(len(window.taps) for window in planes.windows)
-    multiplies = 2 * tiling.rows * taps * tiling.tiles_in * tiling.tiles_out
-    loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * sum(w.words for w in planes.windows) // SEGMENT
+    multiplying, sharing, issuing = _warp_cycles(planes, tiling, box.segments)
     jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
     jobs = tiling.blocks * (jobs_x + jobs_y)
     loads_x, loads_y = layer.loads(tiling)
@@ -331,17 +348,20 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
         box.segments * SEGMENT * tiling.block_in(g)
         + copied_words(g, planes, tiling.block_rows, box) * tiling.block_out
     )
-    warps = tiling.warps * tiling.blocks
-    rounding = 2 * SEGMENT if tiling.asynchronous else 0
     per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
-    parts = (
-        warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY,
-        warps * chunks * loads * SEGMENT + tiling.blocks * loaded * per_word,  # shared memory
-        warps / 4 * chunks * (multiplies + loads * (1 + rounding)) + jobs / 4 * 100,  # issuing
+    return _joined(
+        multiplying,
+        sharing + tiling.blocks * loaded * per_word,
+        issuing + jobs / 4 * 100,
         tiling.blocks * copied * 4 / L2_BYTES_PER_CYCLE,
-        0.0 if tiling.asynchronous else jobs / warps * LATENCY,
+        0.0 if tiling.asynchronous else jobs / (tiling.warps * tiling.blocks) * LATENCY,
     )
-    return max(parts) + 0.15 * (sum(parts) - max(parts)) + TILE_OVERHEAD
+
+
+def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
+    """What `_cost` is at least, quickly said: nothing is copied."""
+    cycles = _joined(*_warp_cycles(planes, tiling, tiling.segments))
+    return cycles / (tiling.blocks * tiling.segments) * tiling.kinds(layer.geometry)
 
 
 def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float | None:
@@ -358,8 +378,15 @@ def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float
 
 @lru_cache(maxsize=1024)
 def tiling_of(layer: Layer, device: Device) -> Tiling | None:
-    found = tilings(layer, device)
-    return found[0] if found else None
+    """The predicted fastest."""
+    planes = layer.planes(layer.pieces[0])
+    best, least = None, inf
+    for tiling in _candidates(layer):
+        if _least_cost(layer, planes, tiling) < least:
+            cost = _cost(layer, planes, tiling, device)
+            if cost is not None and cost < least:
+                best, least = tiling, cost
+    return best
 
 
 # ---- The family.
@@ -430,7 +457,8 @@ def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
         return d * h * w * _tile_cycles(layer, planes, tiling, box) * (1 + 0.1 * (conflicts - 1))
 
     lines = (max(p.input_size[0], 1), max(p.input_size[1], 1))
-    fitting = [box for box in boxes(tiling.segments, lines) if plane_words(p.geometry, planes, tiling, box) <= room]
+    rows = tiling.block_rows
+    fitting = [box for box in boxes(tiling.segments, lines) if plane_words(p.geometry, planes, rows, box) <= room]
     return min(fitting, key=cost)
 
 
@@ -453,7 +481,7 @@ def _conflicts(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int) 
 
 def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> int:
     """Words that lengthen a line of dy, against bank conflicts between lines."""
-    pads = [pad for pad in range(0, 32, 4) if plane_words(g, planes, tiling, box, pad) <= room]
+    pads = [pad for pad in range(0, 32, 4) if plane_words(g, planes, tiling.block_rows, box, pad) <= room]
     return min(pads, key=lambda pad: _conflicts(g, planes, tiling, box, pad))
 
 

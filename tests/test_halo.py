@@ -558,6 +558,32 @@ def test_a_new_volume_compiles_nothing() -> None:
         assert len(found) == (2 if case is SETTINGS["kernel equals stride"] else 1)
 
 
+@pytest.mark.parametrize("which", [Pass.FORWARD, Pass.INPUT_GRAD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strict", [False, True])
+def test_no_tiling_takes_less_than_the_least(which: Pass, dtype: torch.dtype, strict: bool) -> None:
+    """What the search passes over without a closer look would not have been chosen."""
+    torch.backends.cudnn.conv.fp32_precision = "ieee" if strict else "tf32"
+    looked_at = 0
+    for small in (layer(2, 48, 24, (6, 8, 12), 3, 2, 1, 1), layer(2, 128, 64, 4, 4, 2, 1), layer(1, 24, 16, 20, 3)):
+        for layout in (torch.contiguous_format, torch.channels_last_3d):
+            x = small.input(dtype, "meta").contiguous(memory_format=layout)
+            problems = problems_of(*call_of(small.module(dtype, "meta"), x))
+            given = job_of(next(problem for problem in problems if problem.which is which))
+            for build in halo_planner.builds_of(halo_planner.Nominal.of(given), DEVICE.shared_bytes):
+                job = given.as_copied(build.rewritten) if build.copied else given
+                if not build.stores(job) or (build.rewritten and not given.has_rows):
+                    continue
+                least = halo_model.Least.of(build, job)
+                for tiling in list(tilings(build, job.batch, job.positions, job.read_size))[::7]:
+                    takes = halo_model.cycles(build, tiling, job, 132)
+                    # Where products are left out, all of them are counted.
+                    assert build.skips or not least.exceeds(tiling, 132, 1.0000001 * takes), (build, tiling)
+                    assert least.exceeds(tiling, 132, 0.05 * takes)
+                    looked_at += 1
+    assert looked_at > 100
+
+
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
