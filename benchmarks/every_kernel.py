@@ -2,19 +2,23 @@
 
 compute-sanitizer --launch-timeout 0 --target-processes application-only python benchmarks/every_kernel.py
 compute-sanitizer --launch-timeout 0 --target-processes application-only --tool racecheck \
-    python benchmarks/every_kernel.py groups
+    python benchmarks/every_kernel.py lines groups --multiprocessors 2 --kind tf32 strict
 
 Layers are all, or those named. What is not compiled yet is compiled first, all layers at once, in processes that no
-tool watches (a watched process then begins late, hence the time-out of 0: none). Ends with the kernels launched, and
-those that none of these layers needs on this GPU.
+tool watches (a watched process then begins late, hence the time-out of 0: none). Planned for few multiprocessors, a
+block has several tiles of a small layer, and its buffers go round. Ends with the kernels launched, and those that
+none of these layers needs on this GPU.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +28,14 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
-from tconv3d import launcher
+from tconv3d import executor, launcher
 from tconv3d.launch import Launch
 
 # name: input shape, weight shape, settings of conv_transpose3d
 LAYERS = {
     "plain": ((2, 16, 5, 9, 11), (16, 24, 3, 3, 3), {}),
     "strided": ((2, 16, 4, 7, 9), (16, 16, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+    "lines": ((1, 32, 6, 8, 32), (32, 32, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
     "upsample": ((1, 32, 5, 6, 9), (32, 16, 2, 2, 2), {"stride": 2}),
     "upsample, wider": ((2, 64, 8, 8, 12), (64, 32, 2, 2, 2), {"stride": 2}),
     "gan": ((3, 64, 4, 4, 4), (64, 32, 4, 4, 4), {"stride": 2, "padding": 1}),
@@ -42,6 +47,8 @@ LAYERS = {
     "norm out of L2": ((6, 8, 23, 63, 61), (8, 16, 1, 1, 1), {}),
     "depthwise": ((1, 6, 5, 5, 9), (6, 1, 3, 3, 3), {"groups": 6, "dilation": 2}),
 }
+KINDS = {"tf32": torch.float32, "strict": torch.float32, "bfloat16": torch.bfloat16}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
 
 def watch() -> set[str]:
@@ -57,16 +64,25 @@ def watch() -> set[str]:
     return launched
 
 
-def run(x_shape: Sequence[int], w_shape: Sequence[int], settings: dict[str, Any], kind: dict[str, Any]) -> None:
-    """The layer forward and backward, alone and with ReLU and GroupNorm after it."""
+def run(
+    x_shape: Sequence[int],
+    w_shape: Sequence[int],
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    layout: torch.memory_format,
+) -> None:
+    """The layer forward and backward, alone and with ReLU and GroupNorm after it; and with kept weights."""
     channels = w_shape[1] * settings.get("groups", 1)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device="cuda", dtype=kind["dtype"])
+        return torch.randn(shape, device="cuda", dtype=dtype)
 
-    x = random(*x_shape).contiguous(memory_format=kind["layout"]).requires_grad_()
+    x = random(*x_shape).contiguous(memory_format=layout).requires_grad_()
     w, *vectors = (each.requires_grad_() for each in (random(*w_shape), *(random(channels) for _ in range(3))))
     norm_groups = 2 if channels % 2 == 0 else 1
+    with torch.no_grad():
+        for _ in range(3):  # the second packs what is kept, the third finds it
+            tconv3d.conv_transpose3d(x, w, vectors[0], **settings)
     for y in (
         tconv3d.conv_transpose3d(x, w, vectors[0], **settings),
         tconv3d.conv_transpose3d_relu_group_norm(x, w, vectors[0], norm_groups, *vectors[1:], **settings),
@@ -74,31 +90,38 @@ def run(x_shape: Sequence[int], w_shape: Sequence[int], settings: dict[str, Any]
         y.backward(torch.randn_like(y))
 
 
-def run_all(name: str) -> None:
+def plan_for(multiprocessors: int | None) -> None:
+    """Of a GPU with fewer than there are."""
+    if multiprocessors:
+        there = executor.device_of
+        executor.device_of = lambda tensor: replace(there(tensor), multiprocessors=multiprocessors)
+
+
+def run_all(name: str, kinds: Sequence[str], layouts: Sequence[str]) -> None:
     if name == "plain":
-        run(*LAYERS[name], {"dtype": torch.float64, "layout": torch.contiguous_format})
-    for dtype in (torch.float32, torch.bfloat16):
-        for layout in (torch.contiguous_format, torch.channels_last_3d):
-            run(*LAYERS[name], {"dtype": dtype, "layout": layout})
+        run(*LAYERS[name], torch.float64, torch.contiguous_format)
+    for kind in kinds:
+        torch.backends.cudnn.conv.fp32_precision = "ieee" if kind == "strict" else "tf32"
+        for layout in layouts:
+            run(*LAYERS[name], KINDS[kind], LAYOUTS[layout])
     torch.cuda.synchronize()
 
 
-def use_tf32() -> None:
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-
-
-def compile_all(names: Sequence[str]) -> None:
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), initializer=use_tf32) as pool:
-        list(pool.map(run_all, names))
-
-
 def main() -> None:
-    names = sys.argv[1:] or list(LAYERS)
-    use_tf32()
-    compile_all(names)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(LAYERS), metavar="layer")
+    parser.add_argument("--kind", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--layout", nargs="+", default=list(LAYOUTS), choices=LAYOUTS)
+    parser.add_argument("--multiprocessors", type=int, help="to plan for, instead of those that there are")
+    options = parser.parse_args()
+    run_layer = partial(run_all, kinds=options.kind, layouts=options.layout)
+    started = {"initializer": plan_for, "initargs": (options.multiprocessors,)}
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn"), **started) as pool:
+        list(pool.map(run_layer, options.names))
+    plan_for(options.multiprocessors)
     launched = watch()
-    for name in names:
-        run_all(name)
+    for name in options.names:
+        run_layer(name)
         print(name, flush=True)
     sources = Path(tconv3d.__file__).parent.glob("kernels/*.cuh")
     kernels = {path.stem for path in sources if "__device__ void run(" in path.read_text()}

@@ -347,15 +347,12 @@ struct HaloLines {
       } else {
         share_pairs<kCount>(own);
       }
-      if constexpr (kTurn == kAll - 1) {
-        __syncwarp();
-        if (me.lane == 0) ptx::barrier_arrive(me.shared.stage_empty(me.stages.index));
-      }
       ptx::matrix_fence();
       static_for<kCount>([&](auto step) {
         issue<kPhase, kLine, kFirst + decltype(step)::value>(sums, own, me.shared.panels(), chunk);
       });
       ptx::matrix_commit();
+      if constexpr (kTurn == kAll - 1) ptx::barrier_arrive(me.shared.stage_empty(me.stages.index));
       me.announce_lead();
     });
     me.stages.advance();

@@ -93,13 +93,10 @@ struct HaloRegisters {
       ptx::matrix_wait<kSets - 1>();  // these registers are free
       load<kSteps>(args, me, slabs, Config::kShift(kShift, 1) * line + Config::kShift(kShift, 2) * args.near,
                    own);
-      if constexpr (kShift == kShifts - 1) {
-        __syncwarp();
-        if (me.lane == 0) ptx::barrier_arrive(me.shared.stage_empty(me.stages.index));
-      }
       ptx::matrix_fence();
       issue<kShift, kSteps>(sums, own, panels);
       ptx::matrix_commit();
+      if constexpr (kShift == kShifts - 1) ptx::barrier_arrive(me.shared.stage_empty(me.stages.index));
       me.announce_lead();
     });
     me.stages.advance();

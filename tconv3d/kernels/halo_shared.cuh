@@ -28,6 +28,9 @@ struct HaloShared {
   static constexpr int kSlotWarps = Config::kDivided ? 4 : kConsumerWarps;  // that use a slot
   // At the barrier of a stage, by themselves.
   static constexpr bool kCopiesArrive = Config::kCopied && (Config::kOperands || Config::kInRegisters);
+  // Consumers' lanes read a stage themselves, and every one says when it has: as quick as one for its warp,
+  // and a tool that looks for races sees it.
+  static constexpr bool kLanesRelease = Config::kLines || Config::kInRegisters;
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
 
   static constexpr int kHalfBytes = Config::kStageRows * Config::kRowBytes;
@@ -110,7 +113,7 @@ struct HaloShared {
   __device__ __forceinline__ void start_barriers() const {
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::barrier_init(stage_full(i), Config::kLines ? 1 : kLoaderWarps * (kCopiesArrive ? 32 : 1));
-      ptx::barrier_init(stage_empty(i), kConsumerWarps);
+      ptx::barrier_init(stage_empty(i), kConsumerWarps * (kLanesRelease ? 32 : 1));
     }
     if constexpr (Config::kResident) {
       ptx::barrier_init(panels_full(), 1);

@@ -136,11 +136,11 @@ struct UpBackwardLast {
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kStages; ++i) {
         ptx::barrier_init(full(i), 128);
-        ptx::barrier_init(empty(i), 8);
+        ptx::barrier_init(empty(i), 256);
       }
       for (int i = 0; i < C::kStagesX; ++i) {
         ptx::barrier_init(barrier_x(0, i), 128);
-        for (int which = 1; which < 4; ++which) ptx::barrier_init(barrier_x(which, i), 4 * kSharers);
+        for (int which = 1; which < 4; ++which) ptx::barrier_init(barrier_x(which, i), 128 * kSharers);
       }
       ptx::barrier_init(weights_there(), kConsumers);
       ptx::fence_barrier_init();
@@ -314,10 +314,8 @@ struct UpBackwardLast {
 
   // ---- Consumers.
 
-  __device__ __forceinline__ void release(int stage) const {
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(empty(stage));
-  }
+  // Every lane says that it has read a stage, as in up_backward.cuh.
+  __device__ __forceinline__ void release(int stage) const { ptx::barrier_arrive(empty(stage)); }
 
   // ---- The input gradient.
 
@@ -497,8 +495,7 @@ struct UpBackwardLast {
     }
   }
   __device__ __forceinline__ void meet(unsigned barrier, unsigned parity) const {
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(barrier);
+    ptx::barrier_arrive(barrier);
     ptx::barrier_wait(barrier, parity);
   }
 
@@ -547,8 +544,7 @@ struct UpBackwardLast {
         stage.advance(C::kStages);
       });
       ptx::matrix_wait<0>();
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(barrier_x(1, stage_x.index));
+      ptx::barrier_arrive(barrier_x(1, stage_x.index));
       stage_x.advance(C::kStagesX);
     }
     if constexpr (kOwn > 0) {
