@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from halo_names import describe
 
 from tconv3d import compiler, executor
+from tconv3d.ahead import compile_all
 from tconv3d.bench.layers import Layer, random_layers
 from tconv3d.bench.precision import DTYPES, LAYOUTS, in_layout, precision
 from tconv3d.bench.results import describe_machine
@@ -44,7 +45,7 @@ from tconv3d.explain import call_of, problems_of
 from tconv3d.gpus import DEFAULT_GPU, GPUS
 from tconv3d.halo_planner import HaloPlan
 from tconv3d.problem import Device, Pass, Problem
-from tconv3d.tune import Trial, compile_all, contenders, measure
+from tconv3d.tune import Trial, contenders, measure
 
 CLOSE = 1.1  # times the fastest
 SHARE = 0.9  # of the layers that must be close

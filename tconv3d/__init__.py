@@ -4,6 +4,7 @@ import torch
 
 from . import launcher
 from .accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
+from .ahead import compile_ahead
 from .backend import current_backend, use_backend
 from .explain import Explanation, explain
 from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
@@ -20,6 +21,7 @@ __all__ = [
     "SwapReport",
     "Tuned",
     "accelerate",
+    "compile_ahead",
     "conv_transpose3d",
     "conv_transpose3d_relu",
     "conv_transpose3d_relu_group_norm",

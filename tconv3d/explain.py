@@ -105,15 +105,29 @@ def explain(
     call = call_of(layer_or_input, *arguments, **keywords)
     if isinstance(layer_or_input, (ConvTranspose3dReLUGroupNorm, ConvTranspose3dReLU)):
         return _explain_fused(layer_or_input, call, gpu)
-    return _explain(*call, _find_gpu(gpu, call[0]))
+    return _explain(*call, find_gpu(gpu, call[0]))
 
 
 def launches(
-    layer: torch.nn.ConvTranspose3d, input: Tensor, device: Device, passes: Collection[Pass] = tuple(Pass)
+    layer: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm,
+    input: Tensor | Sequence[int],
+    device: Device,
+    passes: Collection[Pass] = tuple(Pass),
 ) -> tuple[Launch, ...]:
-    """The kernel launches of a layer's passes: what to compile before its first call."""
-    problems = [problem for problem in problems_of(*call_of(layer, input)) if problem.which in passes]
-    return tuple(launch for plan in _plans(problems, device) for launch in plan.launches)
+    """The kernel launches of a layer's passes: what to compile before its first call. With those of calls that keep
+    the packed weight."""
+    call = call_of(layer, input)
+    problems = [problem for problem in problems_of(*call) if problem.which in passes]
+    plans: list[Plan] = []
+    if isinstance(layer, ConvTranspose3dReLU):
+        problems[0] = _activated_problem(call, None)
+    elif isinstance(layer, ConvTranspose3dReLUGroupNorm):
+        problems[0] = _activated_problem(call, layer.group_norm)
+        normalize, gradient = _norm_plans(problems[0], layer.group_norm, device)
+        plans = [normalize, gradient] if len(passes) > 1 else [normalize]
+        problems = [problem for problem in problems if problem.which is not Pass.BIAS_GRAD]  # the norm's has it
+    plans += _plans(problems, device)
+    return tuple(launch for plan in plans for each in (plan, plan.kept) if each for launch in each.launches)
 
 
 def _plans(problems: Sequence[Problem], device: Device) -> list[Plan]:
@@ -163,7 +177,7 @@ def _call(
     return (input.unsqueeze(0) if input.dim() == 4 else input), weight, bias, convolution
 
 
-def _find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
+def find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
     """The GPU to plan for, and its ceilings if they are known."""
     if name is None and current_backend() == "emulator":
         return executor.EMULATED, None
@@ -283,31 +297,38 @@ def _explain_fused(
     layer: ConvTranspose3dReLUGroupNorm | ConvTranspose3dReLU, call: Call, gpu: str | None
 ) -> Explanation:
     """The convolution's explanation, with the passes that differ."""
-    device, ceilings = _find_gpu(gpu, call[0])
+    device, ceilings = find_gpu(gpu, call[0])
     plain = _explain(*call, (device, ceilings))
     norm = layer.group_norm if isinstance(layer, ConvTranspose3dReLUGroupNorm) else None
     problem = _activated_problem(call, norm)
     forward = _explain_pass(problem, planner.plan(problem, device), device, ceilings)
     if norm is None:
         return replace(plain, layer=f"{plain.layer}, ReLU", passes=(forward, *plain.passes[1:]))
-    activation = Activation(
-        problem.batch, problem.geometry.out_channels, prod(problem.output_size), problem.dtype,
-        problem.output[1] == 1 and problem.output[4] != 1,
-    )  # fmt: skip
-    normed = NormProblem(activation, problem.dtype, problem.dtype, norm.num_groups)
-    wanted = Wanted(True, norm.affine, problem.bias)
-    moved = activation.bytes
-    gradient = norm_planner.plan_gradient(normed, wanted, device)
+    normalize, gradient = _norm_plans(problem, norm, device)
+    moved = _activation(problem).bytes
     gradients = [each for each in problems_of(*call) if each.which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)]
     passes = (
         forward,
-        _explain_sweep("normalize", norm_planner.plan_normalize(normed, device), 2 * moved, ceilings),
+        _explain_sweep("normalize", normalize, 2 * moved, ceilings),
         # The gradient of the convolution's bias comes with the norm's.
         _explain_sweep("norm_grad", gradient, (5 if gradient.kernel == "norm_grad" else 3) * moved, ceilings),
         *_explain_passes(gradients, device, ceilings),
     )
     text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"
     return replace(plain, layer=text, passes=passes)
+
+
+def _activation(problem: Problem) -> Activation:
+    last = problem.output[1] == 1 and problem.output[4] != 1
+    size = prod(problem.output_size)
+    return Activation(problem.batch, problem.geometry.out_channels, size, problem.dtype, last)
+
+
+def _norm_plans(problem: Problem, norm: torch.nn.GroupNorm, device: Device) -> tuple[Plan, Plan]:
+    """Of a norm behind a forward pass: its own pass, and its gradients."""
+    normed = NormProblem(_activation(problem), problem.dtype, problem.dtype, norm.num_groups)
+    wanted = Wanted(True, norm.affine, problem.bias)
+    return norm_planner.plan_normalize(normed, device), norm_planner.plan_gradient(normed, wanted, device)
 
 
 def _activated_problem(call: Call, norm: torch.nn.GroupNorm | None) -> Problem:

@@ -10,11 +10,7 @@ Knows which kernel has builds to choose from; nothing of what a build is.
 from __future__ import annotations
 
 import contextlib
-import os
-import pickle
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -23,19 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import compiler, executor, halo_planner, ops, planner
+from . import executor, halo_planner, ops, planner
+from .ahead import fill_cache
 from .clock import Clock, Timer
 from .explain import call_of, problems_of
 from .halo_job import job_of
 from .halo_planner import HaloPlan, Nominal
-from .launch import Constants, Launch
 from .modules import ConvTranspose3dReLUGroupNorm
 from .problem import Device, Pass, Problem, last_offset
 
 FASTER = 1.03  # times: less may be noise, and a build that is compiled already is worth something
 TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of the largest result: sums in another order
 BUDGET_S = 0.1  # for one timing
-MOST_PROCESSES = 8
 
 MakeTask = Callable[..., executor.Task]
 
@@ -134,7 +129,7 @@ def tune_pass(
     if not plans:
         return Tuned(name, kernel)
     if like.is_cuda:
-        compile_ahead((launch for plan in plans for launch in plan.launches), device)
+        fill_cache((launch for plan in plans for launch in plan.launches), device)
     trials = measure(problem, plans, like, clock, make_task)
     best = min(range(len(plans)), key=lambda i: trials[i].ms or inf)
     before = after = trials[0].ms or inf
@@ -232,42 +227,3 @@ class Bench:
         difference, scale = largest.float().amax(0).tolist()
         if not difference <= tolerance * scale:  # or NaN
             raise RuntimeError(f"its result is wrong: {difference:.1e} off where the largest is {scale:.1e}")
-
-
-# ---- compiling ahead
-
-# NVRTC compiles one kernel at a time in a process. Not `multiprocessing`: its processes would begin with the
-# caller's script, which need not be prepared for that.
-_PROGRAM = "import pickle, sys; from tconv3d.tune import compile_all; compile_all(*pickle.load(sys.stdin.buffer))"
-
-
-def compile_ahead(launches: Iterable[Launch], device: Device) -> None:
-    """Fills the cache, in several processes. What fails here fails again where it is launched, and says so there."""
-    kernels = list(dict.fromkeys((launch.kernel, launch.constants) for launch in launches))
-    count = min(MOST_PROCESSES, os.cpu_count() or 1, len(kernels))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    arch = compiler.architecture(device.capability)
-    workers: list[subprocess.Popen[bytes]] = []
-    try:
-        for i in range(count if count > 1 else 0):
-            quiet = subprocess.DEVNULL
-            command = [sys.executable, "-c", _PROGRAM]
-            workers.append(
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=environment)
-            )
-            stream = workers[-1].stdin
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError), stream:
-                pickle.dump((kernels[i::count], arch), stream)
-        for worker in workers:
-            worker.wait()
-    except BaseException:
-        for worker in workers:
-            worker.kill()
-        raise
-
-
-def compile_all(kernels: Sequence[tuple[str, Constants]], arch: str) -> None:
-    for name, constants in kernels:
-        with contextlib.suppress(compiler.CompileError):
-            compiler.compile(name, constants, arch)

@@ -22,12 +22,13 @@ from rich.console import Console
 import tconv3d
 from benchmarks import planner_check
 from tconv3d import cli, compiler, emulator, executor, halo_planner
+from tconv3d.ahead import fill_cache
 from tconv3d.bench import layers, run
 from tconv3d.executor import Task
 from tconv3d.explain import call_of, problems_of
 from tconv3d.halo_job import job_of
 from tconv3d.problem import Device, Problem
-from tconv3d.tune import Bench, Tuned, compile_ahead, measure, tune_pass
+from tconv3d.tune import Bench, Tuned, measure, tune_pass
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 needs_gpu = pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")
@@ -270,7 +271,7 @@ def test_compiling_ahead_leaves_kernels_in_the_cache(tmp_path: Path, monkeypatch
     packs = [plan.pack for plan in halo_planner.candidates(job_of(problem()), hopper, 8)]
     kernels = {(pack.kernel, pack.constants) for pack in packs}
     assert len(kernels) > 1
-    compile_ahead(packs, hopper)
+    assert fill_cache(packs, hopper) == len(kernels)
     monkeypatch.setattr(compiler, "_build", lambda *arguments: pytest.fail("compiled once more"))
     for kernel, constants in kernels:
         assert compiler.compile(kernel, constants, "sm_90a").cubin
