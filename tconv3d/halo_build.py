@@ -111,6 +111,7 @@ class Build:
     buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
     lines: bool = False  # whether stages hold lines as they are in memory (kernels/halo_lines.cuh)
     handed: bool = False  # the same for rows of outputs that begin anywhere (kernels/halo_handed.cuh)
+    joint: bool = False  # the same, stored as long runs by producers (kernels/halo_joint.cuh)
     in_registers: bool = False  # whether copied floats are rounded by consumers (kernels/halo_registers.cuh)
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
     fine: bool = False  # panels of one unit
@@ -299,7 +300,7 @@ class Build:
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
         part = self.slabs * self.columns * SLAB * 4 if self.divided else 0
         scratch = self.handed_bytes if self.lines else images or SCRATCH_BYTES
-        return BARRIER_BYTES + part + self.consumers * scratch
+        return BARRIER_BYTES + part + self.consumers * scratch + self.joint_bytes
 
     @property
     def woven(self) -> int:
@@ -311,6 +312,21 @@ class Build:
         """Of words that warps of a consumer hand on, in two buffers, and of those at the ends of rows."""
         vectors = self.march_step * self.image_rows * self.out_tile // 4
         return 256 * vectors * (2 * ceil_div(self.slabs, self.woven) + 1) if self.handed else 0
+
+    @property
+    def joint_bytes(self) -> int:
+        """Of images of runs of outputs, in all buffers (kernels/halo_joint.cuh)."""
+        return self.joint_buffers * self.out_tile * self.joint_pitch if self.joint else 0
+
+    @property
+    def joint_buffers(self) -> int:
+        """One is filled, one emptied; in 16 bits, where they are smaller, consumers may be further ahead."""
+        return 8 // self.item_bytes
+
+    @property
+    def joint_pitch(self) -> int:
+        """Bytes of a channel in such a buffer, wherever its run begins."""
+        return self.round_slabs * SLAB * self.image_rows * self.geometry.stride[2] * self.item_bytes + 16
 
     @cached_property
     def stage_rows(self) -> int:
@@ -400,7 +416,8 @@ class Build:
         """Panels by which the first of two consumers is ahead of the second: about as long as storing takes, and at
         most half of a tile: all of it cost grouped_strided_g1 in bfloat16 13% (measured). None where 16-bit outputs
         are stored through images (any lead cost grouped_strided 3 to 6%, measured), or as they are (1 to 3% of
-        gan_128_64_16, gan_256_128_8 and videogpt_240_240, measured).
+        gan_128_64_16, gan_256_128_8 and videogpt_240_240, measured). One panel where 16-bit outputs are stored as
+        long runs (3% of grouped_strided, measured; in float32 nothing).
 
         It has to get there without what the second one has not released.
         """
@@ -411,9 +428,11 @@ class Build:
         if self.lines:
             of_sources = [self.line_turns]
         panels = sum(of_sources) * self.chunks
-        quick = self.item_bytes == 2 and (self.buffers or self.in_place)
+        quick = self.joint if self.item_bytes == 4 else self.buffers or self.in_place
         if self.consumers != 2 or panels == 0 or self.divided or quick:
             return 0
+        if self.joint:
+            return 1
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
         least = sum(of_sources) if self.portioned else panels  # of a tile: a portion may have one chunk
         most = min(min(of_sources) * (self.stages - 1), least // 2, panels if self.resident else self.slots - 2)
@@ -497,7 +516,8 @@ class Build:
         if self.copied:
             panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
         if self.lines:
-            panels += ", input in lines as in memory" + (", outputs handed on" if self.handed else "")
+            ways = ((self.handed, ", outputs handed on"), (self.joint, ", outputs stored as long runs"))
+            panels += ", input in lines as in memory" + "".join(name for has, name in ways if has)
         if self.in_registers:
             panels += ", rounded by consumers"
         if self.fine:
@@ -554,6 +574,9 @@ class Build:
             ("kBuffers", self.buffers),
             ("kLines", self.lines),
             ("kHanded", self.handed),
+            ("kJoint", self.joint),
+            ("kJointBuffers", self.joint_buffers),
+            ("kJointPitch", self.joint_pitch),
             ("kOperandSets", self.line_sets[0] if self.lines else self.register_sets if self.in_registers else 1),
             ("kStepsAtOnce", self.line_sets[1] if self.lines else 1),
             ("kGather", self.gather),
@@ -613,7 +636,7 @@ class Build:
         """Neighbouring output channels that a lane has in its sums, and stores at once where channels are neighbours
         in memory: 16 bytes, or fewer. Moments are of bands of whole blocks (kernels/halo_layout.cuh)."""
         if not job.written_last:
-            return 2
+            return 1 if self.joint and self.item_bytes == 4 else 2
         rows = (self.geometry.out_per_group, job.written[0], *job.written[2:])
         band = moment_band(self, job) if job.norm else 0
         for own in (16 // self.written_bytes, 4):
@@ -626,7 +649,9 @@ class Build:
         """Whether the way this build stores is one for the job's rows. Images are for those that are no
         multiples of 16 bytes. Portions are for a result without gaps that nothing follows."""
         if self.lines:
-            return has_lines(job) and job.norm is None and self.handed == _begins_anywhere(job)
+            dense = job.written[3] == job.written_size[2] or not self.joint
+            anywhere = self.handed or self.joint
+            return has_lines(job) and dense and job.norm is None and anywhere == _begins_anywhere(job)
         if self.in_registers:
             return job.written_last and job.has_rows and job.norm is None
         if self.portioned:  # parts are laid out like the result, and added as they are

@@ -54,6 +54,7 @@ class Costs:
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
     handed: float = 9.4  # the same, handed from lane to lane, of rows that begin anywhere (set by hand: images win)
     handed_short: float = 6.0  # the same of floats in rows of less than SHORT_ROW outputs (set by hand: images lose)
+    joint: float = 1.2  # the same, written to images of long runs
     strict_panel: float = 180.0  # of strict float32, until a panel's products are there
     strict_sum: float = 10.0  # the same, of adding one of its sums to a total
     streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are, and where
@@ -65,6 +66,7 @@ class Costs:
     cache_bytes: float = 134.0  # per cycle, from L2
     memory_bytes: float = 1650.0  # per cycle, of the whole device memory
     run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
+    joint_run: float = 0.6  # the same of those that are stored as long ones (this and `joint`: set by 15 measured)
     torn: float = 2.87  # bytes of traffic per byte of an output whose neighbours come from another column tile
     overlap: float = 2.6  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
 
@@ -146,6 +148,8 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.march_step / build.window
+    if build.joint:
+        return outputs / 32 * costs.joint
     if build.handed and build.vector(job, tiling) * build.item_bytes < 16:
         short = build.item_bytes == 4 and job.written_size[2] < SHORT_ROW
         return outputs / 32 * (costs.handed_short if short else costs.handed) * build.item_bytes / 4
@@ -182,7 +186,7 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     else:
         runs = lines / (1 if build.split[1] else tiling.tile[1] * stride_h)
     traffic = outputs * (costs.torn if build.torn else 1.0) + inputs
-    return traffic / costs.memory_bytes + (0.0 if aligned else runs * costs.run)
+    return traffic / costs.memory_bytes + (0.0 if aligned else runs * (costs.joint_run if build.joint else costs.run))
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ MAX_SUMS = 128  # accumulators of a thread
 PART_COLUMNS = 96  # of a slab, up to which one producer warpgroup for images of parts of lines was not measured
 BUFFERS = 2  # of images, of a consumer: one is filled, one emptied
 LINE_STAGES = (4, 3)  # of lines as they are in memory: four are 4% faster (measured), if there is room
+JOINT_STAGES = (4, 3, 2)  # the same beside images of long runs
 MAX_LINE_TILES = 4  # of output channels, all of which read the same lines: more have not been measured
 MAX_LINE_LOADS = 100  # of operands in a step of a march, all unrolled: from 160 on, the compiler keeps products apart
 MAX_LINE_WORDS = 8  # of a line that feed two positions: registers of a lane
@@ -225,6 +226,7 @@ def _in_lines(build: Build) -> Iterator[Build]:
             yield from _line_stages(lines)
         if build.slabs % lines.woven == 0 and build.part_bytes // build.item_bytes <= LINE_CHANNELS:
             yield from _line_stages(replace(lines, handed=True))
+            yield from _line_stages(replace(lines, joint=True))
 
 
 def _in_registers(build: Build) -> Iterator[Build]:
@@ -254,7 +256,7 @@ def _gathering_lines(geometry: Geometry, shared_bytes: int) -> Iterator[Build]:
 
 def _line_stages(build: Build) -> Iterator[Build]:
     taken = build.line_sets[0] and build.out_tiles <= MAX_LINE_TILES and build.line_loads <= MAX_LINE_LOADS
-    for stages in LINE_STAGES if taken else ():
+    for stages in (JOINT_STAGES if build.joint else LINE_STAGES) if taken else ():
         found = replace(build, stages=stages)
         if found.line_words >= 64:
             yield found

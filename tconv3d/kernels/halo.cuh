@@ -42,12 +42,13 @@
 // halo_lines.cuh (another way to load, multiply and store: input as it lies in memory), halo_registers.cuh
 // (another way to multiply: rows of channels through registers),
 // halo_consumer.cuh (places in the rings), halo_divided.cuh (two consumers for one tile), halo_products.cuh
-// (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh, halo_handed.cuh and
-// halo_moments.cuh (what becomes of them).
+// (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh, halo_handed.cuh,
+// halo_joint.cuh and halo_moments.cuh (what becomes of them).
 #pragma once
 
 #include "halo_divided.cuh"
 #include "halo_images.cuh"
+#include "halo_joint.cuh"
 #include "halo_lines.cuh"
 #include "halo_loaders.cuh"
 #include "halo_moments.cuh"
@@ -313,7 +314,9 @@ struct Halo {
             const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
-          if constexpr (Config::kHanded) {
+          if constexpr (Config::kJoint) {
+            HaloJoint<Config>::write(args, at, me, sums, pairs, at.first_plane + plane);
+          } else if constexpr (Config::kHanded) {
             HaloHanded<Config>::store(args, at, me, sums, pairs, at.first_plane + plane);
           } else if constexpr (Config::kLines) {
             Lines::store(args, at, me, sums, pairs, at.first_plane + plane);
@@ -350,7 +353,11 @@ __device__ void run(const Args& args) {
     ptx::keep_registers<Config::kProducerRegisters>();
     if constexpr (Config::kLines) {
       if (threadIdx.x == 0) HaloPanels<Config>::load_all(args, shared);
-      if (warp == 1) HaloLines<Config>::copy(args, shared, lane);
+      if (warp == 1) {
+        HaloLines<Config>::copy(args, shared, lane);
+      } else if constexpr (Config::kJoint) {
+        HaloJoint<Config>::store(args, shared, warp == 0 ? 0 : warp - 1, lane);
+      }
     } else if constexpr (Config::kResident) {
       if (threadIdx.x == 0) HaloPanels<Config>::load_all(args, shared);
       HaloLoaders<Config>::load(args, shared, warp, lane);

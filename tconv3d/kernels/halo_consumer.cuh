@@ -15,6 +15,7 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   int index;
   Ring<Config::kStages> stages;
   Ring<Config::kResident ? 1 : Config::kSlots> slots;
+  Ring<Shared::kJointBuffers> images;
   int variant;  // of this tile
   int depth;    // its first position along d
   int panel;    // of this tile (of this plane, when marching)

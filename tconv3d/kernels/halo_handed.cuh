@@ -93,7 +93,6 @@ struct HaloHanded {
     static_for<kPieces>([&](auto p) { store_edges<decltype(p)::value>(args, at, me, sums, pairs, d); });
   }
 
- private:
   // The phases along depth that are complete and this tile's.
   template <class Body>
   static __device__ __forceinline__ void for_each_plane(const Args& args, const Place& at, int d,
@@ -102,6 +101,27 @@ struct HaloHanded {
       if (Stores::deep(args, at, d + phase)) body(phase);
     });
   }
+
+  // A lane's 16 bytes of one row and channel.
+  template <int kPhase, int kVector, int kPiece>
+  static __device__ __forceinline__ uint4 words(const Sums& sums) {
+    constexpr int kField = field_of(kPhase, kVector), kChannel = kVector % kChannels;
+    constexpr int kSum = kChannel / 2 * 4 + kChannel % 2;
+    constexpr int kFirst = kField * Config::kOutTile / 2 + kSum;
+    constexpr int kSecond = Config::kPartner(kField) * Config::kOutTile / 2 + kSum;
+    const auto& own = sums[kPiece * kWoven];
+    if constexpr (kItem == 4) {
+      return make_uint4(ptx::float_to_bits(own[kFirst]), ptx::float_to_bits(own[kSecond]),
+                        ptx::float_to_bits(own[kFirst + 2]), ptx::float_to_bits(own[kSecond + 2]));
+    } else {
+      using Two = Narrow<Scalar>;
+      const auto& next = sums[kPiece * kWoven + kWoven - 1];
+      return make_uint4(Two::two(own[kFirst], own[kSecond]), Two::two(own[kFirst + 2], own[kSecond + 2]),
+                        Two::two(next[kFirst], next[kSecond]), Two::two(next[kFirst + 2], next[kSecond + 2]));
+    }
+  }
+
+ private:
   // The first phase of a vector's row.
   static __device__ constexpr int field_of(int phase, int vector) {
     for (int i = 0; i < Config::kFields; ++i) {
@@ -188,25 +208,6 @@ struct HaloHanded {
     if (piece.starts && bytes != 0) store_suffix(to, turned, bytes);
     if (piece.ends && (bytes != 0 || missing != 0)) {
       store_prefix(bytes == 0 ? to : to + 16, turned, (bytes == 0 ? 16 : bytes) - missing);
-    }
-  }
-
-  // A lane's 16 bytes of one row and channel.
-  template <int kPhase, int kVector, int kPiece>
-  static __device__ __forceinline__ uint4 words(const Sums& sums) {
-    constexpr int kField = field_of(kPhase, kVector), kChannel = kVector % kChannels;
-    constexpr int kSum = kChannel / 2 * 4 + kChannel % 2;
-    constexpr int kFirst = kField * Config::kOutTile / 2 + kSum;
-    constexpr int kSecond = Config::kPartner(kField) * Config::kOutTile / 2 + kSum;
-    const auto& own = sums[kPiece * kWoven];
-    if constexpr (kItem == 4) {
-      return make_uint4(ptx::float_to_bits(own[kFirst]), ptx::float_to_bits(own[kSecond]),
-                        ptx::float_to_bits(own[kFirst + 2]), ptx::float_to_bits(own[kSecond + 2]));
-    } else {
-      using Two = Narrow<Scalar>;
-      const auto& next = sums[kPiece * kWoven + kWoven - 1];
-      return make_uint4(Two::two(own[kFirst], own[kSecond]), Two::two(own[kFirst + 2], own[kSecond + 2]),
-                        Two::two(next[kFirst], next[kSecond]), Two::two(next[kFirst + 2], next[kSecond + 2]));
     }
   }
 

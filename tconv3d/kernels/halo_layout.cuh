@@ -59,8 +59,8 @@ struct HaloLayout {
   static_assert(Config::kSources == 1 || (Config::kPatterns == 1 && Config::kVariants == 1),
                 "sources have their own shifts, and one pattern");
   static_assert(Config::kOutTile % 8 == 0, "a matrix instruction has a multiple of 8 columns");
-  static_assert(Config::kLaneChannels >= 2 && (Config::kLaneChannels & (Config::kLaneChannels - 1)) == 0 &&
-                    (Config::kLaneChannels == 2 || Config::kOut % Config::kLaneChannels == 0),
+  static_assert(Config::kLaneChannels >= 1 && (Config::kLaneChannels & (Config::kLaneChannels - 1)) == 0 &&
+                    (Config::kLaneChannels <= 2 || Config::kOut % Config::kLaneChannels == 0),
                 "whole vectors of a lane's channels");
   static_assert(kColumns <= 256, "accumulators of one slab");
   static_assert(Config::kGroups % Config::kGroupsPerTile == 0, "every tile has as many groups");
@@ -74,7 +74,7 @@ struct HaloLayout {
   // Which column of a field an output channel is. Of every 8 columns a lane of the accumulators has two. So
   // that these are neighbours in memory where channels are (kLaneChannels > 2), the channels of a block of
   // columns are dealt out to the lanes in turn: so many neighbours to each. Blocks are as large as still fit
-  // the field.
+  // the field. Or (1) a lane has every fourth channel, as images of long runs want it (halo_joint.cuh).
   // So many of them a lane has of the block from this column on.
   static __device__ constexpr int block_channels(int first) {
     int own = Config::kLaneChannels;
@@ -93,12 +93,14 @@ struct HaloLayout {
     return column - (column - first) % 8;
   }
   static __device__ constexpr int column_of(int channel) {
+    if (Config::kLaneChannels == 1) return channel / 8 * 8 + channel % 4 * 2 + channel / 4 % 2;
     if (Config::kLaneChannels == 2) return channel;
     const int first = block_start(channel), own = block_channels(first), place = channel - first;
     return first + place % own / 2 * 8 + place / own * 2 + place % 2;
   }
   // The channel of a lane's column 8 * j + 2 * (lane % 4) + e.
   static __device__ __forceinline__ int channel_of(int j, int e, int lane) {
+    if constexpr (Config::kLaneChannels == 1) return 8 * j + 4 * e + lane % 4;
     const int first = block_start(8 * j), own = block_channels(first);
     return first + lane % 4 * own + (8 * j - first) / 4 + e;
   }

@@ -38,7 +38,10 @@ struct HaloShared {
   static constexpr int kPanelBytes =
       Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
   static constexpr int kRingBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
-  static constexpr int kBarriers = kRingBarriers + 2 + (Config::kDivided ? 8 : 0);
+  static constexpr int kJointBuffers = Config::kJointBuffers;
+  static constexpr int kJointWarps = 3;  // of the producers, that store: all but the one that copies
+  static constexpr int kBarriers =
+      kRingBarriers + 2 + (Config::kDivided ? 8 : 0) + (Config::kJoint ? 2 * kJointBuffers : 0);
 
   // A warp's sums pass through scratch on their way to contiguous lines: 32 outputs of 8 channels, or 16 of
   // 16.
@@ -61,12 +64,15 @@ struct HaloShared {
                                        : Config::kOutputUnitC || Config::kLines
                                            ? 0
                                            : 4 * kScratch * 4;  // of a consumer
+  // Or (kJoint) all consumers write to images of runs, as these will lie in memory (halo_joint.cuh).
+  static constexpr int kJointBytes = Config::kOutTile * Config::kJointPitch;
   static constexpr int kScratchStart =
       Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
   // Sums of the second of two consumers that divide K, on their way to the first (halo_divided.cuh).
   static constexpr int kPartStart = kScratchStart + Config::kConsumers * kScratchBytes;
   static constexpr int kPartBytes = Config::kDivided ? Config::kSlabs * Layout::kColumns * 64 * 4 : 0;
-  static constexpr int kTableStart = kPartStart + kPartBytes;
+  static constexpr int kTableStart =
+      kPartStart + kPartBytes + (Config::kJoint ? kJointBuffers * kJointBytes : 0);
   static_assert(kHalfBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
 
@@ -88,6 +94,15 @@ struct HaloShared {
   __device__ __forceinline__ unsigned slot_full(unsigned i) const { return barrier(2 * Config::kStages + i); }
   __device__ __forceinline__ unsigned slot_empty(unsigned i) const {
     return barrier(2 * Config::kStages + Config::kSlots + i);
+  }
+
+  // Consumers have filled an image, producers have emptied it.
+  __device__ __forceinline__ unsigned image_full(unsigned i) const { return barrier(kRingBarriers + 2 + i); }
+  __device__ __forceinline__ unsigned image_empty(unsigned i) const {
+    return barrier(kRingBarriers + 2 + kJointBuffers + i);
+  }
+  __device__ __forceinline__ unsigned char* image(unsigned i) const {
+    return dynamic_shared<unsigned char>() + kPartStart + i * kJointBytes;
   }
 
   // Of a consumer.
@@ -123,7 +138,14 @@ struct HaloShared {
         ptx::barrier_init(slot_empty(i), kSlotWarps);
       }
     }
-    for (int i = kRingBarriers + 2; i < kBarriers; ++i) ptx::barrier_init(barrier(i), 32);
+    if constexpr (Config::kJoint) {
+      for (int i = 0; i < kJointBuffers; ++i) {
+        ptx::barrier_init(image_full(i), kConsumerWarps);
+        ptx::barrier_init(image_empty(i), kJointWarps);
+      }
+    } else {
+      for (int i = kRingBarriers + 2; i < kBarriers; ++i) ptx::barrier_init(barrier(i), 32);
+    }
     ptx::barrier_init(ahead(), 4);
     ptx::barrier_init(seen(), 4);
     ptx::fence_barrier_init();

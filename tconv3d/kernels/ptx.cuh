@@ -84,6 +84,26 @@ __device__ __forceinline__ void store_shared(unsigned address, uint4 value) {
                : "memory");
 }
 
+// Without a branch.
+__device__ __forceinline__ void store_shared_if(bool condition, unsigned address, unsigned value) {
+  asm volatile(
+      "{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %2, 0;\n"
+      "@condition st.shared.b32 [%0], %1; }"
+      :
+      : "r"(address), "r"(value), "r"(condition ? 1u : 0u)
+      : "memory");
+}
+__device__ __forceinline__ void store_shared_if(bool condition, unsigned address, unsigned short value) {
+  asm volatile(
+      "{ .reg .pred condition;\n"
+      "setp.ne.u32 condition, %2, 0;\n"
+      "@condition st.shared.b16 [%0], %1; }"
+      :
+      : "r"(address), "h"(value), "r"(condition ? 1u : 0u)
+      : "memory");
+}
+
 // A word without its first bits, so many (at most 32), but with as many of the word after it.
 __device__ __forceinline__ unsigned shifted(unsigned word, unsigned after, unsigned bits) {
   unsigned result;
@@ -327,6 +347,19 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
+}
+
+// The same from shared to global memory. Copies that a thread asked for since its last commit are a group;
+// it may wait until the copy engine has read all that its groups bring.
+__device__ __forceinline__ void bulk_store(void* to, unsigned from, unsigned bytes) {
+  asm volatile(
+      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
+      "r"(from), "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 // The 128 threads of a warpgroup meet: what they wrote before is visible after. `which`: 1 to 15.

@@ -124,6 +124,13 @@ inline void store_global_if(bool condition, void* address, Vector value) {
   if (condition) store_global(address, value);
 }
 
+template <class Word>
+inline void store_shared_if(bool condition, unsigned address, Word value) {
+  if (!condition) return;
+  if (address % sizeof value) emulator::fail("a store of %zu bytes at %u", sizeof value, address);
+  std::memcpy(emulator::shared_pointer(address), &value, sizeof value);
+}
+
 template <class Vector>
 inline void store_passing(void* address, Vector value) {
   store_global(address, value);
@@ -231,6 +238,39 @@ inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned ad
   EmulatedBarrier& barrier = emulated_barrier(address);
   barrier.bytes -= static_cast<std::int32_t>(bytes);
   complete_phase_if_done(barrier);
+}
+
+// Executed as late as they may be: when a wait says that shared memory has been read.
+struct EmulatedBulkStores {
+  struct Store {
+    void* to;
+    unsigned from, bytes;
+  };
+  Store queue[8];
+  unsigned count = 0, committed = 0;
+};
+inline void bulk_store(void* to, unsigned from, unsigned bytes) {
+  if (from % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(to) % 16u)
+    emulator::fail("a bulk copy of %u bytes from %u: all must be multiples of 16", bytes, from);
+  auto& stores = emulator::thread_state<EmulatedBulkStores>();
+  if (stores.count == 8) emulator::fail("more than 8 bulk copies of a thread from shared memory at once");
+  stores.queue[stores.count++] = {to, from, bytes};
+}
+inline void bulk_commit() {
+  auto& stores = emulator::thread_state<EmulatedBulkStores>();
+  stores.committed = stores.count;
+}
+inline void bulk_wait_read() {
+  auto& stores = emulator::thread_state<EmulatedBulkStores>();
+  for (unsigned i = 0; i < stores.committed; ++i) {
+    const auto& store = stores.queue[i];
+    std::memcpy(store.to, emulator::shared_pointer(store.from), store.bytes);
+  }
+  for (unsigned i = stores.committed; i < stores.count; ++i) {
+    stores.queue[i - stores.committed] = stores.queue[i];
+  }
+  stores.count -= stores.committed;
+  stores.committed = 0;
 }
 
 struct EmulatedMeetings {

@@ -1,0 +1,171 @@
+// How rows of outputs that begin anywhere leave a block as few long runs (kJoint): builds that take lines as
+// they are in memory (halo_lines.cuh), whose producers have next to nothing to do.
+//
+// A tile has whole lines, so that of a channel all rows of a plane of outputs are one run of memory,
+// whichever consumer has which part of them. Consumers write their sums to an image of that run in shared
+// memory, as far behind a multiple of 16 bytes as it is in memory. The copy engine takes the whole vectors of
+// 16 bytes of it; what is left at its ends is stored by lanes of the producers, all of an end at once. What
+// costs memory most are ends of runs, which fill a part of a sector: a run has two, where rows and parts of
+// rows by themselves would have eight.
+//
+// A buffer has the images of all channels of a plane. While one is emptied, another is filled.
+#pragma once
+
+#include "halo_consumer.cuh"
+#include "halo_handed.cuh"
+
+namespace tconv3d {
+
+template <class Config>
+struct HaloJoint {
+  using Scalar = typename Config::Scalar;
+  using Shared = HaloShared<Config>;
+  using Stores = HaloStores<Config>;
+  using Handed = HaloHanded<Config>;
+  using Consumer = HaloConsumer<Config>;
+  using Tile = HaloTile<Config>;
+  using Place = typename Tile::Place;
+  using Sums = typename HaloSums<Config>::Sums;
+
+  static constexpr int kItem = sizeof(Scalar), kItems = 16 / kItem;
+  static constexpr int kPitch = Config::kJointPitch;  // bytes from image to image
+  static constexpr int kWarps = Shared::kJointWarps;
+  static constexpr int kEnds = 2 * kItems;  // lanes that have the ends of a run
+
+  // The run of the tile's first channel, in plane 0.
+  static __device__ __forceinline__ unsigned char* first_run(const Args& args, const Place& at) {
+    const int channel = at.first_group() * Config::kOut + at.first_out();
+    return reinterpret_cast<unsigned char*>(static_cast<Scalar*>(args.y) + at.n * args.y_stride.n +
+                                            channel * args.y_stride.c +
+                                            Stores::offset(args, 0, at.h * Config::kStrideH, 0));
+  }
+  static __device__ __forceinline__ unsigned low(const unsigned char* address) {
+    return static_cast<unsigned>(reinterpret_cast<unsigned long long>(address));
+  }
+
+  // ---- Consumers.
+
+  // The outputs of a plane of positions. `pairs`: of the slabs (halo_lines.cuh).
+  template <class Pairs>
+  static __device__ __forceinline__ void write(const Args& args, const Place& at, Consumer& me,
+                                               const Sums& sums, const Pairs& pairs, int plane) {
+    static_assert(Config::kStrideW == 2 && Config::kSlabs % Handed::kWoven == 0, "16 bytes of a lane");
+    const int d = plane * Config::kStrideD - Config::kPaddingD;
+    const unsigned start = low(first_run(args, at));
+    Handed::for_each_plane(args, at, d, [&](auto phase) {
+      constexpr int kPhase = decltype(phase)::value;
+      const unsigned run = start + static_cast<unsigned>((d + kPhase) * args.y_stride.d) * kItem;
+      ptx::barrier_wait(me.shared.image_empty(me.images.index), me.images.parity ^ 1);
+      const unsigned image = ptx::shared_address(me.shared.image(me.images.index));
+      static_for<Handed::kPieces * Config::kImageRows>([&](auto i) {
+        constexpr int kPiece = decltype(i)::value / Config::kImageRows;
+        constexpr int kRow = decltype(i)::value % Config::kImageRows;
+        const auto& pair = pairs[kPiece * Handed::kWoven];
+        if (pair.exists) write_row<kPhase, kRow, kPiece>(args, me, sums, pair, run, image);
+      });
+      ptx::fence_async_proxy();
+      __syncwarp();
+      if (me.lane == 0) ptx::barrier_arrive(me.shared.image_full(me.images.index));
+      me.images.advance();
+    });
+  }
+
+  // ---- Warps of the producers: each has some channels.
+
+  static __device__ __forceinline__ void store(const Args& args, const Shared& shared, int warp, int lane) {
+    Ring<Shared::kJointBuffers> images;
+    for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
+      const Place at = work.place(args);
+      unsigned char* const y = first_run(args, at);
+      const int below = args.output.h - at.h * Config::kStrideH, own = args.tile.h * Config::kStrideH;
+      const int bytes = (own < below ? own : below) * args.output.w * kItem;
+      const int left = Config::kOut - at.first_out();
+      const int channels = left < Config::kOutTile ? left : Config::kOutTile;
+      for (int plane = 0; plane < at.planes; ++plane) {
+        const int d = (at.first_plane + plane) * Config::kStrideD - Config::kPaddingD;
+        Handed::for_each_plane(args, at, d, [&](auto phase) {
+          unsigned char* const run = y + (d + phase) * args.y_stride.d * kItem;
+          ptx::barrier_wait(shared.image_full(images.index), images.parity);
+          const unsigned char* image = shared.image(images.index);
+          static_assert(Config::kOutTile <= 32 * kWarps, "a run for each lane");
+          const int channel = warp + kWarps * lane;
+          if (channel < channels) {
+            copy_vectors(run + channel * args.y_stride.c * kItem, image + channel * kPitch, bytes);
+          }
+          ptx::bulk_commit();
+          for (int first = warp; first < channels; first += 32 / kEnds * kWarps) {
+            const int ended = first + kWarps * (lane / kEnds);
+            if (ended < channels) {
+              store_end(run + ended * args.y_stride.c * kItem, image + ended * kPitch, bytes, lane % kEnds);
+            }
+          }
+          ptx::bulk_wait_read();
+          __syncwarp();
+          if (lane == 0) ptx::barrier_arrive(shared.image_empty(images.index));
+          images.advance();
+        });
+      }
+    }
+  }
+
+ private:
+  // A lane's outputs of a row, of all its channels. `run`: the low bits of where the first channel's begins.
+  template <int kPhase, int kRow, int kPiece, class Pair>
+  static __device__ __forceinline__ void write_row(const Args& args, const Consumer& me, const Sums& sums,
+                                                   const Pair& pair, unsigned run, unsigned image) {
+    const int own = HaloLayout<Config>::channel_of(0, 0, me.lane);
+    const int place = (pair.h * Config::kStrideH + kRow) * args.output.w + 2 * pair.w;
+    const bool whole = args.output.w - 2 * pair.w >= kItems;  // or the last is missing
+    const unsigned channel_bytes = static_cast<unsigned>(args.y_stride.c) * kItem;
+    run += own * channel_bytes;
+    image += own * kPitch + place * kItem;
+    static_for<Handed::kChannels>([&](auto i) {
+      // Where the channels' volumes are odd, lanes of a warp write to banks of their own.
+      constexpr int kChannel = decltype(i)::value;
+      constexpr int kOut = kChannel / 2 * 8 + kChannel % 2 * (kItem == 4 ? 4 : 1);
+      write_outputs(image + kOut * kPitch + (run + kOut * channel_bytes) % 16,
+                    Handed::template words<kPhase, kRow * Handed::kChannels + kChannel, kPiece>(sums), whole);
+    });
+  }
+  // The outputs of a vector, at any multiple of their size, without branches.
+  static __device__ __forceinline__ void write_outputs(unsigned to, const uint4& vector, bool whole) {
+    if constexpr (kItem == 4) {
+      ptx::store_shared_if(true, to, vector.x);
+      ptx::store_shared_if(true, to + 4, vector.y);
+      ptx::store_shared_if(true, to + 8, vector.z);
+      ptx::store_shared_if(whole, to + 12, vector.w);
+    } else {
+      const bool odd = to % 4 != 0;
+      const unsigned bits = odd ? 16 : 0, start = to + bits / 8;
+      ptx::store_shared_if(true, start, ptx::shifted(vector.x, vector.y, bits));
+      ptx::store_shared_if(true, start + 4, ptx::shifted(vector.y, vector.z, bits));
+      ptx::store_shared_if(true, start + 8, ptx::shifted(vector.z, vector.w, bits));
+      ptx::store_shared_if(whole && !odd, to + 12, vector.w);
+      ptx::store_shared_if(odd || !whole, odd ? to : to + 12,
+                           static_cast<unsigned short>(odd ? vector.x : vector.w));
+      ptx::store_shared_if(whole && odd, to + 14, static_cast<unsigned short>(vector.w >> 16));
+    }
+  }
+
+  // The whole vectors of a run.
+  static __device__ __forceinline__ void copy_vectors(unsigned char* run, const unsigned char* image,
+                                                      int bytes) {
+    const int before = static_cast<int>(low(run) % 16), first = (before + 15) / 16 * 16;
+    const int last = (before + bytes) / 16 * 16;
+    if (first < last) ptx::bulk_store(run - before + first, ptx::shared_address(image + first), last - first);
+  }
+  // One of the outputs before and behind them.
+  static __device__ __forceinline__ void store_end(unsigned char* run, const unsigned char* image, int bytes,
+                                                   int number) {
+    const int before = static_cast<int>(low(run) % 16), end = before + bytes, last = end / 16 * 16;
+    const bool head = number < kItems;
+    const int place = (head ? 0 : last) + number % kItems * kItem;
+    const bool own = head ? before > 0 : before == 0 || last > 0;
+    if (own && place >= before && place < end) {
+      store_vector(reinterpret_cast<Scalar*>(run - before + place),
+                   load_vector<1>(reinterpret_cast<const Scalar*>(image + place)));
+    }
+  }
+};
+
+}  // namespace tconv3d
