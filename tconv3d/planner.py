@@ -31,6 +31,7 @@ from . import (
     hopper_weight_grad_planner,
     norm_planner,
     turned_planner,
+    unfold_planner,
     up_backward_last_planner,
     up_backward_planner,
     up_planner,
@@ -42,6 +43,7 @@ from .problem import Device, Pass, Plan, Problem
 WORKSPACE_ALIGN = 256
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
+    ("unfold", unfold_planner),
     ("up_backward", up_backward_planner),
     ("up_backward_last", up_backward_last_planner),
     ("up", up_planner),

@@ -30,13 +30,19 @@ class Sum:
 NOTHING = Sum("null", "null", 0, 0, 0)
 
 
-def add_parts(sums: Sequence[Sum], dtype: str) -> Launch:
-    """Adds parts in a fixed order, of at most MOST results."""
+def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Launch:
+    """Adds parts in a fixed order, of at most MOST results.
+
+    `most_blocks`: of a result, that there should be if more warps share its parts than one.
+    """
     scalars, blocks = b"", 0
     sums = (*sums, *(NOTHING,) * (MOST - len(sums)))
     for each in sums:
-        slices = max(s for s in (1, 2, 4, 8) if s == 1 or s <= each.number // 2)  # that share the parts of an element
-        own = -(-each.count // (4 * THREADS // slices))
+        blocks_by_slices = {s: -(-each.count // (4 * THREADS // s)) for s in (1, 2, 4, 8)}
+        slices = max(  # that share the parts of an element
+            s for s, own in blocks_by_slices.items() if s == 1 or (s <= each.number // 2 and own <= most_blocks)
+        )
+        own = blocks_by_slices[slices]
         scalars += int64s(each.count, each.pitch) + int32s(each.number, slices, blocks, own)
         blocks += own
     return Launch(

@@ -232,14 +232,18 @@ def _whole_pieces(p: Problem, q: Problem) -> bool:
 
 
 def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    best = best_tiling(problems, device)
+    return None if best is None else plan_tiling(problems, device, best)
+
+
+def best_tiling(problems: dict[Pass, Problem], device: Device) -> Tiling | None:
+    """Of layers that this family takes, and whose gradients are predicted to take longer one by one."""
     if why_not_together(problems, device) is not None:
         return None
     p = problems[Pass.INPUT_GRAD]
     found = tilings(p.geometry, p.dtype, device.shared_bytes)
     best = min(found, key=lambda tiling: cycles(tiling, p, device), default=None)
-    if best is None or cycles_apart(p, device) < MIN_GAIN * cycles(best, p, device):
-        return None
-    return plan_tiling(problems, device, best)
+    return None if best is None or cycles_apart(p, device) < MIN_GAIN * cycles(best, p, device) else best
 
 
 def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:

@@ -1,0 +1,181 @@
+"""The gradients of small volumes as plain matrix products: against float64, and what their planner promises."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from generated import small_layers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layers import Layer
+from test_up_backward import check, gradients, problems, tensors
+
+from tconv3d import compiler, emulator, executor, planner
+from tconv3d import unfold_planner as unfold
+from tconv3d.problem import Device, Pass, Problem
+
+H200 = Device("H200", (9, 0), 132, 232448)
+A100 = Device("A100", (8, 0), 108, 166912)
+T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
+
+# Channels, terms and positions that fill nothing, and ones that do. The weights of narrow layers begin anywhere.
+LAYERS = {
+    "whole tiles": Layer(16, 8, (2, 4, 4), (2, 2, 4), T2),
+    "nothing whole": Layer(20, 11, (2, 3, 3), T3, T2, T1, T1),
+    "two row tiles": Layer(132, 3, (1, 2, 3), (3, 2, 2), (2, 1, 2), (1, 0, 0), batch=3),
+    "odd terms": Layer(25, 5, (2, 2, 5), (1, 3, 3), (1, 2, 1), (0, 1, 1), batch=1),
+    "dilated": Layer(8, 9, (3, 2, 4), (3, 2, 3), (1, 2, 3), (2, 0, 1), (0, 1, 1), (2, 3, 1)),
+    "padding beyond the kernel": Layer(8, 4, (6, 6, 6), T2, T1, T3),
+    "empty phases": Layer(7, 6, T3, T3, T2, (0, 1, 2), T1, T2),
+    "up-convolution": Layer(24, 16, (3, 4, 4), T2, T2),
+    "one tap": Layer(24, 12, (3, 4, 5), T1),
+}
+WIDE = Layer(384, 192, (2, 6, 6), T3, T2, T1, T1, batch=8)
+
+
+@pytest.fixture
+def unfolded(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every layer that the kernels can compute goes to them, whether they win or not."""
+    if ours != "cpu" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("warpgroup matrix instructions need compute capability 9.0")
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    monkeypatch.setattr(unfold, "MIN_GAIN", 0.0)
+    executor.forget()
+    yield ours
+    executor.forget()
+
+
+def kernels(layer: Layer, bias: bool = True) -> list[str]:
+    wanted = problems(layer)
+    if not bias:
+        del wanted[Pass.BIAS_GRAD]
+    return [plan.kernel for plan in planner.gradient_plans(tuple(wanted.values()), H200)]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_against_float64(name: str, unfolded: str) -> None:
+    assert kernels(LAYERS[name]) == ["unfold"]
+    check(LAYERS[name], torch.float32, unfolded)
+
+
+@pytest.mark.parametrize(
+    ("name", "tiling", "channels", "lines"),
+    [
+        ("whole tiles", (64, 96, 1, 1), 4, 4),  # planes
+        ("whole tiles", (192, 192, 2, 2, 3), 2, 1),  # lines of a plane
+        ("nothing whole", (64, 64, 9, 1), 8, 6),  # a chunk of terms each
+        ("odd terms", (128, 64, 1, 2), 4, 4),
+        ("padding beyond the kernel", (64, 64, 1, 3), 1, 2),
+        ("dilated", (96, 288, 3, 2), 8, 1),
+        ("one tap", (64, 64, 1, 1), 4, 8),
+        ("empty phases", (64, 64, 1, 1), 4, 1),
+        ("nothing whole", (64, 64, 1, 1), 4, 3),
+    ],
+    ids=str,
+)
+def test_tilings_and_slices(
+    name: str,
+    tiling: tuple[int, ...],
+    channels: int,
+    lines: int,
+    unfolded: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Portions of either product, several tiles of columns, slices of planes and of lines."""
+    monkeypatch.setattr(unfold, "tiling_of", lambda o, device: unfold.Tiling(*tiling))
+    monkeypatch.setattr(unfold, "slices_of", lambda o, device: unfold.Slices(o, channels, lines))
+    check(LAYERS[name], torch.float32, unfolded)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(layer=small_layers((3, 4, 6), st.integers(4, 20), st.integers(1, 12)), planes=st.integers(0, 3))
+def test_generated_geometries(layer: Layer, planes: int, unfolded: str) -> None:
+    layer = replace(layer, batch=2)
+    o = unfold.Operands(problems(layer)[Pass.INPUT_GRAD].geometry, layer.batch, layer.size)
+    slices = unfold.Slices(o, 4, planes * layer.size[1] or 1)
+    with pytest.MonkeyPatch.context() as patch:
+        if slices.whole:
+            patch.setattr(unfold, "slices_of", lambda o, device: slices)
+        executor.forget()
+        check(layer, torch.float32, unfolded)
+
+
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+def test_no_order_of_threads_changes_the_result(unfolded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if unfolded != "cpu":
+        pytest.skip("the emulator chooses the order")
+    layer = LAYERS["two row tiles"]
+    operands = tensors(layer, torch.float32, "cpu")
+    first = gradients(layer, *operands)
+    original = emulator.prepare
+    for order in ("reversed", "shuffled:1"):
+        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
+        executor.forget()
+        again = gradients(layer, *operands)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_special_values_stay_in_their_channel(unfolded: str) -> None:
+    """A NaN reaches its own input positions and its own output channel, through nothing that only fills a tile."""
+    layer = LAYERS["up-convolution"]
+    x, w, dy = tensors(layer, torch.float32, unfolded)
+    dy[1, 3, 4, 1, 7] = float("nan")
+    dx, dw, db = gradients(layer, x, w, dy)
+    assert dx.isnan().any(1).nonzero().tolist() == [[1, 2, 0, 3]]
+    assert dw.isnan().nonzero()[:, 1:].unique(dim=0).tolist() == [[3, 0, 1, 1]]
+    assert db.isnan().nonzero().tolist() == [[3]]
+
+
+# ---- The planner's promises.
+
+
+def test_what_it_refuses_and_why() -> None:
+    taken = problems(WIDE)
+    assert unfold.why_not_together(taken, H200) is None
+
+    def changed(**changes: object) -> dict[Pass, Problem]:
+        return {which: replace(problem, **changes) for which, problem in taken.items()}  # type: ignore[arg-type]
+
+    last = executor.channels_last_strides((8, 192, 4, 12, 12))
+    for refused, device, reason in (
+        ({Pass.INPUT_GRAD: taken[Pass.INPUT_GRAD]}, H200, "both"),
+        (changed(tf32=False), H200, "TF32"),
+        (changed(dtype="float64"), H200, "float64"),
+        (changed(dtype="bfloat16"), H200, "16-bit"),
+        (changed(output=last), H200, "contiguous"),
+        (changed(batch=0), H200, "nothing"),
+        (taken, A100, "9.0"),
+        (problems(replace(WIDE, groups=2)), H200, "groups"),
+        (problems(replace(WIDE, size=(16, 16, 16))), H200, "MB"),
+        (problems(Layer(8, 3, (2, 2, 2000), T3, T2)), H200, "shared memory"),
+    ):
+        assert reason in (unfold.why_not_together(refused, device) or "")
+
+
+def test_wide_layers_on_small_volumes_get_it() -> None:
+    wanted = problems(WIDE)
+    (plan,) = planner.gradient_plans(tuple(wanted.values()), H200)
+    assert plan.kernel == "unfold" and set(plan.passes) == set(wanted)
+    assert all(launch.shared_bytes <= H200.shared_bytes for launch in plan.launches)
+    assert plan.workspace_bytes < 2 * unfold.WORKSPACE_BYTES
+    assert kernels(WIDE, bias=False) == ["unfold"]
+    assert "unfold" not in kernels(replace(WIDE, size=(4, 24, 24)))
+    assert "unfold" not in kernels(Layer(64, 32, (64, 64, 64), T2, T2))
+
+
+def test_products_are_not_serialized() -> None:
+    for layer in (WIDE, replace(WIDE, in_channels=100, batch=2)):
+        plan = unfold.plan_together(problems(layer), H200)
+        assert plan is not None
+        for launch in plan.launches[:2]:
+            made = compiler.compile(launch.kernel, launch.constants, "sm_90a")
+            assert not made.serialized and made.report.spill_stores == 0
+
+
+def test_no_block_claims_registers_that_it_has_not() -> None:
+    for consumers, (copying, multiplying) in unfold.REGISTERS.items():
+        threads = 128 * (consumers + 1)
+        assert 128 * (copying + consumers * multiplying) <= 65536 // threads // 8 * 8 * threads
