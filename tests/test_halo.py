@@ -609,8 +609,9 @@ def test_a_new_volume_compiles_nothing() -> None:
 
 
 @pytest.mark.parametrize("which", [Pass.FORWARD, Pass.INPUT_GRAD])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "strict"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)]
+)
 def test_no_tiling_takes_less_than_the_least(which: Pass, dtype: torch.dtype, strict: bool) -> None:
     """What the search passes over without a closer look would not have been chosen."""
     torch.backends.cudnn.conv.fp32_precision = "ieee" if strict else "tf32"
@@ -625,7 +626,7 @@ def test_no_tiling_takes_less_than_the_least(which: Pass, dtype: torch.dtype, st
                 if not build.stores(job) or (build.rewritten and not given.has_rows):
                     continue
                 least = halo_model.Least.of(build, job)
-                for tiling in list(tilings(build, job.batch, job.positions, job.read_size))[::7]:
+                for tiling in list(tilings(build, job.batch, job.positions, job.read_size))[::23]:
                     takes = halo_model.cycles(build, tiling, job, 132)
                     # Where products are left out, all of them are counted.
                     assert build.skips or not least.exceeds(tiling, 132, 1.0000001 * takes), (build, tiling)
