@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from generated import small_layers
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import Layer
 from test_up_backward import check, gradients, problems, tensors
@@ -90,7 +90,7 @@ def test_tilings_and_slices(
     check(LAYERS[name], torch.float32, unfolded)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10)
 @given(layer=small_layers((3, 4, 6), st.integers(4, 20), st.integers(1, 12)), planes=st.integers(0, 3))
 def test_generated_geometries(layer: Layer, planes: int, unfolded: str) -> None:
     layer = replace(layer, batch=2)
