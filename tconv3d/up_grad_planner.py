@@ -190,6 +190,12 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
+def cycles_of(p: Problem, device: Device) -> float | None:
+    """Predicted, if it takes the problem."""
+    tiling = choose_for(p, device) if why_not(p, device) is None else None
+    return cycles(tiling, pieces_of(p), device) if tiling else None
+
+
 def _units(p: Problem) -> int:
     """Of 8 words, of what is packed: more than there are."""
     return p.batch * prod(p.input_size) * (p.geometry.in_channels + MAX_COLUMNS) // 4
