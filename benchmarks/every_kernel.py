@@ -38,6 +38,7 @@ LAYERS = {
     "lines": ((1, 32, 6, 8, 32), (32, 32, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
     "upsample": ((1, 32, 5, 6, 9), (32, 16, 2, 2, 2), {"stride": 2}),
     "upsample, wider": ((2, 64, 8, 8, 12), (64, 32, 2, 2, 2), {"stride": 2}),
+    "upsample, many channels": ((2, 320, 16, 16, 16), (320, 160, 2, 2, 2), {"stride": 2}),
     "gan": ((3, 64, 4, 4, 4), (64, 32, 4, 4, 4), {"stride": 2, "padding": 1}),
     "wide": ((2, 384, 8, 8, 8), (384, 64, 3, 3, 3), {"stride": 2, "padding": 1}),
     "few outputs": ((1, 16, 5, 9, 20), (16, 1, 4, 4, 4), {"stride": 2, "padding": 1}),

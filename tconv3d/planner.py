@@ -34,6 +34,7 @@ from . import (
     unfold_planner,
     up_backward_last_planner,
     up_backward_planner,
+    up_grad_planner,
     up_planner,
     weight_grad_planner,
 )
@@ -47,6 +48,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("up_backward", up_backward_planner),
     ("up_backward_last", up_backward_last_planner),
     ("up", up_planner),
+    ("up_grad", up_grad_planner),
     ("few_outputs", few_outputs_planner),
     ("few_inputs", few_inputs_planner),
     ("few_weight_grad", few_weight_grad_planner),

@@ -25,6 +25,7 @@ from . import (
     hopper_weight_grad_planner,
     tensor_cores,
     up_backward_planner,
+    up_grad_planner,
 )
 from .geometry import Geometry, Triple
 from .halo_job import job_of
@@ -356,7 +357,8 @@ def cycles_apart(problems: dict[Pass, Problem], device: Device) -> float:
     found = halo_planner.plan_or_none(job_of(p), device) if halo_planner.why_not(p, device) is None else None
     if found is None or hopper_weight_grad_planner.why_not(q, device) is not None:
         return 0.0
-    return APART * (found.cycles + hopper_weight_grad_planner.cycles(q, device))
+    others_take = {p: found.cycles, q: hopper_weight_grad_planner.cycles(q, device)}
+    return sum(up_grad_planner.cycles_of(each, device) or APART * cost for each, cost in others_take.items())
 
 
 def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:

@@ -33,6 +33,9 @@ SECTOR_BYTES = 32
 REGISTERS = (40, 232)  # of producers and consumers
 
 STEP_COLUMN = 0.5  # cycles of a matrix instruction, per column
+# TF32, contiguous tensors, walks of many tiles (measured there alone): a tile's products, times what tensor cores
+# need, and cycles between those of two chunks.
+MANY_TILES, PRODUCT, BETWEEN = 64, 1.1, 210.0
 AS_GOOD = 1.015
 UNEVEN = 1.3  # channels-last: columns that are no power of two, times as many that are (measured)
 
@@ -151,6 +154,8 @@ def cycles(tiling: Tiling, tiles: int, device: Device, weight: str) -> float:
     x_rate = min(costs.x_bytes, tiling.stages * POSITIONS * ROW_BYTES / costs.latency)
     moving = bytes_of_tile * (g.in_channels / x_rate + tiling.columns / costs.y_bytes)
     products = tiling.steps * tiling.columns * STEP_COLUMN
+    if item == 4 and not tiling.last and tiles >= MANY_TILES * splits:
+        products = PRODUCT * products + BETWEEN * tiling.chunks
     # Of a sector of weights, other blocks' taps, where taps are neighbours.
     unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps) if weight == "contiguous" else 1
     weights = g.in_channels * tiling.columns * item * unused / costs.weight_bytes + tiling.chunks * costs.chunk

@@ -90,17 +90,20 @@ def check(
     device: str,
     operands: list[Tensor] | None = None,
     forward_only: bool = False,
+    tf32: bool = False,
 ) -> None:
     """Every element of the result and of every gradient, against float64.
 
     The error of an element is measured in roundings of the largest it could have been without cancellation: the
-    same sum over absolute values. An element that misses one term, or has one too many, is far outside.
+    same sum over absolute values. An element that misses one term, or has one too many, is far outside. `tf32`: the
+    gradient of the result has numbers that TF32 has, as the operands do.
     """
     operands = layer.operands(dtype, device) if operands is None else operands
     exact = [operand.double() for operand in operands]
     reference, _ = passes(F.conv_transpose3d, exact, layer.settings, forward_only=True)
     random = torch.Generator().manual_seed(1)
     grad_output = torch.randn(reference.shape, generator=random).to(device, dtype)
+    grad_output = to_tf32(grad_output) if tf32 else grad_output
 
     def run(function: object, operands: list[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor]]:
         return passes(function, operands, layer.settings, grad, forward_only)

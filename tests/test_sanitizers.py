@@ -11,17 +11,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import inf
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from layers import TABLE, Layer, check, passes
+from layers import TABLE, Layer, check, passes, to_tf32
 from test_emulator import sanitized
 from torch import Tensor
 
 import tconv3d
-from tconv3d import emulator, executor, planner
-from tconv3d.problem import Plan
+from tconv3d import emulator, executor, planner, unfold_planner, up_backward_planner, up_grad_planner
+from tconv3d.problem import Pass, Plan
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 
@@ -39,11 +42,20 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "asymmetric": (TABLE["asymmetric"], torch.float64, CHANNELS_LAST),
     "up-convolution": (UP, torch.bfloat16, CONTIGUOUS),
     "up-convolution, channels last": (UP, torch.float16, CHANNELS_LAST),
+    "up-convolution, gradients apart": (UP, torch.float32, CONTIGUOUS),
+    "few positions": (WIDE, torch.float32, CONTIGUOUS),
     "few outputs": (Layer(8, 2, (2, 2, 4), (3, 3, 3), (2, 2, 2), batch=1), torch.float16, CONTIGUOUS),
     "wide": (WIDE, torch.float16, CONTIGUOUS),
     "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),
     "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
     "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
+}
+# In TF32, each by a kernel for which the layer is too small: what planners are told instead of their limits.
+NO_GAIN = {up_backward_planner: {"MIN_GAIN": inf}, unfold_planner: {"MIN_GAIN": inf}}
+ANY_GAIN = {"MIN_GAIN": dict.fromkeys(Pass, 0.0), "MIN_CHANNELS": 1, "MIN_POSITIONS": 1}
+LIMITS: dict[str, dict[ModuleType, dict[str, Any]]] = {
+    "up-convolution, gradients apart": {**NO_GAIN, up_grad_planner: ANY_GAIN},
+    "few positions": {unfold_planner: {"MIN_GAIN": 0.0}},
 }
 BEFORE_HOPPER = replace(executor.EMULATED, capability=(8, 0))
 
@@ -52,20 +64,29 @@ BEFORE_HOPPER = replace(executor.EMULATED, capability=(8, 0))
 def emulated(name: str) -> Iterator[None]:
     """The machine that a layer is for, with nothing planned for another one."""
     before = torch.backends.cudnn.conv.fp32_precision, executor.EMULATED  # type: ignore[attr-defined]
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if name in LIMITS else "ieee"  # type: ignore[attr-defined]
     executor.EMULATED = BEFORE_HOPPER if "before Hopper" in name else before[1]
     executor._tasks.clear()
     try:
-        with tconv3d.use_backend("emulator"):
+        with tconv3d.use_backend("emulator"), limited(LIMITS.get(name, {})):
             yield
     finally:
         torch.backends.cudnn.conv.fp32_precision, executor.EMULATED = before  # type: ignore[attr-defined]
         executor._tasks.clear()
 
 
+@contextlib.contextmanager
+def limited(limits: dict[ModuleType, dict[str, Any]]) -> Iterator[None]:
+    """Constants of planners, for a while."""
+    with contextlib.ExitStack() as stack:
+        for planner_of, constants in limits.items():
+            stack.enter_context(patch.multiple(planner_of, **constants))
+        yield
+
+
 def operands_of(name: str) -> list[Tensor]:
     layer, dtype, memory_format = LAYERS[name]
-    x, *rest = layer.operands(dtype, "cpu")
+    x, *rest = (to_tf32(one) if name in LIMITS else one for one in layer.operands(dtype, "cpu"))
     return [x.to(memory_format=memory_format), *rest]
 
 
@@ -118,7 +139,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         layer, dtype, _ = LAYERS[name]
         with emulated(name):
-            check(layer, dtype, "cpu", operands_of(name))
+            check(layer, dtype, "cpu", operands_of(name), tf32=name in LIMITS)
             print(f"{name}: checked", flush=True)
 
 
