@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import gcd, prod
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from .direct_planner import INT32_MAX, SCALARS
 from .geometry import Geometry, Triple
@@ -33,6 +33,8 @@ ROW_POSITIONS = 64
 ROW_THREADS = 128
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
+MANY_SUMS = 96  # of a consumer's thread, with which consumers beside two producer warpgroups
+FEWER_REGISTERS = 64  # have fewer
 PRODUCER_REGISTERS = 64  # what loaders have use for; consumers get the rest
 STORE_CYCLES = 14  # of an accumulator, from the last product to the next
 MANY_REGISTERS = 104  # the same where they have twice as many items on their way
@@ -116,6 +118,7 @@ class Build:
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
     fine: bool = False  # panels of one unit
     divided: bool = False  # two consumers have the same slabs, and take turns at the panels
+    spread: bool = False  # blocks divide the chunks of the last tiles, to end at the same time
     merged: int = 1  # groups of the layer that are one of `geometry`, with weights of zero between them
 
     @cached_property
@@ -191,6 +194,10 @@ class Build:
     @property
     def can_be_portioned(self) -> bool:
         return not (self.march or self.resident or self.buffers or self.lines) and self.chunks > 1
+
+    @property
+    def can_be_spread(self) -> bool:
+        return self.can_be_portioned and not (self.strict or self.own_shifts or self.portioned or self.divided)
 
     @property
     def halves(self) -> int:
@@ -384,6 +391,8 @@ class Build:
             loading = COPYING_REGISTERS
         elif self.in_flight > 16:
             loading = MANY_REGISTERS
+        if self.producers > 1 and self.sums > MANY_SUMS and not self.strict:
+            beside = FEWER_REGISTERS
         needed = round_up(self.sums + beside, 8)
         spare = (total - loading * self.producers) // self.consumers // 8 * 8
         consumer = min(max(needed, spare), 232)
@@ -434,7 +443,7 @@ class Build:
         if self.joint:
             return 1
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
-        least = sum(of_sources) if self.portioned else panels  # of a tile: a portion may have one chunk
+        least = sum(of_sources) if self.portioned or self.spread else panels  # a part of a tile may have one chunk
         most = min(min(of_sources) * (self.stages - 1), least // 2, panels if self.resident else self.slots - 2)
         return max(0, min(round(wanted + 0.5), most))
 
@@ -486,10 +495,30 @@ class Build:
         """Of a channel, that fit a stage."""
         return self.stage_rows * self.program.parts
 
+    @cached_property
+    def _depth_shifts(self) -> Counter[tuple[int, int]]:
+        """How many panels read so many planes further on, and of which phase along d."""
+        found: Counter[tuple[int, int]] = Counter()
+        p = self.program
+        for i, shifts in enumerate(p.shifts):
+            source = i // len(p.patterns)
+            found.update((p.sources[source][0].origin + d, p.phases[source][0]) for d, *_ in shifts)
+        return found
+
+    def needed_panels(self, planes: range, size: int) -> float:
+        """Of all, those by which some of these planes of positions read an input of so many."""
+        step = self.program.read_step[0]
+        needed = (
+            count
+            for (shift, phase), count in self._depth_shifts.items()
+            if any(0 <= (q + shift) * step + phase < size for q in planes)
+        )
+        return sum(needed) / sum(self._depth_shifts.values())
+
     @property
     def skips(self) -> bool:
         """Whether a slab leaves out products with planes above or below the input."""
-        return self.copied and not (self.resident or self.march or self.strict)
+        return (self.copied or self.spread) and not (self.resident or self.march or self.strict)
 
     @property
     def unrolled_shifts(self) -> int:
@@ -506,7 +535,11 @@ class Build:
     @cached_property
     def max_passes(self) -> int:
         """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
-        return 1 if self.march or self.portioned or self.divided or self.stages <= self.stages_filled else 8
+        return (
+            1
+            if self.march or self.portioned or self.spread or self.divided or self.stages <= self.stages_filled
+            else 8
+        )
 
     def __str__(self) -> str:
         apart = ", ".join(name for name, split in zip("dhw", self.split, strict=True) if split)
@@ -524,6 +557,8 @@ class Build:
             panels += ", in small panels"
         if self.divided:
             panels += ", consumers divide K"
+        if self.spread:
+            panels += ", last tiles divided"
         if self.merged > 1:
             panels += f", {self.merged} groups as one"
         stores = ", stores through images" if self.buffers else ", in portions" if self.portioned else ""
@@ -544,6 +579,8 @@ class Build:
             ("Scalar", SCALARS[self.dtype]),
             ("Written", "float" if self.portioned else SCALARS[self.dtype]),
             ("kPortioned", self.portioned),
+            ("kSpread", self.spread),
+            ("kAdds", False),
             ("Epilogue", f"tconv3d::LeavingMoments<{job.activation}>" if job.norm else job.activation),
             ("kMomentBand", moment_band(self, job)),
             ("kWide", _wide(job)),
@@ -656,8 +693,8 @@ class Build:
             return job.written_last and job.has_rows and job.norm is None
         if self.portioned:  # parts are laid out like the result, and added as they are
             return job.dense and job.norm is None and job.activation == "tconv3d::Identity"
-        if self.divided and job.norm:
-            return False  # the second consumer would leave no moments
+        if (self.divided or self.spread) and job.norm:
+            return False  # the second consumer, or a piece of a tile, would leave no moments
         along_w = job.written[4] == 1 and not job.written_last
         return not self.buffers or (along_w and any(v * self.item_bytes % 16 for v in _rows(job)))
 
@@ -711,6 +748,8 @@ class Build:
             return 0
         if not job.aligned or any(v % items for v in (*outer, job.read_size[2])):
             return 0
+        if tiling.length and not self.march:
+            return 0
         tiles = product(range(tiling.tiles[3]), self.origins_w)
         starts = [(place * tiling.tile[2] + origin) * step for place, origin in tiles]
         spans = [(start, start + tiling.halo[2] * step) for start in starts]
@@ -738,6 +777,7 @@ class Build:
             and job.aligned
             and not any(v % 2 for v in (*outer, *starts, *steps))
             and not self.vectors(job, tiling)
+            and (self.march or not tiling.length)
         )
 
     def all_vectors(self, tiling: Tiling, vectors: int) -> int:
@@ -993,6 +1033,35 @@ class Shares:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """How blocks divide chunks (kernels/halo_tile.cuh). Costs are parts of WHOLE, that of a chunk whose tile has
+    nothing to leave out."""
+
+    WHOLE: ClassVar[int] = 240
+
+    even: int  # chunks of tiles that are not divided
+    blocks: int
+    cost: int  # of a share
+    first_tile: int  # along d, or of the runs
+    stretches: tuple[tuple[int, int], ...]  # of the rest: chunks, and the cost of each
+
+    @property
+    def chunks(self) -> int:
+        """Of all tiles."""
+        return self.even + sum(chunks for chunks, _ in self.stretches)
+
+    @property
+    def busiest(self) -> float:
+        """Chunks of a block, as many as would take as long."""
+        return self.even / self.blocks + (self.cost + self.WHOLE) / self.WHOLE
+
+
+MAX_STRETCHES = 4
+CHUNK = 0.2  # of what a chunk costs, what it does whatever its panels are
+NOT_SPREAD = Spread(0, 0, 0, 0, ((0, 0),) * MAX_STRETCHES)
+
+
+@dataclass(frozen=True)
 class Tiling:
     """How a volume is cut into tiles, and a tile's positions into slabs."""
 
@@ -1015,7 +1084,7 @@ class Tiling:
 
     @property
     def rows(self) -> int:
-        return self.length + self.reach if self.length else prod(self.halo) * self.items
+        return self.halo[0] * (self.length + self.reach) if self.length else prod(self.halo) * self.items
 
     @property
     def lines(self) -> int:
@@ -1076,10 +1145,55 @@ class Tiling:
         pieces = (depth - 2) // share + 2 if rest and depth > 1 else 1
         return Shares(tiles * depth, even * depth, share if rest else 0, count, beside, columns // beside, pieces)
 
+    def chunk_costs(self, build: Build, job: Job) -> list[float]:
+        """Of the tiles along d, or of the runs, of such that have nothing to leave out: by the panels that some of a
+        tile's positions need. That others of them do not gains little: consumers wait for each other."""
+        depths = self._depths()
+        needed = {planes: build.needed_panels(planes, job.read_size[0]) for planes in set(depths)}
+        return [CHUNK + (1 - CHUNK) * needed[planes] for planes in depths]
+
+    def _depths(self) -> list[range]:
+        """Planes of positions of the tiles along d, or of the runs."""
+        if not self.length:
+            return [range(tile * self.tile[0], (tile + 1) * self.tile[0]) for tile in range(self.tiles[1])]
+        plane = self.halo[1] * self.halo[2]
+        starts = range(0, self.tiles[2] * self.length, self.length)
+        return [range(start // plane, (start + self.length - 1) // plane + 1) for start in starts]
+
+    @property
+    def sheet_rows(self) -> int:
+        """From sheet to sheet of the halo."""
+        return self.length + self.reach if self.length else self.halo[1] * self.halo[2] * self.items
+
+    def spread(self, build: Build, job: Job, multiprocessors: int) -> Spread:
+        """How blocks divide the chunks of all tiles, those at the ends of depth last."""
+        costs = [max(1, round(Spread.WHOLE * cost)) for cost in self.chunk_costs(build, job)]
+        first = costs.index(max(costs))
+        chunks = self.count // len(costs) * build.column_tiles * build.chunks
+        stretches: list[tuple[int, int]] = []
+        for cost in costs[first:] + costs[:first]:
+            before = stretches[-1] if stretches else (0, cost)
+            if before[1] == cost:
+                stretches[-1:] = [(before[0] + chunks, cost)]
+            elif len(stretches) < MAX_STRETCHES:
+                stretches.append((chunks, cost))
+            else:  # an average
+                all_chunks = before[0] + chunks
+                stretches[-1] = (all_chunks, max(1, round((before[0] * before[1] + chunks * cost) / all_chunks)))
+        total = sum(n * cost for n, cost in stretches)
+        blocks = min(multiprocessors, ceil_div(total, stretches[0][1]))
+        round_chunks = blocks * build.chunks
+        rounds = min(stretches[0][0] // round_chunks, total // (round_chunks * stretches[0][1]))
+        even = rounds * round_chunks
+        stretches[0] = (stretches[0][0] - even, stretches[0][1])
+        rest = sum(n * cost for n, cost in stretches)
+        stretches += [(0, 1)] * (MAX_STRETCHES - len(stretches))
+        return Spread(even, blocks, max(1, ceil_div(rest, blocks)), first, tuple(stretches))
+
     def __str__(self) -> str:
         shared = ", shared" if self.shared else ""
         if self.length:
-            through = ", through the batch" if self.sheets > 1 else ""
+            through = ", through the batch" if self.sheets > 1 else ", through depth" if self.halo[0] > 1 else ""
             return f"{self.tile[0]}x{self.length} in sequence{through}{shared}"
         items = f" of {self.items} batch items" if self.items > 1 else ""
         portions = f", {self.portions} portions" if self.portions > 1 else ""
@@ -1126,13 +1240,7 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
     if build.buffers:
         return  # a slab would cross the ends of lines
     _, height, width = positions
-    # The zeros right of a line can be those left of the next; below a plane, those above the next batch item's.
-    pitch = [
-        extent
-        + dimension.span
-        - min(max(0, -dimension.origin), max(0, extent + dimension.span + dimension.origin - size))
-        for extent, dimension, size in zip(positions, build.program.dimensions, read_size, strict=True)
-    ]
+    pitch = _pitches(build, positions, read_size)
     line, sheet = pitch[2], pitch[1] * pitch[2]
     length = SLAB * build.round_slabs
     _, span_h, span_w = build.program.span
@@ -1144,19 +1252,52 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
         if rows + length + reach > INT32_MAX // 2:
             continue
         tiles = (batch // sheets, 1, ceil_div(rows, length), 1)
-        # Two slabs are woven: 8 rows of the one, 8 of the other, so that a warp has 32 rows in sequence.
-        woven = build.slabs % 2 == 0
-        across, down, group, step = (
-            (2, build.round_slabs // 2, 16, (0, 2 * SLAB, 8)) if woven else (build.round_slabs, 1, 8, (0, 0, SLAB))
-        )
-        yield Tiling(
-            positions, (1, pitch[1], pitch[2]), 1, 1, tiles, build.round_slabs, across, down, group,
-            step, INT32_MAX, length, sheets, reach,
-        )  # fmt: skip
+        yield _run(build, positions, (1, pitch[1], pitch[2]), tiles, sheets, reach)
+
+
+def _pitches(build: Build, positions: Triple, read_size: Triple) -> list[int]:
+    """From line to line and so on. The zeros right of a line can be those left of the next; below a plane, those
+    above the next batch item's, or plane's."""
+    return [
+        extent
+        + dimension.span
+        - min(max(0, -dimension.origin), max(0, extent + dimension.span + dimension.origin - size))
+        for extent, dimension, size in zip(positions, build.program.dimensions, read_size, strict=True)
+    ]
+
+
+def _run(
+    build: Build, positions: Triple, halo: Triple, tiles: tuple[int, int, int, int], sheets: int, reach: int
+) -> Tiling:
+    # Two slabs are woven: 8 rows of the one, 8 of the other, so that a warp has 32 rows in sequence.
+    woven = build.slabs % 2 == 0
+    across, down, group, step = (
+        (2, build.round_slabs // 2, 16, (0, 2 * SLAB, 8)) if woven else (build.round_slabs, 1, 8, (0, 0, SLAB))
+    )
+    return Tiling(
+        positions, halo, 1, 1, tiles, build.round_slabs, across, down, group,
+        step, INT32_MAX, SLAB * build.round_slabs, sheets, reach,
+    )  # fmt: skip
+
+
+def _deep_runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
+    """Tiles that are runs of all lines of a batch item, wherever lines and planes end, with a sheet of the halo for
+    every displacement along d."""
+    if build.gather or len(build.programs) > 1:
+        return
+    _, height, width = _pitches(build, positions, read_size)
+    span_d, span_h, span_w = build.span
+    length, reach = SLAB * build.round_slabs, span_h * width + span_w
+    rows = ((positions[0] - 1) * height + positions[1] - 1) * width + positions[2]
+    if (span_d + 1) * (length + reach) > build.stage_rows or rows + length + reach > INT32_MAX // 2:
+        return
+    yield _run(build, positions, (span_d + 1, height, width), (batch, 1, ceil_div(rows, length), 1), 1, reach)
 
 
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterable[Tiling]:
     """All tilings of the volume that fit the build's stages."""
+    if build.spread:
+        return [*_deep_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)]
     if not build.march:
         return _boxes(build, batch, positions)
     if build.lines:

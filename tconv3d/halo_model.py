@@ -18,7 +18,7 @@ class Costs:
     Most are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16);
     `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot`, those of rows and of turns of lines,
     since, to 446 float32 builds of random and reference layers (docs/performance.md). `shared`, `supplied`, `adding`,
-    `apart` and `little_hides` are set by hand, each by a few measured builds.
+    `pieced_bytes`, `busy`, `apart` and `little_hides` are set by hand, each by a few measured builds.
     """
 
     start: float = 14300.0  # of a launch
@@ -47,6 +47,8 @@ class Costs:
     rewritten_bytes: float = 2500.0  # that it moves per cycle
     adding: float = 7000.0  # of the launch that adds portions up
     added_bytes: float = 1650.0  # per cycle, that it moves
+    pieced_bytes: float = 3000.0  # the same of pieces of tiles, most of which L2 has
+    busy: float = 1.03  # of blocks that divide the last tiles: all work to the end, and share L2 and power
     store: float = 5.45  # of a store by a warp
     scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
     apart: float = 2.2  # stores of one phase along w, times those of all
@@ -82,6 +84,7 @@ HALVES = replace(  # of 16-bit types: as they were fitted before, to reference l
     slot=1010.0,
     rows=3000.0,
     rows_bytes=1650.0,
+    busy=1.0,
 )
 CROWDED = {4: 31.0, 2: 27.0}  # bytes per cycle of input and streamed panels, by an item's, beside a march's products
 UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
@@ -93,6 +96,7 @@ FILLED = 0.5  # of the time that shared memory takes what arrives, what operands
 SHARED_BYTES = 128  # per cycle, of shared memory
 COPY_BYTES = 512  # of a copy by a warp
 SHORT_ROW = 128  # outputs: 63 and 111 were measured, and 255
+MAX_ROUNDS = 8  # of tiles, up to which blocks may divide the last ones
 NARROW = 64  # columns of a matrix instruction up to which shared memory binds it, and what else passes through that
 
 
@@ -264,7 +268,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
     p, found = costs.overlap, []
     smooth = build.copied or build.divided
     multiplied = rounds * build.round_slabs * planes * portion * costs.product
-    if build.skips and tiling.flat:
+    if build.skips and tiling.flat and not build.spread:
         multiplied *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
     for kind in build.kinds:
         panels = kind.panels * rounds * planes * portion
@@ -320,6 +324,10 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         tiles = shares.even / shares.count + shares.share + (tiling.tile[0] if shares.share else 0)
         (work,) = _work_cycles(build, tiling, job, planes, loading, costs)
         work += costs.tile * tiles / tiling.tile[0] + costs.plane * planes
+    elif build.spread:
+        (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)  # of a tile with nothing to leave out
+        tiles = tiling.spread(build, job, multiprocessors).busiest / build.chunks
+        work = (work * tiles + costs.tile * (tiles + 1)) * costs.busy
     elif build.own_shifts:  # blocks take turns, the longest tiles first
         each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, loading, costs)]
         mean = sum(kind.count * work for kind, work in zip(build.kinds, each, strict=True)) / len(build.programs)
@@ -332,6 +340,8 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
     memory *= costs.streaming if _streams(build, job) else 1.0
     around = _rows_cycles(build, job, costs) + (_adding_cycles(tiling, job, costs) if build.portioned else 0.0)
+    if build.spread:
+        around += _piecing_cycles(build, multiprocessors, costs)
     return (work**p + memory**p) ** (1 / p) + costs.start + around
 
 
@@ -352,6 +362,12 @@ def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
 def _adding_cycles(tiling: Tiling, job: Job, costs: Costs) -> float:
     """Of adding the portions up."""
     return costs.adding + 4 * (tiling.portions + 1) * job.written_count / costs.added_bytes
+
+
+def _piecing_cycles(build: Build, multiprocessors: int, costs: Costs) -> float:
+    """Of adding up the pieces of tiles that blocks have divided: two of each are read, and one is written."""
+    piece = 4 * build.round_slabs * SLAB * build.columns
+    return costs.adding + 3 * multiprocessors * piece / costs.pieced_bytes
 
 
 @dataclass(frozen=True)
@@ -407,6 +423,8 @@ class Least:
         times: float
         if build.march:
             times = _planes(build, tiling, self.job, multiprocessors, costs)
+        elif build.spread:
+            times = tiling.spread(build, self.job, multiprocessors).busiest / build.chunks
         elif build.own_shifts:
             times = tiling.work(build) / tiling.blocks(build, multiprocessors)
         else:
@@ -442,6 +460,10 @@ def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf)
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
         if build.portioned and most < inf and 2 * tiling.work(build) > multiprocessors:
             continue  # as good as without portions, at best
+        if build.spread and most < inf and tiling.work(build) > MAX_ROUNDS * multiprocessors:
+            continue  # the last round is a small part of all
+        if build.spread and tiling.length and job.read_last and not build.copied:
+            continue  # runs of channels-last rows through registers lost (measured)
         many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
         if job.norm and build.march and many:
             continue  # a march adds up the moments of one batch item, or of two

@@ -28,6 +28,9 @@ from typing import Any
 from . import cache, direct_planner, tensor_cores
 from .geometry import Geometry
 from .halo_build import (
+    NOT_SPREAD,
+    SCRATCH_BYTES,
+    SLAB,
     STEP_BYTES,
     Build,
     Shares,
@@ -40,7 +43,7 @@ from .halo_build import (
     rows_launch,
 )
 from .halo_job import Job, groups_to_merge, job_of, merged_groups
-from .halo_model import best_tiling
+from .halo_model import NARROW, best_tiling
 from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
@@ -68,12 +71,14 @@ MAX_TAPS = 800  # that a block can pack
 MAX_SOURCES = 64  # phase planes of the output gradient
 MOMENT_BYTES = 16  # struct Moments<float>
 AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
+SPREAD = 1.04  # times the cost of a build that divides the last tiles: what those that do not must be worse than
 TORN = 1.01  # of such equals, the cost of those that write sectors in parts, times others'
 HOPELESS = 1.5  # times the cost of the best build: not worth measuring
 RINGS = (64 * 1024,)  # bytes of the slots that panels are streamed through
 MARCHING_RINGS = (64 * 1024, 128 * 1024)  # the same of marches with two producer warpgroups (others: not measured)
 COPIED_RINGS = (64 * 1024, 96 * 1024, 128 * 1024)  # the same where loaders copy past registers
 MAX_SLOTS = 8
+MAX_BESIDE_TWO = 192  # columns of a matrix instruction, beside two producer warpgroups
 SMALL_KINDS = 2  # of volumes that may have too few tiles for all multiprocessors, or for both consumers of a block
 
 
@@ -193,6 +198,19 @@ def _divided(build: Build) -> Build | None:
     return found if found.stage_rows >= 64 and not (build.march or build.gather or build.buffers) else None
 
 
+def _spread(build: Build) -> Iterator[Build]:
+    """The same with blocks that divide the last tiles; those with many sums by two producer warpgroups, too."""
+    spread = replace(build, spread=True)
+    yield spread
+    # Wider instructions need a kernel that starts with more registers; several fields spilled (measured: 12% slower).
+    narrow = len(build.program.fields) == 1 and build.out_tile <= MAX_BESIDE_TWO
+    if build.producers == 1 and not build.copied and build.sums <= MAX_SUMS and narrow:
+        for slots in dict.fromkeys((build.slots, 6, 3)):
+            loaded = replace(spread, producers=2, slots=slots)
+            if loaded.stage_rows >= 64:
+                yield loaded
+
+
 def _buffered(build: Build) -> Iterator[Build]:
     """The same with stores through images, if buffers fit."""
     whole = not build.gather and not build.split[2] and build.geometry.stride[2] > 1
@@ -302,6 +320,15 @@ def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
                 yield divided
 
 
+def spread_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
+    """Those whose blocks divide the last tiles."""
+    last = nominal.written_last
+    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last):
+        narrow = build.item_bytes == 2 and build.program.unit * build.out_tile <= NARROW  # these lost (measured)
+        if build.can_be_spread and not narrow:
+            yield from _spread(build)
+
+
 def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """The build for a job: the one that was measured to be best, if its layer was tuned. Otherwise the best by the
     model for the first volume of this kind that the process has met: a new volume does not recompile."""
@@ -381,11 +408,16 @@ def _sources() -> bytes:
 
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """The best build by the model."""
-    costs = _costs(builds_of(Nominal.of(job), shared_bytes), job, multiprocessors)
+    nominal = Nominal.of(job)
+    costs = _costs(builds_of(nominal, shared_bytes), job, multiprocessors)
+    best = min(costs, key=lambda build: costs[build], default=None)
+    divided: dict[Build, float] = {}
+    if best is not None and not (best.march and best.item_bytes == 2):  # no better than marches in 16 bits (measured)
+        divided = _costs(spread_builds(nominal, shared_bytes), job, multiprocessors, costs[best] / SPREAD)
     forget_boxes()
-    if not costs:
-        return None
-    best = min(costs, key=lambda build: costs[build])  # and others that the model cannot tell apart from it
+    if best is None or divided:
+        return min(divided, key=lambda build: divided[build], default=None)
+    # Those that the model cannot tell apart from the best.
     equals = [build for build in costs if costs[build] < AS_GOOD * costs[best] and build.copied == best.copied]
     return min(equals, key=lambda build: (-build.producers, costs[build] * (TORN if _torn(build, job) else 1.0)))
 
@@ -395,11 +427,11 @@ def _torn(build: Build, job: Job) -> bool:
     return build.torn and build.item_bytes == 4 and not job.written_last
 
 
-def _costs(found: Iterator[Build], job: Job, multiprocessors: int) -> dict[Build, float]:
-    """Of the builds that may be as good as the best."""
+def _costs(found: Iterator[Build], job: Job, multiprocessors: int, most: float = inf) -> dict[Build, float]:
+    """Of the builds that may be as good as the best, and take at most so many cycles."""
     costs: dict[Build, float] = {}
     for build in found:
-        tiling = best_tiling(build, job, multiprocessors, AS_GOOD * min(costs.values(), default=inf))
+        tiling = best_tiling(build, job, multiprocessors, min(most, AS_GOOD * min(costs.values(), default=inf)))
         if tiling is not None:
             costs[build] = tiling[0]
     return costs
@@ -421,7 +453,7 @@ class HaloPlan:
     rows: Launch | None = None  # writes what is read as rows of channels
     rows_bytes: int = 0
     moments: int = 0  # that the kernel leaves of each norm group of a batch item
-    sum: Launch | None = None  # adds portions up
+    sum: Launch | None = None  # adds portions, or pieces of tiles, up
     portions_bytes: int = 0
 
     @property
@@ -511,7 +543,7 @@ def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
     """The builds that the model likes best for a job, with their best tiling."""
     found = [
         plan
-        for build in builds_of(Nominal.of(job), device.shared_bytes)
+        for build in chain(*(kind(Nominal.of(job), device.shared_bytes) for kind in (builds_of, spread_builds)))
         if (plan := plan_build(build, job, device)) is not None
     ]
     found.sort(key=lambda plan: plan.cycles)
@@ -533,6 +565,10 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     blocks = tiling.blocks(build, device.multiprocessors)
     shares = tiling.shares(build, device.multiprocessors)
     work = shares.planes if build.march else tiling.work(build)
+    even, spread = shares.even, NOT_SPREAD
+    if build.spread:
+        spread = tiling.spread(build, job, device.multiprocessors)
+        blocks, work, even = spread.blocks, spread.chunks, spread.even
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     slots = _moment_slots(build, tiling, shares)
     vectors = build.vectors(job, tiling)
@@ -553,10 +589,17 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         divider(tiling.tile[0] if build.march else tiles_d),
         *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0])),
         *(divider(n) for n in (tiling.near, tiling.items // tiling.near, vectors)),
-        int32s(shares.even, shares.share, shares.beside, shares.pieces, tiling.item_tiles),
+        int32s(even, shares.share, shares.beside, shares.pieces, tiling.item_tiles),
         divider(shares.in_turn),
     )
-    scalars = padded(scalars, int64s(slots, pitch), int32s(tiling.portions))
+    scalars = padded(
+        scalars,
+        int64s(slots, pitch),
+        int32s(tiling.portions, spread.cost, spread.blocks, spread.first_tile, tiling.sheet_rows),
+        divider(tiling.sheet_rows),
+        divider(tiling.tiles[0]),
+        *(int32s(*stretch) for stretch in spread.stretches),
+    )
     main = Launch(
         kernel="halo",
         constants=build.constants(job),
@@ -568,7 +611,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
             "workspace",
             "bias",
             "portions" if build.portioned else "y",
-            "moments" if job.norm else "null",
+            "moments" if job.norm else "portions" if build.spread else "null",
         ),
         scalars=scalars,
         overlaps=True,
@@ -578,6 +621,17 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
     rows = rows_launch(job, given.read, given.aligned) if job.rows else None
     rows_bytes = job.read_bytes if rows else 0
     plan = HaloPlan(build, tiling, build.pack(job), build.packed_bytes, main, cost, rows, rows_bytes, moments)
+    if build.spread:
+        roles = {"kAdds": True, "kThreads": 128, "kProducers": 0, "kConsumers": 1, "kSlabs": 1}
+        added = replace(
+            main,
+            constants=tuple((name, roles.get(name, value)) for name, value in main.constants),
+            grid=(max(1, blocks - 1), build.round_slabs, 1),
+            threads=128,
+            shared_bytes=SCRATCH_BYTES,
+            pointers=("null", "null", "null", "y", "portions"),
+        )
+        return replace(plan, sum=added, portions_bytes=2 * blocks * 4 * build.round_slabs * SLAB * build.columns)
     if not build.portioned:
         return plan
     added = add_parts([Sum("portions", "y", job.written_count, pitch, tiling.portions)], job.dtype)

@@ -98,10 +98,11 @@ class Tensors:
             emulator.prepare(plan.rows, order)((x, rows.data_ptr()))
             x = rows.data_ptr()
         portions = torch.full((plan.portions_bytes // 4,), float("nan"))
-        y = portions.data_ptr() if plan.sum else self.y.data_ptr()
-        emulator.prepare(plan.main, order)((x, packed.data_ptr(), bias, y, moments))
+        places = {"y": self.y.data_ptr(), "portions": portions.data_ptr(), "moments": moments, "null": 0}
+        y, left = (places[name] for name in plan.main.pointers[3:])
+        emulator.prepare(plan.main, order)((x, packed.data_ptr(), bias, y, left))
         if plan.sum:
-            emulator.prepare(plan.sum, order)((portions.data_ptr(), 0, 0, self.y.data_ptr(), 0, 0))
+            emulator.prepare(plan.sum, order)(tuple(places[name] for name in plan.sum.pointers))
 
     @property
     def error(self) -> float:
@@ -509,6 +510,57 @@ def test_portions_of_the_channels_add_up(name: str) -> None:
         tensors.y.fill_(float("nan"))
         tensors.run(plan)
         assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
+
+
+LAST_DIVIDED: dict[str, object] = {"march": False, "resident": False, "slots": 4, "spread": True}
+SPREAD = {
+    "one slab": Case(72, 64, (3, 5, 10), (3, 2, 2), 1, 1, build={**LAST_DIVIDED, "slabs": 1}),
+    "padding above and below": Case(64, 16, (5, 3, 9), (4, 2, 1), batch=1, build=LAST_DIVIDED),
+    "planes without input": Case(72, 8, (2, 3, 10), (3, 1, 1), 1, 0, dilation=(5, 1, 1), build=LAST_DIVIDED),
+    "many sums": Case(72, 128, (2, 3, 9), (2, 2, 1), build={**LAST_DIVIDED, "slabs": 2, "producers": 2, "slots": 3}),
+    "phases together": Case(72, 8, (3, 4, 5), 3, 2, 1, 1, build=LAST_DIVIDED),
+    "phases apart, copied": Case(
+        64,
+        32,
+        (3, 3, 4),
+        (4, 2, 2),
+        2,
+        (1, 0, 0),
+        batch=1,
+        build={**LAST_DIVIDED, "split": (True, True, False), "copied": True},
+    ),
+    "small panels": Case(
+        96, 24, (3, 5, 6), 2, 2, dtype="float16", build={**LAST_DIVIDED, "copied": True, "fine": True, "slots": 8}
+    ),
+    "16 bits, channels last": Case(
+        136, 9, (2, 4, 5), (3, 2, 1), dtype="bfloat16", channels_last=True, build=LAST_DIVIDED
+    ),
+    "groups, channels last": Case(
+        128, 32, (3, 4, 5), 3, 1, 2, groups=2, channels_last=True, build={**LAST_DIVIDED, "copied": True}
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", SPREAD)
+def test_shares_of_the_chunks_add_up(name: str) -> None:
+    case = SPREAD[name]
+    tensors, build = Tensors(case), build_for(case)
+    assert build.can_be_spread or build.spread
+    job = job_of(tensors.problem)
+    found = [t for t in tilings(build, case.batch, job.positions, job.read_size) if t.slabs <= build.round_slabs]
+    ways = set()
+    for tiling in found[:: max(1, len(found) // 3)]:
+        work = tiling.work(build) * build.chunks
+        for multiprocessors in {1, 3, 5, work // 2, 2 * work} - {0}:
+            device = replace(DEVICE, multiprocessors=multiprocessors)
+            plan = halo_planner.assemble(build, tiling, job, device)
+            spread = tiling.spread(build, job.as_copied(False) if build.copied else job, multiprocessors)
+            ways.add((spread.even > 0, spread.cost * spread.blocks > 0))
+            tensors.y.fill_(float("nan"))
+            tensors.run(plan, f"shuffled:{multiprocessors}")
+            assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling, multiprocessors)
+    assert len(ways) > 1, "blocks took whole tiles, and pieces"
 
 
 @needs_compiler

@@ -16,6 +16,7 @@ import tconv3d
 from tconv3d import emulator, halo_planner
 from tconv3d.geometry import Geometry
 from tconv3d.halo_job import Job, job_of
+from tconv3d.halo_planner import HaloPlan
 from tconv3d.problem import Device, Pass, Problem
 
 LAYERS = {
@@ -92,6 +93,8 @@ def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements wrong"
 
 
+# Few multiprocessors, so that blocks get several tiles.
+DEVICE = Device("small Hopper", (9, 0), 3, 232448)
 LINES = {  # that may be copied as they are in memory
     "monai": Layer(24, 16, (3, 5, 8), (3, 3, 3), (2, 2, 2), (1, 1, 1), (1, 1, 1)),
     "odd depth, kernel 4": Layer(16, 8, (3, 5, 6), (3, 4, 4), (2, 2, 2), (1, 1, 1), (0, 0, 0), batch=3),
@@ -99,31 +102,57 @@ LINES = {  # that may be copied as they are in memory
 }
 
 
+class Gradient:
+    """The operands of an input gradient, what it should be, and what the emulator makes of a plan."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.x, self.w = (to_tf32(t) for t in layer.operands(torch.float32, "cpu"))
+        exact = self.x.double().requires_grad_()
+        y = F.conv_transpose3d(exact, self.w.double(), None, *layer.settings)
+        self.grad = to_tf32(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
+        (self.expected,) = torch.autograd.grad(y, exact, self.grad.double())
+        stride, padding, output_padding, groups, dilation = layer.settings
+        geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, stride, padding, output_padding,
+                                 groups, dilation)  # fmt: skip
+        self.job = job_of(
+            Problem(Pass.INPUT_GRAD, geometry, layer.batch, layer.size, "float32", self.x.stride(), self.w.stride(),
+                    self.grad.stride(), tf32=True)
+        )  # fmt: skip
+
+    def error(self, plan: HaloPlan) -> float:
+        packed, dx = (torch.full((n,), float("nan")) for n in (plan.packed_bytes // 4, self.x.numel()))
+        portions = torch.full((plan.portions_bytes // 4,), float("nan"))
+        places = {"x": self.grad, "weight": self.w, "workspace": packed, "y": dx, "portions": portions}
+        for launch, order in zip(
+            (plan.pack, plan.main, plan.sum), ("forward", "shuffled:1", "reversed"), strict=True
+        ):
+            if launch is not None:
+                addresses = (places[name].data_ptr() if name in places else 0 for name in launch.pointers)
+                emulator.prepare(launch, order)(tuple(addresses))
+        return float((dx.view_as(self.x).double() - self.expected).norm() / self.expected.norm())
+
+
 @pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
 @pytest.mark.parametrize("name", LINES)
 def test_marches_through_lines(name: str) -> None:
-    layer = replace(LINES[name], bias=False)
-    x, w = (to_tf32(t) for t in layer.operands(torch.float32, "cpu"))
-    exact = x.double().requires_grad_()
-    y = F.conv_transpose3d(exact, w.double(), None, *layer.settings)
-    grad = to_tf32(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
-    (expected,) = torch.autograd.grad(y, exact, grad.double())
-    stride, padding, output_padding, groups, dilation = layer.settings
-    geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, stride, padding, output_padding,
-                             groups, dilation)  # fmt: skip
-    job = job_of(
-        Problem(Pass.INPUT_GRAD, geometry, layer.batch, layer.size, "float32", x.stride(), w.stride(),
-                grad.stride(), tf32=True)
-    )  # fmt: skip
-    device = Device("small Hopper", (9, 0), 3, 232448)
-    found = [b for b in halo_planner.builds(job.geometry, "float32", device.shared_bytes, gather=True) if b.lines]
+    gradient = Gradient(replace(LINES[name], bias=False))
+    geometry = gradient.job.geometry
+    found = [b for b in halo_planner.builds(geometry, "float32", DEVICE.shared_bytes, gather=True) if b.lines]
     for build in found[:: len(found) - 1]:
-        plan = halo_planner.plan_build(build, job, device)
+        plan = halo_planner.plan_build(build, gradient.job, DEVICE)
         assert plan is not None
-        packed, dx = torch.full((plan.packed_bytes // 4,), float("nan")), torch.full_like(x, float("nan"))
-        emulator.prepare(plan.pack, "forward")((w.data_ptr(), packed.data_ptr()))
-        emulator.prepare(plan.main, "shuffled:1")((grad.data_ptr(), packed.data_ptr(), 0, dx.data_ptr(), 0))
-        assert float((dx.double() - expected).norm() / expected.norm()) < 1e-6, plan.build
+        assert gradient.error(plan) < 1e-6, plan.build
+
+
+@pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
+def test_blocks_divide_the_last_tiles() -> None:
+    gradient = Gradient(Layer(16, 72, (5, 3, 4), (3, 3, 2), (2, 2, 2), (1, 1, 0), batch=3, bias=False))
+    found = halo_planner.builds(gradient.job.geometry, "float32", DEVICE.shared_bytes, gather=True)
+    build = next(replace(b, resident=False, slots=3, spread=True) for b in found if b.chunks > 1 and not b.march)
+    for multiprocessors in (2, 3, 5, 8):
+        plan = halo_planner.plan_build(build, gradient.job, replace(DEVICE, multiprocessors=multiprocessors))
+        assert plan is not None and plan.sum is not None
+        assert gradient.error(plan) < 1e-6, (plan.build, plan.tiling, multiprocessors)
 
 
 def test_what_is_no_forward_pass() -> None:

@@ -30,6 +30,10 @@
 // the chunks of a tile, and each leaves its sums, in the order of y, for the launch that adds them up
 // (reduce_gradients.cuh).
 //
+// Spread (kSpread): tiles seldom fill whole rounds of all multiprocessors. Then blocks take as many whole
+// tiles as all can have, and divide the chunks of the rest into shares that cost the same. Who has a piece of
+// a tile leaves its sums for the launch that adds them up and stores them (halo_add.cuh).
+//
 // Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
 // ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
 // kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
@@ -41,11 +45,13 @@
 // halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for what a lane loads), halo_panels.cuh (weights),
 // halo_lines.cuh (another way to load, multiply and store: input as it lies in memory), halo_registers.cuh
 // (another way to multiply: rows of channels through registers),
-// halo_consumer.cuh (places in the rings), halo_divided.cuh (two consumers for one tile), halo_products.cuh
+// halo_consumer.cuh (places in the rings), halo_divided.cuh (two consumers for one tile), halo_pieces.cuh
+// and halo_add.cuh (tiles that blocks divide), halo_products.cuh
 // (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh, halo_handed.cuh,
 // halo_joint.cuh and halo_moments.cuh (what becomes of them).
 #pragma once
 
+#include "halo_add.cuh"
 #include "halo_divided.cuh"
 #include "halo_images.cuh"
 #include "halo_joint.cuh"
@@ -78,7 +84,8 @@ struct Halo {
   static constexpr bool kShort = Config::kCopied && Config::kResident && !Config::kMarch;
   static constexpr int kUnrolled = Config::kBuffers > 0 || kShort ? 16 : Config::kUnrolledShifts;
   // Whether products with planes above or below the input, all zero, are left out: not where there are few.
-  static constexpr bool kSkips = Config::kCopied && !Config::kResident && !Config::kMarch;
+  static constexpr bool kSkips =
+      Config::kSpread || (Config::kCopied && !Config::kResident && !Config::kMarch);
 
   // The slabs of which a shift along d reads planes of the input: bit m is slab m's.
   static __device__ __forceinline__ unsigned inside_slabs(const Args& args, const Consumer& me,
@@ -170,7 +177,13 @@ struct Halo {
                                                          Sums& sums, const Slab (&slabs)[Config::kSlabs],
                                                          int source, int first, int end, bool last_pass) {
     const unsigned group_bytes = args.group_rows * Config::kRowBytes;
-    const int line = args.halo.w * args.items, sheet = args.halo.h * line;
+    const int line = args.halo.w * args.items;
+    const int sheet = Config::kSpread ? args.sheet_rows : args.halo.h * line;
+    typename Tile::Shifts own[Config::kPatterns];
+    if constexpr (Config::kSpread) {
+      static_for<Config::kPatterns>(
+          [&](auto p) { own[p] = Tile::Shifts::of(args, me.depth, me.depths, me.variant, source, p); });
+    }
     for (int chunk = first; chunk < end; ++chunk, me.stages.advance()) {
       ptx::barrier_wait(me.shared.stage_full(me.stages.index), me.stages.parity);
       if constexpr (Shared::kCopiesArrive) ptx::fence_async_proxy();  // nobody has, for what was copied
@@ -184,14 +197,16 @@ struct Halo {
       static_for<Config::kPatterns>([&](auto p) {
         constexpr int kPattern = decltype(p)::value;
         const int first_shift = Layout::first_shift(source, kPattern);
-        const int last_shift = first_shift + Layout::own_shifts(me.variant, source, kPattern);
+        const int last_shift = Config::kSpread
+                                   ? own[kPattern].end
+                                   : first_shift + Layout::own_shifts(me.variant, source, kPattern);
         if constexpr (kStrict) {
           multiply_shifts<kPattern, kSteps>(args, me, totals, sums, a, source, chunk, first_shift,
                                             last_shift);
           return;
         }
 #pragma unroll kUnrolled
-        for (int shift = first_shift; shift < last_shift; ++shift) {
+        for (int shift = Config::kSpread ? own[kPattern].first : first_shift; shift < last_shift; ++shift) {
           if constexpr (Config::kDivided) {
             if (!HaloDivided<Config>::own_panel(me)) continue;
           }
@@ -264,6 +279,7 @@ struct Halo {
     ptx::matrix_wait<0>();
     Accumulators::pin(sums);
     me.release();
+    if constexpr (Config::kSpread) me.end_lead();
   }
 
   static __device__ __forceinline__ void consume(const Args& args, const Shared& shared, int consumer,
@@ -275,6 +291,7 @@ struct Halo {
       const Place at = work.place(args);
       me.variant = at.variant();
       me.depth = at.d;
+      me.depths = at.depths;
       const Ring<Config::kStages> first_stage = me.stages;
       for (int pass = 0; pass < args.passes; ++pass) {
         me.stages = first_stage;
@@ -307,6 +324,13 @@ struct Halo {
           if constexpr (Config::kDivided) {
             if (!HaloDivided<Config>::join(me, sums)) continue;
           }
+          if constexpr (Config::kSpread) {
+            if (!at.whole()) {
+              const int piece = at.slot() * Config::kConsumers + consumer;
+              HaloPieces<Config>::leave(args, piece * Config::kSlabs, 32 * warp + lane, sums);
+              continue;
+            }
+          }
           Accumulators::activate(sums);
           if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
             moments.add(args, at, sums, at.first_plane + plane, lane);
@@ -336,15 +360,16 @@ struct Halo {
 };
 
 template <class Config>
-__device__ void run(const Args& args) {
+__device__ __forceinline__ void run_roles(const Args& args) {
   using Shared = HaloShared<Config>;
   const Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
   // Lane 0's, so that the compiler knows it to be the same for all lanes: what follows from it, above all
   // where operands lie, then is in uniform registers, as matrix instructions want it.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // What adds up portions or moments waits for them.
-  if constexpr (Config::kPortioned || Config::Epilogue::kLeavesMoments) ptx::launch_dependents();
+  // What adds up portions, pieces or moments waits for them.
+  if constexpr (Config::kPortioned || Config::kSpread || Config::Epilogue::kLeavesMoments)
+    ptx::launch_dependents();
   if (threadIdx.x == 0) shared.start_barriers();
   if (args.whole_lines) shared.clear_stages();
   __syncthreads();
@@ -372,6 +397,15 @@ __device__ void run(const Args& args) {
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
     Halo<Config>::consume(args, shared, (warp - Shared::kProducerThreads / 32) / 4, warp % 4, lane);
+  }
+}
+
+template <class Config>
+__device__ void run(const Args& args) {
+  if constexpr (Config::kAdds) {
+    HaloAdding<Config>::add(args);
+  } else {
+    run_roles<Config>(args);
   }
 }
 

@@ -18,6 +18,7 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   Ring<Shared::kJointBuffers> images;
   int variant;  // of this tile
   int depth;    // its first position along d
+  int depths;   // and how many (kSpread)
   int panel;    // of this tile (of this plane, when marching)
   unsigned lead_parity = 0, join_parity = 0;
   int turn = 0;  // panels so far
@@ -61,6 +62,13 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   }
   __device__ __forceinline__ void announce_lead() {
     if (Config::kLead == 0 || index != 0 || ++panel != Config::kLead) return;
+    announce();
+  }
+  // A piece of a tile may have fewer panels than that.
+  __device__ __forceinline__ void end_lead() {
+    if (Config::kLead > 0 && index == 0 && panel < Config::kLead) announce();
+  }
+  __device__ __forceinline__ void announce() {
     ptx::barrier_wait(shared.seen(), lead_parity ^ 1);  // the lead before this
     lead_parity ^= 1;
     __syncwarp();

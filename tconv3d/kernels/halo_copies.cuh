@@ -43,6 +43,9 @@ struct HaloCopies {
     table()[turn * kRows + lane] = find_row(args, at, source, turn * kRows + lane);
   }
   static __device__ __forceinline__ Source find_row(const Args& args, const Place& at, int source, int row) {
+    if constexpr (Config::kSpread) {
+      if (args.step_rows > 0) return find_row_of_run(args, at, row);
+    }
     const auto in = Tile::row_place(args, row + at.start);
     const int w = in.w, line = in.line, item = in.item;
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
@@ -70,6 +73,15 @@ struct HaloCopies {
       found.parts = left < Config::kUsedParts ? left : Config::kUsedParts;
     }
     return found;
+  }
+
+  static __device__ __forceinline__ Source find_row_of_run(const Args& args, const Place& at, int row) {
+    const auto from = Tile::run_input(args, at, row);
+    if (!from.inside) return {0, 0};
+    const long long offset = at.n * args.x_stride.n + static_cast<Offset>(from.d) * args.x_stride.d +
+                             static_cast<Offset>(from.h) * args.x_stride.h +
+                             static_cast<Offset>(from.w) * args.x_stride.w;
+    return {static_cast<unsigned>(offset / Layout::kPieceItems), 1};
   }
 
   // A lane's place in the rows of a copy: where its piece goes in a turn, from the turn's first row on, for

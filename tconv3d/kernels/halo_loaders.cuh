@@ -27,6 +27,8 @@ struct HaloLoaders {
   static constexpr bool kMayHavePairs = sizeof(Scalar) == 2 && !Config::kUnitC && !Config::kCopied &&
                                         Config::kParts == 1 && Config::kReadStepW == 1 && Layout::kDense;
 
+  static constexpr bool kPartly = Config::kPortioned || Config::kSpread;  // a place may have some chunks
+
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
   static constexpr int kSharedBytes =
@@ -67,7 +69,7 @@ struct HaloLoaders {
       __syncwarp();
       chunk = at.first_chunk();
       run = at.start;
-      if constexpr (Config::kPortioned) {
+      if constexpr (kPartly) {
         first_chunk = chunk;
         end_chunk = at.end_chunk();
       }
@@ -82,8 +84,8 @@ struct HaloLoaders {
       if constexpr (Layout::kDense) {
         x += Layout::kPartItems * static_cast<int>(sizeof(Scalar)) * args.x_stride.c;
       }
-      if (++chunk < (Config::kPortioned ? end_chunk : Layout::kChunks)) return true;
-      chunk = Config::kPortioned ? first_chunk : 0;
+      if (++chunk < (kPartly ? end_chunk : Layout::kChunks)) return true;
+      chunk = kPartly ? first_chunk : 0;
       if constexpr (Config::kSources > 1) {
         if (++source < Config::kSources) {
           find(args);

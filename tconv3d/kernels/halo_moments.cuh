@@ -200,7 +200,7 @@ struct HaloMoments {
         const long long row = static_cast<long long>(n) * kBands + band;
         const Moments<float> moments{static_cast<float>(count * kBand), kept.shift[i], kept.sum[i],
                                      kept.squares[i]};
-        static_cast<Moments<float>*>(args.moments)[row * args.moment_slots + slot] = moments;
+        static_cast<Moments<float>*>(args.left)[row * args.moment_slots + slot] = moments;
       }
     }
   }
@@ -290,7 +290,7 @@ struct HaloMoments {
       const long long row = static_cast<long long>(n) * kBands + (group * Config::kOut + out) / kBand;
       const long long slot =
           (static_cast<long long>(piece) * Config::kVariants + at.variant()) * kWarps + i % kWarps;
-      if (out < Config::kOut) static_cast<Moments<float>*>(args.moments)[row * args.moment_slots + slot] = {};
+      if (out < Config::kOut) static_cast<Moments<float>*>(args.left)[row * args.moment_slots + slot] = {};
     }
   }
 

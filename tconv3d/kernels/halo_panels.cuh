@@ -55,12 +55,20 @@ struct HaloPanels {
           for (int chunk = at.first_chunk(); chunk < at.end_chunk(); ++chunk) {
             for (int p = 0; p < Config::kPatterns; ++p) {
               const unsigned bytes = Layout::panel_bytes(p);
-              const int shifts = Layout::own_shifts(at.variant(), source, p);
+              int shifts = Layout::own_shifts(at.variant(), source, p), after = 0;
+              if constexpr (Config::kSpread) {
+                const auto own = Tile::Shifts::of(args, at.d, at.depths, at.variant(), source, p);
+                const int before = own.first - Layout::first_shift(source, p), count = own.end - own.first;
+                from += before * bytes;
+                after = shifts - before - count;
+                shifts = count;
+              }
               for (int s = 0; s < shifts; ++s, ring.advance(), from += bytes) {
                 ptx::barrier_wait(shared.slot_empty(ring.index), ring.parity ^ 1);
                 ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
                 ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));
               }
+              if constexpr (Config::kSpread) from += after * bytes;
             }
           }
           from += (Layout::kChunks - at.end_chunk()) * chunk_bytes;

@@ -40,6 +40,9 @@ struct HaloPositions {
   // lanes store to different banks.
   static __device__ __forceinline__ Position position(const Args& args, const Place& at, int source,
                                                       int index) {
+    if constexpr (Config::kSpread) {
+      if (args.step_rows > 0) return position_of_run(args, at, index);
+    }
     const int place = (index >> args.near_bits) + at.start, near = index & ((1 << args.near_bits) - 1);
     const int line = divide(place, args.by_columns);
     const int w = place - line * static_cast<int>(args.by_columns.divisor) + args.first_column;
@@ -69,6 +72,20 @@ struct HaloPositions {
     const long long items = (at.n + n) * args.x_stride.n + offset;
     const int left = args.input.w - x_w, parts = left < Config::kUsedParts ? left : Config::kUsedParts;
     return items * static_cast<long long>(sizeof(Scalar)) * 65536 + (parts << 13 | row);
+  }
+
+  // Of a run that crosses planes (kSpread): the halo has a sheet for every displacement along d, the same
+  // rows so many planes further on.
+  static __device__ __forceinline__ Position position_of_run(const Args& args, const Place& at, int index) {
+    if (index >= args.loaded) return kNowhere;
+    const auto from = Tile::run_input(args, at, index);
+    if (!from.used) return kNowhere;
+    if (!from.inside) return index - 65536;
+    const long long items = at.n * args.x_stride.n +
+                            static_cast<Offset>(from.d) * static_cast<Offset>(args.x_stride.d) +
+                            static_cast<Offset>(from.h) * static_cast<Offset>(args.x_stride.h) +
+                            static_cast<Offset>(from.w) * static_cast<Offset>(args.x_stride.w);
+    return items * static_cast<long long>(sizeof(Scalar)) * 65536 + (1 << 13 | index);
   }
 
   // The positions of all warps, by turn: a warp reads what itself wrote.

@@ -46,8 +46,9 @@ struct HaloStores {
     to.exists = slab.exists && slab.first + step < args.run && at.n + n < args.batch && w < args.tile.w &&
                 h < args.tile.h && sheet < (Config::kMarch ? args.sheets : args.tile.d);
     to.n = n;
-    to.d = Config::kMarch ? plane * Config::kStrideD - Config::kPaddingD
-                          : (at.d + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
+    to.d = Config::kMarch
+               ? plane * Config::kStrideD - Config::kPaddingD
+               : (Tile::first_sheet(args, at) + sheet) * Config::kStrideD + Config::kOffset(at.variant(), 0);
     to.h = (at.h + h) * Config::kStrideH + Config::kOffset(at.variant(), 1);
     to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
     const int channel = at.first_group() * Config::kOut + at.first_out();

@@ -47,7 +47,7 @@ struct HaloSums {
     }
     static __device__ __forceinline__ float bias(const Args& args, const Place& at, int group, int out) {
       if constexpr (!Config::kBias) return 0.0f;
-      if (Config::kPortioned && at.portion > 0) return 0.0f;
+      if (!at.leads()) return 0.0f;
       if (at.first_out() + out >= Config::kOut) return 0.0f;
       const int channel = (at.first_group() + group) * Config::kOut + at.first_out() + out;
       return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));

@@ -6,12 +6,18 @@
 
 namespace tconv3d {
 
+// Neighbours in a sequence of chunks that cost the same.
+struct Stretch {
+  int chunks;  // how many they are
+  int cost;    // of each, whatever the unit
+};
+
 struct Args {
   const void* x;
   const void* packed;
   const void* bias;
   void* y;
-  void* moments;  // null: none
+  void* left;  // for another launch: moments, or sums of pieces (kSpread); null: nothing
   Strides x_stride, y_stride;
   Extent input, output;
   int batch;
@@ -57,6 +63,16 @@ struct Args {
   // kPortioned: a tile's chunks are divided among blocks, and y are the sums of each portion.
   long long portion_pitch;  // of y, from portion to portion
   int portions;
+
+  // kSpread: the chunks of all tiles are one sequence, the tiles at the ends of depth last, which have less
+  // to multiply. Of its first part (`even` chunks), blocks take whole tiles in turn; the rest they divide
+  // into shares that cost the same, wherever a tile ends.
+  int share_cost;
+  int shares;
+  int first_tile;  // along d, or of the runs, the one that comes first; those before it are last
+  int sheet_rows;  // from sheet to sheet of the halo
+  Divider by_sheet, tiles_n;
+  Stretch first, second, third, fourth;  // of the rest
 };
 
 template <class Config>
@@ -74,6 +90,9 @@ struct HaloTile {
     int piece;                // marching: of the tile
     int start;                // of a run: its first row
     int portion, portions;    // of the tile's chunks
+    int from, to;             // kSpread: these chunks of the tile
+    int depths;               // kSpread: planes of positions that the tile touches
+    int share;                // whose piece it is
     __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
@@ -88,25 +107,59 @@ struct HaloTile {
     }
     // The portion's chunks are those from the first to before the end.
     __device__ __forceinline__ int first_chunk() const {
+      if constexpr (Config::kSpread) return from;
       return Config::kPortioned ? portion * Layout::kChunks / portions : 0;
     }
     __device__ __forceinline__ int end_chunk() const {
+      if constexpr (Config::kSpread) return to;
       return Config::kPortioned ? (portion + 1) * Layout::kChunks / portions : Layout::kChunks;
     }
+    // Whether it has all chunks of the tile; whether its sums are those that the others are added to.
+    __device__ __forceinline__ bool whole() const { return !Config::kSpread || to - from == Layout::kChunks; }
+    __device__ __forceinline__ bool leads() const {
+      if constexpr (Config::kSpread) return from == 0;
+      return !Config::kPortioned || portion == 0;
+    }
+    // A share has at most one piece that does not begin its tile, its first; and one that does, its last.
+    __device__ __forceinline__ int slot() const { return 2 * share + (from == 0 ? 1 : 0); }
   };
+
+  // kSpread: where a share begins in the sequence.
+  static __device__ __forceinline__ int share_start(const Args& args, int share) {
+    int left = share * args.share_cost, start = args.even;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const Stretch& stretch = i == 0 ? args.first : i == 1 ? args.second : i == 2 ? args.third : args.fourth;
+      const int whole = stretch.chunks * stretch.cost;
+      if (left < whole) return start + left / stretch.cost;
+      left -= whole;
+      start += stretch.chunks;
+    }
+    return start;
+  }
 
   // The places of a block, one after the other. Blocks that march through whole tiles side by side meet in
   // the cache: what they load and where their lines end. Shares of the rest let all of them end at the same
   // time: where a share begins inside of a tile, the window's first planes are computed by two blocks.
   struct Work {
-    int next;  // tile, or plane of positions
+    int next;      // tile, or plane of positions, or chunk (kSpread)
+    int from = 0;  // kSpread: of the share, where it begins,
+    int to = 0;    // and ends
 
     static __device__ __forceinline__ Work of_block(const Args& args) {
+      if constexpr (Config::kSpread) {
+        const int block = static_cast<int>(blockIdx.x), first = block * Layout::kChunks;
+        const int from = share_start(args, block);
+        return {first < args.even ? first : from, from, share_start(args, block + 1)};
+      }
       if constexpr (!Config::kMarch) return {static_cast<int>(blockIdx.x)};
       const int first = share(args) * depth(args);
       return {first < args.even ? first : args.even + share(args) * args.share};
     }
-    __device__ __forceinline__ bool left(const Args& args) const { return turn() < end(args); }
+    __device__ __forceinline__ bool left(const Args& args) const {
+      if constexpr (Config::kSpread) return next < args.even || next < to;
+      return turn() < end(args);
+    }
     // Variants with shifts of their own take different times: those that take longest come first, and the
     // blocks that were first in one round are last in the next.
     __device__ __forceinline__ int turn() const {
@@ -115,7 +168,14 @@ struct HaloTile {
       return round % 2 == 0 ? next : (2 * round + 1) * blocks - 1 - next;
     }
     __device__ __forceinline__ void advance(const Args& args) {
-      if constexpr (!Config::kMarch) {
+      if constexpr (Config::kSpread) {
+        if (next < args.even) {
+          next += static_cast<int>(gridDim.x) * Layout::kChunks;
+          if (next >= args.even) next = from;
+        } else {
+          next = (next / Layout::kChunks + 1) * Layout::kChunks;
+        }
+      } else if constexpr (!Config::kMarch) {
         next += static_cast<int>(gridDim.x);
       } else if (next < args.even) {
         next += static_cast<int>(gridDim.x) / args.beside * depth(args);
@@ -157,17 +217,32 @@ struct HaloTile {
         at.column_tile = (own - rest * kTiles) * Config::kVariants + variant;
         at.piece = 0;
       } else {
-        const int own = at.take_portion(args, next);
+        const int own = at.take_portion(args, Config::kSpread ? next / Layout::kChunks : next);
+        if constexpr (Config::kSpread) {
+          const int first = own * Layout::kChunks;
+          at.share = static_cast<int>(blockIdx.x);
+          at.from = next - first;
+          at.to = next < args.even || to - first > Layout::kChunks ? Layout::kChunks : to - first;
+        }
         rest = own / Layout::kColumnTiles;
         at.column_tile = own - rest * Layout::kColumnTiles;
         at.piece = 0;
+      }
+      if constexpr (Config::kSpread) {
+        if (args.step_rows > 0) return run_place(args, at, rest);
       }
       int above = divide(rest, args.tiles_w);
       const int w = rest - above * static_cast<int>(args.tiles_w.divisor);
       rest = above;
       above = divide(rest, args.tiles_h);
       const int h = rest - above * static_cast<int>(args.tiles_h.divisor);
-      if constexpr (!Config::kMarch) {
+      if constexpr (Config::kSpread) {
+        rest = above;
+        d = divide(rest, args.tiles_n);
+        above = rest - d * static_cast<int>(args.tiles_n.divisor);
+        d = turned(d, args.first_tile, args.tiles_d);
+        at.depths = args.tile.d;
+      } else if constexpr (!Config::kMarch) {
         rest = above;
         above = divide(rest, args.tiles_d);
         d = rest - above * static_cast<int>(args.tiles_d.divisor);
@@ -195,6 +270,24 @@ struct HaloTile {
       }
       return at;
     }
+
+    static __device__ __forceinline__ int turned(int tile, int first, const Divider& tiles) {
+      const int count = static_cast<int>(tiles.divisor);
+      return tile + first < count ? tile + first : tile + first - count;
+    }
+    // kSpread: a tile that is a run of all lines of a batch item, wherever lines and planes end.
+    static __device__ __forceinline__ Place run_place(const Args& args, Place at, int tile) {
+      const int run = divide(tile, args.tiles_n);
+      at.n = tile - run * static_cast<int>(args.tiles_n.divisor);
+      at.tile = turned(run, args.first_tile, args.tiles_h);
+      at.start = at.tile * args.step_rows;
+      at.h = at.w = 0;
+      at.d = divide(divide(at.start, args.halo_w), args.halo_h);
+      at.depths = divide(divide(at.start + args.step_rows - 1, args.halo_w), args.halo_h) - at.d + 1;
+      at.first_plane = at.last_output = 0;
+      at.planes = 1;
+      return at;
+    }
   };
 
   // Planes of a march that have input; those after them only complete outputs.
@@ -213,6 +306,56 @@ struct HaloTile {
     const int far_line = divide(position, args.halo_w), line = divide(far_line, args.by_far);
     const int far = far_line - line * static_cast<int>(args.by_far.divisor);
     return {line, far * args.near + near, position - far_line * args.halo.w};
+  }
+
+  // kSpread: the shifts of a pattern, in a source, by which some positions of a tile at this depth read
+  // planes of the input, or one; nobody loads or multiplies the panels of others. They are neighbours, for a
+  // pattern's shifts are in the order of d.
+  struct Shifts {
+    int first, end;
+    static __device__ __forceinline__ Shifts of(const Args& args, int depth, int depths, int variant,
+                                                int source, int pattern) {
+      const int start = Layout::first_shift(source, pattern);
+      Shifts found{start, start + Layout::own_shifts(variant, source, pattern)};
+      const int origin = depth + Config::kOrigin(variant + source, 0);  // either has more than one
+      const int left = args.input.d - Config::kReadPhase(source, 0) + Config::kReadStepD - 1;
+      const int planes = left < 0 ? 0 : left / Config::kReadStepD;
+      while (found.end - found.first > 1 && plane(variant, found.end - 1) + origin >= planes) --found.end;
+      while (found.end - found.first > 1 && plane(variant, found.first) + origin + depths <= 0) ++found.first;
+      return found;
+    }
+    static __device__ __forceinline__ int plane(int variant, int shift) {
+      return Config::kShift(Layout::shift_entry(variant, shift), 0);
+    }
+  };
+
+  // The input that a row of the halo of a run has (kSpread), and whether somebody multiplies with its sheet.
+  struct RunInput {
+    int d, h, w;
+    bool inside, used;
+  };
+  static __device__ __forceinline__ RunInput run_input(const Args& args, const Place& at, int row) {
+    const int shift = divide(row, args.by_sheet), place = row - shift * args.sheet_rows + at.start;
+    const int line = divide(place, args.halo_w), sheet = divide(line, args.halo_h);
+    const int variant = at.variant();
+    RunInput found;
+    found.d = sheet + shift + Config::kOrigin(variant, 0);
+    found.h = line - sheet * args.halo.h + Config::kOrigin(variant, 1);
+    found.w = place - line * args.halo.w + Config::kOrigin(variant, 2);
+    found.used = false;
+    for (int pattern = 0; pattern < Config::kPatterns; ++pattern) {
+      const auto own = Shifts::of(args, at.d, at.depths, variant, 0, pattern);
+      found.used |=
+          shift >= Shifts::plane(variant, own.first) && shift <= Shifts::plane(variant, own.end - 1);
+    }
+    found.inside = row < args.rows && inside(found.d, args.input.d) && inside(found.h, args.input.h) &&
+                   inside(found.w, args.input.w);
+    return found;
+  }
+
+  // The plane of positions that the rows of a tile are counted from: those of a run (kSpread) from the first.
+  static __device__ __forceinline__ int first_sheet(const Args& args, const Place& at) {
+    return Config::kSpread && args.step_rows > 0 ? 0 : at.d;
   }
 
   // 64 positions of a tile, the rows of one matrix instruction.
