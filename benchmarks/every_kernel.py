@@ -36,6 +36,7 @@ LAYERS = {
     "plain": ((2, 16, 5, 9, 11), (16, 24, 3, 3, 3), {}),
     "strided": ((2, 16, 4, 7, 9), (16, 16, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
     "lines": ((1, 32, 6, 8, 32), (32, 32, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+    "lines, odd rows": ((1, 32, 6, 8, 32), (32, 32, 3, 3, 3), {"stride": 2, "padding": 1}),
     "upsample": ((1, 32, 5, 6, 9), (32, 16, 2, 2, 2), {"stride": 2}),
     "upsample, wider": ((2, 64, 8, 8, 12), (64, 32, 2, 2, 2), {"stride": 2}),
     "upsample, many channels": ((2, 320, 16, 16, 16), (320, 160, 2, 2, 2), {"stride": 2}),

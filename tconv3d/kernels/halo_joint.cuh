@@ -64,8 +64,7 @@ struct HaloJoint {
         if (pair.exists) write_row<kPhase, kRow, kPiece>(args, me, sums, pair, run, image);
       });
       ptx::fence_async_proxy();
-      __syncwarp();
-      if (me.lane == 0) ptx::barrier_arrive(me.shared.image_full(me.images.index));
+      ptx::barrier_arrive(me.shared.image_full(me.images.index));
       me.images.advance();
     });
   }
@@ -100,8 +99,7 @@ struct HaloJoint {
             }
           }
           ptx::bulk_wait_read();
-          __syncwarp();
-          if (lane == 0) ptx::barrier_arrive(shared.image_empty(images.index));
+          ptx::barrier_arrive(shared.image_empty(images.index));
           images.advance();
         });
       }

@@ -140,8 +140,8 @@ struct HaloShared {
     }
     if constexpr (Config::kJoint) {
       for (int i = 0; i < kJointBuffers; ++i) {
-        ptx::barrier_init(image_full(i), kConsumerWarps);
-        ptx::barrier_init(image_empty(i), kJointWarps);
+        ptx::barrier_init(image_full(i), kConsumerWarps * 32);
+        ptx::barrier_init(image_empty(i), kJointWarps * 32);
       }
     } else {
       for (int i = kRingBarriers + 2; i < kBarriers; ++i) ptx::barrier_init(barrier(i), 32);

@@ -81,7 +81,7 @@ struct UnfoldedProducts {
     if (threadIdx.x == 0) {
       for (int i = 0; i < C::kStages; ++i) {
         ptx::barrier_init(full(i), job.input_grad ? 129 : 1);
-        ptx::barrier_init(empty(i), C::kConsumers * 4);
+        ptx::barrier_init(empty(i), C::kConsumers * 128);
       }
       ptx::fence_barrier_init();
     }
@@ -206,8 +206,7 @@ struct UnfoldedProducts {
       ptx::matrix_wait<0>();
 #pragma unroll
       for (int i = 0; i < 4 * kSteps; ++i) ptx::pin(words[i / 4][i % 4]);
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(empty(stage.index));
+      ptx::barrier_arrive(empty(stage.index));
       stage.advance(C::kStages);
     }
 #pragma unroll
