@@ -55,7 +55,8 @@ struct HaloPanels {
           for (int chunk = at.first_chunk(); chunk < at.end_chunk(); ++chunk) {
             for (int p = 0; p < Config::kPatterns; ++p) {
               const unsigned bytes = Layout::panel_bytes(p);
-              int shifts = Layout::own_shifts(at.variant(), source, p), after = 0;
+              int shifts = Layout::own_shifts(at.variant(), source, p);
+              [[maybe_unused]] int after = 0;
               if constexpr (Config::kSpread) {
                 const auto own = Tile::Shifts::of(args, at.d, at.depths, at.variant(), source, p);
                 const int before = own.first - Layout::first_shift(source, p), count = own.end - own.first;
