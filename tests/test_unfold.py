@@ -11,7 +11,7 @@ from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import Layer
-from test_up_backward import check, gradients, problems, tensors
+from test_up_backward import check, check_orders, check_special_value, problems
 
 from tconv3d import compiler, emulator, executor, planner
 from tconv3d import unfold_planner as unfold
@@ -107,26 +107,12 @@ def test_generated_geometries(layer: Layer, planes: int, unfolded: str) -> None:
 def test_no_order_of_threads_changes_the_result(unfolded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if unfolded != "cpu":
         pytest.skip("the emulator chooses the order")
-    layer = LAYERS["two row tiles"]
-    operands = tensors(layer, torch.float32, "cpu")
-    first = gradients(layer, *operands)
-    original = emulator.prepare
-    for order in ("reversed", "shuffled:1"):
-        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
-        executor.forget()
-        again = gradients(layer, *operands)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    check_orders(LAYERS["two row tiles"], monkeypatch)
 
 
 def test_special_values_stay_in_their_channel(unfolded: str) -> None:
     """A NaN reaches its own input positions and its own output channel, through nothing that only fills a tile."""
-    layer = LAYERS["up-convolution"]
-    x, w, dy = tensors(layer, torch.float32, unfolded)
-    dy[1, 3, 4, 1, 7] = float("nan")
-    dx, dw, db = gradients(layer, x, w, dy)
-    assert dx.isnan().any(1).nonzero().tolist() == [[1, 2, 0, 3]]
-    assert dw.isnan().nonzero()[:, 1:].unique(dim=0).tolist() == [[3, 0, 1, 1]]
-    assert db.isnan().nonzero().tolist() == [[3]]
+    check_special_value(LAYERS["up-convolution"], unfolded, (4, 1, 7), (2, 0, 3), (0, 1, 1))
 
 
 # ---- The planner's promises.

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from layers import UNIT, Layer, passes, poisoned
+from layers import UNIT, Layer, Triple, passes, poisoned
 from torch import Tensor
 
 from tconv3d import compiler, emulator, executor, planner
@@ -86,6 +86,28 @@ def check(
     return got
 
 
+def check_orders(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, in whatever order threads run."""
+    operands = tensors(layer, torch.float32, "cpu")
+    first = gradients(layer, *operands)
+    original = emulator.prepare
+    for order in ("reversed", "shuffled:1"):
+        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
+        executor.forget()
+        again = gradients(layer, *operands)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def check_special_value(layer: Layer, device: str, at: Triple, position: Triple, tap: Triple) -> None:
+    """Of a NaN in the output gradient's channel 3, which only one position and one tap have to do with."""
+    x, w, dy = tensors(layer, torch.float32, device)
+    dy[(1, 3, *at)] = float("nan")
+    dx, dw, db = gradients(layer, x, w, dy)
+    assert dx.isnan().any(1).nonzero().tolist() == [[1, *position]]
+    assert dw.isnan().nonzero()[:, 1:].unique(dim=0).tolist() == [[3, *tap]]
+    assert db.isnan().nonzero().tolist() == [[3]]
+
+
 @pytest.mark.parametrize(("dtype", "name"), CASES, ids=lambda value: str(value))
 def test_against_float64(dtype: torch.dtype, name: str, together: str) -> None:
     check(LAYERS[name], dtype, together)
@@ -132,26 +154,12 @@ def test_several_ranges_of_rows(dtype: torch.dtype, together: str, monkeypatch: 
 def test_no_order_of_threads_changes_the_result(together: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if together != "cpu":
         pytest.skip("the emulator chooses the order")
-    layer = LAYERS["lines of two tiles"]
-    operands = tensors(layer, torch.float32, "cpu")
-    first = gradients(layer, *operands)
-    original = emulator.prepare
-    for order in ("reversed", "shuffled:1"):
-        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
-        executor.forget()
-        again = gradients(layer, *operands)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    check_orders(LAYERS["lines of two tiles"], monkeypatch)
 
 
 def test_special_values_stay_in_their_channel(together: str) -> None:
     """A NaN reaches its own input position and its own output channel, through nothing that only fills a tile."""
-    layer = LAYERS["nothing whole"]
-    x, w, dy = tensors(layer, torch.float32, together)
-    dy[1, 3, 4, 1, 23] = float("nan")
-    dx, dw, db = gradients(layer, x, w, dy)
-    assert dx.isnan().any(1).nonzero().tolist() == [[1, 2, 0, 11]]
-    assert dw.isnan().nonzero()[:, 1:].unique(dim=0).tolist() == [[3, 0, 1, 1]]
-    assert db.isnan().nonzero().tolist() == [[3]]
+    check_special_value(LAYERS["nothing whole"], together, (4, 1, 23), (2, 0, 11), (0, 1, 1))
 
 
 # ---- The planner's promises.
