@@ -21,7 +21,6 @@ REGISTERS = 65536  # of a multiprocessor
 MAX_REGISTERS = 200  # of a thread
 MAX_LOADS = 32
 AHEAD = 4  # planes of x that are called into L2 before they are loaded
-WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
         if taps & (taps - 1):
             return "the sums of the taps have no halves"
         blocks = 0 if _channel_lanes(walk) else -(-walk.side.grid[1] * walk.side.grid[2] // THREADS)
-        if problem.batch * blocks * g.groups * g.taps * 4 > WORKSPACE_BYTES:
+        if problem.batch * blocks * g.groups * g.taps * 4 > device.workspace_bytes:
             return "the parts do not fit the workspace"
     return None
 
@@ -173,7 +172,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     resident = max(1, REGISTERS // (walk.registers(problem.which) * THREADS))
     most = depth
     if problem.which is Pass.WEIGHT_GRAD and not channel_lanes:
-        most = min(depth, WORKSPACE_BYTES // (max(1, problem.batch) * blocks * g.groups * g.taps * 4))
+        most = min(depth, device.workspace_bytes // (max(1, problem.batch) * blocks * g.groups * g.taps * 4))
     length = _length(depth, most, walk.slots, flat, device.multiprocessors * resident)
     parts = -(-depth // length)
     march = int64s(*side.x) + int32s(*side.x_size, *side.grid, length, problem.batch)

@@ -24,7 +24,6 @@ SCALARS = {
 HAS_EPILOGUE = True
 MAX_THREADS = 256
 STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a time
-WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 WARPS_PER_MULTIPROCESSOR = 32  # that split kernels aim for
 LOAD_CYCLES = 400  # from a load of x to the next, in a multiprocessor with few warps
 CHAINED = 1.35  # times what the model says, where sums of sums are kept: of two measured layers, 1.33 and 1.40
@@ -374,7 +373,7 @@ def _lanes_are_positions(*tensors: Strides) -> bool:
 def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Device) -> int:
     """Into how many parts a sum over positions is split: enough to fill the GPU, as few as that takes."""
     wanted = -(-device.multiprocessors * WARPS_PER_MULTIPROCESSOR // units)
-    return max(1, min(wanted, positions // 256, WORKSPACE_BYTES // (count * acc_bytes)))
+    return max(1, min(wanted, positions // 256, device.workspace_bytes // (count * acc_bytes)))
 
 
 def _reduce(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ class Task:
     start: Start  # of all operands and the stream
     regions: tuple[int, ...] = ()  # places in the workspace that are operands too
     packing: Packing | None = None
+    less: Callable[[], Task] | None = None  # the same in less workspace, for when memory is short
 
     def run(
         self, like: Tensor, addresses: Addresses, weight: Tensor | None = None, keep: bool = False
@@ -113,7 +114,12 @@ class Task:
                 self.packing.launch(self.packing.start_all, like, operands, promise.pack, stream)
                 return promise.keep()
         if self.workspace_bytes:
-            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
+            try:
+                workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
+            except torch.OutOfMemoryError:
+                if self.less is None:
+                    raise
+                return self.less().launch(like, operands)
             start = workspace.data_ptr()
             operands = (*operands, start, *[start + region for region in self.regions])
         return self.start(operands, stream)
@@ -302,9 +308,9 @@ def backward(
     if task is None:
         found = _wanted_problems(grad_output, input, weight, wanted, input_size, kernel, convolution)
         problems = tuple([each[0] for each in found if each is not None])
-        plan = planner.plan_gradients(problems, device_of(grad_output))
         layouts = tuple([None if each is None else each[1] for each in found])
-        task = remember(key, make_task(plan, BACKWARD, layouts, grad_output))
+        plan = functools.partial(planner.plan_gradients, problems)
+        task = remember(key, _gradients_task(plan, BACKWARD, layouts, grad_output))
     x, w = 0 if input is None else input.data_ptr(), 0 if weight is None else weight.data_ptr()
     return task.run(grad_output, (grad_output.data_ptr(), x, w), weight)
 
@@ -390,7 +396,16 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
-    return make_task(planner.plan(problem, device_of(like)), OPERANDS[problem.which], (layout,), like)
+    return _gradients_task(functools.partial(planner.plan, problem), OPERANDS[problem.which], (layout,), like)
+
+
+def _gradients_task(
+    plan: Callable[[Device], Plan], names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor
+) -> Task:
+    """Sums are split to fill the GPU. Where there is no memory for the parts, they are not."""
+    device, empty = device_of(like), like.new_empty(0)
+    less = functools.cache(lambda: make_task(plan(device.thrifty), names, results, empty))
+    return replace(make_task(plan(device), names, results, like), less=less)
 
 
 def make_task(plan: Plan, names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor) -> Task:

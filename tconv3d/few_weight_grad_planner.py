@@ -26,7 +26,6 @@ BUFFER_BYTES = 40 * 1024  # of the tensor with many channels, in shared memory: 
 MAX_ROWS = 256  # positions of a tile
 LINE_BYTES = 32  # that beginning a new line costs, in bytes of a long one
 BARRIER_BYTES = 8 * 1024  # likewise
-WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 
 
 def few_side(problem: Problem) -> Side:
@@ -171,7 +170,7 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     p, g = side.problem, side.problem.geometry
     count = g.in_channels * g.out_per_group * g.taps
     wanted = max(1, device.multiprocessors * blocks // layout.kinds)
-    splits = max(1, min(tile.count, wanted, WORKSPACE_BYTES // (count * 4)))
+    splits = max(1, min(tile.count, wanted, device.workspace_bytes // (count * 4)))
     vector, channel_lanes = _vector(layout), _channel_lanes(side)
     lines_d, lines_h = (n * gather.output_step for n, gather in zip(tile.size[:2], side.gathers[:2], strict=True))
     line_vectors = tile.size[2] * side.gathers[2].output_step // max(1, vector)

@@ -21,7 +21,7 @@ from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, volume_kind
-from .weight_grad_planner import WORKSPACE_BYTES, wide
+from .weight_grad_planner import wide
 
 SEGMENT = 4  # words of 32 bits along w
 ROW_SEGMENTS = 8  # of a row of K in shared memory
@@ -33,7 +33,7 @@ MAX_ROW_TILES = 4
 BANKS = 32  # of shared memory, a word each
 OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
 MIN_EFFICIENCY = 0.25  # of the products that count
-SLICES_BYTES = 4 * WORKSPACE_BYTES  # that the parts of all slices of a batch may take
+SLICED = 4  # times as much workspace may the parts of all slices of a batch take
 COPYING_IS_WORTH = 1.4  # how much longer than the products slow copies may take
 
 
@@ -1014,7 +1014,7 @@ def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Devic
     """Into how many parts the steps are split: what fills the GPU with the least left over at the end."""
     waves = -(-4 * device.multiprocessors // made.tiling.kinds(layer.geometry))
     steps = _steps(batch, size, layer, made.box)
-    room = WORKSPACE_BYTES if slices == 1 else SLICES_BYTES // slices
+    room = device.workspace_bytes if slices == 1 else SLICED * device.workspace_bytes // slices
     most = max(1, min(steps, room // (_count(layer.geometry) * 4), waves))
     return min(range(1, most + 1), key=_cycles(layer, made, batch, size, device))
 

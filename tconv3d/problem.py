@@ -5,7 +5,7 @@ Plain data that the planner's parts share. Knows sizes and strides, never tensor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
@@ -34,6 +34,12 @@ class Device:
     capability: tuple[int, int]
     multiprocessors: int
     shared_bytes: int  # that one block can have
+    workspace_bytes: int = 64 * 1024 * 1024  # that partial sums may take
+
+    @property
+    def thrifty(self) -> Device:
+        """The same when memory is short: sums are not split, and nothing is copied only to be faster."""
+        return replace(self, workspace_bytes=0)
 
 
 @dataclass(frozen=True)

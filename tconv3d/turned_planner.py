@@ -68,6 +68,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if p.item_bytes not in (2, 4):
         return f"elements of {p.dtype} are not turned"
     slices = slices_of(p)
+    if not device.workspace_bytes:
+        return "memory is short"
     if not slices:
         return f"contiguous tensors would take more than {MAX_BYTES >> 20} MB at a time, or nothing"
     if few_weight_grad_planner.why_not(p, device) is None:

@@ -47,7 +47,6 @@ COLUMNS = (64, 96, 128, 160, 192, 224, 256, 288)
 MOST_STAGES, LEAST_STAGES = 6, 3
 REGION_ALIGN = 256
 MOST_SUMMING = 8  # blocks of a multiprocessor
-WORKSPACE_BYTES = 64 * 1024 * 1024
 
 # What a multiprocessor does, in cycles of 1.755 GHz. Fitted to 48 times of an H200, which are 9% off on average.
 BLOCK_CYCLES = 6000.0  # the first panels' way, the sums' way out
@@ -278,7 +277,7 @@ def _portioned(o: Operands, tiling: Tiling, device: Device) -> Iterator[Tiling]:
         left = max(device.multiprocessors - w * portions_w, 1)
         for portions_x in {*_portions(x, o.chunks_x, device), max(1, min(left // x, o.chunks_x))}:
             portioned = replace(tiling, portions_x=portions_x, portions_w=portions_w)
-            if sum(4 * count * number for _, count, number in _parts(o, portioned)) <= WORKSPACE_BYTES:
+            if sum(4 * count * number for _, count, number in _parts(o, portioned)) <= device.workspace_bytes:
                 yield portioned
 
 
@@ -324,8 +323,8 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
     o = Operands(g, p.batch, p.input_size)
     if slices_of(o, device) is None:
         return "channels of dy are too large for shared memory"
-    if sum(o.regions.values()) > WORKSPACE_BYTES:
-        return f"operands would take more than {WORKSPACE_BYTES >> 20} MB"
+    if sum(o.regions.values()) > device.workspace_bytes:
+        return f"operands would take more than {device.workspace_bytes >> 20} MB"
     return None
 
 

@@ -18,7 +18,6 @@ from .launch import Constants, Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
 from .sums import Sum, add_parts
-from .weight_grad_planner import WORKSPACE_BYTES
 
 THREADS = 512
 # Of a chunk, by taps along w: rows, pieces of 16 bytes that a tile has of each, bytes from row to row.
@@ -144,7 +143,7 @@ def _vectors(p: Problem, q: Problem) -> bool:
 
 def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
     g = tiling.geometry
-    most = WORKSPACE_BYTES // (4 * g.in_channels * g.out_channels * g.taps)
+    most = device.workspace_bytes // (4 * g.in_channels * g.out_channels * g.taps)
     splits = max(1, min(tiles, device.multiprocessors // tiling.kinds, most))
     return -(-tiles // -(-tiles // splits))  # as few as take as long
 

@@ -22,7 +22,6 @@ from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
 SEGMENT = 4  # words of 32 bits: one load of a lane
 CHUNK = 4  # segments that a warp multiplies at a time
 MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
-WORKSPACE_BYTES = 64 * 1024 * 1024  # that partial sums may take
 REGISTERS = 65536  # of a multiprocessor
 MIN_EFFICIENCY = 0.25  # of the products of a channel tile that count
 
@@ -489,7 +488,7 @@ def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Ti
     """Into how many parts the positions are split: what fills the GPU with the least left over at the end."""
     kinds, slots = tiling.kinds(p.geometry), device.multiprocessors * tiling.blocks
     tiles = _tiles(p, layer, box)
-    most = max(1, min(tiles, WORKSPACE_BYTES // (count * 4), -(-4 * slots // kinds)))
+    most = max(1, min(tiles, device.workspace_bytes // (count * 4), -(-4 * slots // kinds)))
     tile = _tile_cycles(layer, planes, tiling, box)
     return min(range(1, most + 1), key=lambda splits: _cycles(kinds, slots, tiles, tile, splits, count, device))
 
