@@ -31,7 +31,7 @@ from .geometry import Geometry, Triple
 from .halo_job import job_of
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
-from .problem import Device, Pass, Plan, Problem
+from .problem import Device, Pass, Plan, Problem, volume_kind
 from .sums import Sum, add_parts
 from .up_backward_planner import contiguous
 
@@ -70,6 +70,9 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+Place = tuple[Geometry, int, Device]  # where what is compiled is remembered: a layer, a kind of volume
+
+
 @dataclass(frozen=True)
 class Operands:
     """The matrices of both products."""
@@ -77,6 +80,9 @@ class Operands:
     geometry: Geometry
     batch: int
     size: Triple
+
+    def place(self, device: Device) -> Place:
+        return self.geometry, volume_kind(self.batch * self.positions), device
 
     @property
     def positions(self) -> int:
@@ -178,13 +184,34 @@ class Slices:
         return (own + ceil(own)) / 2 * (copied + written) + own * SLICE + reading + waves * UNFOLD_CYCLES
 
 
+Compiled = tuple[int, int, int]  # columns of both products, and how many warpgroups multiply
+
+# Of the first volume of its kind that the process has met, so that a new one does not recompile.
+_channels: dict[Place, int] = {}
+_compiled: dict[Place, Compiled] = {}
+_taken: dict[Place, bool] = {}
+
+
+def forget() -> None:
+    """The next volume is the first of its kind."""
+    for remembered in (_channels, _compiled, _taken):
+        remembered.clear()
+    slices_of.cache_clear()
+    tiling_of.cache_clear()
+
+
 @lru_cache(maxsize=1024)
 def slices_of(o: Operands, device: Device) -> Slices | None:
     d, h, _ = o.size
     lines = [*(n for n in range(1, h) if h % n == 0), *(h * planes for planes in range(1, d + 1))]
-    found = [Slices(o, channels, n) for channels in CHANNELS for n in lines]
+    place = o.place(device)
+    choices = (_channels[place],) if place in _channels else CHANNELS
+    found = [Slices(o, channels, n) for channels in choices for n in lines]
     fitting = [slices for slices in found if slices.whole and slices.bytes <= IMAGE_BYTES]
-    return min(fitting, key=lambda slices: slices.cycles(device), default=None)
+    best = min(fitting, key=lambda slices: slices.cycles(device), default=None)
+    if best is not None:
+        _channels.setdefault(place, best.channels)
+    return best
 
 
 @dataclass(frozen=True)
@@ -260,12 +287,17 @@ def _parts(o: Operands, tiling: Tiling) -> list[tuple[str, int, int]]:
 
 @lru_cache(maxsize=1024)
 def tiling_of(o: Operands, device: Device) -> Tiling:
-    found: list[Tiling] = []
+    choices: list[Compiled] = []
     for consumers, most in MOST_COLUMNS.items():
         columns = [n for n in COLUMNS if n <= most]
-        for columns_x, columns_w in product(columns, columns):
-            found += _portioned(o, Tiling(columns_x, columns_w, consumers=consumers), device)
-    return min(found, key=lambda tiling: products_cycles(o, tiling, device))
+        choices += [(*both, consumers) for both in product(columns, columns)]
+    place = o.place(device)
+    found: list[Tiling] = []
+    for columns_x, columns_w, consumers in (_compiled[place],) if place in _compiled else choices:
+        found += _portioned(o, Tiling(columns_x, columns_w, consumers=consumers), device)
+    best = min(found, key=lambda tiling: products_cycles(o, tiling, device))
+    _compiled.setdefault(place, (best.columns_x, best.columns_w, best.consumers))
+    return best
 
 
 def _portioned(o: Operands, tiling: Tiling, device: Device) -> Iterator[Tiling]:
@@ -332,8 +364,12 @@ def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
     if why_not_together(problems, device) is not None:
         return None
     p = problems[Pass.INPUT_GRAD]
-    o, apart = Operands(p.geometry, p.batch, p.input_size), cycles_apart(problems, device)
-    if MIN_GAIN and (not apart or apart < MIN_GAIN * cycles(o, device, Pass.BIAS_GRAD in problems)):
+    o = Operands(p.geometry, p.batch, p.input_size)
+    place = o.place(device)
+    if MIN_GAIN and place not in _taken:
+        apart = cycles_apart(problems, device)
+        _taken[place] = bool(apart) and apart >= MIN_GAIN * cycles(o, device, Pass.BIAS_GRAD in problems)
+    if MIN_GAIN and not _taken[place]:
         return None
     return plan_tiling(problems, device, tiling_of(o, device))
 

@@ -43,6 +43,7 @@ def unfolded(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         pytest.skip("warpgroup matrix instructions need compute capability 9.0")
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     monkeypatch.setattr(unfold, "MIN_GAIN", 0.0)
+    unfold.forget()
     executor.forget()
     yield ours
     executor.forget()
@@ -150,6 +151,23 @@ def test_wide_layers_on_small_volumes_get_it() -> None:
     assert kernels(WIDE, bias=False) == ["unfold"]
     assert "unfold" not in kernels(replace(WIDE, size=(4, 24, 24)))
     assert "unfold" not in kernels(Layer(64, 32, (64, 64, 64), T2, T2))
+
+
+def test_a_new_volume_or_batch_compiles_nothing() -> None:
+    def compiled(layer: Layer) -> list[object]:
+        plan = unfold.plan_together(problems(layer), H200)
+        assert plan is not None
+        return [(launch.kernel, launch.constants) for launch in plan.launches[:2]]
+
+    sevens = replace(WIDE, batch=7)
+    unfold.forget()
+    apart = compiled(sevens)
+    unfold.forget()
+    first = compiled(WIDE)
+    assert apart != first == compiled(sevens)  # it would have other columns if it were the first
+    for batch, size in ((1, (2, 6, 6)), (4, (3, 7, 5)), (2, (2, 13, 8))):
+        assert compiled(replace(WIDE, batch=batch, size=size)) == first
+    unfold.forget()
 
 
 def test_products_are_not_serialized() -> None:
