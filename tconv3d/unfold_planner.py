@@ -22,13 +22,11 @@ from . import (
     few_weight_grad_planner,
     group_backward_planner,
     halo_planner,
-    hopper_weight_grad_planner,
     tensor_cores,
     up_backward_planner,
     up_grad_planner,
 )
 from .geometry import Geometry, Triple
-from .halo_job import job_of
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, volume_kind
@@ -389,11 +387,15 @@ def cycles_apart(problems: dict[Pass, Problem], device: Device) -> float:
     )
     if any(family.why_not(problem, device) is None for family, problem in others):
         return 0.0
-    found = halo_planner.plan_or_none(job_of(p), device) if halo_planner.why_not(p, device) is None else None
-    if found is None or hopper_weight_grad_planner.why_not(q, device) is not None:
+    if halo_planner.why_not(p, device) is not None:
         return 0.0
-    others_take = {p: found.cycles, q: hopper_weight_grad_planner.cycles(q, device)}
-    return sum(up_grad_planner.cycles_of(each, device) or APART * cost for each, cost in others_take.items())
+    total = 0.0
+    for each in (p, q):
+        other = up_grad_planner.other_cycles(each, device)
+        if other is None:
+            return 0.0
+        total += up_grad_planner.cycles_of(each, device) or APART * other
+    return total
 
 
 def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:

@@ -184,7 +184,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     tiling = choose_for(p, device)
     if tiling is None:
         return "shared memory has no room for its stages"
-    other = _other_cycles(p, device)
+    other = other_cycles(p, device)
     if other is not None and other < MIN_GAIN[p.which] * cycles(tiling, pieces_of(p), device):
         return "other kernels are predicted to take as long or less"
     return None
@@ -213,7 +213,7 @@ def _one_run(strides: Strides, size: tuple[int, ...]) -> bool:
     return strides[2:] == contiguous(size)
 
 
-def _other_cycles(p: Problem, device: Device) -> float | None:
+def other_cycles(p: Problem, device: Device) -> float | None:
     """What the families that would take the problem otherwise are predicted to take, if there are any."""
     if p.which is Pass.INPUT_GRAD:
         found = halo_planner.plan_or_none(job_of(p), device)

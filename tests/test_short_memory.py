@@ -17,7 +17,7 @@ from tconv3d.problem import Pass
 
 T1, T2, T3, T4 = ((n, n, n) for n in (1, 2, 3, 4))
 
-# By who computes the gradients on a Hopper GPU.
+# By who computes the gradients in the emulator.
 LAYERS = {
     "unfold": Layer(40, 24, (2, 3, 4), T3, T2, T1, T1),
     "halo, hopper_weight_grad": Layer(16, 8, (8, 12, 16), T4, T2, T1, batch=3),
