@@ -42,6 +42,7 @@ LAYERS = {
     "upsample, many channels": ((2, 320, 16, 16, 16), (320, 160, 2, 2, 2), {"stride": 2}),
     "gan": ((3, 64, 4, 4, 4), (64, 32, 4, 4, 4), {"stride": 2, "padding": 1}),
     "wide": ((2, 384, 8, 8, 8), (384, 64, 3, 3, 3), {"stride": 2, "padding": 1}),
+    "last tiles divided": ((1, 192, 8, 4, 8), (192, 128, 3, 3, 3), {"padding": 1}),  # planned for 4 multiprocessors
     "few outputs": ((1, 16, 5, 9, 20), (16, 1, 4, 4, 4), {"stride": 2, "padding": 1}),
     "groups": ((2, 32, 4, 6, 9), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),
     "small groups": ((2, 32, 4, 6, 21), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),
