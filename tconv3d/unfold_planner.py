@@ -187,7 +187,7 @@ Compiled = tuple[int, int, int]  # columns of both products, and how many warpgr
 # Of the first volume of its kind that the process has met, so that a new one does not recompile.
 _channels: dict[Place, int] = {}
 _compiled: dict[Place, Compiled] = {}
-_taken: dict[Place, bool] = {}
+_taken: dict[tuple[Place, bool], bool] = {}  # by whether the bias's gradient is wanted too
 
 
 def forget() -> None:
@@ -363,11 +363,12 @@ def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
         return None
     p = problems[Pass.INPUT_GRAD]
     o = Operands(p.geometry, p.batch, p.input_size)
-    place = o.place(device)
-    if MIN_GAIN and place not in _taken:
+    bias = Pass.BIAS_GRAD in problems
+    asked = (o.place(device), bias)
+    if MIN_GAIN and asked not in _taken:
         apart = cycles_apart(problems, device)
-        _taken[place] = bool(apart) and apart >= MIN_GAIN * cycles(o, device, Pass.BIAS_GRAD in problems)
-    if MIN_GAIN and not _taken[place]:
+        _taken[asked] = bool(apart) and apart >= MIN_GAIN * cycles(o, device, bias)
+    if MIN_GAIN and not _taken[asked]:
         return None
     return plan_tiling(problems, device, tiling_of(o, device))
 

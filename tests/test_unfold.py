@@ -153,6 +153,17 @@ def test_wide_layers_on_small_volumes_get_it() -> None:
     assert "unfold" not in kernels(Layer(64, 32, (64, 64, 64), T2, T2))
 
 
+def test_a_layer_with_bias_does_not_decide_for_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    o = unfold.Operands(problems(WIDE)[Pass.INPUT_GRAD].geometry, WIDE.batch, WIDE.size)
+    with_bias, without = (unfold.MIN_GAIN * unfold.cycles(o, H200, bias) for bias in (True, False))
+    assert with_bias > without
+    monkeypatch.setattr(unfold, "cycles_apart", lambda problems, device: (with_bias + without) / 2)
+    for order in ((True, False), (False, True)):
+        unfold.forget()
+        assert [("unfold" in kernels(WIDE, bias), bias) for bias in order] == [(not bias, bias) for bias in order]
+    unfold.forget()
+
+
 def test_a_new_volume_or_batch_compiles_nothing() -> None:
     def compiled(layer: Layer) -> list[object]:
         plan = unfold.plan_together(problems(layer), H200)
