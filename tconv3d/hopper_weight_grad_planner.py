@@ -15,15 +15,14 @@ from math import inf, prod
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from . import tensor_cores
+from . import tensor_cores, weight_grad_planner
 from .direct_planner import SCALARS
 from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, volume_kind
-from .weight_grad_planner import wide
+from .weight_grad_planner import SEGMENT, wide
 
-SEGMENT = 4  # words of 32 bits along w
 ROW_SEGMENTS = 8  # of a row of K in shared memory
 MAX_SEGMENTS = 128  # of a box
 JOB_CHANNELS = 8  # that a producer warp copies at a time
@@ -413,25 +412,12 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class Box:
-    """The positions of a step: run-time values, chosen for the volume."""
-
-    d: int
-    h: int
-    w: int  # segments
-
-    @property
-    def segments(self) -> int:
-        return self.d * self.h * self.w
+class Box(weight_grad_planner.Box):
+    """The positions of a step."""
 
     @property
     def k_rows(self) -> int:
         return -(-self.segments // ROW_SEGMENTS)
-
-    def count(self, size: Triple, per_word: int) -> Triple:
-        """Boxes along d, h, w."""
-        extents = (self.d, self.h, self.w * SEGMENT * per_word)
-        return tuple(-(-extent // box) for extent, box in zip(size, extents, strict=True))
 
 
 @dataclass(frozen=True)
