@@ -112,8 +112,7 @@ class Build:
     rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
     buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
     lines: bool = False  # whether stages hold lines as they are in memory (kernels/halo_lines.cuh)
-    handed: bool = False  # the same for rows of outputs that begin anywhere (kernels/halo_handed.cuh)
-    joint: bool = False  # the same, stored as long runs by producers (kernels/halo_joint.cuh)
+    joint: bool = False  # the same for rows of outputs that begin anywhere: long runs (kernels/halo_joint.cuh)
     in_registers: bool = False  # whether copied floats are rounded by consumers (kernels/halo_registers.cuh)
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
     fine: bool = False  # panels of one unit
@@ -306,19 +305,13 @@ class Build:
         image = self.image_rows * (self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes + 32)
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
         part = self.slabs * self.columns * SLAB * 4 if self.divided else 0
-        scratch = self.handed_bytes if self.lines else images or SCRATCH_BYTES
+        scratch = 0 if self.lines else images or SCRATCH_BYTES
         return BARRIER_BYTES + part + self.consumers * scratch + self.joint_bytes
 
     @property
     def woven(self) -> int:
         """Slabs whose positions a lane has in turn, where lines are taken as they are in memory."""
         return 4 // self.item_bytes
-
-    @property
-    def handed_bytes(self) -> int:
-        """Of words that warps of a consumer hand on, in two buffers, and of those at the ends of rows."""
-        vectors = self.march_step * self.image_rows * self.out_tile // 4
-        return 256 * vectors * (2 * ceil_div(self.slabs, self.woven) + 1) if self.handed else 0
 
     @property
     def joint_bytes(self) -> int:
@@ -522,8 +515,8 @@ class Build:
 
     @property
     def unrolled_shifts(self) -> int:
-        """Of a streaming build, whose loop is unrolled: in 16 bits (measured, docs/performance.md), but not where two
-        slabs have several patterns, nor where panels are small: there it loses."""
+        """Of a streaming build, whose loop is unrolled: in 16 bits (measured, docs/performance/wide.md), but not
+        where two slabs have several patterns, nor where panels are small: there it loses."""
         forward = self.skips and self.item_bytes == 2 and not (self.gather or self.portioned or self.fine)
         return 8 if forward and (self.slabs == 1 or len(self.program.patterns) == 1) else 1
 
@@ -549,8 +542,7 @@ class Build:
         if self.copied:
             panels += f", input {'rounded and ' if self.rewritten else ''}copied past registers"
         if self.lines:
-            ways = ((self.handed, ", outputs handed on"), (self.joint, ", outputs stored as long runs"))
-            panels += ", input in lines as in memory" + "".join(name for has, name in ways if has)
+            panels += f", input in lines as in memory{', outputs stored as long runs' if self.joint else ''}"
         if self.in_registers:
             panels += ", rounded by consumers"
         if self.fine:
@@ -610,7 +602,6 @@ class Build:
             ("kDivided", self.divided),
             ("kBuffers", self.buffers),
             ("kLines", self.lines),
-            ("kHanded", self.handed),
             ("kJoint", self.joint),
             ("kJointBuffers", self.joint_buffers),
             ("kJointPitch", self.joint_pitch),
@@ -686,9 +677,9 @@ class Build:
         """Whether the way this build stores is one for the job's rows. Images are for those that are no
         multiples of 16 bytes. Portions are for a result without gaps that nothing follows."""
         if self.lines:
-            dense = job.written[3] == job.written_size[2] or not self.joint
-            anywhere = self.handed or self.joint
-            return has_lines(job) and dense and job.norm is None and anywhere == _begins_anywhere(job)
+            anywhere, dense = _begins_anywhere(job), job.written[3] == job.written_size[2]
+            way = dense and (anywhere or job.item_bytes == 2) if self.joint else not anywhere
+            return has_lines(job) and way and job.norm is None
         if self.in_registers:
             return job.written_last and job.has_rows and job.norm is None
         if self.portioned:  # parts are laid out like the result, and added as they are
@@ -981,22 +972,21 @@ def _rows(job: Job) -> tuple[int, ...]:
 
 def has_lines(job: Job) -> bool:
     """Whether lines can be copied as they are in memory, and those of outputs be stored by whole vectors, of two
-    positions each (kernels/halo_lines.cuh), or by what lanes hand each other."""
+    positions each (in 16 bits of four: kernels/halo_lines.cuh), or as long runs."""
     *outer, line, one = job.read
     copied = one == 1 and line == job.read_size[2] and not any(v * job.item_bytes % 16 for v in (*outer, line))
     stride = 1 if job.gather else job.geometry.stride[2]
     positions, width = job.positions[2], job.written_size[2]
-    if _begins_anywhere(job):
+    if job.item_bytes == 2 or _begins_anywhere(job):
         stored = stride == 2 and 0 <= stride * positions - width <= 1 and positions % (8 // job.item_bytes) == 0
     else:
-        stored = stride * positions == width and job.item_bytes == 4
+        stored = stride * positions == width
     return copied and stored and job.written[4] == 1 and job.aligned
 
 
 def _begins_anywhere(job: Job) -> bool:
-    """Whether rows of outputs are no multiples of what a lane has of two positions, or have 16 bits."""
-    stride = 1 if job.gather else job.geometry.stride[2]
-    return not job.gather and (job.item_bytes == 2 or any(v % (2 * stride) for v in _rows(job)))
+    """Whether rows of outputs are no multiples of the 16 bytes that a lane has of them."""
+    return not job.gather and any(v * job.item_bytes % 16 for v in _rows(job))
 
 
 def _wide(job: Job) -> bool:

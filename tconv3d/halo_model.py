@@ -17,8 +17,8 @@ class Costs:
 
     Most are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16);
     `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot`, those of rows and of turns of lines,
-    since, to 446 float32 builds of random and reference layers (docs/performance.md). `shared`, `supplied`, `adding`,
-    `pieced_bytes`, `busy`, `apart` and `little_hides` are set by hand, each by a few measured builds.
+    since, to 446 float32 builds of random and reference layers (docs/performance/planner.md). `shared`, `supplied`,
+    `adding`, `pieced_bytes`, `busy`, `apart` and `little_hides` are set by hand, each by a few measured builds.
     """
 
     start: float = 14300.0  # of a launch
@@ -54,8 +54,6 @@ class Costs:
     apart: float = 2.2  # stores of one phase along w, times those of all
     little_hides: float = 3.5  # the same beside one producer warpgroup
     imaged: float = 3.5  # of as many outputs of 4 bytes through images
-    handed: float = 9.4  # the same, handed from lane to lane, of rows that begin anywhere (set by hand: images win)
-    handed_short: float = 6.0  # the same of floats in rows of less than SHORT_ROW outputs (set by hand: images lose)
     joint: float = 1.2  # the same, written to images of long runs
     strict_panel: float = 180.0  # of strict float32, until a panel's products are there
     strict_sum: float = 10.0  # the same, of adding one of its sums to a total
@@ -95,7 +93,6 @@ SKIPPED = 0.5  # of what is left out, what is gained: consumers wait for each ot
 FILLED = 0.5  # of the time that shared memory takes what arrives, what operands wait
 SHARED_BYTES = 128  # per cycle, of shared memory
 COPY_BYTES = 512  # of a copy by a warp
-SHORT_ROW = 128  # outputs: 63 and 111 were measured, and 255
 MAX_ROUNDS = 8  # of tiles, up to which blocks may divide the last ones
 NARROW = 64  # columns of a matrix instruction up to which shared memory binds it, and what else passes through that
 
@@ -142,7 +139,7 @@ def _line_bytes(build: Build, tiling: Tiling) -> float:
 
 def _finding_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
     """Of the loaders: where the rows of a tile lie in every source but the first, whatever the channels are. Not in
-    16 bits: that gave two of three measured input gradients to slower builds (docs/performance.md)."""
+    16 bits: that gave two of three measured input gradients to slower builds (docs/performance/planner.md)."""
     turns = ceil_div(ceil_div(build.loaded_rows(job, tiling), 32) * build.shares, build.loaders)
     return 0.0 if build.lines or build.item_bytes == 2 else costs.find * turns * (len(build.program.sources) - 1)
 
@@ -154,9 +151,6 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
         outputs = outputs * build.march_step / build.window
     if build.joint:
         return outputs / 32 * costs.joint
-    if build.handed and build.vector(job, tiling) * build.item_bytes < 16:
-        short = build.item_bytes == 4 and job.written_size[2] < SHORT_ROW
-        return outputs / 32 * (costs.handed_short if short else costs.handed) * build.item_bytes / 4
     if build.lines:
         return outputs / 32 * costs.quads * (2 if build.gather else 1)
     if build.buffers:

@@ -240,10 +240,10 @@ def _in_lines(build: Build) -> Iterator[Build]:
     """The same with lines of input as they are in memory, which need no loaders."""
     if build.march and not build.copied and takes_lines(build.geometry, False, build.dtype, build.strict):
         lines = replace(build, lines=True, producers=1)
-        if build.dtype == "float32":
+        whole = build.slabs % lines.woven == 0 and build.part_bytes // build.item_bytes <= LINE_CHANNELS
+        if whole or build.dtype == "float32":
             yield from _line_stages(lines)
-        if build.slabs % lines.woven == 0 and build.part_bytes // build.item_bytes <= LINE_CHANNELS:
-            yield from _line_stages(replace(lines, handed=True))
+        if whole:
             yield from _line_stages(replace(lines, joint=True))
 
 

@@ -47,7 +47,7 @@
 // (another way to multiply: rows of channels through registers),
 // halo_consumer.cuh (places in the rings), halo_divided.cuh (two consumers for one tile), halo_pieces.cuh
 // and halo_add.cuh (tiles that blocks divide), halo_products.cuh
-// (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh, halo_handed.cuh,
+// (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh, halo_words.cuh,
 // halo_joint.cuh and halo_moments.cuh (what becomes of them).
 #pragma once
 
@@ -340,8 +340,8 @@ struct Halo {
           }
           if constexpr (Config::kJoint) {
             HaloJoint<Config>::write(args, at, me, sums, pairs, at.first_plane + plane);
-          } else if constexpr (Config::kHanded) {
-            HaloHanded<Config>::store(args, at, me, sums, pairs, at.first_plane + plane);
+          } else if constexpr (Config::kLines && sizeof(typename Config::Scalar) == 2) {
+            HaloWords<Config>::store(args, at, me, sums, pairs, at.first_plane + plane);
           } else if constexpr (Config::kLines) {
             Lines::store(args, at, me, sums, pairs, at.first_plane + plane);
           } else if constexpr (Config::kBuffers > 0) {

@@ -12,7 +12,7 @@
 #pragma once
 
 #include "halo_consumer.cuh"
-#include "halo_handed.cuh"
+#include "halo_words.cuh"
 
 namespace tconv3d {
 
@@ -21,7 +21,7 @@ struct HaloJoint {
   using Scalar = typename Config::Scalar;
   using Shared = HaloShared<Config>;
   using Stores = HaloStores<Config>;
-  using Handed = HaloHanded<Config>;
+  using Words = HaloWords<Config>;
   using Consumer = HaloConsumer<Config>;
   using Tile = HaloTile<Config>;
   using Place = typename Tile::Place;
@@ -49,18 +49,18 @@ struct HaloJoint {
   template <class Pairs>
   static __device__ __forceinline__ void write(const Args& args, const Place& at, Consumer& me,
                                                const Sums& sums, const Pairs& pairs, int plane) {
-    static_assert(Config::kStrideW == 2 && Config::kSlabs % Handed::kWoven == 0, "16 bytes of a lane");
+    static_assert(Config::kStrideW == 2 && Config::kSlabs % Words::kWoven == 0, "16 bytes of a lane");
     const int d = plane * Config::kStrideD - Config::kPaddingD;
     const unsigned start = low(first_run(args, at));
-    Handed::for_each_plane(args, at, d, [&](auto phase) {
+    Words::for_each_plane(args, at, d, [&](auto phase) {
       constexpr int kPhase = decltype(phase)::value;
       const unsigned run = start + static_cast<unsigned>((d + kPhase) * args.y_stride.d) * kItem;
       ptx::barrier_wait(me.shared.image_empty(me.images.index), me.images.parity ^ 1);
       const unsigned image = ptx::shared_address(me.shared.image(me.images.index));
-      static_for<Handed::kPieces * Config::kImageRows>([&](auto i) {
+      static_for<Words::kPieces * Config::kImageRows>([&](auto i) {
         constexpr int kPiece = decltype(i)::value / Config::kImageRows;
         constexpr int kRow = decltype(i)::value % Config::kImageRows;
-        const auto& pair = pairs[kPiece * Handed::kWoven];
+        const auto& pair = pairs[kPiece * Words::kWoven];
         if (pair.exists) write_row<kPhase, kRow, kPiece>(args, me, sums, pair, run, image);
       });
       ptx::fence_async_proxy();
@@ -82,7 +82,7 @@ struct HaloJoint {
       const int channels = left < Config::kOutTile ? left : Config::kOutTile;
       for (int plane = 0; plane < at.planes; ++plane) {
         const int d = (at.first_plane + plane) * Config::kStrideD - Config::kPaddingD;
-        Handed::for_each_plane(args, at, d, [&](auto phase) {
+        Words::for_each_plane(args, at, d, [&](auto phase) {
           unsigned char* const run = y + (d + phase) * args.y_stride.d * kItem;
           ptx::barrier_wait(shared.image_full(images.index), images.parity);
           const unsigned char* image = shared.image(images.index);
@@ -117,12 +117,12 @@ struct HaloJoint {
     const unsigned channel_bytes = static_cast<unsigned>(args.y_stride.c) * kItem;
     run += own * channel_bytes;
     image += own * kPitch + place * kItem;
-    static_for<Handed::kChannels>([&](auto i) {
+    static_for<Words::kChannels>([&](auto i) {
       // Where the channels' volumes are odd, lanes of a warp write to banks of their own.
       constexpr int kChannel = decltype(i)::value;
       constexpr int kOut = kChannel / 2 * 8 + kChannel % 2 * (kItem == 4 ? 4 : 1);
       write_outputs(image + kOut * kPitch + (run + kOut * channel_bytes) % 16,
-                    Handed::template words<kPhase, kRow * Handed::kChannels + kChannel, kPiece>(sums), whole);
+                    Words::template words<kPhase, kRow * Words::kChannels + kChannel, kPiece>(sums), whole);
     });
   }
   // The outputs of a vector, at any multiple of their size, without branches.

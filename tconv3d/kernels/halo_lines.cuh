@@ -5,7 +5,7 @@
 // the first operand out of it into registers, whatever the shift, and round it there. Rows of an operand in
 // registers may be any positions: a lane takes two neighbours, so that its sums are neighbouring outputs of a
 // channel (with both phases along w: four), which it stores at once, past no scratch (or, where rows of
-// outputs begin anywhere, as halo_handed.cuh says). Words that several shifts along w read are loaded once,
+// outputs begin anywhere, as halo_joint.cuh says). Words that several shifts along w read are loaded once,
 // and all units of these shifts multiply out of the same registers.
 //
 // In 16 bits a word of a stage has two neighbouring positions of a channel, where an operand wants one
@@ -19,7 +19,7 @@
 #pragma once
 
 #include "halo_consumer.cuh"
-#include "halo_handed.cuh"
+#include "halo_words.cuh"
 
 namespace tconv3d {
 
@@ -127,7 +127,6 @@ struct HaloLines {
     bool exists;
     int h, w;  // of the first, in the tile
     int word;  // where the first line and word that it may read lie in a stage, of a lane's first channel
-    typename HaloHanded<Config>::Piece piece;  // kHanded
   };
   using Pairs = Pair[Config::kSlabs];
   static __device__ __forceinline__ void find(const Args& args, const Slab (&slabs)[Config::kSlabs], int warp,
@@ -146,10 +145,6 @@ struct HaloLines {
         pair.word = first + kHaloWords.first + lane % 4 * pitch(args);
       } else {
         pair.word = first / 2 + kFirstWord + lane % 4 * (2 * pitch(args));
-      }
-      if constexpr (Config::kHanded) {
-        pair.piece = HaloHanded<Config>::piece(args, pair.w, m / kWoven, warp, lane);
-        pair.piece.edges = HaloHanded<Config>::edges(args, pair.piece, pair.exists);
       }
     }
   }

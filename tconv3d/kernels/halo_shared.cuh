@@ -53,17 +53,12 @@ struct HaloShared {
       Config::kSlabs * 64 * Config::kStrideW * static_cast<int>(sizeof(typename Config::Scalar)) + 32;
   static constexpr int kImagePitch = (Config::kImageRows * kRowPitch + 63) / 64 * 64 + 16;
   static constexpr int kBufferBytes = Config::kOutTile * kImagePitch;
-  // Or (kHanded) words that a warp hands to the next lie in one of two buffers: of every row and channel 16
-  // bytes of each warp, in 16 bits of two slabs. And what a warp has where a row starts or ends.
-  static constexpr int kWoven = 4 / static_cast<int>(sizeof(typename Config::Scalar));
-  static constexpr int kHandedBytes = Config::kStrideD * Config::kImageRows * (Config::kOutTile / 4) *
-                                      ((Config::kSlabs + kWoven - 1) / kWoven) * 256;
-  static constexpr int kEdgeBytes = Config::kStrideD * Config::kImageRows * (Config::kOutTile / 4) * 64;
   static constexpr int kScratchBytes = Config::kBuffers > 0 ? Config::kBuffers * kBufferBytes
-                                       : Config::kHanded    ? 2 * kHandedBytes + 4 * kEdgeBytes
                                        : Config::kOutputUnitC || Config::kLines
                                            ? 0
                                            : 4 * kScratch * 4;  // of a consumer
+  // Slabs whose positions a lane has in turn, where lines are taken as they are in memory.
+  static constexpr int kWoven = 4 / static_cast<int>(sizeof(typename Config::Scalar));
   // Or (kJoint) all consumers write to images of runs, as these will lie in memory (halo_joint.cuh).
   static constexpr int kJointBytes = Config::kOutTile * Config::kJointPitch;
   static constexpr int kScratchStart =
