@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -134,6 +135,8 @@ def main() -> None:
     if options.watched:
         watched(options.names, options.kind, options.passes, options.seconds, options.watched)
         return
+    if not torch.cuda.is_available() or shutil.which("ncu") is None:
+        parser.error("counters are read by ncu on a CUDA GPU, and none is visible")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "launched.json"
         command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw"]

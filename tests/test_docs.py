@@ -140,7 +140,7 @@ def test_commands_run(document: Path, command: str, workplace: Path, monkeypatch
         pytest.fail(f"no test knows how to run {command!r} of {identify(document)}")
 
 
-NEED_A_GPU = ("benchmarks/train_unet.py", "benchmarks/planner_check.py")
+NEED_A_GPU = ("benchmarks/train_unet.py", "benchmarks/planner_check.py", "benchmarks/counters.py")
 
 
 def assert_extra(words: list[str]) -> None:
