@@ -57,6 +57,7 @@ struct Args {
 template <class C>
 struct UpBackward {
   using Scalar = typename C::Scalar;
+  using Groups = UpBackwardGroups<C>;
 
   static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
   static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
@@ -66,7 +67,7 @@ struct UpBackward {
   static constexpr int kRows = kPairs ? 32 : 64;                 // of a chunk
   static constexpr int kPieces = kPairs ? 32 : 16 * kTaps;       // of a row of a tile
   static constexpr int kPitch = 4 * kPieces + (kPairs ? 8 : 4);  // from row to row, in words
-  static constexpr int kBlockWords = 32;                         // of K in a swizzled row: 128 bytes
+  static constexpr int kBlockWords = Groups::kBlockWords, kGroupsOfBlock = Groups::kGroupsOfBlock;
   static constexpr int kStepBytes = 32;
   static constexpr int kPlanes = C::kKernelD * C::kKernelH;
   static constexpr int kRowsAll = C::kOut * kPlanes;
@@ -160,23 +161,14 @@ struct UpBackward {
     __syncthreads();
   }
 
-  // ---- What tensor cores read from shared memory: weights and x. A group is 8 input channels, and of each a
-  // block of K: 8 vectors of 16 bytes, swizzled. A warp copies it past the registers as it is in memory, and
-  // puts it in order when it has arrived: of 8 words those at even places, then those at odd ones.
-
-  static constexpr int kGroupsOfBlock = C::kColumns / 8;
-
-  static __device__ __forceinline__ unsigned* group_at(unsigned char* operand, int block, int group) {
-    return reinterpret_cast<unsigned*>(operand) + (block * kGroupsOfBlock + group) * 8 * kBlockWords;
-  }
-  static __device__ __forceinline__ unsigned* vector_at(unsigned* group, int row, int vector) {
-    return group + row * kBlockWords + (vector ^ row) * 4;
-  }
+  // ---- Weights and x. A warp copies a group past the registers as it is in memory, and puts it in order
+  // when it has arrived: of 8 words those at even places, then those at odd ones.
 
   // Of x. (Where pieces have no pairs of taps, positions stay as they are.)
   __device__ __forceinline__ void order(unsigned* group) const {
     const int row = lane / 4, vector = lane % 4 * 2;
-    unsigned* const to[2] = {vector_at(group, row, vector), vector_at(group, row, vector + 1)};
+    unsigned* const to[2] = {Groups::vector_at(group, row, vector),
+                             Groups::vector_at(group, row, vector + 1)};
     const Vector<unsigned, 4> from[2] = {load_vector<4>(to[0]), load_vector<4>(to[1])};
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -200,7 +192,7 @@ struct UpBackward {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const int vector = lane % 4 * kVectors + i;
-      to[i] = vector_at(group + vector / 8 * (C::kColumns * kBlockWords), row, vector % 8);
+      to[i] = Groups::vector_at(group + vector / 8 * (C::kColumns * kBlockWords), row, vector % 8);
       const auto loaded = load_vector<4>(to[i]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) words[4 * i + e] = rounded(loaded.at[e]);
@@ -231,7 +223,7 @@ struct UpBackward {
       __syncwarp();
 #pragma unroll 2
       for (int i = warp - 4; i < kSets; i += kWarps) {
-        order_weights(group_at(weights, i / kGroupsOfBlock * kSetBlocks, i % kGroupsOfBlock));
+        order_weights(Groups::group_at(weights, i / kGroupsOfBlock * kSetBlocks, i % kGroupsOfBlock));
       }
     }
     ptx::fence_async_proxy();
@@ -239,36 +231,8 @@ struct UpBackward {
   }
   __device__ __forceinline__ void copy_weights(int block, int group) const {
     constexpr int kWordsAll = kRowsAll * kTaps / kPerWord;
-    constexpr int kPart = kWordsAll % 4 == 0 ? 4 : kWordsAll % 2 == 0 ? 2 : 1;  // of a vector, in words
-    // A weight may begin anywhere among other parameters.
-    const bool aligned = reinterpret_cast<unsigned long long>(args.weight) % (4 * kPart) == 0;
-#pragma unroll
-    for (int i = 0; i < 8 / kPart; ++i) {
-      const int row = lane / 8 + i % 2 * 4, part = i / 2 * kPart;
-      const int in = first_in + group * 8 + row;
-      const int word = range * kWeightWords + block * kBlockWords + lane % 8 * 4 + part;
-      const bool inside = in < C::kIn && word < kWordsAll;
-      const Scalar* const from = static_cast<const Scalar*>(args.weight) +
-                                 (inside ? (in * static_cast<long long>(kWordsAll) + word) * kPerWord : 0);
-      unsigned* const to = vector_at(group_at(weights, block, group), row, lane % 8) + part;
-      if (aligned) {
-        ptx::copy_words_once<kPart>(to, from, inside);
-      } else {
-#pragma unroll
-        for (int e = 0; e < kPart; ++e) {
-          unsigned bits = raw(from[e * kPerWord]);
-          if (kPerWord == 2) bits |= raw(from[e * kPerWord + 1]) << 16;
-          to[e] = inside ? bits : 0u;
-        }
-      }
-    }
-  }
-  static __device__ __forceinline__ unsigned raw(Scalar value) {
-    if constexpr (kRounded) {
-      return ptx::float_to_bits(value);
-    } else {
-      return value.bits;
-    }
+    Groups::template copy<kWordsAll>(Groups::group_at(weights, block, group), args.weight,
+                                     first_in + group * 8, range * kWeightWords + block * kBlockWords, lane);
   }
 
   // Pieces of all lines follow one another.
@@ -297,13 +261,13 @@ struct UpBackward {
     const Place first = find(tile, vector * kTaps);
     const Place second = kPairs && !args.vectors ? find(tile, vector * kTaps + 1) : first;
     int in = first_in + warp / 2 * 8 + lane / 8;
-    unsigned* to = group_at(stages_x + stage.index * kStageXBytes, warp % 2, warp / 2);
+    unsigned* to = Groups::group_at(stages_x + stage.index * kStageXBytes, warp % 2, warp / 2);
     ptx::barrier_wait(empty_x(stage.index), stage.parity ^ 1u);
 #pragma unroll 1
     for (int group = warp / 2; group < kGroupsOfBlock; group += 2) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        copy_vector_of_x(vector_at(to, lane / 8 + half * 4, lane % 8), in + half * 4, first, second);
+        copy_vector_of_x(Groups::vector_at(to, lane / 8 + half * 4, lane % 8), in + half * 4, first, second);
       }
       in += 16;
       to += 16 * kBlockWords;
@@ -588,7 +552,7 @@ struct UpBackward {
     for (int i = 0; i < 2 * kGroupsOfBlock; i += 4 * kSharers) {
       const int group = i + warp - 8;
       if (2 * kGroupsOfBlock % (4 * kSharers) == 0 || group < 2 * kGroupsOfBlock) {
-        order(group_at(stages_x + stage.index * kStageXBytes, 0, group));
+        order(Groups::group_at(stages_x + stage.index * kStageXBytes, 0, group));
       }
     }
     ptx::fence_async_proxy();

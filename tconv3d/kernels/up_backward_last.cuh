@@ -54,6 +54,7 @@ struct Args {
 template <class C>
 struct UpBackwardLast {
   using Scalar = typename C::Scalar;
+  using Groups = UpBackwardGroups<C>;
 
   static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
   static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
@@ -61,7 +62,7 @@ struct UpBackwardLast {
   static constexpr int kTile = 64;                         // positions
   static constexpr int kWords = 64, kPieces = kWords / 4;  // of a chunk, of each position
   static constexpr int kPitch = kWords + 8;                // from position to position, in words
-  static constexpr int kBlockWords = 32;                   // of K in a swizzled row: 128 bytes
+  static constexpr int kBlockWords = Groups::kBlockWords, kGroupsOfBlock = Groups::kGroupsOfBlock;
   static constexpr int kStepBytes = 32;
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
   static constexpr int kRow = C::kOut * kTaps, kRowWords = kRow / kPerWord;  // of dy
@@ -148,17 +149,7 @@ struct UpBackwardLast {
     __syncthreads();
   }
 
-  // ---- What tensor cores read from shared memory: weights and x. A group is 8 input channels, and of each a
-  // block of K: 8 vectors of 16 bytes, swizzled.
-
-  static constexpr int kGroupsOfBlock = C::kColumns / 8;
-
-  static __device__ __forceinline__ unsigned* group_at(unsigned char* operand, int block, int group) {
-    return reinterpret_cast<unsigned*>(operand) + (block * kGroupsOfBlock + group) * 8 * kBlockWords;
-  }
-  static __device__ __forceinline__ unsigned* vector_at(unsigned* group, int row, int vector) {
-    return group + row * kBlockWords + (vector ^ row) * 4;
-  }
+  // ---- Weights.
 
   // By all consumers, while the first tile is on its way. The weight of an input channel is one run, like a
   // row of dy.
@@ -169,47 +160,21 @@ struct UpBackwardLast {
     ptx::copy_wait<0>();
     __syncwarp();
     for (int i = warp - 4; i < kAll; i += kWarps) {
-      order_weights(group_at(weights, i / kGroupsOfBlock, i % kGroupsOfBlock));
+      order_weights(Groups::group_at(weights, i / kGroupsOfBlock, i % kGroupsOfBlock));
     }
     ptx::fence_async_proxy();
     ptx::barrier_arrive(weights_there());
   }
   __device__ __forceinline__ void copy_weights(int block, int group) const {
-    // A weight may begin anywhere among other parameters.
-    const bool aligned = reinterpret_cast<unsigned long long>(args.weight) % 16 == 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane / 8 + i * 4, in = first_in + group * 8 + row;
-      const int word = first_word() + block * kBlockWords + lane % 8 * 4;
-      const bool inside = in < C::kIn && word < kRowWords;
-      const Scalar* const from = static_cast<const Scalar*>(args.weight) +
-                                 (inside ? in * static_cast<long long>(kRow) + word * kPerWord : 0);
-      unsigned* const to = vector_at(group_at(weights, block, group), row, lane % 8);
-      if (aligned) {
-        ptx::copy_words_once<4>(to, from, inside);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          unsigned bits = raw(from[e * kPerWord]);
-          if (kPerWord == 2) bits |= raw(from[e * kPerWord + 1]) << 16;
-          to[e] = inside ? bits : 0u;
-        }
-      }
-    }
-  }
-  static __device__ __forceinline__ unsigned raw(Scalar value) {
-    if constexpr (kRounded) {
-      return ptx::float_to_bits(value);
-    } else {
-      return value.bits;
-    }
+    Groups::template copy<kRowWords>(Groups::group_at(weights, block, group), args.weight,
+                                     first_in + group * 8, first_word() + block * kBlockWords, lane);
   }
   // A lane of the input gradient has piece t of every four for two steps: word e of it is word t of vector e.
   __device__ __forceinline__ void order_weights(unsigned* group) const {
     const int row = lane / 4, four = lane % 4 / 2 * 4, half = lane % 2 * 2;
     Vector<unsigned, 4> from[4], to[2];
 #pragma unroll
-    for (int t = 0; t < 4; ++t) from[t] = load_vector<4>(vector_at(group, row, four + t));
+    for (int t = 0; t < 4; ++t) from[t] = load_vector<4>(Groups::vector_at(group, row, four + t));
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       to[0].at[t] = rounded(half == 0 ? from[t].at[0] : from[t].at[2]);
@@ -218,7 +183,7 @@ struct UpBackwardLast {
     __syncwarp();
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      *reinterpret_cast<Vector<unsigned, 4>*>(vector_at(group, row, four + half + e)) = to[e];
+      *reinterpret_cast<Vector<unsigned, 4>*>(Groups::vector_at(group, row, four + half + e)) = to[e];
     }
     __syncwarp();
   }
@@ -478,7 +443,7 @@ struct UpBackwardLast {
 #pragma unroll
         for (int e = 0; e < 4; ++e) to.at[e] = word_of(words[i], e, c);
         *reinterpret_cast<Vector<unsigned, 4>*>(
-            vector_at(group_at(operand, vector / 8, in / 8), in % 8, vector % 8)) = to;
+            Groups::vector_at(Groups::group_at(operand, vector / 8, in / 8), in % 8, vector % 8)) = to;
       }
     }
     ptx::fence_async_proxy();

@@ -1,10 +1,67 @@
-// Who does what in a block that computes all gradients of an up-convolution (up_backward.cuh,
-// up_backward_last.cuh): one warpgroup copies, one computes the input's gradient, two share the weight's.
+// What both kernels share that compute all gradients of an up-convolution (up_backward.cuh,
+// up_backward_last.cuh): who does what in a block, and how tensor cores' operands lie in shared memory.
 #pragma once
 
-#include "ptx.cuh"
+#include "operands.cuh"
 
 namespace tconv3d {
+
+// Weights and x. A group is 8 input channels, and of each a block of K: 8 vectors of 16 bytes, swizzled.
+template <class C>
+struct UpBackwardGroups {
+  using Scalar = typename C::Scalar;
+
+  static constexpr int kBlockWords = 32;  // of K in a swizzled row: 128 bytes
+  static constexpr int kGroupsOfBlock = C::kColumns / 8;
+  static constexpr int kPerWord = 4 / sizeof(Scalar);
+
+  static __device__ __forceinline__ unsigned* group_at(unsigned char* operand, int block, int group) {
+    return reinterpret_cast<unsigned*>(operand) + (block * kGroupsOfBlock + group) * 8 * kBlockWords;
+  }
+  static __device__ __forceinline__ unsigned* vector_at(unsigned* group, int row, int vector) {
+    return group + row * kBlockWords + (vector ^ row) * 4;
+  }
+
+  // By a warp, past the registers as they are in memory: weights of 8 input channels, from `channel` on, and
+  // of those of each, a run of kWordsAll words, a block of K from word `first` on.
+  template <int kWordsAll>
+  static __device__ __forceinline__ void copy(unsigned* group, const void* weight, int channel, int first,
+                                              int lane) {
+    constexpr int kPart = kWordsAll % 4 == 0 ? 4 : kWordsAll % 2 == 0 ? 2 : 1;  // of a vector, in words
+    // A weight may begin anywhere among other parameters.
+    const bool aligned = reinterpret_cast<unsigned long long>(weight) % (4 * kPart) == 0;
+#pragma unroll
+    for (int i = 0; i < 8 / kPart; ++i) {
+      const int row = lane / 8 + i % 2 * 4, part = i / 2 * kPart;
+      const int in = channel + row, word = first + lane % 8 * 4 + part;
+      const bool inside = in < C::kIn && word < kWordsAll;
+      const Scalar* const from = static_cast<const Scalar*>(weight) +
+                                 (inside ? (in * static_cast<long long>(kWordsAll) + word) * kPerWord : 0);
+      unsigned* const to = vector_at(group, row, lane % 8) + part;
+      if (aligned) {
+        ptx::copy_words_once<kPart>(to, from, inside);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kPart; ++e) {
+          unsigned bits = raw(from[e * kPerWord]);
+          if (kPerWord == 2) bits |= raw(from[e * kPerWord + 1]) << 16;
+          to[e] = inside ? bits : 0u;
+        }
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ unsigned raw(Scalar value) {
+    if constexpr (kPerWord == 1) {
+      return ptx::float_to_bits(value);
+    } else {
+      return value.bits;
+    }
+  }
+};
+
+// One warpgroup copies, one computes the input's gradient, two share the weight's.
 
 template <class Config, class Kernel>
 __device__ __forceinline__ void take_roles(Kernel& kernel) {
