@@ -16,11 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, kept, planner
+from . import background, checks, kept, planner, repertoire
 from .checks import Convolution
 from .geometry import Geometry, Triple
 from .launch import Launch
-from .problem import Device, Norm, Pass, Plan, Problem, Strides, bias_grad_problem
+from .problem import (
+    Device,
+    Norm,
+    Pass,
+    Plan,
+    Problem,
+    Strides,
+    bias_grad_problem,
+    channels_last_strides,
+    contiguous_strides,
+)
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
 DTYPES = {
@@ -155,6 +165,7 @@ def remember(key: tuple[Any, ...], task: Task) -> Task:
 def forget() -> None:
     """The next call of every kind is planned anew."""
     planner.plan.cache_clear()
+    repertoire.forget()
     _tasks.clear()
 
 
@@ -257,7 +268,9 @@ def _forward_task(
     shape = (input.shape[0], geometry.out_channels, *problem.output_size)
     plan = planner.plan(problem, device_of(input))
     names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
-    return remember(key, make_task(plan, names, ((shape, y_strides),), input))
+    task = remember(key, make_task(plan, names, ((shape, y_strides),), input))
+    _offer((problem,), input)
+    return task
 
 
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
@@ -311,6 +324,7 @@ def backward(
         layouts = tuple([None if each is None else each[1] for each in found])
         plan = functools.partial(planner.plan_gradients, problems)
         task = remember(key, _gradients_task(plan, BACKWARD, layouts, grad_output))
+        _offer(problems, grad_output)
     x, w = 0 if input is None else input.data_ptr(), 0 if weight is None else weight.data_ptr()
     return task.run(grad_output, (grad_output.data_ptr(), x, w), weight)
 
@@ -396,7 +410,15 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
-    return _gradients_task(functools.partial(planner.plan, problem), OPERANDS[problem.which], (layout,), like)
+    task = _gradients_task(functools.partial(planner.plan, problem), OPERANDS[problem.which], (layout,), like)
+    _offer((problem,), like)
+    return task
+
+
+def _offer(problems: tuple[Problem, ...], like: Tensor) -> None:
+    """What volumes of other sizes need is compiled elsewhere, meanwhile."""
+    if like.is_cuda:
+        background.offer(problems, device_of(like))
 
 
 def _gradients_task(
@@ -466,16 +488,6 @@ def _cuda_device(index: int) -> Device:
 
     found = launcher.device_properties(index)
     return Device(found.name, found.capability, found.multiprocessors, found.shared_bytes)
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> Strides:
-    c, d, h, w = (max(extent, 1) for extent in shape[1:])
-    return (c * d * h * w, d * h * w, h * w, w, 1)
-
-
-def channels_last_strides(shape: tuple[int, ...]) -> Strides:
-    c, d, h, w = (max(extent, 1) for extent in shape[1:])
-    return (c * d * h * w, 1, h * w * c, w * c, c)
 
 
 def suggests_channels_last(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ from .gpus import DEFAULT_GPU, GPUS, Gpu
 from .launch import Launch
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 from .norm_planner import Activation, NormProblem, Wanted
-from .problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem
+from .problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem, contiguous_strides
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
             tuple(input.shape[2:]),
             executor.DTYPES[input.dtype],
             grad_input if which is Pass.INPUT_GRAD else input.stride(),
-            executor.contiguous_strides(weight.shape) if which is Pass.WEIGHT_GRAD else weight.stride(),
+            contiguous_strides(weight.shape) if which is Pass.WEIGHT_GRAD else weight.stride(),
             output,
             bias=which is Pass.FORWARD and bias is not None,
             tf32=tf32,

@@ -6,7 +6,7 @@ A pass becomes a `Job`, what the kernel reads and writes. Then three decisions, 
 - `Program` (halo_program.py): which shifts feed which phases, in which order the accumulators' columns stand, and so
   which matrix instructions there are. Follows from the geometry.
 - `Build` (halo_build.py): what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout,
-  GPU and which of four kinds the volume is of, by its size, so that a new volume of the kind does not recompile.
+  GPU and volume, but is one of a few that the layer has for all volumes (repertoire.py).
 - `Tiling` (halo_build.py): how the volume is cut. Run-time arguments.
 
 Builds and tilings are compared by the model of halo_model.py.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, direct_planner, tensor_cores
-from .geometry import Geometry
+from .geometry import Geometry, Triple
 from .halo_build import (
     NOT_SPREAD,
     SCRATCH_BYTES,
@@ -47,7 +47,8 @@ from .halo_model import NARROW, best_tiling
 from .halo_program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
-from .problem import Device, Pass, Plan, Problem, volume_kind
+from .problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides, volume_kind
+from .repertoire import TYPICAL, Repertoire, nearest
 from .sums import Sum, add_parts
 
 HAS_EPILOGUE = True
@@ -294,7 +295,7 @@ class Nominal:
 
     @classmethod
     def of(cls, job: Job) -> Nominal:
-        kind = volume_kind(job.batch * prod(job.positions))
+        kind = volume_kind(_positions(job))
         lines = takes_lines(job.geometry, job.gather, job.dtype, job.strict) and has_lines(job)
         return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
 
@@ -330,20 +331,66 @@ def spread_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
 
 
 def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
-    """The build for a job: the one that was measured to be best, if its layer was tuned. Otherwise the best by the
-    model for the first volume of this kind that the process has met: a new volume does not recompile."""
+    """The build for a job: the one that was measured to be best, if its layer was tuned. Otherwise one of the layer's
+    repertoire: a new volume does not recompile."""
     nominal = Nominal.of(job)
-    place = (nominal, shared_bytes, multiprocessors)
-    for build in (_build_of(nominal, _tuning(*place)), _first.get(place)):
-        if build is not None and best_tiling(build, job, multiprocessors) is not None:
-            return build
-    build = _build_of(nominal, _choice(job, shared_bytes, multiprocessors))
-    if build is not None:
-        _first.setdefault(place, build)
-    return build
+    build = _build_of(nominal, _tuning(nominal, shared_bytes, multiprocessors))
+    if build is not None and best_tiling(build, job, multiprocessors) is not None:
+        return build
+
+    def own(job: Job) -> Build | None:
+        return _build_of(nominal, _choice(job, shared_bytes, multiprocessors))
+
+    def typical() -> Iterator[Build]:
+        volumes = ((_positions(each), each) for each in _typical_jobs(replace(nominal, kind=0)))
+        return (build for each in nearest(_positions(job), volumes) if (build := own(each)) is not None)
+
+    return _repertoire.choose(
+        (replace(nominal, kind=0, lines=False), shared_bytes, multiprocessors),
+        (job.batch, job.read_size, job.written_size),
+        lambda: own(job),
+        typical,
+        lambda build, most: found[0] if (found := best_tiling(build, job, multiprocessors, most)) else inf,
+    )
 
 
-_first: dict[tuple[Nominal, int, int], Build] = {}
+_repertoire = Repertoire[tuple[Nominal, int, int], tuple[int, Triple, Triple], Build]()
+
+
+def _positions(job: Job) -> int:
+    return job.batch * prod(job.positions)
+
+
+@lru_cache(maxsize=1024)
+def _typical_jobs(nominal: Nominal) -> tuple[Job, ...]:
+    """A layer's passes over typical volumes."""
+    found = []
+    for batch, edge in TYPICAL:
+        for width in (edge, 2 * edge, edge + 1):  # whole pieces of 16 bytes, or not
+            job = _typical_job(nominal, batch, (edge, edge, width))
+            if job is not None and replace(Nominal.of(job), kind=nominal.kind) == nominal:
+                found.append(job)
+                break
+    return tuple(found)
+
+
+def _typical_job(nominal: Nominal, batch: int, size: Triple) -> Job | None:
+    """A pass of a layer over a volume of this size: of what is read, or, of what gathers, written."""
+    g = nominal.geometry
+    other = g.output_size(size)
+    if min(other) < 1:
+        return None
+    sizes = (other, size) if nominal.gather else (size, other)
+    strides = channels_last_strides if nominal.written_last else contiguous_strides
+    read, written = (
+        strides((batch, channels, *each))
+        for channels, each in zip((g.in_channels, g.out_channels), sizes, strict=True)
+    )
+    weight = strides((g.in_channels, g.out_per_group, *g.kernel))
+    return Job(
+        g, nominal.gather, batch, nominal.dtype, *sizes, read, written, weight, g.in_per_group * weight[0],
+        strict=nominal.strict,
+    )  # fmt: skip
 
 
 def _build_of(nominal: Nominal, choice: dict[str, Any]) -> Build | None:
@@ -369,7 +416,7 @@ def forget() -> None:
     """The next choice comes out of the disk cache."""
     _tuning.cache_clear()
     _choice.cache_clear()
-    _first.clear()
+    _repertoire.forget()
 
 
 @lru_cache(maxsize=1024)

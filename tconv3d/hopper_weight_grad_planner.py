@@ -21,6 +21,7 @@ from .geometry import Axis, Geometry, Triple
 from .launch import Constants, Launch
 from .packing import divider, dividers, int32s, int64s, padded
 from .problem import ITEM_BYTES, Device, Pass, Plan, Problem, volume_kind
+from .repertoire import TYPICAL, Repertoire, nearest, searched
 from .weight_grad_planner import SEGMENT, wide
 
 ROW_SEGMENTS = 8  # of a row of K in shared memory
@@ -1011,23 +1012,48 @@ def _count(g: Geometry) -> int:
 
 
 def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
-    """The tiling of a layer, if it has any: the best for the first volume of this kind that the process has met, so
-    that a new volume does not recompile."""
-    kind = volume_kind(batch * prod(size))
-    place = (layer, device, kind)
-    first = _first.get(place)
-    if first is not None and best_buffers(layer, first, size, device.shared_bytes):
-        return first
-    found = tilings(layer, device, CHOICES[kind])
+    """The tiling of a layer, if it has any: one of its repertoire, so that a new volume does not recompile."""
+    return _repertoire.choose(
+        (layer.geometry, layer.dtype, layer.unit_c_x, layer.unit_c_y, device),
+        (layer, batch, size),
+        lambda: _own_tiling(layer, device, batch, size),
+        lambda: _typical_tilings(layer, device, batch * prod(size)),
+        lambda tiling, _: _tiling_cycles(layer, tiling, batch, size, device),
+    )
+
+
+_repertoire = Repertoire[tuple[Geometry, str, bool, bool, Device], tuple[Layer, int, Triple], Tiling]()
+
+
+def _typical_tilings(layer: Layer, device: Device, positions: int) -> Iterator[Tiling]:
+    """The best for typical volumes of about so many positions."""
+    volumes = [(batch, (edge, edge, edge * layer.at_once)) for batch, edge in TYPICAL]
+    for volume in nearest(positions, ((batch * prod(size), (batch, size)) for batch, size in volumes)):
+        if (found := _own_tiling(layer, device, *volume)) is not None:
+            yield found
+
+
+@lru_cache(maxsize=1024)
+def _own_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
+    """The best for a volume."""
+    settings = (layer, device, batch, size)
+    return searched("hopper_weight_grad", settings, lambda: _best_tiling(*settings))
+
+
+def _best_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
+    found = tilings(layer, device, CHOICES[volume_kind(batch * prod(size))])
     costs = {tiling: _tiling_cycles(layer, tiling, batch, size, device) for tiling in found}
     least = min(costs.values(), default=inf)
     if least == inf:
         return None
     # Of those that the model cannot tell apart the one that is best for large volumes.
-    return _first.setdefault(place, next(tiling for tiling in costs if costs[tiling] <= AS_GOOD * least))
+    return next(tiling for tiling in costs if costs[tiling] <= AS_GOOD * least)
 
 
-_first: dict[tuple[Layer, Device, int], Tiling] = {}
+def forget() -> None:
+    """The next volume of every layer is its first."""
+    _own_tiling.cache_clear()
+    _repertoire.forget()
 
 
 def _tiling_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, device: Device) -> float:

@@ -20,6 +20,7 @@ from .backend import Backend, current_backend, use_backend
 from .checks import Convolution
 from .executor import DTYPES
 from .geometry import Triple
+from .problem import contiguous_strides
 
 _LIBRARY = torch.library.Library("tconv3d", "DEF")
 _SETTINGS = "int[3] stride, int[3] padding, int[3] output_padding, int groups, int[3] dilation"
@@ -117,7 +118,7 @@ def _weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution
         return executor.weight_grad(grad_output, input, kernel, convolution)
     shape = (input.shape[1], grad_output.shape[1] // convolution[3], *kernel)
     result = _torch_backward(grad_output, input, grad_output.new_empty(1).expand(shape), convolution, 1)
-    return _with_strides(result, executor.contiguous_strides(shape))
+    return _with_strides(result, contiguous_strides(shape))
 
 
 def _torch_backward(

@@ -15,6 +15,7 @@ is planned alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
@@ -30,6 +31,7 @@ from . import (
     halo_planner,
     hopper_weight_grad_planner,
     norm_planner,
+    repertoire,
     turned_planner,
     unfold_planner,
     up_backward_last_planner,
@@ -83,9 +85,16 @@ def family_of(problem: Problem, device: Device) -> tuple[str, ModuleType]:
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device) -> Plan:
-    _, family = family_of(problem, device)
-    found: Plan = family.plan(problem, device)
+    with _meeting(problem, device):
+        _, family = family_of(problem, device)
+        found: Plan = family.plan(problem, device)
     return norm_planner.with_statistics(found, problem, device) if problem.norm else found
+
+
+def _meeting(problem: Problem, device: Device) -> AbstractContextManager[None]:
+    """While a call is planned: its layer, whose gradients count apart, and its volume."""
+    layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, device)
+    return repertoire.meeting(layer, (problem.batch, problem.input_size))
 
 
 def refusals(problem: Problem, device: Device) -> dict[str, str]:
@@ -109,6 +118,13 @@ def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
 
 def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
     """Who computes which gradients: the `passes` of each plan. In the order in which they run."""
+    with _meeting(problems[0], device):
+        found = _gradient_plans(problems, device)
+    order = list(Pass)
+    return sorted(found, key=lambda plan: order.index(plan.passes[0]))
+
+
+def _gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
     left = {problem.which: problem for problem in problems}
     found: list[Plan] = []
     for _, family in FAMILIES:
@@ -122,8 +138,7 @@ def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
             found.append(replace(family.plan(left.pop(which), device), passes=(which,)))
     for problem in left.values():
         family_of(problem, device)  # says why nobody takes it
-    order = list(Pass)
-    return sorted(found, key=lambda plan: order.index(plan.passes[0]))
+    return found
 
 
 def _in_turn(plans: Sequence[Plan]) -> Plan:

@@ -135,6 +135,16 @@ def volume_kind(positions: int) -> int:
     return sum(positions >= size for size in KINDS)
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> Strides:
+    c, d, h, w = (max(extent, 1) for extent in shape[1:])
+    return (c * d * h * w, d * h * w, h * w, w, 1)
+
+
+def channels_last_strides(shape: tuple[int, ...]) -> Strides:
+    c, d, h, w = (max(extent, 1) for extent in shape[1:])
+    return (c * d * h * w, 1, h * w * c, w * c, c)
+
+
 def last_offset(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """The offset of a tensor's last element, in elements."""
     return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -10,11 +10,11 @@ and the channels that a block unfolds, which are chosen for the volume.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
-from math import ceil, prod
+from math import ceil, inf, prod
 
 from . import (
     few_inputs_planner,
@@ -29,7 +29,8 @@ from . import (
 from .geometry import Geometry, Triple
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
-from .problem import Device, Pass, Plan, Problem, volume_kind
+from .problem import Device, Pass, Plan, Problem
+from .repertoire import TYPICAL, Repertoire, nearest, searched
 from .sums import Sum, add_parts
 from .up_backward_planner import contiguous
 
@@ -68,9 +69,6 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-Place = tuple[Geometry, int, Device]  # where what is compiled is remembered: a layer, a kind of volume
-
-
 @dataclass(frozen=True)
 class Operands:
     """The matrices of both products."""
@@ -79,8 +77,14 @@ class Operands:
     batch: int
     size: Triple
 
-    def place(self, device: Device) -> Place:
-        return self.geometry, volume_kind(self.batch * self.positions), device
+    def typical(self, device: Device) -> list[Operands]:
+        """Typical volumes near this one, of those that have room in the workspace."""
+        volumes = (replace(self, batch=batch, size=(edge, edge, edge)) for batch, edge in TYPICAL)
+        fitting = ((each.batch * each.positions, each) for each in volumes if each.outputs and each.fits(device))
+        return nearest(self.batch * self.positions, fitting)
+
+    def fits(self, device: Device) -> bool:
+        return sum(self.regions.values()) <= device.workspace_bytes
 
     @property
     def positions(self) -> int:
@@ -184,32 +188,43 @@ class Slices:
 
 Compiled = tuple[int, int, int]  # columns of both products, and how many warpgroups multiply
 
-# Of the first volume of its kind that the process has met, so that a new one does not recompile.
-_channels: dict[Place, int] = {}
-_compiled: dict[Place, Compiled] = {}
-_taken: dict[tuple[Place, bool], bool] = {}  # by whether the bias's gradient is wanted too
+# What is compiled is chosen from the layer's repertoire, so that a new volume does not recompile.
+_channels = Repertoire[tuple[Geometry, Device], Operands, int]()
+_compiled = Repertoire[tuple[Geometry, Device], Operands, Compiled]()
 
 
 def forget() -> None:
-    """The next volume is the first of its kind."""
-    for remembered in (_channels, _compiled, _taken):
-        remembered.clear()
-    slices_of.cache_clear()
-    tiling_of.cache_clear()
+    """The next volume of every layer is its first."""
+    _channels.forget()
+    _compiled.forget()
+    for found in (slices_of, tiling_of, _own_channels, _own_compiled):
+        found.cache_clear()
 
 
 @lru_cache(maxsize=1024)
 def slices_of(o: Operands, device: Device) -> Slices | None:
+    channels = _channels.choose(
+        (o.geometry, device),
+        o,
+        lambda: _own_channels(o, device),
+        lambda: (found for each in o.typical(device) if (found := _own_channels(each, device)) is not None),
+        lambda channels, _: best.cycles(device) if (best := _best_slices(o, (channels,), device)) else inf,
+    )
+    return None if channels is None else _best_slices(o, (channels,), device)
+
+
+@lru_cache(maxsize=1024)
+def _own_channels(o: Operands, device: Device) -> int | None:
+    best = _best_slices(o, CHANNELS, device)
+    return None if best is None else best.channels
+
+
+def _best_slices(o: Operands, channels: tuple[int, ...], device: Device) -> Slices | None:
     d, h, _ = o.size
     lines = [*(n for n in range(1, h) if h % n == 0), *(h * planes for planes in range(1, d + 1))]
-    place = o.place(device)
-    choices = (_channels[place],) if place in _channels else CHANNELS
-    found = [Slices(o, channels, n) for channels in choices for n in lines]
+    found = (Slices(o, each, n) for each in channels for n in lines)
     fitting = [slices for slices in found if slices.whole and slices.bytes <= IMAGE_BYTES]
-    best = min(fitting, key=lambda slices: slices.cycles(device), default=None)
-    if best is not None:
-        _channels.setdefault(place, best.channels)
-    return best
+    return min(fitting, key=lambda slices: slices.cycles(device), default=None)
 
 
 @dataclass(frozen=True)
@@ -285,17 +300,37 @@ def _parts(o: Operands, tiling: Tiling) -> list[tuple[str, int, int]]:
 
 @lru_cache(maxsize=1024)
 def tiling_of(o: Operands, device: Device) -> Tiling:
+    chosen = _compiled.choose(
+        (o.geometry, device),
+        o,
+        lambda: _own_compiled(o, device),
+        lambda: (_own_compiled(each, device) for each in o.typical(device)),
+        lambda compiled, _: products_cycles(o, _best_tiling(o, (compiled,), device), device),
+    )
+    assert chosen is not None, "every volume has a tiling"
+    return _best_tiling(o, (chosen,), device)
+
+
+@lru_cache(maxsize=1024)
+def _own_compiled(o: Operands, device: Device) -> Compiled:
+    """The best for a volume."""
     choices: list[Compiled] = []
     for consumers, most in MOST_COLUMNS.items():
         columns = [n for n in COLUMNS if n <= most]
         choices += [(*both, consumers) for both in product(columns, columns)]
-    place = o.place(device)
+
+    def search() -> Compiled:
+        best = _best_tiling(o, choices, device)
+        return best.columns_x, best.columns_w, best.consumers
+
+    return searched("unfold", (o, device), search)
+
+
+def _best_tiling(o: Operands, choices: Sequence[Compiled], device: Device) -> Tiling:
     found: list[Tiling] = []
-    for columns_x, columns_w, consumers in (_compiled[place],) if place in _compiled else choices:
+    for columns_x, columns_w, consumers in choices:
         found += _portioned(o, Tiling(columns_x, columns_w, consumers=consumers), device)
-    best = min(found, key=lambda tiling: products_cycles(o, tiling, device))
-    _compiled.setdefault(place, (best.columns_x, best.columns_w, best.consumers))
-    return best
+    return min(found, key=lambda tiling: products_cycles(o, tiling, device))
 
 
 def _portioned(o: Operands, tiling: Tiling, device: Device) -> Iterator[Tiling]:
@@ -353,7 +388,7 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
     o = Operands(g, p.batch, p.input_size)
     if slices_of(o, device) is None:
         return "channels of dy are too large for shared memory"
-    if sum(o.regions.values()) > device.workspace_bytes:
+    if not o.fits(device):
         return f"operands would take more than {device.workspace_bytes >> 20} MB"
     return None
 
@@ -363,13 +398,10 @@ def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
         return None
     p = problems[Pass.INPUT_GRAD]
     o = Operands(p.geometry, p.batch, p.input_size)
-    bias = Pass.BIAS_GRAD in problems
-    asked = (o.place(device), bias)
-    if MIN_GAIN and asked not in _taken:
+    if MIN_GAIN:
         apart = cycles_apart(problems, device)
-        _taken[asked] = bool(apart) and apart >= MIN_GAIN * cycles(o, device, bias)
-    if MIN_GAIN and not _taken[asked]:
-        return None
+        if not apart or apart < MIN_GAIN * cycles(o, device, Pass.BIAS_GRAD in problems):
+            return None
     return plan_tiling(problems, device, tiling_of(o, device))
 
 

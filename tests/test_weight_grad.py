@@ -50,7 +50,7 @@ LAYERS = {
 def clear_plans() -> None:
     planner.plan.cache_clear()
     hopper_weight_grad_planner.tilings.cache_clear()
-    hopper_weight_grad_planner._first.clear()
+    hopper_weight_grad_planner.forget()
 
 
 FAMILIES = {"warp": weight_grad_planner, "warpgroup": hopper_weight_grad_planner}

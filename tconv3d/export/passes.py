@@ -13,12 +13,21 @@ from math import prod
 
 from .. import norm_planner, planner
 from ..bench.layers import Layer
-from ..executor import BACKWARD, OPERANDS, WITH_STATISTICS, channels_last_strides, contiguous_strides
+from ..executor import BACKWARD, OPERANDS, WITH_STATISTICS
 from ..geometry import Geometry
 from ..gpus import GPUS
 from ..norm_executor import GRADIENT, NORMALIZE
 from ..norm_planner import Activation, NormProblem, Wanted
-from ..problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem
+from ..problem import (
+    Device,
+    Norm,
+    Pass,
+    Plan,
+    Problem,
+    bias_grad_problem,
+    channels_last_strides,
+    contiguous_strides,
+)
 
 # What plans are made for. The shared memory of "any" is what every GPU of compute capability 8.0 and up can give.
 DEVICES = {
