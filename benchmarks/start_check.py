@@ -5,6 +5,11 @@
 Each layer starts in processes of its own with a cache of its own. PyTorch and its context are up before the clock
 starts; what is timed is the first call of the layer until its launches are queued (`ms`) and until the GPU has
 finished (`done`), and a first call with another batch and volume, which must not compile again.
+
+    python benchmarks/start_check.py --volumes monai_128_32_16 gan_512_256_4
+
+times first calls with volumes of many sizes, forward and backward, once what they need has been compiled in the
+background. `--prepare` is what the background process does, with the first volume, in this process.
 """
 
 from __future__ import annotations
@@ -24,10 +29,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tconv3d import background, compiler, executor, halo_planner
 from tconv3d.bench import cases
 from tconv3d.bench.layers import LAYERS
-from tconv3d.bench.precision import precision
+from tconv3d.bench.precision import DTYPES, precision
 from tconv3d.bench.results import describe_machine
+from tconv3d.explain import call_of, problems_of
 
 NAMES = ("grouped_strided", "large_volume", "asymmetric_kernel", "relu_group_norm", "nnunet_64_32_64", "gan_64_1_32")
 
@@ -51,6 +58,75 @@ def start(name: str, dtype: str) -> dict[str, Any]:
         return {"first": first, "again": timed(lambda: case.ours(x)), "other_volume": timed(lambda: case.ours(other))}
 
 
+# Of every kind, with lines of whole pieces of 16 bytes and others.
+VOLUMES = (
+    (1, (4, 4, 4)), (32, (4, 4, 4)), (1, (8, 8, 8)), (3, (7, 6, 9)), (1, (16, 16, 16)), (2, (15, 13, 17)),
+    (16, (8, 8, 8)), (2, (16, 20, 24)), (1, (33, 31, 30)), (4, (32, 32, 32)), (1, (64, 64, 64)), (2, (57, 61, 63)),
+    (1, (80, 72, 96)),
+)  # fmt: skip
+
+
+def step(case: cases.Case, x: torch.Tensor) -> dict[str, Any]:
+    """A first call, and the backward pass that follows."""
+    x = x.detach().requires_grad_()
+    made: list[torch.Tensor] = []
+    forward = timed(lambda: made.append(case.ours(x)))
+    dy = torch.ones_like(made[0])
+    return {"forward": forward, "backward": timed(lambda: made[0].backward(dy))}
+
+
+def counted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """With the number of kernels that were compiled, and of searches for a build."""
+    counts = {"compiled": 0, "searched": 0}
+    patched = ((compiler, "_build", "compiled"), (halo_planner, "_search", "searched"))
+    before = [(module, name, getattr(module, name)) for module, name, _ in patched]
+    for (module, name, what), (_, _, function) in zip(patched, before, strict=True):
+
+        def counting(*arguments: Any, what: str = what, function: Any = function) -> Any:
+            counts[what] += 1
+            return function(*arguments)
+
+        setattr(module, name, counting)
+    try:
+        return run() | counts
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+def volumes(name: str, dtype: str, patience_s: float) -> None:
+    """First calls with volumes of other sizes, after what was compiled in the background."""
+    with precision(dtype):
+        case = cases.build(LAYERS[name], dtype, "contiguous", "cuda")
+        print(name, "first", line(counted(lambda: step(case, case.x))), flush=True)
+        started = time.monotonic()
+        while background.busy() and time.monotonic() - started < patience_s:
+            time.sleep(0.1)
+        print(name, f"waited {time.monotonic() - started:.1f} s", background.status(), flush=True)
+        for batch, size in VOLUMES:
+            x = torch.randn(batch, case.x.shape[1], *size, device="cuda", dtype=case.x.dtype)
+            torch.cuda.synchronize()
+            text = f"{batch}x{'x'.join(map(str, size))}"
+            print(f"{name} {text:14}", line(counted(lambda x=x: step(case, x))), flush=True)  # type: ignore[misc]
+            torch.cuda.empty_cache()
+
+
+def line(found: dict[str, Any]) -> str:
+    text = f"forward {found['forward']['ms']:8.2f} ms, backward {found['backward']['ms']:8.2f} ms"
+    return f"{text}, {found['compiled']} compiled, {found['searched']} searched"
+
+
+def prepare(name: str, dtype: str, gradients: bool) -> None:
+    with precision(dtype):
+        layer, device = LAYERS[name], executor.device_of(torch.empty(0, device="cuda"))
+        model = layer.module(DTYPES[dtype], "meta")
+        (module,) = (each for each in model.modules() if isinstance(each, torch.nn.ConvTranspose3d))
+        found = problems_of(*call_of(module, layer.input(DTYPES[dtype], "meta")))
+        started = time.process_time()
+        background.prepare((tuple(found[1:]) if gradients else (found[0],), device))
+        print(name, "gradients" if gradients else "forward", f"{time.process_time() - started:.1f} s", flush=True)
+
+
 def in_new_process(name: str, dtype: str, cache: str) -> dict[str, Any]:
     settings = os.environ | {"TCONV3D_CACHE_DIR": cache}
     done = subprocess.run([sys.executable, __file__, "--start", name, dtype], env=settings, stdout=subprocess.PIPE)
@@ -64,10 +140,21 @@ def main() -> None:
     parser.add_argument("names", nargs="*", default=NAMES)
     parser.add_argument("--dtype", default="tf32")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--volumes", action="store_true", help="first calls with volumes of many sizes")
+    parser.add_argument("--prepare", action="store_true", help="compile what these will need")
+    parser.add_argument("--wait", type=float, default=300.0, help="seconds, at most, for what is compiled meanwhile")
     parser.add_argument("--start", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.start:
         print(json.dumps(start(*options.start)))
+        return
+    if options.volumes or options.prepare:
+        for name in options.names:
+            if options.prepare:
+                prepare(name, options.dtype, False)
+                prepare(name, options.dtype, True)
+            else:
+                volumes(name, options.dtype, options.wait)
         return
     rows = {}
     for name in options.names:

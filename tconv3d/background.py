@@ -104,8 +104,10 @@ class Feeder:
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = False
+        self.busy = False
 
     def put(self, work: Work) -> None:
+        self.busy = True
         self._offers.put(work)
         with self._lock:
             if self._thread is None and not self._ended:
@@ -128,6 +130,7 @@ class Feeder:
                     pickle.dump(found, process.stdin)
                     process.stdin.flush()
                     process.wait()
+                self.busy = not self._offers.empty()
 
     def end(self) -> None:
         """Nothing is started any more, and what was is ended."""
@@ -180,6 +183,11 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+
+
+def busy() -> bool:
+    """Whether something that this process offered has not been made."""
+    return _feeder.busy
 
 
 def status() -> str:

@@ -48,8 +48,8 @@ class Repertoire(Generic[Layer, Volume, Choice]):
         typical: Callable[[], Iterable[Choice]],
         cost: Callable[[Choice, float], float],
     ) -> Choice | None:
-        """`own`: the best for this volume; `typical`: those of typical volumes near it; `cost`: for this volume, or
-        infinite, where a choice does not fit it or takes longer than the least so far."""
+        """`own`: the best for this volume; `typical`: those of typical volumes, the nearest first; `cost`: for this
+        volume, or infinite, where a choice does not fit it or takes longer than the least so far."""
         first = self._first.get(layer)
         if first is None and not _another.get():
             found = own()
@@ -58,10 +58,14 @@ class Repertoire(Generic[Layer, Volume, Choice]):
             return found
         if first is not None and first[0] == volume and cost(first[1], inf) < inf:
             return first[1]
-        costs, least = dict[Choice, float](), inf
-        for choice in dict.fromkeys((*((first[1],) if first else ()), *typical())):
-            costs[choice] = cost(choice, least)
-            least = min(least, costs[choice])
+        costs = {first[1]: cost(first[1], inf)} if first else {}
+        least = min(costs.values(), default=inf)
+        for number, choice in enumerate(typical()):
+            if number >= NEAREST and least < inf:
+                break
+            if choice not in costs:
+                costs[choice] = cost(choice, least)
+                least = min(least, costs[choice])
         if least == inf:
             return own()
         return next(choice for choice in costs if costs[choice] <= AS_GOOD * least)
@@ -92,9 +96,9 @@ def forget() -> None:
 
 
 def nearest(positions: int, volumes: Iterable[tuple[int, Found]]) -> list[Found]:
-    """Of volumes, each with its number of positions, those nearest to so many."""
+    """Volumes, each given with its number of positions, in the order of how near that is to so many."""
     near = sorted(volumes, key=lambda each: max(each[0], positions) / max(1, min(each[0], positions)))
-    return [volume for _, volume in near[:NEAREST]]
+    return [volume for _, volume in near]
 
 
 def searched(name: str, settings: object, search: Callable[[], Choice]) -> Choice:
