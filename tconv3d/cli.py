@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tconv3d
-from tconv3d import cache, compiler, demo, emulator, tasks
+from tconv3d import background, cache, compiler, demo, emulator, tasks
 from tconv3d.bench import commands as bench
 from tconv3d.export import command as export
 
@@ -133,6 +133,8 @@ def _cache(arguments: argparse.Namespace) -> int:
         print(f"removed {_kernels(removed)}")
     elif arguments.action == "size":
         print(_kernels(cache.size()))
+        if meanwhile := background.status():
+            print(meanwhile)
     else:
         directory = cache.directory()
         if directory is None:

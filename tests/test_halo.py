@@ -22,6 +22,7 @@ from tconv3d.halo_build import Build, tilings
 from tconv3d.halo_job import job_of
 from tconv3d.halo_planner import HaloPlan
 from tconv3d.problem import Device, Pass, Problem
+from tconv3d.repertoire import TYPICAL
 
 # Few multiprocessors, so that blocks get several tiles and the rings wrap around.
 DEVICE = Device("small Hopper", (9, 0), 3, 232448)
@@ -646,16 +647,24 @@ def test_products_of_large_layers_do_not_wait_for_each_other(name: str) -> None:
 
 
 def test_a_new_volume_compiles_nothing() -> None:
-    """But for one whose lines can be taken as they are in memory, where others' cannot."""
+    """But what typical volumes need."""
     device = Device("Hopper", (9, 0), 132, 232448)
     for case in (SETTINGS["march"], SETTINGS["kernel 3, stride 2"], SETTINGS["kernel equals stride"]):
-        found: dict[bool, set[object]] = {}
+
+        def build(case: Case) -> tuple[halo_planner.Nominal, object]:
+            job = job_of(Tensors(case).problem)
+            return halo_planner.Nominal.of(job), halo_planner.choose(job, device.shared_bytes, device.multiprocessors)
+
+        halo_planner.forget()
+        nominal, first = build(case)
+        assert build(case)[1] == first
         for batch, size in ((1, (2, 3, 4)), (1, (1, 1, 1)), (1, (7, 8, 9)), (2, (7, 9, 3)), (1, (5, 2, 8))):
-            problem = Tensors(replace(case, size=size, batch=batch)).problem
-            constants = halo_planner.plan(problem, device).launches[-1].constants
-            found.setdefault(halo_planner.Nominal.of(job_of(problem)).lines, set()).add(constants)
-        assert all(len(constants) == 1 for constants in found.values())
-        assert len(found) == (2 if case is SETTINGS["kernel equals stride"] else 1)
+            nominal, chosen = build(replace(case, size=size, batch=batch))
+            jobs = halo_planner._typical_jobs(replace(nominal, kind=0))
+            assert len(jobs) == len(TYPICAL)
+            have = [halo_planner._choice(job, device.shared_bytes, device.multiprocessors) for job in jobs]
+            assert chosen in (first, *(halo_planner._build_of(nominal, each) for each in have))
+        halo_planner.forget()
 
 
 @pytest.mark.parametrize("which", [Pass.FORWARD, Pass.INPUT_GRAD])
