@@ -36,9 +36,9 @@ def compile_ahead(
 
     >>> tconv3d.compile_ahead(layer, (2, 64, 32, 32, 32), (1, 64, 160, 160, 160))
 
-    An input is a tensor, on the meta device if you like, or its shape. A layer has a build for each of four kinds of
-    volume, by its size, chosen for the first volume of the kind that a process meets. So name the inputs that come
-    first, in their order; others of the same kinds then wait for no compiler either.
+    An input is a tensor, on the meta device if you like, or its shape. What the first volume of a layer in a process
+    needs is chosen for that volume, and others choose from that and a few more builds. So name the input that comes
+    first before the others.
 
     gradients: the backward passes too. gpu: a name (`tconv3d.gpus.GPUS`) or a compute capability, to fill a cache for
     another machine; the present GPU if there is one.

@@ -131,7 +131,7 @@ KINDS = (1024, 8192, 300_000)  # positions in all from which a volume is of the 
 
 
 def volume_kind(positions: int) -> int:
-    """Volumes of a kind share what is compiled."""
+    """What is worth a look, and what was tuned, differs between kinds of volume."""
     return sum(positions >= size for size in KINDS)
 
 

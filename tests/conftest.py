@@ -25,6 +25,9 @@ hypothesis.settings.load_profile("tests")
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Tests of what is compiled in the background start that themselves.
+os.environ.setdefault("TCONV3D_BACKGROUND", "0")
+
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # a directory: the kernels this session ran in the emulator
 
 

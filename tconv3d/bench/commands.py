@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import shlex
 import signal
 import sys
@@ -162,6 +163,7 @@ def _command(arguments: argparse.Namespace) -> str:
 
 def _finish(arguments: argparse.Namespace, work: Callable[[Console, run.Keep], results.Results]) -> int:
     """Runs, shows and writes. 0: all right; 1: something is wrong or failed; 130: interrupted or terminated."""
+    os.environ.setdefault("TCONV3D_BACKGROUND", "0")  # nothing else works while something is timed
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"there is no directory {arguments.json.parent} to write {arguments.json.name} in")
     console = Console()
