@@ -67,13 +67,14 @@ LOCK, FAILURE = "background.lock", "background.log"  # in the cache directory
 
 
 def offer(problems: Problems, device: Device) -> None:
-    """A call was planned for the first time. Returns at once."""
+    """A call was planned for the first time. Returns at once, whatever happens."""
     layer = (*(_layer_of(problem) for problem in problems), device)
     if layer in _offered:
         return
     _offered.add(layer)
-    if _possible() and not _is_done((problems, device)):
-        _feeder.put((problems, device))
+    with contextlib.suppress(OSError, RuntimeError):  # there can be no more threads
+        if _possible():
+            _feeder.put((problems, device))
 
 
 _offered: set[tuple[object, ...]] = set()
@@ -115,22 +116,26 @@ class Feeder:
                 self._thread.start()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # no more processes, the pipe is closed
-            while True:
-                found = [self._offers.get()]
-                time.sleep(DELAY_S)
-                while not self._offers.empty():
-                    found.append(self._offers.get())
-                with self._lock:
-                    if self._ended:
-                        return
-                    self._process = process = start()
-                assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError), process.stdin:  # open: this process lives
-                    pickle.dump(found, process.stdin)
-                    process.stdin.flush()
-                    process.wait()
-                self.busy = not self._offers.empty()
+        while True:
+            found = [self._offers.get()]
+            time.sleep(DELAY_S)
+            while not self._offers.empty():
+                found.append(self._offers.get())
+            with contextlib.suppress(Exception):  # no more processes, say: it costs time, never a result
+                self._hand_over([work for work in found if not _is_done(work)])
+            self.busy = not self._offers.empty()
+
+    def _hand_over(self, found: list[Work]) -> None:
+        """Returns when all is done."""
+        with self._lock:
+            if self._ended or not found:
+                return
+            self._process = process = start()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin:  # open: this process lives
+            pickle.dump(found, process.stdin)
+            process.stdin.flush()
+            process.wait()
 
     def end(self) -> None:
         """Nothing is started any more, and what was is ended."""
@@ -153,6 +158,7 @@ _PROGRAM = (
 def start() -> subprocess.Popen[bytes]:
     settings = {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONSAFEPATH": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
@@ -206,11 +212,19 @@ def status() -> str:
     return ""
 
 
+def clear() -> None:
+    """What went wrong is forgotten."""
+    if (root := cache.directory()) is not None:
+        with contextlib.suppress(OSError):
+            (root / FAILURE).unlink()
+
+
 # ---- in the process in the background ----------------------------------------------------------------------------
 
 
 def main() -> None:
     os.nice(19)
+    cache.LOCKING = False  # at this priority, nobody should have to wait for it
     stream = sys.stdin.buffer
     found: list[Work] = pickle.load(stream)
     threading.Thread(target=_watch, args=(stream, os.getppid()), daemon=True).start()

@@ -43,6 +43,7 @@ except ImportError:  # not a POSIX system: no lock between processes, every one 
     fcntl = None  # type: ignore[assignment]
 
 LOCK_TIMEOUT = 300.0  # seconds; longer than any compile, because only a stuck process is waited for so long
+LOCKING = True  # whether others wait for what this process builds; if not, they build it too
 STALE_AFTER = 3600.0  # seconds after which a lock or temporary file belongs to nobody
 
 _MAGIC = b"tconv3d1"
@@ -243,7 +244,7 @@ def _process_lock(file: Path | None) -> Iterator[None]:
 
 def _acquire(lock: Path) -> int | None:
     """A descriptor with the lock on this file, or None if it cannot be had."""
-    if fcntl is None:
+    if fcntl is None or not LOCKING:
         return None
     deadline, pause = time.monotonic() + LOCK_TIMEOUT, 0.001
     descriptor = None

@@ -130,6 +130,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _cache(arguments: argparse.Namespace) -> int:
     if arguments.action == "clear":
         removed = cache.clear()
+        background.clear()
         print(f"removed {_kernels(removed)}")
     elif arguments.action == "size":
         print(_kernels(cache.size()))

@@ -202,7 +202,8 @@ def test_a_process_compiles_what_calls_will_ask_for(own_cache: Path, monkeypatch
             assert compiler.compile(*kernel, "sm_90a").cubin == b"a cubin"
     background._offered.clear()
     background.offer(first, H200)
-    assert not background.busy(), "a layer that is done is not begun again"
+    assert waited(lambda: not background.busy())
+    assert background._feeder._process is process, "a layer that is done is not begun again"
 
 
 def test_the_process_has_neither_pytorch_nor_a_gpu(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,6 +334,22 @@ def test_a_failure_is_told_to_those_who_ask(
     assert "failed: OSError: no space left" in background.status()
     assert cli.main(["cache"]) == 0
     assert "no space left" in capsys.readouterr().out
+    assert cli.main(["cache", "clear"]) == 0
+    assert background.status() == ""
+
+
+def test_nobody_waits_for_what_it_compiles(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have little of a busy machine."""
+    monkeypatch.setenv("STUB_SLEEP", "100")
+    first, _ = problems(CONVOLUTION, 2, (8, 8, 8))
+    background.offer(first, H200)
+    assert waited(lambda: built(own_cache))
+    monkeypatch.setattr(compiler, "_build", lambda *_: compiler._pack("", b"our own"))
+    kernel = next(background._kernels(first, H200))
+    assert compiler.describe(*kernel) == built(own_cache)[0][1]
+    started = time.monotonic()
+    assert compiler.compile(*kernel, "sm_90a").cubin == b"our own"
+    assert time.monotonic() - started < 5.0
 
 
 def test_where_nothing_was_started_there_is_nothing_to_say(own_cache: Path) -> None:
