@@ -118,6 +118,8 @@ def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
 
 def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
     """Who computes which gradients: the `passes` of each plan. In the order in which they run."""
+    if not problems:
+        return []
     with _meeting(problems[0], device):
         found = _gradient_plans(problems, device)
     order = list(Pass)
