@@ -32,13 +32,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from . import cache, compiler, planner
+from . import cache, compiler, planner, repertoire
 from .geometry import Triple
 from .launch import Constants
 from .problem import Device, Pass, Problem, Strides, channels_last_strides, contiguous_strides
@@ -52,6 +52,7 @@ except ImportError:  # not a POSIX system: nothing is compiled in the background
 Problems = tuple[Problem, ...]  # of one call: a forward pass, or the gradients of a backward pass
 Work = tuple[Problems, Device]
 Kernel = tuple[str, Constants]
+Cubes = Sequence[tuple[int, int]]  # batches and edges
 Layout = Callable[[tuple[int, ...]], Strides]
 
 LAYOUTS: tuple[Layout, ...] = (contiguous_strides, channels_last_strides, lambda shape: (0,) * 5)  # the last: of none
@@ -60,6 +61,7 @@ DELAY_S = 1.0  # after the first offer: a process begins with several layers, an
 EDGES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
 BATCHES = (1, 2, 4, 16, 64)
 MOST_POSITIONS = 2**22
+RESTS = (0, 1, 2, 4)  # of lines, beside whole pieces of 16 bytes
 LOCK, FAILURE = "background.lock", "background.log"  # in the cache directory
 
 
@@ -271,13 +273,20 @@ def prepare(work: Work, report: Callable[[str], None] = lambda text: None) -> No
         return
     problems, device = work
     arch, seen = compiler.architecture(device.capability), set[Kernel]()
-    for each in (problems, *others(problems)):
-        for kernel in _kernels(each, device):
+
+    def compile(calls: Iterable[Problems]) -> None:
+        for kernel in (kernel for each in calls for kernel in _kernels(each, device)):
             if kernel not in seen:
                 seen.add(kernel)
                 report(f"{_describe(problems)}, kernel {len(seen)}")
                 with contextlib.suppress(compiler.CompileError):  # it fails again where it is launched, and says so
                     compiler.compile(*kernel, arch)
+
+    compile((problems, *others(problems)))
+    planner.forget()
+    with repertoire.typical_builds():  # those too that none of these volumes chose
+        compile(others(problems, TYPICAL))
+    planner.forget()
     cache.put(_done_key(work), ".done", json.dumps(len(seen)).encode())
 
 
@@ -300,14 +309,15 @@ def _describe(problems: Problems) -> str:
     return f"{g.in_channels} to {g.out_channels} channels, kernel {'x'.join(map(str, g.kernel))}, {passes}"
 
 
-def others(problems: Problems) -> Iterator[Problems]:
-    """The same call with volumes of all sizes."""
+def others(problems: Problems, cubes: Cubes | None = None) -> Iterator[Problems]:
+    """The same call with volumes of all sizes, or of these."""
     if any(None in _layouts(problem) for problem in problems):
         return  # tensors that are parts of others: nobody knows of what
     main = problems[0]
     if main.which is Pass.BIAS_GRAD:  # the same kernel for all
         return
-    for batch, size in volumes(main.batch, main.input_size, main.item_bytes):
+    found = volumes(main.batch, main.input_size, main.item_bytes)
+    for batch, size in found if cubes is None else _like_cubes(cubes, main.item_bytes):
         if min(main.geometry.output_size(size)) > 0:
             yield tuple(_resized(problem, main, batch, size) for problem in problems)
 
@@ -315,15 +325,21 @@ def others(problems: Problems) -> Iterator[Problems]:
 def volumes(batch: int, size: Triple, item_bytes: int) -> Iterator[tuple[int, Triple]]:
     """Those that are likely first. Lines of them are multiples of 16 bytes, or not."""
     d, h, w = size
-    rests = (0, 1, 2, 4) if item_bytes == 2 else (0, 1, 2)
     found = [(each, size) for each in (1, 2, batch // 2, 2 * batch, 4, 8, 16) if each]
-    found += [(each, (d, h, w - rest)) for rest in rests for each in (batch, 1) if w > rest]
+    found += [(each, (d, h, w - rest)) for rest in RESTS for each in (batch, 1) if w > rest]
     cubes = [*TYPICAL, *((each, edge) for edge in EDGES for each in BATCHES if each * edge**3 <= MOST_POSITIONS)]
-    for each, edge in dict.fromkeys(cubes):
+    yield from dict.fromkeys((*found, *_like_cubes(cubes, item_bytes)))
+
+
+def _like_cubes(cubes: Cubes, item_bytes: int) -> Iterator[tuple[int, Triple]]:
+    """Cubes, and flatter volumes of about as many positions."""
+    for batch, edge in dict.fromkeys(cubes):
         wide = max(edge, 16 // item_bytes)
-        found += [(each, (edge, edge, wide + rest)) for rest in rests]
-        found.append((each, (edge + 1, edge + 1, wide + 2)))
-    yield from dict.fromkeys(found)
+        yield from ((batch, (edge, edge, wide + rest)) for rest in RESTS if rest < 16 // item_bytes)
+        yield batch, (edge + 1, edge + 1, wide + 2)
+        for rest in RESTS[:2]:
+            yield batch, (edge // 2, edge, 2 * wide + rest)
+            yield batch, (edge // 4, 2 * edge, 2 * wide + rest)
 
 
 def _resized(problem: Problem, main: Problem, batch: int, size: Triple) -> Problem:

@@ -108,6 +108,15 @@ def refusals(problem: Problem, device: Device) -> dict[str, str]:
     return passed
 
 
+def forget() -> None:
+    """The next volume of every layer is its first."""
+    plan.cache_clear()
+    repertoire.forget()
+    for _, family in FAMILIES:
+        if hasattr(family, "forget"):
+            family.forget()
+
+
 # ---- the gradients of one backward pass
 
 

@@ -50,7 +50,7 @@ class Repertoire(Generic[Layer, Volume, Choice]):
     ) -> Choice | None:
         """`own`: the best for this volume; `typical`: those of typical volumes, the nearest first; `cost`: for this
         volume, or infinite, where a choice does not fit it or takes longer than the least so far."""
-        first = self._first.get(layer)
+        first = None if _alone.get() else self._first.get(layer)
         if first is None and not _another.get():
             found = own()
             if found is not None:
@@ -61,7 +61,7 @@ class Repertoire(Generic[Layer, Volume, Choice]):
         costs = {first[1]: cost(first[1], inf)} if first else {}
         least = min(costs.values(), default=inf)
         for number, choice in enumerate(typical()):
-            if number >= NEAREST and least < inf:
+            if number >= (1 if _alone.get() else NEAREST) and least < inf:
                 break
             if choice not in costs:
                 costs[choice] = cost(choice, least)
@@ -79,15 +79,29 @@ class Repertoire(Generic[Layer, Volume, Choice]):
 _met: dict[Hashable, object] = {}
 _another: ContextVar[bool] = ContextVar("another volume than the first of its layer", default=False)
 
+_alone: ContextVar[bool] = ContextVar("the nearest typical volume alone", default=False)
+
 
 @contextmanager
 def meeting(layer: Hashable, volume: object) -> Iterator[None]:
     """While a call is planned."""
-    token = _another.set(_met.setdefault(layer, volume) != volume)
+    token = _another.set(_alone.get() or _met.setdefault(layer, volume) != volume)
     try:
         yield
     finally:
         _another.reset(token)
+
+
+@contextmanager
+def typical_builds() -> Iterator[None]:
+    """While every volume gets the build of the nearest typical one. For those who want to see all builds; to be
+    forgotten afterwards."""
+    tokens = _another.set(True), _alone.set(True)
+    try:
+        yield
+    finally:
+        _another.reset(tokens[0])
+        _alone.reset(tokens[1])
 
 
 def forget() -> None:

@@ -24,10 +24,7 @@ from tconv3d import (
     cli,
     compiler,
     halo_planner,
-    hopper_weight_grad_planner,
     planner,
-    repertoire,
-    unfold_planner,
 )
 from tconv3d.background import Kernel, Problems
 from tconv3d.bench.layers import Layer, layer
@@ -63,13 +60,6 @@ def problems(of: Layer, batch: int, size: tuple[int, int, int], last: bool = Fal
     return (forward,), tuple(gradients)
 
 
-def forget() -> None:
-    planner.plan.cache_clear()
-    repertoire.forget()
-    for each in (halo_planner, hopper_weight_grad_planner, unfold_planner):
-        each.forget()
-
-
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
@@ -77,10 +67,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(background, "_feeder", background.Feeder())
     monkeypatch.setattr(background, "DELAY_S", 0.0)
     monkeypatch.delenv("TCONV3D_BACKGROUND", raising=False)
-    forget()
+    planner.forget()
     yield
     background._feeder.end()
-    forget()
+    planner.forget()
 
 
 @pytest.fixture
@@ -174,7 +164,7 @@ edges = st.integers(3, 90)
 @given(batch=st.sampled_from((1, 2, 3, 8)), d=edges, h=edges, w=edges)
 def test_nothing_is_left_to_compile(batch: int, d: int, h: int, w: int) -> None:
     have = known()
-    forget()
+    planner.forget()
     for first in problems(CONVOLUTION, CONVOLUTION.batch, CONVOLUTION.size):
         list(background._kernels(first, H200))
     for other in problems(CONVOLUTION, batch, (d, h, w)):

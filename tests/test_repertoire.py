@@ -9,7 +9,7 @@ from math import inf
 import pytest
 import torch
 
-from tconv3d import halo_planner, hopper_weight_grad_planner, planner, repertoire, unfold_planner
+from tconv3d import planner, repertoire
 from tconv3d.bench.layers import Layer, layer
 from tconv3d.explain import call_of, problems_of
 from tconv3d.gpus import GPUS
@@ -106,19 +106,12 @@ def problems(of: Layer, batch: int, size: tuple[int, int, int]) -> list[Problem]
     return problems_of(*call_of(of.module(device="meta"), x))  # type: ignore[arg-type]
 
 
-def forget() -> None:
-    planner.plan.cache_clear()
-    repertoire.forget()
-    for each in (halo_planner, hopper_weight_grad_planner, unfold_planner):
-        each.forget()
-
-
 @pytest.fixture
 def tf32() -> Iterator[None]:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    forget()
+    planner.forget()
     yield
-    forget()
+    planner.forget()
 
 
 def plans(of: Layer, batch: int, size: tuple[int, int, int]) -> object:
@@ -132,11 +125,11 @@ def test_plans_do_not_depend_on_the_order_of_other_volumes(name: str, tf32: None
     of = LAYERS[name]
     found: dict[object, set[object]] = {}
     for order in list(permutations(VOLUMES))[::5]:
-        forget()
+        planner.forget()
         plans(of, of.batch, of.size)
         for volume in order:
             found.setdefault(volume, set()).add(plans(of, *volume))
-    forget()
+    planner.forget()
     plans(of, of.batch, of.size)
     for volume in VOLUMES[:1]:
         found[volume].add(plans(of, *volume))
@@ -148,7 +141,7 @@ def test_the_first_volume_of_a_layer_gets_its_own_plan(name: str, tf32: None) ->
     """Whatever other layers there were."""
     of = LAYERS[name]
     own = plans(of, *VOLUMES[0])
-    forget()
+    planner.forget()
     for other in LAYERS.values():
         if other is not of:
             plans(other, *VOLUMES[2])
