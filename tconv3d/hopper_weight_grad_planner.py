@@ -1036,7 +1036,7 @@ def _typical_tilings(layer: Layer, device: Device, positions: int) -> Iterator[T
 @lru_cache(maxsize=1024)
 def _own_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
     """The best for a volume."""
-    settings = (layer, device, batch, size)
+    settings = (layer, replace(device, name=""), batch, size)
     return searched("hopper_weight_grad", settings, lambda: _best_tiling(*settings))
 
 

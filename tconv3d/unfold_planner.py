@@ -323,7 +323,7 @@ def _own_compiled(o: Operands, device: Device) -> Compiled:
         best = _best_tiling(o, choices, device)
         return best.columns_x, best.columns_w, best.consumers
 
-    return searched("unfold", (o, device), search)
+    return searched("unfold", (o, replace(device, name="")), search)
 
 
 def _best_tiling(o: Operands, choices: Sequence[Compiled], device: Device) -> Tiling:
