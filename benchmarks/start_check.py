@@ -98,7 +98,7 @@ def volumes(name: str, dtype: str, patience_s: float) -> None:
     """First calls with volumes of other sizes, after what was compiled in the background."""
     with precision(dtype):
         case = cases.build(LAYERS[name], dtype, "contiguous", "cuda")
-        torch.ones(1, device="cuda", requires_grad=True).sum().backward()  # starts PyTorch's own thread
+        torch.ones(1, device="cuda", requires_grad=True).backward(torch.ones(1, device="cuda"))  # PyTorch is ready
         print(name, "first", line(counted(lambda: step(case, case.x))), flush=True)
         started = time.monotonic()
         while background.busy() and time.monotonic() - started < patience_s:
