@@ -54,7 +54,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "stores": (
         ("if constexpr (Config::kOutputUnitC) {\n", UNSTORED),
-        ("if (args.vector == 2) return store_in_place(", "if (args.batch > 0) return;\n      return store_in_place("),
+        ("if (args.vector == 2) {\n", "if (args.batch > 0) return;\n      {\n"),
         ("Images::store(args, at, me, sums", "if (args.batch < 0) Images::store(args, at, me, sums"),
         ("Lines::store(args, at, me, sums", "if (args.batch < 0) Lines::store(args, at, me, sums"),
         ("HaloWords<Config>::store(args", "if (args.batch < 0) HaloWords<Config>::store(args"),

@@ -139,7 +139,7 @@ def build_for(case: Case) -> Build:
 # What a build must have of what a case wants; the rest is replaced.
 CHOSEN = (
     "copied", "in_registers", "lines", "joint", "march", "split", "row_bytes", "slabs", "groups_per_tile",
-    "merged",
+    "merged", "out_tile",
 )  # fmt: skip
 
 
@@ -279,6 +279,37 @@ SETTINGS = {
         1,
         dtype="bfloat16",
         build={"split": (True, True, False), "copied": True, **STREAMED, "slabs": 2, "fine": True},
+    ),
+    "small panels, two column tiles of channels": Case(
+        72,
+        40,
+        (4, 8, 8),
+        4,
+        2,
+        1,
+        dtype="float16",
+        build={"split": (True, True, False), "copied": True, **STREAMED, "out_tile": 24, "fine": True},
+    ),
+    "copied, long rows stored as they are": Case(
+        64,
+        20,
+        (2, 4, 20),
+        4,
+        2,
+        1,
+        dtype="bfloat16",
+        build={"split": (True, True, False), "copied": True, **STREAMED},
+    ),
+    "copied, channels last, two column tiles of channels": Case(
+        64,
+        40,
+        (4, 8, 8),
+        4,
+        2,
+        1,
+        dtype="bfloat16",
+        channels_last=True,
+        build={**APART, "copied": True, **STREAMED, "out_tile": 24},
     ),
     "divided": Case(72, 40, (3, 4, 9), 3, 2, 1, 1, build={**APART, "slots": 4, "divided": True}),
     "divided, copied": Case(

@@ -286,6 +286,8 @@ struct Halo {
                                                  int warp, int lane) {
     Consumer me = Consumer::make(shared, consumer, warp, lane);
     Sums sums;
+    [[maybe_unused]] typename Accumulators::Kept bias;
+    if constexpr (Accumulators::kKeepsBias) bias = Accumulators::Kept::load(args, lane);
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
     for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
       const Place at = work.place(args);
@@ -303,7 +305,12 @@ struct Halo {
         }
         typename Lines::Pairs pairs;
         if constexpr (Config::kLines) Lines::find(args, slabs, warp, lane, pairs);
-        auto start = Accumulators::Start::load(args, at, lane);
+        typename Accumulators::Start start;
+        if constexpr (Accumulators::kKeepsBias) {
+          start = bias.of(at);
+        } else {
+          start = Accumulators::Start::load(args, at, lane);
+        }
         if (Config::kDivided && consumer > 0) start = {};
         Accumulators::start_fields(args, start, sums);
         const int fed = Tile::fed_planes(args, at);

@@ -172,13 +172,22 @@ struct HaloStores {
   static constexpr bool kInPlace = Config::kCopied && !Config::kMarch && !Config::kOutputUnitC &&
                                    sizeof(Scalar) == 2 && Config::kPairs && Config::kStrideW == 2 &&
                                    Config::kPartner(0) >= 0;
+  // A warp has two lines of positions. Where these are near each other in memory (kExchanges), lanes hand
+  // each other a half of their words, so that an access has both lines of two channels, not one of four: it
+  // takes as long as it has cache lines to write to.
+  static constexpr int kNear = 128;  // bytes: further away it lost (measured)
+  template <bool kExchanges>
   static __device__ __forceinline__ void store_in_place(const Args& args, const Place& at, const Writer& me,
                                                         const Sums& sums, const Slab (&slabs)[Config::kSlabs],
                                                         int plane) {
-    const int own = Accumulators::first_column(me.lane), left = Config::kOut - at.first_out() - own;
-    static_for<2 * Config::kSlabs>([&](auto i) {
-      constexpr int kSlab = decltype(i)::value / 2, kHalf = decltype(i)::value % 2;
-      const Target to = target(args, at, slabs[kSlab], plane, 16 * me.warp + 8 * kHalf + me.lane / 4);
+    constexpr bool kAll = Config::kOut % Config::kOutTile == 0;
+    constexpr int kLines = kExchanges ? 1 : 2;  // that a lane stores
+    const int own = kExchanges ? me.lane % 4 / 2 * 4 : Accumulators::first_column(me.lane);
+    const int left = Config::kOut - at.first_out() - own;
+    static_for<kLines * Config::kSlabs>([&](auto i) {
+      constexpr int kSlab = decltype(i)::value / kLines, kHalf = decltype(i)::value % kLines;
+      const int line = kExchanges ? me.lane % 2 : kHalf;
+      const Target to = target(args, at, slabs[kSlab], plane, 16 * me.warp + 8 * line + me.lane / 4);
       static_for<Config::kFields>([&](auto field) {
         constexpr int kField = decltype(field)::value, kPartner = Config::kPartner(kField);
         if constexpr (kPartner >= 0) {
@@ -188,12 +197,21 @@ struct HaloStores {
           ptx::pin(y);  // else the compiler begins at args.y for every store
           const float* first = &sums[kSlab][kField * Config::kOutTile / 2 + 2 * kHalf];
           const float* second = &sums[kSlab][kPartner * Config::kOutTile / 2 + 2 * kHalf];
+          const auto store = [&](int channel, unsigned word) {
+            ptx::store_global_if(exists && (kAll || channel < left), further(args, y, channel), word);
+          };
 #pragma unroll
           for (int k = 0; k < Config::kOutTile / 4; ++k) {
             const int channel = k / 2 * 8 + k % 2, sum = k / 2 * 4 + k % 2;
-            const bool stored = exists && (Config::kOut % Config::kOutTile == 0 || channel < left);
-            ptx::store_global_if(stored, further(args, y, channel),
-                                 Narrow<Scalar>::two(first[sum], second[sum]));
+            const unsigned word = Narrow<Scalar>::two(first[sum], second[sum]);
+            if constexpr (kExchanges) {
+              const unsigned below = Narrow<Scalar>::two(first[sum + 2], second[sum + 2]);
+              const unsigned handed = __shfl_xor_sync(0xFFFFFFFFu, line == 0 ? below : word, 1);
+              store(channel, line == 0 ? word : handed);
+              store(channel + 2, line == 0 ? handed : below);  // the next lane's
+            } else {
+              store(channel, word);
+            }
           }
         }
       });
@@ -387,7 +405,16 @@ struct HaloStores {
     constexpr int kFour = Config::kFours ? 4 : 1;
     constexpr int kPair = Config::kPairs ? 2 : 1;
     if constexpr (kInPlace) {
-      if (args.vector == 2) return store_in_place(args, at, me, sums, slabs, plane);
+      if (args.vector == 2) {
+        // Of more slabs a second copy of the stores cost more than it gained (measured).
+        if constexpr (Config::kSlabs <= 2) {
+          const auto apart = Config::kStrideH * args.y_stride.h * static_cast<int>(sizeof(Scalar));
+          if (apart <= kNear && args.items == 1) {
+            return store_in_place<true>(args, at, me, sums, slabs, plane);
+          }
+        }
+        return store_in_place<false>(args, at, me, sums, slabs, plane);
+      }
     }
     if constexpr (Config::kOutputUnitC) {
       store_by_channel(args, at, sums, slabs, plane, me.warp, me.lane);

@@ -53,6 +53,47 @@ struct HaloSums {
       return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));
     }
   };
+  // The same of all tiles, where there are few channels: two to a word. A load at the beginning of a tile
+  // would wait until the stores of the one before have gone.
+  static constexpr bool kKeepsBias = Config::kBias && Config::kCopied && !Config::kResident &&
+                                     sizeof(Scalar) == 2 && Config::kGroups == 1 &&
+                                     Config::kOutTiles * Config::kOutTile <= 256 && !Config::kMarch &&
+                                     !Config::kPortioned && !Config::kSpread && !Config::kDivided;
+  struct Kept {
+    static constexpr int kWords = Config::kOutTile / 8;
+    unsigned words[Config::kOutTiles][kWords];
+
+    static __device__ __forceinline__ Kept load(const Args& args, int lane) {
+      Kept kept;
+#pragma unroll
+      for (int i = 0; i < Config::kOutTiles * kWords; ++i) {
+        const int tile = i / kWords, j = i % kWords, first = tile * Config::kOutTile;
+        unsigned& word = kept.words[tile][j];
+        word = bits(args, first + Layout::channel_of(j, 0, lane)) |
+               bits(args, first + Layout::channel_of(j, 1, lane)) << 16;
+        ptx::pin(word);
+      }
+      return kept;
+    }
+    static __device__ __forceinline__ unsigned bits(const Args& args, int out) {
+      if (out >= Config::kOut) return 0;
+      return load_constant(static_cast<const Scalar*>(args.bias) + out).bits;
+    }
+    __device__ __forceinline__ Start of(const Place& at) const {
+      Start start;
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        unsigned word = words[0][j];
+#pragma unroll
+        for (int tile = 1; tile < Config::kOutTiles; ++tile) {
+          if (at.first_out() == tile * Config::kOutTile) word = words[tile][j];
+        }
+        start.at[0][j][0] = widen<float>(Scalar{static_cast<unsigned short>(word)});
+        start.at[0][j][1] = widen<float>(Scalar{static_cast<unsigned short>(word >> 16)});
+      }
+      return start;
+    }
+  };
   static __device__ __forceinline__ void start_fields(const Args& args, const Start& start, Sums& sums) {
     static_for<Config::kFields>([&](auto field) { start_field<decltype(field)::value>(args, start, sums); });
   }
