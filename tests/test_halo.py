@@ -215,6 +215,10 @@ SETTINGS = {
         16, 16, (3, 5, 12), 3, 2, 1, groups=2, batch=3, build={**JOINT, "slabs": 2}
     ),
     "lines, long runs, bfloat16": Case(24, 20, (3, 3, 72), 3, 2, 1, dtype="bfloat16", build=JOINT),
+    "lines, long runs, bfloat16, odd rows of even volumes": Case(
+        16, 8, (2, 4, 72), 3, 2, 1, (1, 0, 0), batch=2, dtype="bfloat16", build=JOINT
+    ),
+    "lines, long runs, bfloat16, groups": Case(32, 32, (4, 5, 128), 3, 2, 1, groups=4, dtype="bfloat16", build=JOINT),
     "lines, long runs, float16": Case(40, 8, (3, 5, 8), 3, 2, 1, 1, dtype="float16", build=JOINT),
     "lines, long runs, stride 1": Case(8, 8, (4, 7, 8), (4, 3, 3), (1, 1, 2), 1, build=JOINT),
     "lines, short runs": Case(

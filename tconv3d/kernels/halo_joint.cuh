@@ -45,27 +45,91 @@ struct HaloJoint {
 
   // ---- Consumers.
 
-  // The outputs of a plane of positions. `pairs`: of the slabs (halo_lines.cuh).
-  template <class Pairs>
-  static __device__ __forceinline__ void write(const Args& args, const Place& at, Consumer& me,
-                                               const Sums& sums, const Pairs& pairs, int plane) {
+  static constexpr int kPlanes = Config::kStrideD;  // of outputs that are complete after a step
+  static constexpr int kVectors =
+      Config::kJoint ? Words::kPieces * Words::kVectors : 1;  // of a lane and plane
+
+  // In 16 bits, where rows and channels have an odd number of outputs, these begin at words and in the middle
+  // of words in turns: whether the first one does says all.
+  static constexpr bool kTwoKinds = kItem == 2 && Config::kStrideH % 2 == 0;
+  static constexpr int kAnywhere = -1;
+
+  // What is complete, but not written yet. In 16 bits it is written while the products of the next step are
+  // on their way, if registers suffice.
+  static constexpr int kKept = Config::kSlabs * HaloSums<Config>::kSums + kPlanes * kVectors * 4;
+  static constexpr bool kLater = Config::kJoint && kItem == 2 && kKept <= 160;
+  struct Waiting {
+    uint4 words[kPlanes][kVectors];
+    unsigned run[kPlanes];  // the low bits of where the first channel's begins
+    bool exists[kPlanes] = {};
+  };
+  static __device__ __forceinline__ void take(const Args& args, const Place& at, const Sums& sums, int plane,
+                                              Waiting& waiting) {
     static_assert(Config::kStrideW == 2 && Config::kSlabs % Words::kWoven == 0, "16 bytes of a lane");
     const int d = plane * Config::kStrideD - Config::kPaddingD;
     const unsigned start = low(first_run(args, at));
-    Words::for_each_plane(args, at, d, [&](auto phase) {
+    static_for<kPlanes>([&](auto phase) {
       constexpr int kPhase = decltype(phase)::value;
-      const unsigned run = start + static_cast<unsigned>((d + kPhase) * args.y_stride.d) * kItem;
-      ptx::barrier_wait(me.shared.image_empty(me.images.index), me.images.parity ^ 1);
-      const unsigned image = ptx::shared_address(me.shared.image(me.images.index));
+      waiting.exists[kPhase] = Stores::deep(args, at, d + kPhase);
+      waiting.run[kPhase] = start + static_cast<unsigned>((d + kPhase) * args.y_stride.d) * kItem;
+      static_for<kVectors>([&](auto i) {
+        constexpr int kPiece = decltype(i)::value / Words::kVectors;
+        uint4& words = waiting.words[kPhase][i];
+        words = Words::template words<kPhase, decltype(i)::value % Words::kVectors, kPiece>(sums);
+        if constexpr (kLater) {  // now, and not when they are written
+          ptx::pin(words.x);
+          ptx::pin(words.y);
+          ptx::pin(words.z);
+          ptx::pin(words.w);
+        }
+      });
+    });
+  }
+
+  // A plane of outputs. `pairs`: of the slabs (halo_lines.cuh).
+  template <int kPhase, class Pairs>
+  static __device__ __forceinline__ void write(const Args& args, Consumer& me, const Pairs& pairs,
+                                               const Waiting& waiting) {
+    if (!waiting.exists[kPhase]) return;
+    ptx::barrier_wait(me.shared.image_empty(me.images.index), me.images.parity ^ 1);
+    const unsigned image = ptx::shared_address(me.shared.image(me.images.index));
+    const auto write_rows = [&](auto odd) {
       static_for<Words::kPieces * Config::kImageRows>([&](auto i) {
         constexpr int kPiece = decltype(i)::value / Config::kImageRows;
         constexpr int kRow = decltype(i)::value % Config::kImageRows;
         const auto& pair = pairs[kPiece * Words::kWoven];
-        if (pair.exists) write_row<kPhase, kRow, kPiece>(args, me, sums, pair, run, image);
+        if (pair.exists)
+          write_row<kPhase, kRow, kPiece, decltype(odd)::value>(args, me, waiting, pair, image);
       });
-      ptx::fence_async_proxy();
-      ptx::barrier_arrive(me.shared.image_full(me.images.index));
-      me.images.advance();
+    };
+    if (kTwoKinds && args.output.w % 2 != 0 && args.y_stride.c % 2 != 0) {
+      if (waiting.run[kPhase] % 4 != 0) {
+        write_rows(Int<1>{});
+      } else {
+        write_rows(Int<0>{});
+      }
+    } else {
+      write_rows(Int<kAnywhere>{});
+    }
+    ptx::fence_async_proxy();
+    ptx::barrier_arrive(me.shared.image_full(me.images.index));
+    me.images.advance();
+  }
+  template <class Pairs>
+  static __device__ __forceinline__ void write_all(const Args& args, Consumer& me, const Pairs& pairs,
+                                                   Waiting& waiting) {
+    static_for<kPlanes>([&](auto phase) {
+      write<decltype(phase)::value>(args, me, pairs, waiting);
+      waiting.exists[phase] = false;
+    });
+  }
+  // What is written after one of so many turns of a step's products.
+  template <int kTurn, int kTurns, class Pairs>
+  static __device__ __forceinline__ void write_between(const Args& args, Consumer& me, const Pairs& pairs,
+                                                       Waiting& waiting) {
+    static_for<kPlanes>([&](auto phase) {
+      constexpr int kPhase = decltype(phase)::value;
+      if constexpr ((kPhase + 1) * kTurns / (kPlanes + 1) == kTurn) write<kPhase>(args, me, pairs, waiting);
     });
   }
 
@@ -107,31 +171,47 @@ struct HaloJoint {
   }
 
  private:
-  // A lane's outputs of a row, of all its channels. `run`: the low bits of where the first channel's begins.
-  template <int kPhase, int kRow, int kPiece, class Pair>
-  static __device__ __forceinline__ void write_row(const Args& args, const Consumer& me, const Sums& sums,
-                                                   const Pair& pair, unsigned run, unsigned image) {
+  // A lane's outputs of a row, of all its channels. kOdd: whether the run begins in the middle of a word;
+  // then and only then do rows and channels in turns.
+  template <int kPhase, int kRow, int kPiece, int kOdd, class Pair>
+  static __device__ __forceinline__ void write_row(const Args& args, const Consumer& me,
+                                                   const Waiting& waiting, const Pair& pair, unsigned image) {
     const int own = HaloLayout<Config>::channel_of(0, 0, me.lane);
     const int place = (pair.h * Config::kStrideH + kRow) * args.output.w + 2 * pair.w;
     const bool whole = args.output.w - 2 * pair.w >= kItems;  // or the last is missing
     const unsigned channel_bytes = static_cast<unsigned>(args.y_stride.c) * kItem;
-    run += own * channel_bytes;
+    const unsigned run = waiting.run[kPhase] + own * channel_bytes;
     image += own * kPitch + place * kItem;
     static_for<Words::kChannels>([&](auto i) {
       // Where the channels' volumes are odd, lanes of a warp write to banks of their own.
       constexpr int kChannel = decltype(i)::value;
       constexpr int kOut = kChannel / 2 * 8 + kChannel % 2 * (kItem == 4 ? 4 : 1);
-      write_outputs(image + kOut * kPitch + (run + kOut * channel_bytes) % 16,
-                    Words::template words<kPhase, kRow * Words::kChannels + kChannel, kPiece>(sums), whole);
+      constexpr int kOwn = kOdd == kAnywhere ? kAnywhere : (kOdd + kRow + kOut) % 2;
+      write_outputs<kOwn>(
+          image + kOut * kPitch + (run + kOut * channel_bytes) % 16,
+          waiting.words[kPhase][kPiece * Words::kVectors + kRow * Words::kChannels + kChannel], whole);
     });
   }
   // The outputs of a vector, at any multiple of their size, without branches.
+  template <int kOdd>
   static __device__ __forceinline__ void write_outputs(unsigned to, const uint4& vector, bool whole) {
     if constexpr (kItem == 4) {
       ptx::store_shared_if(true, to, vector.x);
       ptx::store_shared_if(true, to + 4, vector.y);
       ptx::store_shared_if(true, to + 8, vector.z);
       ptx::store_shared_if(whole, to + 12, vector.w);
+    } else if constexpr (kOdd == 0) {
+      ptx::store_shared_if(true, to, vector.x);
+      ptx::store_shared_if(true, to + 4, vector.y);
+      ptx::store_shared_if(true, to + 8, vector.z);
+      ptx::store_shared_if(whole, to + 12, vector.w);
+      ptx::store_shared_if(!whole, to + 12, static_cast<unsigned short>(vector.w));
+    } else if constexpr (kOdd == 1) {
+      ptx::store_shared_if(true, to, static_cast<unsigned short>(vector.x));
+      ptx::store_shared_if(true, to + 2, ptx::shifted(vector.x, vector.y, 16));
+      ptx::store_shared_if(true, to + 6, ptx::shifted(vector.y, vector.z, 16));
+      ptx::store_shared_if(true, to + 10, ptx::shifted(vector.z, vector.w, 16));
+      ptx::store_shared_if(whole, to + 14, static_cast<unsigned short>(vector.w >> 16));
     } else {
       const bool odd = to % 4 != 0;
       const unsigned bits = odd ? 16 : 0, start = to + bits / 8;

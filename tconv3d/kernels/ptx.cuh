@@ -104,6 +104,18 @@ __device__ __forceinline__ void store_shared_if(bool condition, unsigned address
       : "memory");
 }
 
+// Of two words the low halves, or the high ones.
+__device__ __forceinline__ unsigned low_halves(unsigned first, unsigned second) {
+  unsigned result;
+  asm("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(result) : "r"(first), "r"(second));
+  return result;
+}
+__device__ __forceinline__ unsigned high_halves(unsigned first, unsigned second) {
+  unsigned result;
+  asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(result) : "r"(first), "r"(second));
+  return result;
+}
+
 // A word without its first bits, so many (at most 32), but with as many of the word after it.
 __device__ __forceinline__ unsigned shifted(unsigned word, unsigned after, unsigned bits) {
   unsigned result;
@@ -339,6 +351,20 @@ __device__ __forceinline__ bool barrier_wait_either(unsigned first, unsigned fir
       : "r"(first), "r"(first_parity), "r"(second), "r"(second_parity)
       : "memory");
   return which != 0;
+}
+
+// One lane of a warp, all of whose lanes are here. The compiler knows that it is one: what it asks the copy
+// engine for takes no loop over lanes.
+__device__ __forceinline__ bool elected(int) {
+  unsigned own;
+  asm volatile(
+      "{\n"
+      ".reg .pred own;\n"
+      "elect.sync _|own, 0xFFFFFFFF;\n"
+      "selp.u32 %0, 1, 0, own;\n"
+      "}"
+      : "=r"(own));
+  return own != 0;
 }
 
 // The copy engine: `bytes` (a multiple of 16) from global to shared memory, announced on a barrier.

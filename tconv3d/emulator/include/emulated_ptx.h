@@ -94,6 +94,9 @@ struct EmulatedFragments {
   std::uint32_t b[32][32][2];
 };
 
+inline unsigned low_halves(unsigned first, unsigned second) { return (first & 0xFFFFu) | second << 16; }
+inline unsigned high_halves(unsigned first, unsigned second) { return first >> 16 | (second & 0xFFFF0000u); }
+
 inline unsigned shifted(unsigned word, unsigned after, unsigned bits) {
   return static_cast<unsigned>((static_cast<unsigned long long>(after) << 32 | word) >> bits);
 }
@@ -231,6 +234,8 @@ inline bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned 
   return one.parity != first_parity;
 }
 
+inline bool elected(int lane) { return lane == 0; }
+
 inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned address) {
   if (to % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(from) % 16u)
     emulator::fail("a bulk copy of %u bytes to %u: all must be multiples of 16", bytes, to);
@@ -246,14 +251,14 @@ struct EmulatedBulkStores {
     void* to;
     unsigned from, bytes;
   };
-  Store queue[8];
+  Store queue[32];
   unsigned count = 0, committed = 0;
 };
 inline void bulk_store(void* to, unsigned from, unsigned bytes) {
   if (from % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(to) % 16u)
     emulator::fail("a bulk copy of %u bytes from %u: all must be multiples of 16", bytes, from);
   auto& stores = emulator::thread_state<EmulatedBulkStores>();
-  if (stores.count == 8) emulator::fail("more than 8 bulk copies of a thread from shared memory at once");
+  if (stores.count == 32) emulator::fail("more than 32 bulk copies of a thread from shared memory at once");
   stores.queue[stores.count++] = {to, from, bytes};
 }
 inline void bulk_commit() {
