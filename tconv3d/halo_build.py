@@ -39,6 +39,7 @@ PRODUCER_REGISTERS = 64  # what loaders have use for; consumers get the rest
 STORE_CYCLES = 14  # of an accumulator, from the last product to the next
 MANY_REGISTERS = 104  # the same where they have twice as many items on their way
 COPYING_REGISTERS = 40  # what loaders have use for that copy past registers
+LEAST_REGISTERS = 32  # that they get along with, beside three consumers
 STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
 STRICT_PRODUCER_REGISTERS = 88
 VECTORS_OF_TURN = 4  # kTogether in kernels/halo_vectors.cuh
@@ -181,6 +182,11 @@ class Build:
         """How much larger than a tile its halo is."""
         return tuple(max(program.span[axis] for program in self.programs) for axis in range(3))
 
+    @cached_property
+    def sheet_step(self) -> int:
+        """Planes from one that some shift reads to the next: more than one where kernels are dilated."""
+        return gcd(*(shift[0] for program in self.programs for shifts in program.shifts for shift in shifts)) or 1
+
     @property
     def item_bytes(self) -> int:
         return 4 if self.dtype == "float32" else 2
@@ -233,6 +239,11 @@ class Build:
     def full_chunks(self) -> int:
         """With as many steps as a row has."""
         return self.channel_slots * self.item_bytes // self.part_bytes
+
+    @property
+    def staged(self) -> bool:
+        """Whether copied rows have more stages than two."""
+        return self.copied and not self.march and self.stages > 2
 
     @property
     def stages_filled(self) -> int:
@@ -388,7 +399,8 @@ class Build:
             beside = FEWER_REGISTERS
         needed = round_up(self.sums + beside, 8)
         spare = (total - loading * self.producers) // self.consumers // 8 * 8
-        consumer = min(max(needed, spare), 232)
+        most = (total - LEAST_REGISTERS * self.producers) // self.consumers // 8 * 8
+        consumer = min(max(needed, spare), most, 232)
         left = total - self.consumers * consumer
         return min(left // self.producers // 8 * 8, start), max(consumer, start)
 
@@ -599,6 +611,7 @@ class Build:
             ("kSlabs", self.slabs),
             ("kLead", self.lead),
             ("kUnrolledShifts", self.unrolled_shifts),
+            ("kSheetStep", self.sheet_step),
             ("kDivided", self.divided),
             ("kBuffers", self.buffers),
             ("kLines", self.lines),
@@ -1071,6 +1084,7 @@ class Tiling:
     reach: int = 0  # rows after a run that it reads
     shared: bool = False  # marching: whether blocks divide the last tiles, to end at the same time
     portions: int = 1  # of a tile's chunks, each a block's
+    sheet_step: int = 1  # planes from sheet to sheet of a run
 
     @property
     def rows(self) -> int:
@@ -1152,8 +1166,10 @@ class Tiling:
 
     @property
     def sheet_rows(self) -> int:
-        """From sheet to sheet of the halo."""
-        return self.length + self.reach if self.length else self.halo[1] * self.halo[2] * self.items
+        """Of the halo, from one plane to the next."""
+        if self.length:
+            return (self.length + self.reach) // self.sheet_step
+        return self.halo[1] * self.halo[2] * self.items
 
     def spread(self, build: Build, job: Job, multiprocessors: int) -> Spread:
         """How blocks divide the chunks of all tiles, those at the ends of depth last."""
@@ -1277,11 +1293,14 @@ def _deep_runs(build: Build, batch: int, positions: Triple, read_size: Triple) -
         return
     _, height, width = _pitches(build, positions, read_size)
     span_d, span_h, span_w = build.span
-    length, reach = SLAB * build.round_slabs, span_h * width + span_w
+    length, step = SLAB * build.round_slabs, build.sheet_step
+    reach = round_up(length + span_h * width + span_w, step) - length  # sheets are whole numbers of planes' rows
     rows = ((positions[0] - 1) * height + positions[1] - 1) * width + positions[2]
-    if (span_d + 1) * (length + reach) > build.stage_rows or rows + length + reach > INT32_MAX // 2:
+    sheets = span_d // step + 1
+    if sheets * (length + reach) > build.stage_rows or rows + length + reach > INT32_MAX // 2:
         return
-    yield _run(build, positions, (span_d + 1, height, width), (batch, 1, ceil_div(rows, length), 1), 1, reach)
+    tiling = _run(build, positions, (sheets, height, width), (batch, 1, ceil_div(rows, length), 1), 1, reach)
+    yield replace(tiling, sheet_step=step)
 
 
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterable[Tiling]:

@@ -32,6 +32,7 @@ class Costs:
     copied: float = 400.0  # of a stage that is copied past registers: from its release to its arrival
     arrival: float = 900.0  # of such a stage, until its copies have arrived, if they are to be rounded
     copy: float = 15.0  # of a loader warp, per copy
+    arriving: float = 1800.0  # of such a stage, what products of few shifts wait for if there are two stages
     stage: float = 71.5  # of filling a stage: barriers
     find: float = 432.0  # of a loader warp, per batch of positions that it looks up, for every source of a tile
     load: float = 1.69  # of a load by a warp, whoever issues it
@@ -273,6 +274,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
             multiply = max(multiply, operands + FILLED * (loaded + streamed) / SHARED_BYTES)
         supply = 0.0 if build.resident else panels * costs.slot / (build.slots - 1)
         multiply = (multiply**SUPPLY + supply**SUPPLY) ** (1 / SUPPLY) if smooth else max(multiply, supply)
+        multiply = _waiting_less(multiply, build, costs)
         if build.lines:
             turns = build.line_turns * build.stages_filled * planes * rounds
             multiply += turns * costs.turn * build.slabs**TURN_SLABS
@@ -295,6 +297,16 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
             cost = max(cost, (loaded + streamed) / CROWDED[build.item_bytes])
         found.append(cost)
     return found
+
+
+def _waiting_less(multiply: float, build: Build, costs: Costs) -> float:
+    """The time of products, which is fitted to two stages of copied rows, if there are more: chunks of few shifts
+    wait less for their rows."""
+    if not build.staged:
+        return multiply
+    rows = build.stages_filled * costs.arriving
+    two, more = (multiply**SUPPLY + (rows / (stages - 1)) ** SUPPLY for stages in (2, build.stages))
+    return multiply * (more / two) ** (1 / SUPPLY)
 
 
 def _chunk_parts(build: Build) -> list[tuple[int, float]]:
@@ -388,11 +400,15 @@ class Least:
             build,
             job,
             costs,
-            sum(kind.count * kind.cycles_per_slab for kind in kinds) / of_all * build.round_slabs * costs.product,
+            sum(kind.count * cls._products(build, kind, costs) for kind in kinds) / of_all,
             sum(kind.count * cls._round(build, job, kind, costs) for kind in kinds) / of_all,
             moved * build.item_bytes / costs.memory_bytes * (costs.streaming if _streams(build, job) else 1.0),
             costs.start + _rows_cycles(build, job, costs),
         )
+
+    @staticmethod
+    def _products(build: Build, kind: VariantKind, costs: Costs) -> float:
+        return _waiting_less(build.round_slabs * kind.cycles_per_slab * costs.product, build, costs)
 
     @staticmethod
     def _round(build: Build, job: Job, kind: VariantKind, costs: Costs) -> float:
@@ -402,6 +418,7 @@ class Least:
             multiply *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
         if not build.resident:
             multiply = max(multiply, kind.panels * costs.slot / (build.slots - 1))
+        multiply = _waiting_less(multiply, build, costs)
         if build.lines:
             turns = build.line_turns * build.stages_filled
             return multiply + turns * costs.turn * build.slabs**TURN_SLABS
@@ -450,6 +467,8 @@ def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf)
     job = job.as_copied(build.rewritten) if build.copied else job
     if not build.stores(job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
         return None
+    if build.staged and not job.rows:
+        return None  # who also rounds rows has not been measured beside three stages
     least = Least.of(build, job)
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
         if build.portioned and most < inf and 2 * tiling.work(build) > multiprocessors:

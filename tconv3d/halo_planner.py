@@ -63,6 +63,8 @@ MAX_LINE_WORDS = 8  # of a line that feed two positions: registers of a lane
 LINE_CHANNELS = 32  # of a stage: a lane copies the lines of one
 STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
 COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
+THIRD_SUMS = 96  # the same of three consumers
+STAGED_ROW = 128  # bytes of the rows of a third stage: with smaller ones there are more panels to wait for (measured)
 MARCHING_SUMS = 96  # accumulators of a thread in strided marches that loop over chunks
 COPIED_BYTES = 128  # of a group's channels, from which rows of channels are worth a copy
 COPIED_LAST_BYTES = 64  # the same where there are rows already
@@ -78,6 +80,7 @@ HOPELESS = 1.5  # times the cost of the best build: not worth measuring
 RINGS = (64 * 1024,)  # bytes of the slots that panels are streamed through
 MARCHING_RINGS = (64 * 1024, 128 * 1024)  # the same of marches with two producer warpgroups (others: not measured)
 COPIED_RINGS = (64 * 1024, 96 * 1024, 128 * 1024)  # the same where loaders copy past registers
+STAGED_RINGS = (64 * 1024, 80 * 1024, 96 * 1024, 112 * 1024)  # the same beside more than two stages
 MAX_SLOTS = 8
 MAX_BESIDE_TWO = 192  # columns of a matrix instruction, beside two producer warpgroups
 SMALL_KINDS = 2  # of volumes that may have too few tiles for all multiprocessors, or for both consumers of a block
@@ -166,7 +169,9 @@ def _builds(
                         yield from _in_registers(build)
                     yield from _in_lines(build)
                 if not apart and (build.tile_bytes > 0.6 * shared_bytes or build.own_shifts):
-                    yield from _streaming(replace(build, resident=False))
+                    streaming = replace(build, resident=False)
+                    yield from _streaming(streaming)
+                    yield from _staged(streaming)
 
 
 def _kept_apart(build: Build) -> bool:
@@ -184,13 +189,23 @@ def _streaming(build: Build) -> Iterator[Build]:
     small = replace(build, fine=True)
     kinds = (build, small) if build.copied and small.slot_bytes < build.slot_bytes else (build,)
     marching = build.march and build.producers == 2
-    rings = COPIED_RINGS if build.copied else MARCHING_RINGS if marching else RINGS
+    copied = STAGED_RINGS if build.stages > 2 else COPIED_RINGS
+    rings: tuple[int, ...] = copied if build.copied else MARCHING_RINGS if marching else RINGS
     for slots, each in dict.fromkeys(
         (max(2, min(MAX_SLOTS, ring // each.slot_bytes)), each) for each in kinds for ring in rings
     ):
         streaming = replace(each, slots=slots)
         if streaming.stage_rows >= 64:
             yield streaming
+
+
+def _staged(build: Build) -> Iterator[Build]:
+    """The same with a third stage, for variants with so few taps that the rows of a stage arrive later than those of
+    the one before have been multiplied; and with a third consumer, where it has registers enough."""
+    wide = build.copied and build.item_bytes == 4 and build.row_bytes == STAGED_ROW and build.slabs == 1
+    if wide and build.own_shifts:
+        for consumers in (2, 3) if build.sums <= THIRD_SUMS else (2,):
+            yield from _streaming(replace(build, consumers=consumers, stages=3))
 
 
 def _divided(build: Build) -> Build | None:
@@ -313,6 +328,8 @@ def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     last = nominal.written_last
     each = builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last)
     for build in chain(each, _merged_builds(nominal, shared_bytes)):
+        if nominal.kind < SMALL_KINDS and build.staged:
+            continue  # these have few tiles for each block
         yield build
         if nominal.kind < SMALL_KINDS:
             if build.can_be_portioned:
@@ -643,7 +660,7 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
         scalars,
         int64s(slots, pitch),
         int32s(tiling.portions, spread.cost, spread.blocks, spread.first_tile, tiling.sheet_rows),
-        divider(tiling.sheet_rows),
+        divider(tiling.sheet_rows * tiling.sheet_step),
         divider(tiling.tiles[0]),
         *(int32s(*stretch) for stretch in spread.stretches),
     )

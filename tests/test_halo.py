@@ -157,6 +157,7 @@ JOINT: dict[str, object] = {**LINES, "joint": True}
 FLAT: dict[str, object] = {"march": False, "split": (False, False, False)}
 STREAMED: dict[str, object] = {"resident": False, "slots": 2}
 APART: dict[str, object] = {"march": False, "split": (True, True, True)}
+D_H_APART: dict[str, object] = {"march": False, "split": (True, True, False), "copied": True}
 
 SETTINGS = {
     "one tap": Case(8, 8, (3, 5, 9), 1),
@@ -315,6 +316,9 @@ SETTINGS = {
         channels_last=True,
         build={**APART, "copied": True, **STREAMED, "out_tile": 24},
     ),
+    "three stages, three consumers": Case(
+        72, 40, (4, 9, 8), 3, 2, 1, 1, build={**D_H_APART, **STREAMED, "stages": 3, "consumers": 3, "fine": True}
+    ),
     "divided": Case(72, 40, (3, 4, 9), 3, 2, 1, 1, build={**APART, "slots": 4, "divided": True}),
     "divided, copied": Case(
         200,
@@ -353,7 +357,15 @@ def test_setting(name: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize("order", ["reversed", "shuffled:1", "shuffled:2"])
 @pytest.mark.parametrize(
-    "name", ["march", "weights streamed", "several slabs", "lines, bfloat16, groups", "lines, long runs"]
+    "name",
+    [
+        "march",
+        "weights streamed",
+        "several slabs",
+        "lines, bfloat16, groups",
+        "lines, long runs",
+        "three stages, three consumers",
+    ],
 )
 def test_result_does_not_depend_on_who_runs_first(name: str, order: str) -> None:
     check(SETTINGS[name], order)
@@ -551,6 +563,10 @@ SPREAD = {
     "one slab": Case(72, 64, (3, 5, 10), (3, 2, 2), 1, 1, build={**LAST_DIVIDED, "slabs": 1}),
     "padding above and below": Case(64, 16, (5, 3, 9), (4, 2, 1), batch=1, build=LAST_DIVIDED),
     "planes without input": Case(72, 8, (2, 3, 10), (3, 1, 1), 1, 0, dilation=(5, 1, 1), build=LAST_DIVIDED),
+    "every other plane": Case(72, 16, (5, 3, 4), 3, 1, 2, dilation=2, build=LAST_DIVIDED),
+    "every third plane, copied": Case(
+        64, 8, (4, 3, 3), (3, 2, 2), 1, (3, 1, 0), dilation=(3, 2, 1), build={**LAST_DIVIDED, "copied": True}
+    ),
     "many sums": Case(72, 128, (2, 3, 9), (2, 2, 1), build={**LAST_DIVIDED, "slabs": 2, "producers": 2, "slots": 3}),
     "phases together": Case(72, 8, (3, 4, 5), 3, 2, 1, 1, build=LAST_DIVIDED),
     "phases apart, copied": Case(

@@ -70,7 +70,7 @@ struct Args {
   int share_cost;
   int shares;
   int first_tile;  // along d, or of the runs, the one that comes first; those before it are last
-  int sheet_rows;  // from sheet to sheet of the halo
+  int sheet_rows;  // of the halo, from one plane to the next
   Divider by_sheet, tiles_n;
   Stretch first, second, third, fourth;  // of the rest
 };
@@ -335,7 +335,9 @@ struct HaloTile {
     bool inside, used;
   };
   static __device__ __forceinline__ RunInput run_input(const Args& args, const Place& at, int row) {
-    const int shift = divide(row, args.by_sheet), place = row - shift * args.sheet_rows + at.start;
+    // Dilation leaves out planes: a run has sheets of every kSheetStep-th only.
+    const int shift = divide(row, args.by_sheet) * Config::kSheetStep;
+    const int place = row - shift * args.sheet_rows + at.start;
     const int line = divide(place, args.halo_w), sheet = divide(line, args.halo_h);
     const int variant = at.variant();
     RunInput found;
