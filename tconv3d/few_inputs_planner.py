@@ -27,6 +27,8 @@ SUMS = 64  # accumulators of a thread
 LINE_BYTES = 16  # that beginning a new line costs, in bytes of a long one
 BARRIER_BYTES = 8 * 1024  # likewise
 WEIGHT_BYTES = 64 * 1024  # of weights that a block keeps in shared memory
+# What a block takes, in cycles: its weights, and a tile, for each 8 of K and 8 channels; a tile in any case.
+START, STAGED, MULTIPLIED, TILE = 5000.0, 90.0, 14.0, 8500.0
 
 
 @dataclass(frozen=True)
@@ -144,11 +146,26 @@ def plan(problem: Problem, device: Device) -> Plan:
     return plan_tile(*choice, device)
 
 
+def cycles(problem: Problem, device: Device) -> float:
+    """Predicted: up to a third too little."""
+    choice = choose(problem, device)
+    assert choice is not None, "cycles() of a problem that why_not() refuses"
+    layout, tile, blocks = choice
+    products = layout.steps * layout.block_out / 8
+    tiles = -(-tile.count // _walkers(layout, tile, blocks, device))
+    return START + STAGED * products + tiles * (MULTIPLIED * products * layout.row_tiles + TILE)
+
+
+def _walkers(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
+    """Blocks with the same output channels."""
+    return min(tile.count, max(1, device.multiprocessors * blocks // layout.kinds))
+
+
 def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     """The plan with a given tile: what a benchmark compares."""
     side = layout.side
     p, g = side.problem, side.problem.geometry
-    walkers = min(tile.count, max(1, device.multiprocessors * blocks // layout.kinds))
+    walkers = _walkers(layout, tile, blocks, device)
     launch = Launch(
         kernel="few_inputs",
         constants=_constants(layout, tile),

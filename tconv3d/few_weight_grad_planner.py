@@ -26,6 +26,7 @@ BUFFER_BYTES = 40 * 1024  # of the tensor with many channels, in shared memory: 
 MAX_ROWS = 256  # positions of a tile
 LINE_BYTES = 32  # that beginning a new line costs, in bytes of a long one
 BARRIER_BYTES = 8 * 1024  # likewise
+START, TILE = 25000.0, 8000.0  # cycles: the first tile's way, and the sum of parts; a tile
 
 
 def few_side(problem: Problem) -> Side:
@@ -164,13 +165,28 @@ def plan(problem: Problem, device: Device) -> Plan:
     return plan_tile(*choice, device)
 
 
+def cycles(problem: Problem, device: Device) -> float:
+    """Predicted: up to two fifths too little."""
+    choice = choose(problem, device)
+    assert choice is not None, "cycles() of a problem that why_not() refuses"
+    layout, tile, blocks = choice
+    return START + TILE * -(-tile.count // _splits(layout, tile, blocks, device))
+
+
+def _splits(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
+    """Parts of the positions."""
+    g = layout.side.problem.geometry
+    wanted = max(1, device.multiprocessors * blocks // layout.kinds)
+    room = device.workspace_bytes // (4 * g.in_channels * g.out_per_group * g.taps)
+    return max(1, min(tile.count, wanted, room))
+
+
 def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     """The plan with a given tile: what a benchmark compares."""
     side = layout.side
     p, g = side.problem, side.problem.geometry
     count = g.in_channels * g.out_per_group * g.taps
-    wanted = max(1, device.multiprocessors * blocks // layout.kinds)
-    splits = max(1, min(tile.count, wanted, device.workspace_bytes // (count * 4)))
+    splits = _splits(layout, tile, blocks, device)
     vector, channel_lanes = _vector(layout), _channel_lanes(side)
     lines_d, lines_h = (n * gather.output_step for n, gather in zip(tile.size[:2], side.gathers[:2], strict=True))
     line_vectors = tile.size[2] * side.gathers[2].output_step // max(1, vector)

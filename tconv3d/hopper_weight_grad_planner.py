@@ -186,7 +186,8 @@ class Planes:
         """Of so many sets of operands; one is made of what has been loaded meanwhile."""
         if depth == 1:
             return 4 * (len(self.loads) + len({read for tap in self.reads for read in tap}))
-        return 4 * depth * (len(self.loads) + len(self.joins))
+        # Products of builds of floats with less room ran one after the other.
+        return 4 * depth * (len(self.loads) + len(self.joins)) + (6 if self.per_word == 1 and self.joins else 0)
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Per load and word of it which elements own taps read: 1 the first, 2 the second of 16-bit ones."""

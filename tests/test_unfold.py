@@ -10,7 +10,7 @@ import torch
 from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layers import Layer
+from layers import Layer, Triple
 from test_up_backward import check, check_orders, check_special_value, problems
 
 from tconv3d import compiler, emulator, executor, planner
@@ -92,12 +92,67 @@ def test_tilings_and_slices(
     check(LAYERS[name], torch.float32, unfolded)
 
 
+def operands(layer: Layer) -> unfold.Operands:
+    return unfold.Operands(problems(layer)[Pass.INPUT_GRAD].geometry, layer.batch, layer.size)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "size", "items", "planes", "lines"),
+    [
+        ("nothing whole", 3, (2, 3, 3), 2, 2, 0),  # the last band is smaller
+        ("one tap", 5, (3, 4, 5), 1, 3, 0),
+        ("padding beyond the kernel", 2, (6, 6, 6), 1, 2, 6),
+        ("padding beyond the kernel", 1, (7, 6, 6), 1, 4, 12),  # two slices of two planes; one and a half
+        ("dilated", 2, (3, 6, 7), 1, 1, 3),  # lines of a plane
+        ("empty phases", 2, (3, 5, 7), 1, 2, 0),
+        ("whole tiles", 2, (2, 8, 4), 1, 1, 0),
+    ],
+    ids=str,
+)
+def test_bands(
+    name: str,
+    batch: int,
+    size: Triple,
+    items: int,
+    planes: int,
+    lines: int,
+    unfolded: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One after the other, where there is room for some batch items, or for some planes of one."""
+    layer = replace(LAYERS[name], batch=batch, size=size)
+    o = operands(layer)
+    room = replace(o, batch=items, size=(planes, *size[1:])).bytes
+    monkeypatch.setattr(unfold, "ROOMS", (room / H200.workspace_bytes,))
+    unfold.forget()
+    bands = unfold.bands_of(o, H200)
+    assert (bands[0].items, bands[0].planes) == (items, planes) and len(bands) > 1
+    if lines:
+        monkeypatch.setattr(unfold, "slices_of", lambda o, device: unfold.Slices(o, 4, lines))
+    check(layer, torch.float32, unfolded)
+
+
+def test_bands_have_every_plane_once() -> None:
+    for batch, size in ((1, (7, 40, 40)), (5, (9, 20, 20)), (64, (4, 10, 10)), (2, (2, 8, 8))):
+        o = operands(replace(WIDE, batch=batch, size=size))
+        bands = unfold.bands_within(o, unfold.ROOMS[0] * H200.workspace_bytes)
+        found = [
+            (item, plane)
+            for band in bands
+            for item in range(band.first_item, band.first_item + band.items)
+            for plane in range(band.first_plane, band.first_plane + band.planes)
+        ]
+        assert sorted(found) == [(item, plane) for item in range(batch) for plane in range(size[0])]
+        for band in bands:
+            assert band.operands.bytes <= unfold.ROOMS[0] * H200.workspace_bytes
+    assert not unfold.bands_of(operands(WIDE), H200.thrifty)
+
+
 @settings(max_examples=10)
 @given(layer=small_layers((3, 4, 6), st.integers(4, 20), st.integers(1, 12)), planes=st.integers(0, 3))
 def test_generated_geometries(layer: Layer, planes: int, unfolded: str) -> None:
     layer = replace(layer, batch=2)
-    o = unfold.Operands(problems(layer)[Pass.INPUT_GRAD].geometry, layer.batch, layer.size)
-    slices = unfold.Slices(o, 4, planes * layer.size[1] or 1)
+    slices = unfold.Slices(operands(layer), 4, planes * layer.size[1] or 1)
     with pytest.MonkeyPatch.context() as patch:
         if slices.whole:
             patch.setattr(unfold, "slices_of", lambda o, device: slices)
@@ -137,7 +192,8 @@ def test_what_it_refuses_and_why() -> None:
         (changed(batch=0), H200, "nothing"),
         (taken, A100, "9.0"),
         (problems(replace(WIDE, groups=2)), H200, "groups"),
-        (problems(replace(WIDE, size=(16, 16, 16))), H200, "MB"),
+        (problems(replace(WIDE, size=(24, 64, 64))), H200, "parts"),
+        (problems(replace(WIDE, size=(2, 200, 200))), H200, "plane"),
         (problems(Layer(8, 3, (2, 2, 2000), T3, T2)), H200, "shared memory"),
     ):
         assert reason in (unfold.why_not_together(refused, device) or "")
@@ -150,7 +206,6 @@ def test_wide_layers_on_small_volumes_get_it() -> None:
     assert all(launch.shared_bytes <= H200.shared_bytes for launch in plan.launches)
     assert plan.workspace_bytes < 2 * H200.workspace_bytes
     assert kernels(WIDE, bias=False) == ["unfold"]
-    assert "unfold" not in kernels(replace(WIDE, size=(4, 24, 24)))
     assert "unfold" not in kernels(Layer(64, 32, (64, 64, 64), T2, T2))
 
 
@@ -162,6 +217,24 @@ def test_a_layer_with_bias_does_not_decide_for_one_without(monkeypatch: pytest.M
     for order in ((True, False), (False, True)):
         unfold.forget()
         assert [("unfold" in kernels(WIDE, bias), bias) for bias in order] == [(not bias, bias) for bias in order]
+    unfold.forget()
+
+
+def test_larger_volumes_get_it_where_both_gradients_gain() -> None:
+    """Odd lines of dy, which other kernels copy word by word; and where they have none, they do better."""
+    odd = Layer(512, 240, (10, 40, 40), T3, T2, T1, batch=1)
+    (plan,) = planner.gradient_plans(tuple(problems(odd).values()), H200)
+    assert plan.kernel == "unfold" and "2 bands" in plan.tile and len(plan.launches) == 5
+    assert plan.workspace_bytes <= (unfold.ROOMS[0] + 1) * H200.workspace_bytes
+    assert "unfold" not in kernels(Layer(256, 128, (20, 80, 80), T3, T1, T1, batch=1))
+
+
+def test_few_output_channels_on_small_volumes_get_it() -> None:
+    """A small volume has too few tiles for kernels that walk over it; of a larger one they read everything once."""
+    small = Layer(320, 4, (4, 16, 16), (4, 4, 4), T2, T1, batch=4)
+    assert kernels(small) == ["unfold"]
+    unfold.forget()
+    assert "unfold" not in kernels(Layer(64, 1, (32, 32, 32), (4, 4, 4), T2, T1, batch=32))
     unfold.forget()
 
 

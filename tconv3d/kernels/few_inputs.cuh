@@ -102,29 +102,38 @@ struct FewInputs {
 
   // ---- What the walk needs of the layer.
 
-  __device__ __forceinline__ unsigned weight_bits(const Scalar* w, int f, int k, int out) const {
-    const int tap = C::kFirstTap(f) + k / C::kReduced, r = k % C::kReduced;
-    if (tap >= C::kFirstTap(f + 1) || out >= C::kOutPerGroup) return 0;
-    return Operand::bits(load_constant(w + r * args.w_strides.n + out * args.w_strides.c +
-                                       C::kTapD(tap) * args.w_strides.d + C::kTapH(tap) * args.w_strides.h +
-                                       C::kTapW(tap) * args.w_strides.w));
+  // The weight of tap and channel k of phase f, `w` being that of the output channel. Something is loaded in
+  // any case: without a branch, many loads are on their way at once.
+  __device__ __forceinline__ unsigned weight_bits(const Scalar* w, int f, int k, bool exists) const {
+    const int last = C::kFirstTap(f + 1) - 1, own = C::kFirstTap(f) + k / C::kReduced;
+    const int tap = min(own, last), r = k % C::kReduced;
+    const Scalar value = load_constant(w + r * args.w_strides.n + C::kTapD(tap) * args.w_strides.d +
+                                       C::kTapH(tap) * args.w_strides.h + C::kTapW(tap) * args.w_strides.w);
+    return exists && own <= last ? Operand::bits(value) : 0u;
   }
 
   __device__ __forceinline__ void stage_weights() {
     const Scalar* w = static_cast<const Scalar*>(args.w) + group * args.w_group_stride;
+    constexpr int kSharers =
+        kTiles < kWarps ? kWarps / kTiles : 1;  // warps that take turns at a tile's steps
     for (int f = 0; f < C::kPhases; ++f) {
       const int first = C::kFirstStep(f), steps = C::kFirstStep(f + 1) - first;
-      for (int i = warp; i < steps * kTiles; i += kWarps) {
-        const int step = i / kTiles, out = first_out + channel_of(i % kTiles, lane / 4);
+      for (int i = warp; i < kTiles * kSharers; i += kWarps) {
+        const int tile = i % kTiles, out = first_out + channel_of(tile, lane / 4);
+        const bool exists = out < C::kOutPerGroup;
+        const Scalar* const own = w + (exists ? out : 0) * args.w_strides.c;
+#pragma unroll 4
+        for (int step = i / kTiles; step < steps; step += kSharers) {
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
-          unsigned bits = 0;
+          for (int part = 0; part < 2; ++part) {
+            unsigned bits = 0;
 #pragma unroll
-          for (int item = 0; item < kWordItems; ++item) {
-            const int k = step * kStepItems + (lane % 4 + 4 * part) * kWordItems + item;
-            bits |= weight_bits(w, f, k, out) << (16 * item);
+            for (int item = 0; item < kWordItems; ++item) {
+              const int k = step * kStepItems + (lane % 4 + 4 * part) * kWordItems + item;
+              bits |= weight_bits(own, f, k, exists) << (16 * item);
+            }
+            shared[(((first + step) * kTiles + tile) * kLanes + lane) * 2 + part] = bits;
           }
-          shared[((first * kTiles + i) * kLanes + lane) * 2 + part] = bits;
         }
       }
       int* places = reinterpret_cast<int*>(shared) + kPlaces;

@@ -704,13 +704,13 @@ struct HopperWeightGrad {
 
   // Makes operands, and adds to the sums of the bias's gradient.
   static __device__ __forceinline__ void join(Fragments& to, const Loaded& from, float (&bias)[2]) {
+    if constexpr (C::kBias) {
+      if (from.used) add_bias(from, bias);
+    }
     if constexpr (C::kLines) {
       join_lines(to, from);
     } else {
       join_planes(to, from);
-    }
-    if constexpr (C::kBias) {
-      if (from.used) add_bias(from, bias);
     }
   }
   static __device__ __forceinline__ void add_bias(const Loaded& from, float (&bias)[2]) {

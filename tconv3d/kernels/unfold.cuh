@@ -11,6 +11,8 @@
 // tap). Positions of a batch item are filled up to a multiple of 8, all of them and the terms to whole
 // panels, with zeros. The bias's gradient is added up on the way, each output by the slice of the positions
 // that it follows. Other blocks write x.
+//
+// A launch does this for a band of the volume: some batch items, or some planes of one.
 #pragma once
 
 #include "operands.cuh"
@@ -22,10 +24,13 @@ struct Args {
   void *x_panels, *position_panels;
   void* bias_parts;  // [batch][slices], each like the bias
   Extent image, output;
-  int batch, positions, pitch;  // of a batch item, filled up
-  int panel_rows;               // positions in all, filled up to whole panels
-  int lines, slices;            // of positions in a slice, of slices in a batch item
-  int unfolding;                // the first blocks; the others write x
+  int batch, positions, pitch;      // of the band: batch items; positions of one, and filled up
+  int panel_rows;                   // positions in all, filled up to whole panels
+  int lines, slices;                // of positions in a slice, of slices in a batch item
+  int unfolding;                    // the first blocks; the others write x
+  int first_item, first_line;       // of the volume, that the band begins with
+  int item_positions, first_slice;  // of a batch item in all; of all slices, the band's first
+  int last;                         // whether a batch item ends with the band
   Divider by_in_h, by_in_w, by_image_h, by_image_w, by_item_eighths;
 };
 
@@ -87,14 +92,14 @@ struct Unfold {
 
   // A thread finds a place once for all channels. All copies are on their way at once.
   __device__ __forceinline__ void copy() const {
-    const int size = image_size(), first_line = slice * args.lines,
+    const int size = image_size(), first_line = args.first_line + slice * args.lines,
               first_plane = divide(first_line, args.by_in_h);
     const int first_d = first_plane * C::kStrideD - C::kPaddingD;
     const int first_h =
         (first_line - first_plane * static_cast<int>(args.by_in_h.divisor)) * C::kStrideH - C::kPaddingH;
     const long long outputs = static_cast<long long>(args.output.d) * args.output.h * args.output.w;
-    const float* const dy =
-        static_cast<const float*>(args.dy) + (static_cast<long long>(n) * C::kOut + first_out) * outputs;
+    const float* const dy = static_cast<const float*>(args.dy) +
+                            (static_cast<long long>(args.first_item + n) * C::kOut + first_out) * outputs;
     for (int i = threadIdx.x; i < size; i += C::kThreads) {
       const int line = divide(i, args.by_image_w), plane = divide(line, args.by_image_h);
       const int w = i - line * args.image.w - C::kPaddingW, h = line - plane * args.image.h + first_h;
@@ -116,7 +121,7 @@ struct Unfold {
     const int size = image_size(), in_h = static_cast<int>(args.by_in_h.divisor);
     const bool planes = args.lines >= in_h;  // else lines of one
     const bool last_h = planes || (slice + 1) * args.lines % in_h == 0;
-    const bool last_d = slice >= args.slices - (planes ? 1 : in_h / args.lines);
+    const bool last_d = args.last && slice >= args.slices - (planes ? 1 : in_h / args.lines);
     const int end_h = last_h ? args.image.h : C::kPaddingH + args.lines * C::kStrideH;
     const int end_d = last_d ? args.image.d : C::kPaddingD + (planes ? args.lines / in_h : 1) * C::kStrideD;
     const int begin = C::kPaddingD * args.image.h * args.image.w, end = end_d * args.image.h * args.image.w;
@@ -158,7 +163,8 @@ struct Unfold {
     float sum = 0.0f;
     for (int i = 0; i < kWarps; ++i) sum += of_warps[i][channel];
     constexpr int kPitch = (C::kOut + 3) / 4 * 4;
-    static_cast<float*>(args.bias_parts)[(n * args.slices + slice) * kPitch + first_out + channel] = sum;
+    const int part = args.first_slice + n * args.slices + slice;
+    static_cast<float*>(args.bias_parts)[part * kPitch + first_out + channel] = sum;
   }
 
   // A thread has a piece and walks over positions.
@@ -214,7 +220,9 @@ __device__ __forceinline__ void write_x(const Args& args, int block) {
   constexpr int kWarps = C::kThreads / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int chunks = args.panel_rows / 32, first = (block * kWarps + warp) * C::kAtOnce;
-  const bool vectors = args.positions % 4 == 0 && reinterpret_cast<unsigned long long>(args.x) % 16 == 0;
+  const int skipped = args.first_line * static_cast<int>(args.by_in_w.divisor);
+  const bool vectors = (args.positions | args.item_positions | skipped) % 4 == 0 &&
+                       reinterpret_cast<unsigned long long>(args.x) % 16 == 0;
   float values[C::kAtOnce][8];
 #pragma unroll
   for (int i = 0; i < C::kAtOnce; ++i) {
@@ -223,8 +231,9 @@ __device__ __forceinline__ void write_x(const Args& args, int block) {
               item = divide(eighth, args.by_item_eighths);
     const int at = (eighth - item * static_cast<int>(args.by_item_eighths.divisor)) * 8;
     const bool inside = row < C::kIn && item < args.batch;
-    const float* const source = static_cast<const float*>(args.x) +
-                                (static_cast<long long>(item) * C::kIn + row) * args.positions + at;
+    const float* const source =
+        static_cast<const float*>(args.x) +
+        (static_cast<long long>(args.first_item + item) * C::kIn + row) * args.item_positions + skipped + at;
     if (vectors) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {

@@ -22,10 +22,13 @@ struct Args {
   const void *position_panels, *x_panels;
   void *dx, *dw;
   long long dx_pitch, dw_pitch;  // from part to part
-  int rows, positions, pitch;    // input channels; positions of a batch item, filled up
+  long long dx_first;            // where the band that was unfolded begins
+  int rows, positions, pitch;    // input channels; positions of a batch item of it, filled up
+  int item_positions;            // of a batch item in all
   int columns, panel_rows;       // positions of all, filled up once more
   int chunks_x, chunks_w, portions_x, portions_w;
-  int blocks_x;  // the first blocks have dx
+  int first_portion;  // of dw, after those of other bands
+  int blocks_x;       // the first blocks have dx
   Divider by_pitch;
 };
 
@@ -226,11 +229,11 @@ struct UnfoldedProducts {
 
   __device__ __forceinline__ void input_grad(const Job& job) const {
     const int row = job.row + first_row(), n = divide(job.column, args.by_pitch);
-    const long long item = static_cast<long long>(args.rows) * args.positions;
+    const long long item = static_cast<long long>(args.rows) * args.item_positions;
     int left = job.columns, position = job.column - n * args.pitch + lane % 4 * 2;
-    float* to = static_cast<float*>(args.dx) + job.portion * args.dx_pitch + n * item +
-                static_cast<long long>(row) * args.positions + position;
-    const bool pairs = args.positions % 2 == 0;
+    float* to = static_cast<float*>(args.dx) + args.dx_first + job.portion * args.dx_pitch + n * item +
+                static_cast<long long>(row) * args.item_positions + position;
+    const bool pairs = (args.positions | args.item_positions | static_cast<int>(args.dx_first)) % 2 == 0;
     const int own = first_row() * kWords + lane % 4;
     const auto load = [&](const float* stage, unsigned (&words)[kSteps][4]) {
 #pragma unroll
@@ -244,7 +247,7 @@ struct UnfoldedProducts {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
         if (left <= 0 || position >= args.positions || row + 8 * k >= args.rows) break;
-        float* const at = to + 8ll * k * args.positions;
+        float* const at = to + 8ll * k * args.item_positions;
         if (pairs) {
           ptx::store_global(at, uint2{ptx::float_to_bits(sums[2 * k]), ptx::float_to_bits(sums[2 * k + 1])});
         } else {
@@ -265,7 +268,7 @@ struct UnfoldedProducts {
   __device__ __forceinline__ void weight_grad(const Job& job) const {
     const int term = job.row + first_row();
     int in = job.column + lane % 4 * 2;
-    float* to = static_cast<float*>(args.dw) + job.portion * args.dw_pitch +
+    float* to = static_cast<float*>(args.dw) + (args.first_portion + job.portion) * args.dw_pitch +
                 static_cast<long long>(in) * kTerms + term;
     // A panel of the stage, a position in it, and a piece of that.
     const int own = first_row() / kWords * kWords * kWords + lane % 4 * 2 * kWords + lane / 4 % 4;
