@@ -55,10 +55,10 @@ struct HaloSums {
   };
   // The same of all tiles, where there are few channels: two to a word. A load at the beginning of a tile
   // would wait until the stores of the one before have gone.
-  static constexpr bool kKeepsBias = Config::kBias && Config::kCopied && !Config::kResident &&
-                                     sizeof(Scalar) == 2 && Config::kGroups == 1 &&
-                                     Config::kOutTiles * Config::kOutTile <= 256 && !Config::kMarch &&
-                                     !Config::kPortioned && !Config::kSpread && !Config::kDivided;
+  static constexpr bool kKeepsBias =
+      Config::kBias && Config::kCopied && !Config::kResident && sizeof(Scalar) == 2 && Config::kGroups == 1 &&
+      Config::kOutTiles * Config::kOutTile <= 256 && !Config::kMarch && !Config::kPortioned &&
+      !Config::kSpread && !Config::kDivided && Config::kConsumers == 2;  // more leave too few registers
   struct Kept {
     static constexpr int kWords = Config::kOutTile / 8;
     unsigned words[Config::kOutTiles][kWords];
