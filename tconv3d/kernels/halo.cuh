@@ -288,11 +288,7 @@ struct Halo {
     Consumer me = Consumer::make(shared, consumer, warp, lane);
     Sums sums;
     [[maybe_unused]] typename Accumulators::Kept bias;
-    // One tile has no stores before it: there it would only take longer.
-    const bool keeps = Accumulators::kKeepsBias && args.work > static_cast<int>(gridDim.x);
-    if constexpr (Accumulators::kKeepsBias) {
-      if (keeps) bias = Accumulators::Kept::load(args, lane);
-    }
+    if constexpr (Accumulators::kKeepsBias) bias = Accumulators::Kept::load(args, lane);
     if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
     for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
       const Place at = work.place(args);
@@ -312,7 +308,7 @@ struct Halo {
         if constexpr (Config::kLines) Lines::find(args, slabs, warp, lane, pairs);
         typename Accumulators::Start start;
         if constexpr (Accumulators::kKeepsBias) {
-          start = keeps ? bias.of(at) : Accumulators::Start::load(args, at, lane);
+          start = bias.of(at);
         } else {
           start = Accumulators::Start::load(args, at, lane);
         }
