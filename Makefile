@@ -55,8 +55,8 @@ check: $(READY)
 
 results: $(READY)
 	$(PY) -m tconv3d bench --dtype tf32 bfloat16 float16 --layout contiguous channels_last_3d --backward --host --budget 0.03 --json benchmarks/results/h200.json
-	$(PY) -m tconv3d bench --random 60 --seed 1 --backward --budget 0.03 --json benchmarks/results/h200-random.json
-	$(PY) -m tconv3d bench --random 60 --seed 0 --backward --budget 0.03 --json benchmarks/results/h200-random-0.json
+	$(PY) -m tconv3d bench --random 60 --backward --budget 0.03 --json benchmarks/results/h200-random.json
+	for seed in 1 5; do $(PY) -m tconv3d bench --random 60 --seed $$seed --backward --budget 0.03 --json benchmarks/results/h200-random-$$seed.json; done
 	$(PY) -m tconv3d verify --dtype tf32 float32 float16 bfloat16 float64 --json benchmarks/results/h200-verify.json
 	$(PY) benchmarks/train_unet.py --json benchmarks/results/h200-train.json
 	$(PY) benchmarks/distil.py benchmarks/results/h200.json

@@ -58,7 +58,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("Images::store(args, at, me, sums", "if (args.batch < 0) Images::store(args, at, me, sums"),
         ("Lines::store(args, at, me, sums", "if (args.batch < 0) Lines::store(args, at, me, sums"),
         ("HaloWords<Config>::store(args", "if (args.batch < 0) HaloWords<Config>::store(args"),
-        ("if (pair.exists) write_row", "if (pair.exists && args.batch < 0) write_row"),
+        ("if (pair.exists)\n          write_row", "if (pair.exists && args.batch < 0)\n          write_row"),
         ("if (first < last) ptx::bulk_store", "if (bytes < 0) ptx::bulk_store"),
         ("if (own && place >= before", "if (own && bytes < 0 && place >= before"),
     ),

@@ -22,7 +22,8 @@ from tconv3d.bench.table import ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMES = "benchmarks/results/h200.json"
-HALF = "benchmarks/results/h200-bf16.json"
+HALF = "benchmarks/results/h200-16-bits.json"  # forward
+HALF_BACKWARD = "benchmarks/results/h200-bf16.json"
 RANDOM = "benchmarks/results/h200-random.json"
 ERRORS = "benchmarks/results/h200-verify.json"
 EXPORTS = "benchmarks/results/h200-export.json"
@@ -56,23 +57,30 @@ def times() -> str:
 
 
 def half_times() -> str:
-    """Ours alone, as multiples of the floor."""
-    found = read(HALF)
-    rows = {(row.layer, row.which): row for row in found.rows}
+    """Ours alone, as multiples of the floor: forward in both types and layouts, backward in bfloat16."""
+    found, backward = read(HALF), read(HALF_BACKWARD)
+    rows = {(row.layer, row.dtype, row.layout): row for row in found.rows}
+    other = {row.layer: row for row in backward.rows if row.which == "backward"}
     lines = [
-        "| layer | forward: floor | ours | x floor | backward: floor | ours | x floor |",
-        "| --- |" + " --- |" * 6,
+        "| layer | bfloat16: floor | contiguous | x floor | channels-last | x floor "
+        "| float16: contiguous | x floor | channels-last | x floor | bfloat16, backward: floor | ours | x floor |",
+        "| --- |" + " --- |" * 12,
     ]
     for name in dict.fromkeys(row.layer for row in found.rows):
-        cells = [_over_floor(rows[name, which]) for which in results.PASSES]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", source(HALF, found)])
+        cells = [
+            _over_floor(rows[name, dtype, layout], floor=(dtype, layout) == ("bfloat16", "contiguous"))
+            for dtype in ("bfloat16", "float16")
+            for layout in ("contiguous", "channels_last_3d")
+        ]
+        lines.append(f"| {' | '.join([name, *cells, _over_floor(other[name])])} |")
+    return "\n".join([*lines, "", source(HALF, found), "", f"Backward: {source(HALF_BACKWARD, backward)}"])
 
 
-def _over_floor(row: Row) -> str:
+def _over_floor(row: Row, floor: bool = True) -> str:
     if row.failed or row.ours_ms is None or not row.floor_ms:
-        return "failed |  | "
-    return f"{row.floor_ms:.3f} | {row.ours_ms:.3f} | {ratio(row.ours_ms / row.floor_ms)}"
+        return " | ".join([*(["failed"] if floor else []), "failed", ""])
+    cells = [f"{row.floor_ms:.3f}"] if floor else []
+    return " | ".join([*cells, f"{row.ours_ms:.3f}", ratio(row.ours_ms / row.floor_ms)])
 
 
 def _table(found: Results, dtype: str) -> list[str]:
