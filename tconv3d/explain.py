@@ -103,9 +103,10 @@ def explain(
     Tensors on the meta device will do.
     """
     call = call_of(layer_or_input, *arguments, **keywords)
-    if isinstance(layer_or_input, (ConvTranspose3dReLUGroupNorm, ConvTranspose3dReLU)):
-        return _explain_fused(layer_or_input, call, gpu)
-    return _explain(*call, find_gpu(gpu, call[0]))
+    with planner.aside():
+        if isinstance(layer_or_input, (ConvTranspose3dReLUGroupNorm, ConvTranspose3dReLU)):
+            return _explain_fused(layer_or_input, call, gpu)
+        return _explain(*call, find_gpu(gpu, call[0]))
 
 
 def launches(

@@ -14,8 +14,8 @@ is planned alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from types import ModuleType
@@ -106,6 +106,16 @@ def refusals(problem: Problem, device: Device) -> dict[str, str]:
             break
         passed[name] = refusal
     return passed
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """While somebody only asks for plans: what calls get afterwards does not depend on it."""
+    with repertoire.aside():
+        try:
+            yield
+        finally:
+            plan.cache_clear()
 
 
 def forget() -> None:

@@ -18,7 +18,7 @@ from contextvars import ContextVar
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from . import cache
 
@@ -34,11 +34,15 @@ Choice = TypeVar("Choice", bound=Hashable)
 Found = TypeVar("Found")
 
 
+_remembered: list[dict[Any, Any]] = []  # all that depends on which volume came first
+
+
 class Repertoire(Generic[Layer, Volume, Choice]):
     """Of all layers of a kernel family."""
 
     def __init__(self) -> None:
         self._first: dict[Layer, tuple[Volume, Choice]] = {}
+        _remembered.append(self._first)
 
     def choose(
         self,
@@ -77,6 +81,7 @@ class Repertoire(Generic[Layer, Volume, Choice]):
 
 # Of a layer another family may have had the first volume: then this one's first is another volume.
 _met: dict[Hashable, object] = {}
+_remembered.append(_met)
 _another: ContextVar[bool] = ContextVar("another volume than the first of its layer", default=False)
 
 _alone: ContextVar[bool] = ContextVar("the nearest typical volume alone", default=False)
@@ -102,6 +107,18 @@ def typical_builds() -> Iterator[None]:
     finally:
         _another.reset(tokens[0])
         _alone.reset(tokens[1])
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """While somebody only asks: a volume that is met meanwhile is no layer's first."""
+    before = [dict(each) for each in _remembered]
+    try:
+        yield
+    finally:
+        for each, was in zip(_remembered, before, strict=False):
+            each.clear()
+            each.update(was)
 
 
 def forget() -> None:

@@ -25,9 +25,10 @@ def test_the_kernel_is_the_one_that_runs(ours: str, monkeypatch: pytest.MonkeyPa
         plans.append(original(*arguments))  # type: ignore[arg-type]
         return plans[-1]
 
-    monkeypatch.setattr(executor.planner, "plan", watching)
-    executor._tasks.clear()
-    tconv3d.conv_transpose3d(*operands, *layer.settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(executor.planner, "plan", watching)
+        executor._tasks.clear()
+        tconv3d.conv_transpose3d(*operands, *layer.settings)
     ran = plans[-1]
     found = tconv3d.explain(*operands, *layer.settings)
     assert (found.kernel, found.passes[0].tile) == (ran.kernel, ran.tile)

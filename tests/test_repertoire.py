@@ -148,6 +148,21 @@ def test_the_first_volume_of_a_layer_gets_its_own_plan(name: str, tf32: None) ->
     assert plans(of, *VOLUMES[0]) == own
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_who_asks_is_not_met(name: str, tf32: None) -> None:
+    """Plans that somebody only looks at leave the first volume to come as the first."""
+    of = LAYERS[name]
+    asked, first = VOLUMES[:2]
+    own = plans(of, *first)
+    planner.forget()
+    with planner.aside():
+        plans(of, *asked)
+    assert plans(of, *first) == own
+    planner.forget()
+    plans(of, *asked)
+    assert plans(of, *first) != own, "it matters which comes first"
+
+
 def test_what_a_search_found_is_found_again(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path))
     calls: list[int] = []
