@@ -55,6 +55,9 @@ check: $(READY)
 
 results: $(READY)
 	$(PY) -m tconv3d bench --dtype tf32 bfloat16 float16 --layout contiguous channels_last_3d --backward --host --budget 0.03 --json benchmarks/results/h200.json
+	$(PY) -m tconv3d bench --no-torch --layout contiguous channels_last_3d --budget 0.03 --json benchmarks/results/h200-channels-last.json
+	$(PY) -m tconv3d bench --no-torch --dtype bfloat16 float16 --layout contiguous channels_last_3d --budget 0.03 --json benchmarks/results/h200-16-bits.json
+	$(PY) -m tconv3d bench --no-torch --dtype bfloat16 --backward --budget 0.03 --json benchmarks/results/h200-bf16.json
 	$(PY) -m tconv3d bench --random 60 --backward --budget 0.03 --json benchmarks/results/h200-random.json
 	for seed in 1 5; do $(PY) -m tconv3d bench --random 60 --seed $$seed --backward --budget 0.03 --json benchmarks/results/h200-random-$$seed.json; done
 	$(PY) -m tconv3d verify --dtype tf32 float32 float16 bfloat16 float64 --json benchmarks/results/h200-verify.json
