@@ -890,7 +890,7 @@ class Build:
         column_pitch = (taps * (channels + 1) + 30) // 32 * 32 + 1
         vector = 16 // self.item_bytes
         parameters = (*(job.weight[:1] + job.weight[2:]), job.weight_group, job.weight_tap, g.out_per_group)
-        vectors = run == Run.COLUMNS and job.aligned and not any(v % vector for v in parameters)
+        vectors = run == Run.COLUMNS and job.weight_aligned and not any(v % vector for v in parameters)
         staged = taps * channels * (columns + vector) * self.item_bytes if vectors else 4 * columns * column_pitch
         shared_bytes = staged + 4 * (2 * lines + 1)
         threads = PACKING_THREADS
