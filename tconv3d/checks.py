@@ -191,13 +191,12 @@ def check_norm(
                 f"Expected {name} to be a vector of size equal to the number of channels of the convolution, but got "
                 f"{name} of shape {list(tensor.shape)} and {channels} channels"
             )
-        if tensor.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
-            raise RuntimeError(f"Input type ({input.dtype}) and {name} type ({tensor.dtype}) should be the same")
         if tensor.device != input.device:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but Input is on {input.device} and {name} is on "
                 f"{tensor.device}"
             )
+    check_norm_types(input, norm_weight, norm_bias)
     check_norm_groups(channels, num_groups)
     if input.shape[0] == 1 and channels == num_groups:
         size = check_channels(weight, convolution).output_size(tuple(input.shape[2:]))
@@ -205,6 +204,24 @@ def check_norm(
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {[1, num_groups, *size]}"
             )
+
+
+def check_norm_types(input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
+    """As PyTorch's GroupNorm: parameters of the input's type, or of float32 where the input has 16 bits."""
+    device, normalized = input.device.type, input.dtype
+    if torch.is_autocast_enabled(device):
+        if device == "cuda":
+            return  # autocast makes float32 of all
+        normalized = normalized if normalized is torch.float64 else torch.get_autocast_dtype(device)
+    allowed = [normalized] + [torch.float32] * (normalized in (torch.float16, torch.bfloat16))
+    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if tensor is not None and tensor.dtype not in allowed:
+            expected = " or ".join(map(str, allowed))
+            raise RuntimeError(
+                f"Input type ({normalized}) and {name} type ({tensor.dtype}) should be the same: expected {expected}"
+            )
+    if norm_weight is not None and norm_bias is not None:
+        check_same_kind(norm_weight, norm_bias, "norm_weight", "norm_bias")
 
 
 def check_norm_groups(channels: int, num_groups: int) -> None:

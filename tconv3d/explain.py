@@ -327,7 +327,8 @@ def _activation(problem: Problem) -> Activation:
 
 def _norm_plans(problem: Problem, norm: torch.nn.GroupNorm, device: Device) -> tuple[Plan, Plan]:
     """Of a norm behind a forward pass: its own pass, and its gradients."""
-    normed = NormProblem(_activation(problem), problem.dtype, problem.dtype, norm.num_groups)
+    parameter = next((executor.DTYPES[tensor.dtype] for tensor in norm.parameters()), problem.dtype)
+    normed = NormProblem(_activation(problem), problem.dtype, parameter, norm.num_groups)
     wanted = Wanted(True, norm.affine, problem.bias)
     return norm_planner.plan_normalize(normed, device), norm_planner.plan_gradient(normed, wanted, device)
 
