@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from . import executor, fusing, gains, survey
+from . import checks, executor, fusing, gains, survey
 from .gains import Gain
 from .modules import ConvTranspose3d
 from .survey import Shape
@@ -81,6 +81,8 @@ def accelerate(
     `SwapReport` (`report=print` prints it). With an `example_input` (a tensor, a tuple of arguments or a dictionary
     of keywords) the report predicts the gain of each layer. `restore` undoes all of it.
     """
+    checks.check_model(model, "accelerate")
+    checks.check_callable(report, "report", "accelerate")
     found = plan_swaps(model, example_input=example_input)
     for layer in survey.transposed_convolutions(model):
         if why_left(layer) is None:
@@ -100,6 +102,7 @@ def restore(model: Model) -> Model:
     Where another library has given a swapped module a class of its own that cannot be made again over PyTorch's,
     this is an error that names the class, and nothing has changed.
     """
+    checks.check_model(model, "restore")
     bases: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
     for module in model.modules():
         if _MARK in module.__dict__:
@@ -115,6 +118,7 @@ def restore(model: Model) -> Model:
 
 def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
     """What `accelerate` would do. Changes nothing."""
+    checks.check_model(model, "plan_swaps")
     shapes: dict[nn.Module, tuple[Shape, ...]] = {}
     note = ""
     if example_input is not None:

@@ -16,7 +16,7 @@ from .geometry import Geometry, Triple
 Convolution = tuple[Triple, Triple, Triple, int, Triple]  # stride, padding, output_padding, groups, dilation
 
 
-def integer(value: object, name: str) -> int:
+def integer(value: object, name: str, function: str = "conv_transpose3d") -> int:
     """What PyTorch takes for an integer: also those of NumPy and tensors of one, but no bool and no float."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
@@ -25,7 +25,7 @@ def integer(value: object, name: str) -> int:
             raise TypeError
         return int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"conv_transpose3d(): expected {name} to be an integer, but got {name}={value!r}") from None
+        raise TypeError(f"{function}(): expected {name} to be an integer, but got {name}={value!r}") from None
 
 
 def triple(value: int | Sequence[int], name: str) -> Triple:
@@ -61,6 +61,21 @@ def convolution_of(
         integer(groups, "groups"),
         triple(dilation, "dilation"),
     )
+
+
+def kind_of(value: object) -> str:
+    """What came, in words."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def check_model(model: object, function: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{function}() expected model to be an nn.Module, but got {kind_of(model)}")
+
+
+def check_callable(value: object, name: str, function: str) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{function}() expected {name} to be a function or None, but got {value!r}")
 
 
 def check_tensors(input: object, weight: object, bias: object) -> None:
