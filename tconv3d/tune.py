@@ -93,8 +93,8 @@ def tune(
     what was found for each pass. clock: milliseconds of a call; the default takes the median with a cold L2 cache.
     """
     checks.check_callable(report, "report", "tune")
-    if checks.integer(candidates, "candidates", "tune") < 1:
-        raise ValueError(f"tune() expected candidates to be at least 1, but got {candidates}")
+    if checks.integer(candidates, "candidates", "tune") < 0:
+        raise ValueError(f"tune() expected candidates to be at least 0, but got {candidates}")
     input, weight, bias, convolution = call_of(layer_or_input, *arguments, **keywords)
     device = weight.device
     if clock is None and device.type != "cuda":

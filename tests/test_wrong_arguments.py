@@ -56,7 +56,7 @@ for name in ("explain", "tune"):
     case(name, lambda call=call: call(nn.LazyConvTranspose3d(2, 2), X), TypeError, "a lazy one: call it once")
 case("explain", lambda: anything.explain(LAYER, SHAPE, gpu=9.0), TypeError, "gpu='9.0'.* but got 9.0 of type float")
 case("explain", lambda: anything.explain(LAYER, SHAPE, gpu="9.9"), ValueError, "expected a GPU of .*12.0, got '9.9'")
-case("tune", lambda: anything.tune(LAYER, X, candidates=0), ValueError, "candidates to be at least 1, but got 0")
+case("tune", lambda: anything.tune(LAYER, X, candidates=-1), ValueError, "candidates to be at least 0, but got -1")
 case("tune", lambda: anything.tune(LAYER, X, candidates=2.5), TypeError, r"tune\(\): .* got candidates=2.5")
 case(
     "tune", lambda: anything.tune(LAYER, X, report="yes"), TypeError, "report to be a function or None, but got 'yes'"
