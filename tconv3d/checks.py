@@ -28,6 +28,13 @@ def integer(value: object, name: str, function: str = "conv_transpose3d") -> int
         raise TypeError(f"{function}(): expected {name} to be an integer, but got {name}={value!r}") from None
 
 
+def number(value: object, name: str) -> float:
+    """What PyTorch takes for a float."""
+    if isinstance(value, (float, int, torch.SymFloat)):
+        return value  # type: ignore[return-value]
+    raise TypeError(f"expected {name} to be a number, but got {name}={value!r}")
+
+
 def triple(value: int | Sequence[int], name: str) -> Triple:
     """An integer for all three dimensions, or (depth, height, width)."""
     if type(value) is tuple and len(value) == 3 and type(value[0]) is type(value[1]) is type(value[2]) is int:

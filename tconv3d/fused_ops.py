@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import executor, norm_executor
 from .backend import current_backend, use_backend
-from .checks import Convolution
+from .checks import Convolution, number
 from .norm_planner import Wanted
 from .ops import (
     _LIBRARY,
@@ -444,7 +444,7 @@ def conv_transpose3d_relu_group_norm(
 ) -> Tensor:
     """For tensors that our kernels take: see `ops.why_not_ours`."""
     operands = input, weight, bias, norm_weight, norm_bias
-    settings = groups, eps, input.dtype
+    settings = groups, number(eps, "eps"), input.dtype
     if _unchanged(input, weight):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(*operands):
