@@ -259,6 +259,7 @@ def test_demo_with_a_gpu_compares_times(monkeypatch: pytest.MonkeyPatch, capsys:
     """All of the GPU's demo but the GPU: the tensors are the emulator's, the clock is fixed."""
     task = tasks.load("grouped_strided")
     problem = demo._problem(task, task.REDUCED, "cpu")
+    monkeypatch.setenv("COLUMNS", "160")
     times = iter([2.0, 4.0, 5.0, 6.0])  # ours, then PyTorch's; forward, then backward
     for place, name, value in (
         (torch.cuda, "is_available", lambda: True),
