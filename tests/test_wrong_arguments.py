@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import tconv3d
+from tconv3d.bench import layers
 
 LAYER = nn.ConvTranspose3d(2, 3, 2, device="meta")
 BLOCK = tconv3d.ConvTranspose3dReLUGroupNorm(2, 4, 2, 2, device="meta")
@@ -107,3 +109,29 @@ def test_every_public_function_is_here() -> None:
     results = {"Explanation", "LayerSwap", "SwapReport", "Tuned"}
     assert not inspect.signature(tconv3d.current_backend).parameters
     assert {found[0] for found in CASES} == set(tconv3d.__all__) - results - {"current_backend"}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("64, 32, 2, size=0", "size to be at least 1, got size=0"),
+        ("64, 32, 2, size=(4, -4, 4)", "size to be at least 1, got size=(4, -4, 4)"),
+        ("64, 32, 2, size=8, batch=0", "batch to be at least 1, got batch=0"),
+        ("64, 32, 2, size=8, batch=2.5", "batch to be at least 1, got batch=2.5"),
+        ("0, 32, 2, size=8", "in_channels to be at least 1"),
+        ("64, 32, 0, size=8", "kernel_size to be at least 1"),
+        ("64, 32, 2, 0, size=8", "stride to be at least 1"),
+        ("64, 32, 2, size=8, padding=-1", "padding to be at least 0"),
+        ("64, 32, 2, size=8, norm_groups=-1", "norm_groups to be at least 0"),
+    ],
+)
+def test_numbers_of_a_layer_in_words(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        layers.parse(text)
+
+
+@pytest.mark.parametrize("eps", ["1e-5", None])
+def test_an_eps_that_is_no_number(eps: Any, ours: str) -> None:
+    x, w = torch.ones(SHAPE, device=ours), torch.ones(2, 4, 2, 2, 2, device=ours)
+    with pytest.raises(TypeError, match=f"eps to be a number, but got eps={eps!r}"):
+        tconv3d.conv_transpose3d_relu_group_norm(x, w, None, 2, eps=eps)
