@@ -28,14 +28,14 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from halo_names import describe
 
-from tconv3d import compiler, executor
+from tconv3d import compiler, executor, tables
 from tconv3d.ahead import compile_all
 from tconv3d.bench.layers import Layer, random_layers
 from tconv3d.bench.precision import DTYPES, LAYOUTS, in_layout, precision
@@ -126,20 +126,20 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    table = Table()
-    for heading in ("layer", "pass", "builds", "planner ms", "fastest ms", "slower", "the fastest build"):
-        table.add_column(heading, justify="right" if "ms" in heading or heading in ("builds", "slower") else "left")
+    found = []
     for row in rows:
         timed = sum(trial.ms is not None for trial in row.trials)
         times = f"{row.planned_ms:.4f}", f"{row.fastest.ms:.4f}", f"{row.slower:.2f}x"
         other = "" if row.fastest is row.trials[0] else row.fastest.build
-        table.add_row(row.layer, row.which, f"{timed} of {len(row.trials)}", *times, other)
-    console.print(table)
-    found = summary(rows)
-    verdict = "enough" if found["enough"] else "NOT enough"
+        found.append(tables.Row(row.layer, (row.which, f"{timed} of {len(row.trials)}"), Text(other), times))
+    numbers = ("planner ms", "fastest ms", "slower")
+    headings = tables.Headings("layer", ("pass", "builds"), "the fastest build", numbers)
+    tables.show("The planner's choice beside the fastest build", "", headings, found, console)
+    mean = summary(rows)
+    verdict = "enough" if mean["enough"] else "NOT enough"
     console.print(
-        f"the planner's choice is within 10% of the fastest for {found['close']} of {found['measured']}: {verdict}; "
-        f"on average {found['mean_slower']:.3f} times the fastest"
+        f"the planner's choice is within 10% of the fastest for {mean['close']} of {mean['measured']}: {verdict}; "
+        f"on average {mean['mean_slower']:.3f} times the fastest"
     )
 
 

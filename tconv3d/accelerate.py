@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from . import executor, fusing, gains, survey
+from . import checks, executor, fusing, gains, survey
 from .gains import Gain
 from .modules import ConvTranspose3d
 from .survey import Shape
@@ -81,10 +81,12 @@ def accelerate(
     `SwapReport` (`report=print` prints it). With an `example_input` (a tensor, a tuple of arguments or a dictionary
     of keywords) the report predicts the gain of each layer. `restore` undoes all of it.
     """
+    checks.check_model(model, "accelerate")
+    checks.check_callable(report, "report", "accelerate")
     found = plan_swaps(model, example_input=example_input)
     for layer in survey.transposed_convolutions(model):
         if why_left(layer) is None:
-            _set_base(layer, ConvTranspose3d)
+            layer.__class__ = rebased(type(layer), nn.ConvTranspose3d, ConvTranspose3d)
             setattr(layer, _MARK, True)
     for sequence in list(model.modules()):
         if isinstance(sequence, nn.Sequential):
@@ -95,23 +97,28 @@ def accelerate(
 
 
 def restore(model: Model) -> Model:
-    """Undoes `accelerate`, in place, and returns the model. Layers built as ours in the first place stay."""
-    modules = list(model.modules())
-    swapped = [module for module in modules if _MARK in module.__dict__]
-    for layer in swapped:
-        if parametrize.type_before_parametrizations(layer) is not ConvTranspose3d:
-            raise RuntimeError(f"expected a tconv3d.ConvTranspose3d, but its class is {type(layer).__name__} by now")
-    for layer in swapped:
-        _set_base(layer, nn.ConvTranspose3d)
-        delattr(layer, _MARK)
-    for module in modules:
-        if isinstance(module, nn.Sequential):
-            fusing.unfuse(module)
+    """Undoes `accelerate`, in place, and returns the model. Layers built as ours in the first place stay.
+
+    Where another library has given a swapped module a class of its own that cannot be made again over PyTorch's,
+    this is an error that names the class, and nothing has changed.
+    """
+    checks.check_model(model, "restore")
+    bases: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
+    for module in model.modules():
+        if _MARK in module.__dict__:
+            bases.append((module, ConvTranspose3d, nn.ConvTranspose3d))
+        elif isinstance(module, fusing.FusedSequential):
+            bases.append((module, fusing.FusedSequential, nn.Sequential))
+    classes = [rebased(type(module), ours, theirs) for module, ours, theirs in bases]
+    for (module, *_), kind in zip(bases, classes, strict=True):
+        module.__class__ = kind
+        module.__dict__.pop(_MARK, None)
     return model
 
 
 def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
     """What `accelerate` would do. Changes nothing."""
+    checks.check_model(model, "plan_swaps")
     shapes: dict[nn.Module, tuple[Shape, ...]] = {}
     note = ""
     if example_input is not None:
@@ -152,6 +159,8 @@ def why_left(layer: nn.Module) -> str | None:
         return "it is tconv3d's already"
     if kind is not nn.ConvTranspose3d:
         return f"{kind.__name__} is a subclass of nn.ConvTranspose3d, and what it changes would be lost"
+    if fusing.forward_is_replaced(kind):
+        return "the forward of nn.ConvTranspose3d itself has been replaced, by another library perhaps"
     if "forward" in layer.__dict__:
         return "its forward has been replaced on the object, by a hook of another library perhaps"
     if layer.weight.dtype not in executor.DTYPES:
@@ -159,19 +168,24 @@ def why_left(layer: nn.Module) -> str | None:
     return None
 
 
-def _set_base(layer: nn.Module, base: type[nn.Module]) -> None:
-    """Makes the layer a `base`. A parametrized layer has a class of its own, made when it was parametrized, which
-    stands between: it is made again, over the new base."""
-    kind = type(layer)
-    if parametrize.is_parametrized(layer):
-        contents = {key: value for key, value in kind.__dict__.items() if key not in ("__dict__", "__weakref__")}
-        base = type(kind.__name__, (base,), contents)
-    layer.__class__ = base
+def rebased(kind: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
+    """The class `kind`, which is `old` or was made from it by PyTorch while the program ran, over `new` instead.
+
+    PyTorch makes such classes for one module or for all of a class: `parametrize` to compute a weight, `fully_shard`
+    to gather it. They are made again here, because a copy or another module may share the present one.
+    """
+    if kind is old:
+        return new
+    if not kind.__module__.startswith("torch."):
+        raise RuntimeError(f"expected the class tconv3d.{old.__name__}, but by now it is {kind.__name__}")
+    bases = tuple(rebased(base, old, new) if issubclass(base, old) else base for base in kind.__bases__)
+    contents = {key: value for key, value in kind.__dict__.items() if key not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace(old.__name__, new.__name__), bases, contents)
 
 
 def _to_be_fused(model: nn.Module) -> set[nn.Module]:
     kinds = (nn.ConvTranspose3d, ConvTranspose3d)
-    found = (layer for sequence in model.modules() for layer in fusing.triples(sequence, kinds).values())
+    found = (layer for sequence in model.modules() for layer in fusing.triples(sequence, kinds))
     return {layer for layer in found if type(layer) is ConvTranspose3d or why_left(layer) is None}
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from . import compiler
-from .explain import find_gpu, launches
+from .explain import checked_layer, find_gpu, launches
 from .launch import Constants, Launch
 from .modules import ConvTranspose3dReLUGroupNorm
 from .problem import Device, Pass
@@ -43,11 +43,16 @@ def compile_ahead(
     gradients: the backward passes too. gpu: a name (`tconv3d.gpus.GPUS`) or a compute capability, to fill a cache for
     another machine; the present GPU if there is one.
     """
+    convolution = checked_layer(layer)
+    if not inputs:
+        raise TypeError(
+            "compile_ahead() expected at least one input (a tensor or its shape) after the layer, but got none"
+        )
     if gpu is None and not torch.cuda.is_available():
         raise RuntimeError("compile_ahead compiles for the present GPU, and there is none: name one, gpu='H200'")
     passes = tuple(Pass) if gradients else (Pass.FORWARD,)
     needed: list[Launch] = []
-    device, _ = find_gpu(gpu, next(layer.parameters()))
+    device, _ = find_gpu(gpu, convolution.weight)
     for input in inputs:
         needed += launches(layer, input, device, passes)
     return fill_cache(needed, device)

@@ -16,7 +16,7 @@ from .geometry import Geometry, Triple
 Convolution = tuple[Triple, Triple, Triple, int, Triple]  # stride, padding, output_padding, groups, dilation
 
 
-def integer(value: object, name: str) -> int:
+def integer(value: object, name: str, function: str = "conv_transpose3d") -> int:
     """What PyTorch takes for an integer: also those of NumPy and tensors of one, but no bool and no float."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
@@ -25,7 +25,14 @@ def integer(value: object, name: str) -> int:
             raise TypeError
         return int(operator.index(value))  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"conv_transpose3d(): expected {name} to be an integer, but got {name}={value!r}") from None
+        raise TypeError(f"{function}(): expected {name} to be an integer, but got {name}={value!r}") from None
+
+
+def number(value: object, name: str) -> float:
+    """What PyTorch takes for a float."""
+    if isinstance(value, (float, int, torch.SymFloat)):
+        return value  # type: ignore[return-value]
+    raise TypeError(f"expected {name} to be a number, but got {name}={value!r}")
 
 
 def triple(value: int | Sequence[int], name: str) -> Triple:
@@ -61,6 +68,21 @@ def convolution_of(
         integer(groups, "groups"),
         triple(dilation, "dilation"),
     )
+
+
+def kind_of(value: object) -> str:
+    """What came, in words."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
+
+
+def check_model(model: object, function: str) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{function}() expected model to be an nn.Module, but got {kind_of(model)}")
+
+
+def check_callable(value: object, name: str, function: str) -> None:
+    if value is not None and not callable(value):
+        raise TypeError(f"{function}() expected {name} to be a function or None, but got {value!r}")
 
 
 def check_tensors(input: object, weight: object, bias: object) -> None:
@@ -191,13 +213,12 @@ def check_norm(
                 f"Expected {name} to be a vector of size equal to the number of channels of the convolution, but got "
                 f"{name} of shape {list(tensor.shape)} and {channels} channels"
             )
-        if tensor.dtype != input.dtype and not torch.is_autocast_enabled(input.device.type):
-            raise RuntimeError(f"Input type ({input.dtype}) and {name} type ({tensor.dtype}) should be the same")
         if tensor.device != input.device:
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but Input is on {input.device} and {name} is on "
                 f"{tensor.device}"
             )
+    check_norm_types(input, norm_weight, norm_bias)
     check_norm_groups(channels, num_groups)
     if input.shape[0] == 1 and channels == num_groups:
         size = check_channels(weight, convolution).output_size(tuple(input.shape[2:]))
@@ -205,6 +226,24 @@ def check_norm(
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {[1, num_groups, *size]}"
             )
+
+
+def check_norm_types(input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
+    """As PyTorch's GroupNorm: parameters of the input's type, or of float32 where the input has 16 bits."""
+    device, normalized = input.device.type, input.dtype
+    if torch.is_autocast_enabled(device):
+        if device == "cuda":
+            return  # autocast makes float32 of all
+        normalized = normalized if normalized is torch.float64 else torch.get_autocast_dtype(device)
+    allowed = [normalized] + [torch.float32] * (normalized in (torch.float16, torch.bfloat16))
+    for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
+        if tensor is not None and tensor.dtype not in allowed:
+            expected = " or ".join(map(str, allowed))
+            raise RuntimeError(
+                f"Input type ({normalized}) and {name} type ({tensor.dtype}) should be the same: expected {expected}"
+            )
+    if norm_weight is not None and norm_bias is not None:
+        check_same_kind(norm_weight, norm_bias, "norm_weight", "norm_bias")
 
 
 def check_norm_groups(channels: int, num_groups: int) -> None:

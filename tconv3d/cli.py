@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import tconv3d
-from tconv3d import background, cache, compiler, demo, emulator, tasks
+from tconv3d import background, cache, compiler, demo, emulator, gpus, tables, tasks
+from tconv3d.arguments import integer, triple
 from tconv3d.bench import commands as bench
 from tconv3d.export import command as export
 
@@ -72,33 +74,20 @@ def parser() -> argparse.ArgumentParser:
 def _add_layer(parser: argparse.ArgumentParser) -> None:
     """The flags of `explain`: a layer, the input it gets, and the GPU to plan for."""
     layer = parser.add_argument_group("layer", "a triple is one number, or depth,height,width")
-    layer.add_argument("--in-channels", type=int, required=True, metavar="N")
-    layer.add_argument("--out-channels", type=int, required=True, metavar="N")
-    layer.add_argument("--kernel", type=_triple, required=True, metavar="TRIPLE")
+    layer.add_argument("--in-channels", type=integer(1), required=True, metavar="N")
+    layer.add_argument("--out-channels", type=integer(1), required=True, metavar="N")
+    layer.add_argument("--kernel", type=triple(1), required=True, metavar="TRIPLE")
     for name, value in (("stride", 1), ("padding", 0), ("output-padding", 0), ("dilation", 1)):
-        layer.add_argument(f"--{name}", type=_triple, default=(value,) * 3, metavar="TRIPLE", help=f"default {value}")
-    layer.add_argument("--groups", type=int, default=1, metavar="N", help="default 1")
+        least = triple(value)  # what is usual is the least that there can be
+        layer.add_argument(f"--{name}", type=least, default=(value,) * 3, metavar="TRIPLE", help=f"default {value}")
+    layer.add_argument("--groups", type=integer(1), default=1, metavar="N", help="default 1")
     layer.add_argument("--no-bias", action="store_true")
     call = parser.add_argument_group("input")
-    call.add_argument("--size", type=_triple, required=True, metavar="TRIPLE", help="the input's volume")
-    call.add_argument("--batch", type=int, default=1, metavar="N", help="default 1")
+    call.add_argument("--size", type=triple(1), required=True, metavar="TRIPLE", help="the input's volume")
+    call.add_argument("--batch", type=integer(1), default=1, metavar="N", help="default 1")
     call.add_argument("--dtype", choices=DTYPES, default="float32")
     call.add_argument("--layout", choices=LAYOUTS, default="contiguous")
-    call.add_argument("--gpu", metavar="GPU", help="a name (H200) or a compute capability (9.0)")
-
-
-def _triple(text: str) -> tuple[int, int, int]:
-    """One number for all three dimensions, or three separated by commas (or by x, as volumes are written)."""
-    numbers = [int(part) for part in text.replace("x", ",").split(",")]
-    if len(numbers) == 1:
-        numbers *= 3
-    if len(numbers) != 3:
-        raise argparse.ArgumentTypeError(f"expected one number or depth,height,width, got {text!r}")
-    d, h, w = numbers
-    return d, h, w
-
-
-_triple.__name__ = "triple"  # argparse names the type in its error
+    call.add_argument("--gpu", metavar="GPU", help=f"a name or a compute capability (9.0): {gpus.names()}")
 
 
 def _explain(arguments: argparse.Namespace) -> int:
@@ -119,7 +108,10 @@ def _explain(arguments: argparse.Namespace) -> int:
     shape = (arguments.batch, arguments.in_channels, *arguments.size)
     x = torch.empty(shape, dtype=dtype, device="meta", memory_format=LAYOUTS[arguments.layout])
     explanation = tconv3d.explain(layer, x, gpu=arguments.gpu)
-    print(json.dumps(explanation.as_dict(), indent=2) if arguments.json else explanation)
+    if arguments.json:
+        print(json.dumps(explanation.as_dict(), indent=2))
+    else:
+        tables.print_lines(explanation)
     return 0
 
 
@@ -157,7 +149,7 @@ def _info(arguments: argparse.Namespace) -> int:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, value)
+        table.add_row(name, Text(value))  # not markup: a message may say tconv3d[cu13]
     Console(soft_wrap=False).print(table)
     return 0
 

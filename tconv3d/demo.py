@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
 
 import tconv3d
-from tconv3d import tasks
+from tconv3d import tables, tasks
 
 # Largest error allowed, as a part of the largest value. TF32 rounds to 2^-11; a tap in the wrong place is off
 # by its whole size.
@@ -69,9 +68,9 @@ def run(names: Sequence[str] = tasks.NAMES, console: Console | None = None) -> b
             progress.update(bar, description=name)
             started = time.perf_counter()
             rows += on_gpu(name) if gpu else in_emulator(name)
-            progress.console.print(f"{name}: {time.perf_counter() - started:.1f} s")
+            progress.console.print(f"{name}: {time.perf_counter() - started:.1f} s", markup=False)
             progress.advance(bar)
-    console.print(_table(rows, gpu))
+    _show(rows, gpu, console)
     wrong = [f"{row.task} {row.step}" for row in rows if not row.right]
     if wrong:
         console.print(f"[red]Not within {TOLERANCE:g} of float64: {', '.join(wrong)}[/red]")
@@ -225,28 +224,28 @@ def _kernels(problem: Problem, step: str) -> str:
 
 
 def _progress(console: Console) -> Progress:
-    columns = TextColumn("{task.description:<18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = (
+        TextColumn("{task.description:<18}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     return Progress(*columns, console=console, transient=True)
 
 
-def _table(rows: Sequence[Row], gpu: bool) -> Table:
+def _show(rows: Sequence[Row], gpu: bool, console: Console) -> None:
     place = torch.cuda.get_device_name() if gpu else "the CPU, through the emulator, at reduced size"
-    table = Table(title=f"The reference tasks on {place}", box=SIMPLE_HEAD, caption=_caption(gpu))
-    for heading in ("task", "pass"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("kernels")
-    for heading in ("ms", "PyTorch ms", "ratio", "error") if gpu else ("ms", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    found = []
     for row in rows:
-        first = row.step == STEPS[0]
-        cells = [row.task if first else " x ".join(map(str, row.shape)), row.step, row.kernels]
-        cells.append(f"{row.milliseconds:.3f}" if gpu else f"{row.milliseconds:.0f}")
+        numbers = [f"{row.milliseconds:.3f}" if gpu else f"{row.milliseconds:.0f}"]
         if row.torch_milliseconds is not None:
-            ratio = row.torch_milliseconds / row.milliseconds
-            cells += [f"{row.torch_milliseconds:.3f}", f"{ratio:.1f}x"]
-        cells.append(f"[{'green' if row.right else 'red'}]{row.error:.1e}[/]")
-        table.add_row(*cells, end_section=not first)
-    return table
+            numbers += [f"{row.torch_milliseconds:.3f}", f"{row.torch_milliseconds / row.milliseconds:.1f}x"]
+        numbers.append(f"[{'green' if row.right else 'red'}]{row.error:.1e}[/]")
+        size = "x".join(map(str, row.shape))
+        found.append(tables.Row(row.task, (size, row.step), Text(row.kernels), tuple(numbers)))
+    numbers = ["ms", "PyTorch ms", "ratio", "error"] if gpu else ["ms", "error"]
+    headings = tables.Headings("task", ("input", "pass"), "kernels", tuple(numbers))
+    tables.show(f"The reference tasks on {place}", _caption(gpu), headings, found, console)
 
 
 def _caption(gpu: bool) -> str:

@@ -5,19 +5,21 @@ Needs no GPU and launches nothing. Asks the planner the questions the executor a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
 
-from . import checks, executor, norm_planner, ops, planner
+from . import checks, executor, gpus, norm_planner, ops, planner
 from .backend import current_backend
 from .checks import Convolution
 from .geometry import Geometry
-from .gpus import DEFAULT_GPU, GPUS, Gpu
+from .gpus import DEFAULT_GPU, Gpu
 from .launch import Launch
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 from .norm_planner import Activation, NormProblem, Wanted
@@ -146,17 +148,44 @@ def call_of(
     layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | Tensor, *arguments: Any, **keywords: Any
 ) -> Call:
     """The convolution of a layer and its input, or of the arguments of `conv_transpose3d`."""
-    if isinstance(layer_or_input, ConvTranspose3dReLUGroupNorm):
-        return _call_of_layer(layer_or_input.conv_transpose, *arguments, **keywords)
-    if isinstance(layer_or_input, torch.nn.ConvTranspose3d):
-        return _call_of_layer(layer_or_input, *arguments, **keywords)
-    return _call(layer_or_input, *arguments, **keywords)
+    layer = layer_or_input
+    if isinstance(layer, Tensor):
+        _check_arguments(_call, "an input tensor", layer, *arguments, **keywords)
+        return _call(layer, *arguments, **keywords)
+    layer = checked_layer(layer, "a ConvTranspose3d layer, a fused block or an input tensor")
+    _check_arguments(_call_of_layer, "a layer", layer, *arguments, **keywords)
+    return _call_of_layer(layer, *arguments, **keywords)
+
+
+def checked_layer(
+    layer: object, expected: str = "a ConvTranspose3d layer or a fused block"
+) -> torch.nn.ConvTranspose3d:
+    """The convolution of a layer or of a fused block; a TypeError that says what came in place of one."""
+    if isinstance(layer, ConvTranspose3dReLUGroupNorm):
+        return layer.conv_transpose
+    if not isinstance(layer, torch.nn.ConvTranspose3d):
+        advice = ": name one of its layers" if isinstance(layer, torch.nn.Module) else ""
+        raise TypeError(f"expected {expected}, but got {checks.kind_of(layer)}{advice}")
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+        raise TypeError("expected a layer that has its shape, but got a lazy one: call it once with an input")
+    return layer
+
+
+def _check_arguments(function: Callable[..., Call], first: str, *arguments: Any, **keywords: Any) -> None:
+    """Says what is missing or too much without the name of a function that nobody has called."""
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        names = ", ".join(list(inspect.signature(function).parameters)[1:])
+        raise TypeError(f"after {first}, expected {names}: {error}") from None
 
 
 def _call_of_layer(
     layer: torch.nn.ConvTranspose3d, input: Tensor | Sequence[int], output_size: list[int] | None = None
 ) -> Call:
     if not isinstance(input, Tensor):
+        if not isinstance(input, Sequence) or not all(isinstance(size, int) for size in input):
+            raise TypeError(f"expected input to be a Tensor or its shape (five integers), but got {input!r}")
         input = torch.empty(tuple(input), dtype=layer.weight.dtype, device="meta")
     output_padding = resolved_output_padding(layer, input, output_size)
     settings: list[Any] = [layer.stride, layer.padding, output_padding, layer.groups, layer.dilation]
@@ -173,6 +202,7 @@ def _call(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Call:
+    checks.check_tensors(input, weight, bias)
     checks.check_rank(input, weight)
     convolution = checks.convolution_of(stride, padding, output_padding, groups, dilation)
     return (input.unsqueeze(0) if input.dim() == 4 else input), weight, bias, convolution
@@ -187,14 +217,9 @@ def find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
     if name is None:
         index = tensor.get_device() if tensor.is_cuda else torch.cuda.current_device()
         device = executor.device_of(torch.empty(0, device=f"cuda:{index}"))
-        return device, next((gpu for key, gpu in GPUS.items() if key in device.name.split()), None)
-    by_capability = {
-        f"{d.capability[0]}.{d.capability[1]}": gpu for gpu in reversed(GPUS.values()) for d in [gpu.device]
-    }
-    gpu = GPUS.get(name) or by_capability.get(name)
-    if gpu is None:
-        raise ValueError(f"expected a GPU of {', '.join((*GPUS, *sorted(by_capability)))}, got {name!r}")
-    return gpu.device, gpu
+        return device, gpus.known(device)
+    found = gpus.find(name)
+    return found.device, found
 
 
 def _explain(
@@ -327,7 +352,8 @@ def _activation(problem: Problem) -> Activation:
 
 def _norm_plans(problem: Problem, norm: torch.nn.GroupNorm, device: Device) -> tuple[Plan, Plan]:
     """Of a norm behind a forward pass: its own pass, and its gradients."""
-    normed = NormProblem(_activation(problem), problem.dtype, problem.dtype, norm.num_groups)
+    parameter = next((executor.DTYPES[tensor.dtype] for tensor in norm.parameters()), problem.dtype)
+    normed = NormProblem(_activation(problem), problem.dtype, parameter, norm.num_groups)
     wanted = Wanted(True, norm.affine, problem.bias)
     return norm_planner.plan_normalize(normed, device), norm_planner.plan_gradient(normed, wanted, device)
 

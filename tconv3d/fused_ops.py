@@ -18,7 +18,7 @@ from torch import Tensor
 
 from . import executor, norm_executor
 from .backend import current_backend, use_backend
-from .checks import Convolution
+from .checks import Convolution, number
 from .norm_planner import Wanted
 from .ops import (
     _LIBRARY,
@@ -301,9 +301,12 @@ def _differentiable_gradient(
     assert input is not None
     # All that flows back from here passes the ReLU's mask, and reaches the bias, in derivatives of any order.
     source = input if bias is None else input + (bias - bias.detach())[:, None, None, None]
-    masked = (source * (input.detach() > 0)).to(grad.dtype)
-    parameters = [None if tensor is None else tensor.to(grad.dtype) for tensor in (weight, norm_bias)]
-    result = F.group_norm(masked, groups, parameters[0], parameters[1], eps)
+    kind = grad.dtype  # or the parameters', which may be float32 behind a convolution of 16 bits
+    for tensor in (weight, norm_bias):
+        kind = kind if tensor is None else torch.promote_types(kind, tensor.dtype)
+    masked = (source * (input.detach() > 0)).to(kind)
+    parameters = [None if tensor is None else tensor.to(kind) for tensor in (weight, norm_bias)]
+    result = F.group_norm(masked, groups, parameters[0], parameters[1], eps).to(grad.dtype)
     asked = of_input, of_weight, of_norm_bias, of_bias
     leaves = [tensor for tensor, needed in asked if needed and tensor is not None]
     grads = iter(torch.autograd.grad(result, leaves, grad, create_graph=True))
@@ -441,7 +444,7 @@ def conv_transpose3d_relu_group_norm(
 ) -> Tensor:
     """For tensors that our kernels take: see `ops.why_not_ours`."""
     operands = input, weight, bias, norm_weight, norm_bias
-    settings = groups, eps, input.dtype
+    settings = groups, number(eps, "eps"), input.dtype
     if _unchanged(input, weight):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(*operands):

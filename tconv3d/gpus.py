@@ -43,9 +43,52 @@ GPUS = {
         Gpu(Device("H100", (9, 0), 132, 232448), 3.35, 67.0, 494.0, 989.0, 67.0, "data sheet"),
         Gpu(Device("A100", (8, 0), 108, 166912), 2.04, 19.5, 156.0, 312.0, 19.5, "data sheet"),
         Gpu(Device("L40S", (8, 9), 142, 101376), 0.86, 91.6, 183.0, 362.0, 1.4, "data sheet"),
+        Gpu(Device("RTX 3090", (8, 6), 82, 101376), 0.94, 35.6, 35.6, 71.0, 0.56, "data sheet"),
         Gpu(Device("RTX 4090", (8, 9), 128, 101376), 1.01, 82.6, 82.6, 165.0, 1.3, "data sheet"),
         Gpu(Device("B200", (10, 0), 148, 232448), 8.0, 80.0, 1100.0, 2250.0, 40.0, "data sheet"),
+        Gpu(Device("RTX 5090", (12, 0), 170, 101376), 1.79, 104.8, 104.8, 209.5, 1.6, "data sheet"),
     )
 }
 
 DEFAULT_GPU = "H200"
+
+
+def find(name: str) -> Gpu:
+    """The GPU of a name, in capitals or not, or the first of a compute capability ("9.0")."""
+    if not isinstance(name, str):
+        raise TypeError(
+            f"expected gpu to be a name or a compute capability as text (gpu='H200', gpu='9.0'), but got {name!r} of "
+            f"type {type(name).__name__}"
+        )
+    for wanted, of in ((_plain(name), _name), (name.strip(), _capability)):
+        for gpu in GPUS.values():
+            if of(gpu) == wanted:
+                return gpu
+    raise ValueError(f"expected a GPU of {names()}, got {name!r}")
+
+
+def known(device: Device) -> Gpu | None:
+    """A device of the driver's name ("NVIDIA GeForce RTX 4090"), if it is listed here."""
+    words = device.name.split()
+    return next((gpu for key, gpu in GPUS.items() if key in words or _name(gpu) == _plain(device.name)), None)
+
+
+def names() -> str:
+    """What `find` takes, in words."""
+    capabilities = sorted({gpu.device.capability for gpu in GPUS.values()})
+    return ", ".join((*GPUS, *(f"{major}.{minor}" for major, minor in capabilities)))
+
+
+def _name(gpu: Gpu) -> str:
+    return _plain(gpu.device.name)
+
+
+def _capability(gpu: Gpu) -> str:
+    major, minor = gpu.device.capability
+    return f"{major}.{minor}"
+
+
+def _plain(name: str) -> str:
+    """A name without capitals, gaps and the maker's: what people leave out or write differently."""
+    words = name.casefold().replace("-", " ").replace("_", " ").split()
+    return "".join(word for word in words if word not in ("nvidia", "geforce"))

@@ -59,6 +59,8 @@ def keep_weights(enabled: bool) -> None:
     one through `weight.data`.
     """
     global _enabled
+    if not isinstance(enabled, bool):
+        raise TypeError(f"keep_weights() expected True or False, but got {enabled!r}")
     _enabled = enabled
     forget()
 

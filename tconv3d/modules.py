@@ -61,6 +61,19 @@ class ConvTranspose3dReLU(ConvTranspose3d):
         return conv_transpose3d_relu(input, *arguments(self, input, output_size))
 
 
+def convolve_relu_group_norm(
+    convolution: torch.nn.ConvTranspose3d,
+    norm: torch.nn.GroupNorm,
+    input: Tensor,
+    output_size: list[int] | None = None,
+) -> Tensor:
+    """The convolution, ReLU and the norm in two passes over memory, with the settings of two layers."""
+    weight, bias, *settings = arguments(convolution, input, output_size)
+    return conv_transpose3d_relu_group_norm(
+        input, weight, bias, norm.num_groups, norm.weight, norm.bias, norm.eps, *settings
+    )
+
+
 class ConvTranspose3dReLUGroupNorm(torch.nn.Module):
     """ConvTranspose3d, ReLU and GroupNorm in two passes over memory.
 
@@ -95,8 +108,4 @@ class ConvTranspose3dReLUGroupNorm(torch.nn.Module):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Input (N, C_in, D, H, W). `output_size`: one of those the stride allows."""
-        weight, bias, *settings = arguments(self.conv_transpose, input, output_size)
-        norm = self.group_norm
-        return conv_transpose3d_relu_group_norm(
-            input, weight, bias, norm.num_groups, norm.weight, norm.bias, norm.eps, *settings
-        )
+        return convolve_relu_group_norm(self.conv_transpose, self.group_norm, input, output_size)

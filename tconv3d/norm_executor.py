@@ -31,7 +31,7 @@ def normalize(
         problem = _problem(x, statistics, dtype, kind, aligned)
         plan = norm_planner.plan_normalize(problem, executor.device_of(x))
         task = executor.remember(key, executor.make_task(plan, NORMALIZE, (), x))
-    weight, bias = _dense(weight), _dense(bias)
+    weight, bias = _dense(weight, kind), _dense(bias, kind)
     task.launch(x, (x.data_ptr(), statistics.data_ptr(), _address(weight), _address(bias), y.data_ptr()))
     return y
 
@@ -68,7 +68,7 @@ def gradient(
         problem = _problem(x, statistics, dy.dtype, parameter, aligned)
         plan = norm_planner.plan_gradient(problem, wanted, executor.device_of(x))
         task = executor.remember(key, executor.make_task(plan, GRADIENT, (), x))
-    weight = _dense(weight)
+    weight = _dense(weight, parameter)
     inputs = dy.data_ptr(), x.data_ptr(), statistics.data_ptr(), _address(weight)
     task.launch(x, (*inputs, 0, dz.data_ptr(), dparameters.data_ptr(), dbias.data_ptr()))
     return dz, dparameters, dbias
@@ -84,8 +84,11 @@ def _problem(
     return NormProblem(activation, DTYPES[result], kind, statistics.shape[2])
 
 
-def _dense(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None or tensor.stride(0) == 1 else tensor.contiguous()
+def _dense(tensor: Tensor | None, kind: torch.dtype | None) -> Tensor | None:
+    """A parameter as the kernel reads it: without gaps, of the type that it was compiled for."""
+    if tensor is None or (tensor.stride(0) == 1 and tensor.dtype is kind):
+        return tensor
+    return tensor.to(kind).contiguous()
 
 
 def _address(tensor: Tensor | None) -> int:

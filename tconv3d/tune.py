@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import executor, halo_planner, ops, planner
+from . import checks, executor, halo_planner, ops, planner
 from .ahead import fill_cache
 from .clock import Clock, Timer
 from .explain import call_of, problems_of
@@ -92,6 +92,9 @@ def tune(
     gradients: the backward passes too. candidates: builds that are tried beside the present one. report: called with
     what was found for each pass. clock: milliseconds of a call; the default takes the median with a cold L2 cache.
     """
+    checks.check_callable(report, "report", "tune")
+    if checks.integer(candidates, "candidates", "tune") < 0:
+        raise ValueError(f"tune() expected candidates to be at least 0, but got {candidates}")
     input, weight, bias, convolution = call_of(layer_or_input, *arguments, **keywords)
     device = weight.device
     if clock is None and device.type != "cuda":

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
 import json
-import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from swaps import Louder, assert_same_results, copied, gradients, kinds, needs_kernels, pickled, saved
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import tconv3d
-from tconv3d import emulator, fusing, gains, survey
-
-needs_kernels = pytest.mark.skipif(
-    not (torch.cuda.is_available() or emulator.available()), reason="the emulator needs a C++ compiler"
-)
+from tconv3d import gains, survey
 
 
 class Decoder(nn.Module):
@@ -60,26 +55,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr("tconv3d.modules.conv_transpose3d", counted)
     return seen
-
-
-def kinds(model: nn.Module) -> dict[str, type]:
-    return {name: type(module) for name, module in model.named_modules(remove_duplicate=False)}
-
-
-def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output and the gradients of input and parameters."""
-    x = x.detach().requires_grad_()
-    y = model(x)
-    torch.manual_seed(5)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    found = torch.autograd.grad(y, [x, *parameters], torch.randn(y.shape).to(y), allow_unused=True)
-    return [y.detach(), *(g for g in found if g is not None)]
-
-
-def assert_same_results(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
 
 def test_every_layer_is_swapped_in_place(model: Decoder, calls: list[Any]) -> None:
@@ -199,11 +174,6 @@ def test_a_shared_layer_is_one_layer_in_several_places() -> None:
 
 
 # ---- layers that are not what they seem
-
-
-class Louder(nn.ConvTranspose3d):
-    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        return 2 * super().forward(input, output_size)
 
 
 def patched() -> nn.Module:
@@ -326,23 +296,6 @@ def test_a_layer_whose_class_has_changed_is_not_restored_by_force(model: Decoder
 
 
 # ---- copies, files, compilers
-
-
-def copied(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)
-
-
-def pickled(model: nn.Module) -> nn.Module:
-    again: nn.Module = pickle.loads(pickle.dumps(model))
-    return again
-
-
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    again: nn.Module = torch.load(file, weights_only=False)
-    return again
 
 
 @pytest.mark.parametrize("again", [copied, pickled, saved])
@@ -500,132 +453,3 @@ def test_without_measurements_there_is_no_prediction(model: Decoder, monkeypatch
     monkeypatch.setattr(gains, "measured", lambda: {"gpu": "", "rows": []})
     report = tconv3d.plan_swaps(model, example_input=torch.randn(1, 2, 2, 2, 2))
     assert [layer.gain for layer in report.layers] == [None] * 3
-
-
-# ---- the fused block
-
-
-def sequence() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Conv3d(1, 4, 1),
-        nn.ConvTranspose3d(4, 6, 2, stride=(2, 1, 2), groups=2, bias=False),
-        nn.ReLU(inplace=True),
-        nn.GroupNorm(3, 6, eps=1e-2),
-        nn.ConvTranspose3d(6, 2, 3, padding=1),
-        nn.ReLU(),
-        nn.GroupNorm(1, 2, affine=False),
-    )
-
-
-def fused_runs(model: nn.Sequential, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many fused blocks a call of the model runs."""
-    blocks = set(getattr(model, "_fused_blocks", {}).values())
-    ran: list[nn.Module] = []
-    call = nn.Module.__call__
-
-    def counted(module: nn.Module, *arguments: Any) -> Any:
-        if module in blocks:
-            ran.append(module)
-        return call(module, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(nn.Module, "__call__", counted)
-        model(x)
-    return len(ran)
-
-
-@needs_kernels
-def test_triples_run_as_one_block(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = sequence().to(ours)
-    before, names = kinds(model), list(model.state_dict())
-    x = torch.randn(2, 1, 3, 2, 3, device=ours)
-    expected = gradients(model, x)
-    assert [layer.fused for layer in tconv3d.plan_swaps(model).layers] == [True, True]
-    tconv3d.accelerate(model)
-    assert list(model.state_dict()) == names
-    assert_same_results(gradients(model, x), expected)
-    assert fused_runs(model, x, monkeypatch) == 2
-    assert kinds(tconv3d.restore(model)) == before
-    assert "_fused_blocks" not in model.__dict__
-    assert_same_results(gradients(model, x), expected)
-
-
-def test_a_block_follows_its_layers_to_another_type() -> None:
-    model = tconv3d.accelerate(sequence()).double()
-    y = model(torch.randn(1, 1, 2, 2, 2, dtype=torch.float64))
-    assert y.dtype == torch.float64
-
-
-@pytest.mark.parametrize("again", [copied, pickled, saved])
-def test_copies_of_a_fused_sequence(again: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tconv3d.accelerate(sequence())
-    x = torch.randn(1, 1, 2, 2, 2)
-    expected = model(x)
-    other = again(model)
-    with torch.no_grad():
-        model[1].weight.zero_()  # type: ignore[operator]
-    torch.testing.assert_close(other(x), expected)
-    assert fused_runs(other, x, monkeypatch) == 2
-    assert type(tconv3d.restore(other)) is nn.Sequential
-
-
-def test_a_layer_with_a_hook_is_called_as_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tconv3d.accelerate(sequence())
-    heard: list[nn.Module] = []
-    x = torch.randn(1, 1, 2, 2, 2)
-    handle = model[2].register_forward_hook(lambda module, arguments, output: heard.append(module))
-    assert fused_runs(model, x, monkeypatch) == 1
-    assert heard == [model[2]]
-    handle.remove()
-    assert fused_runs(model, x, monkeypatch) == 2
-
-
-def test_a_layer_that_is_replaced_afterwards_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tconv3d.accelerate(sequence())
-    model[1] = nn.ConvTranspose3d(4, 6, 1)
-    model[5] = nn.Identity()
-    x = torch.randn(1, 1, 2, 2, 2)
-    assert fused_runs(model, x, monkeypatch) == 0
-    assert type(model[:2]) is fusing.FusedSequential  # as slices of sequences are of their class
-    torch.testing.assert_close(model[:2](x), model[1](model[0](x)))
-    tconv3d.restore(model)
-    assert type(model) is nn.Sequential
-
-
-class Own(nn.Sequential):
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + 1
-
-
-NO_TRIPLES: dict[str, Callable[[], nn.Module]] = {
-    "another activation": lambda: nn.Sequential(nn.ConvTranspose3d(2, 2, 1), nn.LeakyReLU(), nn.GroupNorm(1, 2)),
-    "another norm": lambda: nn.Sequential(nn.ConvTranspose3d(2, 2, 1), nn.ReLU(), nn.InstanceNorm3d(2)),
-    "another order": lambda: nn.Sequential(nn.ConvTranspose3d(2, 2, 1), nn.GroupNorm(1, 2), nn.ReLU()),
-    "a sequence with a forward of its own": lambda: Own(nn.ConvTranspose3d(2, 2, 1), nn.ReLU(), nn.GroupNorm(1, 2)),
-    "too short": lambda: nn.Sequential(nn.ConvTranspose3d(2, 2, 1), nn.ReLU()),
-    "parametrized": lambda: nn.Sequential(
-        parametrizations.weight_norm(nn.ConvTranspose3d(2, 2, 1)), nn.ReLU(), nn.GroupNorm(1, 2)
-    ),
-    "left alone": lambda: nn.Sequential(Louder(2, 2, 1), nn.ReLU(), nn.GroupNorm(1, 2)),
-}
-
-
-@pytest.mark.parametrize("name", NO_TRIPLES)
-def test_what_is_no_triple(name: str) -> None:
-    model = NO_TRIPLES[name]().eval()
-    kind = type(model)
-    x = torch.randn(1, 2, 2, 2, 2)
-    expected = model(x)
-    assert not any(layer.fused for layer in tconv3d.plan_swaps(model).layers)
-    tconv3d.accelerate(model)
-    assert type(model) is kind
-    torch.testing.assert_close(model(x), expected)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="fullgraph through the block is the block's own test there")
-def test_torch_compile_of_a_fused_sequence() -> None:
-    model = tconv3d.accelerate(sequence())
-    x = torch.randn(1, 1, 2, 2, 2)
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x), model(x))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
 import tconv3d
-from tconv3d import cache, cli, compiler, demo, emulator, tasks
+from tconv3d import cache, cli, compiler, demo, emulator, gpus, tasks
 from tconv3d.backend import use_backend
 
 LAYER = ["--in-channels", "6", "--out-channels", "4", "--kernel", "3,1,2", "--size", "4,5,6", "--groups", "2"]
@@ -76,6 +79,73 @@ def test_info_says_what_is_missing(capsys: pytest.CaptureFixture[str], monkeypat
     facts = json.loads(capsys.readouterr().out)
     assert facts["compiler"] == "none: install tconv3d[cu13]"
     assert "not available" in facts["emulator"]
+
+
+def test_info_prints_brackets_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pip install tconv3d[cu13]` is an advice to copy: rich would take [cu13] for markup."""
+
+    def missing() -> str:
+        raise compiler.MissingCompilerError("`pip install tconv3d[cu13]` or [bold]tconv3d[cu12][/bold]")
+
+    monkeypatch.setattr(compiler, "version", missing)
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli.main(["info"]) == 0
+    assert "none: `pip install tconv3d[cu13]` or [bold]tconv3d[cu12][/bold]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("h200", "H200 "), ("rtx 4090", "RTX 4090 "), ("RTX-4090", "RTX 4090 "), ("GeForce RTX 3090", "RTX 3090 "),
+        ("9.0", "H200 "), ("8.6", "RTX 3090 "), ("8.9", "L40S "), ("12.0", "RTX 5090 "), ("10.0", "B200 "),
+    ],
+)  # fmt: skip
+def test_a_gpu_by_name_or_capability(text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", *LAYER, "--gpu", text, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"].startswith(name)
+
+
+def test_every_gpu_is_found_by_what_the_driver_calls_it() -> None:
+    for name, gpu in gpus.GPUS.items():
+        assert gpus.find(name.lower()) is gpu
+        assert gpus.known(replace(gpu.device, name=f"NVIDIA {name}")) is gpu
+    assert gpus.known(replace(gpus.GPUS["H100"].device, name="NVIDIA H100 80GB HBM3")) is gpus.GPUS["H100"]
+    assert gpus.known(replace(gpus.GPUS["H100"].device, name="NVIDIA GeForce RTX 4090 Laptop GPU")) is None
+
+
+# Commands, flags that take the same numbers, what they take, and what they do not.
+WRONG_NUMBERS: list[tuple[str, str, str, str]] = [
+    ("explain", "groups batch in-channels out-channels", "an integer of at least 1", "0 -3 2.5 many"),
+    ("explain", "kernel stride dilation size", "each of at least 1", "0 1,0,1 2.5 1,2 1,,2"),
+    ("explain", "padding output-padding", "each of at least 0", "-1 1,2 a"),
+    ("bench verify tune", "random seed", "an integer of at least 0", "-5 1e3 x"),
+    ("bench verify", "input-seed", "an integer from 0 to 18446744073709551615", "-1 18446744073709551616"),
+    ("bench", "budget", "a number of seconds above 0", "0 -1 nan inf soon"),
+    ("bench", "input", "a shape of integers above 0", "1x1x0 1,a 1x-1 x"),
+    ("tune", "candidates", "an integer of at least 1", "0 -1 2.5"),
+]
+
+
+@pytest.mark.parametrize(("commands", "flags", "expected", "wrong"), WRONG_NUMBERS)
+def test_a_number_that_is_none(
+    commands: str, flags: str, expected: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command, flag, value in product(commands.split(), flags.split(), [*wrong.split(), ""]):
+        with pytest.raises(SystemExit) as left:
+            cli.main([command, *(LAYER if command == "explain" else []), f"--{flag}", value])
+        assert left.value.code == 2
+        *_, last = capsys.readouterr().err.splitlines()
+        assert last.endswith(f", got {value!r}") and f"argument --{flag}: expected " in last and expected in last
+
+
+def test_every_number_of_the_command_line_has_limits() -> None:
+    """A flag whose type is int or float takes what makes no sense."""
+    (commands,) = (action for action in cli.parser()._actions if isinstance(action, argparse._SubParsersAction))
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            assert action.type not in (int, float), f"{name} {action.option_strings}"
 
 
 def test_explain_says_what_the_library_says(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,6 +259,7 @@ def test_demo_with_a_gpu_compares_times(monkeypatch: pytest.MonkeyPatch, capsys:
     """All of the GPU's demo but the GPU: the tensors are the emulator's, the clock is fixed."""
     task = tasks.load("grouped_strided")
     problem = demo._problem(task, task.REDUCED, "cpu")
+    monkeypatch.setenv("COLUMNS", "160")
     times = iter([2.0, 4.0, 5.0, 6.0])  # ours, then PyTorch's; forward, then backward
     for place, name, value in (
         (torch.cuda, "is_available", lambda: True),

@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 
 import tconv3d
+from tconv3d import tables
+from tconv3d.arguments import MOST_SEED, integer, seconds, shape
 
 from . import cases, layers, models, picture, report, results, run, table
 from .layers import Layer
@@ -29,10 +31,12 @@ def add(commands: Any) -> None:
     _add_selection(bench)
     bench.add_argument("--backward", action="store_true", help="the gradients too")
     bench.add_argument("--model", action="append", default=[], metavar="PACKAGE:FACTORY", help=_MODEL_HELP)
-    bench.add_argument("--input", type=_shape, metavar="SHAPE", help="the model's input: 1x1x96x96x96")
+    bench.add_argument("--input", type=shape, metavar="SHAPE", help="the model's input: 1x1x96x96x96")
     bench.add_argument("--no-torch", action="store_true", help="only ours, without PyTorch's variants")
     bench.add_argument("--host", action="store_true", help="the host's time to launch a layer too")
-    bench.add_argument("--budget", type=float, default=0.15, metavar="S", help="seconds for one timing; default 0.15")
+    bench.add_argument(
+        "--budget", type=seconds, default=0.15, metavar="S", help="seconds for one timing; default 0.15"
+    )
     bench.set_defaults(run=_bench)
 
     verify = commands.add_parser("verify", help="errors against float64, PyTorch's beside ours; needs no GPU")
@@ -42,7 +46,7 @@ def add(commands: Any) -> None:
     tuner = commands.add_parser("tune", help="try builds of layers' kernels and keep the fastest; needs a GPU")
     _add_layers(tuner)
     tuner.add_argument("--no-gradients", action="store_true", help="only the forward pass")
-    tuner.add_argument("--candidates", type=int, default=8, metavar="N", help="builds to try; default 8")
+    tuner.add_argument("--candidates", type=integer(1), default=8, metavar="N", help="builds to try; default 8")
     tuner.set_defaults(run=_tune)
 
     page = commands.add_parser("report", help="one self-contained page with charts, out of bench's results")
@@ -78,21 +82,16 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
         metavar="LAYER",
         help='in the words of the constructor: "64, 32, kernel_size=2, stride=2, size=64, batch=2"',
     )
-    parser.add_argument("--random", type=int, default=0, metavar="N", help="so many random layers")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the random layers; default 0")
+    parser.add_argument("--random", type=integer(0), default=0, metavar="N", help="so many random layers")
+    parser.add_argument("--seed", type=integer(0), default=0, metavar="S", help="of the random layers; default 0")
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     _add_layers(parser)
-    parser.add_argument("--input-seed", type=int, metavar="S", help="of inputs and parameters; default: a new one")
+    parser.add_argument(
+        "--input-seed", type=integer(0, MOST_SEED), metavar="S", help="of inputs and parameters; default: a new one"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.replace("x", ",").split(","))
-
-
-_shape.__name__ = "shape"  # argparse names the type in its error
 
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Layer]:
@@ -150,7 +149,11 @@ def _tune(arguments: argparse.Namespace) -> int:
         case = cases.build(layer, *kind, "cuda")
         with precision(kind[0]):
             tconv3d.tune(
-                case.convolution, case.x, gradients=not arguments.no_gradients, candidates=arguments.candidates
+                case.convolution,
+                case.x,
+                gradients=not arguments.no_gradients,
+                candidates=arguments.candidates,
+                report=tables.print_lines,
             )
     return 0
 

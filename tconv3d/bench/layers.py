@@ -300,6 +300,12 @@ def _from_arguments(
     norm_groups: int = 0,
 ) -> Layer:
     settings = (stride, padding, output_padding)
+    given = {"in_channels": in_channels, "out_channels": out_channels, "kernel_size": kernel_size, "stride": stride}
+    given |= {"dilation": dilation, "groups": groups, "size": size, "batch": batch}
+    for name, value in given.items():
+        _check_least(name, value, 1)
+    for name, value in (("padding", padding), ("output_padding", output_padding), ("norm_groups", norm_groups)):
+        _check_least(name, value, 0)
     found = layer(
         batch,
         in_channels,
@@ -315,3 +321,10 @@ def _from_arguments(
     with torch.device("meta"):
         found.module(device="meta")(found.input(device="meta"))  # PyTorch says what is wrong with it
     return found
+
+
+def _check_least(name: str, value: int | Sequence[int], least: int) -> None:
+    """An integer, or several, of which none is below `least`."""
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    if not all(type(each) is int and each >= least for each in values):
+        raise ValueError(f"expected {name} to be at least {least}, got {name}={value!r}")

@@ -285,6 +285,6 @@ def _free(place: Place) -> None:
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Progress]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         yield progress

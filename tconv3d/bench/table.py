@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
+
+from tconv3d import tables
+from tconv3d.tables import Headings
 
 from .results import ModelRow, Results, Row, summarize
+
+FAILED = Text("failed", style="red")
 
 
 def show(results: Results, console: Console) -> None:
     """All that was found, then what went wrong."""
     if results.rows:
-        console.print(_timed(results) if results.kind == "bench" else _checked(results))
+        (_show_timed if results.kind == "bench" else _show_checked)(results, console)
     if results.models:
-        console.print(_models(results.models))
+        _show_models(results.models, console)
     if results.host_us:
         times = ", ".join(f"{name.removesuffix('_us')} {value:.1f}" for name, value in results.host_us.items())
         console.print(f"microseconds of the host per call: {times}", highlight=False)
@@ -36,92 +41,76 @@ def show(results: Results, console: Console) -> None:
         console.print("interrupted: this is what was measured until then")
 
 
-def _timed(results: Results) -> Table:
-    gpu = results.machine["gpu"]
+def _show_timed(results: Results, console: Console) -> None:
     caption = "times in ms; floor: the larger of moving every tensor once and of the arithmetic, at measured ceilings"
-    table = Table(title=f"tconv3d beside PyTorch on {gpu}", caption=caption)
-    for heading in ("layer", "type", "pass", "kernel"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("floor", "ours", "x floor", "PyTorch", "best", "gain", "over best", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    previous = ""
+    numbers = ("floor", "ours", "x floor", "PyTorch", "best", "gain", "over best", "error")
+    rows = []
     for row in results.rows:
         best = row.best
-        cells = [
-            *_first(row, previous),
-            row.kernel if not row.failed else "[red]failed[/]",
+        cells = (
             *map(milliseconds, (row.floor_ms, row.ours_ms)),
             ratio(row.over_floor),
             *map(milliseconds, (row.default_ms, best[1] if best else None)),
             f"[bold]{ratio(row.gain)}[/]",
             _over_best(row.gain_over_best),
             _error(row),
-        ]
-        table.add_row(*cells)
-        previous = row.layer
-    return table
+        )
+        rows.append(_row(row, cells))
+    title = f"tconv3d beside PyTorch on {results.machine['gpu']}"
+    tables.show(title, caption, Headings("layer", ("type", "pass"), "kernel", numbers), rows, console)
 
 
-def _checked(results: Results) -> Table:
+def _show_checked(results: Results, console: Console) -> None:
     gpu = results.machine["gpu"]
     place = gpu if results.settings["device"] == "cuda" else "the CPU, in the emulator (reduced volumes)"
-    table = Table(title=f"Errors against float64 on {place}", caption="relative error of a whole tensor")
-    for heading in ("layer", "type", "pass", "kernel"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("ours", "PyTorch"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    previous = ""
-    for row in results.rows:
-        theirs = "" if row.torch_error is None else f"{row.torch_error:.1e}"
-        kernel = row.kernel if not row.failed else "[red]failed[/]"
-        table.add_row(*_first(row, previous), kernel, _error(row), theirs)
-        previous = row.layer
-    return table
+    rows = [
+        _row(row, (_error(row), "" if row.torch_error is None else f"{row.torch_error:.1e}")) for row in results.rows
+    ]
+    headings = Headings("layer", ("type", "pass"), "kernel", ("ours", "PyTorch"))
+    tables.show(f"Errors against float64 on {place}", "relative error of a whole tensor", headings, rows, console)
 
 
-def _models(rows: Sequence[ModelRow]) -> Table:
-    table = Table(title="Whole models, before and after accelerate", caption="times in ms")
-    for heading in ("model", "type"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("swapped", "pass", "before", "after", "gain", "difference"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
+def _show_models(models: Sequence[ModelRow], console: Console) -> None:
+    rows = []
+    for row in models:
         kind = f"{row.dtype} {row.layout}"
         if row.failed:
-            table.add_row(row.model, kind, "", "[red]failed[/]", "", "", "", "")
+            rows.append(tables.Row(row.model, (kind, ""), FAILED, ("",) * 4))
         for which, before in row.before_ms.items():
             after = row.after_ms.get(which)
             difference = "" if row.difference is None else f"[{'green' if row.ok else 'red'}]{row.difference:.1e}[/]"
             times = milliseconds(before), milliseconds(after), f"[bold]{ratio(before / after if after else None)}[/]"
-            table.add_row(row.model, kind, str(row.swapped), which, *times, difference)
-    return table
+            swapped = Text(f"{row.swapped} swapped")
+            rows.append(tables.Row(row.model, (kind, which), swapped, (*times, difference)))
+    headings = Headings("model", ("type", "pass"), "layers", ("before", "after", "gain", "difference"))
+    tables.show("Whole models, before and after accelerate", "times in ms", headings, rows, console)
 
 
-def _summary(results: Results) -> list[str]:
+def _row(row: Row, numbers: tuple[str, ...]) -> tables.Row:
+    kind = row.dtype + ("" if row.layout == "contiguous" else " last")
+    return tables.Row(row.layer, (kind, row.which), FAILED if row.failed else Text(row.kernel), numbers)
+
+
+def _summary(results: Results) -> list[Text]:
     """Geometric means, and what is wrong or slower."""
-    lines = []
+    lines: list[Text] = []
     found = summarize(results.rows)
     for each in found:
         text = f"{each.dtype} {each.layout} {each.which}, geometric mean of {each.layers}: "
         text += f"{ratio(each.over_floor)} the floor"
         if each.gain is not None:
             text += f", gain {ratio(each.gain)}, over PyTorch's best {ratio(each.gain_over_best)}"
-        lines.append(text)
+        lines.append(Text(text))
     for each in found:
         if each.slower:
             kind = f"{each.dtype} {each.layout} {each.which}"
             names = f"{len(each.slower)} of {each.layers}: {', '.join(each.slower)}"
-            lines.append(f"[yellow]Slower than PyTorch's best, {kind}, {names}[/]")
+            lines.append(Text(f"Slower than PyTorch's best, {kind}, {names}", style="yellow"))
     wrong = [row for row in results.rows if row.right is False]
     if wrong:
         names = ", ".join(f"{row.layer} {row.dtype} {row.layout} {row.which}" for row in wrong)
-        lines.append(f"[red]Not within the tolerance of float64: {names}[/]")
+        lines.append(Text(f"Not within the tolerance of float64: {names}", style="red"))
     return lines
-
-
-def _first(row: Row, previous: str) -> tuple[str, str, str]:
-    kind = row.dtype + ("" if row.layout == "contiguous" else " last")
-    return ("" if row.layer == previous else row.layer), kind, row.which
 
 
 def _error(row: Row) -> str:
