@@ -31,6 +31,7 @@ from .ops import (
     _gradients,
     _named,
     _needed,
+    _plain,
     _register,
     _unchanged,
     _wanted,
@@ -284,7 +285,8 @@ class _Normalize(torch.autograd.Function):
 
 
 def _any_gradient(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if not _alone(arguments[0], arguments[1]):
+    grad, input, _, weight = arguments[:4]
+    if not _alone(grad, input, weight):
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.tconv3d.relu_group_norm_grad.default(*arguments)
         return found
     return _gradient(*arguments)
@@ -418,7 +420,7 @@ _record_relu = super(torch.autograd.Function, _Relu).apply
 
 def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     """For tensors that our kernels take: see `ops.why_not_ours`."""
-    if _unchanged(input, weight):
+    if _unchanged(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
@@ -442,7 +444,7 @@ def conv_transpose3d_relu_group_norm(
     """For tensors that our kernels take: see `ops.why_not_ours`."""
     operands = input, weight, bias, norm_weight, norm_bias
     settings = groups, eps, input.dtype
-    if _unchanged(input, weight):
+    if _unchanged(input, weight, bias) and all(each is None or _plain(each) for each in operands[3:]):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(*operands):
             if watched:

@@ -71,6 +71,8 @@ def _unsupported(tensor: Tensor) -> str | None:
         return "torch.func transforms are not supported"
     if _forward_mode():
         return "forward-mode differentiation is not supported"
+    if tensor.is_nested:
+        return "nested tensors are not supported"
     if tensor.dtype not in DTYPES:
         return f"dtype {tensor.dtype} is not one of float32, float16, bfloat16, float64"
     if tensor.is_cuda:
@@ -366,18 +368,30 @@ _register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _alone(first: Tensor, second: Tensor | None) -> bool:
+def _plain(tensor: Tensor) -> bool:
+    """Whether the elements are what lies in memory: a tensor without storage (sparse, mkldnn, batched by vmap), with
+    the negative bit, or of zeros that take no memory is the dispatcher's business."""
+    return (
+        type(tensor) in _PLAIN
+        and torch._C._has_storage(tensor)
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
+
+
+def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Whether nothing but autograd could be listening to a call: then the dispatcher has nothing to do."""
-    return _unchanged(first, second) and not torch._C._autograd._profiler_enabled()
+    return _unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()
 
 
 def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Whether nothing but autograd could change what a call does."""
     return (
         not torch.compiler.is_compiling()
-        and type(first) in _PLAIN
-        and (second is None or type(second) in _PLAIN)
-        and (third is None or type(third) in _PLAIN)
+        and _plain(first)
+        and (second is None or _plain(second))
+        and (third is None or _plain(third))
+        and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu")
@@ -395,7 +409,7 @@ _record_forward = super(torch.autograd.Function, _Forward).apply
 
 def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     """For tensors that our kernels take: see `why_not_ours`."""
-    if _unchanged(input, weight):
+    if _unchanged(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
@@ -441,7 +455,7 @@ def conv_transpose3d_weight_grad(
 
 
 def conv_transpose3d_bias_grad(grad_output: Tensor) -> Tensor:
-    if not _alone(grad_output, grad_output):
+    if not _alone(grad_output, None):
         return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
     if _recording(grad_output, grad_output):
         return _BiasGrad.apply(True, grad_output)
