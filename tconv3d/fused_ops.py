@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import executor, norm_executor
+from . import executor, norm_executor, pytorch_ops
 from .backend import current_backend, use_backend
 from .checks import Convolution
 from .norm_planner import Wanted
@@ -35,9 +35,9 @@ from .ops import (
     _register,
     _unchanged,
     _wanted,
-    _with_strides,
     why_not_ours,
 )
+from .pytorch_ops import statistics_dtype, with_strides
 
 Wants = tuple[bool, bool, bool]  # as `Wanted`
 
@@ -68,9 +68,7 @@ def _recording(*tensors: Tensor | None) -> bool:
 def _relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     if why_not_ours(input) is None:
         return executor.forward(input, weight, bias, convolution, relu=True)
-    stride, padding, output_padding, groups, dilation = convolution
-    result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation).relu_()
-    return _with_strides(result, executor.result_strides(result.shape, input, weight))
+    return pytorch_ops.forward(input, weight, bias, convolution, relu=True)
 
 
 class _Relu(torch.autograd.Function):
@@ -107,10 +105,7 @@ def _statistics(
 ) -> tuple[Tensor, Tensor]:
     if why_not_ours(input) is None:
         return executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
-    result = _relu(input, weight, bias, convolution)
-    values = result.to(executor.statistics_dtype(result.dtype)).reshape(result.shape[0], groups, -1)
-    variance, mean = torch.var_mean(values, 2, correction=0)
-    return result, torch.stack([mean, (variance + eps).rsqrt()])
+    return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
 
 
 def _normalize(
@@ -123,7 +118,7 @@ def _normalize(
     scale = rstd if weight is None else rstd * weight.to(rstd.dtype)[:, None, None, None]
     shifted = (input - mean) * scale
     result = shifted if bias is None else shifted + bias.to(rstd.dtype)[:, None, None, None]
-    return _with_strides(result.to(dtype), input.stride())
+    return with_strides(result.to(dtype), input.stride())
 
 
 def _gradient(
@@ -145,7 +140,7 @@ def _gradient(
     )  # fmt: skip
     passed = torch.ops.aten.threshold_backward(dx, input, 0).to(input.dtype)
     return (
-        _with_strides(passed, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
+        with_strides(passed, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
         torch.stack([dweight, dbias]).to(parameters) if wanted[1] else input.new_empty(0, dtype=parameters),
         passed.sum((0, 2, 3, 4)) if wanted[2] else input.new_empty(0),
     )
@@ -320,7 +315,7 @@ def _fake_statistics(
 ) -> tuple[Tensor, Tensor]:
     shape = (2, input.shape[0], groups)
     return _fake_forward(input, weight, bias, convolution), input.new_empty(
-        shape, dtype=executor.statistics_dtype(input.dtype)
+        shape, dtype=statistics_dtype(input.dtype)
     )
 
 

@@ -37,7 +37,14 @@ class Axis:
 
     def taps(self, phase: int) -> tuple[int, ...]:
         """The taps that feed the outputs of one phase, in ascending order (none, if gcd(stride, dilation) > 1)."""
-        return tuple(tap for tap in range(self.kernel) if self.phase(tap) == phase)
+        return self.taps_by_phase[phase]
+
+    @cached_property
+    def taps_by_phase(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.stride)]
+        for tap in range(self.kernel):
+            found[self.phase(tap)].append(tap)
+        return tuple(tuple(taps) for taps in found)
 
     def is_own(self, tap: int) -> bool:
         """Whether position i of the input and this tap meet in one of the outputs from stride*i to stride*(i + 1)."""
@@ -58,7 +65,7 @@ class Axis:
     def scatter(self) -> Gather:
         """Output stride*q + phase gathers x[q - shift(tap)]: the forward pass."""
         common = gcd(self.stride, self.dilation)
-        taps = [self.taps(phase) for phase in range(self.stride)]
+        taps = self.taps_by_phase
         return Gather(
             input_step=1,
             output_step=self.stride,
@@ -171,7 +178,7 @@ class Geometry:
     @property
     def empty_phases(self) -> int:
         """Phases without a tap: their outputs are the bias alone."""
-        fed = prod(sum(count > 0 for count in axis.scatter.count) for axis in self.axes)
+        fed = prod(min(axis.kernel, axis.stride // gcd(axis.stride, axis.dilation)) for axis in self.axes)
         return self.phases - fed
 
     def is_own(self, tap: Triple) -> bool:

@@ -24,7 +24,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tconv3d
-from tconv3d import emulator, executor, ops
+from tconv3d import emulator, executor, ops, pytorch_ops
 from tconv3d.backend import Backend, current_backend
 from tconv3d.problem import Device
 
@@ -228,7 +228,7 @@ def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def test_transforms_without_a_rule(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b = LAYER.operands(torch.float32, device)
     transform = TRANSFORMS[name]
-    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(pytorch_ops, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = transform(lambda x: tconv3d.conv_transpose3d(x, w, b, *LAYER.settings), x)
@@ -317,11 +317,13 @@ def test_use_backend_belongs_to_its_thread() -> None:
 
 @pytest.mark.parametrize("reason", ["dtype", "capability"])
 def test_what_we_do_not_support_warns_once(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(pytorch_ops, "_warned", set())
     old = Device("an old GPU", (7, 5), 40, 65536)
     monkeypatch.setattr(executor, "device_of", lambda _: old)
     dtype = torch.float32 if reason == "capability" else torch.complex64
-    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
+    tensor: Any = SimpleNamespace(
+        is_cuda=True, is_nested=False, device=torch.device("cuda", 0), dtype=dtype
+    )
     words = r"compute capability 7\.5 is below 8\.0" if reason == "capability" else r"dtype torch\.complex64 is not"
     with pytest.warns(UserWarning, match=words) as caught:
         for _ in range(3):
@@ -332,7 +334,7 @@ def test_what_we_do_not_support_warns_once(reason: str, monkeypatch: pytest.Monk
 
 
 def test_dtypes_we_do_not_support(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(pytorch_ops, "_warned", set())
     x, w, b = LAYER.operands(torch.complex64, device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
