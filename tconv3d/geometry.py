@@ -116,6 +116,12 @@ class Gather:
     def phases(self) -> int:
         return len(self.count)
 
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """The first and the last input that position 0 reads."""
+        ends = [self.offset(f, j) for f, count in enumerate(self.count) if count for j in (0, count - 1)]
+        return min(ends), max(ends)
+
 
 @dataclass(frozen=True)
 class Geometry:
