@@ -126,6 +126,35 @@ def test_compile(backend: Backend, memory_format: torch.memory_format, device: s
     assert_same_passes(function, [x.to(memory_format=memory_format), w, b])
 
 
+def test_compiled_functions_honour_use_backend(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice within the function holds for the calls within the choice, and for no other, in every run."""
+    torch._dynamo.reset()
+    x, w, b = LAYER.operands(torch.float32, device)
+    ran: list[str] = []
+    forward = executor.forward
+    monkeypatch.setattr(executor, "forward", lambda *a: ran.append(current_backend()) or forward(*a))  # type: ignore[func-returns-value]
+    ours: Backend = "cuda" if device == "cuda" else "emulator"
+
+    def run(x: Tensor) -> Tensor:
+        first = tconv3d.conv_transpose3d(x, w, b, *LAYER.settings)
+        with tconv3d.use_backend(ours):
+            second = tconv3d.conv_transpose3d(x + 1, w, b, *LAYER.settings)
+            with tconv3d.use_backend("torch"):
+                third = tconv3d.conv_transpose3d(x + 2, w, b, *LAYER.settings)
+        return first + second + third + tconv3d.conv_transpose3d(x + 3, w, b, *LAYER.settings)
+
+    with tconv3d.use_backend("torch"):
+        expected = run(x)
+    ran.clear()
+    for compiled in (torch.compile(run, backend="eager"), torch.compile(run, backend="aot_eager")):
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected)
+            assert [each for each in ran if each != "auto"] == [ours] and current_backend() == "auto"
+            ran.clear()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="use_backend"):
+        torch.compile(run, backend="eager", fullgraph=True)(x)
+
+
 def test_compile_with_inductor(ours: str) -> None:
     if ours == "cpu" and not emulator.available():
         pytest.skip("there is no C++ compiler")
