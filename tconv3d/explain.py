@@ -23,7 +23,6 @@ from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved
 from .norm_planner import Activation, NormProblem, Wanted
 from .problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem, contiguous_strides
 
-
 LEFT = "PyTorch's operator"  # in the place of a kernel's name, where the planner refuses a layer
 
 

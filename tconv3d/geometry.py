@@ -61,6 +61,12 @@ class Axis:
         """How many positions q the largest phase plane has: outputs stride*q + phase < output_size."""
         return -(-output_size // self.stride)
 
+    def meetings(self, size: int) -> int:
+        """How many pairs of a position and a tap meet in an output that exists: counted for each of the fewer."""
+        (count, step), (other, width) = sorted(((size, self.stride), (self.kernel, self.dilation)))
+        bound = self.output_size(size)
+        return sum(len(valid_range(step * i - self.padding, width, other, bound)) for i in range(count))
+
     @cached_property
     def scatter(self) -> Gather:
         """Output stride*q + phase gathers x[q - shift(tap)]: the forward pass."""
@@ -201,14 +207,8 @@ class Geometry:
 
     def multiplications(self, batch: int, input_size: Triple) -> int:
         """Multiply-adds of one pass, those with an index outside the output left out."""
-        used = [
-            sum(
-                len(valid_range(tap * axis.dilation - axis.padding, axis.stride, size, axis.output_size(size)))
-                for tap in range(axis.kernel)
-            )
-            for axis, size in zip(self.axes, input_size, strict=True)
-        ]
-        return batch * self.in_channels * self.out_per_group * prod(used)
+        used = prod(axis.meetings(size) for axis, size in zip(self.axes, input_size, strict=True))
+        return batch * self.in_channels * self.out_per_group * used
 
 
 def valid_range(offset: int, step: int, size: int, bound: int) -> range:

@@ -66,11 +66,13 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
 )
 
 
-# Limits that keep the planning of any call below 0.2 s and 100 MB. Layers beyond the first two go to the direct family,
-# whose tables have an entry for each phase of one dimension and none for each tap; layers beyond the others to PyTorch.
+# Limits of what is planned, so that no call takes very long or very much memory. Layers beyond the first two go to the
+# direct family, whose tables have an entry for each phase of one dimension and none for each tap. Layers beyond the
+# others are left to PyTorch's operator.
 MOST_TAPS = 4096  # of a kernel, for families that look at each; a kernel of 16x16x16 has as many
 MOST_PHASES = 4096  # of a layer, for families that look at each; a stride of 16x16x16 has as many
 MOST_DIRECT_PHASES = 2**16  # of a layer, for the direct family: each is computed, empty or not
+LONGEST_STRIDE = 1024  # along one dimension: three tables of so many 32-bit numbers are compiled into a kernel
 LONGEST_KERNEL = 2**16  # along one dimension
 FARTHEST = 2**30  # from an input to an output that it meets, in elements along one dimension: kernels have 32 bits
 
@@ -83,6 +85,8 @@ def check_limits(geometry: Geometry) -> None:
     """Raises `Refused` for a layer whose planning, or whose kernels, could take very long."""
     if geometry.phases > MOST_DIRECT_PHASES:
         raise Refused(f"a stride of {geometry.stride} has {geometry.phases} phases, more than {MOST_DIRECT_PHASES}")
+    if max(geometry.stride) > LONGEST_STRIDE:
+        raise Refused(f"a stride of {geometry.stride} is longer than {LONGEST_STRIDE}")
     if max(geometry.kernel) > LONGEST_KERNEL:
         raise Refused(f"a kernel of {geometry.kernel} is longer than {LONGEST_KERNEL}")
     if any(axis.kernel * axis.dilation + axis.padding + axis.stride > FARTHEST for axis in geometry.axes):

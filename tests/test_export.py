@@ -237,10 +237,8 @@ def pending(tensor: Tensor, how: str) -> Tensor:
 @needs_compiler
 @pytest.mark.parametrize("layer", ["strided, bias", "block"])
 @pytest.mark.parametrize("how", ["minus sign", "zeros"])
-def test_tensors_whose_elements_are_not_in_memory(
-    emulated: Callable[..., ModuleType], layer: str, how: str
-) -> None:
-    """Values, signs and zeros that PyTorch has not written yet: of the input, every parameter, the output gradient."""
+def test_tensors_whose_elements_are_not_in_memory(emulated: Callable[..., ModuleType], layer: str, how: str) -> None:
+    """Signs and zeros that PyTorch has not written yet: of the input, every parameter, the output gradient."""
     module = emulated(layer, HOPPER if layer == "strided, bias" else OTHER)
     model = module.ModelNew(*module.get_init_inputs())
     (x,) = module.get_inputs()

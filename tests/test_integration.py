@@ -151,6 +151,7 @@ def test_compiled_functions_honour_use_backend(device: str, monkeypatch: pytest.
             torch.testing.assert_close(compiled(x), expected)
             assert [each for each in ran if each != "auto"] == [ours] and current_backend() == "auto"
             ran.clear()
+    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="use_backend"):
         torch.compile(run, backend="eager", fullgraph=True)(x)
 
@@ -350,9 +351,7 @@ def test_what_we_do_not_support_warns_once(reason: str, monkeypatch: pytest.Monk
     old = Device("an old GPU", (7, 5), 40, 65536)
     monkeypatch.setattr(executor, "device_of", lambda _: old)
     dtype = torch.float32 if reason == "capability" else torch.complex64
-    tensor: Any = SimpleNamespace(
-        is_cuda=True, is_nested=False, device=torch.device("cuda", 0), dtype=dtype
-    )
+    tensor: Any = SimpleNamespace(is_cuda=True, is_nested=False, device=torch.device("cuda", 0), dtype=dtype)
     words = r"compute capability 7\.5 is below 8\.0" if reason == "capability" else r"dtype torch\.complex64 is not"
     with pytest.warns(UserWarning, match=words) as caught:
         for _ in range(3):

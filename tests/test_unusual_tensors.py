@@ -30,9 +30,7 @@ Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 OURS: dict[str, Function] = {
     "plain": lambda x, w, b: tconv3d.conv_transpose3d(x, w, b, *LAYER.settings),
     "relu": lambda x, w, b: tconv3d.conv_transpose3d_relu(x, w, b, *LAYER.settings),
-    "norm": lambda x, w, b: tconv3d.conv_transpose3d_relu_group_norm(
-        x, w, b, 2, *norm_of(x), 1e-5, *LAYER.settings
-    ),
+    "norm": lambda x, w, b: tconv3d.conv_transpose3d_relu_group_norm(x, w, b, 2, *norm_of(x), 1e-5, *LAYER.settings),
     "operator": lambda x, w, b: torch.ops.tconv3d.conv_transpose3d(x, w, b, *LAYER.settings),
 }
 
@@ -174,7 +172,8 @@ def test_traced_modules_run_the_kernels(ours: str, monkeypatch: pytest.MonkeyPat
     assert len(calls) == 6
     parameters = list(model.parameters())
     torch.testing.assert_close(
-        torch.autograd.grad(traced(x).pow(2).sum(), parameters), torch.autograd.grad(model(x).pow(2).sum(), parameters)
+        torch.autograd.grad(traced(x).pow(2).sum(), parameters),
+        torch.autograd.grad(model(x).pow(2).sum(), parameters),
     )
 
 
