@@ -43,6 +43,9 @@ class use_backend:
 
     >>> use_backend("torch")                # from now on
     >>> with use_backend("emulator"): ...   # within the block
+
+    A compiled function (torch.compile) ends its graph where the choice changes, and raises with fullgraph=True. A
+    compiled backward pass runs on the backend that is chosen when it runs.
     """
 
     def __init__(self, backend: Backend) -> None:

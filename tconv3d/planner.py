@@ -66,9 +66,9 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
 )
 
 
-# Limits of what is planned, so that no call takes very long or very much memory. Layers beyond the first two go to the
-# direct family, whose tables have an entry for each phase of one dimension and none for each tap. Layers beyond the
-# others are left to PyTorch's operator.
+# Limits of what is planned, so that no call takes very long or very much memory. Layers beyond the first two go to
+# the direct family, whose tables have an entry for each phase of one dimension and none for each tap. Layers beyond
+# the others are left to PyTorch's operator.
 MOST_TAPS = 4096  # of a kernel, for families that look at each; a kernel of 16x16x16 has as many
 MOST_PHASES = 4096  # of a layer, for families that look at each; a stride of 16x16x16 has as many
 MOST_DIRECT_PHASES = 2**16  # of a layer, for the direct family: each is computed, empty or not

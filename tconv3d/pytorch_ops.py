@@ -20,7 +20,7 @@ _warned: set[str] = set()
 
 
 def leave(reason: str, backend: Backend, stacklevel: int) -> None:
-    """Warns once that calls are left to PyTorch's operator, and why. An error where the user insists on our kernels."""
+    """Warns once that calls are left to PyTorch's operator, and why; raises where the user insists on our kernels."""
     if backend != "auto":
         raise NotImplementedError(f"tconv3d has no kernel: {reason}")
     if reason not in _warned:
