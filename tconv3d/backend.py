@@ -10,6 +10,8 @@ import threading
 from types import TracebackType
 from typing import Literal, get_args
 
+import torch
+
 Backend = Literal["auto", "cuda", "emulator", "torch"]
 
 
@@ -24,6 +26,13 @@ def current_backend() -> Backend:
     return _state.backend
 
 
+def _leave_compiled_code() -> None:
+    """A compiled function ends its graph here: operators before and after this run under different choices, and each
+    looks at the choice when it runs."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg="tconv3d.use_backend() ends the graph of a compiled function")
+
+
 class use_backend:
     """Choose what runs `conv_transpose3d` and the modules, for this thread.
 
@@ -34,11 +43,15 @@ class use_backend:
 
     >>> use_backend("torch")                # from now on
     >>> with use_backend("emulator"): ...   # within the block
+
+    A compiled function (torch.compile) ends its graph where the choice changes, and raises with fullgraph=True. A
+    compiled backward pass runs on the backend that is chosen when it runs.
     """
 
     def __init__(self, backend: Backend) -> None:
         if backend not in get_args(Backend):
             raise ValueError(f"expected one of {', '.join(map(repr, get_args(Backend)))}, got {backend!r}")
+        _leave_compiled_code()
         self._previous = _state.backend
         self._backend = backend
         _state.backend = backend
@@ -49,6 +62,7 @@ class use_backend:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _leave_compiled_code()
         _state.backend = self._previous
 
     def __repr__(self) -> str:

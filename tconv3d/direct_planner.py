@@ -23,6 +23,8 @@ SCALARS = {
 }
 HAS_EPILOGUE = True
 MAX_THREADS = 256
+MAX_TAPS = 128  # that a thread may have all to itself, so that the loop over them is unrolled
+MAX_REGISTERS = 96  # of a thread, for its sums and loads
 STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a time
 WARPS_PER_MULTIPROCESSOR = 32  # that split kernels aim for
 LOAD_CYCLES = 400  # from a load of x to the next, in a multiprocessor with few warps
@@ -176,7 +178,8 @@ class Unrolled:
             for js in product(*(range(g.count[i]) for g, i in zip(used, phase, strict=True)))
         ]  # fmt: skip
         loads = tuple(sorted({offset for _, _, offset in found}))
-        return cls(phases, tuple((f, loads.index(offset), tap) for f, tap, offset in found), loads)
+        index = {offset: i for i, offset in enumerate(loads)}
+        return cls(phases, tuple((f, index[offset], tap) for f, tap, offset in found), loads)
 
     @property
     def most_taps(self) -> int:
@@ -219,15 +222,19 @@ def tiles(side: Side) -> list[GatherTile]:
     acc_bytes = accumulator(side.problem.dtype)[1]
     found = []
     for unrolled in range(4):
+        owned = side.gathers[3 - unrolled :]
+        taps, phases = prod(sum(gather.count) for gather in owned), prod(gather.phases for gather in owned)
+        if taps > MAX_TAPS or phases > MAX_REGISTERS:  # a phase takes a register at least
+            continue
         inner = Unrolled.of(side.gathers, unrolled)
-        if unrolled and (len(inner.taps) > 128 or not 0 < len(inner.loads) <= 48):
+        if unrolled and not 0 < len(inner.loads) <= 48:
             continue
         for channels, positions in product((1, 2, 4, 8), (1, 2, 4)):
             sums = len(inner.phases) * channels * positions * (2 if side.chained else 1)
             values = len(inner.loads) * positions
             registers = (sums + values) * acc_bytes // 4 + 8 * positions
             code = len(inner.taps) * channels * positions
-            if channels >= 2 * side.outs or registers > 96 or code > 1024:
+            if channels >= 2 * side.outs or registers > MAX_REGISTERS or code > 1024:
                 continue
             vector = _load_vector(side, 48 // (values * acc_bytes // 4))
             found.append(GatherTile(unrolled, channels, positions, _tiles_per_block(side, channels), vector))

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import background, checks, kept, planner, repertoire
+from . import background, checks, kept, planner, pytorch_ops, repertoire
+from .backend import current_backend
 from .checks import Convolution
 from .geometry import Geometry, Triple
 from .launch import Launch
@@ -28,9 +29,9 @@ from .problem import (
     Problem,
     Strides,
     bias_grad_problem,
-    channels_last_strides,
     contiguous_strides,
 )
+from .pytorch_ops import result_strides, statistics_dtype
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
 DTYPES = {
@@ -178,16 +179,25 @@ def _tf32(tensor: Tensor) -> bool:
     return tensor.dtype is torch.float32 and tf32_allowed()
 
 
-def _key(which: Pass | Wanted, first: Tensor, second: Tensor | None, *rest: Any) -> tuple[Any, ...]:
-    operand = first.shape, first.stride(), first.data_ptr() % 16
-    return (which, first.dtype, first.device, _tf32(first), *operand, _kind(second), *rest)
+def _key(which: Pass | Wanted, first: Tensor, address: int, *rest: Any) -> tuple[Any, ...]:
+    operand = first.shape, first.stride(), address % 16
+    return (which, first.dtype, first.device, _tf32(first), *operand, *rest)
 
 
-def _kind(tensor: Tensor | None) -> tuple[Any, ...] | None:
+def _kind(tensor: Tensor | None, address: int) -> tuple[Any, ...] | None:
     """What a plan, or a check, may depend on."""
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.data_ptr() % 16, tensor.dtype, tensor.device
+    return tensor.shape, tensor.stride(), address % 16, tensor.dtype, tensor.device
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _leave(refusal: planner.Refused) -> None:
+    """What the planner refuses, PyTorch's operator computes."""
+    pytorch_ops.leave(str(refusal), current_backend(), stacklevel=5)
 
 
 def forward(
@@ -202,11 +212,15 @@ def forward(
 
     `keep`: nobody wants a gradient, so that the weight may be kept packed.
     """
-    task = _forward_task(input, weight, bias, convolution, relu, None)
+    x, w = input.data_ptr(), weight.data_ptr()
+    try:
+        task = _forward_task(input, x, weight, w, bias, convolution, relu, None)
+    except planner.Refused as refusal:
+        _leave(refusal)
+        return pytorch_ops.forward(input, weight, bias, convolution, relu)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    addresses = input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    return _one(task.run(input, addresses, weight, keep))
+    return _one(task.run(input, (x, w, _address(bias)), weight, keep))
 
 
 def _one(results: list[Tensor | None]) -> Tensor:
@@ -225,24 +239,36 @@ def forward_with_statistics(
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The ReLU of the forward pass, and its statistics: [2, N, groups], means and reciprocal deviations."""
-    task = _forward_task(input, weight, bias, convolution, True, Norm(groups, eps))
+    x, w = input.data_ptr(), weight.data_ptr()
+    try:
+        task = _forward_task(input, x, weight, w, bias, convolution, True, Norm(groups, eps))
+    except planner.Refused as refusal:
+        _leave(refusal)
+        return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
     (layout,) = task.results
     assert layout is not None
     result = torch.empty_strided(*layout, dtype=input.dtype, device=input.device)
     statistics = input.new_empty((2, input.shape[0], groups), dtype=statistics_dtype(input.dtype))
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
-    addresses = input.data_ptr(), weight.data_ptr(), 0 if bias is None else bias.data_ptr()
-    operands = (*addresses, 0, result.data_ptr(), statistics.data_ptr())
+    operands = (x, w, _address(bias), 0, result.data_ptr(), statistics.data_ptr())
     task.launch(input, operands, weight, keep)
     return result, statistics
 
 
 def _forward_task(
-    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool, norm: Norm | None
+    input: Tensor,
+    x: int,
+    weight: Tensor,
+    w: int,
+    bias: Tensor | None,
+    convolution: Convolution,
+    relu: bool,
+    norm: Norm | None,
 ) -> Task:
+    """`x` and `w` are the addresses of input and weight."""
     kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
-    key = _key(Pass.FORWARD, input, weight, kind, convolution, relu, norm)
+    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm)
     task = _tasks.get(key)
     if task is not None:
         return task
@@ -261,8 +287,8 @@ def _forward_task(
         y_strides,
         bias=bias is not None,
         tf32=key[3],
-        aligned=input.data_ptr() % 16 == 0,
-        weight_aligned=weight.data_ptr() % 16 == 0,
+        aligned=x % 16 == 0,
+        weight_aligned=w % 16 == 0,
         relu=relu,
         norm=norm,
     )
@@ -276,32 +302,43 @@ def _forward_task(
 
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
     """grad_output [N, C_out, oD, oH, oW] -> [N, C_in, *input_size]."""
-    key = _key(Pass.INPUT_GRAD, grad_output, weight, input_size, convolution)
+    dy, w = grad_output.data_ptr(), weight.data_ptr()
+    key = _key(Pass.INPUT_GRAD, grad_output, dy, _kind(weight, w), input_size, convolution)
     task = _tasks.get(key)
     if task is None:
         problem, layout = _input_grad_problem(grad_output, weight, input_size, convolution)
-        task = remember(key, _prepare(problem, layout, grad_output))
-    return _one(task.run(grad_output, (grad_output.data_ptr(), weight.data_ptr()), weight))
+        try:
+            task = remember(key, _prepare(problem, layout, grad_output))
+        except planner.Refused as refusal:
+            _leave(refusal)
+            return pytorch_ops.input_grad(grad_output, weight, input_size, convolution)
+    return _one(task.run(grad_output, (dy, w), weight))
 
 
 def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
     """grad_output [N, C_out, oD, oH, oW], input [N, C_in, D, H, W] -> [C_in, C_out/groups, *kernel]."""
-    key = _key(Pass.WEIGHT_GRAD, grad_output, input, kernel, convolution)
+    dy, x = grad_output.data_ptr(), input.data_ptr()
+    key = _key(Pass.WEIGHT_GRAD, grad_output, dy, _kind(input, x), kernel, convolution)
     task = _tasks.get(key)
     if task is None:
         problem, layout = _weight_grad_problem(grad_output, input, kernel, convolution)
-        task = remember(key, _prepare(problem, layout, grad_output))
-    return _one(task.run(grad_output, (grad_output.data_ptr(), input.data_ptr())))
+        try:
+            task = remember(key, _prepare(problem, layout, grad_output))
+        except planner.Refused as refusal:
+            _leave(refusal)
+            return pytorch_ops.weight_grad(grad_output, input, kernel, convolution)
+    return _one(task.run(grad_output, (dy, x)))
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
     """grad_output [N, C_out, oD, oH, oW] -> [C_out]."""
-    key = _key(Pass.BIAS_GRAD, grad_output, None)
+    dy = grad_output.data_ptr()
+    key = _key(Pass.BIAS_GRAD, grad_output, dy)
     task = _tasks.get(key)
     if task is None:
         problem, layout = _bias_grad_problem(grad_output)
         task = remember(key, _prepare(problem, layout, grad_output))
-    return _one(task.run(grad_output, (grad_output.data_ptr(),)))
+    return _one(task.run(grad_output, (dy,)))
 
 
 def backward(
@@ -317,17 +354,21 @@ def backward(
 
     The input is needed for the weight's gradient and the weight for the input's; else they may be None.
     """
-    key = _key(wanted, grad_output, input, _kind(weight), input_size, kernel, convolution)
+    dy, x, w = grad_output.data_ptr(), _address(input), _address(weight)
+    key = _key(wanted, grad_output, dy, _kind(input, x), _kind(weight, w), input_size, kernel, convolution)
     task = _tasks.get(key)
     if task is None:
         found = _wanted_problems(grad_output, input, weight, wanted, input_size, kernel, convolution)
         problems = tuple([each[0] for each in found if each is not None])
         layouts = tuple([None if each is None else each[1] for each in found])
         plan = functools.partial(planner.plan_gradients, problems)
-        task = remember(key, _gradients_task(plan, BACKWARD, layouts, grad_output))
+        try:
+            task = remember(key, _gradients_task(plan, BACKWARD, layouts, grad_output))
+        except planner.Refused as refusal:
+            _leave(refusal)
+            return pytorch_ops.backward(grad_output, input, weight, wanted, input_size, kernel, convolution)
         _offer(problems, grad_output)
-    x, w = 0 if input is None else input.data_ptr(), 0 if weight is None else weight.data_ptr()
-    return task.run(grad_output, (grad_output.data_ptr(), x, w), weight)
+    return task.run(grad_output, (dy, x, w), weight)
 
 
 def _wanted_problems(
@@ -405,10 +446,6 @@ def _bias_grad_problem(grad_output: Tensor) -> tuple[Problem, Layout]:
     batch, channels, *size = grad_output.shape
     kind = DTYPES[grad_output.dtype]
     return bias_grad_problem(batch, channels, tuple(size), kind, grad_output.stride()), ((channels,), (1,))
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
@@ -490,26 +527,6 @@ def _cuda_device(index: int) -> Device:
 
     found = launcher.device_properties(index)
     return Device(found.name, found.capability, found.multiprocessors, found.shared_bytes)
-
-
-def suggests_channels_last(tensor: Tensor) -> bool:
-    """Whether PyTorch reads a tensor's strides as channels_last_3d: channels fastest, then w, h, d, n."""
-    shape, strides = tensor.shape, tensor.stride()
-    if strides[1] == 0:
-        return False
-    least = 0
-    for dim in (1, 4, 3, 2, 0):
-        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
-            return False
-        least = strides[dim] * max(shape[dim], 1)
-    return True
-
-
-def result_strides(shape: tuple[int, ...], *operands: Tensor) -> Strides:
-    """The format PyTorch chooses: channels-last if an operand is."""
-    if any(suggests_channels_last(operand) for operand in operands):
-        return channels_last_strides(shape)
-    return contiguous_strides(shape)
 
 
 def output_strides(geometry: Geometry, input: Tensor, weight: Tensor) -> Strides:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from . import checks, executor, gpus, norm_planner, ops, planner
+from . import checks, executor, gpus, norm_planner, ops, planner, pytorch_ops
 from .backend import current_backend
 from .checks import Convolution
 from .geometry import Geometry
@@ -24,6 +24,8 @@ from .launch import Launch
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 from .norm_planner import Activation, NormProblem, Wanted
 from .problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem, contiguous_strides
+
+LEFT = "PyTorch's operator"  # in the place of a kernel's name, where the planner refuses a layer
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,8 @@ def launches(
     the packed weight."""
     call = call_of(layer, input)
     problems = [problem for problem in problems_of(*call) if problem.which in passes]
+    if problems and _refusal(problems[0].geometry) is not None:
+        return ()
     plans: list[Plan] = []
     if isinstance(layer, ConvTranspose3dReLU):
         problems[0] = _activated_problem(call, None)
@@ -228,6 +232,7 @@ def _explain(
     device, gpu = found
     problems = problems_of(input, weight, bias, convolution)
     geometry, dtype = problems[0].geometry, problems[0].dtype
+    refusal = _refusal(geometry)
     output_shape = (input.shape[0], geometry.out_channels, *problems[0].output_size)
     return Explanation(
         layer=_describe(geometry, bias is not None),
@@ -235,10 +240,10 @@ def _explain(
         output_shape=output_shape,
         dtype=dtype,
         precision="TF32 products allowed" if problems[0].tf32 else f"{dtype} products",
-        layout="channels_last_3d" if executor.suggests_channels_last(input) else "contiguous",
+        layout="channels_last_3d" if pytorch_ops.suggests_channels_last(input) else "contiguous",
         gpu=f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})",
         ceilings="not known" if gpu is None else f"{gpu.copy} TB/s, {gpu.source}",
-        here=_here(input, weight),
+        here=_here(input, weight, refusal),
         taps=geometry.taps,
         phases=geometry.phases,
         empty_phases=geometry.empty_phases,
@@ -248,6 +253,7 @@ def _explain(
                 tuple(tuple((tap, axis.shift(tap)) for tap in axis.taps(f)) for f in range(axis.stride)),
             )
             for name, axis in zip(("depth", "height", "width"), geometry.axes, strict=True)
+            if refusal is None
         ),
         passes=_explain_passes(problems, device, gpu),
     )
@@ -265,7 +271,7 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
     output = executor.output_strides(geometry, input, weight)
     shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
     grad_output = torch.empty_strided(shape, output, device="meta")
-    grad_input = executor.result_strides(tuple(input.shape), grad_output, weight)
+    grad_input = pytorch_ops.result_strides(tuple(input.shape), grad_output, weight)
     tf32 = input.dtype is torch.float32 and executor.tf32_allowed()
     found = [
         Problem(
@@ -287,7 +293,20 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
     return [*found, bias_grad_problem(shape[0], shape[1], shape[2:], executor.DTYPES[input.dtype], output)]
 
 
+def _refusal(geometry: Geometry) -> str | None:
+    """Why the planner leaves a layer to PyTorch's operator; None if it does not."""
+    try:
+        planner.check_limits(geometry)
+    except planner.Refused as refusal:
+        return str(refusal)
+    return None
+
+
 def _explain_passes(problems: Sequence[Problem], device: Device, gpu: Gpu | None) -> tuple[PassExplanation, ...]:
+    reason = _refusal(problems[0].geometry)
+    if reason is not None:
+        left = Plan(LEFT, reason, (), tile="PyTorch's choice")
+        return tuple(_explain_pass(problem, left, device, gpu) for problem in problems)
     plans = {which: plan for plan in _plans(problems, device) for which in plan.passes}
     return tuple(_explain_pass(problem, plans[problem.which], device, gpu) for problem in problems)
 
@@ -303,7 +322,7 @@ def _explain_pass(problem: Problem, plan: Plan, device: Device, gpu: Gpu | None)
         name=problem.which.value,
         kernel=plan.kernel,
         why=plan.why,
-        passed_over={} if several else planner.refusals(problem, device),
+        passed_over={} if several or plan.kernel == LEFT else planner.refusals(problem, device),
         tile=plan.tile,
         launches=0 if comes_with else len(plan.launches),
         workspace_bytes=0 if comes_with else plan.workspace_bytes,
@@ -327,7 +346,7 @@ def _explain_fused(
     plain = _explain(*call, (device, ceilings))
     norm = layer.group_norm if isinstance(layer, ConvTranspose3dReLUGroupNorm) else None
     problem = _activated_problem(call, norm)
-    forward = _explain_pass(problem, planner.plan(problem, device), device, ceilings)
+    (forward,) = _explain_passes([problem], device, ceilings)
     if norm is None:
         return replace(plain, layer=f"{plain.layer}, ReLU", passes=(forward, *plain.passes[1:]))
     normalize, gradient = _norm_plans(problem, norm, device)
@@ -383,15 +402,17 @@ def _explain_sweep(name: str, plan: Plan, moved: int, gpu: Gpu | None) -> PassEx
     )
 
 
-def _here(input: Tensor, weight: Tensor) -> str:
+def _here(input: Tensor, weight: Tensor, refusal: str | None) -> str:
     if input.is_meta or weight.is_meta:
         return "nothing runs: the tensors are on the meta device"
     try:
         reason = ops.why_not_ours(input)
     except (RuntimeError, NotImplementedError) as error:
         return f"an error: {error}"
-    if reason is not None:
-        return f"PyTorch's operator ({reason})"
+    if reason is None and refusal is not None and current_backend() != "auto":
+        return f"an error: tconv3d has no kernel: {refusal}"
+    if reason is not None or refusal is not None:
+        return f"PyTorch's operator ({reason or refusal})"
     return "these kernels" if input.is_cuda else "these kernels, in the emulator"
 
 
@@ -411,7 +432,7 @@ def _how_launched(p: PassExplanation) -> str:
     if p.together and not p.launches:
         return f"comes with {p.together[0]}"
     together = f" of {', '.join(p.together)} together" if p.together else ""
-    launches = f"{p.launches} launch{'es' if p.launches > 1 else ''}"
+    launches = f"{p.launches} launch{'' if p.launches == 1 else 'es'}"
     text = f"{launches}{together}, workspace {p.workspace_bytes / 1e6:.3g} MB"
     if not p.kept_bytes:
         return text

@@ -17,11 +17,11 @@ LINE_ITEMS = 8  # a line in shared memory is a multiple of this
 
 def origin(gather: Gather) -> int:
     """The first element that position 0 reads."""
-    return min(gather.offset(f, j) for f in range(gather.phases) for j in range(gather.count[f]))
+    return gather.reach[0]
 
 
 def span(gather: Gather) -> int:
-    return max(gather.offset(f, j) for f in range(gather.phases) for j in range(gather.count[f])) - origin(gather)
+    return gather.reach[1] - gather.reach[0]
 
 
 @dataclass(frozen=True)

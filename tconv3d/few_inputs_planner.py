@@ -7,7 +7,7 @@ compiled in depends on the layer alone; the shape of a tile is an argument.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from . import tensor_cores
@@ -46,7 +46,7 @@ class Layout:
         """K of a matrix instruction."""
         return 32 // self.side.problem.item_bytes
 
-    @property
+    @cached_property
     def first_step(self) -> tuple[int, ...]:
         """Of every phase, and the end."""
         return tuple(accumulate((-(-n * self.side.reduced // self.step) for n in self.taps.counts), initial=0))

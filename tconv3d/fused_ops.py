@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import executor, norm_executor
+from . import executor, norm_executor, pytorch_ops
 from .backend import current_backend, use_backend
 from .checks import Convolution, number
 from .norm_planner import Wanted
@@ -31,12 +31,13 @@ from .ops import (
     _gradients,
     _named,
     _needed,
+    _plain,
     _register,
     _unchanged,
     _wanted,
-    _with_strides,
     why_not_ours,
 )
+from .pytorch_ops import statistics_dtype, with_strides
 
 Wants = tuple[bool, bool, bool]  # as `Wanted`
 
@@ -67,9 +68,7 @@ def _recording(*tensors: Tensor | None) -> bool:
 def _relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     if why_not_ours(input) is None:
         return executor.forward(input, weight, bias, convolution, relu=True)
-    stride, padding, output_padding, groups, dilation = convolution
-    result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation).relu_()
-    return _with_strides(result, executor.result_strides(result.shape, input, weight))
+    return pytorch_ops.forward(input, weight, bias, convolution, relu=True)
 
 
 class _Relu(torch.autograd.Function):
@@ -106,10 +105,7 @@ def _statistics(
 ) -> tuple[Tensor, Tensor]:
     if why_not_ours(input) is None:
         return executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
-    result = _relu(input, weight, bias, convolution)
-    values = result.to(executor.statistics_dtype(result.dtype)).reshape(result.shape[0], groups, -1)
-    variance, mean = torch.var_mean(values, 2, correction=0)
-    return result, torch.stack([mean, (variance + eps).rsqrt()])
+    return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
 
 
 def _normalize(
@@ -122,7 +118,7 @@ def _normalize(
     scale = rstd if weight is None else rstd * weight.to(rstd.dtype)[:, None, None, None]
     shifted = (input - mean) * scale
     result = shifted if bias is None else shifted + bias.to(rstd.dtype)[:, None, None, None]
-    return _with_strides(result.to(dtype), input.stride())
+    return with_strides(result.to(dtype), input.stride())
 
 
 def _gradient(
@@ -144,7 +140,7 @@ def _gradient(
     )  # fmt: skip
     passed = torch.ops.aten.threshold_backward(dx, input, 0).to(input.dtype)
     return (
-        _with_strides(passed, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
+        with_strides(passed, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
         torch.stack([dweight, dbias]).to(parameters) if wanted[1] else input.new_empty(0, dtype=parameters),
         passed.sum((0, 2, 3, 4)) if wanted[2] else input.new_empty(0),
     )
@@ -284,7 +280,8 @@ class _Normalize(torch.autograd.Function):
 
 
 def _any_gradient(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if not _alone(arguments[0], arguments[1]):
+    grad, input, _, weight = arguments[:4]
+    if not _alone(grad, input, weight):
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.tconv3d.relu_group_norm_grad.default(*arguments)
         return found
     return _gradient(*arguments)
@@ -321,7 +318,7 @@ def _fake_statistics(
 ) -> tuple[Tensor, Tensor]:
     shape = (2, input.shape[0], groups)
     return _fake_forward(input, weight, bias, convolution), input.new_empty(
-        shape, dtype=executor.statistics_dtype(input.dtype)
+        shape, dtype=statistics_dtype(input.dtype)
     )
 
 
@@ -421,7 +418,7 @@ _record_relu = super(torch.autograd.Function, _Relu).apply
 
 def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     """For tensors that our kernels take: see `ops.why_not_ours`."""
-    if _unchanged(input, weight):
+    if _unchanged(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
@@ -445,7 +442,7 @@ def conv_transpose3d_relu_group_norm(
     """For tensors that our kernels take: see `ops.why_not_ours`."""
     operands = input, weight, bias, norm_weight, norm_bias
     settings = groups, number(eps, "eps"), input.dtype
-    if _unchanged(input, weight):
+    if _unchanged(input, weight, bias) and all(each is None or _plain(each) for each in operands[3:]):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(*operands):
             if watched:

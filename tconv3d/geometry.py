@@ -37,7 +37,14 @@ class Axis:
 
     def taps(self, phase: int) -> tuple[int, ...]:
         """The taps that feed the outputs of one phase, in ascending order (none, if gcd(stride, dilation) > 1)."""
-        return tuple(tap for tap in range(self.kernel) if self.phase(tap) == phase)
+        return self.taps_by_phase[phase]
+
+    @cached_property
+    def taps_by_phase(self) -> tuple[tuple[int, ...], ...]:
+        found: list[list[int]] = [[] for _ in range(self.stride)]
+        for tap in range(self.kernel):
+            found[self.phase(tap)].append(tap)
+        return tuple(tuple(taps) for taps in found)
 
     def is_own(self, tap: int) -> bool:
         """Whether position i of the input and this tap meet in one of the outputs from stride*i to stride*(i + 1)."""
@@ -54,11 +61,17 @@ class Axis:
         """How many positions q the largest phase plane has: outputs stride*q + phase < output_size."""
         return -(-output_size // self.stride)
 
+    def meetings(self, size: int) -> int:
+        """How many pairs of a position and a tap meet in an output that exists: counted for each of the fewer."""
+        (count, step), (other, width) = sorted(((size, self.stride), (self.kernel, self.dilation)))
+        bound = self.output_size(size)
+        return sum(len(valid_range(step * i - self.padding, width, other, bound)) for i in range(count))
+
     @cached_property
     def scatter(self) -> Gather:
         """Output stride*q + phase gathers x[q - shift(tap)]: the forward pass."""
         common = gcd(self.stride, self.dilation)
-        taps = [self.taps(phase) for phase in range(self.stride)]
+        taps = self.taps_by_phase
         return Gather(
             input_step=1,
             output_step=self.stride,
@@ -108,6 +121,12 @@ class Gather:
     @property
     def phases(self) -> int:
         return len(self.count)
+
+    @cached_property
+    def reach(self) -> tuple[int, int]:
+        """The first and the last input that position 0 reads."""
+        ends = [self.offset(f, j) for f, count in enumerate(self.count) if count for j in (0, count - 1)]
+        return min(ends), max(ends)
 
 
 @dataclass(frozen=True)
@@ -171,7 +190,7 @@ class Geometry:
     @property
     def empty_phases(self) -> int:
         """Phases without a tap: their outputs are the bias alone."""
-        fed = prod(sum(count > 0 for count in axis.scatter.count) for axis in self.axes)
+        fed = prod(min(axis.kernel, axis.stride // gcd(axis.stride, axis.dilation)) for axis in self.axes)
         return self.phases - fed
 
     def is_own(self, tap: Triple) -> bool:
@@ -188,14 +207,8 @@ class Geometry:
 
     def multiplications(self, batch: int, input_size: Triple) -> int:
         """Multiply-adds of one pass, those with an index outside the output left out."""
-        used = [
-            sum(
-                len(valid_range(tap * axis.dilation - axis.padding, axis.stride, size, axis.output_size(size)))
-                for tap in range(axis.kernel)
-            )
-            for axis, size in zip(self.axes, input_size, strict=True)
-        ]
-        return batch * self.in_channels * self.out_per_group * prod(used)
+        used = prod(axis.meetings(size) for axis, size in zip(self.axes, input_size, strict=True))
+        return batch * self.in_channels * self.out_per_group * used
 
 
 def valid_range(offset: int, step: int, size: int, bound: int) -> range:

@@ -7,7 +7,6 @@ when nobody but autograd could be listening, because the dispatcher's way throug
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import checks, executor
+from . import checks, executor, pytorch_ops
 from .backend import Backend, current_backend, use_backend
 from .checks import Convolution
 from .executor import DTYPES
 from .geometry import Triple
-from .problem import contiguous_strides
+from .pytorch_ops import result_strides
 
 _LIBRARY = torch.library.Library("tconv3d", "DEF")
 _SETTINGS = "int[3] stride, int[3] padding, int[3] output_padding, int groups, int[3] dilation"
@@ -41,9 +40,6 @@ def _convolution(settings: tuple[Any, ...]) -> Convolution:
 # ---- which implementation
 
 
-_warned: set[str] = set()
-
-
 def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
     """Why PyTorch's operator does the work for this tensor under a backend, the present one; None if it does not."""
     backend = backend or current_backend()
@@ -58,11 +54,7 @@ def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
     reason = _unsupported(tensor)
     if reason is None:
         return None
-    if backend != "auto":
-        raise NotImplementedError(f"tconv3d has no kernel: {reason}")
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"tconv3d leaves this to PyTorch's operator: {reason}", stacklevel=4)
+    pytorch_ops.leave(reason, backend, stacklevel=4)
     return reason
 
 
@@ -71,6 +63,8 @@ def _unsupported(tensor: Tensor) -> str | None:
         return "torch.func transforms are not supported"
     if _forward_mode():
         return "forward-mode differentiation is not supported"
+    if tensor.is_nested:
+        return "nested tensors are not supported"
     if tensor.dtype not in DTYPES:
         return f"dtype {tensor.dtype} is not one of float32, float16, bfloat16, float64"
     if tensor.is_cuda:
@@ -93,49 +87,25 @@ def _forward_mode() -> bool:
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     if why_not_ours(input) is None:
         return executor.forward(input, weight, bias, convolution)
-    stride, padding, output_padding, groups, dilation = convolution
-    result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
-    return _with_strides(result, executor.result_strides(result.shape, input, weight))
-
-
-def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """What PyTorch's operators return, in the format that was promised (`_fake_forward` and its like)."""
-    if tensor.stride() == strides:
-        return tensor
-    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+    return pytorch_ops.forward(input, weight, bias, convolution)
 
 
 def _input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
     if why_not_ours(grad_output) is None:
         return executor.input_grad(grad_output, weight, input_size, convolution)
-    shape = (grad_output.shape[0], weight.shape[0], *input_size)
-    result = _torch_backward(grad_output, grad_output.new_empty(1).expand(shape), weight, convolution, 0)
-    return _with_strides(result, executor.result_strides(shape, grad_output, weight))
+    return pytorch_ops.input_grad(grad_output, weight, input_size, convolution)
 
 
 def _weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
     if why_not_ours(grad_output) is None:
         return executor.weight_grad(grad_output, input, kernel, convolution)
-    shape = (input.shape[1], grad_output.shape[1] // convolution[3], *kernel)
-    result = _torch_backward(grad_output, input, grad_output.new_empty(1).expand(shape), convolution, 1)
-    return _with_strides(result, contiguous_strides(shape))
-
-
-def _torch_backward(
-    grad_output: Tensor, input: Tensor, weight: Tensor, convolution: Convolution, which: int
-) -> Tensor:
-    stride, padding, output_padding, groups, dilation = convolution
-    mask = [which == 0, which == 1, False]
-    grads = torch.ops.aten.convolution_backward(
-        grad_output, input, weight, None, stride, padding, dilation, True, output_padding, groups, mask
-    )
-    return grads[which]
+    return pytorch_ops.weight_grad(grad_output, input, kernel, convolution)
 
 
 def _bias_grad(grad_output: Tensor) -> Tensor:
     if why_not_ours(grad_output) is None:
         return executor.bias_grad(grad_output)
-    return grad_output.sum((0, 2, 3, 4))
+    return pytorch_ops.bias_grad(grad_output)
 
 
 # ---- autograd: each operator's derivative in terms of the others
@@ -338,12 +308,12 @@ def _cast(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor
 def _fake_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     geometry = checks.check_forward(input, weight, bias, convolution)
     shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
-    return input.new_empty_strided(shape, executor.result_strides(shape, input, weight))
+    return input.new_empty_strided(shape, result_strides(shape, input, weight))
 
 
 def _fake_input_grad(grad_output: Tensor, weight: Tensor, size: Triple, convolution: Convolution) -> Tensor:
     shape = (grad_output.shape[0], weight.shape[0], *size)
-    return grad_output.new_empty_strided(shape, executor.result_strides(shape, grad_output, weight))
+    return grad_output.new_empty_strided(shape, result_strides(shape, grad_output, weight))
 
 
 def _fake_weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
@@ -366,18 +336,30 @@ _register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _alone(first: Tensor, second: Tensor | None) -> bool:
+def _plain(tensor: Tensor) -> bool:
+    """Whether the elements are what lies in memory: a tensor without storage (sparse, mkldnn, batched by vmap), with
+    the negative bit, or of zeros that take no memory is the dispatcher's business."""
+    return (
+        type(tensor) in _PLAIN
+        and torch._C._has_storage(tensor)
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
+
+
+def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Whether nothing but autograd could be listening to a call: then the dispatcher has nothing to do."""
-    return _unchanged(first, second) and not torch._C._autograd._profiler_enabled()
+    return _unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()
 
 
 def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Whether nothing but autograd could change what a call does."""
     return (
         not torch.compiler.is_compiling()
-        and type(first) in _PLAIN
-        and (second is None or type(second) in _PLAIN)
-        and (third is None or type(third) in _PLAIN)
+        and _plain(first)
+        and (second is None or _plain(second))
+        and (third is None or _plain(third))
+        and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu")
@@ -395,7 +377,7 @@ _record_forward = super(torch.autograd.Function, _Forward).apply
 
 def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     """For tensors that our kernels take: see `why_not_ours`."""
-    if _unchanged(input, weight):
+    if _unchanged(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
@@ -441,7 +423,7 @@ def conv_transpose3d_weight_grad(
 
 
 def conv_transpose3d_bias_grad(grad_output: Tensor) -> Tensor:
-    if not _alone(grad_output, grad_output):
+    if not _alone(grad_output, None):
         return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
     if _recording(grad_output, grad_output):
         return _BiasGrad.apply(True, grad_output)

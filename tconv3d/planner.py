@@ -40,6 +40,7 @@ from . import (
     up_planner,
     weight_grad_planner,
 )
+from .geometry import Geometry
 from .launch import Launch
 from .problem import Device, Pass, Plan, Problem
 
@@ -65,7 +66,46 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
 )
 
 
+# Limits of what is planned, so that no call takes very long or very much memory. Layers beyond the first two go to
+# the direct family, whose tables have an entry for each phase of one dimension and none for each tap. Layers beyond
+# the others are left to PyTorch's operator.
+MOST_TAPS = 4096  # of a kernel, for families that look at each; a kernel of 16x16x16 has as many
+MOST_PHASES = 4096  # of a layer, for families that look at each; a stride of 16x16x16 has as many
+MOST_DIRECT_PHASES = 2**16  # of a layer, for the direct family: each is computed, empty or not
+LONGEST_STRIDE = 1024  # along one dimension: three tables of so many 32-bit numbers are compiled into a kernel
+LONGEST_KERNEL = 2**16  # along one dimension
+FARTHEST = 2**30  # from an input to an output that it meets, in elements along one dimension: kernels have 32 bits
+
+
+class Refused(NotImplementedError):
+    """No kernel takes a call that is legal: it is left to PyTorch's operator. The message says why."""
+
+
+def check_limits(geometry: Geometry) -> None:
+    """Raises `Refused` for a layer whose planning, or whose kernels, could take very long."""
+    if geometry.phases > MOST_DIRECT_PHASES:
+        raise Refused(f"a stride of {geometry.stride} has {geometry.phases} phases, more than {MOST_DIRECT_PHASES}")
+    if max(geometry.stride) > LONGEST_STRIDE:
+        raise Refused(f"a stride of {geometry.stride} is longer than {LONGEST_STRIDE}")
+    if max(geometry.kernel) > LONGEST_KERNEL:
+        raise Refused(f"a kernel of {geometry.kernel} is longer than {LONGEST_KERNEL}")
+    if any(axis.kernel * axis.dilation + axis.padding + axis.stride > FARTHEST for axis in geometry.axes):
+        raise Refused(f"kernel size times dilation plus padding exceeds {FARTHEST} in a dimension")
+
+
+def _too_many(problem: Problem) -> str | None:
+    """Why no family but the direct one is asked; None if all are."""
+    taps, phases = problem.geometry.taps, problem.geometry.phases
+    if taps > MOST_TAPS:
+        return f"{taps} taps are more than {MOST_TAPS}"
+    if phases > MOST_PHASES:
+        return f"{phases} phases are more than {MOST_PHASES}"
+    return None
+
+
 def _why_not(family: ModuleType, problem: Problem, device: Device) -> str | None:
+    if family is not direct_planner and (reason := _too_many(problem)) is not None:
+        return reason
     refusal: str | None = family.why_not(problem, device)
     if refusal is None and problem.relu and not getattr(family, "HAS_EPILOGUE", False):
         return "its kernel has no epilogue for a ReLU"
@@ -85,6 +125,7 @@ def family_of(problem: Problem, device: Device) -> tuple[str, ModuleType]:
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device) -> Plan:
+    check_limits(problem.geometry)
     with _meeting(problem, device):
         _, family = family_of(problem, device)
         found: Plan = family.plan(problem, device)
@@ -139,6 +180,8 @@ def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
     """Who computes which gradients: the `passes` of each plan. In the order in which they run."""
     if not problems:
         return []
+    for problem in problems:
+        check_limits(problem.geometry)
     with _meeting(problems[0], device):
         found = _gradient_plans(problems, device)
     order = list(Pass)
@@ -149,7 +192,7 @@ def _gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]
     left = {problem.which: problem for problem in problems}
     found: list[Plan] = []
     for _, family in FAMILIES:
-        if hasattr(family, "plan_together") and len(left) > 1:
+        if hasattr(family, "plan_together") and len(left) > 1 and not any(map(_too_many, left.values())):
             together: Plan | None = family.plan_together(dict(left), device)
             if together is not None:
                 assert len(together.passes) > 1 and left.keys() >= set(together.passes), together.passes

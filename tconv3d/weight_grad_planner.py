@@ -452,7 +452,7 @@ def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
 
     def cost(box: Box) -> float:
         d, h, w = box.count(p.input_size, layer.per_word)
-        conflicts = _conflicts(p.geometry, planes, tiling, box, _pad(p.geometry, planes, tiling, box, room))
+        conflicts, _ = _pad(p.geometry, planes, tiling, box, room)
         return d * h * w * _tile_cycles(layer, planes, tiling, box) * (1 + 0.1 * (conflicts - 1))
 
     lines = (max(p.input_size[0], 1), max(p.input_size[1], 1))
@@ -461,27 +461,26 @@ def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
     return min(fitting, key=cost)
 
 
-def _conflicts(g: Geometry, planes: Planes, tiling: Tiling, box: Box, pad: int) -> int:
+@lru_cache(maxsize=65536)
+def _bank_conflicts(box: Box, plane_rows: int, line_rows: int, pitch: int) -> int:
     """How many of a quarter-warp's loads of dy (two channels, four segments) meet in a bank, at worst."""
-    pitch = planes.line_pitch(box.w) + pad
-    lines_h = box.lines(g, tiling.block_rows)[1]
     worst = 1
     for chunk in range(0, box.segments - CHUNK + 1, CHUNK):
         banks = [0] * 8
         for segment in range(chunk, chunk + CHUNK):
-            line = segment // box.w
-            row = line // box.h * g.stride[0] * lines_h + line % box.h * g.stride[1]
-            place = (row * pitch + segment % box.w * SEGMENT) // SEGMENT
-            banks[place % 8] += 1
-            banks[(place + 4) % 8] += 1
+            line, along = divmod(segment, box.w)
+            row = line // box.h * plane_rows + line % box.h * line_rows
+            for place in (row * pitch // SEGMENT + along, row * pitch // SEGMENT + along + 4):
+                banks[place % 8] += 1
         worst = max(worst, *banks)
     return worst
 
 
-def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> int:
-    """Words that lengthen a line of dy, against bank conflicts between lines."""
+def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> tuple[int, int]:
+    """The fewest bank conflicts between lines of dy, and how many words each is lengthened by for that."""
+    plane_rows, pitch = g.stride[0] * box.lines(g, tiling.block_rows)[1], planes.line_pitch(box.w)
     pads = [pad for pad in range(0, 32, 4) if plane_words(g, planes, tiling.block_rows, box, pad) <= room]
-    return min(pads, key=lambda pad: _conflicts(g, planes, tiling, box, pad))
+    return min((_bank_conflicts(box, plane_rows, g.stride[1], pitch + pad), pad) for pad in pads)
 
 
 def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Tiling, box: Box, count: int) -> int:
@@ -533,7 +532,7 @@ def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling,
     g = p.geometry
     buffers, box = Buffers.of(layer, planes, tiling), _box(p, layer, planes, tiling)
     along_d, along_h = box.lines(g, tiling.block_rows)
-    pitch = planes.line_pitch(box.w) + _pad(g, planes, tiling, box, buffers.plane)
+    pitch = planes.line_pitch(box.w) + _pad(g, planes, tiling, box, buffers.plane)[1]
     return Launch(
         kernel="tensor_weight_grad",
         constants=_constants(p, layer, taps, planes, tiling, buffers),

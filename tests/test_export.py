@@ -227,6 +227,41 @@ def test_inputs_that_are_not_as_the_kernels_read_them(emulated: Callable[..., Mo
     assert torch.equal(*grads)
 
 
+def pending(tensor: Tensor, how: str) -> Tensor:
+    """The tensor with its minus sign left out of memory, or zeros without memory."""
+    if how == "zeros":
+        return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
+    return torch._neg_view(-tensor)
+
+
+@needs_compiler
+@pytest.mark.parametrize("layer", ["strided, bias", "block"])
+@pytest.mark.parametrize("how", ["minus sign", "zeros"])
+def test_tensors_whose_elements_are_not_in_memory(emulated: Callable[..., ModuleType], layer: str, how: str) -> None:
+    """Signs and zeros that PyTorch has not written yet: of the input, every parameter, the output gradient."""
+    module = emulated(layer, HOPPER if layer == "strided, bias" else OTHER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    values = {"x": x, "dy": torch.randn(reference(model, x).shape)}
+    values |= {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with precision("tf32"):
+        for name in values:
+            lazy = values | {name: pending(values[name], how)}
+            written = values | {name: lazy[name].clone()}
+            both = [_gradients_of(model, tensors) for tensors in (lazy, written)]
+            assert all(torch.equal(*pair) for pair in zip(*both, strict=True)), name
+
+
+def _gradients_of(model: nn.Module, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The result, and the gradients of the input and of every parameter."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if name != "dy"}
+    assert all(leaves[name].is_neg() == tensors[name].is_neg() for name in leaves)
+    x, *parameters = leaves.values()
+    names = [name for name in leaves if name != "x"]
+    y = torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), (x,))
+    return [y, *torch.autograd.grad(y, [x, *parameters], tensors["dy"])]
+
+
 @needs_compiler
 def test_gradients_are_computed_when_they_are_asked_for(emulated: Callable[..., ModuleType]) -> None:
     module = emulated("strided, bias", HOPPER)

@@ -24,7 +24,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tconv3d
-from tconv3d import emulator, executor, ops
+from tconv3d import emulator, executor, ops, pytorch_ops
 from tconv3d.backend import Backend, current_backend
 from tconv3d.problem import Device
 
@@ -124,6 +124,36 @@ def test_compile(backend: Backend, memory_format: torch.memory_format, device: s
     x, w, b = LAYER.operands(torch.float32, device)
     function = torch.compile(block(tconv3d.conv_transpose3d), fullgraph=True, backend="aot_eager")
     assert_same_passes(function, [x.to(memory_format=memory_format), w, b])
+
+
+def test_compiled_functions_honour_use_backend(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice within the function holds for the calls within the choice, and for no other, in every run."""
+    torch._dynamo.reset()
+    x, w, b = LAYER.operands(torch.float32, device)
+    ran: list[str] = []
+    forward = executor.forward
+    monkeypatch.setattr(executor, "forward", lambda *a: ran.append(current_backend()) or forward(*a))  # type: ignore[func-returns-value]
+    ours: Backend = "cuda" if device == "cuda" else "emulator"
+
+    def run(x: Tensor) -> Tensor:
+        first = tconv3d.conv_transpose3d(x, w, b, *LAYER.settings)
+        with tconv3d.use_backend(ours):
+            second = tconv3d.conv_transpose3d(x + 1, w, b, *LAYER.settings)
+            with tconv3d.use_backend("torch"):
+                third = tconv3d.conv_transpose3d(x + 2, w, b, *LAYER.settings)
+        return first + second + third + tconv3d.conv_transpose3d(x + 3, w, b, *LAYER.settings)
+
+    with tconv3d.use_backend("torch"):
+        expected = run(x)
+    ran.clear()
+    for compiled in (torch.compile(run, backend="eager"), torch.compile(run, backend="aot_eager")):
+        for _ in range(2):
+            torch.testing.assert_close(compiled(x), expected)
+            assert [each for each in ran if each != "auto"] == [ours] and current_backend() == "auto"
+            ran.clear()
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="use_backend"):
+        torch.compile(run, backend="eager", fullgraph=True)(x)
 
 
 def test_compile_with_inductor(ours: str) -> None:
@@ -228,7 +258,7 @@ def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def test_transforms_without_a_rule(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b = LAYER.operands(torch.float32, device)
     transform = TRANSFORMS[name]
-    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(pytorch_ops, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         got = transform(lambda x: tconv3d.conv_transpose3d(x, w, b, *LAYER.settings), x)
@@ -317,11 +347,11 @@ def test_use_backend_belongs_to_its_thread() -> None:
 
 @pytest.mark.parametrize("reason", ["dtype", "capability"])
 def test_what_we_do_not_support_warns_once(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(pytorch_ops, "_warned", set())
     old = Device("an old GPU", (7, 5), 40, 65536)
     monkeypatch.setattr(executor, "device_of", lambda _: old)
     dtype = torch.float32 if reason == "capability" else torch.complex64
-    tensor: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
+    tensor: Any = SimpleNamespace(is_cuda=True, is_nested=False, device=torch.device("cuda", 0), dtype=dtype)
     words = r"compute capability 7\.5 is below 8\.0" if reason == "capability" else r"dtype torch\.complex64 is not"
     with pytest.warns(UserWarning, match=words) as caught:
         for _ in range(3):
@@ -332,7 +362,7 @@ def test_what_we_do_not_support_warns_once(reason: str, monkeypatch: pytest.Monk
 
 
 def test_dtypes_we_do_not_support(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_warned", set())
+    monkeypatch.setattr(pytorch_ops, "_warned", set())
     x, w, b = LAYER.operands(torch.complex64, device)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

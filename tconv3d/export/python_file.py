@@ -86,8 +86,17 @@ def layout_of(x: Tensor) -> str:
 
 def ready(tensor: Tensor, layout: str) -> Tensor:
     """The tensor as the kernels read it: in one of the layouts, at an address that is a multiple of 16 bytes."""
-    tensor = tensor.contiguous(memory_format=LAYOUTS[layout])
+    tensor = written(tensor).contiguous(memory_format=LAYOUTS[layout])
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
+
+
+def dense(vector: Tensor) -> Tensor:
+    return written(vector).contiguous()
+
+
+def written(tensor: Tensor) -> Tensor:
+    """The tensor with its elements in memory: PyTorch may have left out a minus sign (z.conj().imag) or zeros."""
+    return tensor.clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
 
 
 def check_types(*tensors: Tensor) -> None:
@@ -183,7 +192,7 @@ class Block(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor) -> Tensor:
         layout = layout_of(x)
-        x, weight = ready(x, layout), ready(weight, layout)
+        x, weight, scale, shift = ready(x, layout), ready(weight, layout), dense(scale), dense(shift)
         kernels = compiled(x, layout)
         hidden, statistics = kernels.forward(x, weight{bias_argument})  # after the ReLU
         if not any(ctx.needs_input_grad):
@@ -296,7 +305,7 @@ def _operation(layer: Layer, together: bool) -> str:
     return (BLOCK if layer.norm_groups else CONVOLUTION).format(
         bias=", layer.bias" if layer.bias else "",
         bias_parameter=", bias: Tensor" if layer.bias else "",
-        bias_argument=", bias.contiguous()" if layer.bias else "",
+        bias_argument=", dense(bias)" if layer.bias else "",
         bias_gradient=gradient,
         together=at_once if together else "",
         dbias=", dbias" if layer.bias else "",

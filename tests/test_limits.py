@@ -1,0 +1,234 @@
+"""Every legal call is planned in bounded time and memory, or left to PyTorch's operator with a reason."""
+
+from __future__ import annotations
+
+import random
+import time
+import tracemalloc
+import warnings
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import Layer, passes
+
+import tconv3d
+from tconv3d import executor, planner, pytorch_ops
+from tconv3d.backend import Backend
+from tconv3d.explain import call_of, launches, problems_of
+from tconv3d.gpus import GPUS
+from tconv3d.problem import Device
+
+DEVICES = {"emulator": executor.EMULATED, "H200": GPUS["H200"].device}
+CASES = 300
+# The promise is 0.2 s for a call; here are the four passes of a training step, on a machine that may be busy.
+SECONDS = 4.0
+BYTES = 100e6
+MOST_ELEMENTS = 2**33
+
+
+@dataclass(frozen=True)
+class Case:
+    """A legal call, drawn so that any of its numbers may be very large."""
+
+    layer: Layer
+    dtype: torch.dtype
+    channels_last: bool
+    device: str
+
+    def plan(self) -> None:
+        layer = self.layer
+        shapes = (
+            (layer.batch, layer.in_channels, *layer.size),
+            (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel),
+            (layer.out_channels,),
+        )
+        x, w, b = (torch.empty(shape, dtype=self.dtype, device="meta") for shape in shapes)
+        if self.channels_last:
+            x = x.to(memory_format=torch.channels_last_3d)
+        problems = problems_of(x, w, b, layer.settings)
+        gradients = tuple(problems[1:])
+        try:
+            planner.plan(problems[0], DEVICES[self.device])
+            planner.gradient_plans(gradients, DEVICES[self.device])
+        except planner.Refused:
+            with pytest.raises(planner.Refused):
+                planner.gradient_plans(gradients, DEVICES[self.device])
+
+
+def drawn(chance: random.Random) -> Case:
+    """Most numbers are small; each may reach the largest that PyTorch takes."""
+
+    def some(bits: int) -> int:
+        return int(2 ** chance.uniform(0, chance.uniform(0, bits)))
+
+    def three(bits: int) -> tuple[int, int, int]:
+        return chance.choice([(some(bits),) * 3, (some(bits), some(bits), some(bits))])  # type: ignore[return-value]
+
+    while True:
+        groups = some(17)
+        kernel, stride, dilation, size = three(chance.choice([5, 10, 20])), three(17), three(20), three(10)
+        output_padding = tuple(
+            chance.choice([0, chance.randrange(max(s, d))]) for s, d in zip(stride, dilation, strict=True)
+        )
+        padding = tuple(chance.choice([0, 0, some(10)]) for _ in range(3))
+        layer = Layer(
+            groups * some(7),
+            groups * some(7),
+            size,
+            kernel,
+            stride,
+            padding,
+            output_padding,
+            dilation,
+            groups,
+            some(20),
+        )  # type: ignore[arg-type]
+        output = [
+            (i - 1) * s - 2 * p + d * (k - 1) + o + 1
+            for i, s, p, d, k, o in zip(size, stride, padding, dilation, kernel, output_padding, strict=True)
+        ]
+        elements = (
+            layer.batch * layer.in_channels * prod(size),
+            layer.batch * layer.out_channels * prod(output),
+            layer.in_channels * layer.out_channels // groups * prod(kernel),
+        )
+        if min(output) > 0 and max(elements) < MOST_ELEMENTS:
+            dtype = chance.choice([torch.float32, torch.bfloat16, torch.float64])
+            return Case(layer, dtype, chance.random() < 0.3, chance.choice(list(DEVICES)))
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No choice of an earlier search is found."""
+    monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path))
+
+
+EXTREMES = {
+    "stride of 128": Layer(2, 3, (1, 1, 1), (2, 2, 2), (128, 128, 128)),
+    "stride of 100000": Layer(2, 3, (1, 1, 1), (2, 2, 2), (100000, 100000, 100000)),
+    "largest stride": Layer(2, 3, (1, 1, 1), (2, 2, 2), (2**31 - 1,) * 3),  # type: ignore[arg-type]
+    "kernel of 65": Layer(2, 2, (1, 1, 1), (65, 65, 65)),
+    "kernel of a million": Layer(1, 1, (1, 1, 1), (1, 1, 1_000_000)),
+    "many taps and phases": Layer(3, 30, (2, 6, 1), (73, 73, 73), (22, 22, 22), groups=3),
+    "many phases, few inputs": Layer(4, 20, (92, 1, 1), (2, 3, 1), (1241, 105, 7), groups=2),
+    "largest dilation": Layer(1, 1, (1, 1, 1), (2, 1, 1), (1, 1, 1), (2**30 - 1, 0, 0), (0, 0, 0), (2**31 - 1, 1, 1)),
+    "largest output padding": Layer(1, 1, (1, 1, 1), (1, 1, 1), (1, 1, 50000), (0, 0, 0), (0, 0, 49999)),
+    "a million groups": Layer(2**20, 2**20, (1, 1, 1), (3, 3, 3), (2, 2, 2), groups=2**20, batch=1),
+    "batch of a million": Layer(2, 2, (1, 1, 1), (3, 3, 3), (2, 2, 2), batch=2**20),
+}
+
+
+def check_bounds(case: Case) -> None:
+    planner.forget()
+    started = time.process_time()
+    case.plan()
+    seconds = time.process_time() - started
+    assert seconds < SECONDS, f"{seconds:.1f} s for {case}"
+
+
+@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", EXTREMES)
+def test_extreme_calls_are_planned_in_bounded_time_and_memory(name: str, device: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(EXTREMES[name], dtype, False, device)
+        check_bounds(case)
+        planner.forget()
+        tracemalloc.start()
+        case.plan()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < BYTES, f"{peak / 1e6:.0f} MB"
+
+
+@pytest.mark.usefixtures("empty_cache")
+def test_random_calls_are_planned_in_bounded_time() -> None:
+    chance = random.Random(0)
+    for _ in range(CASES):
+        check_bounds(drawn(chance))
+
+
+# ---- what a refused call gets
+
+REFUSED = Layer(2, 4, (1, 2, 1), (2, 2, 2), (128, 3, 256), output_padding=(3, 1, 2))
+
+
+def fused(*arguments: object) -> torch.Tensor:
+    x, w, b, *settings = arguments
+    return tconv3d.conv_transpose3d_relu_group_norm(x, w, b, 2, None, None, 1e-5, *settings)  # type: ignore[arg-type]
+
+
+FUNCTIONS = {
+    "plain": (tconv3d.conv_transpose3d, F.conv_transpose3d),
+    "operator": (torch.ops.tconv3d.conv_transpose3d, F.conv_transpose3d),
+    "relu": (tconv3d.conv_transpose3d_relu, lambda *a: F.conv_transpose3d(*a).relu()),
+    "norm": (fused, lambda *a: F.group_norm(F.conv_transpose3d(*a).relu(), 2)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_refused_calls_are_pytorchs(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under "auto" a warning, once, and the right result; where the user insists on our kernels, an error."""
+    monkeypatch.setattr(pytorch_ops, "_warned", set())
+    # On a machine without a GPU "auto" would not ask the planner.
+    monkeypatch.setattr(tconv3d.ops, "why_not_ours", lambda tensor, backend=None: None)
+    monkeypatch.setattr(tconv3d.fused_ops, "why_not_ours", lambda tensor, backend=None: None)
+    operands = REFUSED.operands(torch.float64, device)
+    ours, theirs = FUNCTIONS[name]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        got = passes(ours, operands, REFUSED.settings)
+    assert len([c for c in caught if "98304 phases, more than 65536" in str(c.message)]) == 1
+    torch.testing.assert_close(got, passes(theirs, operands, REFUSED.settings))
+    insisting: Backend = "cuda" if device == "cuda" else "emulator"
+    with tconv3d.use_backend(insisting), pytest.raises(NotImplementedError, match="98304 phases"):
+        ours(*operands, *REFUSED.settings)
+
+
+def test_second_derivatives_of_refused_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tconv3d.ops, "why_not_ours", lambda tensor, backend=None: None)
+    layer = Layer(1, 1, (1, 2, 1), (1, 2, 1), (70000, 1, 1), batch=1)
+    leaves = [operand.requires_grad_() for operand in layer.operands(torch.float64, device)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.autograd.gradgradcheck(lambda *a: tconv3d.conv_transpose3d(*a, *layer.settings), leaves)
+
+
+@pytest.mark.parametrize("name", ["stride of 100000", "kernel of a million", "largest dilation"])
+def test_explain_says_why(name: str, device: str) -> None:
+    layer = EXTREMES[name]
+    x, w, b = (torch.empty_like(operand, device="meta") for operand in layer.operands(torch.float32, "cpu"))
+    found = tconv3d.explain(x, w, b, *layer.settings, gpu="H200")
+    assert {each.kernel for each in found.passes} == {"PyTorch's operator"}
+    assert len(str(found)) < 4000 and any(word in str(found) for word in ("more than", "longer than", "exceeds"))
+    module = tconv3d.ConvTranspose3dReLUGroupNorm(
+        layer.in_channels, 2 * layer.out_channels, layer.kernel, 1, layer.stride, layer.padding, layer.output_padding,
+        dilation=layer.dilation, device="meta",
+    )  # fmt: skip
+    assert tconv3d.explain(module, x, gpu="H200").kernel == "PyTorch's operator"
+    assert launches(module, x, DEVICES["H200"]) == ()
+
+
+def test_explain_says_what_runs_here(device: str) -> None:
+    operands = REFUSED.operands(torch.float32, device)
+    ours: Backend = "cuda" if device == "cuda" else "emulator"
+    with tconv3d.use_backend(ours):
+        assert tconv3d.explain(*operands, *REFUSED.settings).here.startswith(
+            "an error: tconv3d has no kernel: a stride"
+        )
+    assert tconv3d.explain(*operands, *REFUSED.settings).here.startswith("PyTorch's operator (")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_large_layers_that_are_used_keep_their_kernels(device: str) -> None:
+    """A decoder of patches of 16 voxels, and kernels of 15: they are not near a limit."""
+    gpu: Device = DEVICES[device]
+    for kernel, stride in ((16, 16), (15, 1)):
+        layer = tconv3d.ConvTranspose3d(32, 4, kernel, stride=stride, device="meta")
+        problems = problems_of(*call_of(layer, (1, 32, 4, 4, 4)))
+        refusals = planner.refusals(problems[0], gpu)
+        assert not any("more than 4096" in reason for reason in refusals.values())
