@@ -22,10 +22,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import chain, product
 from math import inf, prod
-from pathlib import Path
 from typing import Any
 
-from . import cache, direct_planner, tensor_cores
+from . import cache, direct_planner, sources, tensor_cores
 from .geometry import Geometry, Triple
 from .halo_build import (
     NOT_SPREAD,
@@ -454,20 +453,13 @@ def _choice(job: Job, shared_bytes: int, multiprocessors: int) -> dict[str, Any]
 
 
 def _key(*settings: object) -> str:
-    return cache.key("halo", _sources(), repr(settings))
+    return cache.key("choice", sources.program(__name__), repr(settings))
 
 
 def _encoded(build: Build | None, tuned: str = "") -> bytes:
     names = [f.name for f in fields(Build) if f.name not in ("geometry", "gather", "dtype")]
     chosen = {name: getattr(build, name) for name in names} if build else None
     return json.dumps({"build": chosen, "tuned": tuned}).encode()
-
-
-@lru_cache(maxsize=1)
-def _sources() -> bytes:
-    """What a choice depends on beside its arguments: the programs that make it."""
-    here = Path(__file__).parent
-    return b"".join(path.read_bytes() for path in (here / "geometry.py", *sorted(here.glob("halo_*.py"))))
 
 
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:

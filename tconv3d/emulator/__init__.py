@@ -36,7 +36,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .. import cache, compiler
+from .. import cache, compiler, sources
 from ..launch import Launch
 
 _HERE = Path(__file__).parent
@@ -72,16 +72,16 @@ def available() -> bool:
 
 
 def prepare(
-    launch: Launch, order: str | None = None, kernels: Path = compiler.KERNELS
+    launch: Launch, order: str | None = None, kernels: Path | None = None
 ) -> Callable[[tuple[int, ...]], None]:
     """Compiles the launch's kernel; returns what runs it on the addresses of `launch.pointers`.
 
-    `order` replaces TCONV3D_EMULATOR_ORDER, `kernels` the directory that the kernel's source is in.
+    `order` replaces TCONV3D_EMULATOR_ORDER, `kernels`, one directory with all headers, replaces `sources.KERNELS`.
     """
     unit = compiler.translation_unit(launch.kernel, launch.constants) + _EPILOGUE.format(
         kernel=launch.kernel, entry=compiler.ENTRY
     )
-    library = _load(launch.kernel, unit, kernels)
+    library = _load(launch.kernel, unit, sources.KERNELS if kernels is None else (kernels,))
     grid = (ctypes.c_uint * 3)(*launch.grid)
     pack = struct.Struct(f"={len(launch.pointers)}Q").pack
 
@@ -120,9 +120,11 @@ def _parse_order(order: str) -> tuple[int, int]:
     return _ORDERS[name], int(seed or "0")
 
 
-def _load(kernel: str, unit: str, kernels: Path) -> ctypes.CDLL:
+def _load(kernel: str, unit: str, kernels: tuple[Path, ...]) -> ctypes.CDLL:
     cxx, flags = _compiler(), _flags()
-    key = cache.key(cache.sources(kernels, _HERE), unit, _version(cxx), cxx, *flags)
+    places = (*kernels, _INCLUDE)
+    files = sources.headers(kernel, places) | sources.included(_HEADER.name, places) | {_RUNTIME.name: _RUNTIME}
+    key = cache.key(sources.digest(files), unit, _version(cxx), cxx, *flags)
     return _open(cache.path(key, ".so", lambda: _build(kernel, unit, kernels, cxx, flags)))
 
 
@@ -144,7 +146,7 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ...]) -> bytes:
+def _build(kernel: str, unit: str, kernels: tuple[Path, ...], cxx: str, flags: tuple[str, ...]) -> bytes:
     """A shared library of one kernel and the runtime."""
     with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
         directory = Path(name)
@@ -152,8 +154,8 @@ def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ..
         library = directory / "kernel.so"
         source.write_text(unit)
         runtime.write_bytes(_runtime(cxx, "address" in _sanitizers()))
-        includes = (f"-I{kernels}", f"-I{_INCLUDE}", "-include", _HEADER)
-        _run(cxx, *flags, *includes, "-shared", "-o", library, source, runtime, "-lm")
+        places = [f"-I{place}" for place in (*kernels, _INCLUDE)]
+        _run(cxx, *flags, *places, "-include", _HEADER, "-shared", "-o", library, source, runtime, "-lm")
         return library.read_bytes()
 
 
