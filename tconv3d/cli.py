@@ -64,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     export.add(commands)
 
     stored = commands.add_parser("cache", help="the compiled kernels on disk")
-    stored.add_argument("action", choices=["size", "path", "clear"], nargs="?", default="size")
+    stored.add_argument("action", choices=["size", "path", "clear", "clear-outdated"], nargs="?", default="size")
     stored.set_defaults(run=_cache)
     return parser
 
@@ -132,8 +132,12 @@ def _cache(arguments: argparse.Namespace) -> int:
         removed = cache.clear()
         background.clear()
         print(f"removed {_kernels(removed)}")
+    elif arguments.action == "clear-outdated":
+        print(f"removed {_kernels(cache.clear_outdated())}")
     elif arguments.action == "size":
         print(_kernels(cache.size()))
+        if (old := cache.outdated()).entries:
+            print(f"{_kernels(old)} of an older version are not used: `tconv3d cache clear-outdated` removes them")
         if meanwhile := background.status():
             print(meanwhile)
     else:

@@ -1,9 +1,9 @@
 """Kernel + constants -> cubin, with NVRTC through cuda-core. Needs no GPU, no CUDA toolkit, no host compiler.
 
-A translation unit is the header of one kernel (`sources.KERNELS`), the constants as `struct Config`, and one `__global__`
-function, `ENTRY`. What was compiled is kept in the disk cache together with the compiler's log, so that the
-report of registers and spills is there for a cached cubin too. cuda is imported when first needed: the
-package imports without it.
+A translation unit is the header of one kernel (`sources.KERNELS`), the constants as `struct Config`, and one
+`__global__` function, `ENTRY`. What was compiled is kept in the disk cache together with the compiler's log, so that
+the report of registers and spills is there for a cached cubin too. cuda is imported when first needed: the package
+imports without it.
 
 Knows nothing of tensors, devices or streams, nor of what the constants mean.
 """

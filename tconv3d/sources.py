@@ -47,7 +47,7 @@ class _Read(NamedTuple):
 
 def digest(files: Mapping[str, Path]) -> str:
     """A hash of the names and contents of files, for `cache.key`. A file is read again when it has changed."""
-    return cache.key(*(part for name in sorted(files) for part in (name, _read(files[name], _no_names).hash)))
+    return cache.key(*(part for name in sorted(files) for part in (name, _read(files[name]).hash)))
 
 
 # ---- headers
@@ -74,7 +74,7 @@ def headers(kernel: str, directories: Sequence[Path] | None = None) -> Files:
 def included(header: str, directories: Sequence[Path] | None = None) -> Files:
     """A header and those that it includes, directly or not, by their names."""
     places = _index(tuple(KERNELS if directories is None else directories))
-    return _closure(header, places.get, lambda _, path: _read(path, _includes).mentions)
+    return _closure(header, places.get, lambda _, path: _read(path).mentions)
 
 
 def _index(directories: tuple[Path, ...]) -> Mapping[str, Path]:
@@ -107,7 +107,7 @@ def _includes(data: bytes) -> Iterable[str]:
 
 def modules(name: str) -> Files:
     """A module and those of the package that it imports, directly or not, by their full names."""
-    return _closure(name, _module_file, lambda module, path: _imports(module, path, _read(path, _statements).mentions))
+    return _closure(name, _module_file, lambda module, path: _imports(module, path, _read(path).mentions))
 
 
 @functools.cache
@@ -166,16 +166,13 @@ def _closure(first: str, locate: Callable[[str], Path | None], names: Callable[[
     return found
 
 
-def _read(path: Path, names: Callable[[bytes], Iterable[str]]) -> _Read:
+def _read(path: Path) -> _Read:
     stat = os.stat(path)
-    return _read_once(path, stat.st_mtime_ns, stat.st_size, names)
+    return _read_once(path, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_once(path: Path, changed: int, size: int, names: Callable[[bytes], Iterable[str]]) -> _Read:
+def _read_once(path: Path, changed: int, size: int) -> _Read:
     data = path.read_bytes()
-    return _Read(hashlib.sha256(data).digest(), tuple(names(data)))
-
-
-def _no_names(data: bytes) -> Iterable[str]:
-    return ()
+    names = _statements(data) if path.suffix == ".py" else _includes(data)
+    return _Read(hashlib.sha256(data).digest(), tuple(names))

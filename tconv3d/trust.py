@@ -28,10 +28,8 @@ def why_not_directory(directory: Path) -> str | None:
     for path in (directory, *directory.parents):
         try:
             found = os.stat(path)
-        except FileNotFoundError:
+        except OSError:  # it is not there, or nothing in it can be read
             continue
-        except OSError as error:
-            return f"{path} cannot be examined ({error.strerror})"
         if path is not directory and found.st_mode & stat.S_ISVTX:
             found = _without_writers(found)
         if (reason := why_not_file(found)) is not None:
