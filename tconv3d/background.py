@@ -382,7 +382,7 @@ def _sides(problem: Problem) -> tuple[tuple[tuple[int, ...], Strides], ...]:
 
 
 def _is_done(work: Work) -> bool:
-    return cache.holds(_done_key(work), ".done")
+    return cache.find(_done_key(work), ".done") is not None
 
 
 def _done_key(work: Work) -> str:

@@ -156,10 +156,17 @@ def put(key: str, suffix: str, payload: bytes) -> None:
         _store(name, file, payload)
 
 
-def holds(key: str, suffix: str) -> bool:
-    """Whether there is an entry on disk that can be used."""
+def find(key: str, suffix: str) -> bytes | None:
+    """The payload of an entry if there is one."""
     root = place()
-    return root is not None and _read(root / (key + suffix)) is not None
+    return _look_up(key + suffix, root / (key + suffix) if root is not None else None)
+
+
+def payloads(suffix: str) -> Iterator[bytes]:
+    """The payloads of all entries on disk with this suffix."""
+    for file in _files(place(), _ENTRY):
+        if file.suffix == suffix and (payload := _read(file)) is not None:
+            yield payload
 
 
 def size() -> Size:

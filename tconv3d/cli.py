@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tconv3d
-from tconv3d import background, cache, compiler, demo, emulator, tasks
+from tconv3d import background, cache, compiler, demo, emulator, halo_planner, tasks
 from tconv3d.bench import commands as bench
 from tconv3d.export import command as export
 
@@ -138,6 +138,8 @@ def _cache(arguments: argparse.Namespace) -> int:
         print(_kernels(cache.size()))
         if (old := cache.outdated()).entries:
             print(f"{_kernels(old)} of an older version are not used: `tconv3d cache clear-outdated` removes them")
+        if old_choices := halo_planner.outdated_tunings():
+            print(f"{old_choices} of the tuned layers were tuned with another version: tune them again")
         if meanwhile := background.status():
             print(meanwhile)
     else:

@@ -89,6 +89,14 @@ def test_put_where_nothing_can_be_written(directory: Path) -> None:
     assert files(directory) == [KEY + ".json"]
 
 
+def test_entries_are_found_without_being_built(directory: Path) -> None:
+    assert cache.find(KEY, ".json") is None and not list(cache.payloads(".json"))
+    cache.put(KEY, ".json", b"first")
+    cache.put(KEY, ".tuned", b"second")
+    assert cache.find(KEY, ".json") == b"first"
+    assert list(cache.payloads(".tuned")) == [b"second"]
+
+
 def test_an_entry_is_built_once(directory: Path) -> None:
     build = Build()
     assert cache.get(KEY, ".cubin", build) == PAYLOAD
@@ -219,7 +227,7 @@ def test_an_entry_that_another_user_could_have_written_is_built_again(
         pretend(patch, file, **changes)
         patch.setattr(trust, "_is_private", lambda *_: False)
         with pytest.warns(RuntimeWarning, match="compiled kernel of another user is not run") as caught:
-            assert not cache.holds(KEY, ".cubin")
+            assert cache.find(KEY, ".cubin") is None and not list(cache.payloads(".cubin"))
             assert cache.get(KEY, ".cubin", Build(b"our own")) == b"our own"
     assert len(caught) == 1 and reason.split()[0] in str(caught[0].message)
     assert file.stat().st_ino != planted
