@@ -16,6 +16,7 @@ import functools
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from . import cache, trust
 # Every directory with headers of kernels. File names are unique among them, because headers include each other by
 # name, and both compilers get all these directories as include paths.
 KERNELS: tuple[Path, ...] = (Path(__file__).with_name("kernels"),)
+
+YOUNG_NS = 2_000_000_000  # 2 s, the coarsest clock of a file system in use
 
 _PACKAGE = __name__.rpartition(".")[0]
 _ROOT = Path(__file__).parent
@@ -78,7 +81,8 @@ def included(header: str, directories: Sequence[Path] | None = None) -> Files:
 
 
 def _index(directories: tuple[Path, ...]) -> Mapping[str, Path]:
-    return _listed(directories, tuple(_changed(directory) for directory in directories))
+    changed = tuple(_changed(directory) for directory in directories)
+    return (_listed.__wrapped__ if _is_young(max(changed)) else _listed)(directories, changed)
 
 
 @functools.lru_cache(maxsize=64)
@@ -168,7 +172,13 @@ def _closure(first: str, locate: Callable[[str], Path | None], names: Callable[[
 
 def _read(path: Path) -> _Read:
     stat = os.stat(path)
-    return _read_once(path, stat.st_mtime_ns, stat.st_size)
+    read = _read_once.__wrapped__ if _is_young(stat.st_mtime_ns) else _read_once
+    return read(path, stat.st_mtime_ns, stat.st_size)
+
+
+def _is_young(changed: int) -> bool:
+    """Whether a file may change once more and keep its time, because the file system's clock is coarse."""
+    return time.time_ns() - changed < YOUNG_NS
 
 
 @functools.lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -23,6 +24,7 @@ from tconv3d import (
     cache,
     cli,
     compiler,
+    emulator,
     halo_planner,
     plain,
     planner,
@@ -360,6 +362,19 @@ def spin_for(seconds: float) -> None:
 def test_a_caller_that_cannot_be_examined_counts_as_busy() -> None:
     assert yielding.cpu_seconds(2**30) is None
     assert yielding._meter(2**30)()
+
+
+@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+def test_what_it_costs_is_measured(tmp_path: Path) -> None:
+    """The script with which the figures of the documents are measured, for an instant and in the emulator."""
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "background_check.py"), "--seconds", "0.3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, "--json", str(figures)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    assert list(found) == ["before", "during", "after", "unrestrained", "beside a loop", "at the end"]
+    assert all(row["median_ms"] > 0 for row in found.values()) and "unrestrained" in done.stdout
 
 
 # ---- when nothing is

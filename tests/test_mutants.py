@@ -143,7 +143,7 @@ def kernels_from(directory: Path, kernel: str) -> Iterator[None]:
     """The emulator takes one kernel from another directory, and the direct kernels take every layer."""
     load = emulator._load
 
-    def load_mutant(name: str, unit: str, usual: Path) -> ctypes.CDLL:
+    def load_mutant(name: str, unit: str, usual: Path | None) -> ctypes.CDLL:
         return load(name, unit, directory if name == kernel else usual)
 
     families = planner.FAMILIES

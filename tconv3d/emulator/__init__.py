@@ -81,7 +81,7 @@ def prepare(
     unit = compiler.translation_unit(launch.kernel, launch.constants) + _EPILOGUE.format(
         kernel=launch.kernel, entry=compiler.ENTRY
     )
-    library = _load(launch.kernel, unit, sources.KERNELS if kernels is None else (kernels,))
+    library = _load(launch.kernel, unit, kernels)
     grid = (ctypes.c_uint * 3)(*launch.grid)
     pack = struct.Struct(f"={len(launch.pointers)}Q").pack
 
@@ -120,12 +120,12 @@ def _parse_order(order: str) -> tuple[int, int]:
     return _ORDERS[name], int(seed or "0")
 
 
-def _load(kernel: str, unit: str, kernels: tuple[Path, ...]) -> ctypes.CDLL:
+def _load(kernel: str, unit: str, kernels: Path | None) -> ctypes.CDLL:
     cxx, flags = _compiler(), _flags()
-    places = (*kernels, _INCLUDE)
+    places = (*(sources.KERNELS if kernels is None else (kernels,)), _INCLUDE)
     files = sources.headers(kernel, places) | sources.included(_HEADER.name, places) | {_RUNTIME.name: _RUNTIME}
     key = cache.key(sources.digest(files), unit, _version(cxx), cxx, *flags)
-    return _open(cache.path(key, ".so", lambda: _build(kernel, unit, kernels, cxx, flags)))
+    return _open(cache.path(key, ".so", lambda: _build(kernel, unit, places, cxx, flags)))
 
 
 @functools.cache
@@ -146,7 +146,7 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _build(kernel: str, unit: str, kernels: tuple[Path, ...], cxx: str, flags: tuple[str, ...]) -> bytes:
+def _build(kernel: str, unit: str, places: tuple[Path, ...], cxx: str, flags: tuple[str, ...]) -> bytes:
     """A shared library of one kernel and the runtime."""
     with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
         directory = Path(name)
@@ -154,8 +154,19 @@ def _build(kernel: str, unit: str, kernels: tuple[Path, ...], cxx: str, flags: t
         library = directory / "kernel.so"
         source.write_text(unit)
         runtime.write_bytes(_runtime(cxx, "address" in _sanitizers()))
-        places = [f"-I{place}" for place in (*kernels, _INCLUDE)]
-        _run(cxx, *flags, *places, "-include", _HEADER, "-shared", "-o", library, source, runtime, "-lm")
+        _run(
+            cxx,
+            *flags,
+            *(f"-I{place}" for place in places),
+            "-include",
+            _HEADER,
+            "-shared",
+            "-o",
+            library,
+            source,
+            runtime,
+            "-lm",
+        )
         return library.read_bytes()
 
 
