@@ -25,7 +25,9 @@ def why_not_directory(directory: Path) -> str | None:
     """Why somebody else could have put files into a directory, in words; None if nobody could, or it is not there."""
     if pwd is None:
         return None
-    for path in (directory, *directory.parents):
+    for path in dict.fromkeys(
+        (directory, *directory.parents, *directory.resolve().parents)
+    ):  # links have two ways up
         try:
             found = os.stat(path)
         except OSError:  # it is not there, or nothing in it can be read

@@ -285,8 +285,13 @@ def test_whom_a_directory_is_trusted_from(tmp_path: Path, monkeypatch: pytest.Mo
     for mode, trusted in ((0o755, True), (0o777, False), (0o1777, True)):  # as /tmp is
         place.chmod(mode)
         assert (trust.why_not_directory(below) is None) == trusted, oct(mode)
+    place.chmod(0o777)
+    link = tmp_path / "link"
+    link.symlink_to(below)
+    assert "can be written by everybody" in (trust.why_not_directory(link) or ""), "what it points to can be replaced"
+    place.chmod(0o755)
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
-    monkeypatch.setattr(trust.os, "stat", lambda path: foreign(os.lstat(path), uid=0))
+    monkeypatch.setattr(trust.os, "stat", lambda path, **_: foreign(os.lstat(path), uid=0))
     assert trust.why_not_directory(place / "below") is None, "root could write it anyway"
 
 
