@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from halo_lab import Bench, milliseconds
 from halo_names import describe
 
-from tconv3d import compiler, halo_planner, launcher
+from tconv3d import compiler, halo_planner, launcher, sources
 from tconv3d.bench.layers import LAYERS
 from tconv3d.halo_build import tilings
 from tconv3d.launch import Launch
@@ -83,7 +83,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 def kernels_without(parts: tuple[str, ...], directory: Path) -> Path:
     """A copy of the kernels without these parts."""
     copy = directory / ("without_" + "_".join(parts))
-    shutil.copytree(compiler.KERNELS, copy)
+    copy.mkdir()
+    for path in sources.all_headers().values():
+        shutil.copy(path, copy)
     texts = {path: path.read_text() for path in copy.glob("halo*.cuh")}
     for part in parts:
         for old, new in PARTS[part]:
@@ -97,7 +99,8 @@ def kernels_without(parts: tuple[str, ...], directory: Path) -> Path:
 
 
 def compile_with(job: tuple[Path, Launch]) -> None:
-    compiler.KERNELS, launch = job
+    kernels, launch = job
+    sources.KERNELS = (kernels,)
     compiler.compile(launch.kernel, launch.constants, "sm_90a")
 
 
@@ -137,7 +140,7 @@ def main() -> None:
                 print(f"{name} {dtype}: {describe(plan.build)}; {plan.tiling}", flush=True)
                 list(pool.map(compile_with, [(path, plan.main) for path in kernels.values()]))
                 for variant, path in kernels.items():
-                    compiler.KERNELS = path
+                    sources.KERNELS = (path,)
                     launcher._kernels.clear()  # they are known by their constants
                     print(f"    {milliseconds(bench.runner(plan), flush, 7):8.4f} ms  {variant}", flush=True)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import compiler
+from . import compiler, plain
 from .explain import checked_layer, find_gpu, launches
 from .launch import Constants, Launch
 from .modules import ConvTranspose3dReLUGroupNorm
@@ -60,13 +59,15 @@ def compile_ahead(
 
 # NVRTC compiles one kernel at a time in a process. Not `multiprocessing`: its processes would begin with the
 # caller's script, which need not be prepared for that.
-_PROGRAM = "import pickle, sys; from tconv3d.ahead import compile_all; compile_all(*pickle.load(sys.stdin.buffer))"
+_PROGRAM = "import sys; from tconv3d.ahead import compile_described; compile_described(sys.stdin.read())"
+
+Kernels = tuple[tuple[str, Constants], ...]
 
 
 def fill_cache(launches: Iterable[Launch], device: Device) -> int:
     """Compiles what launches need, in several processes, and says how many kernels that are. What fails here fails
     again where it is launched, and says so there."""
-    kernels = list(dict.fromkeys((launch.kernel, launch.constants) for launch in launches))
+    kernels = tuple(dict.fromkeys((launch.kernel, launch.constants) for launch in launches))
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(kernels))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     arch = compiler.architecture(device.capability)
@@ -84,7 +85,7 @@ def fill_cache(launches: Iterable[Launch], device: Device) -> int:
             stream = workers[-1].stdin
             assert stream is not None
             with contextlib.suppress(BrokenPipeError), stream:
-                pickle.dump((kernels[i::count], arch), stream)
+                stream.write(plain.dumps((kernels[i::count], arch)).encode())
         for worker in workers:
             worker.wait()
     except BaseException:
@@ -94,7 +95,12 @@ def fill_cache(launches: Iterable[Launch], device: Device) -> int:
     return len(kernels)
 
 
-def compile_all(kernels: Sequence[tuple[str, Constants]], arch: str) -> None:
+def compile_described(text: str) -> None:
+    """In a process that `fill_cache` started."""
+    compile_all(*plain.loads(text, tuple[Kernels, str]))
+
+
+def compile_all(kernels: Kernels, arch: str) -> None:
     for name, constants in kernels:
         with contextlib.suppress(compiler.CompileError):
             compiler.compile(name, constants, arch)

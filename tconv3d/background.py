@@ -1,4 +1,4 @@
-"""Kernels that other volumes of a layer may need, compiled behind the user's back.
+"""Kernels that other volumes of a layer may need, compiled in the background.
 
     background.offer(problems, device)      # by the executor, when a call is planned
 
@@ -7,11 +7,12 @@ then made by another process, of the lowest priority, that plans calls with volu
 disk cache: a later call with one of them finds choice and cubin there. What is launched does not depend on it: a call
 that comes before the process is done plans and compiles the same.
 
-A process of its own, because planning is Python and would hold up the caller's, and because a compiler must not be in
-the middle of something when the caller's process ends. It never touches a GPU and does not import PyTorch; it ends
-when it is done, and at once when the process that started it does. In a cache directory one works at a time. A layer
-that is done leaves an entry in the cache, and nobody begins it again. A process that was interrupted leaves what it
-had compiled, and the next one goes on.
+The work has a process of its own, because planning is Python and would hold up the caller's, and because a compiler
+must not be in the middle of something when the caller's process ends. The caller writes what is to be made into a
+pipe and has no thread that waits. While the caller is busy, the process works for `SHARE` of the time (`yielding`).
+It never touches a GPU and does not import PyTorch; it ends when it is done, and at once when the process that started
+it does. In a cache directory one works at a time. A layer that is done leaves an entry in the cache, and nobody
+begins it again. A process that was interrupted leaves what it had compiled, and the next one goes on.
 
     TCONV3D_BACKGROUND      0: no such process is started.
 
@@ -24,9 +25,8 @@ import atexit
 import contextlib
 import json
 import os
-import pickle
-import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -34,11 +34,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import BinaryIO
 
-from . import cache, compiler, planner, repertoire
+from . import cache, compiler, plain, planner, repertoire, sources
 from .geometry import Triple
 from .launch import Constants
 from .problem import Device, Pass, Problem, Strides, channels_last_strides, contiguous_strides
@@ -57,7 +55,8 @@ Layout = Callable[[tuple[int, ...]], Strides]
 
 LAYOUTS: tuple[Layout, ...] = (contiguous_strides, channels_last_strides, lambda shape: (0,) * 5)  # the last: of none
 
-DELAY_S = 1.0  # after the first offer: a process begins with several layers, and waits for none of this
+DELAY_S = 1.0  # seconds after the first offer: a program begins with several layers, and none of them is held up
+SHARE = 0.05  # of the time that the process works while its caller is busy; it works freely beside a quiet caller
 EDGES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
 BATCHES = (1, 2, 4, 16, 64)
 MOST_POSITIONS = 2**22
@@ -85,7 +84,7 @@ _offered: set[tuple[object, ...]] = set()
 def _possible() -> bool:
     if os.environ.get("TCONV3D_BACKGROUND", "1") == "0" or fcntl is None:
         return False
-    root = cache.directory()
+    root = cache.place()
     if root is None or not os.access(root, os.W_OK):
         return False
     # Where Python is a part of another program, that is what would be started.
@@ -99,52 +98,70 @@ def _layer_of(problem: Problem) -> Problem:
 
 
 class Feeder:
-    """Starts the process, hands it what was offered, and waits for its end: in a thread."""
+    """Hands what was offered to a process, and starts one where there is none.
+
+    A thread does so `DELAY_S` after an offer and ends: while the process works, nothing of it runs in this one.
+    """
 
     def __init__(self) -> None:
-        self._offers: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._offers: list[Work] = []
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = False
-        self.busy = False
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None or self._lives()
+
+    def _lives(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def put(self, work: Work) -> None:
-        self.busy = True
-        self._offers.put(work)
         with self._lock:
-            if self._thread is None and not self._ended:
+            if self._ended:
+                return
+            self._offers.append(work)
+            if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="tconv3d background", daemon=True)
                 self._thread.start()
 
     def _run(self) -> None:
         while True:
-            found = [self._offers.get()]
             time.sleep(DELAY_S)
-            while not self._offers.empty():
-                found.append(self._offers.get())
+            with self._lock:
+                found, self._offers = self._offers, []
             with contextlib.suppress(Exception):  # no more processes, say: it costs time, never a result
                 self._hand_over([work for work in found if not _is_done(work)])
-            self.busy = not self._offers.empty()
+            with self._lock:
+                if not self._offers:
+                    self._thread = None
+                    return
 
     def _hand_over(self, found: list[Work]) -> None:
-        """Returns when all is done."""
-        with self._lock:
-            if self._ended or not found:
+        """Writes to the process that is there; to a new one, if it has just ended or there is none."""
+        text = "".join(f"{plain.dumps(work)}\n" for work in found).encode()
+        for _ in range(2 if found else 0):
+            with self._lock:
+                if self._ended:
+                    return
+                if not self._lives():
+                    self._process = start()
+                process = self._process
+            assert process is not None and process.stdin is not None
+            try:
+                process.stdin.write(text)
+                process.stdin.flush()
                 return
-            self._process = process = start()
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin:  # open: this process lives
-            pickle.dump(found, process.stdin)
-            process.stdin.flush()
-            process.wait()
+            except BrokenPipeError:
+                process.wait()
 
     def end(self) -> None:
         """Nothing is started any more, and what was is ended."""
         with self._lock:
             self._ended = True
-            if self._process is not None:
-                self._process.kill()
+            if self._process is not None and self._lives():
+                os.killpg(self._process.pid, signal.SIGKILL)
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)
@@ -152,9 +169,10 @@ class Feeder:
 
 # The package's own `__init__` imports PyTorch, which takes longer than all else and is not needed.
 _PROGRAM = (
-    "import sys, types; package = types.ModuleType('tconv3d'); package.__path__ = sys.argv[1:]; "
-    "sys.modules['tconv3d'] = package; from tconv3d.background import main; main()"
+    "import sys, types; package = types.ModuleType('tconv3d'); package.__path__ = sys.argv[1:2]; "
+    "sys.modules['tconv3d'] = package; from tconv3d.yielding import run; run(sys.argv[2], float(sys.argv[3]))"
 )
+_WORK = "from tconv3d.background import main; main()"
 
 
 def start() -> subprocess.Popen[bytes]:
@@ -166,12 +184,12 @@ def start() -> subprocess.Popen[bytes]:
         "OPENBLAS_NUM_THREADS": "1",
     }
     return subprocess.Popen(
-        [sys.executable, "-c", _PROGRAM, str(Path(__file__).parent)],
+        [sys.executable, "-c", _PROGRAM, str(Path(__file__).parent), _WORK, str(SHARE)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, **settings},
-        start_new_session=True,  # an interrupt from the keyboard is for the caller
+        start_new_session=True,  # an interrupt from the keyboard is for the caller alone
     )
 
 
@@ -200,7 +218,7 @@ def busy() -> bool:
 
 def status() -> str:
     """What is being made, or what went wrong, for people; nothing, if there is nothing to say."""
-    root = cache.directory()
+    root = cache.place()
     if root is None or fcntl is None:
         return ""
     with contextlib.suppress(OSError), open(root / LOCK, "rb") as file:
@@ -216,7 +234,7 @@ def status() -> str:
 
 def clear() -> None:
     """What went wrong is forgotten."""
-    if (root := cache.directory()) is not None:
+    if (root := cache.place()) is not None:
         with contextlib.suppress(OSError):
             (root / FAILURE).unlink()
 
@@ -225,16 +243,12 @@ def clear() -> None:
 
 
 def main() -> None:
-    os.nice(19)
     cache.LOCKING = False  # at this priority, nobody should have to wait for it
-    stream = sys.stdin.buffer
-    found: list[Work] = pickle.load(stream)
-    threading.Thread(target=_watch, args=(stream, os.getppid()), daemon=True).start()
-    root = cache.directory()
+    root = cache.place()
     assert root is not None, "offered without a cache"
     try:
         with _alone(root) as report:
-            for work in found:
+            for work in _handed_over():
                 prepare(work, report)
         (root / FAILURE).unlink(missing_ok=True)
     except Exception:  # nobody listens: left where `status` finds it
@@ -242,13 +256,15 @@ def main() -> None:
             (root / FAILURE).write_text(traceback.format_exc())
 
 
-def _watch(stream: BinaryIO, parent: int) -> None:
-    """Ends this process with the one that started it: then nobody holds the other end of the pipe. Or a child of its
-    does, but then this process has another parent. Entries appear in the cache as a whole, so any moment is fine."""
-    while os.getppid() == parent:
-        if select.select([stream], [], [], 1.0)[0] and not stream.read(1):
-            break
-    os._exit(0)
+def _handed_over() -> Iterator[Work]:
+    """What the caller writes to the standard input, one line each, until there is no more to do."""
+    rest, patience = b"", None  # the caller writes as soon as it has started this process
+    while select.select([0], [], [], patience)[0] and (data := os.read(0, 65536)):
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield plain.loads(line, Work)
+        patience = 0.0
+    os.close(0)  # what the caller writes now fails, and it starts another process
 
 
 @contextlib.contextmanager
@@ -366,14 +382,10 @@ def _sides(problem: Problem) -> tuple[tuple[tuple[int, ...], Strides], ...]:
 
 
 def _is_done(work: Work) -> bool:
-    root = cache.directory()
-    return root is not None and (root / f"{_done_key(work)}.done").exists()
+    return cache.find(_done_key(work), ".done") is not None
 
 
 def _done_key(work: Work) -> str:
-    return cache.key("background", cache.sources(compiler.KERNELS), _programs(), compiler.identity(), repr(work))
-
-
-@lru_cache(maxsize=1)
-def _programs() -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    """Any family may have planned the layer: so the key covers all headers, and all modules that plan."""
+    headers = sources.digest(sources.all_headers())
+    return cache.key("background", headers, sources.program(__name__), compiler.identity(), repr(work))

@@ -1,6 +1,6 @@
 """The disk cache of compiled kernels: cubins of the compiler, shared objects of the emulator.
 
-    key = cache.key(cache.sources(directory), unit, architecture, *options, compiler_version)
+    key = cache.key(sources.digest(files), unit, architecture, *options, compiler_version)
     cubin = cache.get(key, ".cubin", build)       # bytes
     library = cache.path(key, ".so", build)       # a file that can be dlopen'ed
     cache.put(key, ".json", payload)              # over what is there
@@ -17,14 +17,19 @@ The cache is never a reason to fail. Where it cannot be written (no home, read-o
 warning with the reason, and what was built lives in this process: in memory, or, for `path`, in a temporary
 directory removed at exit. A directory that is read-only but filled is still read.
 
-Knows nothing of CUDA, of C++, or of what the payloads mean. Imports nothing of the package.
+Entries are code that this process will run. So a directory or an entry that another user could have written
+(`trust`) is not read; a warning says what to do, and the user's own cache directory takes its place.
+
+Entries lie in a directory named after the layout of the cache (`LAYOUT`). Those of an older layout are never read:
+`outdated` counts them, and `clear` and `clear_outdated` remove them.
+
+Knows nothing of CUDA, of C++, or of what the payloads mean.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import hashlib
 import os
 import re
@@ -37,6 +42,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from . import trust
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system: no lock between processes, every one of them compiles
@@ -44,6 +51,7 @@ except ImportError:  # not a POSIX system: no lock between processes, every one 
 
 LOCK_TIMEOUT = 300.0  # seconds; longer than any compile, because only a stuck process is waited for so long
 LOCKING = True  # whether others wait for what this process builds; if not, they build it too
+LAYOUT = "v2"  # the directory of entries, inside the cache's; a new one whenever older entries cannot be read
 STALE_AFTER = 3600.0  # seconds after which a lock or temporary file belongs to nobody
 
 _MAGIC = b"tconv3d1"
@@ -61,12 +69,16 @@ class Size(NamedTuple):
 
 
 def directory() -> Path | None:
-    """Where entries are stored: `TCONV3D_CACHE_DIR`, or `tconv3d` in the user's cache directory.
+    """The cache's directory: `TCONV3D_CACHE_DIR`, or `tconv3d` in the user's cache directory.
 
-    None when there is no home directory to put it in. The directory need not exist or be writable.
+    None when there is no home directory to put it in. The directory need not exist, be writable or be trusted.
     """
     if chosen := os.environ.get("TCONV3D_CACHE_DIR"):
         return Path(os.path.abspath(os.path.expanduser(chosen)))
+    return _users_own()
+
+
+def _users_own() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # unset, or relative, which its specification says to ignore
         home = os.path.expanduser("~")
@@ -76,6 +88,38 @@ def directory() -> Path | None:
     return Path(base, "tconv3d")
 
 
+def place() -> Path | None:
+    """Where entries are: in `directory()`, or in the user's own where another user could have written to that one.
+
+    None when neither can be used. The place need not exist or be writable.
+    """
+    root, own = directory(), _users_own()
+    if root is None:
+        return None
+    reason = _distrust(root / LAYOUT)
+    if reason is None:
+        return root / LAYOUT
+    instead = own / LAYOUT if own is not None and _distrust(own / LAYOUT) is None else None
+    _warn(
+        f"compiled kernels of another user are not run: {reason}, so the cache in {root} is not used. Set "
+        "TCONV3D_CACHE_DIR to a directory of your own, or make this one yours alone (chown, chmod go-w). Until then "
+        + (f"the cache is {own}." if instead else "compiled kernels are not kept for the next process.")
+    )
+    return instead
+
+
+_trusted: set[Path] = set()  # directories that exist and that only this user can write
+
+
+def _distrust(entries: Path) -> str | None:
+    if entries in _trusted:
+        return None
+    reason = trust.why_not_directory(entries)
+    if reason is None and entries.exists():
+        _trusted.add(entries)
+    return reason
+
+
 def key(*parts: str | bytes) -> str:
     """The name of an entry: a hash of everything its content depends on. The parts' borders count."""
     digest = hashlib.sha256()
@@ -83,32 +127,6 @@ def key(*parts: str | bytes) -> str:
         data = part.encode() if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()
-
-
-def sources(*directories: Path) -> str:
-    """A hash of the names and contents of all source files in these directories, for `key`."""
-    parts: list[str | bytes] = []
-    for root in directories:
-        for name in sorted(_source_files(str(root))):
-            path = os.path.join(root, name)
-            stat = os.stat(path)
-            parts += [name, _source(path, stat.st_mtime_ns, stat.st_size)]
-    return key(*parts)
-
-
-def _source_files(root: str, below: str = "") -> Iterator[str]:
-    with os.scandir(os.path.join(root, below)) as found:
-        for file in found:
-            if file.is_dir():
-                yield from _source_files(root, f"{below}{file.name}/")
-            elif file.name.endswith((".cuh", ".cu", ".h", ".hpp", ".cpp")):
-                yield below + file.name
-
-
-@functools.lru_cache(maxsize=1024)
-def _source(path: str, changed: int, size: int) -> bytes:
-    """What is in a source file, read again when it has changed."""
-    return Path(path).read_bytes()
 
 
 def get(key: str, suffix: str, build: Callable[[], bytes]) -> bytes:
@@ -131,26 +149,68 @@ def path(key: str, suffix: str, build: Callable[[], bytes]) -> Path:
 
 def put(key: str, suffix: str, payload: bytes) -> None:
     """Writes an entry over the one that may be there. Where `get` builds, this is for what was found otherwise."""
-    name, root = key + suffix, directory()
+    name, root = key + suffix, place()
     file = root / name if root is not None else None
     with _thread_lock(name), _process_lock(file):
         _unstored.pop(name, None)
         _store(name, file, payload)
 
 
+def find(key: str, suffix: str) -> bytes | None:
+    """The payload of an entry if there is one."""
+    root = place()
+    return _look_up(key + suffix, root / (key + suffix) if root is not None else None)
+
+
+def payloads(suffix: str) -> Iterator[bytes]:
+    """The payloads of all entries on disk with this suffix."""
+    for file in _files(place(), _ENTRY):
+        if file.suffix == suffix and (payload := _read(file)) is not None:
+            yield payload
+
+
 def size() -> Size:
-    """How much the cache holds on disk."""
-    sizes = [_bytes_of(file) for file in _files(directory(), _ENTRY)]
-    return Size(len(sizes), sum(sizes))
+    """How much the cache holds on disk, in entries that this version can use."""
+    return _size(_files(place(), _ENTRY))
+
+
+def outdated() -> Size:
+    """How much the cache holds on disk in entries of an older layout, which nothing reads any more."""
+    return _size(_outdated_files())
 
 
 def clear() -> Size:
     """Removes every entry and all that interrupted processes left; says how many entries went."""
-    before, root = size(), directory()
-    for file in _files(root, _ENTRY) + _files(root, _LEFTOVER):
-        file.unlink(missing_ok=True)
+    root = place()
+    removed = _remove(_files(root, _ENTRY) + _outdated_files())
+    _remove(_files(root, _LEFTOVER))
     _unstored.clear()
-    after = size()
+    return removed
+
+
+def clear_outdated() -> Size:
+    """Removes the entries of older layouts; says how many went."""
+    return _remove(_outdated_files())
+
+
+def _outdated_files() -> list[Path]:
+    """Entries of the first layout lay in the cache's directory itself, those of a later one in `v<number>`."""
+    root = directory()
+    older = [f"v{number}" for number in range(2, int(LAYOUT[1:]))]
+    places = [root, *(root / name for name in older)] if root is not None else []
+    return [file for place in places for pattern in (_ENTRY, _LEFTOVER) for file in _files(place, pattern)]
+
+
+def _size(files: list[Path]) -> Size:
+    return Size(len(files), sum(_bytes_of(file) for file in files))
+
+
+def _remove(files: list[Path]) -> Size:
+    before = _size(files)
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            file.unlink()
+    after = _size([file for file in files if file.exists()])
     return Size(before.entries - after.entries, before.bytes - after.bytes)
 
 
@@ -164,7 +224,7 @@ _swept: set[Path] = set()
 
 def _fetch(name: str, build: Callable[[], bytes]) -> tuple[bytes, Path | None]:
     """An entry's payload, and its file unless it could not be stored."""
-    root = directory()
+    root = place()
     file = root / name if root is not None else None
     if (payload := _look_up(name, file)) is not None:
         return payload, file if name not in _unstored else None
@@ -183,6 +243,9 @@ def _look_up(name: str, file: Path | None) -> bytes | None:
 
 def _store(name: str, file: Path | None, payload: bytes) -> None:
     try:
+        if file is None and directory() is not None:  # `place` has said why it is not used
+            _unstored[name] = payload
+            return
         if file is None:
             raise FileNotFoundError("there is no home directory")
         _open_directory(file.parent)
@@ -193,11 +256,15 @@ def _store(name: str, file: Path | None, payload: bytes) -> None:
 
 
 def _read(file: Path) -> bytes | None:
-    """The payload of an entry; None if it is missing, unreadable, truncated or damaged."""
+    """The payload of an entry; None if it is missing, unreadable, truncated, damaged or could be another user's."""
     try:
-        data = file.read_bytes()
+        with open(file, "rb") as stream:
+            reason = trust.why_not_file(os.fstat(stream.fileno()))
+            data = stream.read() if reason is None else b""
     except OSError:
         return None
+    if reason is not None:
+        _warn(f"a compiled kernel of another user is not run, but compiled again: {file} {reason}")
     payload, trailer = data[:-_TRAILER_BYTES], data[-_TRAILER_BYTES:]
     return payload if trailer == hashlib.sha256(payload).digest() + _MAGIC else None
 
@@ -209,7 +276,7 @@ def _write(file: Path, payload: bytes) -> None:
     """
     temporary = file.with_name(f"{file.name}.{os.urandom(8).hex()}.tmp")
     try:
-        with open(temporary, "xb") as stream:
+        with open(temporary, "xb", opener=_own_file) as stream:
             stream.write(payload)
             stream.write(hashlib.sha256(payload).digest() + _MAGIC)
         os.replace(temporary, file)
@@ -217,6 +284,11 @@ def _write(file: Path, payload: bytes) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def _own_file(name: str, flags: int) -> int:
+    """Opens a file that nobody but this user can write, whatever the umask."""
+    return os.open(name, flags, 0o644)
 
 
 @contextlib.contextmanager
@@ -252,7 +324,7 @@ def _acquire(lock: Path) -> int | None:
         _open_directory(lock.parent)
         while time.monotonic() < deadline:
             if descriptor is None:
-                descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
+                descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _same_file(descriptor, lock):
@@ -279,7 +351,11 @@ def _same_file(descriptor: int, name: Path) -> bool:
 
 def _open_directory(root: Path) -> None:
     """Makes the directory, and once per process removes what killed processes left in it."""
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for missing in reversed([each for each in (root, *root.parents) if not each.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+    root.mkdir(exist_ok=True)  # raises if there is a file in its place
+    if (reason := _distrust(root)) is not None:
+        raise PermissionError(reason)
     if root in _swept:
         return
     _swept.add(root)

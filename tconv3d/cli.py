@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 import tconv3d
-from tconv3d import background, cache, compiler, demo, emulator, gpus, tables, tasks
+from tconv3d import background, cache, compiler, demo, emulator, gpus, halo_planner, tables, tasks
 from tconv3d.arguments import integer, triple
 from tconv3d.bench import commands as bench
 from tconv3d.export import command as export
@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     export.add(commands)
 
     stored = commands.add_parser("cache", help="the compiled kernels on disk")
-    stored.add_argument("action", choices=["size", "path", "clear"], nargs="?", default="size")
+    stored.add_argument("action", choices=["size", "path", "clear", "clear-outdated"], nargs="?", default="size")
     stored.set_defaults(run=_cache)
     return parser
 
@@ -124,8 +124,14 @@ def _cache(arguments: argparse.Namespace) -> int:
         removed = cache.clear()
         background.clear()
         print(f"removed {_kernels(removed)}")
+    elif arguments.action == "clear-outdated":
+        print(f"removed {_kernels(cache.clear_outdated())}")
     elif arguments.action == "size":
         print(_kernels(cache.size()))
+        if (old := cache.outdated()).entries:
+            print(f"{_kernels(old)} of an older version are not used: `tconv3d cache clear-outdated` removes them")
+        if old_choices := halo_planner.outdated_tunings():
+            print(f"{old_choices} of the tuned layers were tuned with another version: tune them again")
         if meanwhile := background.status():
             print(meanwhile)
     else:

@@ -1,9 +1,9 @@
 """Kernel + constants -> cubin, with NVRTC through cuda-core. Needs no GPU, no CUDA toolkit, no host compiler.
 
-A translation unit is one header of `kernels/`, the constants as `struct Config`, and one `__global__`
-function, `ENTRY`. What was compiled is kept in the disk cache together with the compiler's log, so that the
-report of registers and spills is there for a cached cubin too. cuda is imported when first needed: the
-package imports without it.
+A translation unit is the header of one kernel (`sources.KERNELS`), the constants as `struct Config`, and one
+`__global__` function, `ENTRY`. What was compiled is kept in the disk cache together with the compiler's log, so that
+the report of registers and spills is there for a cached cubin too. cuda is imported when first needed: the package
+imports without it.
 
 Knows nothing of tensors, devices or streams, nor of what the constants mean.
 """
@@ -18,12 +18,10 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
-from . import cache
+from . import cache, sources
 from .launch import Constant, Constants
 
-KERNELS = Path(__file__).with_name("kernels")
 ENTRY = "tconv3d_kernel"
 
 # "-v" makes ptxas report registers and spills. No fast math: division, denormals and rounding are IEEE's.
@@ -106,7 +104,7 @@ def translation_unit(kernel: str, constants: Constants) -> str:
 def compile(kernel: str, constants: Constants, arch: str) -> Compiled:
     """The cubin of a kernel, out of the disk cache or out of NVRTC."""
     unit = translation_unit(kernel, constants)
-    key = cache.key(cache.sources(KERNELS), unit, arch, repr(options()), identity())
+    key = cache.key(sources.digest(sources.headers(kernel)), unit, arch, repr(options()), identity())
     entry = cache.get(key, ".cubin", lambda: _build(kernel, constants, unit, arch))
     log, cubin = _unpack(entry)
     return Compiled(cubin, log)
@@ -223,7 +221,8 @@ def _build(kernel: str, constants: Constants, unit: str, arch: str) -> bytes:
         raise missing(error) from error
     log = io.StringIO()
     try:
-        wanted = ProgramOptions(name=f"{kernel}.cu", arch=arch, include_path=[str(KERNELS)], **options())
+        places = [str(directory) for directory in sources.KERNELS]
+        wanted = ProgramOptions(name=f"{kernel}.cu", arch=arch, include_path=places, **options())
         program = Program(unit, "c++", wanted)
         cubin = bytes(program.compile("cubin", logs=log).code)
         program.close()

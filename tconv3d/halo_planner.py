@@ -22,10 +22,9 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import chain, product
 from math import inf, prod
-from pathlib import Path
 from typing import Any
 
-from . import cache, direct_planner, tensor_cores
+from . import cache, direct_planner, sources, tensor_cores
 from .geometry import Geometry, Triple
 from .halo_build import (
     NOT_SPREAD,
@@ -418,6 +417,9 @@ def _build_of(nominal: Nominal, choice: dict[str, Any]) -> Build | None:
     return Build(geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
 
 
+TUNED = ".tuned"  # the suffix of measured choices in the disk cache
+
+
 def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
     """What was measured, where the build was chosen by measurement; else nothing."""
     return str(_tuning(nominal, shared_bytes, multiprocessors)["tuned"])
@@ -425,7 +427,7 @@ def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
 
 def keep(nominal: Nominal, shared_bytes: int, multiprocessors: int, build: Build, tuned: str) -> None:
     """Makes a build the choice from now on, in all processes. `tuned` says what was measured."""
-    cache.put(_key("tuned", nominal, shared_bytes, multiprocessors), ".json", _encoded(build, tuned))
+    cache.put(_key("tuned", nominal, shared_bytes, multiprocessors), TUNED, _encoded(build, tuned))
     forget()
 
 
@@ -440,7 +442,7 @@ def forget() -> None:
 def _tuning(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> dict[str, Any]:
     """What a tuner left in the disk cache, if one did."""
     key = _key("tuned", nominal, shared_bytes, multiprocessors)
-    choice: dict[str, Any] = json.loads(cache.get(key, ".json", lambda: _encoded(None)))
+    choice: dict[str, Any] = json.loads(cache.find(key, TUNED) or _encoded(None))
     return choice
 
 
@@ -454,20 +456,18 @@ def _choice(job: Job, shared_bytes: int, multiprocessors: int) -> dict[str, Any]
 
 
 def _key(*settings: object) -> str:
-    return cache.key("halo", _sources(), repr(settings))
+    return cache.key("choice", sources.program(__name__), repr(settings))
 
 
 def _encoded(build: Build | None, tuned: str = "") -> bytes:
     names = [f.name for f in fields(Build) if f.name not in ("geometry", "gather", "dtype")]
     chosen = {name: getattr(build, name) for name in names} if build else None
-    return json.dumps({"build": chosen, "tuned": tuned}).encode()
+    return json.dumps({"build": chosen, "tuned": tuned, "planner": sources.program(__name__)}).encode()
 
 
-@lru_cache(maxsize=1)
-def _sources() -> bytes:
-    """What a choice depends on beside its arguments: the programs that make it."""
-    here = Path(__file__).parent
-    return b"".join(path.read_bytes() for path in (here / "geometry.py", *sorted(here.glob("halo_*.py"))))
+def outdated_tunings() -> int:
+    """How many measured choices in the disk cache another version of this planner made: they are not used."""
+    return sum(json.loads(each)["planner"] != sources.program(__name__) for each in cache.payloads(TUNED))
 
 
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:

@@ -1038,7 +1038,8 @@ def _typical_tilings(layer: Layer, device: Device, positions: int) -> Iterator[T
 def _own_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
     """The best for a volume."""
     settings = (layer, replace(device, name=""), batch, size)
-    return searched("hopper_weight_grad", settings, lambda: _best_tiling(*settings))
+    found: Tiling | None = searched(__name__, settings, Tiling | None, lambda: _best_tiling(*settings))
+    return found
 
 
 def _best_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:

@@ -429,7 +429,7 @@ def _own_compiled(bands: Bands, device: Device) -> Compiled | None:
         best = _best_tiling(bands, device, COMPILED)
         return None if best is None else (best.columns_x, best.columns_w, best.consumers)
 
-    return searched("unfold", (bands, replace(device, name="")), search)
+    return searched(__name__, (bands, replace(device, name="")), Compiled | None, search)
 
 
 def _best_tiling(bands: Bands, device: Device, choices: Iterable[Compiled]) -> Tiling | None:

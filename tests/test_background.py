@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
-import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +24,11 @@ from tconv3d import (
     cache,
     cli,
     compiler,
+    emulator,
     halo_planner,
+    plain,
     planner,
+    yielding,
 )
 from tconv3d.background import Kernel, Problems
 from tconv3d.bench.layers import Layer, layer
@@ -76,19 +80,18 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache, and a compiler, of the test's own."""
-    root = tmp_path / "cache"
-    root.mkdir()
+    root = tmp_path / "cache" / cache.LAYOUT
+    root.mkdir(mode=0o700, parents=True)
     program = tmp_path / "stub.py"
     program.write_text(STUB)
-    before = background._PROGRAM.partition("from tconv3d.background")[0]
-    monkeypatch.setattr(background, "_PROGRAM", f"{before}exec(open({str(program)!r}).read()); background.main()")
-    monkeypatch.setenv("TCONV3D_CACHE_DIR", str(root))
+    monkeypatch.setattr(background, "_WORK", f"exec(open({str(program)!r}).read()); background.main()")
+    monkeypatch.setenv("TCONV3D_CACHE_DIR", str(root.parent))
     monkeypatch.setenv("STUB_LOG", str(tmp_path / "log"))
     monkeypatch.setattr(compiler, "identity", lambda: "stub")
     monkeypatch.setattr(background, "EDGES", (4,))
     monkeypatch.setattr(background, "BATCHES", (1,))
     monkeypatch.setattr(background, "TYPICAL", ((1, 4), (1, 12)))
-    return root
+    return root.parent
 
 
 def built(own_cache: Path) -> list[tuple[str, str]]:
@@ -193,12 +196,13 @@ def test_a_process_compiles_what_calls_will_ask_for(own_cache: Path, monkeypatch
 
 def test_the_process_has_neither_pytorch_nor_a_gpu(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = own_cache.parent / "seen"
-    ends = f"; import sys; open({str(seen)!r}, 'w').write(str(('torch' in sys.modules, os.nice(0))))"
-    monkeypatch.setattr(background, "_PROGRAM", background._PROGRAM + ends)
+    facts = "'torch' in sys.modules, os.nice(0), os.sched_getscheduler(0) == os.SCHED_IDLE"
+    ends = f"; import os, sys; open({str(seen)!r}, 'w').write(str(({facts})))"
+    monkeypatch.setattr(background, "_WORK", background._WORK + ends)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     background.offer(problems(CONVOLUTION, 2, (8, 8, 8))[0], H200)
     assert waited(seen.exists) and waited(seen.read_text)
-    assert seen.read_text() == "(False, 19)"
+    assert seen.read_text() == "(False, 19, True)"
 
 
 def test_two_at_once_compile_everything_once(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,11 +234,11 @@ def test_a_process_that_was_killed_is_taken_up(own_cache: Path, monkeypatch: pyt
 
 
 PARENT = """
-import pickle, sys, time
-from tconv3d import background
-background._PROGRAM = sys.argv[1]
+import sys, time
+from tconv3d import background, plain
+background._WORK = sys.argv[1]
 background.DELAY_S = 0.0
-background._feeder.put(pickle.load(open(sys.argv[2], "rb")))
+background._feeder.put(plain.loads(open(sys.argv[2]).read(), background.Work))
 while background._feeder._process is None: time.sleep(0.01)
 print(background._feeder._process.pid, flush=True)
 {}
@@ -248,14 +252,14 @@ def test_it_ends_with_the_process_that_started_it(
     monkeypatch.setenv("STUB_SLEEP", "100")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     work = own_cache.parent / "work"
-    work.write_bytes(pickle.dumps((problems(CONVOLUTION, 2, (8, 8, 8))[0], H200)))
+    work.write_text(plain.dumps((problems(CONVOLUTION, 2, (8, 8, 8))[0], H200)))
     until = "while not __import__('os').path.exists(__import__('os').environ['STUB_LOG']): time.sleep(0.01)\n"
     last = {
         "killed": "time.sleep(100)",
         "ends": "",
         "killed, with a child": "import os\nif os.fork() == 0: os.close(1)\ntime.sleep(20)",
     }[ending]
-    command = [sys.executable, "-c", PARENT.format(until + last), background._PROGRAM, str(work)]
+    command = [sys.executable, "-c", PARENT.format(until + last), background._WORK, str(work)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
@@ -265,13 +269,112 @@ def test_it_ends_with_the_process_that_started_it(
             parent.send_signal(signal.SIGKILL)
         parent.wait()
     assert time.monotonic() - started < 5.0, "nobody waits for the compiler"
-    assert waited(lambda: not _runs(pid), 10.0)
+    worker = int(built(own_cache)[0][0])
+    assert worker != pid
+    assert waited(lambda: not _runs(pid) and not _runs(worker), 10.0)
+
+
+def test_a_later_offer_goes_to_the_process_that_works(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_SLEEP", "0.1")
+    forward, backward = problems(CONVOLUTION, 2, (8, 8, 8))
+    background.offer(forward, H200)
+    assert waited(lambda: built(own_cache))
+    background.offer(backward, H200)
+    assert waited(lambda: not background.busy())
+    assert all(background._is_done((each, H200)) for each in (forward, backward))
+    assert len({process for process, _ in built(own_cache)}) == 1
+
+
+def test_an_offer_to_a_process_that_ends_starts_another(own_cache: Path) -> None:
+    forward, backward = problems(CONVOLUTION, 2, (8, 8, 8))
+    background.offer(forward, H200)
+    assert waited(done)  # it is about to end, or has
+    background.offer(backward, H200)
+    assert waited(lambda: not background.busy())
+    assert background._is_done((backward, H200))
 
 
 def _runs(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return False
+
+
+# ---- it is not felt
+
+
+def test_the_caller_has_no_thread_while_it_works(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STUB_SLEEP", "100")
+    background.offer(problems(CONVOLUTION, 2, (8, 8, 8))[0], H200)
+    assert waited(lambda: built(own_cache))
+    assert background.busy()
+    assert "tconv3d background" not in {thread.name for thread in threading.enumerate()}
+
+
+SPIN = """
+import os
+with open({!r}, "w") as file:
+    file.write(str(os.getpid()))
+while True:
+    pass
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """A process that takes all CPU time it gets, beside this one."""
+    marker = tmp_path / "pid"
+    monkeypatch.setattr(background, "_WORK", SPIN.format(str(marker)))
+    process = background.start()
+    assert waited(marker.exists) and waited(marker.read_text)
+    yield int(marker.read_text())
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+def test_it_steps_aside_while_the_caller_is_busy(worker: int) -> None:
+    assert stopped(worker, lambda: spin_for(0.01)) > 0.8
+
+
+def test_it_is_not_held_up_beside_a_quiet_caller(worker: int) -> None:
+    spin_for(0.5)
+    time.sleep(1.0)  # until it is seen that the caller is quiet
+    assert stopped(worker, lambda: time.sleep(0.01)) == 0
+
+
+def stopped(process: int, meanwhile: Callable[[], object]) -> float:
+    """The part of the time that a process is stopped in. Time that it waits for a CPU does not count."""
+    for _ in range(50):  # until it has been noticed
+        meanwhile()
+    states = []
+    for _ in range(200):
+        meanwhile()
+        states.append(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0])
+    return states.count("T") / len(states)
+
+
+def spin_for(seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def test_a_caller_that_cannot_be_examined_counts_as_busy() -> None:
+    assert yielding.cpu_seconds(2**30) is None
+    assert yielding._meter(2**30)()
+
+
+@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+def test_what_it_costs_is_measured(tmp_path: Path) -> None:
+    """The script with which the figures of the documents are measured, for an instant and in the emulator."""
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "background_check.py"), "--seconds", "0.3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([*command, "--json", str(figures)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(figures.read_text())
+    assert list(found) == ["before", "during", "after", "unrestrained", "beside a loop", "at the end"]
+    assert all(row["median_ms"] > 0 for row in found.values()) and "unrestrained" in done.stdout
 
 
 # ---- when nothing is
@@ -339,7 +442,7 @@ def test_nobody_waits_for_what_it_compiles(own_cache: Path, monkeypatch: pytest.
 
 def test_where_nothing_was_started_there_is_nothing_to_say(own_cache: Path) -> None:
     assert background.status() == ""
-    (own_cache / background.LOCK).touch()
+    (own_cache / cache.LAYOUT / background.LOCK).touch()
     assert background.status() == ""
 
 

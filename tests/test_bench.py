@@ -21,7 +21,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import tconv3d
-from tconv3d import cli, emulator, gains, tasks
+from tconv3d import cache, cli, emulator, gains, tasks
 from tconv3d import clock as clock_module
 from tconv3d.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table
 from tconv3d.bench.layers import LAYERS, Layer, layer
@@ -169,7 +169,7 @@ def test_compiling_ahead_fills_the_cache(tmp_path: Path, monkeypatch: pytest.Mon
     expected = {(each.kernel, each.constants) for each in ahead.kernels(*work[0], [Pass.FORWARD], device)}
     assert found == expected, "the layer that is none costs only itself"
     assert len(done) == 2
-    assert len(list(tmp_path.glob("*.cubin"))) == len(expected)
+    assert len(list((tmp_path / cache.LAYOUT).glob("*.cubin"))) == len(expected)
 
 
 # ---- models

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tconv3d import cache
+from tconv3d import cache, trust
 
 KEY = cache.key("an entry")
 PAYLOAD = b"payload" * 1000
@@ -27,11 +27,14 @@ PAYLOAD = b"payload" * 1000
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the test's own, and a module that has not warned yet."""
     root = tmp_path / "cache"
+    root.mkdir(mode=0o700)
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(root))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(cache, "_unstored", {})
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(cache, "_swept", set())
-    return root
+    monkeypatch.setattr(cache, "_trusted", set())
+    return root / cache.LAYOUT
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +89,14 @@ def test_put_where_nothing_can_be_written(directory: Path) -> None:
     assert files(directory) == [KEY + ".json"]
 
 
+def test_entries_are_found_without_being_built(directory: Path) -> None:
+    assert cache.find(KEY, ".json") is None and not list(cache.payloads(".json"))
+    cache.put(KEY, ".json", b"first")
+    cache.put(KEY, ".tuned", b"second")
+    assert cache.find(KEY, ".json") == b"first"
+    assert list(cache.payloads(".tuned")) == [b"second"]
+
+
 def test_an_entry_is_built_once(directory: Path) -> None:
     build = Build()
     assert cache.get(KEY, ".cubin", build) == PAYLOAD
@@ -109,20 +120,6 @@ def test_an_empty_payload_is_an_entry() -> None:
 def test_parts_of_a_key_do_not_run_together() -> None:
     assert cache.key("ab", "c") != cache.key("a", "bc")
     assert cache.key("a") != cache.key("a", "")
-
-
-def test_sources_change_with_content_and_name(tmp_path: Path) -> None:
-    root = tmp_path / "kernels"
-    root.mkdir()
-    (root / "a.cuh").write_text("int a;")
-    first = cache.sources(root)
-    (root / "a.cuh").write_text("int b;")
-    second = cache.sources(root)
-    (root / "a.cuh").rename(root / "b.cuh")
-    third = cache.sources(root)
-    (root / "notes.txt").write_text("not a source")
-    assert len({first, second, third}) == 3
-    assert cache.sources(root) == third
 
 
 def test_a_failed_build_stores_nothing_and_frees_the_lock(directory: Path) -> None:
@@ -164,6 +161,149 @@ def test_the_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert cache.directory() == Path("/home/somebody/.cache/tconv3d")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache.directory() == Path("/home/somebody/.cache/tconv3d")
+
+
+# Older layouts
+
+
+def test_entries_of_an_older_layout_are_counted_removed_and_never_read(directory: Path) -> None:
+    old = directory.parent / f"{KEY}.cubin"
+    cache.get(KEY, ".cubin", Build())
+    (directory / old.name).rename(old)
+    (directory.parent / "thesis.pdf").write_text("not ours")
+    build = Build(b"new")
+    assert cache.get(KEY, ".cubin", build) == b"new" and build.runs == 1
+    assert cache.size().entries == 1
+    assert cache.outdated() == (1, old.stat().st_size)
+    assert cache.clear_outdated().entries == 1
+    assert cache.outdated() == (0, 0) and cache.size().entries == 1
+    old.write_text("once more")
+    assert cache.clear().entries == 2
+    assert files(directory.parent) == ["thesis.pdf", cache.LAYOUT]
+
+
+# Other users
+
+
+def foreign(result: os.stat_result, **changes: int) -> os.stat_result:
+    """What `stat` says, but of a file of another user, or with another mode."""
+    fields = list(result)
+    fields[0], fields[4] = changes.get("mode", result.st_mode), changes.get("uid", result.st_uid)
+    return os.stat_result(fields)
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, path: Path, **changes: int) -> None:
+    """Makes the system say that a file or directory has another owner or mode."""
+    real_stat, real_fstat = os.stat, os.fstat
+
+    def stat(name: Any, *rest: Any, **keywords: Any) -> os.stat_result:
+        found = real_stat(name, *rest, **keywords)
+        return foreign(found, **changes) if name == path else found
+
+    def fstat(descriptor: int) -> os.stat_result:
+        found = real_fstat(descriptor)
+        return foreign(found, **changes) if os.path.samestat(found, real_stat(path)) else found
+
+    monkeypatch.setattr(trust.os, "stat", stat)
+    monkeypatch.setattr(trust.os, "fstat", fstat)
+
+
+STRANGER = {"uid": os.geteuid() + 4242}
+posix = pytest.mark.skipif(trust.pwd is None, reason="owners and modes are those of POSIX")
+
+
+@posix
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [(STRANGER, "belongs to user"), ({"mode": 0o100666}, "written by everybody"), ({"mode": 0o100664}, "group 77")],
+)
+def test_an_entry_that_another_user_could_have_written_is_built_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, int], reason: str
+) -> None:
+    cache.get(KEY, ".cubin", Build(b"planted"))
+    file = directory / f"{KEY}.cubin"
+    planted = file.stat().st_ino
+    with monkeypatch.context() as patch:
+        pretend(patch, file, **changes)
+        patch.setattr(trust, "_is_private", lambda *_: False)
+        with pytest.warns(RuntimeWarning, match="compiled kernel of another user is not run") as caught:
+            assert cache.find(KEY, ".cubin") is None and not list(cache.payloads(".cubin"))
+            assert cache.get(KEY, ".cubin", Build(b"our own")) == b"our own"
+    assert len(caught) == 1 and reason.split()[0] in str(caught[0].message)
+    assert file.stat().st_ino != planted
+    assert cache.get(KEY, ".cubin", never) == b"our own"
+
+
+@posix
+@pytest.mark.parametrize("which", ["entries", "cache", "above"])
+@pytest.mark.parametrize("changes", [STRANGER, {"mode": 0o40777}])
+def test_a_directory_that_another_user_can_write_is_not_used(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str, changes: dict[str, int]
+) -> None:
+    """Neither is it read nor written; the user's own cache takes its place."""
+    cache.get(KEY, ".so", Build(b"planted"))
+    before = files(directory)
+    own = tmp_path / "own"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    monkeypatch.setattr(cache, "_trusted", set())
+    wrong = {"entries": directory, "cache": directory.parent, "above": tmp_path}[which]
+    if which == "above":  # the other cache must not be below it too
+        monkeypatch.setenv("XDG_CACHE_HOME", str(own := tmp_path.parent / f"{tmp_path.name}-own"))
+    pretend(monkeypatch, wrong, **changes)
+    with pytest.warns(RuntimeWarning, match="Set TCONV3D_CACHE_DIR to a directory of your own") as caught:
+        file = cache.path(KEY, ".so", Build(b"our own"))
+        assert cache.path(KEY, ".so", never) == file
+        cache.put(cache.key("a choice"), ".json", b"{}")
+    assert file == own / "tconv3d" / cache.LAYOUT / f"{KEY}.so"
+    assert str(wrong) in str(caught[0].message) and len(caught) == 1
+    assert files(directory) == before
+    assert own.stat().st_mode & 0o077 == 0, "made for this user alone"
+
+
+@posix
+def test_without_a_trusted_directory_nothing_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.get(KEY, ".cubin", Build(b"planted"))
+    monkeypatch.setattr(cache, "_trusted", set())
+    monkeypatch.setattr(cache, "_users_own", lambda: None)
+    pretend(monkeypatch, directory, **STRANGER)
+    check_both_ways_without_a_disk("not kept for the next process")
+    assert files(directory) == [f"{KEY}.cubin"]
+
+
+@posix
+def test_whom_a_directory_is_trusted_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "place"
+    place.mkdir(mode=0o700)
+    for mode, trusted in ((0o700, True), (0o755, True), (0o775, False), (0o777, False), (0o1777, False)):
+        place.chmod(mode)
+        monkeypatch.setattr(trust, "_is_private", lambda *_: False)
+        assert (trust.why_not_directory(place) is None) == trusted, oct(mode)
+        monkeypatch.setattr(trust, "_is_private", lambda *_: True)
+        assert (trust.why_not_directory(place) is None) == (trusted or mode == 0o775), oct(mode)
+    below = place / "below"
+    below.mkdir(mode=0o700)
+    for mode, trusted in ((0o755, True), (0o777, False), (0o1777, True)):  # as /tmp is
+        place.chmod(mode)
+        assert (trust.why_not_directory(below) is None) == trusted, oct(mode)
+    place.chmod(0o777)
+    link = tmp_path / "link"
+    link.symlink_to(below)
+    assert "can be written by everybody" in (trust.why_not_directory(link) or ""), "what it points to can be replaced"
+    place.chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    monkeypatch.setattr(trust.os, "stat", lambda path, **_: foreign(os.lstat(path), uid=0))
+    assert trust.why_not_directory(place / "below") is None, "root could write it anyway"
+
+
+@posix
+def test_entries_are_this_users_whatever_the_umask(directory: Path) -> None:
+    before = os.umask(0)
+    try:
+        cache.get(KEY, ".cubin", Build())
+    finally:
+        os.umask(before)
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert (directory / f"{KEY}.cubin").stat().st_mode & 0o022 == 0
 
 
 # Damage
@@ -249,10 +389,10 @@ def refuse_writes(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     """Opening a file for writing in the cache fails; in the temporary directory it works."""
     real_open, root = open, os.environ["TCONV3D_CACHE_DIR"]
 
-    def refusing(file: Any, mode: str = "r", *rest: Any) -> Any:
+    def refusing(file: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
         if "x" in mode and str(file).startswith(root):
             raise OSError(code, os.strerror(code), str(file))
-        return real_open(file, mode, *rest)
+        return real_open(file, mode, *rest, **keywords)
 
     monkeypatch.setattr("builtins.open", refusing)
 
@@ -265,8 +405,9 @@ def test_a_disk_that_fills_up_during_a_write(directory: Path, monkeypatch: pytes
             super().write(bytes(data)[:100])
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def filling(file: Any, mode: str = "r", *rest: Any) -> Any:
-        return Full(file, mode) if str(file).startswith(str(directory)) else real_open(file, mode, *rest)
+    def filling(file: Any, mode: str = "r", *rest: Any, **keywords: Any) -> Any:
+        ours = str(file).startswith(str(directory))
+        return Full(file, mode) if ours else real_open(file, mode, *rest, **keywords)
 
     monkeypatch.setattr("builtins.open", filling)
     check_both_ways_without_a_disk("No space left on device")
@@ -292,7 +433,7 @@ def test_a_full_disk(tiny_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tiny_disk))
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         assert cache.get(KEY, ".cubin", Build(bytes(200_000))) == bytes(200_000)
-    assert files(tiny_disk) == []
+    assert files(tiny_disk / cache.LAYOUT) == []
     assert cache.get(cache.key("a small one"), ".cubin", Build()) == PAYLOAD
     assert cache.size().entries == 1
 
@@ -336,12 +477,13 @@ def test_threads_build_different_entries_at_once() -> None:
     assert cache.size().entries == 2
 
 
-# Loads the module by its path: importing the package would import PyTorch, which takes seconds.
+# Loads the module without the package's front door, which imports PyTorch and takes seconds.
 IMPORT = f"""
-import importlib.util, os, signal, sys, time
-spec = importlib.util.spec_from_file_location("cache", {cache.__file__!r})
-cache = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(cache)
+import os, signal, sys, time, types
+package = types.ModuleType("tconv3d")
+package.__path__ = [{str(Path(cache.__file__).parent)!r}]
+sys.modules["tconv3d"] = package
+from tconv3d import cache
 """
 
 GET = """

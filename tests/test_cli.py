@@ -211,9 +211,12 @@ def test_cache(capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     cache.get(cache.key("a"), ".cubin", lambda: bytes(2_000_000))
     assert say() == say("size") == "1 compiled kernel, 2.0 MB"
     (own_cache / "mine.txt").write_text("not a kernel")
+    (own_cache / f"{cache.key('old')}.cubin").write_bytes(bytes(1_000_000))
+    assert "1 compiled kernel, 1.0 MB of an older version are not used" in say()
+    assert say("clear-outdated") == "removed 1 compiled kernel, 1.0 MB"
     assert say("clear") == "removed 1 compiled kernel, 2.0 MB"
     assert say("size") == "0 compiled kernels, 0.0 MB"
-    assert [file.name for file in own_cache.iterdir()] == ["mine.txt"]
+    assert sorted(file.name for file in own_cache.iterdir()) == ["mine.txt", cache.LAYOUT]
 
 
 def test_cache_path_without_a_home(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

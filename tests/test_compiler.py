@@ -13,7 +13,7 @@ from typing import Any
 import compile_everything
 import pytest
 
-from tconv3d import cache, compiler
+from tconv3d import cache, compiler, sources
 from tconv3d.launch import Constants
 
 CONSTANTS: Constants = (("kThreads", 128), ("kMinBlocks", 2), ("kScale", 3), ("Scalar", "float"))
@@ -94,7 +94,7 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "tiny.cuh").write_text(TINY)
     (root / "greedy.cuh").write_text(GREEDY)
     (root / "hasty.cuh").write_text(HASTY)
-    monkeypatch.setattr(compiler, "KERNELS", root)
+    monkeypatch.setattr(sources, "KERNELS", (root,))
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path / "cache"))
     return root
 
@@ -339,15 +339,46 @@ def test_whatever_the_cubin_depends_on_is_in_the_key(
     compiler.compile("tiny", CONSTANTS, "sm_80")
     monkeypatch.setattr(compiler, "_OPTIONS", {**compiler._OPTIONS, "std": "c++17"})
     compiler.compile("tiny", CONSTANTS, "sm_80")
-    (kernels / "greedy.cuh").write_text(GREEDY + "\n")  # it may be included by any other
+    (kernels / "tiny.cuh").write_text('#include "part.cuh"\n' + TINY)
+    (kernels / "part.cuh").write_text("// a part of it\n")
     compiler.compile("tiny", CONSTANTS, "sm_80")
-    assert len(builds) == 6
-    assert cache.size().entries == 6
+    (kernels / "part.cuh").write_text("// a part of it, changed\n")
+    compiler.compile("tiny", CONSTANTS, "sm_80")
+    assert len(builds) == 7
+    assert cache.size().entries == 7
+
+
+def test_editing_a_header_recompiles_what_includes_it_and_nothing_else(kernels: Path, builds: list[str]) -> None:
+    (kernels / "turn.cuh").write_text("// a part of one\n")
+    (kernels / "turning.cuh").write_text('#include "turn.cuh"\n' + TINY)
+    for _ in range(2):
+        for kernel in ("tiny", "turning"):
+            compiler.compile(kernel, CONSTANTS, "sm_80")
+    assert len(builds) == 2
+    (kernels / "turn.cuh").write_text("// a part of one, and larger\n")
+    for kernel in ("tiny", "turning"):
+        compiler.compile(kernel, CONSTANTS, "sm_80")
+    assert len(builds) == 3
+
+
+def test_headers_may_lie_in_several_directories(
+    kernels: Path, builds: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kernels / "part.cuh").write_text("// in a directory of its own later\n")
+    (kernels / "tiny.cuh").write_text('#include "part.cuh"\n' + TINY)
+    first = compiler.compile("tiny", CONSTANTS, "sm_80")
+    device = kernels.parent / "device"
+    device.mkdir()
+    (kernels / "part.cuh").rename(device / "part.cuh")
+    monkeypatch.setattr(sources, "KERNELS", (kernels, device))
+    assert compiler.compile("tiny", CONSTANTS, "sm_80") == first and len(builds) == 1, "no key changes"
+    compiler.compile("tiny", CONSTANTS, "sm_86")  # and the compiler finds it
+    assert len(builds) == 2
 
 
 def test_a_damaged_cubin_is_compiled_again(builds: list[str]) -> None:
     first = compiler.compile("tiny", CONSTANTS, "sm_80")
-    root = cache.directory()
+    root = cache.place()
     assert root is not None
     (file,) = root.glob("*.cubin")
     file.write_bytes(file.read_bytes()[:-100])

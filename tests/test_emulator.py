@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -542,6 +542,25 @@ def test_arguments_of_another_size_are_refused(tmp_path: Path) -> None:
     launch = Launch("probe", (("kThreads", 32), ("kMinBlocks", 1)), (1, 1, 1), 32, 0, ("a", "b"), b"")
     with pytest.raises(RuntimeError, match="Args has 32 bytes, the launch gives 16"):
         emulator.prepare(launch, kernels=tmp_path)((0, 0))
+
+
+def test_a_header_is_part_of_the_kernels_that_include_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    build = emulator._build
+
+    def counting(kernel: str, *rest: Any) -> bytes:
+        built.append(kernel)
+        return build(kernel, *rest)
+
+    monkeypatch.setattr(emulator, "_build", counting)
+    monkeypatch.setenv("TCONV3D_CACHE_DIR", str(tmp_path / "cache"))
+    (tmp_path / "probe.cuh").write_text('#include "part.cuh"\n' + probe_source(""))
+    launch = Launch("probe", (("kThreads", 32), ("kMinBlocks", 1)), (1, 1, 1), 32, 0, ("a", "b", "c"), bytes(8))
+    for part, other in (("1", "1"), ("1", "2"), ("2", "2")):
+        (tmp_path / "part.cuh").write_text(f"// {part}\n")
+        (tmp_path / "other.cuh").write_text(f"// {other}\n")
+        emulator.prepare(launch, kernels=tmp_path)((0, 0, 0))
+    assert built == ["probe"] * 2
 
 
 def test_a_source_that_does_not_compile_shows_the_compilers_words(make: Callable[..., Kernel]) -> None:

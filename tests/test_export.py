@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import cpp_extension
 
-from tconv3d import cache, cli, compiler, emulator, export, tasks
+from tconv3d import cache, cli, compiler, emulator, export, sources, tasks
 from tconv3d.bench import layers
 from tconv3d.bench.precision import LAYOUTS, TOLERANCE, precision
 
@@ -109,7 +109,8 @@ def build(source: str, flags: list[str], shared: bool) -> bytes:
             return (directory / "out").read_bytes()
 
     versions = (torch.__version__, emulator._version(cxx))
-    return cache.get(cache.key(cache.sources(FAKE, emulator._HERE), source, *versions, *flags), ".so", compiled)
+    files = {path.name: path for place in (FAKE, emulator._HERE) for path in place.rglob("*.*") if path.is_file()}
+    return cache.get(cache.key(sources.digest(files), source, *versions, *flags), ".so", compiled)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tconv3d import compiler, launcher
+from tconv3d import compiler, launcher, sources
 from tconv3d.launch import Constants, Launch
 
 PACKAGE = Path(launcher.__file__).parent
@@ -44,10 +44,10 @@ package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["tconv3d"] = package
 from dataclasses import replace
 from pathlib import Path
-from tconv3d import compiler, launcher
+from tconv3d import compiler, launcher, sources
 from tconv3d.launch import Launch
 
-compiler.KERNELS = Path(os.environ["KERNELS"])
+sources.KERNELS = (Path(os.environ["KERNELS"]),)
 LAUNCH = Launch("add", {CONSTANTS!r}, (7, 5, 3), 128, 0, ("x", "y"), b"\\x11\\x22\\x33\\x44")
 
 def with_constants(**constants):
@@ -411,7 +411,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
     (tmp_path / "add.cuh").write_text(ADD)
-    monkeypatch.setattr(compiler, "KERNELS", tmp_path)
+    monkeypatch.setattr(sources, "KERNELS", (tmp_path,))
     monkeypatch.setattr(launcher, "_kernels", {})
     yield Launch("add", CONSTANTS, (8, 1, 1), 128, 0, ("x", "y"), struct.pack("i", 1000))
 

@@ -24,7 +24,7 @@ from test_emulator import sanitized
 from torch import Tensor
 
 import tconv3d
-from tconv3d import compiler, direct_planner, emulator, executor, planner
+from tconv3d import direct_planner, emulator, executor, planner, sources
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 
@@ -121,9 +121,16 @@ MUTANTS = {
 }
 
 
+def copy_headers(directory: Path) -> None:
+    """Writes the headers of all kernels into one directory."""
+    directory.mkdir()
+    for path in sources.all_headers().values():
+        shutil.copy(path, directory)
+
+
 def mutate(mutant: Mutant, directory: Path) -> None:
     """Writes the kernels' sources with the mutation."""
-    shutil.copytree(compiler.KERNELS, directory)
+    copy_headers(directory)
     file = directory / f"{mutant.kernel}.cuh"
     source = file.read_text()
     count = source.count(mutant.text)
@@ -136,7 +143,7 @@ def kernels_from(directory: Path, kernel: str) -> Iterator[None]:
     """The emulator takes one kernel from another directory, and the direct kernels take every layer."""
     load = emulator._load
 
-    def load_mutant(name: str, unit: str, usual: Path) -> ctypes.CDLL:
+    def load_mutant(name: str, unit: str, usual: Path | None) -> ctypes.CDLL:
         return load(name, unit, directory if name == kernel else usual)
 
     families = planner.FAMILIES
@@ -204,7 +211,7 @@ def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
 
 def test_the_kernels_themselves_pass(tmp_path: Path) -> None:
     """The same layers, guards and way of loading, and no mutation."""
-    shutil.copytree(compiler.KERNELS, tmp_path / "kernels")
+    copy_headers(tmp_path / "kernels")
     with kernels_from(tmp_path / "kernels", DIRECT):
         for layer in dict.fromkeys(mutant.layer for mutant in MUTANTS.values()):
             run_checks(layer)

@@ -172,6 +172,6 @@ def test_what_a_search_found_is_found_again(tmp_path: object, monkeypatch: pytes
         return 3, "found"
 
     for _ in range(2):
-        assert repertoire.searched("family", ("settings", 1), search) == (3, "found")
-    assert repertoire.searched("family", ("settings", 2), search) == (3, "found")
+        assert repertoire.searched("tconv3d.geometry", ("settings", 1), tuple[int, str], search) == (3, "found")
+    assert repertoire.searched("tconv3d.geometry", ("settings", 2), tuple[int, str], search) == (3, "found")
     assert len(calls) == 2

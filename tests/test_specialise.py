@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import tconv3d
-from tconv3d import compiler, executor, planner
+from tconv3d import executor, planner, sources
 from tconv3d.bench import layers
 from tconv3d.bench.precision import LAYOUTS, in_layout, precision
 from tconv3d.export import cuda_source, cxx, passes, specialise
 from tconv3d.export.specialise import Sources, fold
 from tconv3d.problem import Device, Pass, Plan, Problem
 
-HEADERS = sorted(path.name for path in compiler.KERNELS.glob("*.cuh"))
+HEADERS = sorted(sources.all_headers())
+KERNELS = [name for name in HEADERS if "struct Args" in sources.all_headers()[name].read_text()]
 EVERY = passes.variants(tuple(passes.PRECISIONS), passes.LAYOUTS)
 KNOWN = {"kYes": True, "kNo": False, "kFour": 4}
 
@@ -44,15 +45,15 @@ def expected(text: str) -> str:
 @pytest.mark.parametrize("emulated", [False, True])
 @pytest.mark.parametrize("name", HEADERS)
 def test_every_header_is_read_whole(name: str, emulated: bool) -> None:
-    header = Sources(compiler.KERNELS, emulated).header(name)
+    header = Sources(emulated=emulated).header(name)
     again = cxx.render(cxx.declarations(header.body), lambda declaration: True)
     assert again == header.body
     assert "#if" not in again and "TCONV3D_EMULATOR" not in again
 
 
-@pytest.mark.parametrize("name", [name for name in HEADERS if "struct Args" in (compiler.KERNELS / name).read_text()])
+@pytest.mark.parametrize("name", KERNELS)
 def test_the_layout_of_arguments_is_understood(name: str) -> None:
-    layout = Sources(compiler.KERNELS).layout(name.removesuffix(".cuh"))
+    layout = Sources().layout(name.removesuffix(".cuh"))
     values, size = layout.decode("Args", bytes(range(256)) * 4)
     assert len(values) >= 2
     assert size % 8 == 0

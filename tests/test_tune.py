@@ -21,7 +21,7 @@ from rich.console import Console
 
 import tconv3d
 from benchmarks import planner_check
-from tconv3d import cli, compiler, emulator, executor, halo_planner
+from tconv3d import cache, cli, compiler, emulator, executor, halo_planner, sources
 from tconv3d.ahead import fill_cache
 from tconv3d.bench import layers, run
 from tconv3d.executor import Task
@@ -77,8 +77,9 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untuned(builds: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In the emulator, with a cache of compiled builds, but no choices."""
     monkeypatch.setenv("TCONV3D_CACHE_DIR", str(builds))
-    for file in builds.glob("*.json"):
-        file.unlink()
+    for suffix in (".json", halo_planner.TUNED):
+        for file in (builds / cache.LAYOUT).glob(f"*{suffix}"):
+            file.unlink()
     forget()
     with tconv3d.use_backend("emulator"):
         yield builds
@@ -134,12 +135,22 @@ def test_a_running_process_uses_it_from_the_next_call(untuned: Path) -> None:
 
 
 @needs_emulator
+def test_what_another_version_tuned_is_not_forgotten_in_silence(
+    untuned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune(3.0, 2.0, 4.0, 3.0, 2.0).changed
+    assert cli.main(["cache"]) == 0
+    assert "tune" not in capsys.readouterr().out
+    monkeypatch.setattr(sources, "program", lambda name: "another version")
+    assert cli.main(["cache"]) == 0
+    assert "1 of the tuned layers were tuned with another version: tune them again" in capsys.readouterr().out
+
+
+@needs_emulator
 def test_a_damaged_entry_is_the_models_choice_again(untuned: Path) -> None:
     untuned_explanation = explain_elsewhere(untuned)
     assert tune(3.0, 2.0, 4.0, 3.0, 2.0).changed
-    (file,) = (
-        file for file in untuned.glob("*.json") if b"tuned" in file.read_bytes() and b"ms" in file.read_bytes()
-    )
+    (file,) = (untuned / cache.LAYOUT).glob(f"*{halo_planner.TUNED}")
     file.write_bytes(file.read_bytes().replace(b'"slabs": ', b'"slabs": 7'))
     assert explain_elsewhere(untuned) == untuned_explanation
     forget()

@@ -37,7 +37,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .. import cache, compiler
+from .. import cache, compiler, sources
 from ..launch import Launch
 
 _HERE = Path(__file__).parent
@@ -77,11 +77,11 @@ def available() -> bool:
 
 
 def prepare(
-    launch: Launch, order: str | None = None, kernels: Path = compiler.KERNELS
+    launch: Launch, order: str | None = None, kernels: Path | None = None
 ) -> Callable[[tuple[int, ...]], None]:
     """Compiles the launch's kernel; returns what runs it on the addresses of `launch.pointers`.
 
-    `order` replaces TCONV3D_EMULATOR_ORDER, `kernels` the directory that the kernel's source is in.
+    `order` replaces TCONV3D_EMULATOR_ORDER, `kernels`, one directory with all headers, replaces `sources.KERNELS`.
     """
     unit = compiler.translation_unit(launch.kernel, launch.constants) + _EPILOGUE.format(
         kernel=launch.kernel, entry=compiler.ENTRY
@@ -125,10 +125,12 @@ def _parse_order(order: str) -> tuple[int, int]:
     return _ORDERS[name], int(seed or "0")
 
 
-def _load(kernel: str, unit: str, kernels: Path) -> ctypes.CDLL:
+def _load(kernel: str, unit: str, kernels: Path | None) -> ctypes.CDLL:
     cxx, flags = _compiler(), _flags()
-    key = cache.key(cache.sources(kernels, _HERE), unit, _version(cxx), cxx, *flags, *_CHECKS)
-    return _open(cache.path(key, ".so", lambda: _build(kernel, unit, kernels, cxx, flags)))
+    places = (*(sources.KERNELS if kernels is None else (kernels,)), _INCLUDE)
+    files = sources.headers(kernel, places) | sources.included(_HEADER.name, places) | {_RUNTIME.name: _RUNTIME}
+    key = cache.key(sources.digest(files), unit, _version(cxx), cxx, *flags, *_CHECKS)
+    return _open(cache.path(key, ".so", lambda: _build(kernel, unit, places, cxx, flags)))
 
 
 @functools.cache
@@ -149,7 +151,7 @@ def _open(path: Path) -> ctypes.CDLL:
     return library
 
 
-def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ...]) -> bytes:
+def _build(kernel: str, unit: str, places: tuple[Path, ...], cxx: str, flags: tuple[str, ...]) -> bytes:
     """A shared library of one kernel and the runtime."""
     with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
         directory = Path(name)
@@ -157,7 +159,7 @@ def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ..
         library = directory / "kernel.so"
         source.write_text(unit)
         runtime.write_bytes(_runtime(cxx))
-        includes = (f"-I{kernels}", f"-I{_INCLUDE}", "-include", _HEADER)
+        includes = (*(f"-I{place}" for place in places), "-include", _HEADER)
         _run(cxx, *flags, *_CHECKS, *includes, "-c", "-o", compiled, source)
         # Linked without the checks' flag, which would bring in a library with handlers of its own.
         _run(cxx, *flags, "-shared", "-o", library, compiled, runtime, "-lm")

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import compiler
 from ..launch import Constant, Constants, Launch
 from ..problem import Plan
 from . import cxx
@@ -75,7 +74,7 @@ inline void* part(void* workspace, long long bytes) { return static_cast<unsigne
 """
 
 
-def cuda_source(operations: Sequence[Operation], kernels: Path = compiler.KERNELS, emulated: bool = False) -> str:
+def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
     sources = Sources(kernels, emulated)
     specialised = specialise(sources, _settings(operations))

@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from ..launch import Constants
+from ..sources import find
 from . import cxx
 from .cxx import Declaration, Token
 
@@ -30,24 +31,27 @@ _DEFINITION = re.compile(r"\bconstexpr\s+(?:\w+\s+)*?(?:\w+|ptx::\w+)\s+(?=k[A-Z
 
 
 class Sources:
-    """The headers of a directory, each read once."""
+    """The headers of the package, or of one other directory, each read once."""
 
-    def __init__(self, directory: Path, emulated: bool = False) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path | None = None, emulated: bool = False) -> None:
+        self._directories = None if directory is None else (directory,)
         self._defined = frozenset({"TCONV3D_EMULATOR"} if emulated else ())
         self._headers: dict[str, cxx.Header] = {}
         self._layouts: dict[str, cxx.Layout] = {}
 
     def header(self, name: str) -> cxx.Header:
         if name not in self._headers:
-            text = cxx.resolve((self._directory / name).read_text(), self._defined)
+            path = find(name, self._directories)
+            if path is None:
+                raise cxx.CxxError(f"no header is called {name}")
+            text = cxx.resolve(path.read_text(), self._defined)
             text = re.sub(r"^// clang-format (on|off)\n", "", text, flags=re.MULTILINE)
             text = re.sub(r"^ *TCONV3D_ASSUME\([^;]*\);.*\n", "", text, flags=re.MULTILINE)  # checks of the emulator
             self._headers[name] = cxx.header(name, text)
         return self._headers[name]
 
     def __contains__(self, name: str) -> bool:
-        return (self._directory / name).is_file()
+        return find(name, self._directories) is not None
 
     def closure(self, kernel: str) -> list[str]:
         """The headers of a kernel, those that others need first; its own is the last."""
