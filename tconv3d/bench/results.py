@@ -122,7 +122,7 @@ class Results:
 
     def as_dict(self) -> dict[str, Any]:
         found = _plain(asdict(self))
-        means = [asdict(summary) for summary in summarize([Row(**row) for row in found["rows"]])]
+        means = [asdict(summary) for summary in summarize(self.rows)]
         for row in found["rows"]:
             row["pass"] = row.pop("which")
         return {"format": FORMAT, **found, "summary": means}
@@ -281,9 +281,9 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """Floats with six significant digits, which is finer than any clock here; NaN, which JSON lacks, as a text."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if isfinite(value) else str(value)
+    """Lists for tuples, and a text for NaN and infinity, which JSON lacks."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
