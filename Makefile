@@ -53,16 +53,20 @@ check: $(READY)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
 
+RESULTS := benchmarks/results/h200
+BENCH    = $(PY) -m tconv3d bench
+NETWORKS := $(addprefix --model benchmarks.monai_networks:,unet vnet dynunet swin_unetr mednext)
+
 results: $(READY)
-	$(PY) -m tconv3d bench --dtype tf32 bfloat16 float16 --layout contiguous channels_last_3d --backward --host --budget 0.03 --json benchmarks/results/h200.json
-	$(PY) -m tconv3d bench --no-torch --layout contiguous channels_last_3d --budget 0.03 --json benchmarks/results/h200-channels-last.json
-	$(PY) -m tconv3d bench --no-torch --dtype bfloat16 float16 --layout contiguous channels_last_3d --budget 0.03 --json benchmarks/results/h200-16-bits.json
-	$(PY) -m tconv3d bench --no-torch --dtype bfloat16 --backward --budget 0.03 --json benchmarks/results/h200-bf16.json
-	$(PY) -m tconv3d bench --random 60 --backward --budget 0.03 --json benchmarks/results/h200-random.json
-	for seed in 1 5; do $(PY) -m tconv3d bench --random 60 --seed $$seed --backward --budget 0.03 --json benchmarks/results/h200-random-$$seed.json; done
-	$(PY) -m tconv3d verify --dtype tf32 float32 float16 bfloat16 float64 --json benchmarks/results/h200-verify.json
-	$(PY) benchmarks/train_unet.py --json benchmarks/results/h200-train.json
-	$(PY) benchmarks/distil.py benchmarks/results/h200.json
+	$(BENCH) --dtype tf32 bfloat16 float16 --layout contiguous channels_last_3d --backward --host --budget 0.03 --json $(RESULTS).json
+	$(BENCH) --dtype float32 --budget 0.03 --json $(RESULTS)-fp32.json
+	$(BENCH) --random 60 --backward --budget 0.03 --json $(RESULTS)-random.json
+	$(BENCH) --random 60 --seed 5 --backward --budget 0.03 --json $(RESULTS)-random-5.json
+	$(BENCH) $(NETWORKS) --no-torch --backward --json $(RESULTS)-monai.json
+	$(PY) benchmarks/fused_check.py --json $(RESULTS)-fused.json
+	$(PY) benchmarks/export_check.py --dtype tf32 bfloat16 float16 --json $(RESULTS)-export.json
+	$(PY) benchmarks/train_unet.py --json $(RESULTS)-train.json
+	$(PY) benchmarks/distil.py $(RESULTS).json
 	$(PY) benchmarks/readme_table.py
 	$(PY) docs/figures.py
 
