@@ -1,5 +1,8 @@
 # make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
-# make test     every check: ruff, clang-format, mypy, the test suite, and its kernels compiled for every GPU
+# make test     every check: ruff, clang-format, mypy, the documentation site, the test suite, and its kernels compiled
+#               for every GPU
+# make test-oldest  a few tests with the oldest PyTorch that is supported, without a GPU
+# make docs     build the documentation site into artifacts/site
 # make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts
 # make format   rewrite Python, CUDA and C++ sources in the house format
 # make clean    remove what the commands above made
@@ -36,22 +39,28 @@ else
   if_present = $(3)
 endif
 
-.PHONY: demo test check results format clean
+.PHONY: demo test test-oldest check docs results format clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(PY) -m tconv3d demo
 
-test: check
+test: check docs
 	@mkdir -p artifacts && rm -rf artifacts/launches
 	TCONV3D_TEST_RECORD=artifacts/launches $(PY) -m pytest --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=worksteal)
 	$(call if_present,$(PY) -c 'from tconv3d import compiler; compiler.version()',NVRTC,PYTHONPATH=. $(PY) tests/compile_everything.py artifacts/launches artifacts/registers.csv)
+
+test-oldest: $(READY)
+	$(PY) tests/oldest_torch.py
 
 check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff check .)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff format --check .)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
+
+docs: $(READY)
+	$(call if_present,$(PY) -m mkdocs --version,mkdocs,NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict)
 
 RESULTS := benchmarks/results/h200
 BENCH    = $(PY) -m tconv3d bench
