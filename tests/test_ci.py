@@ -37,14 +37,6 @@ def test_a_browser_is_installed_where_it_can_be(
     assert ("could not be installed" in done.stdout) == complains
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_the_oldest_pytorch_is_tried_after_the_newest(status: int, tmp_path: Path) -> None:
-    body = f"[ $1 = test ] || exit {status}"
-    done, calls = run_on({"chromium": "exit 0", "make": body}, tmp_path)
-    assert done.returncode == status
-    assert calls[-2:] == ["make test", "make test-oldest"]
-
-
 def test_the_oldest_pytorch_is_the_one_that_the_package_names() -> None:
     assert re.fullmatch(r"torch==\d+\.\d+\.\d+", oldest_torch.oldest())
     assert all((SCRIPT.parents[1] / test).is_file() for test in oldest_torch.TESTS)
