@@ -59,8 +59,9 @@ check: $(READY)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
 
+# With --quiet, mkdocs would not count the warnings that --strict is to fail on.
 docs: $(READY)
-	$(call if_present,$(PY) -m mkdocs --version,mkdocs,NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict)
+	$(call if_present,$(PY) -m mkdocs --version,mkdocs,NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict)
 
 RESULTS := benchmarks/results/h200
 BENCH    = $(PY) -m tconv3d bench
