@@ -1,5 +1,8 @@
 # make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
-# make test     every check: ruff, clang-format, mypy, the test suite, and its kernels compiled for every GPU
+# make test     every check: ruff, clang-format, mypy, the documentation site, the test suite, and its kernels compiled
+#               for every GPU
+# make test-oldest  a few tests with the oldest PyTorch that is supported, without a GPU
+# make docs     build the documentation site into artifacts/site
 # make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts
 # make format   rewrite Python, CUDA and C++ sources in the house format
 # make clean    remove what the commands above made
@@ -36,16 +39,19 @@ else
   if_present = $(3)
 endif
 
-.PHONY: demo test check results format clean
+.PHONY: demo test test-oldest check docs results format clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
 	$(PY) -m tconv3d demo
 
-test: check
+test: check docs
 	@mkdir -p artifacts && rm -rf artifacts/launches
 	TCONV3D_TEST_RECORD=artifacts/launches $(PY) -m pytest --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=worksteal)
 	$(call if_present,$(PY) -c 'from tconv3d import compiler; compiler.version()',NVRTC,PYTHONPATH=. $(PY) tests/compile_everything.py artifacts/launches artifacts/registers.csv)
+
+test-oldest: $(READY)
+	$(PY) tests/oldest_torch.py
 
 check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff check .)
@@ -53,16 +59,24 @@ check: $(READY)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
 
+# With --quiet, mkdocs would not count the warnings that --strict is to fail on.
+docs: $(READY)
+	$(call if_present,$(PY) -m mkdocs --version,mkdocs,NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict)
+
+RESULTS := benchmarks/results/h200
+BENCH    = $(PY) -m tconv3d bench
+NETWORKS := $(addprefix --model benchmarks.monai_networks:,unet vnet dynunet swin_unetr mednext)
+
 results: $(READY)
-	$(PY) -m tconv3d bench --dtype tf32 bfloat16 float16 --layout contiguous channels_last_3d --backward --host --budget 0.03 --json benchmarks/results/h200.json
-	$(PY) -m tconv3d bench --no-torch --layout contiguous channels_last_3d --budget 0.03 --json benchmarks/results/h200-channels-last.json
-	$(PY) -m tconv3d bench --no-torch --dtype bfloat16 float16 --layout contiguous channels_last_3d --budget 0.03 --json benchmarks/results/h200-16-bits.json
-	$(PY) -m tconv3d bench --no-torch --dtype bfloat16 --backward --budget 0.03 --json benchmarks/results/h200-bf16.json
-	$(PY) -m tconv3d bench --random 60 --backward --budget 0.03 --json benchmarks/results/h200-random.json
-	for seed in 1 5; do $(PY) -m tconv3d bench --random 60 --seed $$seed --backward --budget 0.03 --json benchmarks/results/h200-random-$$seed.json; done
-	$(PY) -m tconv3d verify --dtype tf32 float32 float16 bfloat16 float64 --json benchmarks/results/h200-verify.json
-	$(PY) benchmarks/train_unet.py --json benchmarks/results/h200-train.json
-	$(PY) benchmarks/distil.py benchmarks/results/h200.json
+	$(BENCH) --dtype tf32 bfloat16 float16 --layout contiguous channels_last_3d --backward --host --budget 0.03 --json $(RESULTS).json
+	$(BENCH) --dtype float32 --budget 0.03 --json $(RESULTS)-fp32.json
+	$(BENCH) --random 60 --backward --budget 0.03 --json $(RESULTS)-random.json
+	$(BENCH) --random 60 --seed 5 --backward --budget 0.03 --json $(RESULTS)-random-5.json
+	$(BENCH) $(NETWORKS) --no-torch --backward --json $(RESULTS)-monai.json
+	$(PY) benchmarks/fused_check.py --json $(RESULTS)-fused.json
+	$(PY) benchmarks/export_check.py --dtype tf32 bfloat16 float16 --json $(RESULTS)-export.json
+	$(PY) benchmarks/train_unet.py --json $(RESULTS)-train.json
+	$(PY) benchmarks/distil.py $(RESULTS).json
 	$(PY) benchmarks/readme_table.py
 	$(PY) docs/figures.py
 

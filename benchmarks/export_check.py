@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import statistics
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from tconv3d import export, tasks
 from tconv3d.bench import accuracy, cases, layers
 from tconv3d.bench.cases import Case, leaves
 from tconv3d.bench.precision import LAYOUTS, precision
-from tconv3d.bench.results import describe_machine
+from tconv3d.bench.results import describe_machine, write_json
 from tconv3d.clock import Clock
 
 TURNS = 5
@@ -175,7 +174,7 @@ def main() -> int:
             torch.cuda.empty_cache()
     if options.json:
         found = {"machine": describe_machine(), "rows": [asdict(row) for row in rows]}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(found, options.json)
     return 0 if all(row.fine for row in rows) else 1
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import tconv3d
 from tconv3d import executor, norm_executor, tasks
 from tconv3d.bench.precision import DTYPES
+from tconv3d.bench.results import describe_machine, write_json
 from tconv3d.clock import Clock
 from tconv3d.norm_planner import Wanted
 
@@ -275,16 +275,12 @@ def main() -> int:
     parser.add_argument("--no-torch", action="store_true", help="time ours alone")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     args = parser.parse_args()
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
-    }
+    command = " ".join(["python", "benchmarks/fused_check.py", *sys.argv[1:]])
+    found: dict[str, Any] = {"machine": describe_machine(), "origin": f"one run of `{command}`"}
 
     def save() -> None:
         if args.json:
-            args.json.write_text(json.dumps(found, indent=1))
+            write_json(found, args.json)
 
     if "checks" in args.only:
         found["checks"], found["large_mean"] = check_all(), large_mean()

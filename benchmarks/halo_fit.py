@@ -1,6 +1,6 @@
-"""Fits the constants of the halo planner's model to tables of halo_lab.py and planner_check.py. Needs no GPU.
+"""Fits the constants of the halo planner's model to tables that planner_check.py wrote. Needs no GPU.
 
-    python benchmarks/halo_fit.py lab_tf32.json planner.json
+    python benchmarks/halo_fit.py planner_7.json planner_8.json
 
 Prints the constants, the error of the model, and for every layer how much slower the build that the model likes best
 is than the fastest measured.
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from halo_names import describe, geometry_of
 
 from tconv3d import halo_job, halo_planner
-from tconv3d.bench.layers import LAYERS, Layer, random_layers
+from tconv3d.bench.layers import Layer, random_layers
 from tconv3d.geometry import Triple
 from tconv3d.halo_build import Build, Tiling, tilings
 from tconv3d.halo_job import Job
@@ -56,10 +56,6 @@ def strides(channels: int, size: Triple, channels_last: bool) -> tuple[int, ...]
     if channels_last:
         return (channels * d * h * w, 1, channels * h * w, channels * w, channels)
     return (channels * d * h * w, d * h * w, h * w, w, 1)
-
-
-def job_of(name: str, dtype: str, channels_last: bool, which: str) -> Job:
-    return job_of_layer(LAYERS[name], dtype, channels_last, which)
 
 
 def job_of_layer(layer: Layer, dtype: str, channels_last: bool, which: str) -> Job:
@@ -96,20 +92,11 @@ def sample_of(name: str, job: Job, build: str, tiling: str, ms: float) -> Sample
 
 def read(table: Path) -> list[Sample]:
     found = json.loads(table.read_text())
-    rows = _rows_of_check(found) if "settings" in found else _rows_of_lab(found)
-    return [sample for row in rows if (sample := sample_of(*row)) is not None]
+    return [sample for row in _rows(found) if (sample := sample_of(*row)) is not None]
 
 
-def _rows_of_lab(found: list[dict[str, Any]]) -> Iterator[tuple[str, Job, str, str, float]]:
-    """Of halo_lab.py."""
-    for row in found:
-        which = row.get("which", "forward")
-        job = job_of(row["layer"], row["dtype"], row["layout"] == "channels_last", which)
-        yield f"{row['layer']} {row['dtype']} {row['layout']} {which}", job, row["build"], row["tile"], row["ms"]
-
-
-def _rows_of_check(found: dict[str, Any]) -> Iterator[tuple[str, Job, str, str, float]]:
-    """Of planner_check.py."""
+def _rows(found: dict[str, Any]) -> Iterator[tuple[str, Job, str, str, float]]:
+    """The builds that planner_check.py timed: layer, job, build, tiling, milliseconds."""
     settings = found["settings"]
     layers = {str(layer): layer for layer in random_layers(settings["layers"], settings["seed"]).values()}
     dtype = "float32" if settings["dtype"] == "tf32" else settings["dtype"]

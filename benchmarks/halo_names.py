@@ -1,4 +1,4 @@
-"""Names and geometries of the halo benches' layers and builds. Needs no GPU."""
+"""Names of the halo kernel's builds and geometries of layers, for planner_check.py and halo_fit.py."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ losses may differ by the noise of TF32; how large that is, PyTorch's own run in 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
 from tconv3d.bench.precision import precision
-from tconv3d.bench.results import describe_machine
+from tconv3d.bench.results import describe_machine, write_json
 from tconv3d.bench.rivals import cudnn_benchmark
 
 KINDS = {"ours": tconv3d.ConvTranspose3d, "torch": nn.ConvTranspose3d}
@@ -211,7 +210,7 @@ def main() -> int:
     with tconv3d.use_backend("cuda"):
         found = compare(settings, "cuda")
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(found, arguments.json)
     show(found, Console())
     return 0 if found["bitwise"] and found["agree"] else 1
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tconv3d.bench import picture, results
+from tconv3d.bench.drawing import FONT, Drawing
 from tconv3d.geometry import Axis
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,8 +24,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 # Charts: the results file and the pass that is shown.
 CHARTS = {"forward": ("h200.json", "forward"), "backward": ("h200.json", "backward")}
 
-STYLE = """
-text { font: 13px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: #15181e; }
+STYLE = (
+    f"\ntext {{ font: {FONT}; fill: #15181e; }}"
+    + """
 .card { fill: #ffffff; stroke: #e1e5eb; }
 .title { font-size: 15px; font-weight: 600; }
 .quiet { fill: #5d6675; }
@@ -46,37 +46,11 @@ line.p0 { stroke: #2457d6; } line.p1 { stroke: #b96a00; } line.p2 { stroke: #238
   .stored { stroke: #e8ebf0; }
 }
 """
+)
 
 
-@dataclass
-class Drawing:
-    """Shapes and texts on a card."""
-
-    width: int
-    height: int
-    marks: list[str] = field(default_factory=list)
-
-    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
-        self.marks.append(f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>')
-
-    def cell(self, x: float, y: float, width: float, height: float, kind: str, text: str = "") -> None:
-        self.marks.append(f'<rect class="cell {kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>')
-        if text:
-            self.text(x + width / 2, y + height / 2 + 4.5, text, anchor="middle")
-
-    def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
-        self.marks.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"/>')
-
-    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str) -> None:
-        self.marks.append(f'<line class="{kind}" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"/>')
-
-    def svg(self) -> str:
-        marks = "\n".join(self.marks)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}" '
-            f'height="{self.height}">\n<style>{STYLE}</style>\n'
-            f'<rect class="card" width="{self.width}" height="{self.height}" rx="12"/>\n{marks}\n</svg>\n'
-        )
+def canvas(width: int, height: int) -> Drawing:
+    return Drawing(width, height, STYLE)
 
 
 def settings(axis: Axis) -> str:
@@ -101,7 +75,7 @@ def taps() -> str:
     """One dimension: which inputs reach which outputs, and the same sorted by phase."""
     axis, size, cell = Axis(3, stride=2, padding=1, output_padding=1), 4, 58
     outputs = axis.output_size(size)
-    drawing = Drawing(40 + cell * outputs + 120, 330)
+    drawing = canvas(40 + cell * outputs + 120, 330)
     drawing.text(20, 30, f"One dimension: {settings(axis)}", "title")
     left, top, bottom = 130, 50, 170
     wide = cell * outputs / size
@@ -146,7 +120,7 @@ TABLES = (
 def phases() -> str:
     """Tables of taps by phase and by the input they read, for the usual settings."""
     cell, columns = 40, 3
-    drawing = Drawing(860, 310)
+    drawing = canvas(860, 310)
     drawing.text(20, 30, "Taps of one dimension: a row for each phase, a column for each input that is read", "title")
     for number, axis in enumerate(TABLES):
         left, top = 90 + 275 * (number % columns), 80 + 135 * (number // columns)
@@ -171,7 +145,7 @@ def halo() -> str:
     offsets = [-axis.shift(tap) for tap in range(axis.kernel)]
     before, after = -min(offsets), max(offsets)
     pitch = side + before + after
-    drawing = Drawing(860, 355)
+    drawing = canvas(860, 355)
     drawing.text(20, 30, f"One halo tile for all taps: {side} x {side} positions, {settings(axis)} each way", "title")
     left, top = 30, 55
     for h in range(pitch):
@@ -207,7 +181,7 @@ def halo() -> str:
 
 def march() -> str:
     """Input planes along depth, the output planes that each feeds, and which of them are then complete."""
-    drawing = Drawing(860, 310)
+    drawing = canvas(860, 310)
     drawing.text(
         20, 30, "Marching along depth: each input plane is read once and feeds a window of output planes", "title"
     )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import tconv3d
 from tconv3d import cli
 from tconv3d.bench import run
 
@@ -57,12 +58,18 @@ def slug(heading: str) -> str:
 
 def test_the_documents_are_there() -> None:
     names = {identify(document) for document in DOCUMENTS}
-    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
+    assert names >= {f"docs/{name}.md" for name in ("api", "export", "fused")}
     assert names >= {f"docs/{name}.md" for name in ("architecture", "kernel", "numerics", "performance")}
     assert names >= {f"docs/{name}.md" for name in ("benchmarking", "quickstart", "swapping", "troubleshooting")}
     assert "TERMS AND CONDITIONS" in (ROOT / "LICENSE").read_text()
     assert len(blocks("python")) >= 1
     assert len(commands()) >= 6
+
+
+def test_the_changelog_begins_with_the_version() -> None:
+    versions = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == "Unreleased" and versions[1] == tconv3d.__version__
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=identify)
@@ -136,6 +143,8 @@ def test_commands_run(document: Path, command: str, workplace: Path, monkeypatch
     elif words[0] == "python" and words[1] in NEED_A_GPU:
         done = run_alone([sys.executable, *words[1:]])
         assert done.returncode == 2 and "none is visible" in done.stderr, "it understands its flags"
+    elif words[0] == "python" and words[1].startswith("examples/"):  # test_examples.py runs them
+        assert (ROOT / words[1]).is_file()
     else:
         pytest.fail(f"no test knows how to run {command!r} of {identify(document)}")
 
@@ -201,6 +210,8 @@ def test_commands_that_are_mentioned_exist(document: Path, mention: str) -> None
     elif words[0] == "python":
         source = (ROOT / words[1]).read_text()
         assert all(f'"{flag}"' in source for flag in flags)
+    elif words[0] == "python" and words[1].startswith("examples/"):  # test_examples.py runs them
+        assert (ROOT / words[1]).is_file()
     else:
         pytest.fail(f"no test knows {mention!r} of {identify(document)}")
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -761,11 +759,3 @@ def test_why_not(problem: dict[str, object], reason: str) -> None:
     refusal = halo_planner.why_not(replace(base, **problem), DEVICE)  # type: ignore[arg-type]
     assert refusal is not None and reason in refusal
     assert halo_planner.why_not(base, Device("Ampere", (8, 0), 108, 166912)) is not None
-
-
-def test_every_part_can_be_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What benchmarks/halo_ablation.py takes out of the kernel's text is still there, once."""
-    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "benchmarks")
-    ablation = import_module("halo_ablation")
-    for parts in ablation.VARIANTS.values():
-        ablation.kernels_without(parts, tmp_path)

@@ -68,10 +68,20 @@ def test_what_is_written_is_read_again(invented: Results, file: Path) -> None:
     invented.rows[0].error = float("nan")
     invented.write(file)
     again = results.read(file)
-    assert again.as_dict() == json.loads(file.read_text())
+    assert again.as_dict() == invented.as_dict()
     assert math.isnan(again.rows[0].error or 0) and again.rows[1].error == invented.rows[1].error
     assert again.models == invented.models
     json.loads(file.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_a_file_describes_a_layer_once(invented: Results, file: Path) -> None:
+    """A file holds a layer's shape once for all its rows, unless two layers have one name."""
+    stored = json.loads(file.read_text())
+    assert set(stored["layers"]) == {row.layer for row in invented.rows}
+    assert not any("shape" in row or "failed" in row for row in stored["rows"][:-1])
+    invented.rows[1].layer, invented.rows[1].text = invented.rows[0].layer, "another layer of this name"
+    invented.write(file)
+    assert results.read(file).as_dict() == invented.as_dict()
 
 
 @pytest.mark.parametrize(

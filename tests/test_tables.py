@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def invented() -> Results:
     rows = []
     for name, ours in (("fast", 1.0), ("slow", 3.0)):
         for which in ("forward", "backward"):
-            row = Row(name, "", {}, "", "tf32", "contiguous", which, "halo", floor_ms=0.5, ours_ms=ours)
+            row = Row(name, "three words", {}, "", "tf32", "contiguous", which, "halo", floor_ms=0.5, ours_ms=ours)
             row.torch_ms = {"default": 4.0, "benchmark": 2.0}
             row.error, row.torch_error = ours * 1e-4, 2e-4
             rows.append(row)
@@ -41,7 +42,9 @@ def invented() -> Results:
 
 @pytest.fixture
 def results_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is the invented one, and is taken to have whatever kind of rows is asked for."""
     monkeypatch.setattr(readme_table, "read", lambda name: invented())
+    monkeypatch.setattr(readme_table, "_file_with", lambda kind, names: names[0])
 
 
 def test_times(results_file: None) -> None:
@@ -59,13 +62,38 @@ def test_times(results_file: None) -> None:
 
 
 def test_means_and_errors(results_file: None) -> None:
-    assert "| tf32 | contiguous | forward | 2 | 3.46x | 2.31x | 1.15x | 1 |" in readme_table.means()
-    assert readme_table.random_layers().count("| tf32 |") == 2
+    assert "| 1 | tf32 | contiguous | forward | 2 | 3.46x | 2.31x | 1.15x | 1 |" in readme_table.means()
+    drawn = readme_table.random_layers()
+    assert drawn.count("| tf32 |") == 2 * len(readme_table.RANDOM) and "| 1 | 0.67x: three words |" in drawn
     lines = readme_table.errors().splitlines()
-    assert lines[2:4] == [
-        "| tf32 | forward | 2 | 3.0e-04 | 2.0e-04 | 1 |",
-        "| tf32 | backward | 1 | 1.0e-04 | 2.0e-04 | 0 |",
-    ]
+    assert lines[2] == "| benchmark | tf32 | contiguous | forward | 4 | 3.0e-04 | 2.0e-04 | 2 |", (
+        "two files, both this one"
+    )
+    assert lines[3] == "| benchmark | tf32 | contiguous | backward | 2 | 1.0e-04 | 2.0e-04 | 0 |"
+
+
+def test_a_long_list_of_layers_is_shown_as_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = invented()
+    found.settings["command"] = "tconv3d bench a1 b2 c3 d4 e5 f6 g7 --dtype tf32"
+    assert "written by `tconv3d bench <7 layers> --dtype tf32`" in readme_table.source_of("x.json", found)
+
+
+def test_results_are_only_what_tables_and_charts_are_made_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: set[str] = set()
+    for name in ("read", "read_json"):
+        original = getattr(readme_table, name)
+
+        def recording(file: str, original: Callable[[str], object] = original) -> object:
+            used.add(file)
+            return original(file)
+
+        monkeypatch.setattr(readme_table, name, recording)
+    for table in TABLES:
+        table.fill()
+    folder = readme_table.ROOT / readme_table.FOLDER
+    assert {path.relative_to(readme_table.ROOT).as_posix() for path in folder.iterdir()} == used
+    assert len(used) <= 12 and all(name.endswith(".json") for name in used)
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 500_000
 
 
 def test_only_what_is_between_the_marks_changes() -> None:

@@ -6,9 +6,9 @@ Same numbers, scales, colours and roofline as the page of `report`, in light and
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 
 from . import charts
+from .drawing import FONT, Drawing
 from .report import TEMPLATE, Kind
 from .results import Results, Row
 from .table import ratio
@@ -32,29 +32,25 @@ def picture(results: Results, dtype: str | None = None, layout: str | None = Non
 def _drawn(kind: Kind, rows: Sequence[tuple[int, Row]], results: Results) -> str:
     dtype, layout, which = kind
     gpu = results.machine.get("gpu") or "an unknown GPU"
-    parts, top = [], 34
-    parts.append(_text(16, top, f"{which.capitalize()}, {dtype}, {layout}, {gpu}", "title"))
+    drawing, top = Drawing(WIDTH, 0, _style()), 34
+    drawing.text(16, top, f"{which.capitalize()}, {dtype}, {layout}, {gpu}", "title")
     if charts.all_gains(rows):
-        parts.append(
-            _text(16, top + 24, "Speed-up over PyTorch: solid over its best, pale over it as it comes", "quiet")
-        )
-        parts.append(_bars(rows, top + 44))
+        words = "Speed-up over PyTorch: solid over its best, pale over it as it comes"
+        drawing.text(16, top + 24, words, "quiet")
+        _draw_bars(drawing, rows, top + 44)
         top += 44 + BAR * len(rows) + 46
     roofline = charts.roofline(rows, results.ceilings, dtype)
     if roofline:
         words = "Roofline: numbered dots are this library, rings PyTorch as it comes"
-        parts.append(_text(16, top + 14, words, "quiet"))
+        drawing.text(16, top + 14, words, "quiet")
         place = f'x="60" y="{top + 48}" width="{WIDTH - 84}" height="{ROOFLINE}" overflow="visible"'
-        parts.append(f'<g class="roofline">{roofline.replace("<svg", f"<svg {place}", 1)}</g>')
+        drawing.marks.append(f'<g class="roofline">{roofline.replace("<svg", f"<svg {place}", 1)}</g>')
         top += 48 + ROOFLINE + 50
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}">'
-        f"<style>{_style()}</style>"
-        f'<rect class="card" width="{WIDTH}" height="{top}" rx="12"/>{"".join(parts)}</svg>\n'
-    )
+    drawing.height = top
+    return drawing.svg()
 
 
-def _bars(rows: Sequence[tuple[int, Row]], top: int) -> str:
+def _draw_bars(drawing: Drawing, rows: Sequence[tuple[int, Row]], top: int) -> None:
     scale, ticks = charts.speedup_scale(charts.all_gains(rows))
     left, width = 16 + NAMES, WIDTH - 32 - NAMES - VALUES
     bottom = top + BAR * len(rows)
@@ -62,28 +58,20 @@ def _bars(rows: Sequence[tuple[int, Row]], top: int) -> str:
     def at(value: float) -> float:
         return round(left + width * scale.clipped(value) / 100, 1)
 
-    marks = ""
     for tick in ticks:
-        x = at(tick)
-        marks += f'<line class="{"one" if tick == 1 else "line"}" x1="{x}" y1="{top}" x2="{x}" y2="{bottom}"/>'
-        marks += _text(x, bottom + 16, f"{tick:g}\u00d7", "quiet small", "middle")
+        drawing.line(at(tick), top, at(tick), bottom, "one" if tick == 1 else "line")
+        drawing.text(at(tick), bottom + 16, f"{tick:g}\u00d7", "quiet small", "middle")
     for index, (number, row) in enumerate(rows):
         y = top + BAR * index
-        marks += _text(16, y + 15, str(number), "quiet small") + _text(40, y + 15, row.layer, "name")
+        drawing.text(16, y + 15, str(number), "quiet small")
+        drawing.text(40, y + 15, row.layer, "name")
         for name, gain in (("default", row.gain), ("best", row.gain_over_best)):
             if gain:
                 start, end = sorted((at(1), at(gain)))
-                slower = " slower" if gain < 1 else ""
-                box = f'x="{start}" y="{y + 4}" width="{round(end - start, 1)}" height="{BAR - 8}" rx="2"'
-                marks += f'<rect class="{name}{slower}" {box}/>'
-        value = ratio(row.gain_over_best).replace("x", "\u00d7")
-        pale = ratio(row.gain).replace("x", "\u00d7")
-        marks += _text(WIDTH - 76, y + 15, value, "strong", "end") + _text(WIDTH - 16, y + 15, pale, "quiet", "end")
-    return marks
-
-
-def _text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
+                kind = f"{name} slower" if gain < 1 else name
+                drawing.box(start, y + 4, round(end - start, 1), BAR - 8, kind, radius=2)
+        for x, value, kind in ((WIDTH - 76, row.gain_over_best, "strong"), (WIDTH - 16, row.gain, "quiet")):
+            drawing.text(x, y + 15, ratio(value).replace("x", "\u00d7"), kind, "end")
 
 
 def _style() -> str:
@@ -92,7 +80,7 @@ def _style() -> str:
     colours = page[page.index(":root") : page.index("* {")]
     roofline = "\n".join(line for line in page.splitlines() if line.startswith(".roofline ."))
     return f"""
-{colours}text {{ font: 13px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--text); }}
+{colours}text {{ font: {FONT}; fill: var(--text); }}
 .title {{ font-size: 17px; font-weight: 600; }}
 .quiet {{ fill: var(--quiet); }}
 .small {{ font-size: 12px; }}

@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from math import exp, isfinite, log
 from pathlib import Path
 from typing import Any
@@ -121,14 +121,14 @@ class Results:
         return all(row.ok for row in self.rows) and all(model.ok for model in self.models)
 
     def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
+        found = _plain(asdict(self))
+        means = [asdict(summary) for summary in summarize(self.rows)]
         for row in found["rows"]:
             row["pass"] = row.pop("which")
-        means = [asdict(summary) for summary in summarize(self.rows)]
-        return {"format": FORMAT, **_without_nan(found), "summary": means}
+        return {"format": FORMAT, **found, "summary": means}
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        write_json(_stored(self.as_dict()), path)
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,30 @@ def _summary(kind: tuple[str, str, str], rows: Sequence[Row]) -> Summary:
     )
 
 
+def write_json(found: dict[str, Any], path: Path) -> None:
+    """Writes one line for each entry, and in an entry that is a list one line for each item: diffs stay short."""
+    entries = []
+    for key, value in found.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n]"
+        entries.append(f"{json.dumps(key)}: {text}")
+    path.write_text("{\n" + ",\n".join(entries) + "\n}\n")
+
+
+def _stored(found: dict[str, Any]) -> dict[str, Any]:
+    """The layout of a file: a layer is described once, and a row leaves out what it did not measure."""
+    defaults: dict[str, Any] = {"torch_ms": {}, "torch_failed": {}}
+    defaults |= {each.name: each.default for each in fields(Row) if each.default is not MISSING}
+    layers: dict[str, dict[str, Any]] = {}
+    rows = []
+    for row in found["rows"]:
+        about = {key: row[key] for key in ("text", "shape", "follow")}
+        said = about if layers.setdefault(row["layer"], about) == about else {}
+        rows.append({k: v for k, v in row.items() if k not in said and (k not in defaults or v != defaults[k])})
+    return {**found, "layers": layers, "rows": rows}
+
+
 def read(path: Path) -> Results:
     """Results that `tconv3d bench --json` or `tconv3d verify --json` wrote."""
     try:
@@ -174,9 +198,13 @@ def read(path: Path) -> Results:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ValueError(f"{path} is not a file that `tconv3d bench --json` writes (format {FORMAT})")
     try:
-        rows = [Row(**_with_nan({**row, "which": row["pass"]}, drop="pass")) for row in data["rows"]]
+        layers = data.get("layers", {})
+        rows = [
+            Row(**_with_nan({**layers.get(row["layer"], {}), **row, "which": row["pass"]}, drop="pass"))
+            for row in data["rows"]
+        ]
         models = [ModelRow(**_with_nan(row)) for row in data["models"]]
-        rest = {key: data[key] for key in data.keys() - {"format", "rows", "models", "summary"}}
+        rest = {key: data[key] for key in data.keys() - {"format", "layers", "rows", "models", "summary"}}
         return Results(**rest, rows=rows, models=models)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
@@ -252,14 +280,14 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a and b else None
 
 
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: an error that is none is written as a text."""
+def _plain(value: Any) -> Any:
+    """Lists for tuples, and a text for NaN and infinity, which JSON lacks."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
     return value
 
 

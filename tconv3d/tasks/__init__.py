@@ -16,6 +16,16 @@ from torch import Tensor, nn
 NAMES = ("grouped_strided", "large_volume", "asymmetric_kernel", "relu_group_norm")
 
 
+class OneLayer(nn.Module):
+    """A model of one transposed 3D convolution, which the constructor of a subclass makes as `self.Layer(...)`."""
+
+    Layer: type[nn.ConvTranspose3d] = nn.ConvTranspose3d
+    conv_transpose3d: nn.ConvTranspose3d
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv_transpose3d(x)
+
+
 class Task(Protocol):
     """What a file in this folder provides."""
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import tconv3d
+
+from . import OneLayer
 
 SHAPE = (8, 48, 96, 96, 96)  # [N, C_in, D, H, W]
 REDUCED = (1, 48, 3, 5, 9)
 
 
-class Model(nn.Module):
+class Model(OneLayer):
     """One transposed 3D convolution, PyTorch's."""
-
-    Layer: type[nn.ConvTranspose3d] = nn.ConvTranspose3d
 
     def __init__(
         self,
@@ -32,19 +32,8 @@ class Model(nn.Module):
     ) -> None:
         super().__init__()
         self.conv_transpose3d = self.Layer(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride=stride,
-            padding=padding,
-            output_padding=output_padding,
-            dilation=dilation,
-            groups=groups,
-            bias=bias,
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv_transpose3d(x)
 
 
 class ModelNew(Model):
