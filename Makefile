@@ -1,5 +1,6 @@
 # make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
 # make test     every check: ruff, clang-format, mypy, the test suite, and its kernels compiled for every GPU
+# make fuzz     random layers, tensors and calls against float64: SEED=, MINUTES=, CASES=, WORKERS=, SANITIZE=1, JSON=
 # make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts
 # make format   rewrite Python, CUDA and C++ sources in the house format
 # make clean    remove what the commands above made
@@ -36,7 +37,7 @@ else
   if_present = $(3)
 endif
 
-.PHONY: demo test check results format clean
+.PHONY: demo test check fuzz results format clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -52,6 +53,9 @@ check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff format --check .)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
+
+fuzz: $(READY)
+	PYTHONPATH=.:tests $(PY) -m fuzz --workers $(WORKERS) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES)) $(if $(SANITIZE),--sanitize) $(if $(JSON),--json $(JSON))
 
 results: $(READY)
 	$(PY) -m tconv3d bench --dtype tf32 bfloat16 float16 --layout contiguous channels_last_3d --backward --host --budget 0.03 --json benchmarks/results/h200.json
