@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .search import Search
+from .shrink import SECONDS
 
 MINUTES = 10.0  # if neither a time nor a number of cases is given
 
@@ -32,6 +33,7 @@ def main() -> int:
             cases=arguments.cases,
             minutes=arguments.minutes if limited else MINUTES,
             workers=arguments.workers,
+            shrinking=arguments.shrink,
             environment={**(_sanitized() if arguments.sanitize else {}), "TCONV3D_CACHE_DIR": cache},
             say=lambda text: print(text, flush=True),
         )
@@ -56,6 +58,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=int, default=os.cpu_count() or 1, help="processes; as many as cores if not given"
     )
+    parser.add_argument("--shrink", type=float, default=SECONDS, help="seconds to make a failure simpler; 0 for none")
     parser.add_argument("--emulator", action="store_true", help="use the emulator on a machine with a GPU too")
     parser.add_argument(
         "--sanitize", action="store_true", help="AddressSanitizer and UBSan watch the emulated kernels"

@@ -38,7 +38,10 @@ PLAIN = Memory()
 
 @dataclass(frozen=True)
 class Case:
-    """A call and its backward pass. `plans` names the GPU whose plans the emulator executes; "" is the device at hand."""
+    """A call and its backward pass.
+
+    `plans` names the GPU whose plans the emulator executes; "" is the device at hand.
+    """
 
     layer: Layer
     dtype: str = "tf32"  # as in tconv3d.bench.precision: "float32" is strict

@@ -23,13 +23,11 @@ CASES = 12  # of one draw
 MOST_TAPS = 75  # of a kernel: more take seconds to compile
 PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # at most of one pass: the emulator does about 50 million in a second
 MOST_ELEMENTS = 150_000  # of input or output
-MOST_WEIGHTS = 150_000
 DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
 PLANS = ("H200", "A100", "RTX 4090")
 
 # Kernel, stride, padding, output padding, dilation of layers that networks have, equal in all dimensions.
 USUAL = (
-    (2, 2, 0, 0, 1),
     (3, 2, 1, 1, 1),
     (3, 2, 1, 0, 1),
     (4, 2, 1, 0, 1),
@@ -76,14 +74,30 @@ def has(case: Case, name: str) -> bool:
 
 
 def _layer(random: Random) -> Layer:
-    """Its size and batch are drawn with each case."""
+    """With the smallest volume that it takes: size and batch are drawn with each case."""
     while True:
-        axes = [random.choice(USUAL)] * 3 if random.random() < 0.4 else [_axis(random) for _ in range(3)]
+        axes = _axes(random)
         kernel, stride, padding, extra, dilation = zip(*axes, strict=True)
         ins, outs, groups = _channels(random)
-        if prod(kernel) <= MOST_TAPS and ins * outs // groups * prod(kernel) <= MOST_WEIGHTS:
-            bias = random.random() < 0.7
-            return Layer(ins, outs, (1, 1, 1), kernel, stride, padding, extra, dilation, groups, 1, bias)  # type: ignore[arg-type]
+        size: Triple = tuple(_least_size(*axis) for axis in axes)  # type: ignore[assignment]
+        bias = random.random() < 0.7
+        layer = Layer(ins, outs, size, kernel, stride, padding, extra, dilation, groups, 1, bias)  # type: ignore[arg-type]
+        if prod(kernel) <= MOST_TAPS and fits(Case(layer), min(PRODUCTS)):
+            return layer
+
+
+def _least_size(kernel: int, stride: int, padding: int, extra: int, dilation: int) -> int:
+    """The smallest input with an output of at least two elements: a norm of one is refused."""
+    return max(1, 1 + -(-(1 + 2 * padding - dilation * (kernel - 1) - extra) // stride))
+
+
+def _axes(random: Random) -> list[Axis]:
+    kind = random.random()
+    if kind < 0.35:
+        return [random.choice(USUAL)] * 3
+    if kind < 0.5:  # up-convolutions, where every output has one tap
+        return [(size, size, 0, 0, 1) for size in random.choices((1, 2, 2, 2, 3, 4), k=3)]
+    return [_axis(random) for _ in range(3)]
 
 
 def _axis(random: Random) -> Axis:
@@ -169,10 +183,15 @@ def _case(random: Random, base: Case, wanted: list[tuple[str, ...]], views: list
         seed=random.randrange(1 << 20),
         **memory,
     )
+    most, least = random.choice(PRODUCTS), base.layer.size
     batch = random.choices((0, 1, 2, 3, 5), (1, 20, 10, 4, 1))[0]
-    most = random.choice(PRODUCTS)
-    while not fits(sized := case.with_layer(size=_size(random), batch=batch), most):
-        batch = min(batch, random.choice((0, 1, 1, 1, 2)))
+    size = [max(pair) for pair in zip(_size(random), least, strict=True)]
+    while not fits(sized := case.with_layer(size=tuple(size), batch=batch), most):
+        at = random.choice((0, 0, 1, 1, 2, 3))
+        if at == 3:
+            batch = min(batch, 1)
+        else:
+            size[at] = max(least[at], size[at] - 1 - size[at] // 4)
     return sized
 
 

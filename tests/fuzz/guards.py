@@ -1,8 +1,8 @@
 """Tensors between guards: what is stored outside of them is found, and in the emulator what is loaded there faults.
 
 On the CPU a tensor lies in pages of its own between two pages that nobody may touch, against one of them as closely
-as its offset from a multiple of 16 bytes allows. On a GPU it lies in the middle of a larger buffer. All bytes that are
-no tensor's are 255, which is NaN in every type: a value that was loaded there shows in the result.
+as its offset from a multiple of 16 bytes allows. On a GPU it lies in the middle of a larger buffer. All bytes that
+are no tensor's are 255, which is NaN in every type: a value that was loaded there shows in the result.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from layers import to_tf32, wrong_elements
 from torch import Tensor
 
 import tconv3d
-from tconv3d import executor, kept, planner
+from tconv3d import executor, kept
 from tconv3d.bench.precision import precision
 from tconv3d.geometry import Geometry
 from tconv3d.gpus import GPUS
@@ -21,13 +21,6 @@ from tconv3d.gpus import GPUS
 from .case import DIMENSIONS, Case, Memory
 from .guards import Guards
 from .reference import EPS, expected, result_type
-
-
-def forget() -> None:
-    """The next case is planned as in a new process."""
-    executor.forget()
-    planner.forget()
-    kept.forget()
 
 
 def check(case: Case, device: str) -> None:

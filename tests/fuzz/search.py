@@ -13,7 +13,7 @@ from typing import Any
 
 from . import draw, families
 from .case import Case, line
-from .shrink import CASE_TIMEOUT, kind_of, shrink
+from .shrink import CASE_TIMEOUT, SECONDS, kind_of, shrink
 from .workers import Worker
 
 MOST_OF_A_KIND = 2  # failures of one kind that are shrunk; the others are most likely the same
@@ -42,6 +42,7 @@ class Search:
     cases: int | None = None
     minutes: float | None = None
     workers: int = 2
+    shrinking: float = SECONDS  # for each failure
     environment: dict[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = print
 
@@ -67,8 +68,7 @@ class Search:
                 pass
 
     def _work(self) -> None:
-        worker = Worker(self.device, self.environment)
-        try:
+        with Worker(self.device, self.environment) as worker:
             while not self._over():
                 with self._lock:
                     number = next(self._numbers)
@@ -82,8 +82,6 @@ class Search:
                         before = cases[: cases.index(outcome.failed)]
                         self.failures.append(Failure(number, [*before, outcome.failed], outcome.message))
                         self.say(f"draw {number} fails: {line(outcome.failed)}\n    {outcome.message}")
-        finally:
-            worker.stop()
 
     def _over(self) -> bool:
         late = self.minutes is not None and time.monotonic() - self._started > 60 * self.minutes
@@ -98,16 +96,12 @@ class Search:
         self.counts["family"].update(plans)
 
     def _shrink(self, failure: Failure) -> None:
-        worker = Worker(self.device, self.environment)
-
         def fails(cases: list[Case]) -> str | None:
             outcome = worker.run(cases, CASE_TIMEOUT)
             return outcome.message if outcome.failed == cases[-1] else None
 
-        try:
-            failure.cases, failure.message = shrink(failure.cases, failure.message, fails)
-        finally:
-            worker.stop()
+        with Worker(self.device, self.environment) as worker:
+            failure.cases, failure.message = shrink(failure.cases, failure.message, fails, self.shrinking)
         self.say(f"draw {failure.number} shrunk:\n    {failure.text}")
 
     def summary(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A failing case -> the plainest one that still fails.
 
-Every simpler case runs in a process of its own kind (`workers`), so that crashes and hangs shrink like wrong results.
+Every simpler case runs in a process of its own (`workers`), so that crashes and hangs shrink like wrong results.
 A failure may need the cases before it (the first volume of a layer decides which kernels later ones get): what is
 shrunk is a list of cases, of which the last one fails.
 """
@@ -27,6 +27,8 @@ Fails = Callable[[Cases], str | None]  # the message of the failure
 
 def shrink(cases: Cases, message: str, fails: Fails, seconds: float = SECONDS) -> tuple[Cases, str]:
     """The plainest cases found within `seconds` that fail in the same way, and their message."""
+    if seconds <= 0:
+        return cases[-1:], message
     end, kind = time.monotonic() + seconds, kind_of(message)
 
     def still(candidate: Cases) -> str | None:
@@ -103,14 +105,16 @@ def _case_changes(case: Case) -> Iterator[dict[str, Any]]:
     for field in fields(Case):
         if field.name not in ("layer", "dtype", "wanted"):
             yield {field.name: field.default}
-    yield {"epilogue": "relu", "norm_groups": 1}
+    if case.epilogue == "norm":
+        yield {"epilogue": "relu", "norm_groups": 1, "affine": True}
     for name in case.wanted:
         yield {"wanted": tuple(other for other in case.wanted if other != name)}
     for name in ("input", "weight", "grad", "vectors"):
         memory: Memory = getattr(case, name)
         for field in fields(Memory):
             yield {name: replace(memory, **{field.name: getattr(PLAIN, field.name)})}
-    yield {"calls": 2}
+    if case.calls > 2:
+        yield {"calls": 2}
 
 
 def _layer_changes(layer: Layer) -> Iterator[dict[str, Any]]:
