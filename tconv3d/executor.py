@@ -262,6 +262,7 @@ def _forward_task(
         bias=bias is not None,
         tf32=key[3],
         aligned=input.data_ptr() % 16 == 0,
+        weight_aligned=weight.data_ptr() % 16 == 0,
         relu=relu,
         norm=norm,
     )
@@ -369,6 +370,7 @@ def _input_grad_problem(
         grad_output.stride(),
         tf32=_tf32(grad_output),
         aligned=grad_output.data_ptr() % 16 == 0,
+        weight_aligned=weight.data_ptr() % 16 == 0,
     )
     return problem, (shape, strides)
 

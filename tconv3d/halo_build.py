@@ -707,7 +707,8 @@ class Build:
         width = job.written_size[2]
         lines: tuple[int, ...] = (tiling.tile[2], tiling.halo[2])
         rows = _rows(job)
-        if tiling.length and lines == (width, width) and job.written[3] == width:
+        one_phase = job.gather or job.geometry.stride[1] == 1  # else rows of other phases lie between the lines
+        if tiling.length and lines == (width, width) and job.written[3] == width and one_phase:
             lines = tuple(height * width for height in (tiling.tile[1], tiling.halo[1]))
             rows = (*job.written[:3], *lines)
         for vector, positions in self.stored_vectors.items() if job.written[4] == 1 else ():
@@ -889,7 +890,7 @@ class Build:
         column_pitch = (taps * (channels + 1) + 30) // 32 * 32 + 1
         vector = 16 // self.item_bytes
         parameters = (*(job.weight[:1] + job.weight[2:]), job.weight_group, job.weight_tap, g.out_per_group)
-        vectors = run == Run.COLUMNS and job.aligned and not any(v % vector for v in parameters)
+        vectors = run == Run.COLUMNS and job.weight_aligned and not any(v % vector for v in parameters)
         staged = taps * channels * (columns + vector) * self.item_bytes if vectors else 4 * columns * column_pitch
         shared_bytes = staged + 4 * (2 * lines + 1)
         threads = PACKING_THREADS
@@ -993,7 +994,8 @@ def has_lines(job: Job) -> bool:
     if job.item_bytes == 2 or _begins_anywhere(job):
         stored = stride == 2 and 0 <= stride * positions - width <= 1 and positions % (8 // job.item_bytes) == 0
     else:
-        stored = stride * positions == width
+        pairs = not any(v % 2 for v in _rows(job))  # two positions of a lane are one access, in one line
+        stored = stride * positions == width and pairs
     return copied and stored and job.written[4] == 1 and job.aligned
 
 

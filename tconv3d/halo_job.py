@@ -33,12 +33,13 @@ class Job:
     weight_group: int  # from the weights of one group of the layer to the next one's
     weight_tap: int = 0  # where tap (0, 0, 0) lies: at the end, where taps are taken in reverse
     bias: bool = False
-    aligned: bool = True
+    aligned: bool = True  # the address of what is read is a multiple of 16 bytes
     activation: str = "tconv3d::Identity"  # of what is written
     norm: Norm | None = None  # moments of what is written are left for it
     strict: bool = False  # float32 by three TF32 products
     rows: bool = False  # what is read are rows of operands that the launch before has written
     merged: int = 1  # groups of the layer that are one group here, whose weights are zero between them
+    weight_aligned: bool = True  # the address of the weight is a multiple of 16 bytes
 
     @property
     def item_bytes(self) -> int:
@@ -108,12 +109,13 @@ def job_of(problem: Problem) -> Job:
         return Job(
             g, False, p.batch, p.dtype, p.input_size, p.output_size, p.input, p.output, p.weight,
             g.in_per_group * p.weight[0], 0, p.bias, p.aligned, p.activation, p.norm, strict,
+            weight_aligned=p.weight_aligned,
         )  # fmt: skip
     ci, co, *taps = p.weight
     swapped = Geometry(g.out_channels, g.in_channels, g.groups, g.axes)
     gather = Job(
         swapped, True, p.batch, p.dtype, p.output_size, p.input_size, p.output, p.input, (co, ci, *taps),
-        g.in_per_group * ci, 0, False, p.aligned, strict=strict,
+        g.in_per_group * ci, 0, False, p.aligned, strict=strict, weight_aligned=p.weight_aligned,
     )  # fmt: skip
     axes = mirrored_axes(g)
     if axes is None:

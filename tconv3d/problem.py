@@ -68,7 +68,8 @@ class Problem:
     output: Strides
     bias: bool = False
     tf32: bool = False  # float32 products may be rounded to TF32
-    aligned: bool = True  # all addresses are multiples of 16 bytes
+    aligned: bool = True  # the addresses of x and dy, as far as they are read, are multiples of 16 bytes
+    weight_aligned: bool = True  # the address of the weight, if it is read, is a multiple of 16 bytes
     relu: bool = False  # a forward pass that stores the ReLU of its result
     norm: Norm | None = None  # a forward pass that also computes the statistics of what it stores
 

@@ -387,7 +387,7 @@ def test_blocks_of_a_cluster_see_each_others_shared_memory(make: Callable[..., K
         const unsigned next = (emulator::block().rank_in_cluster + 1) % emulator::cluster.size;
         const auto at = [&](const int* p) {
           const unsigned address = emulator::map_shared_rank(__cvta_generic_to_shared(p), next);
-          return *static_cast<int*>(emulator::shared_pointer(address));
+          return *static_cast<int*>(emulator::shared_pointer(address, 4));
         };
         args.a[blockIdx.x * 8 + t] = at(shared + t) + at(fixed + 7 - t);
         cluster_sync(2);
@@ -410,7 +410,7 @@ def test_shared_memory_of_a_block_that_ended_is_gone(make: Callable[..., Kernel]
         cluster_sync(1);
         const unsigned mine = __cvta_generic_to_shared(emulator::dynamic_shared());
         const unsigned address = emulator::map_shared_rank(mine, (blockIdx.x + 1) % 2);
-        args.a[0] = *static_cast<int*>(emulator::shared_pointer(address));
+        args.a[0] = *static_cast<int*>(emulator::shared_pointer(address, 4));
         """,
         grid=(2, 1, 1),
         threads=1,

@@ -54,6 +54,10 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-ffp-contract=off",
 )
+# A GPU faults where the address of a vector is no multiple of its size, and CPUs do not: the compiler puts a check
+# before every access whose type wants more than a byte, and before every index of an array whose length it knows
+# (static shared memory). runtime.cpp has what the checks call.
+_CHECKS = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=alignment,bounds")
 _ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2}
 _ERROR_BYTES = 16384
 
@@ -122,7 +126,7 @@ def _parse_order(order: str) -> tuple[int, int]:
 
 def _load(kernel: str, unit: str, kernels: Path) -> ctypes.CDLL:
     cxx, flags = _compiler(), _flags()
-    key = cache.key(cache.sources(kernels, _HERE), unit, _version(cxx), cxx, *flags)
+    key = cache.key(cache.sources(kernels, _HERE), unit, _version(cxx), cxx, *flags, *_CHECKS)
     return _open(cache.path(key, ".so", lambda: _build(kernel, unit, kernels, cxx, flags)))
 
 
@@ -148,19 +152,22 @@ def _build(kernel: str, unit: str, kernels: Path, cxx: str, flags: tuple[str, ..
     """A shared library of one kernel and the runtime."""
     with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
         directory = Path(name)
-        source, runtime = directory / f"{kernel}.cpp", directory / "runtime.o"
+        source, compiled, runtime = (directory / name for name in (f"{kernel}.cpp", "kernel.o", "runtime.o"))
         library = directory / "kernel.so"
         source.write_text(unit)
-        runtime.write_bytes(_runtime(cxx, "address" in _sanitizers()))
+        runtime.write_bytes(_runtime(cxx))
         includes = (f"-I{kernels}", f"-I{_INCLUDE}", "-include", _HEADER)
-        _run(cxx, *flags, *includes, "-shared", "-o", library, source, runtime, "-lm")
+        _run(cxx, *flags, *_CHECKS, *includes, "-c", "-o", compiled, source)
+        # Linked without the checks' flag, which would bring in a library with handlers of its own.
+        _run(cxx, *flags, "-shared", "-o", library, compiled, runtime, "-lm")
         return library.read_bytes()
 
 
-def _runtime(cxx: str, sanitized: bool) -> bytes:
+def _runtime(cxx: str) -> bytes:
     """The object file of runtime.cpp. It is not sanitized itself, but tells AddressSanitizer of its stacks."""
-    flags = (*_FLAGS, "-O1", *(("-DEMULATOR_ASAN",) if sanitized else ()))
-    key = cache.key(_RUNTIME.read_bytes(), _HEADER.read_bytes(), _version(cxx), cxx, *flags)
+    defined = {"address": "-DEMULATOR_ASAN", "undefined": "-DEMULATOR_UBSAN"}
+    flags = (*_FLAGS, "-O1", *(defined[name] for name in _sanitizers() if name in defined))
+    key = cache.key(cache.sources(_HERE), _version(cxx), cxx, *flags)
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:

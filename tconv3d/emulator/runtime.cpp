@@ -28,6 +28,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
+#include "guarded_memory.h"
+
 uint3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 
@@ -180,6 +182,8 @@ constexpr size_t kStackBytes = 512 * 1024;
 constexpr size_t kFiberBytes = 4096;
 static_assert(sizeof(Fiber) <= kFiberBytes, "a Fiber fits above its stack");
 constexpr unsigned kMostSharedBytes = 227 * 1024;
+constexpr unsigned kMostStaticSharedBytes = 48 * 1024;
+constexpr unsigned kMostClusterSize = 8;   // that every GPU with clusters has
 constexpr unsigned kMostArgsBytes = 4096;  // CUDA's own limit for most architectures
 
 pthread_mutex_t launch_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -555,11 +559,10 @@ void start_block(Block& block, Warp* warps, Thread* threads, unsigned shared_byt
     threads[i].index = {i, 0, 0};
     threads[i].block = &block;
   }
-  // Exactly as long as asked for, so that AddressSanitizer sees an access past the end.
-  void* memory = nullptr;
-  if (posix_memalign(&memory, 1024, shared_bytes)) return set_failure("no memory for dynamic shared memory");
+  unsigned char* memory = take_guarded(shared_bytes, kPoison);
+  if (!memory) return set_failure("no memory for dynamic shared memory");
   memset(memory, kPoison, shared_bytes);
-  block.dynamic_shared = static_cast<unsigned char*>(memory);
+  block.dynamic_shared = memory;
   block.dynamic_shared_bytes = shared_bytes;
 }
 
@@ -572,7 +575,13 @@ void end_thread(Thread& thread) {
 
 void end_block(Block& block) {
   destroy_states(block.states);
-  free(block.dynamic_shared);
+  if (block.dynamic_shared) {
+    if (!past_end_has_only(kPoison, block.dynamic_shared, block.dynamic_shared_bytes))
+      set_failure(
+          format_text("kernel %s, block %s: a store past the end of %u bytes of dynamic shared memory",
+                      emulated_kernel.name, name_of(block.index).c_str(), block.dynamic_shared_bytes));
+    give_guarded_back(block.dynamic_shared, block.dynamic_shared_bytes);
+  }
   free(block.saved_static_shared);
 }
 
@@ -728,14 +737,19 @@ unsigned shared_address(const void* pointer) {
   return current->block->rank_in_cluster << kRankShift | kStaticOffset | static_cast<unsigned>(offset);
 }
 
-void* shared_pointer(unsigned address) {
+void* shared_pointer(unsigned address, unsigned bytes) {
   const unsigned rank = address >> kRankShift, offset = address & ((1u << kRankShift) - 1u);
   if (rank >= cluster.size)
     fail("shared memory address 0x%08x: the cluster has %u blocks", address, cluster.size);
   Block& block = cluster.blocks[rank];
   if (block.live == 0)
     fail("shared memory address 0x%08x: all threads of block %u of the cluster have returned", address, rank);
-  if (offset < kStaticOffset) return block.dynamic_shared + offset;
+  const bool is_static = offset >= kStaticOffset;
+  const size_t end = is_static ? kStaticOffset + static_shared.bytes : block.dynamic_shared_bytes;
+  if (offset + bytes > end)
+    fail("an access to %u bytes at offset %u of %zu bytes of %s shared memory", bytes, offset % kStaticOffset,
+         end % kStaticOffset, is_static ? "static" : "dynamic");
+  if (!is_static) return block.dynamic_shared + offset;
   if (&block == static_shared_owner) return static_shared.start + (offset - kStaticOffset);
   if (!block.saved_static_shared)
     fail("shared memory address 0x%08x: block %u of the cluster has not started", address, rank);
@@ -780,10 +794,15 @@ std::string complaint(const Request& request) {
   if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[0] > 0x7FFFFFFFu || grid[1] > 65535u ||
       grid[2] > 65535u)
     return format_text("a grid of %u x %u x %u blocks", grid[0], grid[1], grid[2]);
+  if (kernel.cluster_size > kMostClusterSize)
+    return format_text("clusters of %u blocks, where %u are the most", kernel.cluster_size, kMostClusterSize);
   if (kernel.cluster_size == 0 || grid[0] % kernel.cluster_size)
     return format_text("%u blocks along x do not make clusters of %u", grid[0], kernel.cluster_size);
   if (request.shared_bytes > kMostSharedBytes)
     return format_text("%u bytes of shared memory, more than any block can have", request.shared_bytes);
+  if (find_static_shared().bytes > kMostStaticSharedBytes)
+    return format_text("%zu bytes of static shared memory, more than any block can have",
+                       find_static_shared().bytes);
   return {};
 }
 
@@ -807,6 +826,8 @@ void run(const Request& request) {
 
 }  // namespace
 }  // namespace emulator
+
+#include "compiler_checks.h"
 
 // What Python calls. Returns 0, or 1 with a message in `error`. `stacks` is a list of stacks that earlier
 // launches, of this kernel or another, have left, and is left for the next one.

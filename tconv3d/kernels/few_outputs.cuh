@@ -165,7 +165,9 @@ struct FewOutputs {
 
   __device__ __forceinline__ int copy_to(int i) const {
     if constexpr (!C::kChannelsLast) return copy_channel(i) * C::kItemPitch + copy_row(i);
-    const int own = copy_row(0) * C::kItemPitch + (copy_channel(0) ^ swizzle(copy_row(0)));
+    // Rows a multiple of four apart are swizzled alike: what is found for the first copy serves all.
+    constexpr bool kAlike = kChunkSteps == 1 || kLanes / kAcross % 4 == 0;
+    const int own = copy_row(0) * C::kItemPitch + (copy_channel(0) ^ swizzle(copy_row(kAlike ? 0 : i)));
     return own + i * (kLanes / kAcross) * C::kItemPitch;
   }
   __device__ __forceinline__ Copy copy_of(int i) const {

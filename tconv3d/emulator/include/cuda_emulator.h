@@ -182,7 +182,7 @@ inline unsigned char* dynamic_shared() { return current->block->dynamic_shared; 
 // memory is good until the thread blocks.
 constexpr unsigned kRankShift = 24;
 unsigned shared_address(const void* pointer);
-void* shared_pointer(unsigned address);  // fails for a block that has ended
+void* shared_pointer(unsigned address, unsigned bytes);  // fails past the end, or if the block has ended
 inline unsigned map_shared_rank(unsigned address, unsigned rank) {
   return (address & ((1u << kRankShift) - 1u)) | rank << kRankShift;
 }

@@ -76,12 +76,12 @@ inline unsigned shared_address(const void* pointer) { return emulator::shared_ad
 inline uint4 load_shared(unsigned address) {
   if (address % 16u) emulator::fail("a 16-byte load from shared memory at %u", address);
   uint4 value;
-  std::memcpy(&value, emulator::shared_pointer(address), sizeof value);
+  std::memcpy(&value, emulator::shared_pointer(address, sizeof value), sizeof value);
   return value;
 }
 inline void store_shared(unsigned address, uint4 value) {
   if (address % 16u) emulator::fail("a 16-byte store to shared memory at %u", address);
-  std::memcpy(emulator::shared_pointer(address), &value, sizeof value);
+  std::memcpy(emulator::shared_pointer(address, sizeof value), &value, sizeof value);
 }
 
 // Launches never overlap here.
@@ -110,7 +110,7 @@ inline void store_transposed(unsigned address, uint4 words) {
   for (unsigned c = 0; c < 8; ++c)
     columns[c] =
         static_cast<std::uint16_t>(table.a[warp][4u * c + row / 2u][lane / 8u] >> (16u * (row % 2u)));
-  std::memcpy(emulator::shared_pointer(address), columns, sizeof columns);
+  std::memcpy(emulator::shared_pointer(address, sizeof columns), columns, sizeof columns);
   __syncwarp();
 }
 
@@ -131,7 +131,7 @@ template <class Word>
 inline void store_shared_if(bool condition, unsigned address, Word value) {
   if (!condition) return;
   if (address % sizeof value) emulator::fail("a store of %zu bytes at %u", sizeof value, address);
-  std::memcpy(emulator::shared_pointer(address), &value, sizeof value);
+  std::memcpy(emulator::shared_pointer(address, sizeof value), &value, sizeof value);
 }
 
 template <class Vector>
@@ -191,7 +191,7 @@ static_assert(sizeof(EmulatedBarrier) == 8, "an mbarrier has 8 bytes");
 
 inline EmulatedBarrier& emulated_barrier(unsigned address) {
   if (address % 8u) emulator::fail("a barrier in shared memory at %u", address);
-  return *static_cast<EmulatedBarrier*>(emulator::shared_pointer(address));
+  return *static_cast<EmulatedBarrier*>(emulator::shared_pointer(address, 8));
 }
 
 inline void complete_phase_if_done(EmulatedBarrier& barrier) {
@@ -239,7 +239,7 @@ inline bool elected(int lane) { return lane == 0; }
 inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned address) {
   if (to % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(from) % 16u)
     emulator::fail("a bulk copy of %u bytes to %u: all must be multiples of 16", bytes, to);
-  std::memcpy(emulator::shared_pointer(to), from, bytes);
+  std::memcpy(emulator::shared_pointer(to, bytes), from, bytes);
   EmulatedBarrier& barrier = emulated_barrier(address);
   barrier.bytes -= static_cast<std::int32_t>(bytes);
   complete_phase_if_done(barrier);
@@ -269,7 +269,7 @@ inline void bulk_wait_read() {
   auto& stores = emulator::thread_state<EmulatedBulkStores>();
   for (unsigned i = 0; i < stores.committed; ++i) {
     const auto& store = stores.queue[i];
-    std::memcpy(store.to, emulator::shared_pointer(store.from), store.bytes);
+    std::memcpy(store.to, emulator::shared_pointer(store.from, store.bytes), store.bytes);
   }
   for (unsigned i = stores.committed; i < stores.count; ++i) {
     stores.queue[i - stores.committed] = stores.queue[i];
@@ -358,7 +358,7 @@ inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand
   for (unsigned half = 0; half < 2; ++half) {
     const unsigned logical = start + row / 8u * group_bytes + row % 8u * row_bytes + 16u * half;
     const unsigned physical = logical ^ ((logical >> 7 & (row_bytes / 16u - 1u)) << 4);
-    const void* bytes = emulator::shared_pointer(physical);
+    const void* bytes = emulator::shared_pointer(physical, 16);
     if (operand == Operand::kTf32) {
       std::uint32_t bits[4];
       std::memcpy(bits, bytes, sizeof bits);
@@ -521,6 +521,7 @@ inline void copy_words(void* to, const void* from, bool inside) {
   constexpr unsigned kBytes = 4u * kWords;
   if (reinterpret_cast<std::uintptr_t>(to) % kBytes || reinterpret_cast<std::uintptr_t>(from) % kBytes)
     emulator::fail("an asynchronous copy of %u bytes that is not aligned", kBytes);
+  emulator::shared_pointer(emulator::shared_address(to), kBytes);  // that this is shared memory, to its end
   for (int i = 0; i < kWords; ++i)
     copy_word(static_cast<std::uint32_t*>(to) + i, inside ? static_cast<const char*>(from) + 4 * i : nullptr);
 }
@@ -535,7 +536,7 @@ inline void copy_words_of_line(void* to, const void* from, bool inside) {
 }
 
 inline void copy_piece(unsigned to, const void* from, bool inside) {
-  copy_words<4>(emulator::shared_pointer(to), from, inside);
+  copy_words<4>(emulator::shared_pointer(to, 16), from, inside);
 }
 
 inline void copy_commit() {
