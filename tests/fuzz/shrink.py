@@ -27,8 +27,6 @@ Fails = Callable[[Cases], str | None]  # the message of the failure
 
 def shrink(cases: Cases, message: str, fails: Fails, seconds: float = SECONDS) -> tuple[Cases, str]:
     """The plainest cases found within `seconds` that fail in the same way, and their message."""
-    if seconds <= 0:
-        return cases[-1:], message
     end, kind = time.monotonic() + seconds, kind_of(message)
 
     def still(candidate: Cases) -> str | None:
