@@ -54,6 +54,13 @@ KEPT: dict[str, list[Case]] = {
         )
         for size in ((9, 7, 3), (1, 3, 56))
     ],
+    "an input at an odd address after one that was aligned": [
+        Case(
+            Layer(80, 80, size, (2, 4, 1), (2, 4, 1), (0, 3, 0), (0, 3, 1), (2, 2, 2), batch=1, bias=False),
+            input=Memory("ndhwc", offset=offset),
+        )
+        for size, offset in (((2, 5, 17), 0), ((2, 2, 17), 1))
+    ],
 }
 
 
