@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import io
+import os
 import re
 import threading
 from collections.abc import Iterable
@@ -27,7 +28,10 @@ ENTRY = "tconv3d_kernel"
 
 # "-v" makes ptxas report registers and spills. No fast math: division, denormals and rounding are IEEE's.
 # Lambdas of device functions are device functions without saying so.
-_OPTIONS = {"std": "c++20", "ptxas_options": "-v", "device_as_default_execution_space": True}
+_OPTIONS: dict[str, object] = {"std": "c++20", "ptxas_options": "-v", "device_as_default_execution_space": True}
+# With the environment variable TCONV3D_CHECKED, kernels check what they assume (TCONV3D_ASSUME in common.cuh), and
+# tools see the lines of their sources. Such kernels have names of their own in the disk cache.
+_CHECKED: dict[str, object] = {"define_macro": "TCONV3D_CHECKED", "lineinfo": True}
 
 _WHEELS = {"12": "nvidia-cuda-nvrtc-cu12", "13": "nvidia-cuda-nvrtc"}  # by the major version of cuda-bindings
 
@@ -102,10 +106,15 @@ def translation_unit(kernel: str, constants: Constants) -> str:
 def compile(kernel: str, constants: Constants, arch: str) -> Compiled:
     """The cubin of a kernel, out of the disk cache or out of NVRTC."""
     unit = translation_unit(kernel, constants)
-    key = cache.key(cache.sources(KERNELS), unit, arch, repr(_OPTIONS), identity())
+    key = cache.key(cache.sources(KERNELS), unit, arch, repr(options()), identity())
     entry = cache.get(key, ".cubin", lambda: _build(kernel, constants, unit, arch))
     log, cubin = _unpack(entry)
     return Compiled(cubin, log)
+
+
+def options() -> dict[str, object]:
+    """NVRTC's, but for the architecture."""
+    return {**_OPTIONS, **(_CHECKED if os.environ.get("TCONV3D_CHECKED", "0") not in ("", "0") else {})}
 
 
 @functools.cache
@@ -214,8 +223,8 @@ def _build(kernel: str, constants: Constants, unit: str, arch: str) -> bytes:
         raise missing(error) from error
     log = io.StringIO()
     try:
-        options = ProgramOptions(name=f"{kernel}.cu", arch=arch, include_path=[str(KERNELS)], **_OPTIONS)
-        program = Program(unit, "c++", options)
+        wanted = ProgramOptions(name=f"{kernel}.cu", arch=arch, include_path=[str(KERNELS)], **options())
+        program = Program(unit, "c++", wanted)
         cubin = bytes(program.compile("cubin", logs=log).code)
         program.close()
     except Exception as error:  # cuda-core's error classes are not public; their text is NVRTC's log

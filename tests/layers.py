@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,35 @@ def poisoned() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+GUARD = 64  # elements before and behind a tensor
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Results lie between elements that nobody may write; tensors are filled with NaN before they are written."""
+    allocate, guards = torch.empty_strided, []
+
+    def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], **how: Any) -> Tensor:
+        count = 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+        memory = torch.full((count + 2 * GUARD,), torch.nan, **how)
+        guards.append((memory[:GUARD], memory[GUARD + count :]))
+        return memory.as_strided(size, stride, GUARD)
+
+    torch.empty_strided = empty_strided
+    try:
+        yield
+    finally:
+        torch.empty_strided = allocate
+    assert guards and all(bool(guard.isnan().all()) for both in guards for guard in both), "written outside"
+
+
+def shifted(tensor: Tensor, elements: int) -> Tensor:
+    """The same values and strides, so many elements behind a multiple of 16 bytes, between NaNs."""
+    count = 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.full((count + elements + 2 * GUARD,), torch.nan, dtype=tensor.dtype, device=tensor.device)
+    return memory.as_strided(tensor.shape, tensor.stride(), GUARD + elements).copy_(tensor)
 
 
 def passes(

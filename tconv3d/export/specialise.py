@@ -42,6 +42,7 @@ class Sources:
         if name not in self._headers:
             text = cxx.resolve((self._directory / name).read_text(), self._defined)
             text = re.sub(r"^// clang-format (on|off)\n", "", text, flags=re.MULTILINE)
+            text = re.sub(r"^ *TCONV3D_ASSUME\([^;]*\);.*\n", "", text, flags=re.MULTILINE)  # checks of the emulator
             self._headers[name] = cxx.header(name, text)
         return self._headers[name]
 

@@ -5,6 +5,20 @@
 
 namespace tconv3d {
 
+// States what a kernel relies on where no access shows it. The emulator checks it, and so do kernels that are
+// compiled with the environment variable TCONV3D_CHECKED (compiler.py); elsewhere nothing is computed.
+#ifdef TCONV3D_EMULATOR
+#define TCONV3D_ASSUME(condition) \
+  if (!(condition)) emulator::fail("%s does not hold at %s:%d", #condition, __FILE__, __LINE__)
+#else
+#ifdef TCONV3D_CHECKED
+#define TCONV3D_ASSUME(condition) \
+  if (!(condition)) printf("%s does not hold at %s:%d\n", #condition, __FILE__, __LINE__), __trap()
+#else
+#define TCONV3D_ASSUME(condition) static_cast<void>(0)
+#endif
+#endif
+
 // Storage types of 16 bits. Arithmetic is never done in them.
 struct Half {
   unsigned short bits;

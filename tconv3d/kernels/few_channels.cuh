@@ -87,6 +87,7 @@ struct FewPart {
       const Scalar* from = sample + (inside ? offset : Index(0));
       Scalar* to = part + line * tiles.line_pitch + vector * kVector;
       if constexpr (C::kPartVector > 0) {
+        TCONV3D_ASSUME(!inside || w + kVector <= size.w);
         ptx::copy_words<kVector * sizeof(Scalar) / 4>(to, from, inside);
       } else {
         *to = inside ? load_constant(from) : Scalar{};

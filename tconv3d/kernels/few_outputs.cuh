@@ -110,6 +110,7 @@ struct FewOutputs {
   static_assert(C::kChannelsLast || C::kItemPitch >= kWarpRows, "a stage has room for the rows");
   static_assert(kLaneWords == 2 || kLaneWords == 4, "a vector of words");
   static_assert(C::kVector == 0 || kVector * kItemBytes % 4 == 0, "copies move words");
+  static_assert(!C::kChannelsLast || C::kIn % kVector == 0, "a vector has channels of one group");
   static_assert(C::kStages >= 2);
 
   const Args& args;
@@ -175,6 +176,7 @@ struct FewOutputs {
     const int x_h = tile_h + C::kOriginH + row / C::kLine, x_w = tile_w + C::kOriginW + row % C::kLine;
     const bool inside =
         row < C::kHaloH * C::kLine && x_h >= 0 && x_h < args.x_size.h && x_w >= 0 && x_w < args.x_size.w;
+    TCONV3D_ASSUME(!inside || C::kChannelsLast || x_w + kVector <= args.x_size.w);
     const Index offset = copy_channel(i) * static_cast<Index>(args.x_strides.c) +
                          x_h * static_cast<Index>(args.x_strides.h) +
                          x_w * static_cast<Index>(args.x_strides.w);

@@ -170,6 +170,7 @@ struct FewWeightGrad {
                                   : Index(0);
       const Index step = static_cast<Index>(args.many_strides.c);
       Scalar* to = buffer + f * C::kPhasePitch + row;
+      TCONV3D_ASSUME(!inside || w + kVector <= args.many_size.w);
 #pragma unroll 4
       for (int channel = first_channel; channel < kBlockMany; channel += channel_step) {
         const bool there =

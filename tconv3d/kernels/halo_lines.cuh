@@ -41,6 +41,8 @@ struct HaloLines {
   static constexpr int kWoven = Shared::kWoven;  // slabs whose positions take turns
   static_assert(!Config::kLines || kItem == 4 || (Config::kSlabs % 2 == 0 && !Config::kGather),
                 "16 bits march forward, two slabs at a time");
+  static_assert(!Config::kLines || (Config::kReadStepW & (Config::kReadStepW - 1)) == 0,
+                "two positions read from a multiple of the vectors that load() takes");
 
   // Words from channel to channel of a stage: 8 more than a multiple of 32, so that the four channels of a
   // warp's load lie in banks of their own; in 16 bits, where every second channel is another load's, 4 more.
@@ -145,6 +147,7 @@ struct HaloLines {
   using Pairs = Pair[Config::kSlabs];
   static __device__ __forceinline__ void find(const Args& args, const Slab (&slabs)[Config::kSlabs], int warp,
                                               int lane, Pairs& pairs) {
+    TCONV3D_ASSUME(args.by_columns.divisor % (2 * kWoven) == 0);  // a lane's positions lie in one line
 #pragma unroll
     for (int m = 0; m < Config::kSlabs; ++m) {
       const Slab& slab = slabs[m / kWoven * kWoven];
@@ -420,6 +423,7 @@ struct HaloLines {
   static __device__ __forceinline__ void store(const Args& args, const Place& at, const Consumer& me,
                                                const Sums& sums, const Pairs& pairs, int plane) {
     static_assert(Config::kStrideW <= 2, "one phase or two of two positions");
+    TCONV3D_ASSUME(Config::kStrideW * args.tile.w == args.output.w);
     const int d = plane * Config::kStrideD - Config::kPaddingD;
     const int channel =
         at.first_group() * Config::kOut + at.first_out() + Accumulators::first_column(me.lane);

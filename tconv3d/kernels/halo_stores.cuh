@@ -351,6 +351,8 @@ struct HaloStores {
       const bool line = to.exists && deep(args, at, to.d + Config::kField(field, 0)) && h < args.output.h;
       const int output = me.lane % kLanes * kVector, phase = output % kWidth;  // of the first output
       const bool exists = line && w + phase < args.output.w;
+      TCONV3D_ASSUME(!exists || w + phase + kVector <= args.output.w ||
+                     (Config::kStrideH == 1 && args.y_stride.h == args.output.w));  // or rows are one line
       const int row = me.lane / kLanes, own = channel_of(row);
       Scalar* y = static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) + phase +
                   own * args.y_stride.c;

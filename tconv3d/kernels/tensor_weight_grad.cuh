@@ -281,6 +281,7 @@ struct TensorWeightGrad {
       // A vector is inside or outside as a whole.
       const int at = w + e * S::kStepW;
       const bool inside = line_inside && at >= 0 && at < size.w;
+      TCONV3D_ASSUME(!inside || S::kElements || at + S::kVector * kPerWord <= size.w);
       const Scalar* element = from + e * S::kStepW * static_cast<Index>(strides.w);
       constexpr int kUnroll =
           C::kAsync ? 2 : S::kLoads;  // few addresses at a time; values need fixed registers
