@@ -54,6 +54,14 @@ KEPT: dict[str, list[Case]] = {
         )
         for size in ((9, 7, 3), (1, 3, 56))
     ],
+    "a 16-bit weight gradient of a volume after another": [
+        Case(
+            Layer(32, 37, size, (1, 1, 4), (1, 1, 2), batch=1, bias=False),
+            dtype="bfloat16",
+            wanted=("weight",),
+        )
+        for size in ((1, 1, 26), (3, 2, 4))
+    ],
     "an input at an odd address after one that was aligned": [
         Case(
             Layer(80, 80, size, (2, 4, 1), (2, 4, 1), (0, 3, 0), (0, 3, 1), (2, 2, 2), batch=1, bias=False),

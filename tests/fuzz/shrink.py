@@ -33,10 +33,10 @@ def shrink(cases: Cases, message: str, fails: Fails, seconds: float = SECONDS) -
         found = fails(candidate)
         return found if found is not None and kind_of(found) == kind else None
 
-    for start in sorted({len(cases) - 1, 0}, reverse=True):  # alone if possible, else after the first of its layer
-        for before in (cases[start:-1][:1], cases[start:-1]):
-            if (found := still([*before, cases[-1]])) is not None:
-                return _simplest([*before, cases[-1]], found, still, end)
+    *before, last = cases
+    for needed in ([], *([each] for each in before), before):  # alone if possible, else after one other case
+        if (found := still([*needed, last])) is not None:
+            return _simplest([*needed, last], found, still, end)
     return cases, message
 
 
