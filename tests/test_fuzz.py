@@ -19,6 +19,7 @@ from fuzz.guards import PAGE, Guards
 from fuzz.search import Search
 from fuzz.workers import Worker
 from layers import Layer
+from test_emulator import sanitized
 
 from tconv3d import emulator
 
@@ -85,13 +86,20 @@ def test_what_failed_once_passes(name: str, worker: Worker) -> None:
     assert outcome.failed is None, outcome.message
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(5))
 def test_cases_from_a_fixed_seed_pass(seed: int) -> None:
     plans = ("", *draw.PLANS) if DEVICE == "cpu" else ("",)
     search = Search(seed, DEVICE, plans, cases=100, workers=1)
     search.run()
     assert not search.failures, "\n".join(failure.text for failure in search.failures)
     assert search.run_cases >= 100
+
+
+@pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+def test_cases_pass_under_sanitizers() -> None:
+    with Worker("cpu", sanitized()) as worker:
+        outcome = worker.run(draw.cases(1, 11)[:3])
+    assert outcome.failed is None, outcome.message
 
 
 # ---- the parts of the fuzz

@@ -24,7 +24,8 @@ def counted() -> Iterator[Counter[str]]:
     def counting(name: str, plan: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
         def counting_plan(*arguments: Any) -> Plan | None:
             found = plan(*arguments)
-            counts[name] += found is not None
+            if found is not None:
+                counts[name] += 1
             return found
 
         return counting_plan
