@@ -154,7 +154,9 @@ ANYWHERE = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("which", ["weight", "all"])
+@pytest.mark.parametrize(
+    ("machine", "which"), [("H200", "weight"), ("H200", "all"), ("A100", "all")], indirect=["machine"]
+)
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_tensors_at_any_address(name: str, which: str, dtype: torch.dtype, machine: str) -> None:
     layer = ANYWHERE[name]
@@ -166,18 +168,20 @@ def test_tensors_at_any_address(name: str, which: str, dtype: torch.dtype, machi
             for each, operand in (("input", x), ("weight", weight), ("bias", bias))
         ]
         with guarded():
-            check(layer, dtype, "cpu", moved, tf32=True)
+            check(layer, dtype, "cpu", moved, tf32=dtype == torch.float32)
 
 
-def test_an_output_gradient_at_any_address(machine: str) -> None:
-    for layer in ANYWHERE.values():
-        operands = operands_of(layer, torch.float16)
-        result, expected = passes(tconv3d.conv_transpose3d, operands, layer.settings)
-        with guarded():
-            grad = shifted(torch.ones_like(result), 3)
-            _, found = passes(tconv3d.conv_transpose3d, operands, layer.settings, grad)
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=4e-3, atol=4e-2)
+@pytest.mark.parametrize("machine", ["H200"], indirect=True)
+@pytest.mark.parametrize("name", ["halo", "up", "groups"])
+def test_an_output_gradient_at_any_address(name: str, machine: str) -> None:
+    layer = ANYWHERE[name]
+    operands = operands_of(layer, torch.float16)
+    result, expected = passes(tconv3d.conv_transpose3d, operands, layer.settings)
+    with guarded():
+        grad = shifted(torch.ones_like(result), 3)
+        _, found = passes(tconv3d.conv_transpose3d, operands, layer.settings, grad)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=4e-3, atol=4e-2)
 
 
 # ---- Rows of channels whose copies are narrower than 16 bytes.
@@ -189,4 +193,4 @@ def test_few_outputs_of_any_number_of_channels_last(channels: int, dtype: torch.
     layer = Layer(channels, 2, (3, 5, 9), (3, 3, 3), (2, 2, 2), (1, 1, 1), batch=1)
     x, *others = operands_of(layer, dtype)
     with guarded():
-        check(layer, dtype, "cpu", [x.to(memory_format=LAST), *others], forward_only=True, tf32=True)
+        check(layer, dtype, "cpu", [x.to(memory_format=LAST), *others], forward_only=True)

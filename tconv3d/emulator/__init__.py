@@ -4,8 +4,9 @@
     run((x.data_ptr(), w.data_ptr()))   # addresses of launch.pointers
 
 The host's C++ compiler builds the same translation unit that NVRTC gets, with `include/cuda_emulator.h`
-included before it; that header explains how a launch runs. A deadlock, a diverged barrier, a memory fault and
-whatever `emulator::fail` says become a RuntimeError.
+included before it; that header explains how a launch runs. A deadlock, a diverged barrier, a memory fault, an access
+that a GPU refuses (a misaligned vector, shared memory past its end) and whatever `emulator::fail` says become a
+RuntimeError.
 
 Environment:
     CXX                         the compiler (else g++, c++ or clang++, the first there is)

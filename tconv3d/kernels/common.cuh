@@ -9,7 +9,7 @@ namespace tconv3d {
 // compiled with the environment variable TCONV3D_CHECKED (compiler.py); elsewhere nothing is computed.
 #ifdef TCONV3D_EMULATOR
 #define TCONV3D_ASSUME(condition) \
-  if (!(condition)) emulator::fail("%s does not hold at %s:%d", #condition, __FILE__, __LINE__)
+  if (!(condition)) emulator::trap({#condition " does not hold", __FILE__, __LINE__})
 #else
 #ifdef TCONV3D_CHECKED
 #define TCONV3D_ASSUME(condition) \
