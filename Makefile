@@ -1,6 +1,7 @@
 # make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
 # make test     every check: ruff, clang-format, mypy, the documentation site, the test suite, and its kernels compiled
 #               for every GPU
+# make fuzz     random layers, tensors and calls against float64: SEED=, MINUTES=, CASES=, WORKERS=, SANITIZE=1, JSON=
 # make test-oldest  a few tests with the oldest PyTorch that is supported, without a GPU
 # make docs     build the documentation site into artifacts/site
 # make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts
@@ -39,7 +40,7 @@ else
   if_present = $(3)
 endif
 
-.PHONY: demo test test-oldest check docs results format clean
+.PHONY: demo test test-oldest check docs fuzz results format clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -58,6 +59,9 @@ check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff format --check .)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
+
+fuzz: $(READY)
+	PYTHONPATH=.:tests $(PY) -m fuzz --workers $(WORKERS) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES)) $(if $(SANITIZE),--sanitize) $(if $(JSON),--json $(JSON))
 
 # With --quiet, mkdocs would not count the warnings that --strict is to fail on.
 docs: $(READY)

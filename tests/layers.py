@@ -146,12 +146,25 @@ def check(
     for name, ours, exact_one, bound in zip(
         names, (got[0], *got[1]), (expected[0], *expected[1]), (largest[0], *largest[1]), strict=False
     ):
-        assert ours.shape == exact_one.shape and ours.dtype == dtype, name
-        sum_unit = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
-        allowed = bound * sum_unit * 12 + exact_one.abs() * UNIT[dtype] + 1e-7 * (dtype == torch.float16)
-        wrong = ~((ours.double() - exact_one).abs() <= allowed)  # NaN is wrong too
-        first = wrong.nonzero()[:1].flatten().tolist()
-        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} elements wrong, first at {first}"
+        assert ours.dtype == dtype, name
+        wrong = wrong_elements(name, ours, exact_one, allowed_error(exact_one, bound, dtype))
+        assert wrong is None, wrong
+
+
+def allowed_error(exact: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far from exact sums a result may be, given the same sums over absolute values."""
+    sum_unit = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
+    return largest * sum_unit * 12 + exact.abs() * UNIT[dtype] + 1e-7 * (dtype == torch.float16)
+
+
+def wrong_elements(name: str, ours: Tensor, exact: Tensor, allowed: Tensor) -> str | None:
+    """Which elements are further from the exact ones than allowed, in words."""
+    assert ours.shape == exact.shape, name
+    wrong = ~((ours.double() - exact).abs() <= allowed)  # NaN is wrong too
+    if not wrong.any():
+        return None
+    first = wrong.nonzero()[:1].flatten().tolist()
+    return f"{name}: {int(wrong.sum())} of {wrong.numel()} elements wrong, first at {first}"
 
 
 T3, T1 = (3, 3, 3), (1, 1, 1)

@@ -159,7 +159,7 @@ def _build(kernel: str, unit: str, places: tuple[Path, ...], cxx: str, flags: tu
         library = directory / "kernel.so"
         source.write_text(unit)
         runtime.write_bytes(_runtime(cxx))
-        includes = (*(f"-I{place}" for place in places), "-include", _HEADER)
+        includes: list[str | Path] = [*(f"-I{place}" for place in places), "-include", _HEADER]
         _run(cxx, *flags, *_CHECKS, *includes, "-c", "-o", compiled, source)
         # Linked without the checks' flag, which would bring in a library with handlers of its own.
         _run(cxx, *flags, "-shared", "-o", library, compiled, runtime, "-lm")
@@ -170,7 +170,8 @@ def _runtime(cxx: str) -> bytes:
     """The object file of runtime.cpp. It is not sanitized itself, but tells AddressSanitizer of its stacks."""
     defined = {"address": "-DEMULATOR_ASAN", "undefined": "-DEMULATOR_UBSAN"}
     flags = (*_FLAGS, "-O1", *(defined[name] for name in _sanitizers() if name in defined))
-    key = cache.key(cache.sources(_HERE), _version(cxx), cxx, *flags)
+    files = sources.included(_HEADER.name, (_INCLUDE,)) | {_RUNTIME.name: _RUNTIME}
+    key = cache.key(sources.digest(files), _version(cxx), cxx, *flags)
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:

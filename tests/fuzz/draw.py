@@ -1,0 +1,225 @@
+"""Draws a layer, and a few cases of it: what a kernel is compiled for changes rarely, all else in every case.
+
+Compiling takes most of the time, so that type, device, epilogue and memory layouts belong to a draw, and volume,
+batch, offsets, gaps between rows, wanted gradients and order of threads to each of its cases. Needs nothing but
+`random`: a seed and a number give the same cases everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import prod
+from random import Random
+
+from layers import Layer, Triple
+
+from tconv3d.geometry import Geometry
+from tconv3d.problem import ITEM_BYTES
+
+from .case import DIMENSIONS, GRADIENTS, PLAIN, Case, Memory
+
+CASES = 12  # of one draw
+MOST_TAPS = 75  # of a kernel: more take seconds to compile
+PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # at most of one pass: the emulator does about 50 million in a second
+MOST_ELEMENTS = 150_000  # of input or output
+DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
+PLANS = ("H200", "A100", "RTX 4090")
+
+# Kernel, stride, padding, output padding, dilation of layers that networks have, equal in all dimensions.
+USUAL = (
+    (3, 2, 1, 1, 1),
+    (3, 2, 1, 0, 1),
+    (4, 2, 1, 0, 1),
+    (3, 1, 1, 0, 1),
+    (5, 2, 2, 1, 1),
+    (3, 1, 2, 0, 2),
+    (1, 1, 0, 0, 1),
+)
+Axis = tuple[int, int, int, int, int]
+
+
+def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: int = CASES) -> list[Case]:
+    """The cases of draw `number`. `plans`: those of the device at hand (""), and of GPUs for a third of the draws."""
+    random = Random(f"{seed}:{number}")
+    here = len(plans) == 1 or random.random() < 0.64
+    dtype = random.choice(DTYPES)
+    layer = _layer(random)
+    epilogue = random.choices(("", "relu", "norm"), (6, 2, 2))[0]
+    base = Case(
+        layer,
+        dtype=dtype,
+        plans="" if here else random.choice(plans[1:]),
+        epilogue=epilogue,
+        norm_groups=random.choice([n for n in range(1, layer.out_channels + 1) if layer.out_channels % n == 0]),
+        affine=random.random() < 0.8,
+    )
+    possible = [name for name in GRADIENTS if has(base, name)]
+    subsets = [
+        tuple(n for n, b in zip(possible, bits, strict=True) if b) for bits in product((0, 1), repeat=len(possible))
+    ]
+    wanted = [(), tuple(possible), random.choice(subsets)]
+    views = [_views(random, dtype) for _ in range(2)]
+    return [_case(random, base, wanted, views) for _ in range(count)]
+
+
+def has(case: Case, name: str) -> bool:
+    """Whether the case has a tensor of this name to ask the gradient of."""
+    if name.startswith("norm"):
+        return case.epilogue == "norm" and case.affine
+    return name != "bias" or case.layer.bias
+
+
+# ---- the layer
+
+
+def _layer(random: Random) -> Layer:
+    """With the smallest volume that it takes: size and batch are drawn with each case."""
+    while True:
+        axes = _axes(random)
+        kernel, stride, padding, extra, dilation = zip(*axes, strict=True)
+        ins, outs, groups = _channels(random)
+        size: Triple = tuple(_least_size(*axis) for axis in axes)  # type: ignore[assignment]
+        bias = random.random() < 0.7
+        layer = Layer(ins, outs, size, kernel, stride, padding, extra, dilation, groups, 1, bias)  # type: ignore[arg-type]
+        if prod(kernel) <= MOST_TAPS and fits(Case(layer), min(PRODUCTS)):
+            return layer
+
+
+def _least_size(kernel: int, stride: int, padding: int, extra: int, dilation: int) -> int:
+    """The smallest input with an output of at least two elements: a norm of one is refused."""
+    return max(1, 1 + -(-(1 + 2 * padding - dilation * (kernel - 1) - extra) // stride))
+
+
+def _axes(random: Random) -> list[Axis]:
+    kind = random.random()
+    if kind < 0.35:
+        return [random.choice(USUAL)] * 3
+    if kind < 0.5:  # up-convolutions, where every output has one tap
+        return [(size, size, 0, 0, 1) for size in random.choices((1, 2, 2, 2, 3, 4), k=3)]
+    return [_axis(random) for _ in range(3)]
+
+
+def _axis(random: Random) -> Axis:
+    kernel = random.choice((1, 2, 2, 3, 3, 3, 4, 4, 5, 6, 7))
+    stride = random.choice((1, 1, 2, 2, 2, 3, 4))
+    dilation = random.choice((1, 1, 1, 1, 2, 3))
+    reach = dilation * (kernel - 1)
+    padding = random.choice((0, reach // 2, random.randint(0, reach), random.randint(0, reach + 2)))
+    return kernel, stride, padding, random.randrange(max(stride, dilation)), dilation
+
+
+def _channels(random: Random) -> tuple[int, int, int]:
+    """Input channels, output channels, groups."""
+    kind = random.random()
+    if kind < 0.1:  # depthwise
+        groups = random.choice((1, 2, 3, 5, 8, 16, 24, 32, 33))
+        return groups, groups * random.choice((1, 1, 2, 3)), groups
+    if kind < 0.2:
+        groups, ins, outs = random.randint(2, 6), random.randint(1, 16), random.randint(1, 16)
+        return groups * ins, groups * outs, groups
+    return _width(random), _width(random), 1
+
+
+def _width(random: Random) -> int:
+    return random.choice(
+        (random.randint(1, 4), random.randint(1, 16), random.randint(5, 40), random.randint(17, 96))
+        + 2 * (8 * random.randint(1, 6), 16 * random.randint(1, 6))
+    )
+
+
+# ---- how tensors lie in memory
+
+
+def _views(random: Random, dtype: str) -> dict[str, Memory]:
+    """Of input, weight, gradient and vectors: what a kernel may be compiled for."""
+    last = random.random() < 0.4
+    found = {}
+    for name in ("input", "weight", "grad"):
+        usual = "ndhwc" if last == (random.random() < 0.9) else DIMENSIONS
+        found[name] = Memory(usual)
+        if random.random() < 0.2:
+            found[name] = _unusual(random, usual)
+    vector = random.choices((PLAIN, Memory(step=2), Memory(expanded="n")), (8, 1, 1))[0]
+    return {**found, "vectors": vector}
+
+
+def _unusual(random: Random, usual: str) -> Memory:
+    kind = random.choice(("transposed", "step", "expanded", "all"))
+    if kind == "transposed":
+        return Memory("".join(random.sample(DIMENSIONS, 5)))
+    if kind == "step":
+        return Memory(usual, step=random.choice((2, 3)))
+    if kind == "expanded":
+        return Memory(usual, expanded=random.choice(("n", "c", "d", "h", "w", "dhw", "nhw")))
+    return Memory(usual, expanded=DIMENSIONS)  # as the gradient of a sum is
+
+
+def _moved(random: Random, memory: Memory, dtype: str) -> Memory:
+    """The same kind of memory with another offset, and other gaps between rows."""
+    item = ITEM_BYTES["float32" if dtype == "tf32" else dtype]
+    offset = random.choice((0, 0, 0, random.randrange(16 // item)))
+    if random.random() < 0.75:
+        return replace(memory, offset=offset)
+    gaps = [0] * 5
+    gaps[random.randrange(5)] = random.choice((1, 2, 3, 4, 8, 16))
+    gaps[random.randrange(5)] += random.choice((0, 0, 1, 8))
+    return replace(memory, offset=offset, gaps=tuple(gaps))  # type: ignore[arg-type]
+
+
+# ---- the case
+
+
+def _case(random: Random, base: Case, wanted: list[tuple[str, ...]], views: list[dict[str, Memory]]) -> Case:
+    chosen = random.choices(wanted, (2, 3, 3))[0]
+    memory = {name: _moved(random, each, base.dtype) for name, each in random.choice(views).items()}
+    case = replace(
+        base,
+        wanted=chosen,
+        calls=1 if chosen else random.choice((1, 3)),
+        short=bool(chosen) and base.epilogue != "norm" and random.random() < 0.04,
+        at_end=random.random() < 0.6,
+        order=random.choice(("forward", "reversed", f"shuffled:{random.randrange(1000)}")),
+        seed=random.randrange(1 << 20),
+        **memory,
+    )
+    most, least = random.choice(PRODUCTS), base.layer.size
+    batch = random.choices((0, 1, 2, 3, 5), (1, 20, 10, 4, 1))[0]
+    size = [max(pair) for pair in zip(_size(random), least, strict=True)]
+    while not fits(sized := case.with_layer(size=tuple(size), batch=batch), most):
+        at = random.choice((0, 0, 1, 1, 2, 3))
+        if at == 3:
+            batch = min(batch, 1)
+        else:
+            size[at] = max(least[at], size[at] - 1 - size[at] // 4)
+    return sized
+
+
+def _size(random: Random) -> Triple:
+    w = random.choice(
+        (
+            random.randint(1, 8),
+            random.randint(5, 35),
+            random.randint(5, 70),
+            random.choice((8, 16, 32, 64)) + random.choice((-1, 0, 0, 1)),
+        )
+    )
+    most = 4 if w > 33 else 9
+    return random.randint(1, most), random.randint(1, most), w
+
+
+def fits(case: Case, most: int = max(PRODUCTS)) -> bool:
+    """Whether a case is legal, and small enough."""
+    layer = case.layer
+    try:
+        geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
+    except (RuntimeError, ValueError):
+        return False
+    output = geometry.output_size(layer.size)
+    if min(output) < 1 or (case.epilogue == "norm" and prod(output) == 1):
+        return False
+    products = (
+        max(1, layer.batch) * prod(layer.size) * layer.in_channels * geometry.out_per_group * prod(layer.kernel)
+    )
+    elements = max(1, layer.batch) * max(layer.in_channels * prod(layer.size), layer.out_channels * prod(output))
+    return products <= most and elements <= MOST_ELEMENTS

@@ -1,0 +1,121 @@
+"""Tensors between guards: what is stored outside of them is found, and in the emulator what is loaded there faults.
+
+On the CPU a tensor lies in pages of its own between two pages that nobody may touch, against one of them as closely
+as its offset from a multiple of 16 bytes allows. On a GPU it lies in the middle of a larger buffer. All bytes that
+are no tensor's are 255, which is NaN in every type: a value that was loaded there shows in the result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+PAGE = mmap.PAGESIZE
+GPU_GUARD_BYTES = 1 << 16  # on either side of a tensor
+ALIGNMENT = 16  # bytes; kernels and planners assume it of tensors that PyTorch allocates
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class _Block:
+    name: str
+    raw: Tensor  # bytes, the guards included
+    start: int
+    stop: int
+    before: Tensor | None = None  # the bytes of what nobody may write
+
+
+class Guards:
+    """All tensors of one case."""
+
+    def __init__(self, device: str, at_end: bool) -> None:
+        self._device, self._at_end = device, at_end
+        self._blocks: list[_Block] = []
+
+    def place(
+        self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0
+    ) -> Tensor:
+        """A new tensor full of NaN, `offset` elements behind a multiple of 16 bytes."""
+        empty = 0 in shape
+        extent = 0 if empty else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+        size, shift = extent * dtype.itemsize, offset * dtype.itemsize % ALIGNMENT
+        if self._device == "cpu":
+            raw = _guarded_pages(size + ALIGNMENT)
+            room = raw.numel() - size
+            start = (room - shift) // ALIGNMENT * ALIGNMENT + shift if self._at_end else shift
+        else:
+            start = GPU_GUARD_BYTES + shift
+            total = -(-(size + shift) // ALIGNMENT) * ALIGNMENT + 2 * GPU_GUARD_BYTES
+            raw = torch.full((total,), 255, dtype=torch.uint8, device=self._device)
+        self._blocks.append(_Block(name, raw, start, start + size))
+        return raw.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
+
+    def seal(self) -> None:
+        """Nobody may write what has been placed so far."""
+        for block in self._blocks:
+            block.before = block.raw.clone()
+
+    def damage(self) -> str | None:
+        """What was written where nothing may be, in words."""
+        for block in self._blocks:
+            if block.before is None:
+                changed = block.raw != 255
+                changed[block.start : block.stop] = False
+            else:
+                changed = block.raw != block.before
+            if changed.any():
+                first = int(changed.nonzero()[0])
+                return (
+                    f"{int(changed.sum())} bytes changed outside of what may be written: first {first - block.start} "
+                    f"bytes from the start of {block.name} of {block.stop - block.start} bytes"
+                )
+        return None
+
+    @contextlib.contextmanager
+    def around_results(self, short: bool = False) -> Iterator[None]:
+        """Results, statistics and workspaces that the package allocates are placed between guards.
+
+        `short`: there is no memory for the first workspace.
+        """
+        refusals = [torch.OutOfMemoryError("the fuzz refuses the first workspace")] if short else []
+
+        def empty_strided(size: Any, stride: Any, *, dtype: torch.dtype, device: Any) -> Tensor:
+            return self.place("a result", tuple(size), tuple(stride), dtype)
+
+        def empty(size: Any, *, dtype: torch.dtype, device: Any) -> Tensor:
+            if refusals:
+                raise refusals.pop()
+            return self._dense("a workspace", size, dtype)
+
+        def new_empty(like: Tensor, size: Any, dtype: torch.dtype | None = None) -> Tensor:
+            return self._dense("a result", size, dtype or like.dtype)
+
+        with (
+            patch.object(torch, "empty_strided", empty_strided),
+            patch.object(torch, "empty", empty),
+            patch.object(torch.Tensor, "new_empty", new_empty),
+        ):
+            yield
+
+    def _dense(self, name: str, size: Any, dtype: torch.dtype) -> Tensor:
+        shape = (size,) if isinstance(size, int) else tuple(size)
+        return self.place(name, shape, torch.zeros(1).expand(shape).contiguous().stride(), dtype)
+
+
+def _guarded_pages(size: int) -> Tensor:
+    """Bytes of 255 in whole pages, at least `size`, between two pages that fault."""
+    pages = -(-size // PAGE)
+    memory = mmap.mmap(-1, (pages + 2) * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    for guard in (address, address + (pages + 1) * PAGE):
+        if _libc.mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(PAGE), 0):
+            raise OSError(ctypes.get_errno(), "mprotect of a guard page failed")
+    return torch.frombuffer(memory, dtype=torch.uint8, offset=PAGE, count=pages * PAGE).fill_(255)

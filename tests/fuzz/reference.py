@@ -1,0 +1,99 @@
+"""The expected result and gradients of a case in float64, each with the largest error that rounding may leave."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from layers import UNIT, allowed_error
+from torch import Tensor
+
+from .case import Case
+
+EPS = 1e-3  # of the norm
+# Roundings of one value between convolution and result of the norm: the convolution's result, the statistics of
+# rounded or unrounded values, the gradient of what went into the ReLU, and the results.
+NORM_ROUNDINGS = 6
+
+TF32_UNIT = 1e-3  # of an operand that is rounded to TF32 in either way
+
+Tensors = dict[str, Tensor]
+Expected = dict[str, tuple[Tensor, Tensor]]  # by name: the exact values, and how far a result may be from them
+
+
+def expected(case: Case, operands: Tensors, grad: Tensor | None, result: Tensor) -> Expected:
+    """`operands` and `grad` are float64. `result` is ours: it decides where a ReLU lets the gradient pass."""
+    if case.epilogue == "norm":
+        return _with_norm(case, operands, grad)
+    masked = None if grad is None else grad * (result > 0) if case.epilogue == "relu" else grad
+    exact = _passes(case, operands, masked)
+    largest = _passes(case, _absolute(operands), None if masked is None else masked.abs())
+    found = {name: (exact[name], allowed_error(exact[name], largest[name], result_type(case))) for name in exact}
+    if case.epilogue == "relu":
+        found["result"] = found["result"][0].relu(), found["result"][1]
+    return found
+
+
+def result_type(case: Case) -> torch.dtype:
+    return torch.float32 if case.dtype == "tf32" else getattr(torch, case.dtype)
+
+
+def _absolute(operands: Tensors) -> Tensors:
+    return {name: tensor.abs() for name, tensor in operands.items()}
+
+
+def _passes(case: Case, operands: Tensors, grad: Tensor | None) -> Tensors:
+    """The convolution, and the wanted gradients of its operands."""
+    wanted = [name for name in case.wanted if name in ("input", "weight", "bias")] if grad is not None else []
+    leaves = {name: tensor.detach().requires_grad_(name in wanted) for name, tensor in operands.items()}
+    result = F.conv_transpose3d(leaves["input"], leaves["weight"], leaves.get("bias"), *case.layer.settings)
+    grads = torch.autograd.grad(result, [leaves[name] for name in wanted], grad) if wanted else ()
+    return {"result": result.detach(), **dict(zip(wanted, grads, strict=True))}
+
+
+def _with_norm(case: Case, operands: Tensors, grad: Tensor | None) -> Expected:
+    """The values of the case are such that every sum of the convolution is exact, and so is the ReLU's mask.
+
+    Bounds follow the roundings through the formulas of GroupNorm: `near` is what one rounding of the convolution's
+    result, or of its group's statistics, may change in a normalized value.
+    """
+    unit = NORM_ROUNDINGS * (UNIT[result_type(case)] + UNIT[torch.float32] * (case.dtype != "float64"))
+    sums = _passes(case, operands, None)["result"]
+    z, ones = sums.relu(), torch.ones(case.layer.out_channels, dtype=torch.float64)
+    weight, bias = operands.get("norm_weight", ones), operands.get("norm_bias", 0 * ones)
+    mean, variance = (_of_groups(case, each) for each in (z, z * z))
+    variance = variance - mean * mean
+    rstd = (variance + EPS).rsqrt()
+    normal = (z - mean) * rstd
+    near = rstd * (z + mean) + normal.abs() * _of_groups(case, z * z) * rstd * rstd
+    w, b = (each[:, None, None, None] for each in (weight, bias))
+    exact = {"result": normal * w + b}
+    bounds = {"result": near * w.abs() + exact["result"].abs() + b.abs()}
+    if grad is not None:
+        flow = grad * w
+        pull = _of_groups(case, flow), _of_groups(case, flow * normal)
+        dz = rstd * (flow - pull[0] - normal * pull[1]) * (sums > 0)
+        size = flow.abs(), (normal.abs() + near)
+        pulled = _of_groups(case, size[0]), _of_groups(case, size[0] * size[1])
+        spread = 1 + _of_groups(case, z * z) * rstd * rstd
+        largest = rstd * spread * (size[0] + pulled[0] + size[1] * pulled[1]) * (sums > 0)
+        exact |= {name: value for name, value in _passes(case, operands, dz).items() if name != "result"}
+        limits = _passes(case, _absolute(operands), largest)
+        bounds |= {name: value for name, value in limits.items() if name != "result"}
+        over = (0, 2, 3, 4)
+        parameters = {"norm_weight": (grad * normal, grad.abs() * size[1]), "norm_bias": (grad, grad.abs())}
+        for name in set(case.wanted) & parameters.keys():
+            exact[name], bounds[name] = (each.sum(over) for each in parameters[name])
+    # The products of a gradient with TF32 round the gradient of what went into the ReLU once more.
+    products = unit + (TF32_UNIT if case.dtype == "tf32" else 0)
+    units = {"input": products, "weight": products}
+    return {name: (exact[name], units.get(name, unit) * bounds[name] + 1e-6) for name in exact}
+
+
+def _of_groups(case: Case, tensor: Tensor) -> Tensor:
+    """The mean of every norm group of a batch item, for each of its elements."""
+    batch, channels, *size = tensor.shape
+    per_group = channels // case.norm_groups
+    means = tensor.reshape(batch, case.norm_groups, per_group * prod(size)).mean(2)
+    return means.repeat_interleave(per_group, 1)[:, :, None, None, None].expand(tensor.shape)

@@ -1,0 +1,124 @@
+"""One case: its tensors made and placed between guards, the call and its backward pass, and every check."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from layers import to_tf32, wrong_elements
+from torch import Tensor
+
+import tconv3d
+from tconv3d import executor, kept
+from tconv3d.bench.precision import precision
+from tconv3d.geometry import Geometry
+from tconv3d.gpus import GPUS
+
+from .case import DIMENSIONS, Case, Memory
+from .guards import Guards
+from .reference import EPS, expected, result_type
+
+
+def check(case: Case, device: str) -> None:
+    """Raises what is wrong. `device`: "cpu" runs in the emulator, "cuda" on a GPU."""
+    guards = Guards(device, case.at_end)
+    operands = {name: _placed(guards, case, name, shape) for name, shape in _shapes(case).items()}
+    exact = {name: tensor.cpu().double() for name, tensor in operands.items()}
+    grad, exact_grad = operands.pop("grad", None), exact.pop("grad", None)
+    guards.seal()
+    try:
+        with _settings(case, device):
+            found = _run(case, guards, operands, grad)
+    finally:
+        kept.forget()
+    damage = guards.damage()
+    assert damage is None, damage
+    result = found["result"].detach().cpu().double()
+    for name, (values, allowed) in expected(case, exact, exact_grad, result).items():
+        ours = found[name].detach()
+        assert ours.dtype == result_type(case), f"{name}: the type is {ours.dtype}"
+        wrong = wrong_elements("result" if name == "result" else f"gradient of {name}", ours.cpu(), values, allowed)
+        assert wrong is None, wrong
+
+
+def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
+    layer = case.layer
+    vector = (layer.out_channels,)
+    shapes: dict[str, tuple[int, ...]] = {
+        "input": (layer.batch, layer.in_channels, *layer.size),
+        "weight": (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel),
+    }
+    if layer.bias:
+        shapes["bias"] = vector
+    if case.epilogue == "norm" and case.affine:
+        shapes |= {"norm_weight": vector, "norm_bias": vector}
+    if case.wanted:
+        geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
+        shapes["grad"] = (layer.batch, layer.out_channels, *geometry.output_size(layer.size))
+    return shapes
+
+
+def _placed(guards: Guards, case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor with random values. Where its strides are 0, one value is many elements."""
+    memory: Memory = getattr(case, name) if name in ("input", "weight", "grad") else case.vectors
+    strides = memory.strides(shape)
+    dimensions = DIMENSIONS if len(shape) == 5 else memory.expanded
+    own = tuple(1 if stride == 0 and dimensions else size for size, stride in zip(shape, strides, strict=True))
+    tensor = guards.place(name, own, strides, result_type(case), memory.offset)
+    tensor.copy_(_values(case, name, own))
+    return tensor.expand(shape) if own != shape else tensor
+
+
+def _values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
+    random = torch.Generator().manual_seed(case.seed * 16 + len(name))
+    if case.epilogue == "norm":  # numbers with few bits: every sum of the convolution is exact in float32
+        return torch.randint(-8, 9, shape, generator=random) / 8
+    values = torch.randn(shape, generator=random)
+    return to_tf32(values) if case.dtype == "tf32" and len(shape) == 5 else values
+
+
+@contextlib.contextmanager
+def _settings(case: Case, device: str) -> Iterator[None]:
+    """PyTorch's precision, the machine to plan for, and the emulator's order of threads."""
+    gpu = GPUS[case.plans].device if case.plans else executor.EMULATED
+    with (
+        precision(case.dtype),
+        patch.object(executor, "EMULATED", gpu),
+        patch.dict(os.environ, {"TCONV3D_EMULATOR_ORDER": case.order}),
+        tconv3d.use_backend("emulator" if device == "cpu" else "cuda"),
+    ):
+        yield
+
+
+def _run(case: Case, guards: Guards, operands: dict[str, Tensor], grad: Tensor | None) -> dict[str, Tensor]:
+    leaves = {name: tensor.detach().requires_grad_(name in case.wanted) for name, tensor in operands.items()}
+    with guards.around_results():
+        for _ in range(case.calls):
+            result = _function(case)(leaves)
+    found = {"result": result}
+    if grad is not None:
+        with guards.around_results(case.short):
+            grads = torch.autograd.grad(result, [leaves[name] for name in case.wanted], grad)
+        found |= dict(zip(case.wanted, grads, strict=True))
+    if result.is_cuda:
+        torch.cuda.synchronize()
+    return found
+
+
+def _function(case: Case) -> Callable[[dict[str, Tensor]], Tensor]:
+    settings: tuple[Any, ...] = case.layer.settings
+
+    def call(leaves: dict[str, Tensor]) -> Tensor:
+        operands = leaves["input"], leaves["weight"], leaves.get("bias")
+        if case.epilogue == "norm":
+            norm = case.norm_groups, leaves.get("norm_weight"), leaves.get("norm_bias"), EPS
+            return tconv3d.conv_transpose3d_relu_group_norm(*operands, *norm, *settings)
+        if case.epilogue == "relu":
+            return tconv3d.conv_transpose3d_relu(*operands, *settings)
+        return tconv3d.conv_transpose3d(*operands, *settings)
+
+    return call
