@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import background, checks, kept, planner, repertoire
+from . import background, checks, gpus, kept, planner, repertoire
 from .checks import Convolution
 from .geometry import Geometry, Triple
 from .launch import Launch
@@ -487,7 +487,7 @@ def _cuda_device(index: int) -> Device:
     from . import launcher
 
     found = launcher.device_properties(index)
-    return Device(found.name, found.capability, found.multiprocessors, found.shared_bytes)
+    return gpus.as_told(Device(found.name, found.capability, found.multiprocessors, found.shared_bytes))
 
 
 def suggests_channels_last(tensor: Tensor) -> bool:

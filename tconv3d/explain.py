@@ -17,7 +17,7 @@ from . import checks, executor, norm_planner, ops, planner
 from .backend import current_backend
 from .checks import Convolution
 from .geometry import Geometry
-from .gpus import DEFAULT_GPU, GPUS, Gpu
+from .gpus import DEFAULT_GPU, GPUS, Gpu, gpu_named
 from .launch import Launch
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 from .norm_planner import Activation, NormProblem, Wanted
@@ -188,12 +188,7 @@ def find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
         index = tensor.get_device() if tensor.is_cuda else torch.cuda.current_device()
         device = executor.device_of(torch.empty(0, device=f"cuda:{index}"))
         return device, next((gpu for key, gpu in GPUS.items() if key in device.name.split()), None)
-    by_capability = {
-        f"{d.capability[0]}.{d.capability[1]}": gpu for gpu in reversed(GPUS.values()) for d in [gpu.device]
-    }
-    gpu = GPUS.get(name) or by_capability.get(name)
-    if gpu is None:
-        raise ValueError(f"expected a GPU of {', '.join((*GPUS, *sorted(by_capability)))}, got {name!r}")
+    gpu = gpu_named(name)
     return gpu.device, gpu
 
 
