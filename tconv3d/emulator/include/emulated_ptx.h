@@ -458,6 +458,17 @@ struct MatrixMultiply {
 
 // ---- Warp matrix instructions.
 
+inline void load_matrices(unsigned (&words)[4], unsigned address) {
+  if (address % 16u) emulator::fail("a row of a matrix loaded from shared memory at %u", address);
+  auto& table = emulator::block_state<EmulatedFragments>();
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
+  table.a[warp][lane][0] = address;
+  __syncwarp();
+  for (unsigned m = 0; m < 4; ++m)
+    std::memcpy(&words[m], emulator::shared_pointer(table.a[warp][8u * m + lane / 4u][0] + 4u * (lane % 4u)), 4);
+  __syncwarp();
+}
+
 template <Operand kOperand>
 inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   auto& table = emulator::block_state<EmulatedFragments>();

@@ -1,0 +1,239 @@
+// Forward pass and input gradient on tensor cores by mma.sync: for every GPU since compute capability 8.0,
+// every geometry, TF32 and both 16-bit types, both memory layouts.
+//
+// Both passes gather: output step_out*q + phase is the sum over channels r and taps j of
+//   x[step_in*q + first_offset(phase) + j*offset_step] * w[tap]
+// (geometry.py, Gather: the forward pass has `stride` phases, the input gradient has one and steps by
+// `stride`).
+//
+// A block owns a box of positions q (the rows of its matrix), a slice of output channels (the columns) and
+// one or more phases, each with sums of its own. For a chunk of input channels it brings the halo of x that
+// all its taps need into shared memory once, as slots of channels. For a tap, a warp's rows are the slots
+// at the tap's offset: ldmatrix takes an address per row, so that any shift, stride, dilation or line end
+// costs an addition. A load of x feeds every phase that wants it. Weights come packed in the order of use
+// (mma_layout.cuh), a few rows of taps at a time.
+//
+// Copies are asynchronous: a step (kRows rows of taps of a chunk) is asked for kStages - 1 steps before it is
+// multiplied, the halo together with the first step of its chunk. TF32 numbers are rounded to nearest on
+// their way from shared memory to the tensor cores; weights were when they were packed.
+#pragma once
+
+#include "mma_copies.cuh"
+#include "mma_stores.cuh"
+#include "mma_tile.cuh"
+
+namespace tconv3d {
+
+template <class C>
+struct Mma {
+  using Tile = MmaTile<C>;
+  using Layout = typename Tile::Layout;
+  using Scalar = typename C::Scalar;
+  using Copies = MmaCopies<C>;
+  using Stores = MmaStores<C>;
+  static constexpr auto kOperand = OperandOf<Scalar>::kOperand;
+  static constexpr int kStageWords = C::kRows * C::kTaps * Layout::kTapWords;
+  static constexpr int kTableInts = (C::kMostRows * C::kLoads + 3) / 4 * 4;
+  static constexpr bool kThroughRegisters = Copies::kCopy == MmaCopy::kHalves;
+  static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
+  static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
+
+  // One step of the loop over chunks and rows of taps, with its buffers.
+  struct Step {
+    int chunk, first_row, stage, halo;
+  };
+
+  const Tile tile;
+  const int warp, lane, warp_m, warp_n;
+  int* const table;          // in shared memory: where the loads of each row of taps lie in the halo
+  unsigned* const weights;   // kStages stages
+  MmaItem* const items;      // of the halo
+  unsigned char* const halo;  // kHaloBuffers halos
+  const int halo_bytes;
+  const Copies copies;
+  unsigned base[C::kTilesM];  // what this lane's row of a tile reads, in bytes from the halo's beginning
+  float sums[C::kPhases][C::kTilesM][C::kTilesN][4];
+  typename Copies::Jobs jobs;
+
+  __device__ __forceinline__ explicit Mma(const Args& args)
+      : tile(args),
+        warp(static_cast<int>(threadIdx.x) / 32),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        warp_m(warp % C::kWarpsM),
+        warp_n(warp / C::kWarpsM),
+        table(dynamic_shared<int>()),
+        weights(dynamic_shared<unsigned>() + kTableInts),
+        items(reinterpret_cast<MmaItem*>(weights + C::kStages * kStageWords)),
+        halo(reinterpret_cast<unsigned char*>(items + (args.slots + 1) / 2 * 2)),
+        halo_bytes(args.slots * Tile::kSlotBytes),
+        copies(tile, items) {}
+
+  __device__ __forceinline__ void prepare() {
+    for (int i = threadIdx.x; i < tile.rows * C::kLoads; i += C::kThreads)
+      table[i] = tile.load_offset(i / C::kLoads, i % C::kLoads);
+    copies.list_items(items);
+    const unsigned start = ptx::shared_address(halo) + lane / 16 * 16;
+#pragma unroll
+    for (int m = 0; m < C::kTilesM; ++m)
+      base[m] = start + tile.base((warp_m * C::kTilesM + m) * 16 + lane % 16);
+    jobs.next = jobs.count = 0;
+  }
+
+  __device__ __forceinline__ void start_from_bias() {
+    const Scalar* const bias = static_cast<const Scalar*>(tile.args.bias);
+    const int first = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8;
+#pragma unroll
+    for (int j = 0; j < C::kTilesN; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int channel = first + Layout::column(j, lane % 4 * 2 + e);
+        const bool exists = bias != nullptr && channel < C::kOuts;
+        const float start = exists ? widen<float>(bias[tile.group * C::kOuts + channel]) : 0.0f;
+#pragma unroll
+        for (int f = 0; f < C::kPhases; ++f) {
+#pragma unroll
+          for (int m = 0; m < C::kTilesM; ++m) sums[f][m][j][e] = sums[f][m][j][e + 2] = start;
+        }
+      }
+    }
+  }
+
+  // ---- The pipeline.
+
+  __device__ __forceinline__ void advance(Step& step) const {
+    step.stage = step.stage + 1 == C::kStages ? 0 : step.stage + 1;
+    step.first_row += C::kRows;
+    if (step.first_row >= tile.rows) {
+      step.first_row = 0;
+      ++step.chunk;
+      step.halo = step.halo + 1 == C::kHaloBuffers ? 0 : step.halo + 1;
+    }
+  }
+  __device__ __forceinline__ int rows_of(const Step& step) const {
+    const int left = tile.rows - step.first_row;
+    return left < C::kRows ? left : C::kRows;
+  }
+
+  // What a step needs is asked for.
+  __device__ __forceinline__ void ask_for(const Step& step) {
+    if (step.chunk < Layout::kChunks) {
+      copies.copy_weights(weights + step.stage * kStageWords, step.chunk, step.first_row, rows_of(step));
+      if (!kThroughRegisters && step.first_row == 0)
+        copies.copy_halo(halo + step.halo * halo_bytes, step.chunk);
+    }
+    ptx::copy_commit();
+  }
+  // Through registers, a chunk's halo comes while the chunk before it is multiplied.
+  __device__ __forceinline__ void begin_jobs(int chunk, int buffer) {
+    if (chunk < Layout::kChunks) copies.begin(jobs, halo + buffer * halo_bytes, chunk);
+  }
+  __device__ __forceinline__ void finish_jobs() {
+    while (jobs.next < jobs.count) copies.advance(jobs);
+  }
+
+  // ---- The products.
+
+  template <int kTap>
+  __device__ __forceinline__ void multiply_tap(const unsigned (&a)[C::kTilesM][4], const unsigned* strip) {
+    unsigned b[C::kTilesN][2];
+    static_for<C::kTilesN>([&](auto j) {
+      constexpr int kTile = decltype(j)::value;
+      if constexpr (!Layout::paired(kTile)) {
+        const auto words = load_vector<2>(strip + Layout::fragment(kTile, 0) + 2 * lane);
+        b[kTile][0] = words.at[0], b[kTile][1] = words.at[1];
+      } else if constexpr (kTile % 2 == 0) {
+        const auto words = load_vector<4>(strip + Layout::fragment(kTile, 0) + 4 * lane);
+        b[kTile][0] = words.at[0], b[kTile][1] = words.at[1];
+        b[kTile + 1][0] = words.at[2], b[kTile + 1][1] = words.at[3];
+      }
+    });
+#pragma unroll
+    for (int m = 0; m < C::kTilesM; ++m) {
+#pragma unroll
+      for (int j = 0; j < C::kTilesN; ++j)
+        ptx::warp_multiply<kOperand>(sums[C::kTapPhase(kTap)][m][j], a[m], b[j]);
+    }
+  }
+
+  // One K step of the slots at an offset, with all taps that read them.
+  template <int kLoad, int kStep>
+  __device__ __forceinline__ void multiply_load(unsigned offset, const unsigned* row) {
+    unsigned a[C::kTilesM][4];
+#pragma unroll
+    for (int m = 0; m < C::kTilesM; ++m) {
+      ptx::load_matrices(a[m], base[m] + offset + 32 * kStep);
+      if constexpr (sizeof(Scalar) == 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = OperandOf<float>::bits(ptx::bits_to_float(a[m][i]));
+      }
+    }
+    static_for<C::kTaps>([&](auto tap) {
+      constexpr int kTap = decltype(tap)::value;
+      if constexpr (C::kTapLoad(kTap) == kLoad)
+        multiply_tap<kTap>(
+            a, row + kTap * Layout::kTapWords + (kStep * C::kWarpsN + warp_n) * Layout::kStripWords);
+    });
+  }
+
+  __device__ __forceinline__ void multiply(const Step& step) {
+    const int rows = rows_of(step);
+    const unsigned buffer = step.halo * halo_bytes;
+    const unsigned* row = weights + step.stage * kStageWords;
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+      const int* const offsets = table + (step.first_row + i) * C::kLoads;
+      static_for<C::kLoads>([&](auto load) {
+        const unsigned offset = buffer + static_cast<unsigned>(offsets[load]);
+        static_for<C::kSteps>(
+            [&](auto k) { multiply_load<decltype(load)::value, decltype(k)::value>(offset, row); });
+      });
+      row += C::kTaps * Layout::kTapWords;
+      if constexpr (kThroughRegisters) copies.advance(jobs);
+    }
+  }
+
+  __device__ __forceinline__ void compute() {
+    prepare();
+    start_from_bias();
+    __syncthreads();  // the tables are there
+    // A block phase without taps has the bias alone.
+    const int steps = (tile.rows + C::kRows - 1) / C::kRows * Layout::kChunks;
+    if (steps > 0) {
+      Step ahead{0, 0, 0, 0}, current{0, 0, 0, 0};
+      if (kThroughRegisters) begin_jobs(0, 0);
+      for (int i = 0; i < C::kStages - 1; ++i) {
+        ask_for(ahead);
+        advance(ahead);
+      }
+#pragma unroll 1
+      for (int i = 0; i < steps; ++i) {
+        if constexpr (kThroughRegisters) {
+          if (current.first_row == 0) finish_jobs();
+        }
+        ptx::copy_wait<C::kStages - 2>();
+        __syncthreads();  // this step's operands are there, and the last step's have been read
+        if (kThroughRegisters && current.first_row == 0)
+          begin_jobs(current.chunk + 1, current.halo + 1 == C::kHaloBuffers ? 0 : current.halo + 1);
+        ask_for(ahead);
+        advance(ahead);
+        multiply(current);
+        advance(current);
+      }
+      ptx::copy_wait<0>();
+    }
+    const Stores stores{tile, warp_m, warp_n, lane};
+    if constexpr (C::kLastOut) {
+      stores.store_rows(sums);
+    } else {
+      stores.store_lines(sums);
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  Mma<Config> kernel(args);
+  kernel.compute();
+}
+
+}  // namespace tconv3d

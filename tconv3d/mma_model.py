@@ -1,0 +1,370 @@
+"""What the kernel on mma.sync can be built as, and how long a build is predicted to take (kernels/mma.cuh).
+
+A pure function of a layer's geometry, its volume and the device. Knows no launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+
+from .direct_planner import Side, Unrolled
+from .geometry import Triple
+from .problem import Device
+
+# Cycles of a multiprocessor are the unit of all costs.
+MULTIPLY_CYCLES = 2.0  # one matrix instruction, when all four schedulers issue them
+SHARED_BYTES_PER_CYCLE = 128.0
+L2_BYTES_PER_CYCLE = 24.0  # that a multiprocessor gets when all of them read
+MEMORY_BYTES_PER_CYCLE = 16.0  # that a multiprocessor can write to memory when all of them do
+ISSUE_PER_CYCLE = 4.0  # instructions, one of each scheduler
+COPY_INSTRUCTIONS = 14.0  # of a warp, to ask for one copy of each lane
+ROUND_INSTRUCTIONS = 2.0  # that round a word to TF32
+STORE_INSTRUCTIONS = 12.0  # of a warp, for one store of each lane
+STEP_CYCLES = 60.0  # a barrier, and what the first fragments of a step wait for
+BLOCK_CYCLES = 3000.0  # from a block's start to its first product, and its last stores
+TORN_STORES = 2.0  # times the memory cycles, where neighbours in memory are stored by different blocks
+OVERLAP = 0.2  # of the shorter parts of a block's time is not hidden behind the longest
+STRADDLING = 1.3  # times the cycles of loading A, where 8 rows of a fragment lie in several lines
+
+SLOT_PAD = 16  # bytes after the channels of a slot
+K_STEP = 32  # bytes of channels
+REGISTERS = 65536  # of a multiprocessor
+OTHER_REGISTERS = 56  # of a thread, for addresses and counters
+JOB_REGISTERS = 12  # of a thread, for what comes through registers
+BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block
+MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
+SAFE_SUMS = 128  # accumulators of a thread
+
+
+@dataclass(frozen=True)
+class Build:
+    """Everything of a kernel that is compiled in and is not the layer's."""
+
+    unrolled: int  # innermost dimensions whose phases all are a block's own
+    tiles_m: int  # tiles of 16 positions of a warp
+    tiles_n: int  # tiles of 8 channels of a warp
+    warps_m: int
+    warps_n: int
+    steps: int  # K steps of a chunk
+    rows: int  # of taps, of a stage
+    stages: int
+    blocks: int  # of a multiprocessor
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def positions(self) -> int:
+        return 16 * self.tiles_m * self.warps_m
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.tiles_n * self.warps_n
+
+    def __str__(self) -> str:
+        owned = ("one phase", "all phases along w", "all phases along h, w", "all phases")[self.unrolled]
+        return (
+            f"{self.warps_m * self.warps_n} warps x {self.blocks} blocks, each block {self.positions} positions x "
+            f"{self.columns} channels x {owned}, each warp {16 * self.tiles_m} x {8 * self.tiles_n}, "
+            f"chunks of {K_STEP * self.steps} bytes, {self.stages} stages of {self.rows} rows of taps"
+        )
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a build has to do, of the layer alone."""
+
+    side: Side
+    unrolled: int
+
+    @cached_property
+    def inner(self) -> Unrolled:
+        return Unrolled.of(self.side.gathers, self.unrolled)
+
+    @property
+    def outer_count(self) -> int:
+        return 3 - self.unrolled
+
+    @cached_property
+    def block_phases(self) -> tuple[Triple, ...]:
+        return tuple(product(*(range(gather.phases) for gather in self.side.gathers[: self.outer_count])))
+
+    def rows_of(self, phase: Triple) -> int:
+        """Rows of taps of a block phase."""
+        outer = self.side.gathers[: self.outer_count]
+        return prod(gather.count[i] for gather, i in zip(outer, phase, strict=True))
+
+    @cached_property
+    def most_rows(self) -> int:
+        return max(self.rows_of(phase) for phase in self.block_phases)
+
+    @cached_property
+    def least_rows(self) -> int:
+        """Of the block phases that have any."""
+        return min((rows for rows in map(self.rows_of, self.block_phases) if rows), default=1)
+
+    @cached_property
+    def all_rows(self) -> int:
+        return sum(map(self.rows_of, self.block_phases))
+
+    @cached_property
+    def least_load(self) -> Triple:
+        return tuple(min(load[i] for load in self.inner.loads) for i in range(3))
+
+    @cached_property
+    def reach(self) -> Triple:
+        """How far apart what the taps of a position read lies at most, along d, h, w."""
+        found = []
+        for i, gather in enumerate(self.side.gathers):
+            if i >= self.outer_count:
+                offsets = [load[i] for load in self.inner.loads]
+                found.append(max(offsets) - min(offsets))
+            else:
+                found.append(max(0, max(gather.count) - 1) * abs(gather.offset_step))
+        return tuple(found)
+
+    @property
+    def input_steps(self) -> Triple:
+        return tuple(gather.input_step for gather in self.side.gathers)
+
+    @property
+    def dense_w(self) -> bool:
+        """Whether a block writes all phases along w."""
+        return self.unrolled > 0 or self.side.gathers[2].output_step == 1
+
+
+@dataclass(frozen=True)
+class Box:
+    """The positions of a block: run-time values, chosen for the volume."""
+
+    tile: Triple
+    halo: Triple
+    plane: int  # slots of a plane of a line of the halo
+    line: int
+    slots: int
+    tiles: Triple  # how many boxes there are along d, h, w
+
+    @classmethod
+    def of(cls, work: Work, tile: Triple) -> Box:
+        steps, grid = work.input_steps, work.side.grid
+        halo = tuple((t - 1) * s + r + 1 for t, s, r in zip(tile, steps, work.reach, strict=True))
+        plane = -(-halo[2] // steps[2])
+        line = plane * steps[2]
+        tiles = tuple(-(-extent // t) for extent, t in zip(grid, tile, strict=True))
+        return cls(tile, halo, plane, line, halo[0] * halo[1] * line, tiles)
+
+
+@lru_cache(maxsize=1024)
+def boxes(work: Work, positions: int) -> tuple[Box, ...]:
+    """Boxes of at most so many positions, the best few first: little waste, small halos, long lines."""
+
+    def extents(size: int) -> list[int]:
+        powers = {1 << i for i in range(10) if 1 << i <= size}
+        return sorted(powers | {-(-size // parts) for parts in range(1, 9)})
+
+    d, h, w = (extents(size) for size in work.side.grid)
+    found = []
+    for th, tw in product(h, w):
+        room = positions // (th * tw)
+        if room:
+            found.append(Box.of(work, (max(each for each in d if each <= room), th, tw)))
+
+    def cost(box: Box) -> float:
+        lines = box.tile[0] * box.tile[1] * (1.0 if work.side.y[4] == 1 else 0.0)
+        halo_lines = box.halo[0] * box.halo[1] * (1.0 if work.side.x[4] == 1 else 0.0)
+        straddling = 0.1 * positions if box.tile[2] % 8 else 0.0
+        return prod(box.tiles) * (positions + 0.3 * box.slots + lines + halo_lines + straddling)
+
+    return tuple(sorted(found, key=cost)[:3])
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A build with the box for a volume."""
+
+    work: Work
+    build: Build
+    box: Box
+    copy: int  # how the halo comes: kernels/mma_copies.cuh, MmaCopy
+    item_bytes: int
+
+    @property
+    def chunk(self) -> int:
+        return self.build.steps * K_STEP // self.item_bytes
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.work.side.reduced // self.chunk)
+
+    @property
+    def slices(self) -> int:
+        return -(-self.work.side.outs // self.build.columns)
+
+    @property
+    def tap_bytes(self) -> int:
+        return self.build.steps * K_STEP * self.build.columns
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.build.rows * len(self.work.inner.taps) * self.tap_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.build.steps * K_STEP + SLOT_PAD
+
+    @property
+    def halo_buffers(self) -> int:
+        steps = -(-self.work.least_rows // self.build.rows)
+        return max(2, -(-(self.build.stages - 1) // steps) + 1)
+
+    @property
+    def table_bytes(self) -> int:
+        return -(-self.work.most_rows * len(self.work.inner.loads) // 4) * 16
+
+    @property
+    def store_pitch(self) -> int:
+        """Elements from column to column of what is put together for stores."""
+        return len(self.work.inner.phases) * self.build.positions + 16 // self.item_bytes
+
+    @property
+    def store_tiles(self) -> int:
+        """Tiles of 8 columns of a warp that are put together at a time: what fits the room of the copies."""
+        each = 8 * self.build.warps_n * self.store_pitch * self.item_bytes
+        return max(1, min(self.build.tiles_n, self.copy_bytes // each))
+
+    @property
+    def store_bytes(self) -> int:
+        if self.work.side.y[4] != 1:
+            return 0
+        return 8 * self.build.warps_n * self.store_pitch * self.item_bytes * self.store_tiles
+
+    @property
+    def copy_bytes(self) -> int:
+        items = -(-self.box.slots // 2) * 16
+        halos = self.halo_buffers * self.box.slots * self.slot_bytes
+        return self.table_bytes + self.build.stages * self.stage_bytes + items + halos
+
+    @property
+    def shared_bytes(self) -> int:
+        return max(self.copy_bytes, self.store_bytes)
+
+    @property
+    def grid(self) -> int:
+        g = self.work.side.problem.geometry
+        tiles = self.work.side.problem.batch * prod(self.box.tiles)
+        return tiles * g.groups * self.slices * len(self.work.block_phases)
+
+    def cycles(self, device: Device) -> float:
+        """Predicted for the whole launch."""
+        b = self.build
+        resident = b.blocks * device.multiprocessors
+        rounds = -(-self.grid // resident)
+        whole = self.grid / resident
+        # The last round is seldom full, and its blocks have more of their multiprocessor to themselves.
+        rounds_cost = whole + 0.7 * (rounds - whole) if rounds > 1 else 1.0
+        sharing = min(b.blocks, -(-self.grid // device.multiprocessors))
+        parts = [part * sharing for part in self._parts()]
+        longest = max(parts)
+        serial = STEP_CYCLES * self._steps / (1 if sharing == 1 else 2) + BLOCK_CYCLES / sharing
+        return rounds_cost * (longest + OVERLAP * (sum(parts) - longest) + serial)
+
+    @property
+    def _steps(self) -> float:
+        rows = self.work.all_rows / len(self.work.block_phases)
+        return self.chunks * max(1.0, rows / self.build.rows)
+
+    def _parts(self) -> tuple[float, ...]:
+        """Cycles of tensor cores, shared memory, issuing and memory, of an average block that has it alone."""
+        b, side = self.build, self.work.side
+        warps = b.warps_m * b.warps_n
+        rows = self.work.all_rows / len(self.work.block_phases)
+        taps, loads = rows * len(self.work.inner.taps), rows * len(self.work.inner.loads)
+        k_steps = self.chunks * b.steps
+        multiplies = warps * k_steps * taps * b.tiles_m * b.tiles_n
+        a_loads = warps * k_steps * loads * b.tiles_m
+        b_bytes = warps * k_steps * taps * b.tiles_n * 256
+        straddling = STRADDLING if self.box.tile[2] % 8 else 1.0
+        weight_bytes = self.chunks * taps * self.tap_bytes
+        halo_items = self.box.halo[0] * self.box.halo[1] * self.box.halo[2]
+        halo_bytes = halo_items * self.chunks * self.chunk * self.item_bytes
+        shared = a_loads * 512 * straddling + b_bytes + weight_bytes + halo_bytes
+        rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.item_bytes == 4 else 0.0
+        per_copy = (16, 4, 2)[self.copy]
+        copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 64 + halo_bytes / per_copy)
+        stored = b.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
+        storing = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
+        issue = multiplies + a_loads + b_bytes / 512 + rounding + copying + storing
+        torn = 1.0 if self.work.dense_w or side.y[4] != 1 else TORN_STORES
+        sector = self._sector_waste
+        return (
+            MULTIPLY_CYCLES * multiplies,
+            shared / SHARED_BYTES_PER_CYCLE,
+            issue / ISSUE_PER_CYCLE,
+            (weight_bytes + halo_bytes * sector) / L2_BYTES_PER_CYCLE
+            + torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE,
+        )
+
+    @property
+    def _sector_waste(self) -> float:
+        """How much more than the halo is read, in whole sectors of 32 bytes."""
+        if self.work.side.x[4] == 1:
+            line = self.box.halo[2] * self.item_bytes
+            return (line + 28.0) / line
+        run = min(self.chunk, self.work.side.reduced) * self.item_bytes
+        return max(1.0, 32.0 / run)
+
+
+def _registers(build: Build, phases: int, copy: int) -> int:
+    sums = 4 * phases * build.tiles_m * build.tiles_n
+    return sums + 4 * build.tiles_m + 2 * build.tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
+
+
+def builds(side: Side, copy: int, item_bytes: int) -> Iterator[tuple[Work, Build]]:
+    """Every build worth a look."""
+    reduced_bytes = side.reduced * item_bytes
+    steps_wanted = [steps for steps in (1, 2, 4) if steps == 1 or reduced_bytes > K_STEP * steps // 2]
+    for unrolled in range(4):
+        work = Work(side, unrolled)
+        phases = len(work.inner.phases)
+        if not 0 < len(work.inner.loads) <= 32 or (unrolled and prod(g.phases for g in side.gathers) == 1):
+            continue
+        for tiles_m, tiles_n in product((1, 2, 4), (1, 2, 3, 4, 6, 8)):
+            if 4 * phases * tiles_m * tiles_n > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs:
+                continue
+            for warps_m, warps_n in ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4)):
+                if (warps_n - 1) * tiles_n * 8 >= side.outs:
+                    continue
+                for steps in steps_wanted:
+                    if len(work.inner.taps) * tiles_m * tiles_n * steps > MAX_CODE:
+                        continue
+                    shape = Build(unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, 1, 2, 1)
+                    room = REGISTERS // (shape.threads * _registers(shape, phases, copy))
+                    for blocks in sorted({1, room // 2, room} & set(range(1, 7))):
+                        for rows, stages in ((1, 3), (1, 4), (2, 3), (4, 3)):
+                            if rows <= max(1, work.most_rows):
+                                yield (
+                                    work,
+                                    Build(unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
+                                )
+
+
+def shared_bytes_of_multiprocessor(device: Device) -> int:
+    """The limit of a block, and what the system takes of it."""
+    return device.shared_bytes + BLOCK_OVERHEAD
+
+
+def candidates(side: Side, copy: int, item_bytes: int, device: Device) -> Iterator[Candidate]:
+    """Every build that fits the device, with its boxes."""
+    for work, build in builds(side, copy, item_bytes):
+        for box in boxes(work, build.positions):
+            found = Candidate(work, build, box, copy, item_bytes)
+            needed = found.shared_bytes
+            if needed > device.shared_bytes:
+                continue
+            if build.blocks * (needed + BLOCK_OVERHEAD) <= shared_bytes_of_multiprocessor(device):
+                yield found
