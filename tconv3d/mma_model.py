@@ -24,7 +24,8 @@ ISSUE_PER_CYCLE = 4.0  # instructions, one of each scheduler
 COPY_INSTRUCTIONS = 14.0  # of a warp, to ask for one copy of each lane
 ROUND_INSTRUCTIONS = 2.0  # that round a word to TF32
 STORE_INSTRUCTIONS = 12.0  # of a warp, for one store of each lane
-STEP_CYCLES = 60.0  # a barrier, and what the first fragments of a step wait for
+STEP_CYCLES = 60.0  # a barrier
+ROW_CYCLES = 90.0  # that a warp waits for the first fragments of a row of taps
 BLOCK_CYCLES = 3000.0  # from a block's start to its first product, and its last stores
 TORN_STORES = 2.0  # times the memory cycles, where neighbours in memory are stored by different blocks
 OVERLAP = 0.2  # of the shorter parts of a block's time is not hidden behind the longest
@@ -38,6 +39,7 @@ JOB_REGISTERS = 12  # of a thread, for what comes through registers
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block
 MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
 SAFE_SUMS = 128  # accumulators of a thread
+MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,22 @@ class Build:
 
 
 @dataclass(frozen=True)
+class Row:
+    """One tap along each dimension that is not unrolled, and where it reads in its source's halo."""
+
+    taps: tuple[int, ...]
+    place: Triple
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of taps of a block phase that read out of the same halo."""
+
+    least: Triple  # offset in x from what the tile's first position stands for to the halo's beginning
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
 class Work:
     """What a build has to do, of the layer alone."""
 
@@ -91,46 +109,71 @@ class Work:
         return 3 - self.unrolled
 
     @cached_property
-    def block_phases(self) -> tuple[Triple, ...]:
-        return tuple(product(*(range(gather.phases) for gather in self.side.gathers[: self.outer_count])))
-
-    def rows_of(self, phase: Triple) -> int:
-        """Rows of taps of a block phase."""
-        outer = self.side.gathers[: self.outer_count]
-        return prod(gather.count[i] for gather, i in zip(outer, phase, strict=True))
+    def line_steps(self) -> Triple:
+        """From line to line of a halo along d and h, in lines of x: the stride, if phases of x have halos of their own."""
+        d, h, _ = (gather.input_step for gather in self.side.gathers)
+        return (d, h, 1) if d * h <= MAX_SOURCES else (1, 1, 1)
 
     @cached_property
-    def most_rows(self) -> int:
-        return max(self.rows_of(phase) for phase in self.block_phases)
-
-    @cached_property
-    def least_rows(self) -> int:
-        """Of the block phases that have any."""
-        return min((rows for rows in map(self.rows_of, self.block_phases) if rows), default=1)
-
-    @cached_property
-    def all_rows(self) -> int:
-        return sum(map(self.rows_of, self.block_phases))
+    def halo_steps(self) -> Triple:
+        """From position to position of a tile, in lines and items of a halo."""
+        steps = (gather.input_step for gather in self.side.gathers)
+        return tuple(step // line for step, line in zip(steps, self.line_steps, strict=True))
 
     @cached_property
     def least_load(self) -> Triple:
         return tuple(min(load[i] for load in self.inner.loads) for i in range(3))
 
     @cached_property
-    def reach(self) -> Triple:
-        """How far apart what the taps of a position read lies at most, along d, h, w."""
+    def phases(self) -> tuple[tuple[Source, ...], ...]:
+        """The sources of each block phase."""
+        outer = self.side.gathers[: self.outer_count]
+        return tuple(map(self._sources, product(*(range(gather.phases) for gather in outer))))
+
+    def _sources(self, phase: Triple) -> tuple[Source, ...]:
+        outer, unrolled = self.side.gathers[: self.outer_count], self.least_load[self.outer_count :]
+        by_residue: dict[Triple, list[tuple[tuple[int, ...], Triple]]] = {}
+        for row in product(*(range(gather.count[i]) for gather, i in zip(outer, phase, strict=True))):
+            taps = tuple(gather.tap(i, j) for gather, i, j in zip(outer, phase, row, strict=True))
+            offsets = (*(gather.offset(i, j) for gather, i, j in zip(outer, phase, row, strict=True)), *unrolled)
+            residue = tuple(offset % step for offset, step in zip(offsets, self.line_steps, strict=True))
+            by_residue.setdefault(residue, []).append((taps, offsets))
         found = []
-        for i, gather in enumerate(self.side.gathers):
-            if i >= self.outer_count:
-                offsets = [load[i] for load in self.inner.loads]
-                found.append(max(offsets) - min(offsets))
-            else:
-                found.append(max(0, max(gather.count) - 1) * abs(gather.offset_step))
+        for _, rows in sorted(by_residue.items()):
+            least = tuple(min(offsets[i] for _, offsets in rows) for i in range(3))
+            places = (
+                tuple((o - at) // step for o, at, step in zip(offsets, least, self.line_steps, strict=True))
+                for _, offsets in rows
+            )
+            found.append(
+                Source(least, tuple(Row(taps, place) for (taps, _), place in zip(rows, places, strict=True)))
+            )
         return tuple(found)
 
-    @property
-    def input_steps(self) -> Triple:
-        return tuple(gather.input_step for gather in self.side.gathers)
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(source for phase in self.phases for source in phase)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for source in self.sources for row in source.rows)
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Of a block phase."""
+        return max(sum(len(source.rows) for source in phase) for phase in self.phases)
+
+    @cached_property
+    def least_rows(self) -> int:
+        """Of a source."""
+        return min((len(source.rows) for source in self.sources), default=1)
+
+    @cached_property
+    def reach(self) -> Triple:
+        """How far apart what the taps of a position read lies at most, in lines and items of a halo."""
+        rows = (max((row.place[i] for row in self.rows), default=0) for i in range(3))
+        loads = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
+        return tuple(map(sum, zip(rows, loads, strict=True)))
 
     @property
     def dense_w(self) -> bool:
@@ -151,7 +194,7 @@ class Box:
 
     @classmethod
     def of(cls, work: Work, tile: Triple) -> Box:
-        steps, grid = work.input_steps, work.side.grid
+        steps, grid = work.halo_steps, work.side.grid
         halo = tuple((t - 1) * s + r + 1 for t, s, r in zip(tile, steps, work.reach, strict=True))
         plane = -(-halo[2] // steps[2])
         line = plane * steps[2]
@@ -257,7 +300,7 @@ class Candidate:
     def grid(self) -> int:
         g = self.work.side.problem.geometry
         tiles = self.work.side.problem.batch * prod(self.box.tiles)
-        return tiles * g.groups * self.slices * len(self.work.block_phases)
+        return tiles * g.groups * self.slices * len(self.work.phases)
 
     def cycles(self, device: Device) -> float:
         """Predicted for the whole launch."""
@@ -270,19 +313,24 @@ class Candidate:
         sharing = min(b.blocks, -(-self.grid // device.multiprocessors))
         parts = [part * sharing for part in self._parts()]
         longest = max(parts)
-        serial = STEP_CYCLES * self._steps / (1 if sharing == 1 else 2) + BLOCK_CYCLES / sharing
+        rows = self.chunks * len(self.work.rows) / len(self.work.phases)
+        serial = (STEP_CYCLES * self._steps + ROW_CYCLES * rows) / min(4.0, self._warps_of_scheduler(sharing))
+        serial += BLOCK_CYCLES / sharing
         return rounds_cost * (longest + OVERLAP * (sum(parts) - longest) + serial)
+
+    def _warps_of_scheduler(self, blocks: int) -> float:
+        return max(1.0, blocks * self.build.threads / 128)
 
     @property
     def _steps(self) -> float:
-        rows = self.work.all_rows / len(self.work.block_phases)
-        return self.chunks * max(1.0, rows / self.build.rows)
+        steps = sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources)
+        return self.chunks * steps / len(self.work.phases)
 
     def _parts(self) -> tuple[float, ...]:
         """Cycles of tensor cores, shared memory, issuing and memory, of an average block that has it alone."""
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
-        rows = self.work.all_rows / len(self.work.block_phases)
+        rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
         taps, loads = rows * len(self.work.inner.taps), rows * len(self.work.inner.loads)
         k_steps = self.chunks * b.steps
         multiplies = warps * k_steps * taps * b.tiles_m * b.tiles_n
@@ -290,7 +338,7 @@ class Candidate:
         b_bytes = warps * k_steps * taps * b.tiles_n * 256
         straddling = STRADDLING if self.box.tile[2] % 8 else 1.0
         weight_bytes = self.chunks * taps * self.tap_bytes
-        halo_items = self.box.halo[0] * self.box.halo[1] * self.box.halo[2]
+        halo_items = sources * prod(self.box.halo)
         halo_bytes = halo_items * self.chunks * self.chunk * self.item_bytes
         shared = a_loads * 512 * straddling + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.item_bytes == 4 else 0.0

@@ -7,12 +7,12 @@ halo comes into shared memory, takes the build that the model predicts to be fas
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate
 
 from . import tensor_cores
-from .direct_planner import INT32_MAX, SCALARS, Side, _axis_tables
+from .direct_planner import INT32_MAX, SCALARS, Side
 from .launch import Constants, Launch
-from .mma_model import K_STEP, Candidate, Work, candidates
+from .mma_model import Candidate, Work, candidates
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, last_offset
 
@@ -101,21 +101,30 @@ def predicted(problem: Problem, device: Device, most: int) -> list[tuple[float, 
 # ---- the launches
 
 
-def _packed_order(work: Work) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The taps in the order in which blocks use them, and of each block phase the place of its first."""
-    g = work.side.problem.geometry
-    outer = work.side.gathers[: work.outer_count]
-    order: list[int] = []
-    first: list[int] = []
-    for phase in work.block_phases:
-        first.append(len(order))
-        counts = (range(gather.count[i]) for gather, i in zip(outer, phase, strict=True))
-        for row in product(*counts):
-            outside = [gather.tap(i, j) for gather, i, j in zip(outer, phase, row, strict=True)]
-            for _, _, tap in work.inner.taps:
-                d, h, w = (*outside, *tap[work.outer_count :])
-                order.append((d * g.kernel[1] + h) * g.kernel[2] + w)
-    return tuple(order), tuple(first)
+def _packed_order(work: Work) -> tuple[int, ...]:
+    """The taps in the order in which blocks use them."""
+    kernel = work.side.problem.geometry.kernel
+    order = []
+    for row in work.rows:
+        for _, _, tap in work.inner.taps:
+            d, h, w = (*row.taps, *tap[work.outer_count :])
+            order.append((d * kernel[1] + h) * kernel[2] + w)
+    return tuple(order)
+
+
+def _source_tables(work: Work) -> Constants:
+    """Of each block phase its first source, of each source its first row, and what follows the last ones."""
+    first_source = (0, *accumulate(len(phase) for phase in work.phases))
+    first_row = (0, *accumulate(len(source.rows) for source in work.sources))
+    places, least = [row.place for row in work.rows], [source.least for source in work.sources]
+    return (
+        ("kFirstSource", first_source),
+        ("kFirstRow", first_row),
+        *((f"kLeast{axis}", tuple(each[i] for each in least)) for i, axis in enumerate("DHW")),
+        *((f"kRow{axis}", tuple(each[i] for each in places)) for i, axis in enumerate("DHW")),
+        ("kLineStepD", work.line_steps[0]),
+        ("kLineStepH", work.line_steps[1]),
+    )
 
 
 def _layout_constants(found: Candidate) -> Constants:
@@ -133,7 +142,7 @@ def _layout_constants(found: Candidate) -> Constants:
 
 
 def _packed_bytes(found: Candidate) -> int:
-    order, _ = _packed_order(found.work)
+    order = _packed_order(found.work)
     g = found.work.side.problem.geometry
     return g.groups * found.slices * found.chunks * len(order) * found.tap_bytes
 
@@ -141,7 +150,7 @@ def _packed_bytes(found: Candidate) -> int:
 def _pack(found: Candidate) -> Launch:
     side, build = found.work.side, found.build
     p, g = side.problem, side.problem.geometry
-    order, _ = _packed_order(found.work)
+    order = _packed_order(found.work)
     strip = 8 * build.tiles_n
     taps_at_once = max(1, min(len(order), PACK_ELEMENTS // (strip * found.chunk)))
     pieces = -(-len(order) // taps_at_once)
@@ -182,8 +191,6 @@ def _store_lanes(found: Candidate) -> int:
 def _main(found: Candidate) -> Launch:
     side, build, box, work = found.work.side, found.build, found.box, found.work
     p = side.problem
-    order, first = _packed_order(work)
-    d, h, w = side.gathers
     vector_stores = side.y[1] == 1 and side.outs % 4 == 0
     constants: Constants = (
         ("kThreads", build.threads),
@@ -203,13 +210,15 @@ def _main(found: Candidate) -> Launch:
         ("kVectorStores", vector_stores),
         ("kStoreTiles", found.store_tiles),
         ("kSharedBytes", found.store_bytes),
-        ("kAllTaps", len(order)),
-        ("kFirstPacked", first),
+        ("kAllTaps", len(work.rows) * len(work.inner.taps)),
+        *_source_tables(work),
         *((f"kLeastLoad{axis}", least) for axis, least in zip("DHW", work.least_load, strict=True)),
         *work.inner.tables(),
-        *_axis_tables("D", d),
-        *_axis_tables("H", h),
-        *_axis_tables("W", w),
+        *(
+            (f"k{name}{axis}", getattr(gather, attribute))
+            for axis, gather in zip("DHW", side.gathers, strict=True)
+            for name, attribute in (("Phases", "phases"), ("InputStep", "input_step"), ("OutputStep", "output_step"))
+        ),
     )
     forward = p.which is Pass.FORWARD
     return Launch(
@@ -226,6 +235,3 @@ def _main(found: Candidate) -> Launch:
             *(divider(n) for n in (*box.tiles, *box.tile[1:], *box.halo[1:])),
         ),
     )
-
-
-__all__ = ["HAS_EPILOGUE", "K_STEP", "plan", "predicted", "why_not"]

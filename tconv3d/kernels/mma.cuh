@@ -14,7 +14,7 @@
 // (mma_layout.cuh), a few rows of taps at a time.
 //
 // Copies are asynchronous: a step (kRows rows of taps of a chunk) is asked for kStages - 1 steps before it is
-// multiplied, the halo together with the first step of its chunk. TF32 numbers are rounded to nearest on
+// multiplied, a halo together with the first step that reads it. TF32 numbers are rounded to nearest on
 // their way from shared memory to the tensor cores; weights were when they were packed.
 #pragma once
 
@@ -38,41 +38,43 @@ struct Mma {
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
 
-  // One step of the loop over chunks and rows of taps, with its buffers.
+  // One step of the loop over chunks, sources and rows of taps, with its buffers.
   struct Step {
-    int chunk, first_row, stage, halo;
+    int chunk, source, row, stage, halo;
   };
 
-  const Tile tile;
-  const int warp, lane, warp_m, warp_n;
-  int* const table;          // in shared memory: where the loads of each row of taps lie in the halo
-  unsigned* const weights;   // kStages stages
-  MmaItem* const items;      // of the halo
-  unsigned char* const halo;  // kHaloBuffers halos
-  const int halo_bytes;
-  const Copies copies;
-  unsigned base[C::kTilesM];  // what this lane's row of a tile reads, in bytes from the halo's beginning
+  // Shared memory.
+  struct Shared {
+    int* table;           // where the loads of each row of taps lie in the halo
+    unsigned* weights;    // kStages stages
+    MmaItem* items;       // of a halo
+    unsigned char* halo;  // kHaloBuffers halos
+
+    __device__ __forceinline__ explicit Shared(int slots)
+        : table(dynamic_shared<int>()),
+          weights(dynamic_shared<unsigned>() + kTableInts),
+          items(reinterpret_cast<MmaItem*>(weights + C::kStages * kStageWords)),
+          halo(reinterpret_cast<unsigned char*>(items + (slots + 1) / 2 * 2)) {}
+  };
+
+  const Tile& tile;
+  const Shared& shared;
+  const Copies& copies;
+  int warp_m, warp_n, lane, halo_bytes;
+  unsigned base[C::kTilesM];  // where what this lane's row of a tile reads lies in the first halo
   float sums[C::kPhases][C::kTilesM][C::kTilesN][4];
   typename Copies::Jobs jobs;
 
-  __device__ __forceinline__ explicit Mma(const Args& args)
-      : tile(args),
-        warp(static_cast<int>(threadIdx.x) / 32),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        warp_m(warp % C::kWarpsM),
-        warp_n(warp / C::kWarpsM),
-        table(dynamic_shared<int>()),
-        weights(dynamic_shared<unsigned>() + kTableInts),
-        items(reinterpret_cast<MmaItem*>(weights + C::kStages * kStageWords)),
-        halo(reinterpret_cast<unsigned char*>(items + (args.slots + 1) / 2 * 2)),
-        halo_bytes(args.slots * Tile::kSlotBytes),
-        copies(tile, items) {}
-
   __device__ __forceinline__ void prepare() {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    lane = static_cast<int>(threadIdx.x) % 32;
+    warp_m = warp % C::kWarpsM;
+    warp_n = warp / C::kWarpsM;
+    halo_bytes = tile.args.slots * Tile::kSlotBytes;
     for (int i = threadIdx.x; i < tile.rows * C::kLoads; i += C::kThreads)
-      table[i] = tile.load_offset(i / C::kLoads, i % C::kLoads);
-    copies.list_items(items);
-    const unsigned start = ptx::shared_address(halo) + lane / 16 * 16;
+      shared.table[i] = tile.load_offset(i / C::kLoads, i % C::kLoads);
+    copies.list_items(shared.items);
+    const unsigned start = ptx::shared_address(shared.halo) + lane / 16 * 16;
 #pragma unroll
     for (int m = 0; m < C::kTilesM; ++m)
       base[m] = start + tile.base((warp_m * C::kTilesM + m) * 16 + lane % 16);
@@ -102,33 +104,49 @@ struct Mma {
 
   __device__ __forceinline__ void advance(Step& step) const {
     step.stage = step.stage + 1 == C::kStages ? 0 : step.stage + 1;
-    step.first_row += C::kRows;
-    if (step.first_row >= tile.rows) {
-      step.first_row = 0;
-      ++step.chunk;
+    step.row += C::kRows;
+    if (step.row >= tile.end_row(step.source)) {
+      step.row = tile.end_row(step.source);
       step.halo = step.halo + 1 == C::kHaloBuffers ? 0 : step.halo + 1;
+      if (++step.source == tile.sources) {
+        step.source = step.row = 0;
+        ++step.chunk;
+      }
     }
   }
+  __device__ __forceinline__ bool begins_halo(const Step& step) const {
+    return step.row == (step.source == 0 ? 0 : tile.end_row(step.source - 1));
+  }
   __device__ __forceinline__ int rows_of(const Step& step) const {
-    const int left = tile.rows - step.first_row;
+    const int left = tile.end_row(step.source) - step.row;
     return left < C::kRows ? left : C::kRows;
   }
 
   // What a step needs is asked for.
   __device__ __forceinline__ void ask_for(const Step& step) {
     if (step.chunk < Layout::kChunks) {
-      copies.copy_weights(weights + step.stage * kStageWords, step.chunk, step.first_row, rows_of(step));
-      if (!kThroughRegisters && step.first_row == 0)
-        copies.copy_halo(halo + step.halo * halo_bytes, step.chunk);
+      copies.copy_weights(shared.weights + step.stage * kStageWords, step.chunk, step.row, rows_of(step));
+      if (!kThroughRegisters && begins_halo(step))
+        copies.copy_halo(shared.halo + step.halo * halo_bytes, step.chunk, step.source);
     }
     ptx::copy_commit();
   }
-  // Through registers, a chunk's halo comes while the chunk before it is multiplied.
-  __device__ __forceinline__ void begin_jobs(int chunk, int buffer) {
-    if (chunk < Layout::kChunks) copies.begin(jobs, halo + buffer * halo_bytes, chunk);
+  // Through registers, a halo comes while the one before it is multiplied.
+  __device__ __forceinline__ void begin_jobs(const Step& step) {
+    if constexpr (kThroughRegisters) {
+      if (step.chunk < Layout::kChunks)
+        copies.begin(jobs, shared.halo + step.halo * halo_bytes, step.chunk, step.source);
+    }
   }
   __device__ __forceinline__ void finish_jobs() {
-    while (jobs.next < jobs.count) copies.advance(jobs);
+    if constexpr (kThroughRegisters) {
+      while (jobs.next < jobs.count) copies.advance(jobs);
+    }
+  }
+  __device__ __forceinline__ Step next_halo(Step step) const {
+    step.row = tile.end_row(step.source);
+    advance(step);
+    return step;
   }
 
   // ---- The products.
@@ -178,10 +196,10 @@ struct Mma {
   __device__ __forceinline__ void multiply(const Step& step) {
     const int rows = rows_of(step);
     const unsigned buffer = step.halo * halo_bytes;
-    const unsigned* row = weights + step.stage * kStageWords;
+    const unsigned* row = shared.weights + step.stage * kStageWords;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-      const int* const offsets = table + (step.first_row + i) * C::kLoads;
+      const int* const offsets = shared.table + (step.row + i) * C::kLoads;
       static_for<C::kLoads>([&](auto load) {
         const unsigned offset = buffer + static_cast<unsigned>(offsets[load]);
         static_for<C::kSteps>(
@@ -197,23 +215,20 @@ struct Mma {
     start_from_bias();
     __syncthreads();  // the tables are there
     // A block phase without taps has the bias alone.
-    const int steps = (tile.rows + C::kRows - 1) / C::kRows * Layout::kChunks;
-    if (steps > 0) {
-      Step ahead{0, 0, 0, 0}, current{0, 0, 0, 0};
-      if (kThroughRegisters) begin_jobs(0, 0);
+    if (tile.rows > 0) {
+      Step ahead{0, 0, 0, 0, 0}, current{0, 0, 0, 0, 0};
+      begin_jobs(current);
       for (int i = 0; i < C::kStages - 1; ++i) {
         ask_for(ahead);
         advance(ahead);
       }
 #pragma unroll 1
-      for (int i = 0; i < steps; ++i) {
-        if constexpr (kThroughRegisters) {
-          if (current.first_row == 0) finish_jobs();
-        }
+      while (current.chunk < Layout::kChunks) {
+        const bool begins = kThroughRegisters && begins_halo(current);
+        if (begins) finish_jobs();
         ptx::copy_wait<C::kStages - 2>();
         __syncthreads();  // this step's operands are there, and the last step's have been read
-        if (kThroughRegisters && current.first_row == 0)
-          begin_jobs(current.chunk + 1, current.halo + 1 == C::kHaloBuffers ? 0 : current.halo + 1);
+        if (begins) begin_jobs(next_halo(current));
         ask_for(ahead);
         advance(ahead);
         multiply(current);
@@ -232,7 +247,11 @@ struct Mma {
 
 template <class Config>
 __device__ void run(const Args& args) {
-  Mma<Config> kernel(args);
+  using Kernel = Mma<Config>;
+  const typename Kernel::Tile tile(args);
+  const typename Kernel::Shared shared(args.slots);
+  const typename Kernel::Copies copies(tile, shared.items);
+  Kernel kernel{tile, shared, copies};
   kernel.compute();
 }
 

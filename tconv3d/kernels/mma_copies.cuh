@@ -12,10 +12,13 @@ namespace tconv3d {
 
 enum class MmaCopy { kPieces, kWords, kHalves };
 
-// An item of the halo, in the order of x: where it lies in x, from the halo's first position on, or -1 if
-// outside of x; and its slot.
+// An item of a halo, in the order of x.
 struct MmaItem {
-  int from, slot;
+  int from;        // where it lies in x, counted from the halo's first position
+  unsigned place;  // low half: its slot, in units of 16 bytes; high half: a bit for each source that has it
+
+  __device__ __forceinline__ unsigned slot() const { return (place & 0xFFFFu) * 16u; }
+  __device__ __forceinline__ bool inside(int source) const { return place >> (16 + source) & 1u; }
 };
 
 template <class C>
@@ -40,18 +43,25 @@ struct MmaCopies {
     for (int i = threadIdx.x; i < count; i += C::kThreads) {
       const int line = divide(i, args.halo_w), d = divide(line, args.halo_h);
       const int h = line - d * args.halo.h, w = i - line * args.halo.w;
-      const bool inside = tile.x_d + d >= 0 && tile.x_d + d < args.x_size.d && tile.x_h + h >= 0 &&
-                          tile.x_h + h < args.x_size.h && tile.x_w + w >= 0 && tile.x_w + w < args.x_size.w;
-      const long long from = d * args.x_strides.d + h * args.x_strides.h + w * args.x_strides.w;
-      to[i] = {inside ? static_cast<int>(from) : -1, tile.slot(d, h, w)};
+      unsigned place = static_cast<unsigned>(tile.slot(d, h, w)) / 16u;
+      for (int source = 0; source < tile.sources; ++source) {
+        const Extent start = tile.start(source);
+        const int x_d = start.d + d * C::kLineStepD, x_h = start.h + h * C::kLineStepH, x_w = start.w + w;
+        const bool inside = x_d >= 0 && x_d < args.x_size.d && x_h >= 0 && x_h < args.x_size.h && x_w >= 0 &&
+                            x_w < args.x_size.w;
+        place |= static_cast<unsigned>(inside) << (16 + source);
+      }
+      const long long from = d * C::kLineStepD * args.x_strides.d + h * C::kLineStepH * args.x_strides.h +
+                             w * args.x_strides.w;
+      to[i] = {static_cast<int>(from), place};
     }
   }
 
-  __device__ __forceinline__ void copy_weights(unsigned* to, int chunk, int first_row, int rows) const {
+  // Rows are counted from the block's first on.
+  __device__ __forceinline__ void copy_weights(unsigned* to, int chunk, int row, int rows) const {
     const long long block = static_cast<long long>(tile.group) * Layout::kSlices + tile.slice;
-    const long long tap = (block * Layout::kChunks + chunk) * C::kAllTaps + tile.first_tap;
-    const unsigned* from = static_cast<const unsigned*>(tile.args.packed) +
-                           (tap + first_row * C::kTaps) * Layout::kTapWords;
+    const long long tap = (block * Layout::kChunks + chunk) * C::kAllTaps + (tile.first_row + row) * C::kTaps;
+    const unsigned* from = static_cast<const unsigned*>(tile.args.packed) + tap * Layout::kTapWords;
     const int words = rows * C::kTaps * Layout::kTapWords;
 #pragma unroll 2
     for (int i = 4 * threadIdx.x; i < words; i += 4 * C::kThreads)
@@ -60,10 +70,9 @@ struct MmaCopies {
 
   // ---- The halo, asynchronously.
 
-  __device__ __forceinline__ const Scalar* address(int from, int channel) const {
-    const long long along =
-        C::kUnitC ? static_cast<long long>(channel) : channel * tile.args.x_strides.c;
-    return static_cast<const Scalar*>(tile.args.x) + (tile.x_origin + along + from);
+  __device__ __forceinline__ const Scalar* address(long long origin, int from, int channel) const {
+    const long long along = C::kUnitC ? static_cast<long long>(channel) : channel * tile.args.x_strides.c;
+    return static_cast<const Scalar*>(tile.args.x) + (origin + along + from);
   }
 
   // Which item and which word of its slot a thread has at its i-th turn. Neighbouring threads have
@@ -81,16 +90,17 @@ struct MmaCopies {
   }
   __device__ __forceinline__ int words() const { return (C::kUnitC ? count : (count + 7) / 8 * 8) * kWords; }
 
-  __device__ __forceinline__ void copy_halo(unsigned char* to, int chunk) const {
+  __device__ __forceinline__ void copy_halo(unsigned char* to, int chunk, int source) const {
+    const long long origin = tile.origin(source);
     if constexpr (kCopy == MmaCopy::kPieces) {
       constexpr int kPieces = kWords / 4, kItems = 4 * Layout::kPerWord;
 #pragma unroll 2
       for (int i = threadIdx.x; i < count * kPieces; i += C::kThreads) {
         const int piece = i % kPieces, channel = chunk * Layout::kChunk + piece * kItems;
         const MmaItem item = items[i / kPieces];
-        const bool inside = item.from >= 0 && channel < C::kReduced;
-        ptx::copy_words_once<4>(to + item.slot + 16 * piece,
-                                inside ? address(item.from, channel) : tile.args.x, inside);
+        const bool inside = item.inside(source) && channel < C::kReduced;
+        ptx::copy_words_once<4>(to + item.slot() + 16 * piece,
+                                inside ? address(origin, item.from, channel) : tile.args.x, inside);
       }
     } else if constexpr (kCopy == MmaCopy::kWords) {
 #pragma unroll 2
@@ -99,8 +109,8 @@ struct MmaCopies {
         if (at.item >= count) continue;
         const int channel = chunk * Layout::kChunk + at.word;
         const MmaItem item = items[at.item];
-        const bool inside = item.from >= 0 && channel < C::kReduced;
-        ptx::copy_words<1>(to + item.slot + 4 * at.word, inside ? address(item.from, channel) : tile.args.x,
+        const bool inside = item.inside(source) && channel < C::kReduced;
+        ptx::copy_words<1>(to + item.slot() + 4 * at.word, inside ? address(origin, item.from, channel) : tile.args.x,
                            inside);
       }
     }
@@ -111,7 +121,8 @@ struct MmaCopies {
   static constexpr int kJobWords = 4;
   struct Jobs {
     unsigned char* to;
-    int chunk, next, count;
+    long long origin;
+    int source, chunk, next, count;
     Scalar low[kJobWords], high[kJobWords];
   };
 
@@ -119,11 +130,14 @@ struct MmaCopies {
 #pragma unroll
     for (int k = 0; k < kJobWords; ++k) {
       const Word at = word_at((jobs.next * kJobWords + k) * C::kThreads + threadIdx.x);
-      const int from = at.item < count ? items[at.item].from : -1;
+      const MmaItem item = items[at.item < count ? at.item : 0];
+      const bool inside = at.item < count && item.inside(jobs.source);
       const int channel = jobs.chunk * Layout::kChunk + 2 * at.word;
       jobs.low[k] = jobs.high[k] = Scalar{};
-      if (from >= 0 && channel < C::kReduced) jobs.low[k] = load_constant(address(from, channel));
-      if (from >= 0 && channel + 1 < C::kReduced) jobs.high[k] = load_constant(address(from, channel + 1));
+      if (inside && channel < C::kReduced)
+        jobs.low[k] = load_constant(address(jobs.origin, item.from, channel));
+      if (inside && channel + 1 < C::kReduced)
+        jobs.high[k] = load_constant(address(jobs.origin, item.from, channel + 1));
     }
   }
   __device__ __forceinline__ void store_job(const Jobs& jobs) const {
@@ -131,14 +145,16 @@ struct MmaCopies {
     for (int k = 0; k < kJobWords; ++k) {
       const Word at = word_at((jobs.next * kJobWords + k) * C::kThreads + threadIdx.x);
       if (at.item < count)
-        *reinterpret_cast<unsigned*>(jobs.to + items[at.item].slot + 4 * at.word) =
+        *reinterpret_cast<unsigned*>(jobs.to + items[at.item].slot() + 4 * at.word) =
             static_cast<unsigned>(jobs.low[k].bits) | static_cast<unsigned>(jobs.high[k].bits) << 16;
     }
   }
 
-  __device__ __forceinline__ void begin(Jobs& jobs, unsigned char* to, int chunk) const {
+  __device__ __forceinline__ void begin(Jobs& jobs, unsigned char* to, int chunk, int source) const {
     constexpr int kAtOnce = kJobWords * C::kThreads;
     jobs.to = to;
+    jobs.origin = tile.origin(source);
+    jobs.source = source;
     jobs.chunk = chunk;
     jobs.next = 0;
     jobs.count = (words() + kAtOnce - 1) / kAtOnce;

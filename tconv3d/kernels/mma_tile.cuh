@@ -3,11 +3,13 @@
 //
 // Along the innermost kUnrolled dimensions (none, w, hw or dhw) a block has all phases, and all taps are
 // known at compile time. Along the others the phase is the block's, and the taps are rows: one tap along each
-// of these dimensions.
+// of these dimensions. Rows that read out of the same halo are a source. The forward pass has one source for
+// each block phase; the input gradient one for each phase of dy along d and h, whose halo has only the lines
+// of dy that lie kLineStepD and kLineStepH apart. The planner lists sources and rows (mma_model.py).
 //
-// The halo is a box of x. Along w, where neighbouring positions q read x at a distance of kInputStepW, its
-// lines are stored as kInputStepW planes, so that neighbouring positions read neighbouring slots whatever the
-// stride is: that is what keeps the banks of shared memory apart.
+// Along w, where neighbouring positions q read x at a distance of kInputStepW, lines of the halo are stored
+// as kInputStepW planes, so that neighbouring positions read neighbouring slots whatever the stride is: that
+// is what keeps the banks of shared memory apart.
 #pragma once
 
 #include "epilogue.cuh"
@@ -23,7 +25,7 @@ struct Args {
   Strides x_strides, y_strides;
   Extent x_size, y_size;
   Extent tile;      // positions q of a block
-  Extent halo;      // positions of x that a block reads
+  Extent halo;      // positions of x that a source has
   int plane, line;  // slots of a plane of a line, and of a line
   int slots;        // of the halo
   int store_lanes;  // lanes that share a line of y: a power of two, at most 32
@@ -44,6 +46,9 @@ struct MmaTile {
   static constexpr int kBlockPhasesW = kUnrollW ? 1 : C::kPhasesW;
   static constexpr int kBlockPhases = kBlockPhasesD * kBlockPhasesH * kBlockPhasesW;
   static constexpr int kPositions = C::kWarpsM * C::kTilesM * 16;
+  // From position to position of the tile, in lines of the halo.
+  static constexpr int kHaloStepD = C::kInputStepD / C::kLineStepD;
+  static constexpr int kHaloStepH = C::kInputStepH / C::kLineStepH;
 
   // A slot has a chunk of channels of a position. Its length is an odd number of times 16 bytes, so that rows
   // of 8 neighbouring slots lie in different banks.
@@ -54,10 +59,8 @@ struct MmaTile {
   int n, group, slice;
   int first_d, first_h, first_w;  // position q that the tile begins with
   int phase_d, phase_h, phase_w;  // the block's, along dimensions that are not unrolled
-  int rows_d, rows_h, rows_w, rows;
-  int first_tap;       // of the block's taps among the packed ones
-  int x_d, x_h, x_w;   // position of x that the halo begins with; may be outside of x
-  long long x_origin;  // its offset, of the group's first channel
+  int first_source, sources;      // of the block
+  int first_row, rows;            // likewise
 
   __device__ __forceinline__ explicit MmaTile(const Args& args) : args(args) {
     int block = blockIdx.x;
@@ -76,47 +79,43 @@ struct MmaTile {
     phase_w = phase % kBlockPhasesW;
     phase_h = phase / kBlockPhasesW % kBlockPhasesH;
     phase_d = phase / (kBlockPhasesW * kBlockPhasesH);
-    rows_d = kUnrollD ? 1 : C::kCountD(phase_d);
-    rows_h = kUnrollH ? 1 : C::kCountH(phase_h);
-    rows_w = kUnrollW ? 1 : C::kCountW(phase_w);
-    rows = rows_d * rows_h * rows_w;
-    first_tap = C::kFirstPacked(phase);
-
-    x_d = first_d * C::kInputStepD + least_d();
-    x_h = first_h * C::kInputStepH + least_h();
-    x_w = first_w * C::kInputStepW + least_w();
-    x_origin = n * args.x_strides.n + static_cast<long long>(group) * C::kReduced * args.x_strides.c +
-               x_d * args.x_strides.d + x_h * args.x_strides.h + x_w * args.x_strides.w;
+    first_source = C::kFirstSource(phase);
+    sources = C::kFirstSource(phase + 1) - first_source;
+    first_row = C::kFirstRow(first_source);
+    rows = C::kFirstRow(first_source + sources) - first_row;
   }
 
-  // The least offset from a position to what its taps read.
-  static __device__ __forceinline__ int least(int first, int count, int step) {
-    return step < 0 && count > 0 ? first + (count - 1) * step : first;
+  // ---- Sources, counted from the block's first on.
+
+  // The position of x that a source's halo begins with. It may lie outside of x.
+  __device__ __forceinline__ Extent start(int source) const {
+    return {first_d * C::kInputStepD + C::kLeastD(first_source + source),
+            first_h * C::kInputStepH + C::kLeastH(first_source + source),
+            first_w * C::kInputStepW + C::kLeastW(first_source + source)};
   }
-  __device__ __forceinline__ int least_d() const {
-    return kUnrollD ? C::kLeastLoadD : least(C::kFirstOffsetD(phase_d), rows_d, C::kOffsetStepD);
+  // Its offset in x, of the group's first channel.
+  __device__ __forceinline__ long long origin(int source) const {
+    const Extent at = start(source);
+    return n * args.x_strides.n + static_cast<long long>(group) * C::kReduced * args.x_strides.c +
+           at.d * args.x_strides.d + at.h * args.x_strides.h + at.w * args.x_strides.w;
   }
-  __device__ __forceinline__ int least_h() const {
-    return kUnrollH ? C::kLeastLoadH : least(C::kFirstOffsetH(phase_h), rows_h, C::kOffsetStepH);
-  }
-  __device__ __forceinline__ int least_w() const {
-    return kUnrollW ? C::kLeastLoadW : least(C::kFirstOffsetW(phase_w), rows_w, C::kOffsetStepW);
+  // The row after a source's last, counted from the block's first on.
+  __device__ __forceinline__ int end_row(int source) const {
+    return C::kFirstRow(first_source + source + 1) - first_row;
   }
 
-  // The place of position (d, h, w) of the halo, in bytes from its beginning.
+  // ---- Slots.
+
+  // The place of position (d, h, w) of a halo, in bytes from its beginning.
   __device__ __forceinline__ int slot(int d, int h, int w) const {
     return ((d * args.halo.h + h) * args.line + w % C::kInputStepW * args.plane + w / C::kInputStepW) *
            kSlotBytes;
   }
-
   // Where a load of a row of taps lies for the tile's first position.
   __device__ __forceinline__ int load_offset(int row, int load) const {
-    const int row_w = rows_w == 1 ? 0 : row % rows_w, rest = rows_w == 1 ? row : row / rows_w;
-    const int row_h = rest % rows_h, row_d = rest / rows_h;
-    const int d = kUnrollD ? C::kLoadD(load) : C::kFirstOffsetD(phase_d) + row_d * C::kOffsetStepD;
-    const int h = kUnrollH ? C::kLoadH(load) : C::kFirstOffsetH(phase_h) + row_h * C::kOffsetStepH;
-    const int w = kUnrollW ? C::kLoadW(load) : C::kFirstOffsetW(phase_w) + row_w * C::kOffsetStepW;
-    return slot(d - least_d(), h - least_h(), w - least_w());
+    return slot(C::kRowD(first_row + row) + (kUnrollD ? C::kLoadD(load) - C::kLeastLoadD : 0),
+                C::kRowH(first_row + row) + (kUnrollH ? C::kLoadH(load) - C::kLeastLoadH : 0),
+                C::kRowW(first_row + row) + (kUnrollW ? C::kLoadW(load) - C::kLeastLoadW : 0));
   }
 
   // A position of the tile by its number; of numbers that the tile has not, the first position.
@@ -132,7 +131,7 @@ struct MmaTile {
   // What a position of the tile reads begins here, in bytes from the halo's beginning.
   __device__ __forceinline__ int base(int number) const {
     const Position at = position(number);
-    return ((at.d * C::kInputStepD * args.halo.h + at.h * C::kInputStepH) * args.line + at.w) * kSlotBytes;
+    return ((at.d * kHaloStepD * args.halo.h + at.h * kHaloStepH) * args.line + at.w) * kSlotBytes;
   }
 
   // The output of phase f at a position of the tile, and whether there is one.
