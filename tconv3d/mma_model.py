@@ -6,7 +6,7 @@ A pure function of a layer's geometry, its volume and the device. Knows no launc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from math import prod
@@ -29,7 +29,6 @@ ROW_CYCLES = 90.0  # that a warp waits for the first fragments of a row of taps
 BLOCK_CYCLES = 3000.0  # from a block's start to its first product, and its last stores
 TORN_STORES = 2.0  # times the memory cycles, where neighbours in memory are stored by different blocks
 OVERLAP = 0.2  # of the shorter parts of a block's time is not hidden behind the longest
-STRADDLING = 1.3  # times the cycles of loading A, where 8 rows of a fragment lie in several lines
 
 SLOT_PAD = 16  # bytes after the channels of a slot
 K_STEP = 32  # bytes of channels
@@ -39,6 +38,9 @@ JOB_REGISTERS = 12  # of a thread, for what comes through registers
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block
 MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
 SAFE_SUMS = 128  # accumulators of a thread
+MAX_REGISTERS = 244  # of a thread, by the estimate
+WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # of a block, along positions and channels
+STAGES = ((1, 3), (1, 4), (2, 3), (4, 3))  # rows of taps of a stage, and stages
 MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
 
 
@@ -94,6 +96,18 @@ class Source:
 
 
 @dataclass(frozen=True)
+class Window:
+    """Fragments along w that several inner taps read: of each tap, how many items behind the first it begins."""
+
+    place: Triple  # in the halo, from where the row of taps reads
+    taps: tuple[tuple[int, int], ...]  # inner tap, shift
+
+    @property
+    def span(self) -> int:
+        return max(shift for _, shift in self.taps)
+
+
+@dataclass(frozen=True)
 class Work:
     """What a build has to do, of the layer alone."""
 
@@ -110,7 +124,7 @@ class Work:
 
     @cached_property
     def line_steps(self) -> Triple:
-        """From line to line of a halo along d and h, in lines of x: the stride, if phases of x have halos of their own."""
+        """From line to line of a halo, in lines of x: the stride, where each phase of x has a halo of its own."""
         d, h, _ = (gather.input_step for gather in self.side.gathers)
         return (d, h, 1) if d * h <= MAX_SOURCES else (1, 1, 1)
 
@@ -175,6 +189,21 @@ class Work:
         loads = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
         return tuple(map(sum, zip(rows, loads, strict=True)))
 
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """Of a row of taps."""
+        step = self.side.gathers[2].input_step
+        found: dict[Triple, list[tuple[int, int]]] = {}
+        for number, (_, load, _) in enumerate(self.inner.taps):
+            d, h, w = (o - at for o, at in zip(self.inner.loads[load], self.least_load, strict=True))
+            found.setdefault((d, h, w % step), []).append((number, w // step))
+        windows = []
+        for (d, h, plane), taps in found.items():
+            first = min(shift for _, shift in taps)
+            shifted = tuple((tap, shift - first) for tap, shift in taps)
+            windows.append(Window((d, h, first * step + plane), shifted))
+        return tuple(windows)
+
     @property
     def dense_w(self) -> bool:
         """Whether a block writes all phases along w."""
@@ -188,7 +217,8 @@ class Box:
     tile: Triple
     halo: Triple
     plane: int  # slots of a plane of a line of the halo
-    line: int
+    line: int  # slots from line to line along h
+    sheet: int  # slots from line to line along d
     slots: int
     tiles: Triple  # how many boxes there are along d, h, w
 
@@ -197,33 +227,40 @@ class Box:
         steps, grid = work.halo_steps, work.side.grid
         halo = tuple((t - 1) * s + r + 1 for t, s, r in zip(tile, steps, work.reach, strict=True))
         plane = -(-halo[2] // steps[2])
-        line = plane * steps[2]
+        line = plane * steps[2] | 1
+        sheet = halo[1] * line
+        if tile[1] < 8:  # lines of several sheets make 8 rows: they lie in different banks
+            sheet += (_power_of_two_up(tile[1]) - sheet) % 8
         tiles = tuple(-(-extent // t) for extent, t in zip(grid, tile, strict=True))
-        return cls(tile, halo, plane, line, halo[0] * halo[1] * line, tiles)
+        return cls(tile, halo, plane, line, sheet, halo[0] * sheet, tiles)
 
 
-@lru_cache(maxsize=1024)
-def boxes(work: Work, positions: int) -> tuple[Box, ...]:
-    """Boxes of at most so many positions, the best few first: little waste, small halos, long lines."""
+def _power_of_two_up(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
 
-    def extents(size: int) -> list[int]:
-        powers = {1 << i for i in range(10) if 1 << i <= size}
-        return sorted(powers | {-(-size // parts) for parts in range(1, 9)})
 
-    d, h, w = (extents(size) for size in work.side.grid)
+@lru_cache(maxsize=4096)
+def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
+    """The best boxes for so many warps, each with 16 lines and tiles_m positions along w of these."""
     found = []
-    for th, tw in product(h, w):
-        room = positions // (th * tw)
-        if room:
-            found.append(Box.of(work, (max(each for each in d if each <= room), th, tw)))
+    depth, height, width = work.side.grid
+    for warps_w in (1, 2, 4, 8):
+        if warps_w > warps_m or (warps_w > 1 and (warps_w - 1) * tiles_m >= width):
+            continue
+        lines = 16 * warps_m // warps_w
+        for h in sorted({min(lines, height, e) for e in (1, 2, 4, 8, 16, 32, 64, 128)} | _even_parts(height, lines)):
+            parts = -(-depth // min(depth, lines // h))
+            found.append(Box.of(work, (-(-depth // parts), h, warps_w * tiles_m)))
 
     def cost(box: Box) -> float:
-        lines = box.tile[0] * box.tile[1] * (1.0 if work.side.y[4] == 1 else 0.0)
-        halo_lines = box.halo[0] * box.halo[1] * (1.0 if work.side.x[4] == 1 else 0.0)
-        straddling = 0.1 * positions if box.tile[2] % 8 else 0.0
-        return prod(box.tiles) * (positions + 0.3 * box.slots + lines + halo_lines + straddling)
+        return prod(box.tiles) * (16 * warps_m * tiles_m + 0.3 * prod(box.halo) + 0.5 * box.halo[0] * box.halo[1])
 
     return tuple(sorted(found, key=cost)[:3])
+
+
+def _even_parts(size: int, most: int) -> set[int]:
+    """Extents that divide a size into parts as even as can be, none above `most`."""
+    return {extent for parts in range(1, 17) if (extent := -(-size // parts)) <= most}
 
 
 @dataclass(frozen=True)
@@ -267,12 +304,20 @@ class Candidate:
 
     @property
     def table_bytes(self) -> int:
-        return -(-self.work.most_rows * len(self.work.inner.loads) // 4) * 16
+        return -(-self.work.most_rows * len(self.work.windows) // 4) * 16
+
+    @property
+    def store_line(self) -> int:
+        """Elements from line to line of what is put together for stores: an odd number of times 16 bytes."""
+        phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
+        return (-(-self.box.tile[2] * phases * self.item_bytes // 16) | 1) * 16 // self.item_bytes
 
     @property
     def store_pitch(self) -> int:
-        """Elements from column to column of what is put together for stores."""
-        return len(self.work.inner.phases) * self.build.positions + 16 // self.item_bytes
+        """Elements from column to column: likewise."""
+        phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
+        lines = self.box.tile[0] * self.box.tile[1] * (len(self.work.inner.phases) // phases)
+        return (lines * self.store_line * self.item_bytes // 16 | 1) * 16 // self.item_bytes
 
     @property
     def store_tiles(self) -> int:
@@ -331,16 +376,16 @@ class Candidate:
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
-        taps, loads = rows * len(self.work.inner.taps), rows * len(self.work.inner.loads)
+        taps = rows * len(self.work.inner.taps)
+        fragments = rows * sum(b.tiles_m + window.span for window in self.work.windows)
         k_steps = self.chunks * b.steps
         multiplies = warps * k_steps * taps * b.tiles_m * b.tiles_n
-        a_loads = warps * k_steps * loads * b.tiles_m
+        a_loads = warps * k_steps * fragments
         b_bytes = warps * k_steps * taps * b.tiles_n * 256
-        straddling = STRADDLING if self.box.tile[2] % 8 else 1.0
         weight_bytes = self.chunks * taps * self.tap_bytes
         halo_items = sources * prod(self.box.halo)
         halo_bytes = halo_items * self.chunks * self.chunk * self.item_bytes
-        shared = a_loads * 512 * straddling + b_bytes + weight_bytes + halo_bytes
+        shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.item_bytes == 4 else 0.0
         per_copy = (16, 4, 2)[self.copy]
         copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 64 + halo_bytes / per_copy)
@@ -367,38 +412,45 @@ class Candidate:
         return max(1.0, 32.0 / run)
 
 
-def _registers(build: Build, phases: int, copy: int) -> int:
-    sums = 4 * phases * build.tiles_m * build.tiles_n
-    return sums + 4 * build.tiles_m + 2 * build.tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
+def _registers(work: Work, build: Build, copy: int) -> int:
+    sums = 4 * len(work.inner.phases) * build.tiles_m * build.tiles_n
+    window = 4 * (build.tiles_m + max(window.span for window in work.windows))
+    return sums + window + 2 * build.tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
 
 
-def builds(side: Side, copy: int, item_bytes: int) -> Iterator[tuple[Work, Build]]:
-    """Every build worth a look."""
-    reduced_bytes = side.reduced * item_bytes
-    steps_wanted = [steps for steps in (1, 2, 4) if steps == 1 or reduced_bytes > K_STEP * steps // 2]
+def works(side: Side) -> Iterator[Work]:
+    """The divisions of taps into rows and inner taps worth a look."""
     for unrolled in range(4):
-        work = Work(side, unrolled)
-        phases = len(work.inner.phases)
-        if not 0 < len(work.inner.loads) <= 32 or (unrolled and prod(g.phases for g in side.gathers) == 1):
+        work, own = Work(side, unrolled), side.gathers[3 - unrolled :]
+        if unrolled == 1 and max(own[0].phases, max(own[0].count)) == 1:
+            continue  # there is one tap along w
+        if unrolled > 1 and max(gather.phases for gather in own[:-1]) == 1:
             continue
-        for tiles_m, tiles_n in product((1, 2, 4), (1, 2, 3, 4, 6, 8)):
-            if 4 * phases * tiles_m * tiles_n > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs:
+        if 0 < len(work.inner.loads) <= 32:
+            yield work
+
+
+def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
+    """Every build worth a look."""
+    side = work.side
+    steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
+    for tiles_m, tiles_n in product((1, 2, 4, 8), (1, 2, 3, 4, 6, 8)):
+        sums = 4 * len(work.inner.phases) * tiles_m * tiles_n
+        if sums > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
+            continue
+        for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
+            if (warps_n - 1) * tiles_n * 8 >= side.outs:
                 continue
-            for warps_m, warps_n in ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4)):
-                if (warps_n - 1) * tiles_n * 8 >= side.outs:
-                    continue
-                for steps in steps_wanted:
-                    if len(work.inner.taps) * tiles_m * tiles_n * steps > MAX_CODE:
-                        continue
-                    shape = Build(unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, 1, 2, 1)
-                    room = REGISTERS // (shape.threads * _registers(shape, phases, copy))
-                    for blocks in sorted({1, room // 2, room} & set(range(1, 7))):
-                        for rows, stages in ((1, 3), (1, 4), (2, 3), (4, 3)):
-                            if rows <= max(1, work.most_rows):
-                                yield (
-                                    work,
-                                    Build(unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks),
-                                )
+            if len(work.inner.taps) * tiles_m * tiles_n * steps > MAX_CODE:
+                continue
+            shape = Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, 1, 3, 1)
+            needed = _registers(work, shape, copy)
+            if needed > MAX_REGISTERS:
+                continue
+            room = REGISTERS // (shape.threads * needed)
+            for blocks, (rows, stages) in product(sorted({1, room // 2, room} & set(range(1, 7))), STAGES):
+                if rows <= max(1, work.most_rows):
+                    yield replace(shape, rows=rows, stages=stages, blocks=blocks)
 
 
 def shared_bytes_of_multiprocessor(device: Device) -> int:
@@ -408,11 +460,9 @@ def shared_bytes_of_multiprocessor(device: Device) -> int:
 
 def candidates(side: Side, copy: int, item_bytes: int, device: Device) -> Iterator[Candidate]:
     """Every build that fits the device, with its boxes."""
-    for work, build in builds(side, copy, item_bytes):
-        for box in boxes(work, build.positions):
-            found = Candidate(work, build, box, copy, item_bytes)
-            needed = found.shared_bytes
-            if needed > device.shared_bytes:
-                continue
-            if build.blocks * (needed + BLOCK_OVERHEAD) <= shared_bytes_of_multiprocessor(device):
-                yield found
+    for work in works(side):
+        for build in builds(work, copy, item_bytes):
+            for box in boxes(work, build.tiles_m, build.warps_m):
+                found = Candidate(work, build, box, copy, item_bytes)
+                if build.blocks * (found.shared_bytes + BLOCK_OVERHEAD) <= shared_bytes_of_multiprocessor(device):
+                    yield found

@@ -127,6 +127,23 @@ def _source_tables(work: Work) -> Constants:
     )
 
 
+def _window_tables(work: Work) -> Constants:
+    """Of each inner tap its phase, its window and its shift in that; where windows lie, and how long they are."""
+    windows = {tap: (i, shift) for i, window in enumerate(work.windows) for tap, shift in window.taps}
+    taps = range(len(work.inner.taps))
+    return (
+        ("kPhases", len(work.inner.phases)),
+        ("kTaps", len(taps)),
+        ("kWindows", len(work.windows)),
+        ("kTapPhase", tuple(phase for phase, _, _ in work.inner.taps)),
+        ("kTapWindow", tuple(windows[tap][0] for tap in taps)),
+        ("kTapShift", tuple(windows[tap][1] for tap in taps)),
+        ("kWindowSpan", tuple(window.span for window in work.windows)),
+        *((f"kWindow{axis}", tuple(w.place[i] for w in work.windows)) for i, axis in enumerate("DHW")),
+        *((f"kPhase{axis}", tuple(phase[i] for phase in work.inner.phases)) for i, axis in enumerate("DHW")),
+    )
+
+
 def _layout_constants(found: Candidate) -> Constants:
     """What the kernel and the launch that packs for it must agree on."""
     side, build = found.work.side, found.build
@@ -209,11 +226,9 @@ def _main(found: Candidate) -> Launch:
         ("kLastOut", side.y[4] != 1),
         ("kVectorStores", vector_stores),
         ("kStoreTiles", found.store_tiles),
-        ("kSharedBytes", found.store_bytes),
         ("kAllTaps", len(work.rows) * len(work.inner.taps)),
         *_source_tables(work),
-        *((f"kLeastLoad{axis}", least) for axis, least in zip("DHW", work.least_load, strict=True)),
-        *work.inner.tables(),
+        *_window_tables(work),
         *(
             (f"k{name}{axis}", getattr(gather, attribute))
             for axis, gather in zip("DHW", side.gathers, strict=True)
@@ -230,8 +245,8 @@ def _main(found: Candidate) -> Launch:
         pointers=("x", "workspace", "bias", "y") if forward else ("dy", "workspace", "null", "dx"),
         scalars=padded(
             int64s(*side.x, *side.y),
-            int32s(*side.x_size, *side.y_size, *box.tile, *box.halo, box.plane, box.line, box.slots),
-            int32s(_store_lanes(found)),
-            *(divider(n) for n in (*box.tiles, *box.tile[1:], *box.halo[1:])),
+            int32s(*side.x_size, *side.y_size, *box.tile, *box.halo, box.plane, box.line, box.sheet, box.slots),
+            int32s(found.store_line, found.store_pitch, _store_lanes(found)),
+            *(divider(n) for n in (*box.tiles, box.tile[1], box.tile[2] // build.tiles_m, *box.halo[1:])),
         ),
     )

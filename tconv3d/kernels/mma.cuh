@@ -10,8 +10,8 @@
 // one or more phases, each with sums of its own. For a chunk of input channels it brings the halo of x that
 // all its taps need into shared memory once, as slots of channels. For a tap, a warp's rows are the slots
 // at the tap's offset: ldmatrix takes an address per row, so that any shift, stride, dilation or line end
-// costs an addition. A load of x feeds every phase that wants it. Weights come packed in the order of use
-// (mma_layout.cuh), a few rows of taps at a time.
+// costs an addition. A window of fragments along w feeds every tap and phase that wants it (mma_tile.cuh).
+// Weights come packed in the order of use (mma_layout.cuh), a few rows of taps at a time.
 //
 // Copies are asynchronous: a step (kRows rows of taps of a chunk) is asked for kStages - 1 steps before it is
 // multiplied, a halo together with the first step that reads it. TF32 numbers are rounded to nearest on
@@ -33,7 +33,7 @@ struct Mma {
   using Stores = MmaStores<C>;
   static constexpr auto kOperand = OperandOf<Scalar>::kOperand;
   static constexpr int kStageWords = C::kRows * C::kTaps * Layout::kTapWords;
-  static constexpr int kTableInts = (C::kMostRows * C::kLoads + 3) / 4 * 4;
+  static constexpr int kTableInts = (C::kMostRows * C::kWindows + 3) / 4 * 4;
   static constexpr bool kThroughRegisters = Copies::kCopy == MmaCopy::kHalves;
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
@@ -45,7 +45,7 @@ struct Mma {
 
   // Shared memory.
   struct Shared {
-    int* table;           // where the loads of each row of taps lie in the halo
+    int* table;           // where the windows of each row of taps lie in the halo
     unsigned* weights;    // kStages stages
     MmaItem* items;       // of a halo
     unsigned char* halo;  // kHaloBuffers halos
@@ -61,7 +61,7 @@ struct Mma {
   const Shared& shared;
   const Copies& copies;
   int warp_m, warp_n, lane, halo_bytes;
-  unsigned base[C::kTilesM];  // where what this lane's row of a tile reads lies in the first halo
+  unsigned base;  // where what this lane's row of the first tile reads lies in the first halo
   float sums[C::kPhases][C::kTilesM][C::kTilesN][4];
   typename Copies::Jobs jobs;
 
@@ -71,13 +71,10 @@ struct Mma {
     warp_m = warp % C::kWarpsM;
     warp_n = warp / C::kWarpsM;
     halo_bytes = tile.args.slots * Tile::kSlotBytes;
-    for (int i = threadIdx.x; i < tile.rows * C::kLoads; i += C::kThreads)
-      shared.table[i] = tile.load_offset(i / C::kLoads, i % C::kLoads);
+    for (int i = threadIdx.x; i < tile.rows * C::kWindows; i += C::kThreads)
+      shared.table[i] = tile.window_offset(i / C::kWindows, i % C::kWindows);
     copies.list_items(shared.items);
-    const unsigned start = ptx::shared_address(shared.halo) + lane / 16 * 16;
-#pragma unroll
-    for (int m = 0; m < C::kTilesM; ++m)
-      base[m] = start + tile.base((warp_m * C::kTilesM + m) * 16 + lane % 16);
+    base = ptx::shared_address(shared.halo) + lane / 16 * 16 + tile.base(tile.position(warp_m, lane % 16, 0));
     jobs.next = jobs.count = 0;
   }
 
@@ -151,8 +148,8 @@ struct Mma {
 
   // ---- The products.
 
-  template <int kTap>
-  __device__ __forceinline__ void multiply_tap(const unsigned (&a)[C::kTilesM][4], const unsigned* strip) {
+  template <int kTap, int kFragments>
+  __device__ __forceinline__ void multiply_tap(const unsigned (&a)[kFragments][4], const unsigned* strip) {
     unsigned b[C::kTilesN][2];
     static_for<C::kTilesN>([&](auto j) {
       constexpr int kTile = decltype(j)::value;
@@ -169,25 +166,26 @@ struct Mma {
     for (int m = 0; m < C::kTilesM; ++m) {
 #pragma unroll
       for (int j = 0; j < C::kTilesN; ++j)
-        ptx::warp_multiply<kOperand>(sums[C::kTapPhase(kTap)][m][j], a[m], b[j]);
+        ptx::warp_multiply<kOperand>(sums[C::kTapPhase(kTap)][m][j], a[m + C::kTapShift(kTap)], b[j]);
     }
   }
 
-  // One K step of the slots at an offset, with all taps that read them.
-  template <int kLoad, int kStep>
-  __device__ __forceinline__ void multiply_load(unsigned offset, const unsigned* row) {
-    unsigned a[C::kTilesM][4];
+  // One K step of a window, with all taps that read it.
+  template <int kWindow, int kStep>
+  __device__ __forceinline__ void multiply_window(unsigned offset, const unsigned* row) {
+    constexpr int kFragments = C::kTilesM + C::kWindowSpan(kWindow);
+    unsigned a[kFragments][4];
 #pragma unroll
-    for (int m = 0; m < C::kTilesM; ++m) {
-      ptx::load_matrices(a[m], base[m] + offset + 32 * kStep);
+    for (int i = 0; i < kFragments; ++i) {
+      ptx::load_matrices(a[i], base + offset + i * Tile::kSlotBytes + 32 * kStep);
       if constexpr (sizeof(Scalar) == 4) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = OperandOf<float>::bits(ptx::bits_to_float(a[m][i]));
+        for (int k = 0; k < 4; ++k) a[i][k] = OperandOf<float>::bits(ptx::bits_to_float(a[i][k]));
       }
     }
     static_for<C::kTaps>([&](auto tap) {
       constexpr int kTap = decltype(tap)::value;
-      if constexpr (C::kTapLoad(kTap) == kLoad)
+      if constexpr (C::kTapWindow(kTap) == kWindow)
         multiply_tap<kTap>(
             a, row + kTap * Layout::kTapWords + (kStep * C::kWarpsN + warp_n) * Layout::kStripWords);
     });
@@ -199,11 +197,11 @@ struct Mma {
     const unsigned* row = shared.weights + step.stage * kStageWords;
 #pragma unroll 1
     for (int i = 0; i < rows; ++i) {
-      const int* const offsets = shared.table + (step.row + i) * C::kLoads;
-      static_for<C::kLoads>([&](auto load) {
-        const unsigned offset = buffer + static_cast<unsigned>(offsets[load]);
+      const int* const offsets = shared.table + (step.row + i) * C::kWindows;
+      static_for<C::kWindows>([&](auto window) {
+        const unsigned offset = buffer + static_cast<unsigned>(offsets[window]);
         static_for<C::kSteps>(
-            [&](auto k) { multiply_load<decltype(load)::value, decltype(k)::value>(offset, row); });
+            [&](auto k) { multiply_window<decltype(window)::value, decltype(k)::value>(offset, row); });
       });
       row += C::kTaps * Layout::kTapWords;
       if constexpr (kThroughRegisters) copies.advance(jobs);

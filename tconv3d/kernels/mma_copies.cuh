@@ -51,8 +51,8 @@ struct MmaCopies {
                             x_w < args.x_size.w;
         place |= static_cast<unsigned>(inside) << (16 + source);
       }
-      const long long from = d * C::kLineStepD * args.x_strides.d + h * C::kLineStepH * args.x_strides.h +
-                             w * args.x_strides.w;
+      const long long from =
+          d * C::kLineStepD * args.x_strides.d + h * C::kLineStepH * args.x_strides.h + w * args.x_strides.w;
       to[i] = {static_cast<int>(from), place};
     }
   }
@@ -110,8 +110,8 @@ struct MmaCopies {
         const int channel = chunk * Layout::kChunk + at.word;
         const MmaItem item = items[at.item];
         const bool inside = item.inside(source) && channel < C::kReduced;
-        ptx::copy_words<1>(to + item.slot() + 4 * at.word, inside ? address(origin, item.from, channel) : tile.args.x,
-                           inside);
+        ptx::copy_words<1>(to + item.slot() + 4 * at.word,
+                           inside ? address(origin, item.from, channel) : tile.args.x, inside);
       }
     }
   }

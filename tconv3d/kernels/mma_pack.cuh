@@ -84,8 +84,12 @@ __device__ void run(const Args& args) {
   const int chunk = block % Layout::kChunks;
   block /= Layout::kChunks;  // now: the slice, after the group
   const int slice = block % Layout::kSlices;
-  const Pack pack{args, dynamic_shared<typename Config::Scalar>(), block / Layout::kSlices,
-                  slice * Layout::kColumns + warp * Pack::kStrip, chunk, piece * Config::kTapsAtOnce};
+  const Pack pack{args,
+                  dynamic_shared<typename Config::Scalar>(),
+                  block / Layout::kSlices,
+                  slice * Layout::kColumns + warp * Pack::kStrip,
+                  chunk,
+                  piece * Config::kTapsAtOnce};
   pack.read();
   __syncthreads();
   const long long tap = (static_cast<long long>(block) * Layout::kChunks + chunk) * Config::kAllTaps;

@@ -51,7 +51,7 @@ struct MmaStores {
     for (int m = 0; m < C::kTilesM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const auto at = tile.position((warp_m * C::kTilesM + m) * 16 + half * 8 + lane / 4);
+        const auto at = tile.position(warp_m, half * 8 + lane / 4, m);
 #pragma unroll
         for (int f = 0; f < C::kPhases; ++f) {
           const auto to = tile.output(at, f);
@@ -59,9 +59,9 @@ struct MmaStores {
           Scalar* const row = y + to.d * strides.d + to.h * strides.h + to.w * strides.w;
 #pragma unroll
           for (int j = 0; j < C::kTilesN; j += 2) {
-            const float(&left)[4] = sums[f][m][j];
+            const float (&left)[4] = sums[f][m][j];
             if (Layout::paired(j)) {
-              const float(&right)[4] = sums[f][m][j + 1 < C::kTilesN ? j + 1 : j];
+              const float (&right)[4] = sums[f][m][j + 1 < C::kTilesN ? j + 1 : j];
               store_channels<4>(row, first + j * 8 + lane % 4 * 4,
                                 {left[2 * half], left[2 * half + 1], right[2 * half], right[2 * half + 1]});
             } else {
@@ -80,25 +80,42 @@ struct MmaStores {
   static constexpr int kStepW = C::kOutputStepW / kPhasesW;
   static constexpr int kOuter = C::kPhases / kPhasesW;
   static constexpr int kAtOnce = C::kStoreTiles * C::kWarpsN * 8;  // columns in shared memory
-  static constexpr int kPitch = C::kPhases * Tile::kPositions + 4 * Layout::kPerWord;  // from column to column
-  static_assert(C::kLastOut || C::kSharedBytes >= kAtOnce * kPitch * static_cast<int>(sizeof(Scalar)),
-                "room for the lines");
+
+  // What a lane has of a line, and how much of that it writes at a time.
+  static constexpr int kOwn = C::kTilesM * kPhasesW;
+  static constexpr int kMostVector = 16 / static_cast<int>(sizeof(Scalar));
+  static constexpr int kVector = kOwn % kMostVector == 0 ? kMostVector
+                                 : kOwn % 4 == 0         ? 4
+                                 : kOwn % 2 == 0         ? 2
+                                                         : 1;
 
   template <int kFirst>
   __device__ __forceinline__ void put_together(const Sums& sums, Scalar* staged) const {
+    const int lines = tile.args.tile.d * tile.args.tile.h;
+    const auto first = tile.position(warp_m, lane / 4, 0), second = tile.position(warp_m, lane / 4 + 8, 0);
     static_for<C::kStoreTiles>([&](auto i) {
       constexpr int kTile = kFirst + decltype(i)::value;
       if constexpr (kTile < C::kTilesN) {
-        Scalar* const to = staged + ((decltype(i)::value * C::kWarpsN + warp_n) * 8 + lane % 4 * 2) * kPitch +
-                           (warp_m * C::kTilesM * 16 + lane / 4) * kPhasesW;
+        Scalar* const to =
+            staged + ((decltype(i)::value * C::kWarpsN + warp_n) * 8 + lane % 4 * 2) * tile.args.store_pitch;
 #pragma unroll
-        for (int f = 0; f < C::kPhases; ++f) {
+        for (int e = 0; e < 4; ++e) {
+          const auto& at = e < 2 ? first : second;
+          if (!at.exists) continue;
+          Scalar* const line = to + e % 2 * tile.args.store_pitch +
+                               (at.d * tile.args.tile.h + at.h) * tile.args.store_line + at.w * kPhasesW;
 #pragma unroll
-          for (int m = 0; m < C::kTilesM; ++m) {
+          for (int f = 0; f < kOuter; ++f) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e)
-              to[e % 2 * kPitch + (f / kPhasesW * Tile::kPositions + m * 16 + e / 2 * 8) * kPhasesW +
-                 f % kPhasesW] = finished(sums[f][m][kTile][e]);
+            for (int k = 0; k < kOwn; k += kVector) {
+              Vector<Scalar, kVector> values;
+#pragma unroll
+              for (int v = 0; v < kVector; ++v)
+                values.at[v] =
+                    finished(sums[f * kPhasesW + (k + v) % kPhasesW][(k + v) / kPhasesW][kTile][e]);
+              *reinterpret_cast<Vector<Scalar, kVector>*>(line + f * lines * tile.args.store_line + k) =
+                  values;
+            }
           }
         }
       }
@@ -138,13 +155,13 @@ struct MmaStores {
       Scalar* const y = static_cast<Scalar*>(args.y) + tile.n * args.y_strides.n +
                         static_cast<long long>(tile.group) * C::kOuts * args.y_strides.c +
                         at.d * args.y_strides.d + at.h * args.y_strides.h + at.w;
-      const Scalar* const from = staged + (f * Tile::kPositions + line * args.tile.w * kPhasesW);
+      const Scalar* const from = staged + i * args.store_line;
       for (int k = group; k < kAtOnce; k += groups) {
         const int place = k % 8, of_warp = k / 8 % C::kWarpsN, column_tile = first_tile + k / 8 / C::kWarpsN;
-        const int channel = (tile.slice * C::kWarpsN + of_warp) * C::kTilesN * 8 +
-                            Layout::column(column_tile, place);
+        const int channel =
+            (tile.slice * C::kWarpsN + of_warp) * C::kTilesN * 8 + Layout::column(column_tile, place);
         if (column_tile < C::kTilesN && channel < C::kOuts)
-          store_line(y + channel * args.y_strides.c, from + k * kPitch, length, own);
+          store_line(y + channel * args.y_strides.c, from + k * args.store_pitch, length, own);
       }
     }
   }

@@ -7,9 +7,10 @@
 // each block phase; the input gradient one for each phase of dy along d and h, whose halo has only the lines
 // of dy that lie kLineStepD and kLineStepH apart. The planner lists sources and rows (mma_model.py).
 //
-// Along w, where neighbouring positions q read x at a distance of kInputStepW, lines of the halo are stored
-// as kInputStepW planes, so that neighbouring positions read neighbouring slots whatever the stride is: that
-// is what keeps the banks of shared memory apart.
+// The 16 rows of a warp's tile are 16 lines of the block's box at the same w, and its kTilesM tiles are
+// neighbours along w. So the fragments that one tap along w reads are, one tile further, those that the next
+// tap reads: they are loaded once, as a window. Along w, where neighbouring positions read x at a distance of
+// kInputStepW, lines of the halo are stored as kInputStepW planes, so that windows of any stride are dense.
 #pragma once
 
 #include "epilogue.cuh"
@@ -24,13 +25,16 @@ struct Args {
   void* y;
   Strides x_strides, y_strides;
   Extent x_size, y_size;
-  Extent tile;      // positions q of a block
-  Extent halo;      // positions of x that a source has
-  int plane, line;  // slots of a plane of a line, and of a line
-  int slots;        // of the halo
-  int store_lanes;  // lanes that share a line of y: a power of two, at most 32
+  Extent tile;             // positions q of a block
+  Extent halo;             // positions of x that a source has
+  int plane, line, sheet;  // slots of a plane of a line, from line to line along h, and along d
+  int slots;               // of the halo
+  int store_line;          // elements from line to line of y in shared memory
+  int store_pitch;         // and from column to column
+  int store_lanes;         // lanes that share a line of y: a power of two, at most 32
   Divider tiles_d, tiles_h, tiles_w;
-  Divider tile_h, tile_w;
+  Divider tile_h;
+  Divider blocks_w;  // of kTilesM positions, that a tile has along w
   Divider halo_h, halo_w;
 };
 
@@ -45,13 +49,12 @@ struct MmaTile {
   static constexpr int kBlockPhasesH = kUnrollH ? 1 : C::kPhasesH;
   static constexpr int kBlockPhasesW = kUnrollW ? 1 : C::kPhasesW;
   static constexpr int kBlockPhases = kBlockPhasesD * kBlockPhasesH * kBlockPhasesW;
-  static constexpr int kPositions = C::kWarpsM * C::kTilesM * 16;
   // From position to position of the tile, in lines of the halo.
   static constexpr int kHaloStepD = C::kInputStepD / C::kLineStepD;
   static constexpr int kHaloStepH = C::kInputStepH / C::kLineStepH;
 
-  // A slot has a chunk of channels of a position. Its length is an odd number of times 16 bytes, so that rows
-  // of 8 neighbouring slots lie in different banks.
+  // A slot has a chunk of channels of a position. Its length is an odd number of times 16 bytes, and so is
+  // the distance between lines, so that what ldmatrix reads of 8 lines lies in different banks.
   static constexpr int kSlotBytes = 4 * Layout::kChunkWords + 16;
   static_assert(kSlotBytes / 16 % 2 == 1, "an odd number of 16 bytes");
 
@@ -108,30 +111,34 @@ struct MmaTile {
 
   // The place of position (d, h, w) of a halo, in bytes from its beginning.
   __device__ __forceinline__ int slot(int d, int h, int w) const {
-    return ((d * args.halo.h + h) * args.line + w % C::kInputStepW * args.plane + w / C::kInputStepW) *
+    return (d * args.sheet + h * args.line + w % C::kInputStepW * args.plane + w / C::kInputStepW) *
            kSlotBytes;
   }
-  // Where a load of a row of taps lies for the tile's first position.
-  __device__ __forceinline__ int load_offset(int row, int load) const {
-    return slot(C::kRowD(first_row + row) + (kUnrollD ? C::kLoadD(load) - C::kLeastLoadD : 0),
-                C::kRowH(first_row + row) + (kUnrollH ? C::kLoadH(load) - C::kLeastLoadH : 0),
-                C::kRowW(first_row + row) + (kUnrollW ? C::kLoadW(load) - C::kLeastLoadW : 0));
+  // Where a window of a row of taps lies for the tile's first position.
+  __device__ __forceinline__ int window_offset(int row, int window) const {
+    return slot(C::kRowD(first_row + row) + C::kWindowD(window),
+                C::kRowH(first_row + row) + C::kWindowH(window),
+                C::kRowW(first_row + row) + C::kWindowW(window));
   }
 
-  // A position of the tile by its number; of numbers that the tile has not, the first position.
+  // ---- Positions.
+
+  // A position of the tile by its warp, its row among the 16 of the warp's tiles, and the tile. Of rows that
+  // the box has not, the first line.
   struct Position {
     int d, h, w;
     bool exists;
   };
-  __device__ __forceinline__ Position position(int number) const {
-    const int line = divide(number, args.tile_w), sheet = divide(line, args.tile_h);
-    if (sheet >= args.tile.d) return {0, 0, 0, false};
-    return {sheet, line - sheet * args.tile.h, number - line * args.tile.w, true};
+  __device__ __forceinline__ Position position(int warp_m, int row, int m) const {
+    const int lines = divide(warp_m, args.blocks_w);
+    const int w = (warp_m - lines * static_cast<int>(args.blocks_w.divisor)) * C::kTilesM + m;
+    const int line = lines * 16 + row, sheet = divide(line, args.tile_h);
+    if (sheet >= args.tile.d) return {0, 0, w, false};
+    return {sheet, line - sheet * args.tile.h, w, true};
   }
   // What a position of the tile reads begins here, in bytes from the halo's beginning.
-  __device__ __forceinline__ int base(int number) const {
-    const Position at = position(number);
-    return ((at.d * kHaloStepD * args.halo.h + at.h * kHaloStepH) * args.line + at.w) * kSlotBytes;
+  __device__ __forceinline__ int base(const Position& at) const {
+    return (at.d * kHaloStepD * args.sheet + at.h * kHaloStepH * args.line + at.w) * kSlotBytes;
   }
 
   // The output of phase f at a position of the tile, and whether there is one.

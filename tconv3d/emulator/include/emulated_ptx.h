@@ -465,7 +465,8 @@ inline void load_matrices(unsigned (&words)[4], unsigned address) {
   table.a[warp][lane][0] = address;
   __syncwarp();
   for (unsigned m = 0; m < 4; ++m)
-    std::memcpy(&words[m], emulator::shared_pointer(table.a[warp][8u * m + lane / 4u][0] + 4u * (lane % 4u)), 4);
+    std::memcpy(&words[m], emulator::shared_pointer(table.a[warp][8u * m + lane / 4u][0] + 4u * (lane % 4u)),
+                4);
   __syncwarp();
 }
 
