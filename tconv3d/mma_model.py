@@ -39,6 +39,8 @@ BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each bl
 MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
 SAFE_SUMS = 128  # accumulators of a thread
 MAX_REGISTERS = 244  # of a thread, by the estimate
+BOX_ITEM = 0.3  # of the time of a position's products, that an item of the halo takes
+BOX_LINE = 4.0  # items that the ends of a line in memory take, whose sectors are not whole
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # of a block, along positions and channels
 STAGES = ((1, 3), (1, 4), (2, 3), (4, 3))  # rows of taps of a stage, and stages
 MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
@@ -253,7 +255,10 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
             found.append(Box.of(work, (-(-depth // parts), h, warps_w * tiles_m)))
 
     def cost(box: Box) -> float:
-        return prod(box.tiles) * (16 * warps_m * tiles_m + 0.3 * prod(box.halo) + 0.5 * box.halo[0] * box.halo[1])
+        items, lines = prod(box.halo), box.halo[0] * box.halo[1]
+        read = items + (BOX_LINE * lines if work.side.x[4] == 1 else 0.0)
+        written = BOX_LINE * box.tile[0] * box.tile[1] if work.side.y[4] == 1 else 0.0
+        return prod(box.tiles) * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
 
     return tuple(sorted(found, key=cost)[:3])
 
@@ -270,7 +275,7 @@ class Candidate:
     work: Work
     build: Build
     box: Box
-    copy: int  # how the halo comes: kernels/mma_copies.cuh, MmaCopy
+    copy: int  # how the halo comes: kCopy of kernels/mma_copies.cuh
     item_bytes: int
 
     @property
@@ -443,6 +448,8 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
                 continue
             if len(work.inner.taps) * tiles_m * tiles_n * steps > MAX_CODE:
                 continue
+            if copy and warps_m * warps_n % (2 * steps):
+                continue  # 8 positions of every word of a slot are copied at a time
             shape = Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, 1, 3, 1)
             needed = _registers(work, shape, copy)
             if needed > MAX_REGISTERS:

@@ -12,7 +12,7 @@ from itertools import accumulate
 from . import tensor_cores
 from .direct_planner import INT32_MAX, SCALARS, Side
 from .launch import Constants, Launch
-from .mma_model import Candidate, Work, candidates
+from .mma_model import Build, Candidate, Work, candidates
 from .packing import divider, int32s, int64s, padded
 from .problem import Device, Pass, Plan, Problem, last_offset
 
@@ -21,7 +21,7 @@ MIN_CHANNELS = 4  # of a group, on both sides: fewer leave most of a tile of 8 i
 MAX_TAPS = 1024  # that the tables of a kernel hold
 PACK_THREADS = 256
 PACK_ELEMENTS = 8192  # that a block which packs has in shared memory
-PIECES, WORDS, HALVES = range(3)  # kernels/mma_copies.cuh, MmaCopy
+PIECES, WORDS, HALVES = range(3)  # kCopy of kernels/mma_copies.cuh
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -54,6 +54,10 @@ def plan(problem: Problem, device: Device) -> Plan:
     found = _chosen(problem, device)
     if found is None:
         raise ValueError(why_not(problem, device))
+    return plan_of(found, problem)
+
+
+def plan_of(found: Candidate, problem: Problem) -> Plan:
     packed = _packed_bytes(found)
     launches = (_pack(found), _main(found))
     tile = f"{found.build}; boxes of {' x '.join(map(str, found.box.tile))} positions"
@@ -91,11 +95,15 @@ def _chosen(problem: Problem, device: Device) -> Candidate | None:
     return min(found, key=lambda candidate: candidate.cycles(device), default=None)
 
 
-def predicted(problem: Problem, device: Device, most: int) -> list[tuple[float, Candidate]]:
-    """The cycles of the best builds by the model."""
+def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:
+    """The best builds by the model, each with the better of its boxes."""
     side = Side.of(problem)
-    found = candidates(side, copy_of(side), problem.item_bytes, device)
-    return sorted(((each.cycles(device), each) for each in found), key=lambda pair: pair[0])[:most]
+    best: dict[Build, Candidate] = {}
+    for each in candidates(side, copy_of(side), problem.item_bytes, device):
+        other = best.get(each.build)
+        if other is None or each.cycles(device) < other.cycles(device):
+            best[each.build] = each
+    return sorted(best.values(), key=lambda each: each.cycles(device))[:most]
 
 
 # ---- the launches

@@ -34,7 +34,7 @@ struct Mma {
   static constexpr auto kOperand = OperandOf<Scalar>::kOperand;
   static constexpr int kStageWords = C::kRows * C::kTaps * Layout::kTapWords;
   static constexpr int kTableInts = (C::kMostRows * C::kWindows + 3) / 4 * 4;
-  static constexpr bool kThroughRegisters = Copies::kCopy == MmaCopy::kHalves;
+  static constexpr bool kThroughRegisters = Copies::kByHalves;
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
 

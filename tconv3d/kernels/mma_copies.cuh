@@ -10,8 +10,6 @@
 
 namespace tconv3d {
 
-enum class MmaCopy { kPieces, kWords, kHalves };
-
 // An item of a halo, in the order of x.
 struct MmaItem {
   int from;        // where it lies in x, counted from the halo's first position
@@ -26,10 +24,10 @@ struct MmaCopies {
   using Tile = MmaTile<C>;
   using Layout = typename Tile::Layout;
   using Scalar = typename C::Scalar;
-  static constexpr MmaCopy kCopy = static_cast<MmaCopy>(C::kCopy);
+  static constexpr bool kByPieces = C::kCopy == 0, kByWords = C::kCopy == 1, kByHalves = C::kCopy == 2;
   static constexpr int kWords = Layout::kChunkWords;
-  static_assert(kCopy != MmaCopy::kWords || sizeof(Scalar) == 4, "words are floats");
-  static_assert(kCopy != MmaCopy::kHalves || sizeof(Scalar) == 2, "halves of words have 16 bits");
+  static_assert(!kByWords || sizeof(Scalar) == 4, "words are floats");
+  static_assert(!kByHalves || sizeof(Scalar) == 2, "halves of words have 16 bits");
 
   const Tile& tile;
   const MmaItem* items;
@@ -75,43 +73,41 @@ struct MmaCopies {
     return static_cast<const Scalar*>(tile.args.x) + (origin + along + from);
   }
 
-  // Which item and which word of its slot a thread has at its i-th turn. Neighbouring threads have
+  // A thread always has the same word of slots, of every kItemsAtOnce-th item: neighbouring threads have
   // neighbouring channels where these are neighbours in memory; else 8 neighbouring positions of 4 words,
   // which lie in different banks.
-  struct Word {
-    int item, word;
-  };
-  static __device__ __forceinline__ Word word_at(int i) {
-    if constexpr (C::kUnitC) {
-      return {i / kWords, i % kWords};
-    } else {
-      return {i / (8 * kWords) * 8 + i % 8, i / 8 % kWords};
-    }
+  static constexpr int kItemsAtOnce = C::kThreads / kWords;
+  static_assert(C::kThreads % (8 * kWords) == 0 || C::kUnitC || kByPieces, "whole groups of 8 positions");
+  static __device__ __forceinline__ int own_word() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return C::kUnitC ? thread % kWords : thread / 8 % kWords;
   }
-  __device__ __forceinline__ int words() const { return (C::kUnitC ? count : (count + 7) / 8 * 8) * kWords; }
+  static __device__ __forceinline__ int own_item() {
+    const int thread = static_cast<int>(threadIdx.x);
+    return C::kUnitC ? thread / kWords : thread / (8 * kWords) * 8 + thread % 8;
+  }
 
   __device__ __forceinline__ void copy_halo(unsigned char* to, int chunk, int source) const {
     const long long origin = tile.origin(source);
-    if constexpr (kCopy == MmaCopy::kPieces) {
-      constexpr int kPieces = kWords / 4, kItems = 4 * Layout::kPerWord;
-#pragma unroll 2
-      for (int i = threadIdx.x; i < count * kPieces; i += C::kThreads) {
-        const int piece = i % kPieces, channel = chunk * Layout::kChunk + piece * kItems;
-        const MmaItem item = items[i / kPieces];
-        const bool inside = item.inside(source) && channel < C::kReduced;
-        ptx::copy_words_once<4>(to + item.slot() + 16 * piece,
-                                inside ? address(origin, item.from, channel) : tile.args.x, inside);
+    if constexpr (kByPieces) {
+      constexpr int kPieces = kWords / 4, kChannels = 4 * Layout::kPerWord;
+      const int piece = static_cast<int>(threadIdx.x) % kPieces;
+      const int channel = chunk * Layout::kChunk + piece * kChannels;
+      const Scalar* const from = address(origin, 0, channel);
+      const unsigned start = ptx::shared_address(to) + 16 * piece;
+#pragma unroll 4
+      for (int i = static_cast<int>(threadIdx.x) / kPieces; i < count; i += C::kThreads / kPieces) {
+        const MmaItem item = items[i];
+        ptx::copy_piece(start + item.slot(), from + item.from, item.inside(source) && channel < C::kReduced);
       }
-    } else if constexpr (kCopy == MmaCopy::kWords) {
-#pragma unroll 2
-      for (int i = threadIdx.x; i < words(); i += C::kThreads) {
-        const Word at = word_at(i);
-        if (at.item >= count) continue;
-        const int channel = chunk * Layout::kChunk + at.word;
-        const MmaItem item = items[at.item];
-        const bool inside = item.inside(source) && channel < C::kReduced;
-        ptx::copy_words<1>(to + item.slot() + 4 * at.word,
-                           inside ? address(origin, item.from, channel) : tile.args.x, inside);
+    } else if constexpr (kByWords) {
+      const int channel = chunk * Layout::kChunk + own_word();
+      const Scalar* const from = address(origin, 0, channel);
+      const unsigned start = ptx::shared_address(to) + 4 * own_word();
+#pragma unroll 4
+      for (int i = own_item(); i < count; i += kItemsAtOnce) {
+        const MmaItem item = items[i];
+        ptx::copy_word(start + item.slot(), from + item.from, item.inside(source) && channel < C::kReduced);
       }
     }
   }
@@ -127,37 +123,37 @@ struct MmaCopies {
   };
 
   __device__ __forceinline__ void load_job(Jobs& jobs) const {
+    const int channel = jobs.chunk * Layout::kChunk + 2 * own_word();
+    const Scalar* const from = address(jobs.origin, 0, channel);
+    const long long next = C::kUnitC ? 1 : tile.args.x_strides.c;
 #pragma unroll
     for (int k = 0; k < kJobWords; ++k) {
-      const Word at = word_at((jobs.next * kJobWords + k) * C::kThreads + threadIdx.x);
-      const MmaItem item = items[at.item < count ? at.item : 0];
-      const bool inside = at.item < count && item.inside(jobs.source);
-      const int channel = jobs.chunk * Layout::kChunk + 2 * at.word;
+      const int i = own_item() + (jobs.next * kJobWords + k) * kItemsAtOnce;
+      const MmaItem item = items[i < count ? i : 0];
+      const bool inside = i < count && item.inside(jobs.source);
       jobs.low[k] = jobs.high[k] = Scalar{};
-      if (inside && channel < C::kReduced)
-        jobs.low[k] = load_constant(address(jobs.origin, item.from, channel));
-      if (inside && channel + 1 < C::kReduced)
-        jobs.high[k] = load_constant(address(jobs.origin, item.from, channel + 1));
+      if (inside && channel < C::kReduced) jobs.low[k] = load_constant(from + item.from);
+      if (inside && channel + 1 < C::kReduced) jobs.high[k] = load_constant(from + item.from + next);
     }
   }
   __device__ __forceinline__ void store_job(const Jobs& jobs) const {
 #pragma unroll
     for (int k = 0; k < kJobWords; ++k) {
-      const Word at = word_at((jobs.next * kJobWords + k) * C::kThreads + threadIdx.x);
-      if (at.item < count)
-        *reinterpret_cast<unsigned*>(jobs.to + items[at.item].slot() + 4 * at.word) =
+      const int i = own_item() + (jobs.next * kJobWords + k) * kItemsAtOnce;
+      if (i < count)
+        *reinterpret_cast<unsigned*>(jobs.to + items[i].slot() + 4 * own_word()) =
             static_cast<unsigned>(jobs.low[k].bits) | static_cast<unsigned>(jobs.high[k].bits) << 16;
     }
   }
 
   __device__ __forceinline__ void begin(Jobs& jobs, unsigned char* to, int chunk, int source) const {
-    constexpr int kAtOnce = kJobWords * C::kThreads;
+    constexpr int kAtOnce = kJobWords * kItemsAtOnce;
     jobs.to = to;
     jobs.origin = tile.origin(source);
     jobs.source = source;
     jobs.chunk = chunk;
     jobs.next = 0;
-    jobs.count = (words() + kAtOnce - 1) / kAtOnce;
+    jobs.count = (count + kAtOnce - 1) / kAtOnce;
     load_job(jobs);
   }
   // One job done, the next one begun.

@@ -684,6 +684,15 @@ __device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool i
       : "memory");
 }
 
+// 4 bytes, or zero if not `inside`: likewise.
+__device__ __forceinline__ void copy_word(unsigned to, const void* from, bool inside) {
+  asm volatile(
+      "{ .reg .pred outside; setp.eq.u32 outside, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, outside; "
+      "}" ::"r"(to),
+      "l"(__cvta_generic_to_global(from)), "r"(static_cast<unsigned>(inside))
+      : "memory");
+}
+
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Arrives at a barrier in shared memory when all copies that this thread has begun are done.

@@ -509,7 +509,7 @@ struct EmulatedCopies {
   ~EmulatedCopies() { delete[] queue; }
 };
 
-inline void copy_word(std::uint32_t* to, const void* from) {
+inline void queue_copy(std::uint32_t* to, const void* from) {
   auto& copies = emulator::thread_state<EmulatedCopies>();
   if (copies.size == copies.capacity) {
     copies.capacity = copies.capacity ? 2 * copies.capacity : 64;
@@ -534,7 +534,8 @@ inline void copy_words(void* to, const void* from, bool inside) {
   if (reinterpret_cast<std::uintptr_t>(to) % kBytes || reinterpret_cast<std::uintptr_t>(from) % kBytes)
     emulator::fail("an asynchronous copy of %u bytes that is not aligned", kBytes);
   for (int i = 0; i < kWords; ++i)
-    copy_word(static_cast<std::uint32_t*>(to) + i, inside ? static_cast<const char*>(from) + 4 * i : nullptr);
+    queue_copy(static_cast<std::uint32_t*>(to) + i,
+               inside ? static_cast<const char*>(from) + 4 * i : nullptr);
 }
 template <int kWords>
 inline void copy_words_once(void* to, const void* from, bool inside) {
@@ -548,6 +549,10 @@ inline void copy_words_of_line(void* to, const void* from, bool inside) {
 
 inline void copy_piece(unsigned to, const void* from, bool inside) {
   copy_words<4>(emulator::shared_pointer(to), from, inside);
+}
+
+inline void copy_word(unsigned to, const void* from, bool inside) {
+  copy_words<1>(emulator::shared_pointer(to), from, inside);
 }
 
 inline void copy_commit() {
