@@ -70,7 +70,7 @@ def fill_cache(launches: Iterable[Launch], device: Device) -> int:
     kernels = tuple(dict.fromkeys((launch.kernel, launch.constants) for launch in launches))
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(kernels))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    arch = compiler.architecture(device.capability)
+    arch = compiler.architecture(device.compiled_capability)
     workers: list[subprocess.Popen[bytes]] = []
     if count == 1:
         compile_all(kernels, arch)

@@ -288,7 +288,7 @@ def prepare(work: Work, report: Callable[[str], None] = lambda text: None) -> No
     if _is_done(work):  # by another process, while this one waited
         return
     problems, device = work
-    arch, seen = compiler.architecture(device.capability), set[Kernel]()
+    arch, seen = compiler.architecture(device.compiled_capability), set[Kernel]()
 
     def compile(calls: Iterable[Problems]) -> None:
         for kernel in (kernel for each in calls for kernel in _kernels(each, device)):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import background, checks, kept, planner, pytorch_ops, repertoire
+from . import background, checks, gpus, kept, planner, pytorch_ops, repertoire
 from .backend import current_backend
 from .checks import Convolution
 from .geometry import Geometry, Triple
@@ -526,7 +526,7 @@ def _cuda_device(index: int) -> Device:
     from . import launcher
 
     found = launcher.device_properties(index)
-    return Device(found.name, found.capability, found.multiprocessors, found.shared_bytes)
+    return gpus.as_told(Device(found.name, found.capability, found.multiprocessors, found.shared_bytes))
 
 
 def output_strides(geometry: Geometry, input: Tensor, weight: Tensor) -> Strides:

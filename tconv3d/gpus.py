@@ -1,8 +1,9 @@
-"""GPUs that `explain` knows by name, and what they can do at best."""
+"""GPUs that `explain` knows by name, what they can do at best, and plans for one of them made on another."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 
 from .problem import Device, Pass, Problem
 
@@ -51,6 +52,7 @@ GPUS = {
 }
 
 DEFAULT_GPU = "H200"
+AS = "TCONV3D_AS"  # the environment variable that names the GPU to plan for
 
 
 def find(name: str) -> Gpu:
@@ -92,3 +94,26 @@ def _plain(name: str) -> str:
     """A name without capitals, gaps and the maker's: what people leave out or write differently."""
     words = name.casefold().replace("-", " ").replace("_", " ").split()
     return "".join(word for word in words if word not in ("nvidia", "geforce"))
+
+
+def as_told(device: Device) -> Device:
+    """The device that plans are made for: the given one, or the one that the environment variable TCONV3D_AS names.
+
+    TCONV3D_AS is a GPU's name or a compute capability, then perhaps a number of multiprocessors: "A100", "8.0",
+    "A100,108". Without that number the device's own multiprocessors count, so that plans fill the GPU at hand.
+    Kernels are always compiled for the GPU at hand, and a block never gets more shared memory than it has.
+    """
+    told = os.environ.get(AS, "")
+    if not told:
+        return device
+    name, _, multiprocessors = told.partition(",")
+    if multiprocessors and not multiprocessors.strip().isdigit():
+        raise ValueError(f"{AS}: expected a GPU and a number of multiprocessors (A100,108), got {told!r}")
+    other = find(name).device
+    return replace(
+        other,
+        name=f"{device.name} as {other.name}",
+        multiprocessors=int(multiprocessors or device.multiprocessors),
+        shared_bytes=min(other.shared_bytes, device.shared_bytes),
+        runs_on=device.compiled_capability,
+    )

@@ -35,6 +35,12 @@ class Device:
     multiprocessors: int
     shared_bytes: int  # that one block can have
     workspace_bytes: int = 64 * 1024 * 1024  # that partial sums may take
+    runs_on: tuple[int, int] | None = None  # the GPU's own capability, where plans are made for another GPU
+
+    @property
+    def compiled_capability(self) -> tuple[int, int]:
+        """The compute capability that kernels are compiled for."""
+        return self.runs_on or self.capability
 
     @property
     def thrifty(self) -> Device:

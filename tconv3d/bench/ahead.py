@@ -51,7 +51,7 @@ def compile_one(layer: Layer, dtype: str, layout: str, passes: Collection[Pass],
     found: set[Kernel] = set()
     try:
         for launch in kernels(layer, dtype, layout, passes, device):
-            compiler.compile(launch.kernel, launch.constants, compiler.architecture(device.capability))
+            compiler.compile(launch.kernel, launch.constants, compiler.architecture(device.compiled_capability))
             found.add((launch.kernel, launch.constants))
     except (RuntimeError, ValueError, ImportError):
         pass

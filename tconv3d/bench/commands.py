@@ -19,6 +19,7 @@ from rich.console import Console
 import tconv3d
 from tconv3d import tables
 from tconv3d.arguments import MOST_SEED, integer, seconds, shape
+from tconv3d.gpus import AS
 
 from . import cases, layers, models, picture, report, results, run, table
 from .layers import Layer
@@ -33,6 +34,7 @@ def add(commands: Any) -> None:
     bench.add_argument("--model", action="append", default=[], metavar="PACKAGE:FACTORY", help=_MODEL_HELP)
     bench.add_argument("--input", type=shape, metavar="SHAPE", help="the model's input: 1x1x96x96x96")
     bench.add_argument("--no-torch", action="store_true", help="only ours, without PyTorch's variants")
+    bench.add_argument("--as", dest="told", metavar="GPU", help=_AS_HELP)
     bench.add_argument("--host", action="store_true", help="the host's time to launch a layer too")
     bench.add_argument(
         "--budget", type=seconds, default=0.15, metavar="S", help="seconds for one timing; default 0.15"
@@ -68,6 +70,8 @@ _MODEL_HELP = (
     "all transposed convolutions of the model that this function returns, alone or with an example input, "
     "and the model as a whole"
 )
+
+_AS_HELP = "plan as for this GPU (A100, 8.0, or A100,108 with its multiprocessors), and run on the GPU at hand"
 
 
 def _add_layers(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +110,8 @@ def _selection(arguments: argparse.Namespace) -> dict[str, Layer]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.told is not None:
+        os.environ[AS] = arguments.told
     chosen = _selection(arguments)
     sources = []
     for spec in arguments.model:

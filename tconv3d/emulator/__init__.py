@@ -128,7 +128,8 @@ def _parse_order(order: str) -> tuple[int, int]:
 def _load(kernel: str, unit: str, kernels: Path | None) -> ctypes.CDLL:
     cxx, flags = _compiler(), _flags()
     places = (*(sources.KERNELS if kernels is None else (kernels,)), _INCLUDE)
-    files = sources.headers(kernel, places) | sources.included(_HEADER.name, places) | {_RUNTIME.name: _RUNTIME}
+    files = sources.headers(kernel, places) | sources.included(_HEADER.name, places)
+    files |= sources.included(_RUNTIME.name, (_HERE, _INCLUDE))
     key = cache.key(sources.digest(files), unit, _version(cxx), cxx, *flags, *_CHECKS)
     return _open(cache.path(key, ".so", lambda: _build(kernel, unit, places, cxx, flags)))
 
@@ -170,7 +171,7 @@ def _runtime(cxx: str) -> bytes:
     """The object file of runtime.cpp. It is not sanitized itself, but tells AddressSanitizer of its stacks."""
     defined = {"address": "-DEMULATOR_ASAN", "undefined": "-DEMULATOR_UBSAN"}
     flags = (*_FLAGS, "-O1", *(defined[name] for name in _sanitizers() if name in defined))
-    files = sources.included(_HEADER.name, (_INCLUDE,)) | {_RUNTIME.name: _RUNTIME}
+    files = sources.included(_HEADER.name, (_INCLUDE,)) | sources.included(_RUNTIME.name, (_HERE, _INCLUDE))
     key = cache.key(sources.digest(files), _version(cxx), cxx, *flags)
 
     def build() -> bytes:

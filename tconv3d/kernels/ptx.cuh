@@ -589,6 +589,15 @@ TCONV3D_MATRIX_MULTIPLY(256, 128, 129, 130, 131, 132);
 
 // ---- Warp matrix instructions (sm_80).
 
+// Four matrices of 8 rows of 16 bytes out of shared memory: row r of matrix m lies at the (16-byte) address
+// that lane 8*m + r gives. Lane 4*r + t gets word t of row r of each matrix, of matrix m in words[m].
+__device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // 16 rows of A times 8 columns of B, 32 bytes of K, added to `sum`. With g = lane/4 and t = lane%4, a lane
 // has of A rows g and g + 8 (a[0], a[1]; a[2], a[3] are 4 words further along K) at word t, of B column g at
 // words t and t + 4, of the sums rows g and g + 8 at columns 2t and 2t + 1. A word is a TF32 number or two
@@ -670,6 +679,15 @@ __device__ __forceinline__ void copy_words_of_line(void* to, const void* from, b
 __device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool inside) {
   asm volatile(
       "{ .reg .pred outside; setp.eq.u32 outside, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, outside; "
+      "}" ::"r"(to),
+      "l"(__cvta_generic_to_global(from)), "r"(static_cast<unsigned>(inside))
+      : "memory");
+}
+
+// 4 bytes, or zero if not `inside`: likewise.
+__device__ __forceinline__ void copy_word(unsigned to, const void* from, bool inside) {
+  asm volatile(
+      "{ .reg .pred outside; setp.eq.u32 outside, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, outside; "
       "}" ::"r"(to),
       "l"(__cvta_generic_to_global(from)), "r"(static_cast<unsigned>(inside))
       : "memory");

@@ -458,6 +458,18 @@ struct MatrixMultiply {
 
 // ---- Warp matrix instructions.
 
+inline void load_matrices(unsigned (&words)[4], unsigned address) {
+  if (address % 16u) emulator::fail("a row of a matrix loaded from shared memory at %u", address);
+  auto& table = emulator::block_state<EmulatedFragments>();
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
+  table.a[warp][lane][0] = address;
+  __syncwarp();
+  for (unsigned m = 0; m < 4; ++m)
+    std::memcpy(&words[m], emulator::shared_pointer(table.a[warp][8u * m + lane / 4u][0] + 4u * (lane % 4u)),
+                4);
+  __syncwarp();
+}
+
 template <Operand kOperand>
 inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   auto& table = emulator::block_state<EmulatedFragments>();
@@ -497,7 +509,7 @@ struct EmulatedCopies {
   ~EmulatedCopies() { delete[] queue; }
 };
 
-inline void copy_word(std::uint32_t* to, const void* from) {
+inline void queue_copy(std::uint32_t* to, const void* from) {
   auto& copies = emulator::thread_state<EmulatedCopies>();
   if (copies.size == copies.capacity) {
     copies.capacity = copies.capacity ? 2 * copies.capacity : 64;
@@ -523,7 +535,8 @@ inline void copy_words(void* to, const void* from, bool inside) {
     emulator::fail("an asynchronous copy of %u bytes that is not aligned", kBytes);
   emulator::shared_pointer(emulator::shared_address(to), kBytes);  // that this is shared memory, to its end
   for (int i = 0; i < kWords; ++i)
-    copy_word(static_cast<std::uint32_t*>(to) + i, inside ? static_cast<const char*>(from) + 4 * i : nullptr);
+    queue_copy(static_cast<std::uint32_t*>(to) + i,
+               inside ? static_cast<const char*>(from) + 4 * i : nullptr);
 }
 template <int kWords>
 inline void copy_words_once(void* to, const void* from, bool inside) {
@@ -537,6 +550,10 @@ inline void copy_words_of_line(void* to, const void* from, bool inside) {
 
 inline void copy_piece(unsigned to, const void* from, bool inside) {
   copy_words<4>(emulator::shared_pointer(to, 16), from, inside);
+}
+
+inline void copy_word(unsigned to, const void* from, bool inside) {
+  copy_words<1>(emulator::shared_pointer(to), from, inside);
 }
 
 inline void copy_commit() {

@@ -1,0 +1,100 @@
+// Packs a weight for the kernel on mma.sync: in the order in which warps load it as fragments, rounded to the
+// operand type, zero where there is no channel. The layout is in mma_layout.cuh.
+//
+// A block takes one chunk of input channels, the columns of one warp and kTapsAtOnce taps. In the weight the
+// taps are neighbours (or the output channels, if it is channels-last), in a fragment neither is, so elements
+// pass through shared memory: neighbouring threads read neighbours and write neighbours.
+#pragma once
+
+#include "mma_layout.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* weight;
+  void* packed;
+  Strides stride;   // of the weight: n is the reduced channel's, c the computed one's, then the taps'
+  long long group;  // from group to group
+};
+
+template <class C>
+struct MmaPack {
+  using Layout = MmaLayout<C>;
+  using Scalar = typename C::Scalar;
+  static constexpr int kStrip = C::kTilesN * 8, kTapsAtOnce = C::kTapsAtOnce;
+  static constexpr int kPieces = (C::kAllTaps + kTapsAtOnce - 1) / kTapsAtOnce;
+  static constexpr int kItems = Layout::kChunk * kStrip * kTapsAtOnce;
+  static constexpr int kTapPitch = Layout::kChunk * kStrip + 1;  // columns after channels after taps
+  static_assert(C::kSharedBytes >= static_cast<int>(sizeof(Scalar)) * kTapPitch * kTapsAtOnce,
+                "room for the elements");
+
+  const Args& args;
+  Scalar* staged;
+  int group, first_column, chunk, first_tap;
+
+  __device__ __forceinline__ void read() const {
+    const Scalar* weight = static_cast<const Scalar*>(args.weight) + group * args.group;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kItems; i += C::kThreads) {
+      // Taps are the fastest, or columns.
+      const int tap = C::kTapsInner ? i % kTapsAtOnce : i / (kStrip * Layout::kChunk);
+      const int rest = C::kTapsInner ? i / kTapsAtOnce : i % (kStrip * Layout::kChunk);
+      const int column = rest % kStrip, row = rest / kStrip;
+      const int in = chunk * Layout::kChunk + row, out = first_column + column;
+      const bool exists = in < C::kReduced && out < C::kOuts && first_tap + tap < C::kAllTaps;
+      Scalar value{};
+      if (exists) {
+        const int at = C::kOrder(first_tap + tap);
+        const int kw = at % C::kKernelW, kh = at / C::kKernelW % C::kKernelH;
+        const int kd = at / C::kKernelW / C::kKernelH;
+        value = load_constant(weight + in * args.stride.n + out * args.stride.c + kd * args.stride.d +
+                              kh * args.stride.h + kw * args.stride.w);
+      }
+      staged[tap * kTapPitch + row * kStrip + column] = value;
+    }
+  }
+
+  __device__ __forceinline__ void write(unsigned* strips) const {
+    constexpr int kWords = C::kSteps * Layout::kStripWords;  // of a tap
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kWords * kTapsAtOnce; i += C::kThreads) {
+      const int tap = i / kWords, step = i % kWords / Layout::kStripWords, word = i % Layout::kStripWords;
+      if (first_tap + tap >= C::kAllTaps) break;
+      const bool pair = Layout::paired(word / 64);
+      const int lane = pair ? word % 128 / 4 : word % 64 / 2;
+      const int tile = pair ? word / 128 * 2 + word % 4 / 2 : word / 64;
+      const int row = (step * 8 + lane % 4 + word % 2 * 4) * Layout::kPerWord;
+      const Scalar* from = staged + tap * kTapPitch + row * kStrip + Layout::column(tile, lane / 4);
+      unsigned bits = OperandOf<Scalar>::bits(from[0]);
+      if constexpr (Layout::kPerWord == 2) bits |= OperandOf<Scalar>::bits(from[kStrip]) << 16;
+      strips[tap * Layout::kTapWords + step * C::kWarpsN * Layout::kStripWords + word] = bits;
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  using Pack = MmaPack<Config>;
+  using Layout = typename Pack::Layout;
+  int block = blockIdx.x;
+  const int piece = block % Pack::kPieces;
+  block /= Pack::kPieces;
+  const int warp = block % Config::kWarpsN;
+  block /= Config::kWarpsN;
+  const int chunk = block % Layout::kChunks;
+  block /= Layout::kChunks;  // now: the slice, after the group
+  const int slice = block % Layout::kSlices;
+  const Pack pack{args,
+                  dynamic_shared<typename Config::Scalar>(),
+                  block / Layout::kSlices,
+                  slice * Layout::kColumns + warp * Pack::kStrip,
+                  chunk,
+                  piece * Config::kTapsAtOnce};
+  pack.read();
+  __syncthreads();
+  const long long tap = (static_cast<long long>(block) * Layout::kChunks + chunk) * Config::kAllTaps;
+  pack.write(static_cast<unsigned*>(args.packed) + (tap + pack.first_tap) * Layout::kTapWords +
+             warp * Layout::kStripWords);
+}
+
+}  // namespace tconv3d

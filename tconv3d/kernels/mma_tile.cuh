@@ -1,0 +1,157 @@
+// A block of the kernel on mma.sync (mma.cuh): which positions, channels, phases and taps it has, and the
+// halo of x that they need.
+//
+// Along the innermost kUnrolled dimensions (none, w, hw or dhw) a block has all phases, and all taps are
+// known at compile time. Along the others the phase is the block's, and the taps are rows: one tap along each
+// of these dimensions. Rows that read out of the same halo are a source. The forward pass has one source for
+// each block phase; the input gradient one for each phase of dy along d and h, whose halo has only the lines
+// of dy that lie kLineStepD and kLineStepH apart. The planner lists sources and rows (mma_model.py).
+//
+// The 16 rows of a warp's tile are 16 lines of the block's box at the same w, and its kTilesM tiles are
+// neighbours along w. So the fragments that one tap along w reads are, one tile further, those that the next
+// tap reads: they are loaded once, as a window. Along w, where neighbouring positions read x at a distance of
+// kInputStepW, lines of the halo are stored as kInputStepW planes, so that windows of any stride are dense.
+#pragma once
+
+#include "epilogue.cuh"
+#include "mma_layout.cuh"
+
+namespace tconv3d {
+
+struct Args {
+  const void* x;
+  const void* packed;
+  const void* bias;  // null: no bias
+  void* y;
+  Strides x_strides, y_strides;
+  Extent x_size, y_size;
+  Extent tile;             // positions q of a block
+  Extent halo;             // positions of x that a source has
+  int plane, line, sheet;  // slots of a plane of a line, from line to line along h, and along d
+  int slots;               // of the halo
+  int store_line;          // elements from line to line of y in shared memory
+  int store_pitch;         // and from column to column
+  int store_lanes;         // lanes that share a line of y: a power of two, at most 32
+  Divider tiles_d, tiles_h, tiles_w;
+  Divider tile_h;
+  Divider blocks_w;  // of kTilesM positions, that a tile has along w
+  Divider halo_h, halo_w;
+};
+
+template <class C>
+struct MmaTile {
+  using Layout = MmaLayout<C>;
+  using Scalar = typename C::Scalar;
+
+  static constexpr bool kUnrollD = C::kUnrolled >= 3, kUnrollH = C::kUnrolled >= 2,
+                        kUnrollW = C::kUnrolled >= 1;
+  static constexpr int kBlockPhasesD = kUnrollD ? 1 : C::kPhasesD;
+  static constexpr int kBlockPhasesH = kUnrollH ? 1 : C::kPhasesH;
+  static constexpr int kBlockPhasesW = kUnrollW ? 1 : C::kPhasesW;
+  static constexpr int kBlockPhases = kBlockPhasesD * kBlockPhasesH * kBlockPhasesW;
+  // From position to position of the tile, in lines of the halo.
+  static constexpr int kHaloStepD = C::kInputStepD / C::kLineStepD;
+  static constexpr int kHaloStepH = C::kInputStepH / C::kLineStepH;
+
+  // A slot has a chunk of channels of a position. Its length is an odd number of times 16 bytes, and so is
+  // the distance between lines, so that what ldmatrix reads of 8 lines lies in different banks.
+  static constexpr int kSlotBytes = 4 * Layout::kChunkWords + 16;
+  static_assert(kSlotBytes / 16 % 2 == 1, "an odd number of 16 bytes");
+
+  const Args& args;
+  int n, group, slice;
+  int first_d, first_h, first_w;  // position q that the tile begins with
+  int phase_d, phase_h, phase_w;  // the block's, along dimensions that are not unrolled
+  int first_source, sources;      // of the block
+  int first_row, rows;            // likewise
+
+  __device__ __forceinline__ explicit MmaTile(const Args& args) : args(args) {
+    int block = blockIdx.x;
+    const int phase = block % kBlockPhases;
+    block /= kBlockPhases;
+    slice = block % Layout::kSlices;
+    block /= Layout::kSlices;
+    group = block % C::kGroups;
+    block /= C::kGroups;
+    const int rest_w = divide(block, args.tiles_w), rest_h = divide(rest_w, args.tiles_h);
+    n = divide(rest_h, args.tiles_d);
+    first_w = (block - rest_w * static_cast<int>(args.tiles_w.divisor)) * args.tile.w;
+    first_h = (rest_w - rest_h * static_cast<int>(args.tiles_h.divisor)) * args.tile.h;
+    first_d = (rest_h - n * static_cast<int>(args.tiles_d.divisor)) * args.tile.d;
+
+    phase_w = phase % kBlockPhasesW;
+    phase_h = phase / kBlockPhasesW % kBlockPhasesH;
+    phase_d = phase / (kBlockPhasesW * kBlockPhasesH);
+    first_source = C::kFirstSource(phase);
+    sources = C::kFirstSource(phase + 1) - first_source;
+    first_row = C::kFirstRow(first_source);
+    rows = C::kFirstRow(first_source + sources) - first_row;
+  }
+
+  // ---- Sources, counted from the block's first on.
+
+  // The position of x that a source's halo begins with. It may lie outside of x.
+  __device__ __forceinline__ Extent start(int source) const {
+    return {first_d * C::kInputStepD + C::kLeastD(first_source + source),
+            first_h * C::kInputStepH + C::kLeastH(first_source + source),
+            first_w * C::kInputStepW + C::kLeastW(first_source + source)};
+  }
+  // Its offset in x, of the group's first channel.
+  __device__ __forceinline__ long long origin(int source) const {
+    const Extent at = start(source);
+    return n * args.x_strides.n + static_cast<long long>(group) * C::kReduced * args.x_strides.c +
+           at.d * args.x_strides.d + at.h * args.x_strides.h + at.w * args.x_strides.w;
+  }
+  // The row after a source's last, counted from the block's first on.
+  __device__ __forceinline__ int end_row(int source) const {
+    return C::kFirstRow(first_source + source + 1) - first_row;
+  }
+
+  // ---- Slots.
+
+  // The place of position (d, h, w) of a halo, in bytes from its beginning.
+  __device__ __forceinline__ int slot(int d, int h, int w) const {
+    return (d * args.sheet + h * args.line + w % C::kInputStepW * args.plane + w / C::kInputStepW) *
+           kSlotBytes;
+  }
+  // Where a window of a row of taps lies for the tile's first position.
+  __device__ __forceinline__ int window_offset(int row, int window) const {
+    return slot(C::kRowD(first_row + row) + C::kWindowD(window),
+                C::kRowH(first_row + row) + C::kWindowH(window),
+                C::kRowW(first_row + row) + C::kWindowW(window));
+  }
+
+  // ---- Positions.
+
+  // A position of the tile by its warp, its row among the 16 of the warp's tiles, and the tile. Of rows that
+  // the box has not, the first line.
+  struct Position {
+    int d, h, w;
+    bool exists;
+  };
+  __device__ __forceinline__ Position position(int warp_m, int row, int m) const {
+    const int lines = divide(warp_m, args.blocks_w);
+    const int w = (warp_m - lines * static_cast<int>(args.blocks_w.divisor)) * C::kTilesM + m;
+    const int line = lines * 16 + row, sheet = divide(line, args.tile_h);
+    if (sheet >= args.tile.d) return {0, 0, w, false};
+    return {sheet, line - sheet * args.tile.h, w, true};
+  }
+  // What a position of the tile reads begins here, in bytes from the halo's beginning.
+  __device__ __forceinline__ int base(const Position& at) const {
+    return (at.d * kHaloStepD * args.sheet + at.h * kHaloStepH * args.line + at.w) * kSlotBytes;
+  }
+
+  // The output of phase f at a position of the tile, and whether there is one.
+  struct Output {
+    int d, h, w;
+    bool exists;
+  };
+  __device__ __forceinline__ Output output(const Position& at, int f) const {
+    const int d = (first_d + at.d) * C::kOutputStepD + (kUnrollD ? C::kPhaseD(f) : phase_d);
+    const int h = (first_h + at.h) * C::kOutputStepH + (kUnrollH ? C::kPhaseH(f) : phase_h);
+    const int w = (first_w + at.w) * C::kOutputStepW + (kUnrollW ? C::kPhaseW(f) : phase_w);
+    return {d, h, w, at.exists && d < args.y_size.d && h < args.y_size.h && w < args.y_size.w};
+  }
+};
+
+}  // namespace tconv3d

@@ -1,0 +1,246 @@
+"""Forward pass and input gradient on mma.sync: planned for GPUs that are no Hopper, run in the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from generated import small_layers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import T1, T3, Layer, check, passes, poisoned, to_tf32
+from torch import Tensor
+
+import tconv3d
+from tconv3d import compiler, direct_planner, emulator, executor, gpus, mma_model, mma_planner, planner
+from tconv3d.bench.layers import LAYERS as BENCH
+from tconv3d.geometry import Geometry
+from tconv3d.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+
+AMPERE = Device("small Ampere", (8, 0), multiprocessors=4, shared_bytes=101376)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last_3d
+
+LAYERS = {
+    "plain, odd lines": Layer(8, 12, (3, 4, 5), T3),
+    "channels of no whole piece": Layer(5, 7, (3, 3, 6), T3, (2, 2, 2), T1, T1, batch=1),
+    "up-convolution": Layer(16, 24, (2, 3, 8), (2, 2, 2), (2, 2, 2)),
+    "gan": Layer(12, 20, (3, 3, 4), (4, 4, 4), (2, 2, 2), T1, batch=1),
+    "groups": Layer(16, 32, (2, 3, 4), T3, (2, 2, 2), T1, groups=4),
+    "asymmetric": Layer(4, 9, (2, 4, 5), (3, 5, 1), (1, 2, 3), (1, 2, 0), (0, 1, 2)),
+    "dilated, empty phases": Layer(6, 8, (3, 3, 4), T3, (2, 2, 2), (0, 1, 2), T1, (2, 2, 2), batch=1),
+    "large stride": Layer(4, 6, (2, 2, 3), T3, (1, 3, 7), (0, 1, 1), (0, 2, 4), batch=1),
+    "large stride, no source of its own": Layer(4, 5, (2, 2, 2), (2, 3, 2), (5, 5, 2), batch=1),
+    "wide kernel": Layer(4, 4, (1, 2, 9), (1, 2, 15), T1, (0, 0, 5), batch=1),
+    "padding crops whole taps": Layer(4, 4, (3, 3, 3), (5, 5, 5), T1, (3, 3, 3), batch=1),
+    "many channels": Layer(72, 70, (2, 2, 4), (2, 2, 2), T1, batch=1, bias=False),
+    "single voxel": Layer(4, 4, T1, T3, (2, 2, 2)),
+}
+
+
+def families() -> tuple[tuple[str, Any], ...]:
+    """Only the kernel on mma.sync for what it computes."""
+    wanted = ("mma", "tensor_weight_grad", "direct")
+    return tuple(pair for pair in planner.FAMILIES if pair[0] in wanted)
+
+
+@contextlib.contextmanager
+def on_ampere(device: Device = AMPERE, precision: str = "tf32") -> Iterator[None]:
+    """The emulator stands for a GPU without Hopper's instructions."""
+    before = executor.EMULATED, planner.FAMILIES, torch.backends.cudnn.conv.fp32_precision
+    executor.EMULATED, planner.FAMILIES = device, families()
+    torch.backends.cudnn.conv.fp32_precision = precision
+    executor.forget()
+    try:
+        with tconv3d.use_backend("emulator"):
+            yield
+    finally:
+        executor.EMULATED, planner.FAMILIES, torch.backends.cudnn.conv.fp32_precision = before
+        executor.forget()
+
+
+def operands_of(layer: Layer, dtype: torch.dtype, memory_format: torch.memory_format) -> list[Tensor]:
+    found = layer.operands(dtype, "cpu")
+    x, *rest = (to_tf32(each) for each in found) if dtype is torch.float32 else found
+    return [x.to(memory_format=memory_format), *rest]
+
+
+def checked(layer: Layer, dtype: torch.dtype, operands: list[Tensor]) -> None:
+    check(layer, dtype, "cpu", operands, tf32=dtype is torch.float32)
+
+
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST], ids=["contiguous", "channels last"])
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_element_against_float64(name: str, dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    with on_ampere():
+        checked(LAYERS[name], dtype, operands_of(LAYERS[name], dtype, memory_format))
+
+
+@settings(max_examples=12)
+@given(
+    layer=small_layers((3, 3, 5), st.integers(4, 20), st.integers(4, 20)),
+    dtype=st.sampled_from(DTYPES),
+    last=st.booleans(),
+)
+def test_generated_geometries(layer: Layer, dtype: torch.dtype, last: bool) -> None:
+    with on_ampere():
+        checked(layer, dtype, operands_of(layer, dtype, CHANNELS_LAST if last else CONTIGUOUS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST], ids=["contiguous", "channels last"])
+def test_views_that_begin_anywhere(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    """One element into a tensor: no address but an element's own is a multiple of anything."""
+    layer = Layer(8, 8, (2, 3, 6), T3, (2, 2, 2), T1, batch=1)
+    x, *rest = operands_of(layer, dtype, memory_format)
+    view = torch.empty(x.numel() + 1, dtype=dtype)[1:].as_strided(x.shape, x.stride()).copy_(x)
+    apart = torch.empty(1, 8, 2, 3, 13, dtype=dtype)[..., 1::2].copy_(x)  # no stride is 1
+    with on_ampere():
+        for each in (view, apart):
+            checked(layer, dtype, [each, *rest])
+
+
+@pytest.mark.parametrize("shared_bytes", [49152, 101376, 166912, 232448])
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_tiles_for_other_devices(shared_bytes: int, multiprocessors: int) -> None:
+    device = replace(AMPERE, shared_bytes=shared_bytes, multiprocessors=multiprocessors)
+    layer = Layer(40, 24, (4, 5, 6), (4, 4, 4), (2, 2, 2), T1, batch=1)
+    with on_ampere(device):
+        checked(layer, torch.float16, operands_of(layer, torch.float16, CONTIGUOUS))
+
+
+def test_a_relu_and_the_statistics_after_it() -> None:
+    layer = LAYERS["gan"]
+    x, weight, bias = operands_of(layer, torch.float32, CONTIGUOUS)
+    with on_ampere(), poisoned():
+        got = tconv3d.conv_transpose3d_relu(x, weight, bias, *layer.settings)
+        fused, statistics = executor.forward_with_statistics(x, weight, bias, 4, 1e-5, layer.settings)
+    exact = F.conv_transpose3d(x.double(), weight.double(), bias.double(), *layer.settings).relu()
+    assert (got - exact).abs().max() < 1e-4 and torch.equal(got, fused)
+    mean = exact.reshape(1, 4, -1).mean(2)
+    assert (statistics[0] - mean).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("memory_format", [CONTIGUOUS, CHANNELS_LAST], ids=["contiguous", "channels last"])
+def test_the_order_of_threads_changes_no_bit(
+    dtype: torch.dtype, memory_format: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Layer(40, 24, (2, 3, 5), T3, (2, 2, 2), T1, batch=1)
+    results = {}
+    for order in ("forward", "reversed", "shuffled:1", "shuffled:2"):
+        monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", order)
+        with on_ampere():
+            result, grads = passes(tconv3d.conv_transpose3d, operands_of(layer, dtype, memory_format), layer.settings)
+        results[order] = (result, grads[0])
+    assert all(all(map(torch.equal, each, results["forward"])) for each in results.values())
+
+
+# ---- what is planned for which GPU
+
+
+def problem_of(name: str, which: Pass, dtype: str, last: bool) -> Problem:
+    layer = BENCH[name]
+    geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)
+    strides = channels_last_strides if last else contiguous_strides
+    x, y, w = strides(layer.input_shape), strides(layer.output_shape), contiguous_strides(layer.weight_shape)
+    return Problem(which, geometry, layer.batch, layer.size, dtype, x, w, y, layer.bias, tf32=dtype == "float32")
+
+
+@pytest.mark.parametrize("gpu", ["A100", "L40S", "B200"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_plans_fit_the_gpu(gpu: str, dtype: str) -> None:
+    device = gpus.GPUS[gpu].device
+    for name in ("gan_256_128_8", "large_volume", "grouped_strided", "nnunet_64_32_64", "monai_64_16_32"):
+        for which in (Pass.FORWARD, Pass.INPUT_GRAD):
+            problem = problem_of(name, which, dtype, last=False)
+            assert planner.family_of(problem, device)[0] == "mma", name
+            for launch in mma_planner.plan(problem, device).launches:
+                assert launch.shared_bytes <= device.shared_bytes and launch.threads <= 1024
+
+
+def test_refusals_say_why() -> None:
+    problem = problem_of("gan_256_128_8", Pass.FORWARD, "float32", last=False)
+    a100, h200 = gpus.GPUS["A100"].device, gpus.GPUS["H200"].device
+    assert mma_planner.why_not(problem, a100) is None
+    for refused, device, words in (
+        (problem, h200, "Hopper"),
+        (replace(problem, tf32=False), a100, "TF32 is off"),
+        (replace(problem, which=Pass.WEIGHT_GRAD), a100, "input gradient"),
+        (replace(problem, batch=0), a100, "nothing to compute"),
+        (replace(problem, geometry=Geometry.make(64, 1, T3)), a100, "fewer than 4 channels"),
+        (replace(problem, geometry=Geometry.make(8, 8, (11, 11, 11))), a100, "1331 taps"),
+        (replace(problem, input=(2**40, 1, 2**31, 2**30, 8)), a100, "32 bits"),
+    ):
+        assert words in (mma_planner.why_not(refused, device) or ""), words
+
+
+def test_an_input_gradient_has_a_source_for_each_phase_of_dy() -> None:
+    problem = problem_of("gan_256_128_8", Pass.INPUT_GRAD, "float32", last=False)
+    work = mma_model.Work(direct_planner.Side.of(problem), 1)
+    assert len(work.sources) == 4 and all(len(source.rows) == 4 for source in work.sources)
+    assert sorted(window.span for window in work.windows) == [1, 1]
+    assert work.line_steps == (2, 2, 1) and work.reach == (1, 1, 3)
+
+
+@pytest.mark.parametrize("told, expected", [("A100", (8, 0)), ("8.0", (8, 0)), ("L40S,80", (8, 9)), ("", (9, 0))])
+def test_being_another_gpu(told: str, expected: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(gpus.AS, told)
+    h200 = gpus.GPUS["H200"].device
+    device = gpus.as_told(h200)
+    assert device.capability == expected and device.compiled_capability == (9, 0)
+    assert device.multiprocessors == (80 if "80" in told else 132)
+    assert device.shared_bytes == {(8, 0): 166912, (8, 9): 101376, (9, 0): 232448}[expected]
+
+
+def test_being_no_gpu_that_anybody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for told in ("Voodoo 2", "A100,many"):
+        monkeypatch.setenv(gpus.AS, told)
+        with pytest.raises(ValueError, match="expected a GPU"):
+            gpus.as_told(gpus.GPUS["H200"].device)
+
+
+# ---- kernels broken on purpose
+
+MUTANTS = {
+    "a line beside the halo's": (
+        "mma_tile",
+        "C::kRowH(first_row + row) + C::kWindowH(window)",
+        "C::kWindowH(window)",
+    ),
+    "a neighbour's window": ("mma", "a[m + C::kTapShift(kTap)]", "a[m]"),
+    "channels after the last": ("mma_copies", "if (inside && channel + 1 < C::kReduced)", "if (inside)"),
+    "no bound of the halo": ("mma_copies", "x_h < args.x_size.h && x_w >= 0", "x_h < args.x_size.h"),
+    "a step too early": ("mma", "ptx::copy_wait<C::kStages - 2>();", "ptx::copy_wait<C::kStages - 1>();"),
+    "half of a pair": ("mma_stores", "to[single] = from[single];", "(void)single;"),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, text, replacement = MUTANTS[name]
+    directory = tmp_path / "kernels"
+    shutil.copytree(compiler.KERNELS, directory)
+    source = (directory / f"{file}.cuh").read_text()
+    assert source.count(text) == 1, f"{file}.cuh has {text!r} {source.count(text)} times: the mutant needs new text"
+    (directory / f"{file}.cuh").write_text(source.replace(text, replacement))
+    load = emulator._load
+
+    def load_mutant(kernel: str, unit: str, usual: Path) -> Any:
+        return load(kernel, unit, directory if kernel == "mma" else usual)
+
+    monkeypatch.setattr(emulator, "_load", load_mutant)
+    monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:1")
+    layer = Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1)
+    with on_ampere(), pytest.raises(AssertionError, match="elements wrong"):
+        check(layer, torch.float16, "cpu", operands_of(layer, torch.float16, CONTIGUOUS), forward_only=True)
