@@ -334,17 +334,13 @@ _register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, 
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_has_storage = torch._C._has_storage
 
 
 def _plain(tensor: Tensor) -> bool:
     """Whether the elements are what lies in memory: a tensor without storage (sparse, mkldnn, batched by vmap), with
     the negative bit, or of zeros that take no memory is the dispatcher's business."""
-    return (
-        type(tensor) in _PLAIN
-        and torch._C._has_storage(tensor)
-        and not tensor.is_neg()
-        and not tensor._is_zerotensor()
-    )
+    return type(tensor) in _PLAIN and _has_storage(tensor) and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:

@@ -103,7 +103,7 @@ def build(source: str, flags: list[str], shared: bool) -> bytes:
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             (directory / "source.cpp").write_text(source)
-            (directory / "runtime.o").write_bytes(emulator._runtime(cxx, False))
+            (directory / "runtime.o").write_bytes(emulator._runtime(cxx))
             how = ["-shared", str(directory / "runtime.o")] if shared else ["-c"]
             emulator._run(cxx, *flags, "-o", directory / "out", directory / "source.cpp", *how)
             return (directory / "out").read_bytes()
