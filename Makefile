@@ -20,7 +20,7 @@ CUDA    ?= cu13
 WORKERS ?= 2
 TORCH   ?= torch==2.13.0
 
-CUDA_SOURCES := $(wildcard tconv3d/kernels/*.cuh tconv3d/emulator/*.cpp tconv3d/emulator/include/*.h)
+CUDA_SOURCES := $(wildcard tconv3d/device/*.cuh tconv3d/families/*/*.cuh tconv3d/emulator/*.cpp tconv3d/emulator/*.h tconv3d/emulator/include/*.h)
 
 ifeq ($(VENV),none)
   PY    := $(PYTHON)

@@ -40,9 +40,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
-from tconv3d import background, executor, yielding
-from tconv3d.gpus import GPUS
-from tconv3d.problem import Problem
+from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.problem import Problem
+from tconv3d.runtime import background, yielding
+from tconv3d.torch_ops import executor
 
 LOOP = (
     "import os; os.nice(19); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: sum(range(9999))"

@@ -17,11 +17,14 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d import checks, direct_planner, executor, launcher, mma_planner
-from tconv3d.bench.layers import LAYERS, Layer
-from tconv3d.bench.precision import DTYPES, LAYOUTS, precision
-from tconv3d.clock import Clock
-from tconv3d.problem import Device, Pass, Plan, Problem
+from tconv3d.api.clock import Clock
+from tconv3d.families.direct import planner as direct_planner
+from tconv3d.families.mma import planner as mma_planner
+from tconv3d.planning.problem import Device, Pass, Plan, Problem
+from tconv3d.runtime import launcher
+from tconv3d.tools.bench.layers import LAYERS, Layer
+from tconv3d.tools.bench.precision import DTYPES, LAYOUTS, precision
+from tconv3d.torch_ops import checks, executor
 
 
 def problem_of(layer: Layer, x: Tensor, w: Tensor, tf32: bool) -> Problem:

@@ -24,12 +24,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d import launcher
-from tconv3d.bench import cases
-from tconv3d.bench.layers import LAYERS
-from tconv3d.bench.precision import precision
-from tconv3d.bench.results import describe_machine
-from tconv3d.launch import Launch
+from tconv3d.planning.launch import Launch
+from tconv3d.runtime import launcher
+from tconv3d.tools.bench import cases
+from tconv3d.tools.bench.layers import LAYERS
+from tconv3d.tools.bench.precision import precision
+from tconv3d.tools.bench.results import describe_machine
 
 NAMES = ("grouped_strided", "large_volume", "asymmetric_kernel", "relu_group_norm")
 KINDS = ("tf32", "bfloat16")

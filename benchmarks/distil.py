@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d import gains
-from tconv3d.bench import results
+from tconv3d.api import gains
+from tconv3d.tools.bench import results
 
 
 def main(path: Path) -> None:

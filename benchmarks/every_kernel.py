@@ -28,8 +28,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
-from tconv3d import executor, launcher
-from tconv3d.launch import Launch
+from tconv3d.planning.launch import Launch
+from tconv3d.runtime import launcher
+from tconv3d.torch_ops import executor
 
 # name: input shape, weight shape, settings of conv_transpose3d
 LAYERS = {

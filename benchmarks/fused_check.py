@@ -26,11 +26,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
-from tconv3d import executor, norm_executor, tasks
-from tconv3d.bench.precision import DTYPES
-from tconv3d.bench.results import describe_machine, write_json
-from tconv3d.clock import Clock
-from tconv3d.norm_planner import Wanted
+from tconv3d.api.clock import Clock
+from tconv3d.families.norm.planner import Wanted
+from tconv3d.tools import tasks
+from tconv3d.tools.bench.precision import DTYPES
+from tconv3d.tools.bench.results import describe_machine, write_json
+from tconv3d.torch_ops import executor, norm_executor
 
 SECTIONS = ("checks", "parts", "relu", "task")
 # Outputs of the convolution this close to zero, in deviations, may lie on its other side after rounding.

@@ -24,14 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from halo_names import describe, geometry_of
 
-from tconv3d import halo_job, halo_planner
-from tconv3d.bench.layers import Layer, random_layers
-from tconv3d.geometry import Triple
-from tconv3d.halo_build import Build, Tiling, tilings
-from tconv3d.halo_job import Job
-from tconv3d.halo_model import COSTS, HALVES, Costs, cycles, portioned
-from tconv3d.halo_planner import Nominal
-from tconv3d.problem import Device, Pass, Problem
+from tconv3d.families.halo import job as halo_job
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.build import Build, Tiling, tilings
+from tconv3d.families.halo.job import Job
+from tconv3d.families.halo.model import COSTS, HALVES, Costs, cycles, portioned
+from tconv3d.families.halo.planner import Nominal
+from tconv3d.planning.geometry import Triple
+from tconv3d.planning.problem import Device, Pass, Problem
+from tconv3d.tools.bench.layers import Layer, random_layers
 
 H200 = Device("H200", (9, 0), 132, 232448)
 GIGAHERTZ = 1.75

@@ -7,9 +7,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d.bench.layers import Layer
-from tconv3d.geometry import Geometry
-from tconv3d.halo_build import Build
+from tconv3d.families.halo.build import Build
+from tconv3d.planning.geometry import Geometry
+from tconv3d.tools.bench.layers import Layer
 
 
 def geometry_of(layer: Layer) -> Geometry:

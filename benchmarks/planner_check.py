@@ -35,17 +35,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from halo_names import describe
 
-from tconv3d import compiler, executor, tables
-from tconv3d.ahead import compile_all
-from tconv3d.bench.layers import Layer, random_layers
-from tconv3d.bench.precision import DTYPES, LAYOUTS, in_layout, precision
-from tconv3d.bench.results import describe_machine
-from tconv3d.clock import Clock
-from tconv3d.explain import call_of, problems_of
-from tconv3d.gpus import DEFAULT_GPU, GPUS
-from tconv3d.halo_planner import HaloPlan
-from tconv3d.problem import Device, Pass, Problem
-from tconv3d.tune import Trial, contenders, measure
+from tconv3d.api.ahead import compile_all
+from tconv3d.api.clock import Clock
+from tconv3d.api.explain import call_of, problems_of
+from tconv3d.api.tune import Trial, contenders, measure
+from tconv3d.families.halo.planner import HaloPlan
+from tconv3d.planning.gpus import DEFAULT_GPU, GPUS
+from tconv3d.planning.problem import Device, Pass, Problem
+from tconv3d.runtime import compiler
+from tconv3d.tools import tables
+from tconv3d.tools.bench.layers import Layer, random_layers
+from tconv3d.tools.bench.precision import DTYPES, LAYOUTS, in_layout, precision
+from tconv3d.tools.bench.results import describe_machine
+from tconv3d.torch_ops import executor
 
 CLOSE = 1.1  # times the fastest
 SHARE = 0.9  # of the layers that must be close

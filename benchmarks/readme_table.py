@@ -17,9 +17,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d.bench import results
-from tconv3d.bench.results import Results, Row, Summary
-from tconv3d.bench.table import ratio
+from tconv3d.tools.bench import results
+from tconv3d.tools.bench.results import Results, Row, Summary
+from tconv3d.tools.bench.table import ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = "benchmarks/results"

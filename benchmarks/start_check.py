@@ -29,12 +29,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d import background, compiler, executor, halo_planner
-from tconv3d.bench import cases
-from tconv3d.bench.layers import LAYERS
-from tconv3d.bench.precision import DTYPES, precision
-from tconv3d.bench.results import describe_machine
-from tconv3d.explain import call_of, problems_of
+from tconv3d.api.explain import call_of, problems_of
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.runtime import background, compiler
+from tconv3d.tools.bench import cases
+from tconv3d.tools.bench.layers import LAYERS
+from tconv3d.tools.bench.precision import DTYPES, precision
+from tconv3d.tools.bench.results import describe_machine
+from tconv3d.torch_ops import executor
 
 NAMES = ("grouped_strided", "large_volume", "asymmetric_kernel", "relu_group_norm", "nnunet_64_32_64", "gan_64_1_32")
 

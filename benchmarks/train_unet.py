@@ -30,9 +30,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
-from tconv3d.bench.precision import precision
-from tconv3d.bench.results import describe_machine, write_json
-from tconv3d.bench.rivals import cudnn_benchmark
+from tconv3d.tools.bench.precision import precision
+from tconv3d.tools.bench.results import describe_machine, write_json
+from tconv3d.tools.bench.rivals import cudnn_benchmark
 
 KINDS = {"ours": tconv3d.ConvTranspose3d, "torch": nn.ConvTranspose3d}
 NOISE = 3.0  # how many times the noise of TF32 the losses may differ by

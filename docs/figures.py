@@ -14,9 +14,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d.bench import picture, results
-from tconv3d.bench.drawing import FONT, Drawing
-from tconv3d.geometry import Axis
+from tconv3d.planning.geometry import Axis
+from tconv3d.tools.bench import picture, results
+from tconv3d.tools.bench.drawing import FONT, Drawing
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import tconv3d
-from tconv3d.export import export
+from tconv3d.tools.export import export
 
 
 def main(target: Path) -> None:

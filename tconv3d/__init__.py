@@ -2,15 +2,15 @@
 
 import torch
 
-from . import launcher
-from .accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
-from .ahead import compile_ahead
-from .backend import current_backend, use_backend
-from .explain import Explanation, explain
-from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
-from .kept import keep_weights
-from .modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
-from .tune import Tuned, tune
+from .api.accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
+from .api.ahead import compile_ahead
+from .api.explain import Explanation, explain
+from .api.functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
+from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
+from .api.tune import Tuned, tune
+from .runtime import launcher
+from .torch_ops.backend import current_backend, use_backend
+from .torch_ops.kept import keep_weights
 
 __all__ = [
     "ConvTranspose3d",

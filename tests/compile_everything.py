@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tconv3d import compiler, emulator
-from tconv3d.launch import Constants
+from tconv3d import emulator
+from tconv3d.planning.launch import Constants
+from tconv3d.runtime import compiler
 
 HOPPER = "sm_90a"
 OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")

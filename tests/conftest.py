@@ -13,7 +13,7 @@ import torch
 
 import tconv3d
 from tconv3d import emulator
-from tconv3d.launch import Launch
+from tconv3d.planning.launch import Launch
 
 # The same geometries in every run: what was compiled for the emulator is compiled for the GPUs afterwards.
 hypothesis.settings.register_profile(

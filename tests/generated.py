@@ -6,7 +6,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from layers import Layer, Triple
 
-from tconv3d.geometry import Geometry
+from tconv3d.planning.geometry import Geometry
 
 # kernel, stride, padding, dilation, and what output padding may be at most
 axis = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2), st.integers(0, 2))

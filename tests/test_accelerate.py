@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm
 
 import tconv3d
-from tconv3d import gains, survey
+from tconv3d.api import gains, survey
 
 
 class Decoder(nn.Module):
@@ -53,7 +53,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         seen.append(tuple(weight.shape))
         return run(input, weight, *rest)
 
-    monkeypatch.setattr("tconv3d.modules.conv_transpose3d", counted)
+    monkeypatch.setattr("tconv3d.api.modules.conv_transpose3d", counted)
     return seen
 
 

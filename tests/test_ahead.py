@@ -10,10 +10,12 @@ import torch
 from torch import nn
 
 import tconv3d
-from tconv3d import compiler, emulator, executor, kept
-from tconv3d.explain import launches
-from tconv3d.gpus import GPUS
-from tconv3d.launch import Launch
+from tconv3d import emulator
+from tconv3d.api.explain import launches
+from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.launch import Launch
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor, kept
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 

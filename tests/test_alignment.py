@@ -28,10 +28,12 @@ from test_halo import (
 )
 
 import tconv3d
-from tconv3d import emulator, executor, halo_planner
-from tconv3d.gpus import GPUS
-from tconv3d.halo_build import Build, Tiling, tilings
-from tconv3d.halo_job import Job, job_of
+from tconv3d import emulator
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.build import Build, Tiling, tilings
+from tconv3d.families.halo.job import Job, job_of
+from tconv3d.planning.gpus import GPUS
+from tconv3d.torch_ops import executor
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
 

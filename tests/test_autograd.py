@@ -14,8 +14,8 @@ from layers import Layer
 from torch import Tensor
 
 import tconv3d
-from tconv3d import executor
-from tconv3d.backend import current_backend
+from tconv3d.torch_ops import executor
+from tconv3d.torch_ops.backend import current_backend
 
 # The package's function takes a short cut past the dispatcher; the operator is what others reach.
 PATHS: dict[str, Callable[..., Tensor]] = {

@@ -19,22 +19,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tconv3d import (
-    background,
-    cache,
-    cli,
-    compiler,
-    emulator,
-    halo_planner,
-    plain,
-    planner,
-    yielding,
-)
-from tconv3d.background import Kernel, Problems
-from tconv3d.bench.layers import Layer, layer
-from tconv3d.explain import call_of, problems_of
-from tconv3d.gpus import GPUS
-from tconv3d.problem import KINDS, volume_kind
+from tconv3d import emulator
+from tconv3d.api.explain import call_of, problems_of
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.planning import planner
+from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.problem import KINDS, volume_kind
+from tconv3d.runtime import background, cache, compiler, plain, yielding
+from tconv3d.runtime.background import Kernel, Problems
+from tconv3d.tools import cli
+from tconv3d.tools.bench.layers import Layer, layer
 
 ROOT = Path(__file__).parent.parent
 H200 = GPUS["H200"].device

@@ -21,14 +21,17 @@ from rich.console import Console
 from torch import Tensor, nn
 
 import tconv3d
-from tconv3d import cache, cli, emulator, gains, tasks
-from tconv3d import clock as clock_module
-from tconv3d.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table
-from tconv3d.bench.layers import LAYERS, Layer, layer
-from tconv3d.bench.precision import LAYOUTS, TOLERANCE, precision
-from tconv3d.explain import launches
-from tconv3d.gpus import GPUS
-from tconv3d.problem import Pass
+from tconv3d import emulator
+from tconv3d.api import clock as clock_module
+from tconv3d.api import gains
+from tconv3d.api.explain import launches
+from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.problem import Pass
+from tconv3d.runtime import cache
+from tconv3d.tools import cli, tasks
+from tconv3d.tools.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table
+from tconv3d.tools.bench.layers import LAYERS, Layer, layer
+from tconv3d.tools.bench.precision import LAYOUTS, TOLERANCE, precision
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 needs_gpu = pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")
@@ -282,7 +285,7 @@ def test_wrong_results_are_found(damage: str, monkeypatch: pytest.MonkeyPatch, t
             return part
         return {"shifted": lambda: y.roll(1, 4), "nan": lambda: y * float("nan")}.get(damage, lambda: y)()
 
-    monkeypatch.setattr("tconv3d.modules.conv_transpose3d", wrong)
+    monkeypatch.setattr("tconv3d.api.modules.conv_transpose3d", wrong)
     monkeypatch.setattr(run, "have_gpu", lambda: False)
     file = tmp_path / "found.json"
     words = ["--layer", "4, 6, 2, size=(2, 3, 4)", "--dtype", "float32", "--json", str(file)]
@@ -404,7 +407,7 @@ def found() -> results.Results:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda model: model)
-        patch.setattr("tconv3d.bench.host.CALLS", 2)
+        patch.setattr("tconv3d.tools.bench.host.CALLS", 2)
         return run.measure(chosen, options, quiet(), EMULATED)
 
 

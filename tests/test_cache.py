@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tconv3d import cache, trust
+from tconv3d.runtime import cache, trust
 
 KEY = cache.key("an entry")
 PAYLOAD = b"payload" * 1000

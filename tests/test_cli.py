@@ -15,8 +15,11 @@ import pytest
 import torch
 
 import tconv3d
-from tconv3d import cache, cli, compiler, demo, emulator, gpus, tasks
-from tconv3d.backend import use_backend
+from tconv3d import emulator
+from tconv3d.planning import gpus
+from tconv3d.runtime import cache, compiler
+from tconv3d.tools import cli, demo, tasks
+from tconv3d.torch_ops.backend import use_backend
 
 LAYER = ["--in-channels", "6", "--out-channels", "4", "--kernel", "3,1,2", "--size", "4,5,6", "--groups", "2"]
 
@@ -251,7 +254,7 @@ def test_demo_fails_on_a_wrong_result(
         y = right(*arguments, **keywords)  # type: ignore[arg-type]
         return y.roll(1, dims=4) if damage == "shifted" else y * float("nan")
 
-    monkeypatch.setattr("tconv3d.modules.conv_transpose3d", wrong)
+    monkeypatch.setattr("tconv3d.api.modules.conv_transpose3d", wrong)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(["demo", "grouped_strided"]) == 1
     assert "grouped_strided forward" in capsys.readouterr().out

@@ -13,8 +13,8 @@ from typing import Any
 import compile_everything
 import pytest
 
-from tconv3d import cache, compiler, sources
-from tconv3d.launch import Constants
+from tconv3d.planning.launch import Constants
+from tconv3d.runtime import cache, compiler, sources
 
 CONSTANTS: Constants = (("kThreads", 128), ("kMinBlocks", 2), ("kScale", 3), ("Scalar", "float"))
 

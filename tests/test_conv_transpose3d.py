@@ -173,7 +173,7 @@ def test_bitwise_reproducible(name: str, ours: str) -> None:
 
 
 def test_a_new_volume_or_batch_compiles_nothing(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tconv3d import compiler
+    from tconv3d.runtime import compiler
 
     layer = TABLE["gan"]
     x, w, b = layer.operands(torch.float32, ours)

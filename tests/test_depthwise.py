@@ -13,8 +13,11 @@ from layers import TRAPS, UNIT, Layer, check, poisoned
 from test_few_inputs import H200, T1, T2, T3, problem
 from test_weight_grad import tensors, weight_grad
 
-from tconv3d import compiler, depthwise_planner, executor, planner
-from tconv3d.problem import Pass, bias_grad_problem
+from tconv3d.families.depthwise import planner as depthwise_planner
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Pass, bias_grad_problem
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 LAYERS = {
     "gan": Layer(6, 6, (5, 4, 7), (4, 4, 4), T2, T1, groups=6),

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import tconv3d
-from tconv3d import cli
-from tconv3d.bench import run
+from tconv3d.tools import cli
+from tconv3d.tools.bench import run
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tconv3d import emulator
-from tconv3d.launch import Constants, Launch
+from tconv3d.planning.launch import Constants, Launch
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 

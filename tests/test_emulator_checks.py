@@ -8,7 +8,8 @@ import pytest
 import torch
 from test_emulator import Kernel, make
 
-from tconv3d import compiler, emulator
+from tconv3d import emulator
+from tconv3d.runtime import compiler
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 

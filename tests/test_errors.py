@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tconv3d
-from tconv3d import executor, planner
+from tconv3d.planning import planner
+from tconv3d.torch_ops import executor
 
 Operands = tuple[Any, Any, Any]
 

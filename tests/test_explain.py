@@ -11,8 +11,10 @@ import torch
 from layers import TABLE, check, poisoned
 
 import tconv3d
-from tconv3d import direct_planner, executor, planner
-from tconv3d.problem import Device, Pass, Plan, Problem
+from tconv3d.families.direct import planner as direct_planner
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Device, Pass, Plan, Problem
+from tconv3d.torch_ops import executor
 
 
 def test_the_kernel_is_the_one_that_runs(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:

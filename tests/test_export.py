@@ -30,9 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import cpp_extension
 
-from tconv3d import cache, cli, compiler, emulator, export, sources, tasks
-from tconv3d.bench import layers
-from tconv3d.bench.precision import LAYOUTS, TOLERANCE, precision
+from tconv3d import emulator
+from tconv3d.runtime import cache, compiler, sources
+from tconv3d.tools import cli, export, tasks
+from tconv3d.tools.bench import layers
+from tconv3d.tools.bench.precision import LAYOUTS, TOLERANCE, precision
 
 ROOT = Path(__file__).parents[1]
 FAKE = Path(__file__).with_name("fake_cuda")

@@ -14,8 +14,12 @@ from layers import TRAPS, Layer, check, to_tf32
 from test_few_inputs import A100, H200, problem
 
 import tconv3d
-from tconv3d import compiler, direct_planner, executor, few_outputs_planner, planner
-from tconv3d.problem import Pass
+from tconv3d.families.direct import planner as direct_planner
+from tconv3d.families.few_channels import outputs as few_outputs_planner
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Pass
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 T3, T2, T1 = (3, 3, 3), (2, 2, 2), (1, 1, 1)
 

@@ -14,8 +14,13 @@ from layers import TRAPS, Layer
 from test_few_inputs import A100, DTYPES, H200, LAYERS, T1, T2, T3, problem, swapped
 from test_weight_grad import check, tensors, weight_grad
 
-from tconv3d import compiler, direct_planner, emulator, executor, few_weight_grad_planner, planner
-from tconv3d.problem import Pass
+from tconv3d import emulator
+from tconv3d.families.direct import planner as direct_planner
+from tconv3d.families.few_channels import weight_grad as few_weight_grad_planner
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Pass
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 KERNEL = "few_weight_grad"
 

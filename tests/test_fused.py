@@ -20,8 +20,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tconv3d
-from tconv3d import emulator, executor, halo_planner, norm_executor, norm_planner, planner
-from tconv3d.backend import Backend
+from tconv3d import emulator
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.norm import planner as norm_planner
+from tconv3d.planning import planner
+from tconv3d.torch_ops import executor, norm_executor
+from tconv3d.torch_ops.backend import Backend
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import tconv3d
-from tconv3d import fusing
+from tconv3d.api import fusing
 
 
 def sequence() -> nn.Sequential:

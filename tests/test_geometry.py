@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tconv3d.geometry import Axis, Gather, Geometry, valid_range
+from tconv3d.planning.geometry import Axis, Gather, Geometry, valid_range
 
 axes = st.builds(
     Axis,

@@ -12,10 +12,13 @@ from layers import UNIT, Layer, passes, poisoned
 from test_up_backward import tensors
 from torch import Tensor
 
-from tconv3d import compiler, emulator, executor, planner
-from tconv3d import group_backward_planner as group
-from tconv3d.geometry import Geometry
-from tconv3d.problem import Device, Pass, Problem, Strides, bias_grad_problem
+from tconv3d import emulator
+from tconv3d.families.group_backward import planner as group
+from tconv3d.planning import planner
+from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.problem import Device, Pass, Problem, Strides, bias_grad_problem
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 H200 = Device("H200", (9, 0), 132, 232448)
 A100 = Device("A100", (8, 0), 108, 166912)

@@ -12,15 +12,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tconv3d import compiler, emulator, halo_build, halo_model, halo_planner
-from tconv3d.bench.layers import LAYERS, layer
-from tconv3d.explain import call_of, problems_of
-from tconv3d.geometry import Geometry, Triple
-from tconv3d.halo_build import Build, tilings
-from tconv3d.halo_job import job_of
-from tconv3d.halo_planner import HaloPlan
-from tconv3d.problem import Device, Pass, Problem
-from tconv3d.repertoire import TYPICAL
+from tconv3d import emulator
+from tconv3d.api.explain import call_of, problems_of
+from tconv3d.families.halo import build as halo_build
+from tconv3d.families.halo import model as halo_model
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.build import Build, tilings
+from tconv3d.families.halo.job import job_of
+from tconv3d.families.halo.planner import HaloPlan
+from tconv3d.planning.geometry import Geometry, Triple
+from tconv3d.planning.problem import Device, Pass, Problem
+from tconv3d.planning.repertoire import TYPICAL
+from tconv3d.runtime import compiler
+from tconv3d.tools.bench.layers import LAYERS, layer
 
 # Few multiprocessors, so that blocks get several tiles and the rings wrap around.
 DEVICE = Device("small Hopper", (9, 0), 3, 232448)

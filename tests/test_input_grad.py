@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from layers import Layer, poisoned, to_tf32
 
 import tconv3d
-from tconv3d import emulator, halo_planner, planner
-from tconv3d.explain import call_of, find_gpu, problems_of
-from tconv3d.geometry import Geometry
-from tconv3d.halo_job import Job, job_of
-from tconv3d.halo_planner import HaloPlan
-from tconv3d.problem import Device, Pass, Plan, Problem
+from tconv3d import emulator
+from tconv3d.api.explain import call_of, find_gpu, problems_of
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.job import Job, job_of
+from tconv3d.families.halo.planner import HaloPlan
+from tconv3d.planning import planner
+from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.problem import Device, Pass, Plan, Problem
 
 LAYERS = {
     "plain": Layer(8, 12, (3, 4, 5), (3, 3, 3)),

@@ -24,9 +24,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tconv3d
-from tconv3d import emulator, executor, ops, pytorch_ops
-from tconv3d.backend import Backend, current_backend
-from tconv3d.problem import Device
+from tconv3d import emulator
+from tconv3d.planning.problem import Device
+from tconv3d.torch_ops import executor, ops, pytorch_ops
+from tconv3d.torch_ops.backend import Backend, current_backend
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 FORMATS = (torch.contiguous_format, torch.channels_last_3d)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tconv3d
-from tconv3d import executor, kept
+from tconv3d.torch_ops import executor, kept
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DTYPE = torch.bfloat16

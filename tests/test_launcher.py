@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tconv3d import compiler, launcher, sources
-from tconv3d.launch import Constants, Launch
+from tconv3d.planning.launch import Constants, Launch
+from tconv3d.runtime import compiler, launcher, sources
 
 PACKAGE = Path(launcher.__file__).parent
 CONSTANTS: Constants = (("kThreads", 128), ("kMinBlocks", 1))

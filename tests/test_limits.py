@@ -16,11 +16,12 @@ import torch.nn.functional as F
 from layers import Layer, passes
 
 import tconv3d
-from tconv3d import executor, planner, pytorch_ops
-from tconv3d.backend import Backend
-from tconv3d.explain import call_of, launches, problems_of
-from tconv3d.gpus import GPUS
-from tconv3d.problem import Device
+from tconv3d.api.explain import call_of, launches, problems_of
+from tconv3d.planning import planner
+from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.problem import Device
+from tconv3d.torch_ops import executor, pytorch_ops
+from tconv3d.torch_ops.backend import Backend
 
 DEVICES = {"emulator": executor.EMULATED, "H200": GPUS["H200"].device}
 CASES = 300

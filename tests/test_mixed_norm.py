@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tconv3d
-from tconv3d.explain import find_gpu, launches
+from tconv3d.api.explain import find_gpu, launches
 
 HALVES = [torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-2, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -19,10 +19,16 @@ from layers import T1, T3, Layer, check, passes, poisoned, to_tf32
 from torch import Tensor
 
 import tconv3d
-from tconv3d import compiler, direct_planner, emulator, executor, gpus, mma_model, mma_planner, planner
-from tconv3d.bench.layers import LAYERS as BENCH
-from tconv3d.geometry import Geometry
-from tconv3d.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
+from tconv3d import emulator
+from tconv3d.families.direct import planner as direct_planner
+from tconv3d.families.mma import model as mma_model
+from tconv3d.families.mma import planner as mma_planner
+from tconv3d.planning import gpus, planner
+from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
+from tconv3d.runtime import compiler
+from tconv3d.tools.bench.layers import LAYERS as BENCH
+from tconv3d.torch_ops import executor
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 

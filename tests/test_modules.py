@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tconv3d
-from tconv3d.backend import Backend
+from tconv3d.torch_ops.backend import Backend
 
 # Positional and keyword arguments of the constructor. Every setting differs from its neighbours somewhere, so
 # that an argument handed on in the wrong place changes the result.

@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from test_halo import DEVICE, SETTINGS, Case, Tensors, build_for, needs_compiler, operand
 from torch import Tensor
 
-from tconv3d import emulator, halo_planner
-from tconv3d.halo_build import tilings as tilings_of
-from tconv3d.halo_job import Job, job_of
-from tconv3d.halo_planner import HaloPlan
-from tconv3d.launch import Launch
-from tconv3d.packing import int32s, padded
-from tconv3d.problem import Norm
+from tconv3d import emulator
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.build import tilings as tilings_of
+from tconv3d.families.halo.job import Job, job_of
+from tconv3d.families.halo.planner import HaloPlan
+from tconv3d.planning.launch import Launch
+from tconv3d.planning.packing import int32s, padded
+from tconv3d.planning.problem import Norm
 
 EPS = 1e-5
 

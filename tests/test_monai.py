@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import tconv3d
-from tconv3d import emulator, survey
+from tconv3d import emulator
+from tconv3d.api import survey
 
 pytest.importorskip("monai", reason="the networks come with `pip install monai einops`")
 pytest.importorskip("einops", reason="the networks come with `pip install monai einops`")

@@ -24,7 +24,11 @@ from test_emulator import sanitized
 from torch import Tensor
 
 import tconv3d
-from tconv3d import direct_planner, emulator, executor, planner, sources
+from tconv3d import emulator
+from tconv3d.families.direct import planner as direct_planner
+from tconv3d.planning import planner
+from tconv3d.runtime import sources
+from tconv3d.torch_ops import executor
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 

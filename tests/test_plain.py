@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tconv3d import ahead, background, cache, hopper_weight_grad_planner, plain, planner, repertoire, sources
-from tconv3d.bench.layers import LAYERS
-from tconv3d.explain import call_of, problems_of
-from tconv3d.gpus import GPUS
-from tconv3d.hopper_weight_grad_planner import Tiling
-from tconv3d.launch import Constants
-from tconv3d.problem import Device, Norm, Pass
+from tconv3d.api import ahead
+from tconv3d.api.explain import call_of, problems_of
+from tconv3d.families.weight_grad import hopper as hopper_weight_grad_planner
+from tconv3d.families.weight_grad.hopper import Tiling
+from tconv3d.planning import planner, repertoire
+from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.launch import Constants
+from tconv3d.planning.problem import Device, Norm, Pass
+from tconv3d.runtime import background, cache, plain, sources
+from tconv3d.tools.bench.layers import LAYERS
 
 H200 = GPUS["H200"].device
 PACKAGE = Path(plain.__file__).parent
@@ -106,7 +109,9 @@ class Planted:
 
 def test_a_planted_pickle_is_never_loaded(own_cache: Path, tmp_path: Path) -> None:
     def choose() -> tuple[int, int, int]:
-        return repertoire.searched("tconv3d.unfold_planner", "settings", tuple[int, int, int], lambda: (1, 2, 3))
+        return repertoire.searched(
+            "tconv3d.families.unfold.planner", "settings", tuple[int, int, int], lambda: (1, 2, 3)
+        )
 
     assert choose() == (1, 2, 3)
     (file,) = own_cache.iterdir()

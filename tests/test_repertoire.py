@@ -9,12 +9,12 @@ from math import inf
 import pytest
 import torch
 
-from tconv3d import planner, repertoire
-from tconv3d.bench.layers import Layer, layer
-from tconv3d.explain import call_of, problems_of
-from tconv3d.gpus import GPUS
-from tconv3d.problem import Problem
-from tconv3d.repertoire import NEAREST, TYPICAL, Repertoire, nearest
+from tconv3d.api.explain import call_of, problems_of
+from tconv3d.planning import planner, repertoire
+from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.problem import Problem
+from tconv3d.planning.repertoire import NEAREST, TYPICAL, Repertoire, nearest
+from tconv3d.tools.bench.layers import Layer, layer
 
 H200 = GPUS["H200"].device
 TYPICAL_SIZES = [batch * edge**3 for batch, edge in TYPICAL]
@@ -172,6 +172,9 @@ def test_what_a_search_found_is_found_again(tmp_path: object, monkeypatch: pytes
         return 3, "found"
 
     for _ in range(2):
-        assert repertoire.searched("tconv3d.geometry", ("settings", 1), tuple[int, str], search) == (3, "found")
-    assert repertoire.searched("tconv3d.geometry", ("settings", 2), tuple[int, str], search) == (3, "found")
+        assert repertoire.searched("tconv3d.planning.geometry", ("settings", 1), tuple[int, str], search) == (
+            3,
+            "found",
+        )
+    assert repertoire.searched("tconv3d.planning.geometry", ("settings", 2), tuple[int, str], search) == (3, "found")
     assert len(calls) == 2

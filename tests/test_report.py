@@ -15,10 +15,10 @@ from xml.etree import ElementTree
 import browser
 import pytest
 
-from tconv3d import cli
-from tconv3d.bench import charts, report, results
-from tconv3d.bench.layers import LAYERS
-from tconv3d.bench.results import ModelRow, Results, Row
+from tconv3d.tools import cli
+from tconv3d.tools.bench import charts, report, results
+from tconv3d.tools.bench.layers import LAYERS
+from tconv3d.tools.bench.results import ModelRow, Results, Row
 
 NASTY = "<script>alert('layer')</script>"
 CEILINGS = {"copy_TBps": 4.0, "tf32_TFLOPS": 400.0, "bfloat16_TFLOPS": 800.0}

@@ -23,8 +23,13 @@ from test_emulator import sanitized
 from torch import Tensor
 
 import tconv3d
-from tconv3d import emulator, executor, planner, unfold_planner, up_backward_planner, up_grad_planner
-from tconv3d.problem import Pass, Plan
+from tconv3d import emulator
+from tconv3d.families.unfold import planner as unfold_planner
+from tconv3d.families.up import backward as up_backward_planner
+from tconv3d.families.up import grad as up_grad_planner
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Pass, Plan
+from tconv3d.torch_ops import executor
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 

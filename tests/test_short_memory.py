@@ -11,9 +11,10 @@ from layers import Layer
 from test_up_backward import check, gradients, tensors
 from torch import Tensor
 
-from tconv3d import executor, planner
-from tconv3d.gpus import GPUS
-from tconv3d.problem import Pass
+from tconv3d.planning import planner
+from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.problem import Pass
+from tconv3d.torch_ops import executor
 
 T1, T2, T3, T4 = ((n, n, n) for n in (1, 2, 3, 4))
 

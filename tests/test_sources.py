@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tconv3d import sources
+from tconv3d.runtime import sources
 
 
 @pytest.fixture
@@ -96,10 +96,23 @@ def test_a_new_header_is_found(tmp_path: Path) -> None:
 
 
 def test_modules_of_a_planner() -> None:
-    found = set(sources.modules("tconv3d.halo_planner"))
-    assert {"tconv3d.halo_planner", "tconv3d.halo_build", "tconv3d.geometry", "tconv3d.direct_planner"} <= found
-    assert not {"tconv3d.cache", "tconv3d.sources", "tconv3d.unfold_planner", "tconv3d.executor"} & found
-    assert "tconv3d.unfold_planner" in sources.modules("tconv3d.planner")
+    found = set(sources.modules("tconv3d.families.halo.planner"))
+    assert {
+        "tconv3d.families.halo.planner",
+        "tconv3d.families.halo.build",
+        "tconv3d.planning.geometry",
+        "tconv3d.families.direct.planner",
+    } <= found
+    assert (
+        not {
+            "tconv3d.runtime.cache",
+            "tconv3d.runtime.sources",
+            "tconv3d.families.unfold.planner",
+            "tconv3d.torch_ops.executor",
+        }
+        & found
+    )
+    assert "tconv3d.families.unfold.planner" in sources.modules("tconv3d.planning.planner")
 
 
 PACKAGE = {

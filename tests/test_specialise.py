@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import tconv3d
-from tconv3d import executor, planner, sources
-from tconv3d.bench import layers
-from tconv3d.bench.precision import LAYOUTS, in_layout, precision
-from tconv3d.export import cuda_source, cxx, passes, specialise
-from tconv3d.export.specialise import Sources, fold
-from tconv3d.problem import Device, Pass, Plan, Problem
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Device, Pass, Plan, Problem
+from tconv3d.runtime import sources
+from tconv3d.tools.bench import layers
+from tconv3d.tools.bench.precision import LAYOUTS, in_layout, precision
+from tconv3d.tools.export import cuda_source, cxx, passes, specialise
+from tconv3d.tools.export.specialise import Sources, fold
+from tconv3d.torch_ops import executor
 
 HEADERS = sorted(sources.all_headers())
 KERNELS = [name for name in HEADERS if "struct Args" in sources.all_headers()[name].read_text()]

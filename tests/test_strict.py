@@ -12,7 +12,7 @@ from layers import Layer
 from torch import Tensor
 
 import tconv3d
-from tconv3d.explain import Explanation
+from tconv3d.api.explain import Explanation
 
 WIDE = Layer(48, 40, (3, 5, 9), (3, 3, 3), (2, 2, 2), (1, 1, 1))  # its input gradient gathers
 NARROW = Layer(64, 1, (3, 4, 5), (4, 4, 4), (2, 2, 2), (1, 1, 1))

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import readme_table
 from benchmarks.readme_table import TABLES, Table
-from tconv3d.bench.results import Results, Row
+from tconv3d.tools.bench.results import Results, Row
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: f"{table.document}-{table.name}")

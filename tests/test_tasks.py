@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import tconv3d
-from tconv3d import tasks
-from tconv3d.backend import Backend
+from tconv3d.tools import tasks
+from tconv3d.torch_ops.backend import Backend
 
 EMPTY = inspect.Parameter.empty
 SIMPLE = {"in_channels": EMPTY, "out_channels": EMPTY, "kernel_size": EMPTY}

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 import tconv3d
-from tconv3d import cli, demo, tables, tasks
-from tconv3d.bench import results, table
-from tconv3d.bench.layers import LAYERS
+from tconv3d.tools import cli, demo, tables, tasks
+from tconv3d.tools.bench import results, table
+from tconv3d.tools.bench.layers import LAYERS
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = [80, 100, 120, 140, 200]

@@ -21,14 +21,18 @@ from rich.console import Console
 
 import tconv3d
 from benchmarks import planner_check
-from tconv3d import cache, cli, compiler, emulator, executor, halo_planner, sources
-from tconv3d.ahead import fill_cache
-from tconv3d.bench import layers, run
-from tconv3d.executor import Task
-from tconv3d.explain import call_of, problems_of
-from tconv3d.halo_job import job_of
-from tconv3d.problem import Device, Problem
-from tconv3d.tune import Bench, Tuned, measure, tune_pass
+from tconv3d import emulator
+from tconv3d.api.ahead import fill_cache
+from tconv3d.api.explain import call_of, problems_of
+from tconv3d.api.tune import Bench, Tuned, measure, tune_pass
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.job import job_of
+from tconv3d.planning.problem import Device, Problem
+from tconv3d.runtime import cache, compiler, sources
+from tconv3d.tools import cli
+from tconv3d.tools.bench import layers, run
+from tconv3d.torch_ops import executor
+from tconv3d.torch_ops.executor import Task
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 needs_gpu = pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")

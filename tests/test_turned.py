@@ -11,8 +11,10 @@ import torch
 from layers import Layer
 from test_up_backward import check, problems, tensors
 
-from tconv3d import executor, planner, turned_planner
-from tconv3d.problem import Device, Pass, Problem, Strides
+from tconv3d.families.weight_grad import via_contiguous as turned_planner
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Device, Pass, Problem, Strides
+from tconv3d.torch_ops import executor
 
 H200 = Device("H200", (9, 0), 132, 232448)
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)

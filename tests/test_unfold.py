@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from layers import Layer, Triple
 from test_up_backward import check, check_orders, check_special_value, problems
 
-from tconv3d import compiler, emulator, executor, planner
-from tconv3d import unfold_planner as unfold
-from tconv3d.problem import Device, Pass, Problem
-from tconv3d.repertoire import TYPICAL
+from tconv3d import emulator
+from tconv3d.families.unfold import planner as unfold
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Device, Pass, Problem
+from tconv3d.planning.repertoire import TYPICAL
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 H200 = Device("H200", (9, 0), 132, 232448)
 A100 = Device("A100", (8, 0), 108, 166912)

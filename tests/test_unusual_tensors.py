@@ -16,7 +16,7 @@ from layers import Layer
 from torch import Tensor, nn
 
 import tconv3d
-from tconv3d import executor
+from tconv3d.torch_ops import executor
 
 LAYER = Layer(2, 4, (2, 3, 2), (2, 2, 2), (2, 1, 2), batch=2)
 NORM = torch.tensor([0.5, -2.0, 1.0, 3.0]), torch.tensor([1.0, 0.0, -1.0, 0.5])

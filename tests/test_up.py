@@ -13,10 +13,14 @@ from hypothesis import strategies as st
 from layers import UNIT, Layer, Triple, passes, poisoned
 from torch import Tensor
 
-from tconv3d import compiler, direct_planner, emulator, executor, planner
-from tconv3d import up_planner as up
-from tconv3d.geometry import Geometry
-from tconv3d.problem import Device, Norm, Pass, Problem
+from tconv3d import emulator
+from tconv3d.families.direct import planner as direct_planner
+from tconv3d.families.up import forward as up
+from tconv3d.planning import planner
+from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.problem import Device, Norm, Pass, Problem
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 H200 = Device("H200", (9, 0), 132, 232448)
 A100 = Device("A100", (8, 0), 108, 166912)

@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from layers import UNIT, Layer, Triple, passes, poisoned
 from torch import Tensor
 
-from tconv3d import compiler, emulator, executor, planner
-from tconv3d import up_backward_last_planner as up_last
-from tconv3d import up_backward_planner as up
-from tconv3d.geometry import Geometry
-from tconv3d.problem import Device, Pass, Problem, bias_grad_problem
+from tconv3d import emulator
+from tconv3d.families.up import backward as up
+from tconv3d.families.up import backward_last as up_last
+from tconv3d.planning import planner
+from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.problem import Device, Pass, Problem, bias_grad_problem
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 H200 = Device("H200", (9, 0), 132, 232448)
 A100 = Device("A100", (8, 0), 108, 166912)

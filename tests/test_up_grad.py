@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from layers import UNIT, Layer, Triple
 from torch import Tensor
 
-from tconv3d import compiler, executor, planner
-from tconv3d import up_grad_planner as up_grad
-from tconv3d.geometry import Geometry
-from tconv3d.problem import Device, Pass, Problem, bias_grad_problem
+from tconv3d.families.up import grad as up_grad
+from tconv3d.planning import planner
+from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.problem import Device, Pass, Problem, bias_grad_problem
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 H200 = Device("H200", (9, 0), 132, 232448)
 T2 = (2, 2, 2)

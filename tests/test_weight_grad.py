@@ -12,19 +12,17 @@ import torch.nn.functional as F
 from layers import TABLE, TRAPS, UNIT, Layer, passes, poisoned
 from torch import Tensor
 
-from tconv3d import (
-    compiler,
-    direct_planner,
-    emulator,
-    executor,
-    hopper_weight_grad_planner,
-    planner,
-    weight_grad_planner,
-)
-from tconv3d.geometry import Axis, Geometry
-from tconv3d.launch import Constants
-from tconv3d.problem import Device, Pass, Plan, Problem, bias_grad_problem
-from tconv3d.repertoire import TYPICAL
+from tconv3d import emulator
+from tconv3d.families.direct import planner as direct_planner
+from tconv3d.families.weight_grad import hopper as hopper_weight_grad_planner
+from tconv3d.families.weight_grad import warps as weight_grad_planner
+from tconv3d.planning import planner
+from tconv3d.planning.geometry import Axis, Geometry
+from tconv3d.planning.launch import Constants
+from tconv3d.planning.problem import Device, Pass, Plan, Problem, bias_grad_problem
+from tconv3d.planning.repertoire import TYPICAL
+from tconv3d.runtime import compiler
+from tconv3d.torch_ops import executor
 
 H200 = Device("H200", (9, 0), 132, 232448)
 A100 = Device("A100", (8, 0), 108, 166912)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tconv3d
-from tconv3d.bench import layers
+from tconv3d.tools.bench import layers
 
 LAYER = nn.ConvTranspose3d(2, 3, 2, device="meta")
 BLOCK = tconv3d.ConvTranspose3dReLUGroupNorm(2, 4, 2, 2, device="meta")

@@ -37,8 +37,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .. import cache, compiler, sources
-from ..launch import Launch
+from ..planning.launch import Launch
+from ..runtime import cache, compiler, sources
 
 _HERE = Path(__file__).parent
 _INCLUDE = _HERE / "include"

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
-from tconv3d import planner
-from tconv3d.problem import Plan
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Plan
 
 
 def names() -> list[str]:

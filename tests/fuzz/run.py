@@ -11,16 +11,15 @@ from unittest.mock import patch
 import torch
 from layers import to_tf32, wrong_elements
 from torch import Tensor
+from x.case import DIMENSIONS, Case, Memory
+from x.guards import Guards
+from x.reference import EPS, expected, result_type
 
 import tconv3d
-from tconv3d import executor, kept
-from tconv3d.bench.precision import precision
-from tconv3d.geometry import Geometry
-from tconv3d.gpus import GPUS
-
-from .case import DIMENSIONS, Case, Memory
-from .guards import Guards
-from .reference import EPS, expected, result_type
+from tconv3d.planning.geometry import Geometry
+from tconv3d.planning.gpus import GPUS
+from tconv3d.tools.bench.precision import precision
+from tconv3d.torch_ops import executor, kept
 
 
 def check(case: Case, device: str) -> None:

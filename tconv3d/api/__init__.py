@@ -1,0 +1,1 @@
+"""What users import: functions, modules, `accelerate`, `explain`, `tune` and compiling before the first call."""

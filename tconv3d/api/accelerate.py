@@ -1,0 +1,216 @@
+"""`accelerate` and `restore`: the transposed convolutions of an existing model on this library's kernels, and back.
+
+A swap changes the class of the layer object and nothing else. So parameters, buffers, hooks, device, training mode
+and every reference to the layer (an optimizer's, a hook's, a second place that shares it) stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from ..torch_ops import checks, executor
+from . import fusing, gains, survey
+from .gains import Gain
+from .modules import ConvTranspose3d
+from .survey import Shape
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# On a swapped layer; it travels with copies and pickles, so they too can be restored. A layer that was built as
+# `tconv3d.ConvTranspose3d` does not have it, and stays.
+_MARK = "_swapped_by_tconv3d"
+
+
+@dataclass(frozen=True)
+class LayerSwap:
+    """One transposed convolution: what becomes of it, and why."""
+
+    places: tuple[str, ...]  # its names in the model; "" is the model itself
+    layer: str
+    swapped: bool
+    fused: bool  # with the ReLU and the GroupNorm that follow it
+    reason: str  # why it is left alone; "" if it is swapped
+    input_shapes: tuple[Shape, ...]  # none where no example input was given
+    gain: Gain | None
+
+    def __str__(self) -> str:
+        where = ", ".join(name or "(the model itself)" for name in self.places)
+        if not (self.swapped or self.fused):
+            return f"left     {where}: {self.layer}: {self.reason}"
+        text = f"{'fused  ' if self.fused else 'swapped'}  {where}: {self.layer}"
+        return text if self.gain is None else f"{text}: predicted gain {self.gain}"
+
+
+@dataclass(frozen=True)
+class SwapReport:
+    """What `accelerate` does to a model. `str()` of it is for people, `as_dict()` for programs."""
+
+    layers: tuple[LayerSwap, ...]
+    note: str = ""  # why there is no prediction, where one was asked for
+
+    @property
+    def swapped(self) -> tuple[LayerSwap, ...]:
+        return tuple(layer for layer in self.layers if layer.swapped)
+
+    @property
+    def left(self) -> tuple[LayerSwap, ...]:
+        return tuple(layer for layer in self.layers if not layer.swapped)
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return "no ConvTranspose3d in this model"
+        head = f"{len(self.swapped)} of {len(self.layers)} ConvTranspose3d swapped"
+        return "\n".join([head, *(f"  {layer}" for layer in self.layers), *([f"  {self.note}"] if self.note else [])])
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def accelerate(
+    model: Model, *, example_input: Any = None, report: Callable[[SwapReport], object] | None = None
+) -> Model:
+    """Swaps every `nn.ConvTranspose3d` of the model for this library's, in place, and returns the model.
+
+    ConvTranspose3d -> ReLU -> GroupNorm inside `nn.Sequential` become the fused block. `report` is called with a
+    `SwapReport` (`report=print` prints it). With an `example_input` (a tensor, a tuple of arguments or a dictionary
+    of keywords) the report predicts the gain of each layer. `restore` undoes all of it.
+    """
+    checks.check_model(model, "accelerate")
+    checks.check_callable(report, "report", "accelerate")
+    found = plan_swaps(model, example_input=example_input)
+    for layer in survey.transposed_convolutions(model):
+        if why_left(layer) is None:
+            layer.__class__ = rebased(type(layer), nn.ConvTranspose3d, ConvTranspose3d)
+            setattr(layer, _MARK, True)
+    for sequence in list(model.modules()):
+        if isinstance(sequence, nn.Sequential):
+            fusing.fuse(sequence)
+    if report is not None:
+        report(found)
+    return model
+
+
+def restore(model: Model) -> Model:
+    """Undoes `accelerate`, in place, and returns the model. Layers built as ours in the first place stay.
+
+    Where another library has given a swapped module a class of its own that cannot be made again over PyTorch's,
+    this is an error that names the class, and nothing has changed.
+    """
+    checks.check_model(model, "restore")
+    bases: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
+    for module in model.modules():
+        if _MARK in module.__dict__:
+            bases.append((module, ConvTranspose3d, nn.ConvTranspose3d))
+        elif isinstance(module, fusing.FusedSequential):
+            bases.append((module, fusing.FusedSequential, nn.Sequential))
+    classes = [rebased(type(module), ours, theirs) for module, ours, theirs in bases]
+    for (module, *_), kind in zip(bases, classes, strict=True):
+        module.__class__ = kind
+        module.__dict__.pop(_MARK, None)
+    return model
+
+
+def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
+    """What `accelerate` would do. Changes nothing."""
+    checks.check_model(model, "plan_swaps")
+    shapes: dict[nn.Module, tuple[Shape, ...]] = {}
+    note = ""
+    if example_input is not None:
+        try:
+            shapes = survey.input_shapes(model, example_input)
+        except Exception as error:  # whatever a user's model raises when its tensors have no data
+            note = f"no gain is predicted: the model does not run on fake tensors ({type(error).__name__}: {error})"
+    fused = _to_be_fused(model)
+    layers = []
+    for layer, places in survey.transposed_convolutions(model).items():
+        reason = why_left(layer)
+        gain = None if reason is not None else _gain(layer, shapes.get(layer, ()))
+        layers.append(
+            LayerSwap(
+                places,
+                _name(layer),
+                swapped=reason is None,
+                fused=layer in fused,
+                reason=reason or "",
+                input_shapes=shapes.get(layer, ()),
+                gain=gain,
+            )
+        )
+    return SwapReport(tuple(layers), note)
+
+
+def why_left(layer: nn.Module) -> str | None:
+    """Why a transposed convolution is not swapped; None if it is."""
+    if isinstance(layer, torch.jit.ScriptModule):
+        return "TorchScript has compiled it"
+    if type(layer).__module__.startswith("torch.ao."):
+        return "it is quantized"
+    assert isinstance(layer, nn.ConvTranspose3d)
+    if isinstance(layer, LazyModuleMixin):
+        return "it is lazy: call the model once, which gives the layer its shape, then accelerate"
+    kind = parametrize.type_before_parametrizations(layer)
+    if issubclass(kind, ConvTranspose3d):
+        return "it is tconv3d's already"
+    if kind is not nn.ConvTranspose3d:
+        return f"{kind.__name__} is a subclass of nn.ConvTranspose3d, and what it changes would be lost"
+    if fusing.forward_is_replaced(kind):
+        return "the forward of nn.ConvTranspose3d itself has been replaced, by another library perhaps"
+    if "forward" in layer.__dict__:
+        return "its forward has been replaced on the object, by a hook of another library perhaps"
+    if layer.weight.dtype not in executor.DTYPES:
+        return f"there is no kernel for {str(layer.weight.dtype).removeprefix('torch.')}"
+    return None
+
+
+def rebased(kind: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
+    """The class `kind`, which is `old` or was made from it by PyTorch while the program ran, over `new` instead.
+
+    PyTorch makes such classes for one module or for all of a class: `parametrize` to compute a weight, `fully_shard`
+    to gather it. They are made again here, because a copy or another module may share the present one.
+    """
+    if kind is old:
+        return new
+    if not kind.__module__.startswith("torch."):
+        raise RuntimeError(f"expected the class tconv3d.{old.__name__}, but by now it is {kind.__name__}")
+    bases = tuple(rebased(base, old, new) if issubclass(base, old) else base for base in kind.__bases__)
+    contents = {key: value for key, value in kind.__dict__.items() if key not in ("__dict__", "__weakref__")}
+    return type(kind.__name__.replace(old.__name__, new.__name__), bases, contents)
+
+
+def _to_be_fused(model: nn.Module) -> set[nn.Module]:
+    kinds = (nn.ConvTranspose3d, ConvTranspose3d)
+    found = (layer for sequence in model.modules() for layer in fusing.triples(sequence, kinds))
+    return {layer for layer in found if type(layer) is ConvTranspose3d or why_left(layer) is None}
+
+
+def _name(layer: nn.Module) -> str:
+    kind = parametrize.type_before_parametrizations(layer).__name__
+    return f"{kind}({layer.extra_repr()})" if isinstance(layer, nn.ConvTranspose3d) else kind
+
+
+def _gain(layer: nn.Module, shapes: tuple[Shape, ...]) -> Gain | None:
+    """The predicted gain for the largest input that the layer gets."""
+    batched = [shape for shape in shapes if len(shape) == 5]
+    if not batched or not isinstance(layer, nn.ConvTranspose3d):
+        return None
+    batch, _, *size = max(batched, key=lambda shape: torch.Size(shape).numel())
+    dtype = str(layer.weight.dtype).removeprefix("torch.")
+    described = {
+        "batch": batch,
+        "in_channels": layer.in_channels,
+        "out_channels": layer.out_channels,
+        "size": size,
+        "kernel": layer.kernel_size,
+        "stride": layer.stride,
+        "groups": layer.groups,
+    }
+    if dtype == "float32" and executor.tf32_allowed():
+        dtype = "tf32"
+    return gains.predict(described, dtype, "contiguous")

@@ -1,0 +1,106 @@
+"""`compile_ahead`: kernels that calls to come will need, compiled before anybody waits for them.
+
+Plans the calls as they will be planned, and compiles what is not in the cache in several processes. No GPU is needed.
+
+Knows nothing of what a plan is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..planning.launch import Constants, Launch
+from ..planning.problem import Device, Pass
+from ..runtime import compiler, plain
+from .explain import checked_layer, find_gpu, launches
+from .modules import ConvTranspose3dReLUGroupNorm
+
+MOST_PROCESSES = 8
+
+
+def compile_ahead(
+    layer: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm,
+    *inputs: Tensor | Sequence[int],
+    gradients: bool = True,
+    gpu: str | None = None,
+) -> int:
+    """Compiles what a layer will launch for these inputs, and says how many kernels that are.
+
+    >>> tconv3d.compile_ahead(layer, (2, 64, 32, 32, 32), (1, 64, 160, 160, 160))
+
+    An input is a tensor, on the meta device if you like, or its shape. What the first volume of a layer in a process
+    needs is chosen for that volume, and others choose from that and a few more builds. So name the input that comes
+    first before the others.
+
+    gradients: the backward passes too. gpu: a name (`tconv3d.gpus.GPUS`) or a compute capability, to fill a cache for
+    another machine; the present GPU if there is one.
+    """
+    convolution = checked_layer(layer)
+    if not inputs:
+        raise TypeError(
+            "compile_ahead() expected at least one input (a tensor or its shape) after the layer, but got none"
+        )
+    if gpu is None and not torch.cuda.is_available():
+        raise RuntimeError("compile_ahead compiles for the present GPU, and there is none: name one, gpu='H200'")
+    passes = tuple(Pass) if gradients else (Pass.FORWARD,)
+    needed: list[Launch] = []
+    device, _ = find_gpu(gpu, convolution.weight)
+    for input in inputs:
+        needed += launches(layer, input, device, passes)
+    return fill_cache(needed, device)
+
+
+# NVRTC compiles one kernel at a time in a process. Not `multiprocessing`: its processes would begin with the
+# caller's script, which need not be prepared for that.
+_PROGRAM = "import sys; from tconv3d.api.ahead import compile_described; compile_described(sys.stdin.read())"
+
+Kernels = tuple[tuple[str, Constants], ...]
+
+
+def fill_cache(launches: Iterable[Launch], device: Device) -> int:
+    """Compiles what launches need, in several processes, and says how many kernels that are. What fails here fails
+    again where it is launched, and says so there."""
+    kernels = tuple(dict.fromkeys((launch.kernel, launch.constants) for launch in launches))
+    count = min(MOST_PROCESSES, os.cpu_count() or 1, len(kernels))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    arch = compiler.architecture(device.compiled_capability)
+    workers: list[subprocess.Popen[bytes]] = []
+    if count == 1:
+        compile_all(kernels, arch)
+        return len(kernels)
+    try:
+        for i in range(count):
+            quiet = subprocess.DEVNULL
+            command = [sys.executable, "-c", _PROGRAM]
+            workers.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=environment)
+            )
+            stream = workers[-1].stdin
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError), stream:
+                stream.write(plain.dumps((kernels[i::count], arch)).encode())
+        for worker in workers:
+            worker.wait()
+    except BaseException:
+        for worker in workers:
+            worker.kill()
+        raise
+    return len(kernels)
+
+
+def compile_described(text: str) -> None:
+    """In a process that `fill_cache` started."""
+    compile_all(*plain.loads(text, tuple[Kernels, str]))
+
+
+def compile_all(kernels: Kernels, arch: str) -> None:
+    for name, constants in kernels:
+        with contextlib.suppress(compiler.CompileError):
+            compiler.compile(name, constants, arch)

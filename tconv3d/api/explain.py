@@ -1,0 +1,470 @@
+"""`explain`: which kernel would run a layer, why, and what the hardware would allow.
+
+Needs no GPU and launches nothing. Asks the planner the questions the executor asks: what it says is what happens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ..families.norm import planner as norm_planner
+from ..families.norm.planner import Activation, NormProblem, Wanted
+from ..planning import gpus, planner
+from ..planning.geometry import Geometry
+from ..planning.gpus import DEFAULT_GPU, Gpu
+from ..planning.launch import Launch
+from ..planning.problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem, contiguous_strides
+from ..torch_ops import checks, executor, ops, pytorch_ops
+from ..torch_ops.backend import current_backend
+from ..torch_ops.checks import Convolution
+from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
+
+LEFT = "PyTorch's operator"  # in the place of a kernel's name, where the planner refuses a layer
+
+
+@dataclass(frozen=True)
+class PassExplanation:
+    """One pass: the kernel, why this one, and the least the pass can take."""
+
+    name: str
+    kernel: str
+    why: str
+    passed_over: dict[str, str]  # kernels that were asked first, and why they declined
+    tile: str
+    launches: int  # none of its own if it comes with another pass
+    workspace_bytes: int
+    bytes: int
+    flops: int
+    floor_ms: float | None  # None where the GPU's ceilings are not known
+    bound_by: str | None
+    kept_bytes: int = 0  # of the packed weight, which is kept where no gradient is wanted
+    together: tuple[str, ...] = ()  # the passes that the same launches compute, if they are several
+
+
+@dataclass(frozen=True)
+class AxisExplanation:
+    """The taps of one dimension: for each phase, (tap, shift) pairs."""
+
+    name: str
+    phases: tuple[tuple[tuple[int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found. `str()` of it is for people, `as_dict()` for programs."""
+
+    layer: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    dtype: str
+    precision: str
+    layout: str
+    gpu: str
+    ceilings: str
+    here: str  # what runs when this very call is made, now
+    taps: int
+    phases: int
+    empty_phases: int
+    axes: tuple[AxisExplanation, ...]
+    passes: tuple[PassExplanation, ...]
+
+    @property
+    def kernel(self) -> str:
+        """The forward pass's kernel."""
+        return self.passes[0].kernel
+
+    @property
+    def text(self) -> str:
+        return "\n".join(_lines(self))
+
+    def __str__(self) -> str:
+        return self.text
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain(
+    layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | Tensor,
+    *arguments: Any,
+    gpu: str | None = None,
+    **keywords: Any,
+) -> Explanation:
+    """Says which kernels a layer or a call would run, and why.
+
+    >>> tconv3d.explain(layer, input)                          # a layer; the input as a tensor or as its shape
+    >>> tconv3d.explain(input, weight, bias, stride=2)         # the arguments of conv_transpose3d
+    >>> tconv3d.explain(layer, (1, 32, 64, 64, 64), gpu="H200")
+
+    `gpu` is a name (`tconv3d.gpus.GPUS`) or a compute capability ("9.0"); the present GPU if there is one, else H200
+    (under use_backend("emulator") what the emulator runs).
+    Tensors on the meta device will do.
+    """
+    call = call_of(layer_or_input, *arguments, **keywords)
+    with planner.aside():
+        if isinstance(layer_or_input, (ConvTranspose3dReLUGroupNorm, ConvTranspose3dReLU)):
+            return _explain_fused(layer_or_input, call, gpu)
+        return _explain(*call, find_gpu(gpu, call[0]))
+
+
+def launches(
+    layer: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm,
+    input: Tensor | Sequence[int],
+    device: Device,
+    passes: Collection[Pass] = tuple(Pass),
+) -> tuple[Launch, ...]:
+    """The kernel launches of a layer's passes: what to compile before its first call. With those of calls that keep
+    the packed weight."""
+    call = call_of(layer, input)
+    problems = [problem for problem in problems_of(*call) if problem.which in passes]
+    if problems and _refusal(problems[0].geometry) is not None:
+        return ()
+    plans: list[Plan] = []
+    if isinstance(layer, ConvTranspose3dReLU):
+        problems[0] = _activated_problem(call, None)
+    elif isinstance(layer, ConvTranspose3dReLUGroupNorm):
+        problems[0] = _activated_problem(call, layer.group_norm)
+        normalize, gradient = _norm_plans(problems[0], layer.group_norm, device)
+        plans = [normalize, gradient] if len(passes) > 1 else [normalize]
+        problems = [problem for problem in problems if problem.which is not Pass.BIAS_GRAD]  # the norm's has it
+    plans += _plans(problems, device)
+    return tuple(launch for plan in plans for each in (plan, plan.kept) if each for launch in each.launches)
+
+
+def _plans(problems: Sequence[Problem], device: Device) -> list[Plan]:
+    """Those of a training step: the forward pass, then the gradients, as one backward pass wants them."""
+    forward = [problem for problem in problems if problem.which is Pass.FORWARD]
+    gradients = tuple(problem for problem in problems if problem.which is not Pass.FORWARD)
+    plans = [replace(planner.plan(problem, device), passes=(Pass.FORWARD,)) for problem in forward]
+    return plans + planner.gradient_plans(gradients, device)
+
+
+Call = tuple[Tensor, Tensor, Tensor | None, Convolution]
+
+
+def call_of(
+    layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | Tensor, *arguments: Any, **keywords: Any
+) -> Call:
+    """The convolution of a layer and its input, or of the arguments of `conv_transpose3d`."""
+    layer = layer_or_input
+    if isinstance(layer, Tensor):
+        _check_arguments(_call, "an input tensor", layer, *arguments, **keywords)
+        return _call(layer, *arguments, **keywords)
+    layer = checked_layer(layer, "a ConvTranspose3d layer, a fused block or an input tensor")
+    _check_arguments(_call_of_layer, "a layer", layer, *arguments, **keywords)
+    return _call_of_layer(layer, *arguments, **keywords)
+
+
+def checked_layer(
+    layer: object, expected: str = "a ConvTranspose3d layer or a fused block"
+) -> torch.nn.ConvTranspose3d:
+    """The convolution of a layer or of a fused block; a TypeError that says what came in place of one."""
+    if isinstance(layer, ConvTranspose3dReLUGroupNorm):
+        return layer.conv_transpose
+    if not isinstance(layer, torch.nn.ConvTranspose3d):
+        advice = ": name one of its layers" if isinstance(layer, torch.nn.Module) else ""
+        raise TypeError(f"expected {expected}, but got {checks.kind_of(layer)}{advice}")
+    if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+        raise TypeError("expected a layer that has its shape, but got a lazy one: call it once with an input")
+    return layer
+
+
+def _check_arguments(function: Callable[..., Call], first: str, *arguments: Any, **keywords: Any) -> None:
+    """Says what is missing or too much without the name of a function that nobody has called."""
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        names = ", ".join(list(inspect.signature(function).parameters)[1:])
+        raise TypeError(f"after {first}, expected {names}: {error}") from None
+
+
+def _call_of_layer(
+    layer: torch.nn.ConvTranspose3d, input: Tensor | Sequence[int], output_size: list[int] | None = None
+) -> Call:
+    if not isinstance(input, Tensor):
+        if not isinstance(input, Sequence) or not all(isinstance(size, int) for size in input):
+            raise TypeError(f"expected input to be a Tensor or its shape (five integers), but got {input!r}")
+        input = torch.empty(tuple(input), dtype=layer.weight.dtype, device="meta")
+    output_padding = resolved_output_padding(layer, input, output_size)
+    settings: list[Any] = [layer.stride, layer.padding, output_padding, layer.groups, layer.dilation]
+    return _call(input, layer.weight, layer.bias, *settings)
+
+
+def _call(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Call:
+    checks.check_tensors(input, weight, bias)
+    checks.check_rank(input, weight)
+    convolution = checks.convolution_of(stride, padding, output_padding, groups, dilation)
+    return (input.unsqueeze(0) if input.dim() == 4 else input), weight, bias, convolution
+
+
+def find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
+    """The GPU to plan for, and its ceilings if they are known."""
+    if name is None and current_backend() == "emulator":
+        return executor.EMULATED, None
+    if name is None and not torch.cuda.is_available():
+        name = DEFAULT_GPU
+    if name is None:
+        index = tensor.get_device() if tensor.is_cuda else torch.cuda.current_device()
+        device = executor.device_of(torch.empty(0, device=f"cuda:{index}"))
+        return device, gpus.known(device)
+    found = gpus.find(name)
+    return found.device, found
+
+
+def _explain(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, found: tuple[Device, Gpu | None]
+) -> Explanation:
+    device, gpu = found
+    problems = problems_of(input, weight, bias, convolution)
+    geometry, dtype = problems[0].geometry, problems[0].dtype
+    refusal = _refusal(geometry)
+    output_shape = (input.shape[0], geometry.out_channels, *problems[0].output_size)
+    return Explanation(
+        layer=_describe(geometry, bias is not None),
+        input_shape=tuple(input.shape),
+        output_shape=output_shape,
+        dtype=dtype,
+        precision="TF32 products allowed" if problems[0].tf32 else f"{dtype} products",
+        layout="channels_last_3d" if pytorch_ops.suggests_channels_last(input) else "contiguous",
+        gpu=f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})",
+        ceilings="not known" if gpu is None else f"{gpu.copy} TB/s, {gpu.source}",
+        here=_here(input, weight, refusal),
+        taps=geometry.taps,
+        phases=geometry.phases,
+        empty_phases=geometry.empty_phases,
+        axes=tuple(
+            AxisExplanation(
+                name,
+                tuple(tuple((tap, axis.shift(tap)) for tap in axis.taps(f)) for f in range(axis.stride)),
+            )
+            for name, axis in zip(("depth", "height", "width"), geometry.axes, strict=True)
+            if refusal is None
+        ),
+        passes=_explain_passes(problems, device, gpu),
+    )
+
+
+def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> list[Problem]:
+    """The four passes as a training step would ask for them."""
+    if input.is_meta or weight.is_meta:  # a shape in place of a tensor has no device of its own
+        input, weight = input.to("meta"), weight.to("meta")
+        bias = None if bias is None else bias.to("meta")
+    geometry = checks.check_forward(input, weight, bias, convolution)
+    if input.dtype not in executor.DTYPES:
+        dtype = str(input.dtype).removeprefix("torch.")
+        raise NotImplementedError(f"PyTorch's operator runs dtype {dtype}: tconv3d has no kernel for it")
+    output = executor.output_strides(geometry, input, weight)
+    shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
+    grad_output = torch.empty_strided(shape, output, device="meta")
+    grad_input = pytorch_ops.result_strides(tuple(input.shape), grad_output, weight)
+    tf32 = input.dtype is torch.float32 and executor.tf32_allowed()
+    found = [
+        Problem(
+            which,
+            geometry,
+            input.shape[0],
+            tuple(input.shape[2:]),
+            executor.DTYPES[input.dtype],
+            grad_input if which is Pass.INPUT_GRAD else input.stride(),
+            contiguous_strides(weight.shape) if which is Pass.WEIGHT_GRAD else weight.stride(),
+            output,
+            bias=which is Pass.FORWARD and bias is not None,
+            tf32=tf32,
+        )
+        for which in (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
+    ]
+    if bias is None:
+        return found
+    return [*found, bias_grad_problem(shape[0], shape[1], shape[2:], executor.DTYPES[input.dtype], output)]
+
+
+def _refusal(geometry: Geometry) -> str | None:
+    """Why the planner leaves a layer to PyTorch's operator; None if it does not."""
+    try:
+        planner.check_limits(geometry)
+    except planner.Refused as refusal:
+        return str(refusal)
+    return None
+
+
+def _explain_passes(problems: Sequence[Problem], device: Device, gpu: Gpu | None) -> tuple[PassExplanation, ...]:
+    reason = _refusal(problems[0].geometry)
+    if reason is not None:
+        left = Plan(LEFT, reason, (), tile="PyTorch's choice")
+        return tuple(_explain_pass(problem, left, device, gpu) for problem in problems)
+    plans = {which: plan for plan in _plans(problems, device) for which in plan.passes}
+    return tuple(_explain_pass(problem, plans[problem.which], device, gpu) for problem in problems)
+
+
+def _explain_pass(problem: Problem, plan: Plan, device: Device, gpu: Gpu | None) -> PassExplanation:
+    several = plan.passes if len(plan.passes) > 1 else ()
+    comes_with = bool(several) and problem.which is not several[0]
+    bound = None
+    if gpu is not None:
+        moving = problem.bytes / gpu.copy >= problem.flops / gpu.rate(problem)
+        bound = "memory" if moving else "arithmetic"
+    return PassExplanation(
+        name=problem.which.value,
+        kernel=plan.kernel,
+        why=plan.why,
+        passed_over={} if several or plan.kernel == LEFT else planner.refusals(problem, device),
+        tile=plan.tile,
+        launches=0 if comes_with else len(plan.launches),
+        workspace_bytes=0 if comes_with else plan.workspace_bytes,
+        bytes=problem.bytes,
+        flops=problem.flops,
+        floor_ms=None if gpu is None else gpu.floor_ms(problem),
+        bound_by=bound,
+        kept_bytes=(plan.kept or plan).packed_bytes,
+        together=tuple(which.value for which in several),
+    )
+
+
+# ---- layers with what follows them
+
+
+def _explain_fused(
+    layer: ConvTranspose3dReLUGroupNorm | ConvTranspose3dReLU, call: Call, gpu: str | None
+) -> Explanation:
+    """The convolution's explanation, with the passes that differ."""
+    device, ceilings = find_gpu(gpu, call[0])
+    plain = _explain(*call, (device, ceilings))
+    norm = layer.group_norm if isinstance(layer, ConvTranspose3dReLUGroupNorm) else None
+    problem = _activated_problem(call, norm)
+    (forward,) = _explain_passes([problem], device, ceilings)
+    if norm is None:
+        return replace(plain, layer=f"{plain.layer}, ReLU", passes=(forward, *plain.passes[1:]))
+    normalize, gradient = _norm_plans(problem, norm, device)
+    moved = _activation(problem).bytes
+    gradients = [each for each in problems_of(*call) if each.which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)]
+    passes = (
+        forward,
+        _explain_sweep("normalize", normalize, 2 * moved, ceilings),
+        # The gradient of the convolution's bias comes with the norm's.
+        _explain_sweep("norm_grad", gradient, (5 if gradient.kernel == "norm_grad" else 3) * moved, ceilings),
+        *_explain_passes(gradients, device, ceilings),
+    )
+    text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"
+    return replace(plain, layer=text, passes=passes)
+
+
+def _activation(problem: Problem) -> Activation:
+    last = problem.output[1] == 1 and problem.output[4] != 1
+    size = prod(problem.output_size)
+    return Activation(problem.batch, problem.geometry.out_channels, size, problem.dtype, last)
+
+
+def _norm_plans(problem: Problem, norm: torch.nn.GroupNorm, device: Device) -> tuple[Plan, Plan]:
+    """Of a norm behind a forward pass: its own pass, and its gradients."""
+    parameter = next((executor.DTYPES[tensor.dtype] for tensor in norm.parameters()), problem.dtype)
+    normed = NormProblem(_activation(problem), problem.dtype, parameter, norm.num_groups)
+    wanted = Wanted(True, norm.affine, problem.bias)
+    return norm_planner.plan_normalize(normed, device), norm_planner.plan_gradient(normed, wanted, device)
+
+
+def _activated_problem(call: Call, norm: torch.nn.GroupNorm | None) -> Problem:
+    forward = problems_of(*call)[0]
+    if norm is None:
+        return replace(forward, relu=True)
+    checks.check_norm_groups(forward.geometry.out_channels, norm.num_groups)
+    return replace(forward, relu=True, norm=Norm(norm.num_groups, norm.eps))
+
+
+def _explain_sweep(name: str, plan: Plan, moved: int, gpu: Gpu | None) -> PassExplanation:
+    """A pass over memory: no arithmetic to speak of."""
+    return PassExplanation(
+        name=name,
+        kernel=plan.kernel,
+        why=plan.why,
+        passed_over={},
+        tile=plan.tile,
+        launches=len(plan.launches),
+        workspace_bytes=plan.workspace_bytes,
+        bytes=moved,
+        flops=0,
+        floor_ms=None if gpu is None else moved / gpu.copy / 1e9,
+        bound_by=None if gpu is None else "memory",
+    )
+
+
+def _here(input: Tensor, weight: Tensor, refusal: str | None) -> str:
+    if input.is_meta or weight.is_meta:
+        return "nothing runs: the tensors are on the meta device"
+    try:
+        reason = ops.why_not_ours(input)
+    except (RuntimeError, NotImplementedError) as error:
+        return f"an error: {error}"
+    if reason is None and refusal is not None and current_backend() != "auto":
+        return f"an error: tconv3d has no kernel: {refusal}"
+    if reason is not None or refusal is not None:
+        return f"PyTorch's operator ({reason or refusal})"
+    return "these kernels" if input.is_cuda else "these kernels, in the emulator"
+
+
+def _describe(geometry: Geometry, bias: bool) -> str:
+    def three(values: tuple[int, ...]) -> str:
+        return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
+
+    text = f"ConvTranspose3d {geometry.in_channels} -> {geometry.out_channels}, kernel {three(geometry.kernel)}"
+    for name in ("stride", "padding", "output_padding", "dilation"):
+        values = tuple(getattr(axis, name) for axis in geometry.axes)
+        if set(values) != {1 if name in ("stride", "dilation") else 0}:
+            text += f", {name} {three(values)}"
+    return text + (f", groups {geometry.groups}" if geometry.groups > 1 else "") + ("" if bias else ", no bias")
+
+
+def _how_launched(p: PassExplanation) -> str:
+    if p.together and not p.launches:
+        return f"comes with {p.together[0]}"
+    together = f" of {', '.join(p.together)} together" if p.together else ""
+    launches = f"{p.launches} launch{'' if p.launches == 1 else 'es'}"
+    text = f"{launches}{together}, workspace {p.workspace_bytes / 1e6:.3g} MB"
+    if not p.kept_bytes:
+        return text
+    less = ": one launch less" if p.launches > 1 else ""
+    return f"{text}; without gradients {p.kept_bytes / 1e6:.3g} MB of packed weight are kept{less}"
+
+
+def _lines(e: Explanation) -> list[str]:
+    def shape(values: tuple[int, ...]) -> str:
+        return " x ".join(map(str, values))
+
+    lines = [
+        e.layer,
+        f"  input {shape(e.input_shape)} -> output {shape(e.output_shape)}, {e.dtype}, {e.layout} ({e.precision})",
+        f"  {e.taps} taps in {e.phases} phases"
+        + (f", {e.empty_phases} of them empty: the bias alone" if e.empty_phases else ""),
+    ]
+    for axis in e.axes:
+        phases = (
+            f"phase {f}: " + (", ".join(f"tap {t} shift {s:+d}" for t, s in taps) or "none")
+            for f, taps in enumerate(axis.phases)
+        )
+        lines.append(f"    {axis.name}: " + "; ".join(phases))
+    lines += [f"  planned for {e.gpu}, ceilings {e.ceilings}", f"  this call, now: {e.here}"]
+    for p in e.passes:
+        floor = "" if p.floor_ms is None else f", floor {p.floor_ms:.3g} ms ({p.bound_by})"
+        lines += [
+            f"  {p.name}: {p.kernel} ({p.why})",
+            *(f"    not {name}: {reason}" for name, reason in p.passed_over.items()),
+            f"    {p.tile}; {_how_launched(p)}",
+            f"    {p.bytes / 1e6:.4g} MB, {p.flops / 1e9:.4g} GFLOP{floor}",
+        ]
+    return lines

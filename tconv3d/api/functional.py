@@ -1,0 +1,93 @@
+"""The functions, with `torch.nn.functional`'s names, arguments and meaning; and those that fuse several of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..torch_ops import fused_ops, ops
+from ..torch_ops.checks import check_norm, check_rank, check_tensors, convolution_of, integer
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """`torch.nn.functional.conv_transpose3d` on this library's kernels.
+
+    input: (N, C_in, D, H, W) or (C_in, D, H, W). weight: (C_in, C_out / groups, kD, kH, kW). bias: (C_out).
+    Tuples are (depth, height, width).
+    """
+    check_tensors(input, weight, bias)
+    if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
+        return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    convolution = convolution_of(stride, padding, output_padding, groups, dilation)
+    check_rank(input, weight)
+    if input.dim() == 4:
+        return ops.conv_transpose3d(input.unsqueeze(0), weight, bias, convolution).squeeze(0)
+    return ops.conv_transpose3d(input, weight, bias, convolution)
+
+
+def conv_transpose3d_relu(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """`torch.relu(conv_transpose3d(...))` in one kernel. The arguments are those of `conv_transpose3d`."""
+    check_tensors(input, weight, bias)
+    if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
+        result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return torch.relu(result)
+    convolution = convolution_of(stride, padding, output_padding, groups, dilation)
+    check_rank(input, weight)
+    if input.dim() == 4:
+        return fused_ops.conv_transpose3d_relu(input.unsqueeze(0), weight, bias, convolution).squeeze(0)
+    return fused_ops.conv_transpose3d_relu(input, weight, bias, convolution)
+
+
+def conv_transpose3d_relu_group_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    num_groups: int,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    eps: float = 1e-5,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> Tensor:
+    """`group_norm(relu(conv_transpose3d(...)), num_groups, norm_weight, norm_bias, eps)` of torch.nn.functional.
+
+    `groups` is the convolution's, `num_groups` the norm's. norm_weight and norm_bias: (C_out).
+    """
+    check_tensors(input, weight, bias)
+    if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
+        result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return F.group_norm(torch.relu(result), num_groups, norm_weight, norm_bias, eps)
+    if input.dim() == 4:  # PyTorch's GroupNorm takes the first dimension for the batch, whatever it is
+        result = conv_transpose3d_relu(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return F.group_norm(result, num_groups, norm_weight, norm_bias, eps)
+    convolution = convolution_of(stride, padding, output_padding, groups, dilation)
+    num_groups = integer(num_groups, "num_groups")
+    check_rank(input, weight)
+    check_norm(input, weight, norm_weight, norm_bias, num_groups, convolution)
+    return fused_ops.conv_transpose3d_relu_group_norm(
+        input, weight, bias, norm_weight, norm_bias, num_groups, eps, convolution
+    )

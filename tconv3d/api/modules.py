@@ -1,0 +1,111 @@
+"""`nn.Module` drop-ins: subclasses of PyTorch's own, with the arithmetic replaced, and a block of several.
+
+Constructor, parameters, initialisation, `state_dict` and `extra_repr` are inherited, so a checkpoint or a
+model definition cannot tell the difference. The block has PyTorch's layers as its children, for the same reason.
+Knows nothing of kernels, devices or plans: it calls
+`functional`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..torch_ops import kept
+from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
+
+
+def resolved_output_padding(
+    layer: torch.nn.ConvTranspose3d, input: Tensor, output_size: list[int] | None
+) -> tuple[int, ...]:
+    """The layer's own output padding, or the one that gives `output_size`: one of those the stride allows."""
+    if output_size is None:
+        return layer.output_padding
+    sizes: list[Any] = [layer.stride, layer.padding, layer.kernel_size, 3, layer.dilation]
+    return tuple(layer._output_padding(input, output_size, *sizes))
+
+
+def arguments(layer: torch.nn.ConvTranspose3d, input: Tensor, output_size: list[int] | None) -> tuple[Any, ...]:
+    """What a layer adds to its input when it calls a function: parameters and settings."""
+    if layer.padding_mode != "zeros":
+        raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
+    output_padding = resolved_output_padding(layer, input, output_size)
+    return layer.weight, layer.bias, layer.stride, layer.padding, output_padding, layer.groups, layer.dilation
+
+
+_Layer = TypeVar("_Layer", bound="ConvTranspose3d")
+
+
+class ConvTranspose3d(torch.nn.ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` on this library's kernels: same constructor and parameters."""
+
+    def train(self: _Layer, mode: bool = True) -> _Layer:
+        """Also forgets packed weights, of this layer and of all others: who begins to evaluate may have written
+        weights in ways that leave no trace (see `kept`)."""
+        kept.forget()
+        return super().train(mode)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: one of those the stride allows."""
+        return conv_transpose3d(input, *arguments(self, input, output_size))
+
+
+class ConvTranspose3dReLU(ConvTranspose3d):
+    """`torch.nn.ConvTranspose3d` and the ReLU of its result in one kernel: same constructor and parameters."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: one of those the stride allows."""
+        return conv_transpose3d_relu(input, *arguments(self, input, output_size))
+
+
+def convolve_relu_group_norm(
+    convolution: torch.nn.ConvTranspose3d,
+    norm: torch.nn.GroupNorm,
+    input: Tensor,
+    output_size: list[int] | None = None,
+) -> Tensor:
+    """The convolution, ReLU and the norm in two passes over memory, with the settings of two layers."""
+    weight, bias, *settings = arguments(convolution, input, output_size)
+    return conv_transpose3d_relu_group_norm(
+        input, weight, bias, norm.num_groups, norm.weight, norm.bias, norm.eps, *settings
+    )
+
+
+class ConvTranspose3dReLUGroupNorm(torch.nn.Module):
+    """ConvTranspose3d, ReLU and GroupNorm in two passes over memory.
+
+    The children `conv_transpose` and `group_norm` hold parameters and settings, so the `state_dict` is that of a
+    model with these two layers. They are not called: a hook on them does not run.
+
+    `groups` is the convolution's, `num_groups` the norm's.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        num_groups: int,
+        stride: int | Sequence[int] = 1,
+        padding: int | Sequence[int] = 0,
+        output_padding: int | Sequence[int] = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | Sequence[int] = 1,
+        padding_mode: str = "zeros",
+        eps: float = 1e-5,
+        affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        settings: list[Any] = [stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype]
+        self.conv_transpose = ConvTranspose3d(in_channels, out_channels, kernel_size, *settings)  # type: ignore[arg-type]
+        self.group_norm = torch.nn.GroupNorm(num_groups, out_channels, eps, affine, device=device, dtype=dtype)
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Input (N, C_in, D, H, W). `output_size`: one of those the stride allows."""
+        return convolve_relu_group_norm(self.conv_transpose, self.group_norm, input, output_size)

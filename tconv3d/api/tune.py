@@ -1,0 +1,234 @@
+"""`tune`: measures builds of a layer's kernels on the GPU at hand, and keeps the fastest beside the compiled kernels.
+
+The halo kernel is compiled in one of many builds, and the planner chooses by a model of the hardware. Here the
+builds that the model likes best are run, checked against the present one and timed. What is kept is the planner's
+choice from then on, in this process and in all that share the cache.
+
+Knows which kernel has builds to choose from; nothing of what a build is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families.halo import planner as halo_planner
+from ..families.halo.job import job_of
+from ..families.halo.planner import HaloPlan, Nominal
+from ..planning import planner
+from ..planning.problem import Device, Pass, Problem, last_offset
+from ..torch_ops import checks, executor, ops
+from .ahead import fill_cache
+from .clock import Clock, Timer
+from .explain import call_of, problems_of
+from .modules import ConvTranspose3dReLUGroupNorm
+
+FASTER = 1.03  # times: less may be noise, and a build that is compiled already is worth something
+TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of the largest result: sums in another order
+BUDGET_S = 0.1  # for one timing
+
+MakeTask = Callable[..., executor.Task]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One build, run once to be checked and then timed."""
+
+    build: str
+    ms: float | None
+    why_not: str = ""  # it was not timed
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `tune` found for one pass. `str()` of it is for people."""
+
+    name: str
+    kernel: str
+    trials: tuple[Trial, ...] = ()  # the present build first; none where there is nothing to choose from
+    before_ms: float | None = None
+    ms: float | None = None
+    changed: bool = False
+
+    def __str__(self) -> str:
+        if not self.trials:
+            return f"{self.name}: {self.kernel}, nothing to choose from"
+        failed = [trial for trial in self.trials if trial.ms is None]
+        if self.changed:
+            text = f"{self.ms:.4g} ms instead of {self.before_ms:.4g} ms"
+        else:
+            text = f"{self.ms:.4g} ms, stays as it is"
+        lines = [f"{self.name}: {self.kernel}, {text} ({len(self.trials)} builds tried)"]
+        return "\n".join(lines + [f"  not {trial.build}: {trial.why_not}" for trial in failed])
+
+
+def tune(
+    layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | Tensor,
+    *arguments: Any,
+    gradients: bool = True,
+    candidates: int = 8,
+    report: Callable[[Tuned], object] | None = print,
+    clock: Timer | None = None,
+    **keywords: Any,
+) -> list[Tuned]:
+    """Measures builds of a layer's kernels on this GPU and keeps the fastest for this and all later processes.
+
+    >>> tconv3d.tune(layer, input)                       # a layer; the input as a tensor or as its shape
+    >>> tconv3d.tune(input, weight, bias, stride=2)      # the arguments of conv_transpose3d
+
+    Takes some seconds for each pass. Values do not matter: tensors of the same shape, type and layout are made up,
+    and under `torch.autocast` of the type that it casts to. A layer has one build for all small, one for all medium
+    and one for all large volumes, so tune with a volume that is typical. `tconv3d.explain` says what was tuned;
+    `tconv3d cache clear` forgets it, and so does a new version of this library.
+
+    Tuning can change which build runs, so results before and after may differ in their last bits. Between two calls
+    of `tune` they are as reproducible as ever.
+
+    gradients: the backward passes too. candidates: builds that are tried beside the present one. report: called with
+    what was found for each pass. clock: milliseconds of a call; the default takes the median with a cold L2 cache.
+    """
+    checks.check_callable(report, "report", "tune")
+    if checks.integer(candidates, "candidates", "tune") < 0:
+        raise ValueError(f"tune() expected candidates to be at least 0, but got {candidates}")
+    input, weight, bias, convolution = call_of(layer_or_input, *arguments, **keywords)
+    device = weight.device
+    if clock is None and device.type != "cuda":
+        raise RuntimeError(f"tune measures on a GPU and expects CUDA tensors, but got a weight on {device}")
+    like = torch.empty(0, dtype=input.dtype, device=device)
+    if (reason := ops.why_not_ours(like)) is not None:
+        raise RuntimeError(f"tune expects a call that runs these kernels, but this one does not: {reason}")
+    input, weight, bias = (_under_autocast(operand, device.type) for operand in (input, weight, bias))
+    problems = problems_of(input, weight, bias, convolution)
+    like = like.to(input.dtype)
+    found = []
+    with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext():
+        timer = clock or Clock(BUDGET_S, str(like.device))
+        for problem in problems if gradients else problems[:1]:
+            found.append(tune_pass(problem, like, candidates, timer))
+            if report is not None:
+                report(found[-1])
+    return found
+
+
+def _under_autocast(tensor: Any, kind: str) -> Any:
+    """An operand as the kernels get it: where autocast would cast it, a stand-in without values."""
+    if tensor is None or tensor.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
+        return tensor
+    return tensor.to("meta", torch.get_autocast_dtype(kind))
+
+
+def tune_pass(
+    problem: Problem, like: Tensor, most: int, clock: Timer, make_task: MakeTask = executor.make_task
+) -> Tuned:
+    """Tunes one pass. `like` has the type and the device of its tensors."""
+    device = executor.device_of(like)
+    name, kernel = problem.which.value, planner.plan(problem, device).kernel
+    plans = contenders(problem, device, most)
+    if not plans:
+        return Tuned(name, kernel)
+    if like.is_cuda:
+        fill_cache((launch for plan in plans for launch in plan.launches), device)
+    trials = measure(problem, plans, like, clock, make_task)
+    best = min(range(len(plans)), key=lambda i: trials[i].ms or inf)
+    before = after = trials[0].ms or inf
+    if best > 0:  # once more, side by side: a GPU's clock rate changes while it works
+        before, after = (
+            trial.ms or inf for trial in measure(problem, [plans[0], plans[best]], like, clock, make_task)
+        )
+    if before < FASTER * after:
+        return Tuned(name, kernel, tuple(trials), before, before)
+    size = "x".join(map(str, problem.input_size))
+    measured = f"{after:.4g} ms instead of {before:.4g} ms for batch {problem.batch} of {size} on {device.name}"
+    nominal = Nominal.of(job_of(problem))
+    halo_planner.keep(nominal, device.shared_bytes, device.multiprocessors, plans[best].build, measured)
+    executor.forget()
+    return Tuned(name, kernel, tuple(trials), before, after, True)
+
+
+def contenders(problem: Problem, device: Device, most: int) -> list[HaloPlan]:
+    """The present build and the best others by the model, each with its best tiling; none if another kernel runs."""
+    if planner.plan(problem, device).kernel != "halo":
+        return []
+    job = job_of(problem)
+    present = halo_planner.plan_or_none(job, device)
+    assert present is not None, "the planner has just planned it"
+    others = [plan for plan in halo_planner.candidates(job, device, most + 1) if plan.build != present.build]
+    return [present, *others[:most]]
+
+
+def measure(
+    problem: Problem,
+    plans: Sequence[HaloPlan],
+    like: Tensor,
+    clock: Timer,
+    make_task: MakeTask = executor.make_task,
+) -> list[Trial]:
+    """Times plans of one problem. The first is trusted; the others' results must be as the first one's.
+
+    One that fails or is wrong is not timed. What makes the GPU unusable, or the first plan fail, is an error.
+    """
+    bench = Bench(problem, like)
+    names = executor.OPERANDS[problem.which]
+    trials: list[Trial] = []
+    for plan in plans:
+        build = f"{plan.build}; tiles of {plan.tiling}"
+        try:
+            task = make_task(halo_planner.plan_of(plan, problem), names, (), like)
+            bench.check(task, TOLERANCE[problem.dtype])
+            trials.append(Trial(build, clock(partial(bench.run, task))))
+        except RuntimeError as error:  # it is wrong, does not compile, or does not fit the memory
+            if not trials:
+                raise
+            trials.append(Trial(build, None, str(error).partition("\n")[0][:200]))
+            if like.is_cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.synchronize()  # raises if nothing can run any more
+    return trials
+
+
+class Bench:
+    """The operands of a pass, of random values, and room for its result."""
+
+    def __init__(self, problem: Problem, like: Tensor) -> None:
+        g, forward = problem.geometry, problem.which is Pass.FORWARD
+        generator = torch.Generator(like.device).manual_seed(0)
+
+        def random(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+            count = last_offset(shape, strides) + 1
+            values = torch.randn(count, generator=generator, dtype=like.dtype, device=like.device)
+            return values.as_strided(shape, strides)
+
+        inner = (problem.batch, g.in_channels, *problem.input_size), problem.input
+        outer = (problem.batch, g.out_channels, *problem.output_size), problem.output
+        read, (self.shape, self.strides) = (inner, outer) if forward else (outer, inner)
+        self.like = like
+        self.tensors = [random(*read), random((g.in_channels, g.out_per_group, *g.kernel), problem.weight)]
+        addresses = [tensor.data_ptr() for tensor in self.tensors]
+        if forward:
+            self.tensors.append(random((g.out_channels,), (1,)))
+            addresses.append(self.tensors[-1].data_ptr() if problem.bias else 0)
+        self.result = torch.empty_strided(self.shape, self.strides, dtype=like.dtype, device=like.device)
+        self.reference: Tensor | None = None
+        self.operands = (*addresses, 0, self.result.data_ptr())
+
+    def run(self, task: executor.Task) -> None:
+        task.launch(self.like, self.operands)
+
+    def check(self, task: executor.Task, tolerance: float) -> None:
+        """The largest difference from the first task's result must be a small part of the largest result."""
+        self.result.fill_(float("nan"))  # else what a task does not write would be the one before's
+        self.run(task)
+        if self.reference is None:
+            self.reference = self.result.clone()
+        pairs = zip(self.result, self.reference, strict=True)  # one batch item at a time: they are large
+        largest = torch.stack([torch.stack([(a - b).abs().max(), b.abs().max()]) for a, b in pairs])
+        difference, scale = largest.float().amax(0).tolist()
+        if not difference <= tolerance * scale:  # or NaN
+            raise RuntimeError(f"its result is wrong: {difference:.1e} off where the largest is {scale:.1e}")

@@ -1,0 +1,1 @@
+"""Depthwise layers: threads that keep all weights of a channel in registers."""

@@ -1,0 +1,179 @@
+"""Plans for the forward pass of depthwise layers of channels-last tensors (families/depthwise/depthwise_lines.cuh): threads that
+own vectors of channels and walk along w.
+
+All types but float64, in exact float32 arithmetic. What is compiled in depends on the layer and its format alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from ...planning.launch import Constants, Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import Device, Pass, Plan, Problem
+from ..direct.planner import SCALARS, Side
+
+HAS_EPILOGUE = True
+THREADS = 128
+REGISTERS = 65536  # of a multiprocessor
+MAX_REGISTERS = 168  # of a thread: three blocks
+MAX_SHARED = 48 * 1024  # for the weights of a block
+VECTORS = (4, 2)  # channels of a thread
+LANES = 32  # vectors of a line's channels that a block has, at most
+AHEAD = (3, 2, 1)  # columns of x on their way
+CALLED = 8  # columns of x that are called into L2 before they are loaded
+
+
+@dataclass(frozen=True)
+class Lines:
+    """How a block shares lines of outputs."""
+
+    side: Side
+    vector: int
+    ahead: int
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Lines of x that feed a line of outputs, along d and h."""
+        d, h, _ = self.side.gathers
+        return max(d.count), max(h.count)
+
+    @property
+    def window(self) -> int:
+        axis = self.side.problem.geometry.axes[2]
+        return max(axis.dilation * (axis.kernel - 1) + 1, axis.stride)
+
+    @property
+    def lanes(self) -> int:
+        return min(LANES, self.side.problem.geometry.groups // self.vector)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.side.problem.geometry.groups // (self.lanes * self.vector))
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Lines of a block, along d and h."""
+        lines = THREADS // self.lanes
+        d = 2 if lines >= 4 else 1
+        return d, lines // d
+
+    @property
+    def registers(self) -> int:
+        """About what a thread needs."""
+        problem = self.side.problem
+        rows, kernel_w = prod(self.rows), problem.geometry.kernel[2]
+        values = self.ahead * rows * self.vector * problem.item_bytes // 4
+        return self.vector * (rows * kernel_w + self.window + 1) + values + 2 * rows + 24
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * self.side.problem.geometry.taps * (self.lanes * self.vector + 4)
+
+    @property
+    def resident(self) -> int:
+        """Blocks of a multiprocessor."""
+        return max(1, REGISTERS // (-(-self.registers // 8) * 8 * THREADS))
+
+    def fits(self) -> bool:
+        return self.registers <= MAX_REGISTERS and self.shared_bytes <= MAX_SHARED and prod(self.rows) <= 32
+
+
+def _lines(problem: Problem) -> Lines | None:
+    """With the widest vectors that fit the tensors and the registers, and then with most on its way."""
+    side, groups = Side.of(problem), problem.geometry.groups
+    strides = (side.x[0], *side.x[2:], side.y[0], *side.y[2:], groups)
+    for vector, ahead in product(VECTORS, AHEAD):
+        lines = Lines(side, vector, ahead)
+        if problem.aligned and not any(v % vector for v in strides) and lines.fits():
+            return lines
+    return None
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    g = problem.geometry
+    if problem.which is not Pass.FORWARD:
+        return "it computes the forward pass"
+    if g.in_per_group != 1 or g.out_per_group != 1:
+        return "more than one channel per group"
+    if problem.dtype == "float64":
+        return "it adds up in float32"
+    if problem.input[1] != 1 or problem.output[1] != 1 or min(problem.input[4], problem.output[4]) == 1:
+        return "channels are not what is contiguous"
+    if any(max(gather.count) == 0 for gather in Side.of(problem).gathers):
+        return "no tap reaches the output"
+    if _lines(problem) is None:
+        return "vectors of channels do not fit the tensors, or their weights the registers"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    lines = _lines(problem)
+    assert lines is not None, problem
+    side, (tile_d, tile_h) = lines.side, lines.tile
+    out_d, out_h, out_w = side.y_size
+    tiles_d, tiles_h = -(-out_d // tile_d), -(-out_h // tile_h)
+    blocks = max(1, device.multiprocessors * lines.resident // lines.chunks)
+    length = _length(out_w, lines, problem.batch * tiles_d * tiles_h, blocks)
+    parts = -(-out_w // length)
+    units = problem.batch * tiles_d * tiles_h * parts
+    launch = Launch(
+        kernel="depthwise_lines",
+        constants=_constants(lines),
+        grid=(min(units, blocks) * lines.chunks, 1, 1),
+        threads=THREADS,
+        shared_bytes=lines.shared_bytes,
+        pointers=("x", "weight", "bias", "y"),
+        scalars=padded(
+            int64s(*side.x, *side.y, *problem.weight),
+            int32s(*side.x_size, *side.y_size, length, units),
+            divider(parts),
+            divider(tiles_h),
+            divider(tiles_d),
+        ),
+    )
+    tile = f"each thread {lines.vector} channels of a line, walking {length} along w"
+    return Plan("depthwise_lines", "multiply-adds, walking along w", (launch,), tile=tile)
+
+
+def _constants(lines: Lines) -> Constants:
+    side, problem = lines.side, lines.side.problem
+    d, h, _ = side.gathers
+    w = problem.geometry.axes[2]
+    return (
+        ("kThreads", THREADS),
+        ("kMinBlocks", lines.resident),
+        ("Scalar", SCALARS[problem.dtype]),
+        ("Epilogue", problem.activation),
+        ("kStrideX", side.x[4] if side.x[4] == problem.geometry.groups else 0),
+        ("kStrideY", side.y[4] if side.y[4] == problem.geometry.groups else 0),
+        ("kGroups", problem.geometry.groups),
+        ("kVector", lines.vector),
+        ("kLanes", lines.lanes),
+        *((f"kTile{n}", size) for n, size in zip("DH", lines.tile, strict=True)),
+        *((f"kRows{n}", count) for n, count in zip("DH", lines.rows, strict=True)),
+        *((f"kKernel{n}", size) for n, size in zip("DHW", problem.geometry.kernel, strict=True)),
+        *((f"kStride{n}", size) for n, size in zip("DHW", problem.geometry.stride, strict=True)),
+        *((f"kCount{n}", gather.count) for n, gather in zip("DH", (d, h), strict=True)),
+        *((f"kFirstTap{n}", gather.first_tap) for n, gather in zip("DH", (d, h), strict=True)),
+        *((f"kTapStep{n}", gather.tap_step) for n, gather in zip("DH", (d, h), strict=True)),
+        *((f"kFirstOffset{n}", gather.first_offset) for n, gather in zip("DH", (d, h), strict=True)),
+        *((f"kOffsetStep{n}", gather.offset_step) for n, gather in zip("DH", (d, h), strict=True)),
+        ("kPaddingW", w.padding),
+        ("kDilationW", w.dilation),
+        ("kAhead", lines.ahead),
+        ("kCalled", CALLED),
+    )
+
+
+def _length(outputs: int, lines: Lines, flat: int, resident: int) -> int:
+    """Outputs along w of a block: what fills the GPU with the least left over, and the least repeated."""
+    stride = lines.side.problem.geometry.stride[2]
+
+    def cost(parts: int) -> int:
+        length = -(-outputs // parts)
+        return -(-flat * -(-outputs // length) // resident) * (length + lines.window + 2 * stride)
+
+    return -(-outputs // min(range(1, max(1, min(outputs, 64)) + 1), key=cost))

@@ -1,0 +1,271 @@
+"""Plans for depthwise layers (families/depthwise/depthwise.cuh, depthwise_weight_grad.cuh): threads that walk along depth.
+
+All types but float64, in exact float32 arithmetic. What is compiled in depends on the layer and its format alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from math import isqrt, prod
+
+from ...planning.geometry import Triple
+from ...planning.launch import Constants, Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import Device, Pass, Plan, Problem, Strides
+from ..direct.planner import SCALARS, Side, _reduce, even_pairs, power_of_two_up
+
+HAS_EPILOGUE = True
+THREADS = 128
+REGISTERS = 65536  # of a multiprocessor
+MAX_REGISTERS = 200  # of a thread
+MAX_LOADS = 32
+AHEAD = 4  # planes of x that are called into L2 before they are loaded
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The taps of a walk along depth: which plane of a step each reads, and which position of the window it feeds."""
+
+    side: Side
+    first_lag: int
+    last_lags: tuple[int, ...]  # of each phase along depth
+    slots: int  # positions along depth that a step feeds, of one phase
+    taps: tuple[tuple[Triple, int, int, int, int, int], ...]  # tap, plane, slot, phase along d, phase, load
+    loads: tuple[tuple[int, int], ...]  # offsets along h and w
+
+    @classmethod
+    def of(cls, side: Side) -> Walk:
+        d, h, w = side.gathers
+        depth = [
+            (d.tap(f, j), f, *divmod(d.offset(f, j), d.input_step))
+            for f in range(d.phases)
+            for j in range(d.count[f])
+        ]
+        plane = [
+            ((h.tap(fh, jh), w.tap(fw, jw)), fh * w.phases + fw, (h.offset(fh, jh), w.offset(fw, jw)))
+            for fh, fw in product(range(h.phases), range(w.phases))
+            for jh, jw in product(range(h.count[fh]), range(w.count[fw]))
+        ]
+        # A phase without taps is stored, too: as if by a tap without a lag.
+        lags = [[lag for _, of, lag, _ in depth if of == f] or [0] for f in range(d.phases)]
+        last = tuple(max(found) for found in lags)
+        loads = sorted({offset for _, _, offset in plane})
+        taps = tuple(
+            ((tap_d, *tap), plane_of, last[phase_d] - lag, phase_d, phase, loads.index(offset))
+            for (tap_d, phase_d, lag, plane_of), (tap, phase, offset) in product(depth, plane)
+        )
+        slots = max(max(found) - min(found) for found in lags) + 1
+        return cls(side, min(map(min, lags)), last, slots, taps, tuple(loads))
+
+    @property
+    def phases(self) -> Triple:
+        d, h, w = self.side.gathers
+        return d.phases, h.phases, w.phases
+
+    def registers(self, which: Pass) -> int:
+        """About what a thread needs."""
+        if which is Pass.WEIGHT_GRAD:
+            return -(-len(self.taps) // 32) * 32 + 2 * len(self.loads) + self.slots + 24
+        problem = self.side.problem
+        simple = problem.item_bytes == 4 and _known_stride(self.side.x, problem.geometry.groups) > 0
+        sums = (self.slots + (1 if _channel_lanes(self) else 4)) * prod(self.phases)  # and what is made of them
+        return len(self.taps) + sums + 2 * len(self.loads) + (22 if simple else 40)
+
+    def calls(self, every_position: bool) -> tuple[int, ...]:
+        """Loads that cover x once, all threads together; along w a line is called by its threads' first."""
+        _, h, w = self.side.gathers
+        width = w.input_step if every_position else 1
+        found = [i for i, at in enumerate(self.loads) if 0 <= at[0] < h.input_step and 0 <= at[1] < width]
+        return tuple(found or (0,))
+
+    def constants(self, channel_lanes: int) -> Constants:
+        side = self.side
+        d, h, w = side.gathers
+        calls = self.calls(channel_lanes > 0)
+        return (
+            ("kWide", side.wide),
+            ("kStrideX", _known_stride(side.x, side.problem.geometry.groups)),
+            ("kChannelLanes", channel_lanes),
+            ("kPatchW", _patch(channel_lanes)[1]),
+            ("kGroups", side.problem.geometry.groups),
+            ("kAhead", AHEAD),
+            ("kTaps", len(self.taps)),
+            *((f"kTap{n}", tuple(tap[0][i] for tap in self.taps)) for i, n in enumerate("DHW")),
+            ("kTapPlane", tuple(tap[1] for tap in self.taps)),
+            ("kTapSlot", tuple(tap[2] for tap in self.taps)),
+            ("kTapLoad", tuple(tap[5] for tap in self.taps)),
+            ("kFirstLag", self.first_lag),
+            ("kLastLag", self.last_lags),
+            ("kEndLag", max(self.last_lags)),
+            ("kSlots", self.slots),
+            ("kLoads", len(self.loads)),
+            ("kLoadH", tuple(offset[0] for offset in self.loads)),
+            ("kLoadW", tuple(offset[1] for offset in self.loads)),
+            ("kCalls", len(calls)),
+            ("kCallLoad", calls),
+            *((f"kInputStep{n}", gather.input_step) for n, gather in zip("DHW", (d, h, w), strict=True)),
+        )
+
+
+def _walk(problem: Problem) -> Walk:
+    """The weight gradient walks over dy, as the input gradient does."""
+    which = Pass.INPUT_GRAD if problem.which is Pass.WEIGHT_GRAD else problem.which
+    return Walk.of(Side.of(replace(problem, which=which)))
+
+
+def _channel_lanes(walk: Walk) -> int:
+    """Neighbouring threads that have neighbouring channels: where these are what is contiguous in memory, else 0."""
+    y, groups = walk.side.y, walk.side.problem.geometry.groups
+    return min(32, power_of_two_up(groups)) if y[1] == 1 and y[4] != 1 else 0
+
+
+def _patch(channel_lanes: int) -> tuple[int, int]:
+    """The positions of a block, along h and w, where neighbouring threads have neighbouring channels."""
+    if channel_lanes == 0:
+        return 1, 1
+    positions = THREADS // channel_lanes
+    w = power_of_two_up(isqrt(positions))
+    return positions // w, w
+
+
+def _known_stride(strides: Strides, groups: int) -> int:
+    """Along w, if it follows from the format; else 0."""
+    return strides[4] if strides[4] in (1, groups) else 0
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    g = problem.geometry
+    if problem.which is Pass.BIAS_GRAD:
+        return "it computes no bias gradients"
+    if g.in_per_group != 1 or g.out_per_group != 1:
+        return "more than one channel per group"
+    if problem.dtype == "float64":
+        return "it adds up in float32"
+    if min(sum(gather.count) for axis in g.axes for gather in (axis.scatter,)) == 0:
+        return "no tap reaches the output"
+    walk = _walk(problem)
+    if len(walk.loads) > MAX_LOADS or walk.registers(problem.which) > MAX_REGISTERS:
+        return "the taps do not fit the registers"
+    if walk.side.positions * g.groups >= 2**31:
+        return "the volume is too large"
+    if problem.which is Pass.WEIGHT_GRAD:
+        taps = -(-len(walk.taps) // 32)
+        if taps & (taps - 1):
+            return "the sums of the taps have no halves"
+        blocks = 0 if _channel_lanes(walk) else -(-walk.side.grid[1] * walk.side.grid[2] // THREADS)
+        if problem.batch * blocks * g.groups * g.taps * 4 > device.workspace_bytes:
+            return "the parts do not fit the workspace"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    walk = _walk(problem)
+    g, side, channel_lanes = problem.geometry, walk.side, _channel_lanes(walk)
+    depth, along_w = side.grid[0], side.grid[2]
+    blocks = -(-side.grid[1] * side.grid[2] // THREADS)
+    if channel_lanes:
+        patch_h, patch_w = _patch(channel_lanes)
+        along_w = -(-side.grid[2] // patch_w)
+        blocks = -(-g.groups // channel_lanes) * -(-side.grid[1] // patch_h) * along_w
+    flat = blocks * problem.batch * (1 if channel_lanes else g.groups)
+    resident = max(1, REGISTERS // (walk.registers(problem.which) * THREADS))
+    most = depth
+    if problem.which is Pass.WEIGHT_GRAD and not channel_lanes:
+        most = min(depth, device.workspace_bytes // (max(1, problem.batch) * blocks * g.groups * g.taps * 4))
+    length = _length(depth, most, walk.slots, flat, device.multiprocessors * resident)
+    parts = -(-depth // length)
+    march = int64s(*side.x) + int32s(*side.x_size, *side.grid, length, problem.batch)
+    march = padded(march, divider(along_w), divider(blocks), divider(parts))
+    tile = f"each thread one position, walking {length} along depth"
+    constants: Constants = (
+        ("kThreads", THREADS),
+        ("kMinBlocks", resident),
+        ("Scalar", SCALARS[problem.dtype]),
+        *walk.constants(channel_lanes),
+    )
+    if problem.which is Pass.WEIGHT_GRAD:
+        units, chunks = flat * parts, -(-g.groups // max(1, channel_lanes))
+        grid = min(units, max(1, device.multiprocessors * resident // chunks) * chunks) if channel_lanes else units
+        return _plan_weight_grad(
+            problem, walk, constants, padded(march, int64s(*problem.input), int32s(units)), grid, tile
+        )
+    _, h, w = side.gathers
+    pairs = w.phases == 2 and side.y[4] == 1  # outputs of two phases are neighbours
+    launch = Launch(
+        kernel="depthwise",
+        constants=(
+            *constants,
+            ("Epilogue", problem.activation),
+            ("kTapPhaseD", tuple(tap[3] for tap in walk.taps)),
+            ("kTapPhase", tuple(tap[4] for tap in walk.taps)),
+            ("kPhasesD", walk.phases[0]),
+            ("kPhases", h.phases * w.phases),
+            *((f"kOutputStep{n}", gather.output_step) for n, gather in zip("DHW", side.gathers, strict=True)),
+            ("kStrideY", _known_stride(side.y, g.groups)),
+            ("kPairs", pairs),
+            ("kAligned", pairs and even_pairs(side.y, side.y_size)),
+        ),
+        grid=(flat * parts, 1, 1),
+        threads=THREADS,
+        shared_bytes=4 * channel_lanes * (len(walk.taps) | 1),
+        pointers=("x", "weight", "bias", "y") if problem.which is Pass.FORWARD else ("dy", "weight", "null", "dx"),
+        scalars=padded(march, int64s(*side.y, *problem.weight), int32s(*side.y_size)),
+    )
+    return Plan("depthwise", "multiply-adds, walking along depth", (launch,), tile=tile)
+
+
+def _plan_weight_grad(p: Problem, walk: Walk, constants: Constants, scalars: bytes, grid: int, tile: str) -> Plan:
+    g, channel_lanes = p.geometry, _channel_lanes(walk)
+    splits = max(1, grid // -(-g.groups // max(1, channel_lanes)))
+    taps = len(walk.taps)
+    totals = (taps + 1) * (THREADS + 1) if channel_lanes else THREADS // 32 * (-(-taps // 32) * 32 + 1)
+    main = Launch(
+        kernel="depthwise_weight_grad",
+        constants=(
+            *constants,
+            ("kTapIndex", tuple((t[0] * g.kernel[1] + t[1]) * g.kernel[2] + t[2] for t, *_ in walk.taps)),
+            ("kBias", p.bias),
+            ("kTapOwn", tuple(int(g.is_own(tap)) for tap, *_ in walk.taps)),
+        ),
+        grid=(grid, 1, 1),
+        threads=THREADS,
+        shared_bytes=4 * totals,
+        pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
+        scalars=padded(scalars),
+    )
+    count = g.groups * g.taps
+    ci, co, _, _, tap = p.weight
+    reduce = _reduce(p.dtype, count, splits if grid else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
+    launches: tuple[Launch, ...] = main, reduce
+    if p.bias:
+        bias = _reduce(p.dtype, g.groups, splits if grid else 0, "db", (1, 1, g.groups), (0, 0, 1), "bias_parts")
+        launches = main, reduce, bias
+    return Plan(
+        "depthwise_weight_grad",
+        "multiply-adds, walking along depth",
+        launches,
+        splits * (count + (g.groups if p.bias else 0)) * 4,
+        f"{tile}, {splits} parts",
+        (("bias_parts", splits * count * 4),) if p.bias else (),
+    )
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    """The gradients of weight and bias, where both are wanted and own taps read every output once."""
+    if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:
+        return None
+    problem = replace(problems[Pass.WEIGHT_GRAD], bias=True)
+    if why_not(problem, device) or not problem.geometry.own_taps_cover:
+        return None
+    return replace(plan(problem, device), passes=(Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
+
+
+def _length(depth: int, most: int, slots: int, flat: int, resident: int) -> int:
+    """Positions along depth of a block: what fills the GPU with the least left over, and the least repeated."""
+
+    def cost(parts: int) -> int:
+        length = -(-depth // parts)
+        return -(-flat * -(-depth // length) // resident) * (length + slots)
+
+    return -(-depth // min(range(1, max(1, min(most, 64)) + 1), key=cost))

@@ -1,0 +1,1 @@
+"""Multiply-adds for every geometry and type."""

@@ -1,0 +1,1 @@
+"""Layers with few input or few output channels per group, on tensor cores."""

@@ -1,0 +1,206 @@
+"""Plans for families/few_channels/few_inputs.cuh: few channels in, many out, with K = (tap, channel).
+
+The forward pass of layers with few input channels, and the input gradient of layers with few output channels. What is
+compiled in depends on the layer alone; the shape of a tile is an argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+
+from ...planning import tensor_cores
+from ...planning.launch import Constants, Launch
+from ...planning.packing import int32s, int64s, padded
+from ...planning.problem import Device, Pass, Plan, Problem
+from ..direct.planner import SCALARS, Side
+from .tiles import Taps, Tile, best, tiles
+
+HAS_EPILOGUE = True
+MAX_REDUCED = 4  # channels per group; with more, K of channels fills the tensor cores tap by tap
+MAX_STRIDED = 8  # for input gradients of strided layers: the channels of a phase plane do not lie together
+MIN_OUT = 8  # and columns, too, are to be filled
+MIN_RATIO = 4  # channels out for one in: a gathered operand is to be used more than once
+WARPS = 8
+SUMS = 64  # accumulators of a thread
+LINE_BYTES = 16  # that beginning a new line costs, in bytes of a long one
+BARRIER_BYTES = 8 * 1024  # likewise
+WEIGHT_BYTES = 64 * 1024  # of weights that a block keeps in shared memory
+# What a block takes, in cycles: its weights, and a tile, for each 8 of K and 8 channels; a tile in any case.
+START, STAGED, MULTIPLIED, TILE = 5000.0, 90.0, 14.0, 8500.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the kernel is compiled for: taps, and how a block divides rows and columns."""
+
+    taps: Taps
+
+    @property
+    def side(self) -> Side:
+        return self.taps.side
+
+    @property
+    def step(self) -> int:
+        """K of a matrix instruction."""
+        return 32 // self.side.problem.item_bytes
+
+    @cached_property
+    def first_step(self) -> tuple[int, ...]:
+        """Of every phase, and the end."""
+        return tuple(accumulate((-(-n * self.side.reduced // self.step) for n in self.taps.counts), initial=0))
+
+    @property
+    def steps(self) -> int:
+        return self.first_step[-1]
+
+    @property
+    def contiguous(self) -> bool:
+        return self.side.y[4] == 1
+
+    @property
+    def together(self) -> int:
+        """Phases along w that a lane computes together, because their outputs are neighbours."""
+        return 2 if self.contiguous and self.side.gathers[2].phases == 2 else 1
+
+    @property
+    def pass_tiles(self) -> int:
+        """Tiles of 8 columns whose sums a warp has at a time."""
+        return min(-(-self.side.outs // 8), SUMS // (4 * self.together))
+
+    @property
+    def row_tiles(self) -> int:
+        return max(1, min(2, SUMS // (4 * self.together * self.pass_tiles)))
+
+    @property
+    def rows(self) -> int:
+        return WARPS * 16 * self.row_tiles
+
+    @property
+    def block_out(self) -> int:
+        """Output channels of a block: as many passes as there is room for their weights."""
+        most = max(1, WEIGHT_BYTES // max(1, self.steps * 256 * self.pass_tiles))
+        passes = -(-self.side.outs // (8 * self.pass_tiles))
+        return 8 * self.pass_tiles * -(-passes // -(-passes // most))
+
+    @property
+    def kinds(self) -> int:
+        """Blocks that differ in their output channels."""
+        return self.side.problem.geometry.groups * -(-self.side.outs // self.block_out)
+
+    @property
+    def table_bytes(self) -> int:
+        words = self.steps * (self.block_out * 8 + self.step) + self.block_out
+        return -(-words // 4) * 16
+
+
+@lru_cache(maxsize=1024)
+def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
+    """Layout, tile, and blocks to a multiprocessor: what covers the volume with the least predicted work."""
+    layout = Layout(Taps.of(Side.of(problem)))
+
+    def work(tile: Tile) -> float:
+        """Bytes: results, whose short lines are dearer than their length, what is copied, and a barrier."""
+        (d, h, w), steps = tile.size, [gather.output_step for gather in layout.side.gathers]
+        line = w * steps[2] * problem.item_bytes + LINE_BYTES
+        results = min(layout.side.outs, layout.block_out) * d * steps[0] * h * steps[1] * line
+        copies = tile.lines * (tile.line_vectors * max(1, tile.vector) * problem.item_bytes + LINE_BYTES)
+        one_by_one = 8 if tile.vector * problem.item_bytes < 4 else 4 if tile.vector == 1 else 2
+        return results + one_by_one * copies + BARRIER_BYTES
+
+    found = []
+    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # one block alone waits at its barriers
+        room = ((device.shared_bytes + 1024) // blocks - 1024 - layout.table_bytes) // 2
+        tile = best(tiles(layout.side, layout.rows, 2, room), work)
+        if tile is not None:
+            found.append((tile.count * work(tile) * slowdown, blocks, tile))
+    if not found:
+        return None
+    _, blocks, tile = min(found, key=lambda one: one[:2])
+    return layout, tile, blocks
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
+        return "it computes the forward pass and the input gradient"
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
+        return refusal
+    side = Side.of(problem)
+    strided = problem.which is Pass.INPUT_GRAD and problem.geometry.phases > 1
+    most = MAX_STRIDED if strided else MAX_REDUCED
+    if side.reduced > most:
+        return f"more than {most} channels per group to add up"
+    if side.outs < max(MIN_OUT, MIN_RATIO * side.reduced):
+        return f"fewer than {max(MIN_OUT, MIN_RATIO * side.reduced)} channels per group to compute"
+    if side.positions >= 2**31:
+        return "the volume is too large"
+    if choose(problem, device) is None:
+        return "the taps reach too far for shared memory"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    choice = choose(problem, device)
+    assert choice is not None, "plan() of a problem that why_not() refuses"
+    return plan_tile(*choice, device)
+
+
+def cycles(problem: Problem, device: Device) -> float:
+    """Predicted: up to a third too little."""
+    choice = choose(problem, device)
+    assert choice is not None, "cycles() of a problem that why_not() refuses"
+    layout, tile, blocks = choice
+    products = layout.steps * layout.block_out / 8
+    tiles = -(-tile.count // _walkers(layout, tile, blocks, device))
+    return START + STAGED * products + tiles * (MULTIPLIED * products * layout.row_tiles + TILE)
+
+
+def _walkers(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
+    """Blocks with the same output channels."""
+    return min(tile.count, max(1, device.multiprocessors * blocks // layout.kinds))
+
+
+def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
+    """The plan with a given tile: what a benchmark compares."""
+    side = layout.side
+    p, g = side.problem, side.problem.geometry
+    walkers = _walkers(layout, tile, blocks, device)
+    launch = Launch(
+        kernel="few_inputs",
+        constants=_constants(layout, tile),
+        grid=(walkers * layout.kinds, 1, 1),
+        threads=32 * WARPS,
+        shared_bytes=layout.table_bytes + 2 * tile.part_bytes,
+        pointers=("x", "weight", "bias", "y") if p.which is Pass.FORWARD else ("dy", "weight", "null", "dx"),
+        scalars=padded(
+            int64s(*side.x, *side.y, *side.weight, g.in_per_group * p.weight[0]),
+            int32s(*side.x_size, *side.y_size),
+            tile.scalars(),
+        ),
+    )
+    return Plan("few_inputs", "tensor cores, K = taps and channels", (launch,), tile=str(tile))
+
+
+def _constants(layout: Layout, tile: Tile) -> Constants:
+    side = layout.side
+    return (
+        ("kThreads", 32 * WARPS),
+        ("kMinBlocks", 2),
+        ("Scalar", SCALARS[side.problem.dtype]),
+        ("Epilogue", side.problem.activation),
+        ("kWide", side.wide),
+        ("kUnitC", side.y[1] == 1),
+        ("kRunAlongW", layout.contiguous and side.gathers[2].phases == layout.together),
+        ("kGroups", side.problem.geometry.groups),
+        ("kOutPerGroup", side.outs),
+        ("kBlockOut", layout.block_out),
+        ("kPassTiles", layout.pass_tiles),
+        ("kRowTiles", layout.row_tiles),
+        ("kTogether", layout.together),
+        ("kPairedTiles", side.y[1] == 1 and not layout.contiguous and layout.pass_tiles % 2 == 0),
+        ("kFirstStep", layout.first_step),
+        ("kRagged", any(n * side.reduced % layout.step for n in layout.taps.counts)),
+        ("kPartVector", tile.vector),
+        *layout.taps.constants(),
+    )

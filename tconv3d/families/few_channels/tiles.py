@@ -1,0 +1,153 @@
+"""What the planners for few channels share: taps by phase, and tiles of positions (families/few_channels/few_channels.cuh)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate, product
+from math import gcd, prod
+
+from ...planning.geometry import Gather, Triple
+from ...planning.launch import Constants
+from ...planning.packing import divider, dividers, int32s
+from ..direct.planner import Side
+
+LINE_ITEMS = 8  # a line in shared memory is a multiple of this
+
+
+def origin(gather: Gather) -> int:
+    """The first element that position 0 reads."""
+    return gather.reach[0]
+
+
+def span(gather: Gather) -> int:
+    return gather.reach[1] - gather.reach[0]
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The taps of every phase, phase after phase, and where each reads, from the first element on."""
+
+    side: Side
+    taps: tuple[Triple, ...]
+    offsets: tuple[Triple, ...]
+    counts: tuple[int, ...]  # taps of each phase
+
+    @classmethod
+    def of(cls, side: Side) -> Taps:
+        taps, offsets, counts = [], [], []
+        for phase in product(*(range(gather.phases) for gather in side.gathers)):
+            of_phase = list(zip(side.gathers, phase, strict=True))
+            found = list(product(*(range(gather.count[f]) for gather, f in of_phase)))
+            for js in found:
+                taps.append(tuple(gather.tap(f, j) for (gather, f), j in zip(of_phase, js, strict=True)))
+                offsets.append(
+                    tuple(gather.offset(f, j) - origin(gather) for (gather, f), j in zip(of_phase, js, strict=True))
+                )
+            counts.append(len(found))
+        return cls(side, tuple(taps), tuple(offsets), tuple(counts))
+
+    @property
+    def phases(self) -> int:
+        return len(self.counts)
+
+    def constants(self) -> Constants:
+        axes = list(zip("DHW", self.side.gathers, strict=True))
+        return (
+            ("kReduced", self.side.reduced),
+            ("kPhases", self.phases),
+            ("kFirstTap", tuple(accumulate(self.counts, initial=0))),
+            *((f"kTap{n}", tuple(tap[i] for tap in self.taps)) for i, n in enumerate("DHW")),
+            *((f"kOffset{n}", tuple(offset[i] for offset in self.offsets)) for i, n in enumerate("DHW")),
+            *((f"kOrigin{n}", origin(gather)) for n, gather in axes),
+            *((f"kInputStep{n}", gather.input_step) for n, gather in axes),
+            *((f"kOutputStep{n}", gather.output_step) for n, gather in axes),
+        )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A box of positions, and what it reads of the tensor with few channels."""
+
+    side: Side
+    size: Triple
+    vector: int  # elements that a copy of the part moves; 0: one by one, through registers
+
+    @property
+    def part(self) -> Triple:
+        d, h, w = (
+            (n - 1) * gather.input_step + span(gather) + 1
+            for n, gather in zip(self.size, self.side.gathers, strict=True)
+        )
+        return d, h, w
+
+    @property
+    def lines(self) -> int:
+        return self.side.reduced * self.part[0] * self.part[1]
+
+    @property
+    def line_vectors(self) -> int:
+        """Copies of a line, from one vector's beginning to another's end."""
+        vector = max(1, self.vector)
+        return -(-(origin(self.side.gathers[2]) % vector + self.part[2]) // vector)
+
+    @property
+    def line_pitch(self) -> int:
+        return -(-self.line_vectors * max(1, self.vector) // LINE_ITEMS) * LINE_ITEMS
+
+    @property
+    def part_bytes(self) -> int:
+        return self.lines * self.line_pitch * self.side.problem.item_bytes
+
+    @property
+    def counts(self) -> Triple:
+        """Tiles along each dimension."""
+        d, h, w = (-(-max(1, n) // of) for n, of in zip(self.side.grid, self.size, strict=True))
+        return d, h, w
+
+    @property
+    def count(self) -> int:
+        return self.side.problem.batch * prod(self.counts)
+
+    def scalars(self) -> bytes:
+        """`struct Tiles`."""
+        sizes = int32s(*self.size, *self.part, self.line_pitch, self.line_vectors, self.count)
+        by_part = divider(self.part[0]) + divider(self.part[1]) + divider(self.line_vectors)
+        return sizes + dividers(self.counts) + by_part
+
+    def __str__(self) -> str:
+        return " x ".join(map(str, self.size)) + " positions per tile"
+
+
+def part_vector(side: Side) -> int:
+    """Elements that a copy of a part may move: lines of the tensor are multiples of it, and tiles will be."""
+    p, per_word = side.problem, 4 // side.problem.item_bytes
+    *others, w = side.x
+    if p.aligned and w == 1:
+        for vector in (16 // p.item_bytes, 8 // p.item_bytes, per_word):
+            if not any(v % vector for v in (*others, side.x_size[2])):
+                return vector
+    return 1 if per_word == 1 else 0
+
+
+def tiles(side: Side, rows: int, multiple: int, part_limit: int) -> list[Tile]:
+    """Boxes of up to `rows` positions, a multiple along w, whose part takes at most `part_limit` bytes."""
+    vector = part_vector(side)
+    step = max(1, vector) // gcd(side.gathers[2].input_step, max(1, vector))
+    multiple = max(multiple, step)  # both are powers of two
+    d, h, w = (max(1, size) for size in side.grid)
+    pieces = [-(-w // cuts) for cuts in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)]
+    widths = {-(-piece // multiple) * multiple for piece in pieces}
+    widths |= {rows >> i for i in range(5)}
+    found = [
+        Tile(side, (max(1, min(d, rows // (width * height))), height, width), vector)
+        for width in sorted(widths)
+        if width % multiple == 0 and 0 < width <= min(rows, w + multiple - 1)
+        for height in range(1, min(h, rows // width) + 1)
+    ]
+    return [tile for tile in found if tile.part_bytes <= part_limit]
+
+
+def best(found: list[Tile], cost: Callable[[Tile], float]) -> Tile | None:
+    """The tile that covers the volume at the least cost, `cost` being that of one tile."""
+    return min(found, key=lambda tile: prod(tile.counts) * cost(tile), default=None)

@@ -1,0 +1,273 @@
+"""Plans for families/few_channels/few_weight_grad.cuh: the weight gradient of layers with few input or few output channels.
+
+K = positions, rows are the channels of the tensor with many, columns the taps and channels of the one with few. What
+is compiled in depends on the layer (and on which vectors its volumes are multiples of); the shape of a tile is an
+argument.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ...planning import tensor_cores
+from ...planning.launch import Constants, Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import Device, Pass, Plan, Problem, last_offset
+from ..direct.planner import INT32_MAX, SCALARS, Side, _reduce, power_of_two_up
+from .tiles import Taps, Tile, best, tiles
+
+MAX_FEW = 4  # channels per group
+MIN_MANY = 8
+WARPS = 8
+SUMS = 64  # accumulators of a thread
+ROW_TILES = 4  # of 16 channels, that a block has at most
+BUFFER_BYTES = 40 * 1024  # of the tensor with many channels, in shared memory: two to a block, two blocks
+MAX_ROWS = 256  # positions of a tile
+LINE_BYTES = 32  # that beginning a new line costs, in bytes of a long one
+BARRIER_BYTES = 8 * 1024  # likewise
+START, TILE = 25000.0, 8000.0  # cycles: the first tile's way, and the sum of parts; a tile
+
+
+def few_side(problem: Problem) -> Side:
+    """The pass over the same two tensors that computes the one with many channels out of the one with few."""
+    g = problem.geometry
+    which = Pass.INPUT_GRAD if g.out_per_group <= g.in_per_group else Pass.FORWARD
+    return Side.of(replace(problem, which=which))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What the kernel is compiled for: taps, and how a block and its warps divide rows, columns and positions."""
+
+    taps: Taps
+
+    @property
+    def side(self) -> Side:
+        return self.taps.side
+
+    @property
+    def columns(self) -> tuple[tuple[int, int], ...]:
+        """Tiles of 8 columns: their phase, and the first of the phase's columns."""
+        return tuple(
+            (f, first) for f, n in enumerate(self.taps.counts) for first in range(0, n * self.side.reduced, 8)
+        )
+
+    @property
+    def row_tiles(self) -> int:
+        return min(ROW_TILES, -(-self.side.outs // 16))
+
+    @property
+    def _most_tiles(self) -> int:
+        return max(1, SUMS // (4 * self.row_tiles))
+
+    @property
+    def sets(self) -> int:
+        """Warps that differ in their columns; the others differ in their positions."""
+        return min(WARPS, power_of_two_up(-(-len(self.columns) // self._most_tiles)))
+
+    @property
+    def warp_tiles(self) -> int:
+        return min(self._most_tiles, -(-len(self.columns) // self.sets))
+
+    @property
+    def block_tiles(self) -> int:
+        return self.sets * self.warp_tiles
+
+    @property
+    def kinds(self) -> int:
+        many = -(-self.side.outs // (16 * self.row_tiles))
+        return self.side.problem.geometry.groups * many * -(-len(self.columns) // self.block_tiles)
+
+    @property
+    def run(self) -> int:
+        """Neighbouring positions of a lane."""
+        return 16 // self.side.problem.item_bytes
+
+    @property
+    def rows(self) -> int:
+        """Positions of a tile."""
+        group, channels = 4 * self.run, 16 * self.row_tiles
+        fit = BUFFER_BYTES // (channels * self.taps.phases * self.side.problem.item_bytes)
+        return max(group, min(MAX_ROWS, power_of_two_up(fit // 2 + 1)))
+
+    @property
+    def phase_pitch(self) -> int:
+        """Of a phase: its positions, and what keeps copies of neighbouring phases in different banks."""
+        per_word = 4 // self.side.problem.item_bytes
+        return self.rows + (16 * per_word - self.rows) % (32 * per_word)
+
+    @property
+    def channel_pitch(self) -> int:
+        per_word = 4 // self.side.problem.item_bytes
+        pitch = self.taps.phases * self.phase_pitch
+        return pitch + (16 * per_word - pitch) % (32 * per_word)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return 16 * self.row_tiles * self.channel_pitch * self.side.problem.item_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        return -(-self.rows // self.run // 4) * 16
+
+    def shared_bytes(self, tile: Tile) -> int:
+        adding = self.table_bytes + self.sets * 32 * self.row_tiles * self.warp_tiles * 16
+        return max(adding, self.table_bytes + 2 * self.buffer_bytes + 2 * tile.part_bytes)
+
+
+@lru_cache(maxsize=1024)
+def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
+    """Layout, tile, and blocks to a multiprocessor: what covers the volume with the least to copy."""
+    layout = Layout(Taps.of(few_side(problem)))
+
+    def work(tile: Tile) -> float:
+        """In bytes: what is copied of both tensors, short lines being dearer than their length, and a barrier."""
+        (d, h, w), steps = tile.size, [gather.output_step for gather in layout.side.gathers]
+        lines = 16 * layout.row_tiles * d * steps[0] * h * steps[1]
+        line = w * steps[2] * problem.item_bytes + LINE_BYTES
+        part = tile.part[2] * problem.item_bytes + LINE_BYTES
+        return lines * line + 2 * tile.lines * part + BARRIER_BYTES
+
+    found = []
+    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # one block alone waits at its barriers
+        room = ((device.shared_bytes + 1024) // blocks - 1024 - layout.table_bytes - 2 * layout.buffer_bytes) // 2
+        tile = best(tiles(layout.side, layout.rows, layout.run, room), work)
+        if tile is not None:
+            found.append((tile.count * work(tile) * slowdown, blocks, tile))
+    if not found:
+        return None
+    _, blocks, tile = min(found, key=lambda one: one[:2])
+    return layout, tile, blocks
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    g = problem.geometry
+    if problem.which is not Pass.WEIGHT_GRAD:
+        return f"computes weight gradients, not the pass {problem.which.value}"
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
+        return refusal
+    few, many = sorted((g.in_per_group, g.out_per_group))
+    if few > MAX_FEW:
+        return f"more than {MAX_FEW} channels per group on both sides"
+    if many < MIN_MANY:
+        return f"fewer than {MIN_MANY} channels per group on either side"
+    if few_side(problem).positions >= 2**31:
+        return "the volume is too large"
+    if choose(problem, device) is None:
+        return "the taps reach too far for shared memory"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    choice = choose(problem, device)
+    assert choice is not None, "plan() of a problem that why_not() refuses"
+    return plan_tile(*choice, device)
+
+
+def cycles(problem: Problem, device: Device) -> float:
+    """Predicted: up to two fifths too little."""
+    choice = choose(problem, device)
+    assert choice is not None, "cycles() of a problem that why_not() refuses"
+    layout, tile, blocks = choice
+    return START + TILE * -(-tile.count // _splits(layout, tile, blocks, device))
+
+
+def _splits(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
+    """Parts of the positions."""
+    g = layout.side.problem.geometry
+    wanted = max(1, device.multiprocessors * blocks // layout.kinds)
+    room = device.workspace_bytes // (4 * g.in_channels * g.out_per_group * g.taps)
+    return max(1, min(tile.count, wanted, room))
+
+
+def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
+    """The plan with a given tile: what a benchmark compares."""
+    side = layout.side
+    p, g = side.problem, side.problem.geometry
+    count = g.in_channels * g.out_per_group * g.taps
+    splits = _splits(layout, tile, blocks, device)
+    vector, channel_lanes = _vector(layout), _channel_lanes(side)
+    lines_d, lines_h = (n * gather.output_step for n, gather in zip(tile.size[:2], side.gathers[:2], strict=True))
+    line_vectors = tile.size[2] * side.gathers[2].output_step // max(1, vector)
+    tile_vectors = lines_d * lines_h * line_vectors
+    lanes = min(32 * WARPS // channel_lanes, power_of_two_up(tile_vectors))
+    names = {Pass.INPUT_GRAD: ("x", "dy"), Pass.FORWARD: ("dy", "x")}[p.which]
+    main = Launch(
+        kernel="few_weight_grad",
+        constants=_constants(layout, tile, vector, channel_lanes),
+        grid=(splits * layout.kinds, 1, 1),
+        threads=32 * WARPS,
+        shared_bytes=layout.shared_bytes(tile),
+        pointers=(*names, "workspace"),
+        scalars=padded(
+            int64s(*side.y, *side.x),
+            int32s(*side.y_size, *side.x_size),
+            tile.scalars(),
+            int32s(line_vectors, tile_vectors, lanes.bit_length() - 1),
+            divider(line_vectors),
+            divider(lines_h),
+        ),
+    )
+    ci, co, _, _, tap = p.weight
+    reduce = _reduce(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    return Plan(
+        "few_weight_grad",
+        "positions as K on tensor cores, columns of taps",
+        (main, reduce),
+        splits * count * 4,
+        f"{tile}, {splits} parts",
+    )
+
+
+def _vector(layout: Layout) -> int:
+    """Elements of the tensor with many channels that a copy moves; 0: one by one, through registers."""
+    side = layout.side
+    p, per_word = side.problem, 4 // side.problem.item_bytes
+    *others, w = side.y
+    if p.aligned and w == 1 and side.gathers[2].output_step == 1:
+        for vector in (16 // p.item_bytes, 8 // p.item_bytes, per_word):
+            if not any(v % vector for v in (*others, side.y_size[2])):
+                return vector
+    return 1 if per_word == 1 else 0
+
+
+def _channel_lanes(side: Side) -> int:
+    """Neighbouring threads that copy neighbouring channels."""
+    return 8 if side.y[1] == 1 and side.y[4] != 1 else 1
+
+
+def _constants(layout: Layout, tile: Tile, vector: int, channel_lanes: int) -> Constants:
+    side = layout.side
+    p, g = side.problem, side.problem.geometry
+    many_is_input = p.which is Pass.INPUT_GRAD
+    reach = [
+        (n + layout.rows) * gather.output_step for n, gather in zip(side.grid, side.gathers, strict=True)
+    ]  # a tile may stick out of the volume
+    wide = last_offset((2, 16 * layout.row_tiles, *reach), (0, *side.y[1:])) > INT32_MAX
+    return (
+        ("kThreads", 32 * WARPS),
+        ("kMinBlocks", 2),
+        ("Scalar", SCALARS[p.dtype]),
+        ("kWide", wide or side.wide),
+        ("kVector", vector),
+        ("kPartVector", tile.vector),
+        ("kChannelLanes", channel_lanes),
+        ("kGroups", g.groups),
+        ("kManyPerGroup", side.outs),
+        ("kManyStride", g.out_per_group * g.taps if many_is_input else g.taps),
+        ("kFewStride", g.taps if many_is_input else g.out_per_group * g.taps),
+        ("kRowTiles", layout.row_tiles),
+        ("kSets", layout.sets),
+        ("kWarpTiles", layout.warp_tiles),
+        ("kTiles", len(layout.columns)),
+        ("kTilePhase", tuple(f for f, _ in layout.columns)),
+        ("kTileColumn", tuple(first for _, first in layout.columns)),
+        ("kRows", layout.rows),
+        ("kPhasePitch", layout.phase_pitch),
+        ("kChannelPitch", layout.channel_pitch),
+        ("kTaps", g.taps),
+        ("kKernelH", g.kernel[1]),
+        ("kKernelW", g.kernel[2]),
+        *layout.taps.constants(),
+    )

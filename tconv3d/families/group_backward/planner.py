@@ -1,0 +1,348 @@
+"""Plans for the gradients of layers with small groups (families/group_backward/group_backward.cuh).
+
+At most 8 channels in and out per group leave nothing to do but to read dy: both gradients, or the wanted one, come
+out of one reading. Chooses how many lines a block's tile has, how deep its rings are, and how columns of tiles are
+divided among blocks; these are arguments. What is compiled in depends on the layer and on what is wanted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from ...planning import tensor_cores
+from ...planning.geometry import Axis, Geometry
+from ...planning.launch import Constants, Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import Device, Pass, Plan, Problem, Strides
+from ..direct.planner import SCALARS
+from ..up.backward import Parts, contiguous, sum_of_parts
+
+CHANNELS = 8  # of a bundle: the least that a matrix instruction has of columns and of K
+ROWS = 2  # lines of positions of a unit
+UNIT = 16  # positions of a line of a unit
+INPUT_WARPS = 8
+# Producers and warps of the weight gradient, contiguous and channels-last: 16 in all, for 128 registers a thread.
+OTHER_WARPS, OTHER_WARPS_LAST = (1, 7), (2, 6)
+MIN_STAGES, MAX_STAGES = 3, 8
+BARRIER_BYTES = 32 * MAX_STAGES
+MAX_WEIGHTS, MAX_SUMS = 64, 80  # registers of a thread
+MIN_WIDTH = 12  # positions of a line, that fill a unit
+START_PLANES = 3  # a column's first planes are on their way for as long as so many take
+
+
+def shifts(axis: Axis) -> tuple[int, int]:
+    """The least and the largest of the taps."""
+    found = [axis.shift(tap) for tap in range(axis.kernel)]
+    return min(found), max(found)
+
+
+def reach(axis: Axis) -> int:
+    return axis.dilation * (axis.kernel - 1)
+
+
+def bundled(g: Geometry) -> int:
+    """Groups that a bundle has: as many as fit, of those that divide all groups."""
+    most = CHANNELS // max(g.in_per_group, g.out_per_group)
+    return max(n for n in range(1, most + 1) if g.groups % n == 0)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a block has in shared memory: some whole lines of positions, and what they reach of dy."""
+
+    problem: Problem
+    bands: int  # of ROWS lines
+    weight_grad: bool
+    shared_bytes: int  # of the device
+
+    @property
+    def lines(self) -> int:
+        """Of positions."""
+        return self.bands * ROWS
+
+    @property
+    def lines_of_dy(self) -> int:
+        axis = self.problem.geometry.axes[1]
+        return axis.stride * (self.lines - 1) + reach(axis) + 1
+
+    def _pitch(self, elements: int) -> int:
+        """Bytes of a run that begins anywhere; an odd multiple of 16."""
+        return -(-(elements * self.problem.item_bytes + 30) // 32) * 32 + 16
+
+    def _cell(self, per_group: int) -> int:
+        """Bytes of a bundle's channels of a position, channels-last."""
+        return bundled(self.problem.geometry) * per_group * self.problem.item_bytes
+
+    @property
+    def pitch(self) -> int:
+        """Of a channel; of one phase along w of a line, channels-last."""
+        g, width = self.problem.geometry, self.problem.output_size[2]
+        if not _last(self.problem):
+            return self._pitch(self.lines_of_dy * width)
+        axis = g.axes[2]
+        return -(-(width + axis.padding) // axis.stride) * (self._cell(g.out_per_group) // 16 | 1) * 16
+
+    @property
+    def pitch_x(self) -> int:
+        """Of a channel; of a line, channels-last."""
+        width = self.problem.input_size[2]
+        if not _last(self.problem):
+            return self._pitch(self.lines * width)
+        return width * self._cell(self.problem.geometry.in_per_group)
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of dy."""
+        g = self.problem.geometry
+        of = self.lines_of_dy * g.stride[2] if _last(self.problem) else bundled(g) * g.out_per_group
+        return of * self.pitch
+
+    @property
+    def stage_x_bytes(self) -> int:
+        g = self.problem.geometry
+        return (self.lines if _last(self.problem) else bundled(g) * g.in_per_group) * self.pitch_x
+
+    @property
+    def slots(self) -> int:
+        least, largest = shifts(self.problem.geometry.axes[0])
+        return largest - least + 1
+
+    def stages_x(self, stages: int) -> int:
+        """Positions along d that are in use, and those on their way with the planes of dy."""
+        ahead = -(-stages // self.problem.geometry.stride[0])
+        return min(MAX_STAGES, self.slots + ahead) if self.weight_grad else 0
+
+    def bytes(self, stages: int) -> int:
+        g = self.problem.geometry
+        rings = stages * self.stage_bytes + self.stages_x(stages) * self.stage_x_bytes
+        passed = 4 * _other_warps(self.problem)[1] * (32 * 4 * products(g) + CHANNELS) if self.weight_grad else 0
+        return BARRIER_BYTES + max(rings, passed)
+
+    @property
+    def stages(self) -> int:
+        """As many as fit; none if too few do."""
+        fitting = [n for n in range(MIN_STAGES, MAX_STAGES + 1) if self.bytes(n) <= self.shared_bytes]
+        return fitting[-1] if fitting and self.slots < MAX_STAGES else 0
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.problem.input_size[2] // UNIT)
+
+    @property
+    def columns(self) -> int:
+        """Along h."""
+        return -(-self.problem.input_size[1] // self.lines)
+
+    def __str__(self) -> str:
+        return f"{self.lines} lines, {self.stages} planes in shared memory"
+
+
+def products(g: Geometry) -> int:
+    """Of a position in the weight gradient: two taps along w each, or two along d that read the same plane."""
+    depth, (_, h, w) = g.axes[0], g.kernel
+    counts = [len(depth.taps(phase)) for phase in range(depth.stride)]
+    return h * sum(min(-(-count // 2) * w, count * -(-w // 2)) for count in counts)
+
+
+@lru_cache(maxsize=1024)
+def tile_of(problem: Problem, weight_grad: bool, device: Device) -> Tile | None:
+    """The one with the most lines that its warps can take: lines between tiles are read twice."""
+    chunks = -(-problem.input_size[2] // UNIT)
+    bands = min(INPUT_WARPS // chunks, -(-problem.input_size[1] // ROWS)) if chunks else 0
+    for count in range(bands, 0, -1):
+        tile = Tile(problem, count, weight_grad, device.shared_bytes)
+        if tile.stages:
+            return tile
+    return None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Columns of positions along d, and how many blocks of a bundle share them."""
+
+    length: int
+    segments: int
+    tasks: int
+    splits: int
+
+
+def split_of(problem: Problem, tile: Tile, bundles: int, device: Device) -> Split:
+    depth = problem.input_size[0]
+    splits = max(1, device.multiprocessors // bundles)
+    least, largest = shifts(problem.geometry.axes[0])
+    found = []
+    for segments in range(1, depth + 1):
+        length = -(-depth // segments)
+        if -(-depth // length) != segments:
+            continue
+        tasks = problem.batch * tile.columns * segments
+        rounds = -(-tasks // min(splits, tasks))
+        cost = rounds * (length + largest - least + START_PLANES / problem.geometry.stride[0])
+        found.append((cost, Split(length, segments, tasks, min(splits, tasks))))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    if problem.which not in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+        return "it computes the gradients of input and weight"
+    return _why_not(problem, problem.which is Pass.WEIGHT_GRAD, device)
+
+
+def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
+    g = problem.geometry
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARPGROUP):
+        return refusal
+    if not 2 <= min(g.in_per_group, g.out_per_group) <= max(g.in_per_group, g.out_per_group) <= CHANNELS:
+        return f"fewer than 2 or more than {CHANNELS} channels per group"
+    if 2 * g.taps > MAX_WEIGHTS or 4 * products(g) > MAX_SUMS:
+        return "the taps do not fit the registers"
+    if not _dense(problem):
+        return "the tensors are not dense, or not aligned"
+    if _last(problem) and not _whole_pieces(problem):
+        return "a bundle's channels of a position are not whole pieces of 16 bytes"
+    if not 0 < problem.batch * prod(problem.input_size) < 2**31 or min(problem.output_size) <= 0:
+        return "too many positions, or none"
+    if problem.input_size[2] < MIN_WIDTH:
+        return f"lines of fewer than {MIN_WIDTH} positions"
+    if tile_of(problem, weight_grad, device) is None:
+        return "the lines that a position reaches do not fit shared memory, or have too many positions"
+    return None
+
+
+def _last(p: Problem) -> bool:
+    """Whether the tensors are channels-last."""
+    return p.input[1] == p.output[1] == 1 and p.input[4] > 1
+
+
+def _other_warps(p: Problem) -> tuple[int, int]:
+    return OTHER_WARPS_LAST if _last(p) else OTHER_WARPS
+
+
+def _dense(p: Problem) -> bool:
+    g, layout = p.geometry, channels_last if _last(p) else contiguous
+    shape = (g.in_channels, g.out_per_group, *g.kernel)
+    return (
+        p.aligned
+        and p.input == layout((p.batch, g.in_channels, *p.input_size))
+        and p.output == layout((p.batch, g.out_channels, *p.output_size))
+        and (p.weight == contiguous(shape) or (p.which is Pass.INPUT_GRAD and p.weight == channels_last(shape)))
+    )
+
+
+def _whole_pieces(p: Problem) -> bool:
+    g = p.geometry
+    return all(bundled(g) * n * p.item_bytes % 16 == 0 for n in (g.in_per_group, g.out_per_group))
+
+
+def channels_last(shape: tuple[int, ...]) -> Strides:
+    n, c, *size = shape
+    batch, *others, channel = contiguous((n, *size, c))
+    return (batch, channel, *others)
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    return _plan({problem.which: problem}, device)
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    weight_grad = Pass.WEIGHT_GRAD in problems
+    wanted: dict[Pass, Problem] = {which: p for which, p in problems.items() if which is not Pass.BIAS_GRAD}
+    if any(_why_not(problem, weight_grad, device) for problem in wanted.values()):
+        return None
+    if weight_grad and Pass.BIAS_GRAD in problems and wanted[Pass.WEIGHT_GRAD].geometry.own_taps_cover:
+        wanted[Pass.BIAS_GRAD] = problems[Pass.BIAS_GRAD]
+    return _plan(wanted, device) if len(wanted) > 1 else None
+
+
+def _plan(wanted: dict[Pass, Problem], device: Device) -> Plan:
+    """Of input and weight gradient, or of one of them; the bias's comes with that of the weight."""
+    p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
+    tile = tile_of(p, weight_grad, device)
+    assert tile is not None, "a plan of a problem that why_not() refuses"
+    bundles = p.geometry.groups // bundled(p.geometry)
+    split = split_of(p, tile, bundles, device)
+    parts = Parts(p, split.splits, 1, 1 if Pass.BIAS_GRAD in wanted else 0)
+    launches = (_main(wanted, tile, split, parts), *((sum_of_parts(p, parts),) if weight_grad else ()))
+    return Plan(
+        "group_backward",
+        "groups of few channels: every element of dy is read once, for all its taps",
+        launches,
+        parts.bytes if weight_grad else 0,
+        f"{tile}, {split.splits} parts",
+        parts.regions if weight_grad else (),
+        passes=tuple(wanted),
+    )
+
+
+def _main(wanted: dict[Pass, Problem], tile: Tile, split: Split, parts: Parts) -> Launch:
+    p = tile.problem
+    input_grad, weight_grad = Pass.INPUT_GRAD in wanted, Pass.WEIGHT_GRAD in wanted
+    g, stages, size, dy_size = p.geometry, tile.stages, p.input_size, p.output_size
+    producers, weight_warps = _other_warps(p)
+    warps = producers, INPUT_WARPS * input_grad, weight_warps * weight_grad
+    return Launch(
+        kernel="group_backward",
+        constants=_constants(p, wanted.get(Pass.INPUT_GRAD, p).weight, *warps, Pass.BIAS_GRAD in wanted),
+        grid=(g.groups // bundled(g) * split.splits, 1, 1),
+        threads=32 * sum(warps),
+        shared_bytes=tile.bytes(stages),
+        pointers=(
+            "dy",
+            *(("x",) if weight_grad else ("null",)),
+            *(("weight", "dx") if input_grad else ("null", "null")),
+            *((parts.place("dw"), parts.place("db")) if weight_grad else ("null", "null")),
+        ),
+        scalars=padded(
+            int64s(*p.output, *p.input, *p.input),
+            int64s(_count(p.output, p.batch), _count(p.input, p.batch), parts.pitch("dw"), parts.pitch("db")),
+            int32s(*size, *dy_size, split.tasks, split.splits, split.length, tile.bands, tile.chunks),
+            int32s(tile.pitch, tile.pitch_x, stages, tile.stages_x(stages)),
+            divider(tile.columns),
+            divider(split.segments),
+            divider(tile.chunks),
+        ),
+    )
+
+
+def _count(strides: Strides, batch: int) -> int:
+    return strides[0] * batch
+
+
+def _constants(
+    p: Problem, weight: Strides, producers: int, input_warps: int, weight_warps: int, bias: bool
+) -> Constants:
+    g, groups = p.geometry, bundled(p.geometry)
+    depth, _, _ = g.axes
+    least, largest = shifts(depth)
+    axes = list(zip("DHW", g.axes, strict=True))
+    return (
+        ("kThreads", 32 * (producers + input_warps + weight_warps)),
+        ("kMinBlocks", 1),
+        ("Scalar", SCALARS[p.dtype]),
+        ("kIn", groups * g.in_per_group),
+        ("kOut", groups * g.out_per_group),
+        ("kInPerGroup", g.in_per_group),
+        ("kOutPerGroup", g.out_per_group),
+        ("kBundles", g.groups // groups),
+        *((f"kKernel{n}", axis.kernel) for n, axis in axes),
+        *((f"kStride{n}", axis.stride) for n, axis in axes),
+        *((f"kDilation{n}", axis.dilation) for n, axis in axes[1:]),
+        *((f"kPadding{n}", axis.padding) for n, axis in axes[1:]),
+        ("kPhaseD", tuple(depth.phase(tap) for tap in range(depth.kernel))),
+        ("kShiftD", tuple(depth.shift(tap) for tap in range(depth.kernel))),
+        ("kMinShiftD", least),
+        ("kMaxShiftD", largest),
+        ("kRows", ROWS),
+        ("kMaxStages", MAX_STAGES),
+        ("kProducers", producers),
+        ("kInputWarps", input_warps),
+        ("kWeightWarps", weight_warps),
+        ("kBias", bias),
+        ("kLast", _last(p)),
+        ("kWeightLast", weight[4] != 1),
+    )

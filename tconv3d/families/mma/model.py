@@ -1,0 +1,475 @@
+"""What the kernel on mma.sync can be built as, and how long a build is predicted to take (families/mma/mma.cuh).
+
+A pure function of a layer's geometry, its volume and the device. Knows no launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from math import prod
+
+from ...planning.geometry import Triple
+from ...planning.problem import Device
+from ..direct.planner import Side, Unrolled
+
+# Cycles of a multiprocessor are the unit of all costs.
+MULTIPLY_CYCLES = 2.0  # one matrix instruction, when all four schedulers issue them
+SHARED_BYTES_PER_CYCLE = 128.0
+L2_BYTES_PER_CYCLE = 24.0  # that a multiprocessor gets when all of them read
+MEMORY_BYTES_PER_CYCLE = 16.0  # that a multiprocessor can write to memory when all of them do
+ISSUE_PER_CYCLE = 4.0  # instructions, one of each scheduler
+COPY_INSTRUCTIONS = 14.0  # of a warp, to ask for one copy of each lane
+ROUND_INSTRUCTIONS = 2.0  # that round a word to TF32
+STORE_INSTRUCTIONS = 12.0  # of a warp, for one store of each lane
+STEP_CYCLES = 60.0  # a barrier
+ROW_CYCLES = 90.0  # that a warp waits for the first fragments of a row of taps
+BLOCK_CYCLES = 3000.0  # from a block's start to its first product, and its last stores
+TORN_STORES = 2.0  # times the memory cycles, where neighbours in memory are stored by different blocks
+OVERLAP = 0.2  # of the shorter parts of a block's time is not hidden behind the longest
+
+SLOT_PAD = 16  # bytes after the channels of a slot
+K_STEP = 32  # bytes of channels
+REGISTERS = 65536  # of a multiprocessor
+OTHER_REGISTERS = 56  # of a thread, for addresses and counters
+JOB_REGISTERS = 12  # of a thread, for what comes through registers
+BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block
+MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
+SAFE_SUMS = 128  # accumulators of a thread
+MAX_REGISTERS = 244  # of a thread, by the estimate
+BOX_ITEM = 0.3  # of the time of a position's products, that an item of the halo takes
+BOX_LINE = 4.0  # items that the ends of a line in memory take, whose sectors are not whole
+WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # of a block, along positions and channels
+STAGES = ((1, 3), (1, 4), (2, 3), (4, 3))  # rows of taps of a stage, and stages
+MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
+
+
+@dataclass(frozen=True)
+class Build:
+    """Everything of a kernel that is compiled in and is not the layer's."""
+
+    unrolled: int  # innermost dimensions whose phases all are a block's own
+    tiles_m: int  # tiles of 16 positions of a warp
+    tiles_n: int  # tiles of 8 channels of a warp
+    warps_m: int
+    warps_n: int
+    steps: int  # K steps of a chunk
+    rows: int  # of taps, of a stage
+    stages: int
+    blocks: int  # of a multiprocessor
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def positions(self) -> int:
+        return 16 * self.tiles_m * self.warps_m
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.tiles_n * self.warps_n
+
+    def __str__(self) -> str:
+        owned = ("one phase", "all phases along w", "all phases along h, w", "all phases")[self.unrolled]
+        return (
+            f"{self.warps_m * self.warps_n} warps x {self.blocks} blocks, each block {self.positions} positions x "
+            f"{self.columns} channels x {owned}, each warp {16 * self.tiles_m} x {8 * self.tiles_n}, "
+            f"chunks of {K_STEP * self.steps} bytes, {self.stages} stages of {self.rows} rows of taps"
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tap along each dimension that is not unrolled, and where it reads in its source's halo."""
+
+    taps: tuple[int, ...]
+    place: Triple
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows of taps of a block phase that read out of the same halo."""
+
+    least: Triple  # offset in x from what the tile's first position stands for to the halo's beginning
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Fragments along w that several inner taps read: of each tap, how many items behind the first it begins."""
+
+    place: Triple  # in the halo, from where the row of taps reads
+    taps: tuple[tuple[int, int], ...]  # inner tap, shift
+
+    @property
+    def span(self) -> int:
+        return max(shift for _, shift in self.taps)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a build has to do, of the layer alone."""
+
+    side: Side
+    unrolled: int
+
+    @cached_property
+    def inner(self) -> Unrolled:
+        return Unrolled.of(self.side.gathers, self.unrolled)
+
+    @property
+    def outer_count(self) -> int:
+        return 3 - self.unrolled
+
+    @cached_property
+    def line_steps(self) -> Triple:
+        """From line to line of a halo, in lines of x: the stride, where each phase of x has a halo of its own."""
+        d, h, _ = (gather.input_step for gather in self.side.gathers)
+        return (d, h, 1) if d * h <= MAX_SOURCES else (1, 1, 1)
+
+    @cached_property
+    def halo_steps(self) -> Triple:
+        """From position to position of a tile, in lines and items of a halo."""
+        steps = (gather.input_step for gather in self.side.gathers)
+        return tuple(step // line for step, line in zip(steps, self.line_steps, strict=True))
+
+    @cached_property
+    def least_load(self) -> Triple:
+        return tuple(min(load[i] for load in self.inner.loads) for i in range(3))
+
+    @cached_property
+    def phases(self) -> tuple[tuple[Source, ...], ...]:
+        """The sources of each block phase."""
+        outer = self.side.gathers[: self.outer_count]
+        return tuple(map(self._sources, product(*(range(gather.phases) for gather in outer))))
+
+    def _sources(self, phase: Triple) -> tuple[Source, ...]:
+        outer, unrolled = self.side.gathers[: self.outer_count], self.least_load[self.outer_count :]
+        by_residue: dict[Triple, list[tuple[tuple[int, ...], Triple]]] = {}
+        for row in product(*(range(gather.count[i]) for gather, i in zip(outer, phase, strict=True))):
+            taps = tuple(gather.tap(i, j) for gather, i, j in zip(outer, phase, row, strict=True))
+            offsets = (*(gather.offset(i, j) for gather, i, j in zip(outer, phase, row, strict=True)), *unrolled)
+            residue = tuple(offset % step for offset, step in zip(offsets, self.line_steps, strict=True))
+            by_residue.setdefault(residue, []).append((taps, offsets))
+        found = []
+        for _, rows in sorted(by_residue.items()):
+            least = tuple(min(offsets[i] for _, offsets in rows) for i in range(3))
+            places = (
+                tuple((o - at) // step for o, at, step in zip(offsets, least, self.line_steps, strict=True))
+                for _, offsets in rows
+            )
+            found.append(
+                Source(least, tuple(Row(taps, place) for (taps, _), place in zip(rows, places, strict=True)))
+            )
+        return tuple(found)
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(source for phase in self.phases for source in phase)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for source in self.sources for row in source.rows)
+
+    @cached_property
+    def most_rows(self) -> int:
+        """Of a block phase."""
+        return max(sum(len(source.rows) for source in phase) for phase in self.phases)
+
+    @cached_property
+    def least_rows(self) -> int:
+        """Of a source."""
+        return min((len(source.rows) for source in self.sources), default=1)
+
+    @cached_property
+    def reach(self) -> Triple:
+        """How far apart what the taps of a position read lies at most, in lines and items of a halo."""
+        rows = (max((row.place[i] for row in self.rows), default=0) for i in range(3))
+        loads = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
+        return tuple(map(sum, zip(rows, loads, strict=True)))
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """Of a row of taps."""
+        step = self.side.gathers[2].input_step
+        found: dict[Triple, list[tuple[int, int]]] = {}
+        for number, (_, load, _) in enumerate(self.inner.taps):
+            d, h, w = (o - at for o, at in zip(self.inner.loads[load], self.least_load, strict=True))
+            found.setdefault((d, h, w % step), []).append((number, w // step))
+        windows = []
+        for (d, h, plane), taps in found.items():
+            first = min(shift for _, shift in taps)
+            shifted = tuple((tap, shift - first) for tap, shift in taps)
+            windows.append(Window((d, h, first * step + plane), shifted))
+        return tuple(windows)
+
+    @property
+    def dense_w(self) -> bool:
+        """Whether a block writes all phases along w."""
+        return self.unrolled > 0 or self.side.gathers[2].output_step == 1
+
+
+@dataclass(frozen=True)
+class Box:
+    """The positions of a block: run-time values, chosen for the volume."""
+
+    tile: Triple
+    halo: Triple
+    plane: int  # slots of a plane of a line of the halo
+    line: int  # slots from line to line along h
+    sheet: int  # slots from line to line along d
+    slots: int
+    tiles: Triple  # how many boxes there are along d, h, w
+
+    @classmethod
+    def of(cls, work: Work, tile: Triple) -> Box:
+        steps, grid = work.halo_steps, work.side.grid
+        halo = tuple((t - 1) * s + r + 1 for t, s, r in zip(tile, steps, work.reach, strict=True))
+        plane = -(-halo[2] // steps[2])
+        line = plane * steps[2] | 1
+        sheet = halo[1] * line
+        if tile[1] < 8:  # lines of several sheets make 8 rows: they lie in different banks
+            sheet += (_power_of_two_up(tile[1]) - sheet) % 8
+        tiles = tuple(-(-extent // t) for extent, t in zip(grid, tile, strict=True))
+        return cls(tile, halo, plane, line, sheet, halo[0] * sheet, tiles)
+
+
+def _power_of_two_up(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
+
+
+@lru_cache(maxsize=4096)
+def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
+    """The best boxes for so many warps, each with 16 lines and tiles_m positions along w of these."""
+    found = []
+    depth, height, width = work.side.grid
+    for warps_w in (1, 2, 4, 8):
+        if warps_w > warps_m or (warps_w > 1 and (warps_w - 1) * tiles_m >= width):
+            continue
+        lines = 16 * warps_m // warps_w
+        for h in sorted({min(lines, height, e) for e in (1, 2, 4, 8, 16, 32, 64, 128)} | _even_parts(height, lines)):
+            parts = -(-depth // min(depth, lines // h))
+            found.append(Box.of(work, (-(-depth // parts), h, warps_w * tiles_m)))
+
+    def cost(box: Box) -> float:
+        items, lines = prod(box.halo), box.halo[0] * box.halo[1]
+        read = items + (BOX_LINE * lines if work.side.x[4] == 1 else 0.0)
+        written = BOX_LINE * box.tile[0] * box.tile[1] if work.side.y[4] == 1 else 0.0
+        return prod(box.tiles) * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
+
+    return tuple(sorted(found, key=cost)[:3])
+
+
+def _even_parts(size: int, most: int) -> set[int]:
+    """Extents that divide a size into parts as even as can be, none above `most`."""
+    return {extent for parts in range(1, 17) if (extent := -(-size // parts)) <= most}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A build with the box for a volume."""
+
+    work: Work
+    build: Build
+    box: Box
+    copy: int  # how the halo comes: kCopy of families/mma/mma_copies.cuh
+    item_bytes: int
+
+    @property
+    def chunk(self) -> int:
+        return self.build.steps * K_STEP // self.item_bytes
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.work.side.reduced // self.chunk)
+
+    @property
+    def slices(self) -> int:
+        return -(-self.work.side.outs // self.build.columns)
+
+    @property
+    def tap_bytes(self) -> int:
+        return self.build.steps * K_STEP * self.build.columns
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.build.rows * len(self.work.inner.taps) * self.tap_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.build.steps * K_STEP + SLOT_PAD
+
+    @property
+    def halo_buffers(self) -> int:
+        steps = -(-self.work.least_rows // self.build.rows)
+        return max(2, -(-(self.build.stages - 1) // steps) + 1)
+
+    @property
+    def table_bytes(self) -> int:
+        return -(-self.work.most_rows * len(self.work.windows) // 4) * 16
+
+    @property
+    def store_line(self) -> int:
+        """Elements from line to line of what is put together for stores: an odd number of times 16 bytes."""
+        phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
+        return (-(-self.box.tile[2] * phases * self.item_bytes // 16) | 1) * 16 // self.item_bytes
+
+    @property
+    def store_pitch(self) -> int:
+        """Elements from column to column: likewise."""
+        phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
+        lines = self.box.tile[0] * self.box.tile[1] * (len(self.work.inner.phases) // phases)
+        return (lines * self.store_line * self.item_bytes // 16 | 1) * 16 // self.item_bytes
+
+    @property
+    def store_tiles(self) -> int:
+        """Tiles of 8 columns of a warp that are put together at a time: what fits the room of the copies."""
+        each = 8 * self.build.warps_n * self.store_pitch * self.item_bytes
+        return max(1, min(self.build.tiles_n, self.copy_bytes // each))
+
+    @property
+    def store_bytes(self) -> int:
+        if self.work.side.y[4] != 1:
+            return 0
+        return 8 * self.build.warps_n * self.store_pitch * self.item_bytes * self.store_tiles
+
+    @property
+    def copy_bytes(self) -> int:
+        items = -(-self.box.slots // 2) * 16
+        halos = self.halo_buffers * self.box.slots * self.slot_bytes
+        return self.table_bytes + self.build.stages * self.stage_bytes + items + halos
+
+    @property
+    def shared_bytes(self) -> int:
+        return max(self.copy_bytes, self.store_bytes)
+
+    @property
+    def grid(self) -> int:
+        g = self.work.side.problem.geometry
+        tiles = self.work.side.problem.batch * prod(self.box.tiles)
+        return tiles * g.groups * self.slices * len(self.work.phases)
+
+    def cycles(self, device: Device) -> float:
+        """Predicted for the whole launch."""
+        b = self.build
+        resident = b.blocks * device.multiprocessors
+        rounds = -(-self.grid // resident)
+        whole = self.grid / resident
+        # The last round is seldom full, and its blocks have more of their multiprocessor to themselves.
+        rounds_cost = whole + 0.7 * (rounds - whole) if rounds > 1 else 1.0
+        sharing = min(b.blocks, -(-self.grid // device.multiprocessors))
+        parts = [part * sharing for part in self._parts()]
+        longest = max(parts)
+        rows = self.chunks * len(self.work.rows) / len(self.work.phases)
+        serial = (STEP_CYCLES * self._steps + ROW_CYCLES * rows) / min(4.0, self._warps_of_scheduler(sharing))
+        serial += BLOCK_CYCLES / sharing
+        return rounds_cost * (longest + OVERLAP * (sum(parts) - longest) + serial)
+
+    def _warps_of_scheduler(self, blocks: int) -> float:
+        return max(1.0, blocks * self.build.threads / 128)
+
+    @property
+    def _steps(self) -> float:
+        steps = sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources)
+        return self.chunks * steps / len(self.work.phases)
+
+    def _parts(self) -> tuple[float, ...]:
+        """Cycles of tensor cores, shared memory, issuing and memory, of an average block that has it alone."""
+        b, side = self.build, self.work.side
+        warps = b.warps_m * b.warps_n
+        rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
+        taps = rows * len(self.work.inner.taps)
+        fragments = rows * sum(b.tiles_m + window.span for window in self.work.windows)
+        k_steps = self.chunks * b.steps
+        multiplies = warps * k_steps * taps * b.tiles_m * b.tiles_n
+        a_loads = warps * k_steps * fragments
+        b_bytes = warps * k_steps * taps * b.tiles_n * 256
+        weight_bytes = self.chunks * taps * self.tap_bytes
+        halo_items = sources * prod(self.box.halo)
+        halo_bytes = halo_items * self.chunks * self.chunk * self.item_bytes
+        shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
+        rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.item_bytes == 4 else 0.0
+        per_copy = (16, 4, 2)[self.copy]
+        copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 64 + halo_bytes / per_copy)
+        stored = b.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
+        storing = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
+        issue = multiplies + a_loads + b_bytes / 512 + rounding + copying + storing
+        torn = 1.0 if self.work.dense_w or side.y[4] != 1 else TORN_STORES
+        sector = self._sector_waste
+        return (
+            MULTIPLY_CYCLES * multiplies,
+            shared / SHARED_BYTES_PER_CYCLE,
+            issue / ISSUE_PER_CYCLE,
+            (weight_bytes + halo_bytes * sector) / L2_BYTES_PER_CYCLE
+            + torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE,
+        )
+
+    @property
+    def _sector_waste(self) -> float:
+        """How much more than the halo is read, in whole sectors of 32 bytes."""
+        if self.work.side.x[4] == 1:
+            line = self.box.halo[2] * self.item_bytes
+            return (line + 28.0) / line
+        run = min(self.chunk, self.work.side.reduced) * self.item_bytes
+        return max(1.0, 32.0 / run)
+
+
+def _registers(work: Work, build: Build, copy: int) -> int:
+    sums = 4 * len(work.inner.phases) * build.tiles_m * build.tiles_n
+    window = 4 * (build.tiles_m + max(window.span for window in work.windows))
+    return sums + window + 2 * build.tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
+
+
+def works(side: Side) -> Iterator[Work]:
+    """The divisions of taps into rows and inner taps worth a look."""
+    for unrolled in range(4):
+        work, own = Work(side, unrolled), side.gathers[3 - unrolled :]
+        if unrolled == 1 and max(own[0].phases, max(own[0].count)) == 1:
+            continue  # there is one tap along w
+        if unrolled > 1 and max(gather.phases for gather in own[:-1]) == 1:
+            continue
+        if 0 < len(work.inner.loads) <= 32:
+            yield work
+
+
+def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
+    """Every build worth a look."""
+    side = work.side
+    steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
+    for tiles_m, tiles_n in product((1, 2, 4, 8), (1, 2, 3, 4, 6, 8)):
+        sums = 4 * len(work.inner.phases) * tiles_m * tiles_n
+        if sums > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
+            continue
+        for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
+            if (warps_n - 1) * tiles_n * 8 >= side.outs:
+                continue
+            if len(work.inner.taps) * tiles_m * tiles_n * steps > MAX_CODE:
+                continue
+            if copy and warps_m * warps_n % (2 * steps):
+                continue  # 8 positions of every word of a slot are copied at a time
+            shape = Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, 1, 3, 1)
+            needed = _registers(work, shape, copy)
+            if needed > MAX_REGISTERS:
+                continue
+            room = REGISTERS // (shape.threads * needed)
+            for blocks, (rows, stages) in product(sorted({1, room // 2, room} & set(range(1, 7))), STAGES):
+                if rows <= max(1, work.most_rows):
+                    yield replace(shape, rows=rows, stages=stages, blocks=blocks)
+
+
+def shared_bytes_of_multiprocessor(device: Device) -> int:
+    """The limit of a block, and what the system takes of it."""
+    return device.shared_bytes + BLOCK_OVERHEAD
+
+
+def candidates(side: Side, copy: int, item_bytes: int, device: Device) -> Iterator[Candidate]:
+    """Every build that fits the device, with its boxes."""
+    for work in works(side):
+        for build in builds(work, copy, item_bytes):
+            for box in boxes(work, build.tiles_m, build.warps_m):
+                found = Candidate(work, build, box, copy, item_bytes)
+                if build.blocks * (found.shared_bytes + BLOCK_OVERHEAD) <= shared_bytes_of_multiprocessor(device):
+                    yield found

@@ -1,0 +1,260 @@
+"""Plans for forward pass and input gradient on tensor cores by mma.sync (families/mma/mma.cuh, mma_pack.cuh).
+
+For every GPU since compute capability 8.0 but Hopper, which has kernels on its own instructions. Chooses how the
+halo comes into shared memory, takes the build that the model predicts to be fastest, and writes its launches.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+
+from ...planning import tensor_cores
+from ...planning.launch import Constants, Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import Device, Pass, Plan, Problem, last_offset
+from ..direct.planner import INT32_MAX, SCALARS, Side
+from .model import Build, Candidate, Work, candidates
+
+HAS_EPILOGUE = True
+MIN_CHANNELS = 4  # of a group, on both sides: fewer leave most of a tile of 8 idle
+MAX_TAPS = 1024  # that the tables of a kernel hold
+PACK_THREADS = 256
+PACK_ELEMENTS = 8192  # that a block which packs has in shared memory
+PIECES, WORDS, HALVES = range(3)  # kCopy of families/mma/mma_copies.cuh
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    """Why the kernel on mma.sync does not take a problem, or nothing."""
+    if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
+        return "the kernel on mma.sync computes the forward pass and the input gradient"
+    if device.capability[0] == tensor_cores.WARPGROUP[0]:
+        return "Hopper has kernels on its own matrix instructions"
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
+        return refusal
+    if problem.batch == 0:
+        return "there is nothing to compute"
+    g = problem.geometry
+    if min(g.in_per_group, g.out_per_group) < MIN_CHANNELS:
+        return f"fewer than {MIN_CHANNELS} channels per group leave tensor cores idle"
+    if g.taps > MAX_TAPS:
+        return f"{g.taps} taps are more than the tables hold"
+    side = Side.of(problem)
+    if _halo_span(side) > INT32_MAX:
+        return "the offsets of a tile leave 32 bits"
+    found = _chosen(problem, device)
+    if found is None:
+        return "no tile and its halo fit accumulators and shared memory"
+    if found.grid > INT32_MAX:
+        return "there are more blocks than a launch can have"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    found = _chosen(problem, device)
+    if found is None:
+        raise ValueError(why_not(problem, device))
+    return plan_of(found, problem)
+
+
+def plan_of(found: Candidate, problem: Problem) -> Plan:
+    packed = _packed_bytes(found)
+    launches = (_pack(found), _main(found))
+    tile = f"{found.build}; boxes of {' x '.join(map(str, found.box.tile))} positions"
+    return Plan(
+        "mma",
+        "tensor cores, any setting",
+        launches,
+        packed,
+        tile,
+        packed_bytes=packed if problem.which is Pass.FORWARD else 0,  # an input gradient's weight is never kept
+        preparing=1,
+    )
+
+
+def copy_of(side: Side) -> int:
+    """How the halo comes into shared memory."""
+    p = side.problem
+    item = 16 // p.item_bytes
+    n, c, *rest = side.x
+    if c == 1 and p.aligned and not any(v % item for v in (side.reduced, n, *rest)):
+        return PIECES
+    return WORDS if p.item_bytes == 4 else HALVES
+
+
+def _halo_span(side: Side) -> int:
+    """The largest offset in x from the beginning of a halo, in elements, if a tile were a whole batch item."""
+    return last_offset((1, 1, *side.x_size), side.x)
+
+
+@lru_cache(maxsize=1024)
+def _chosen(problem: Problem, device: Device) -> Candidate | None:
+    """The build that the model predicts to be fastest."""
+    side = Side.of(problem)
+    found = candidates(side, copy_of(side), problem.item_bytes, device)
+    return min(found, key=lambda candidate: candidate.cycles(device), default=None)
+
+
+def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:
+    """The best builds by the model, each with the better of its boxes."""
+    side = Side.of(problem)
+    best: dict[Build, Candidate] = {}
+    for each in candidates(side, copy_of(side), problem.item_bytes, device):
+        other = best.get(each.build)
+        if other is None or each.cycles(device) < other.cycles(device):
+            best[each.build] = each
+    return sorted(best.values(), key=lambda each: each.cycles(device))[:most]
+
+
+# ---- the launches
+
+
+def _packed_order(work: Work) -> tuple[int, ...]:
+    """The taps in the order in which blocks use them."""
+    kernel = work.side.problem.geometry.kernel
+    order = []
+    for row in work.rows:
+        for _, _, tap in work.inner.taps:
+            d, h, w = (*row.taps, *tap[work.outer_count :])
+            order.append((d * kernel[1] + h) * kernel[2] + w)
+    return tuple(order)
+
+
+def _source_tables(work: Work) -> Constants:
+    """Of each block phase its first source, of each source its first row, and what follows the last ones."""
+    first_source = (0, *accumulate(len(phase) for phase in work.phases))
+    first_row = (0, *accumulate(len(source.rows) for source in work.sources))
+    places, least = [row.place for row in work.rows], [source.least for source in work.sources]
+    return (
+        ("kFirstSource", first_source),
+        ("kFirstRow", first_row),
+        *((f"kLeast{axis}", tuple(each[i] for each in least)) for i, axis in enumerate("DHW")),
+        *((f"kRow{axis}", tuple(each[i] for each in places)) for i, axis in enumerate("DHW")),
+        ("kLineStepD", work.line_steps[0]),
+        ("kLineStepH", work.line_steps[1]),
+    )
+
+
+def _window_tables(work: Work) -> Constants:
+    """Of each inner tap its phase, its window and its shift in that; where windows lie, and how long they are."""
+    windows = {tap: (i, shift) for i, window in enumerate(work.windows) for tap, shift in window.taps}
+    taps = range(len(work.inner.taps))
+    return (
+        ("kPhases", len(work.inner.phases)),
+        ("kTaps", len(taps)),
+        ("kWindows", len(work.windows)),
+        ("kTapPhase", tuple(phase for phase, _, _ in work.inner.taps)),
+        ("kTapWindow", tuple(windows[tap][0] for tap in taps)),
+        ("kTapShift", tuple(windows[tap][1] for tap in taps)),
+        ("kWindowSpan", tuple(window.span for window in work.windows)),
+        *((f"kWindow{axis}", tuple(w.place[i] for w in work.windows)) for i, axis in enumerate("DHW")),
+        *((f"kPhase{axis}", tuple(phase[i] for phase in work.inner.phases)) for i, axis in enumerate("DHW")),
+    )
+
+
+def _layout_constants(found: Candidate) -> Constants:
+    """What the kernel and the launch that packs for it must agree on."""
+    side, build = found.work.side, found.build
+    return (
+        ("Scalar", SCALARS[side.problem.dtype]),
+        ("kGroups", side.problem.geometry.groups),
+        ("kReduced", side.reduced),
+        ("kOuts", side.outs),
+        ("kSteps", build.steps),
+        ("kTilesN", build.tiles_n),
+        ("kWarpsN", build.warps_n),
+    )
+
+
+def _packed_bytes(found: Candidate) -> int:
+    order = _packed_order(found.work)
+    g = found.work.side.problem.geometry
+    return g.groups * found.slices * found.chunks * len(order) * found.tap_bytes
+
+
+def _pack(found: Candidate) -> Launch:
+    side, build = found.work.side, found.build
+    p, g = side.problem, side.problem.geometry
+    order = _packed_order(found.work)
+    strip = 8 * build.tiles_n
+    taps_at_once = max(1, min(len(order), PACK_ELEMENTS // (strip * found.chunk)))
+    pieces = -(-len(order) // taps_at_once)
+    shared = p.item_bytes * taps_at_once * (strip * found.chunk + 1)
+    return Launch(
+        kernel="mma_pack",
+        constants=(
+            ("kThreads", PACK_THREADS),
+            ("kMinBlocks", 1),
+            *_layout_constants(found),
+            ("kAllTaps", len(order)),
+            ("kOrder", order),
+            ("kTapsAtOnce", taps_at_once),
+            ("kTapsInner", side.weight[1] != 1),
+            ("kSharedBytes", shared),
+            ("kKernelH", g.kernel[1]),
+            ("kKernelW", g.kernel[2]),
+        ),
+        grid=(g.groups * found.slices * found.chunks * build.warps_n * pieces, 1, 1),
+        threads=PACK_THREADS,
+        shared_bytes=shared,
+        pointers=("weight", "workspace"),
+        scalars=int64s(*side.weight, g.in_per_group * p.weight[0]),
+    )
+
+
+def _store_lanes(found: Candidate) -> int:
+    """Lanes that store a line of y: as many as it has words, in a power of two."""
+    phases = found.work.side.gathers[2].phases if found.work.unrolled else 1
+    elements = found.box.tile[2] * phases
+    words = -(-elements * found.item_bytes // 4)
+    lanes = 1
+    while lanes < min(words, 32):
+        lanes *= 2
+    return lanes
+
+
+def _main(found: Candidate) -> Launch:
+    side, build, box, work = found.work.side, found.build, found.box, found.work
+    p = side.problem
+    vector_stores = side.y[1] == 1 and side.outs % 4 == 0
+    constants: Constants = (
+        ("kThreads", build.threads),
+        ("kMinBlocks", build.blocks),
+        ("Epilogue", p.activation),
+        *_layout_constants(found),
+        ("kUnrolled", build.unrolled),
+        ("kTilesM", build.tiles_m),
+        ("kWarpsM", build.warps_m),
+        ("kRows", build.rows),
+        ("kMostRows", work.most_rows),
+        ("kStages", build.stages),
+        ("kHaloBuffers", found.halo_buffers),
+        ("kCopy", found.copy),
+        ("kUnitC", side.x[1] == 1),
+        ("kLastOut", side.y[4] != 1),
+        ("kVectorStores", vector_stores),
+        ("kStoreTiles", found.store_tiles),
+        ("kAllTaps", len(work.rows) * len(work.inner.taps)),
+        *_source_tables(work),
+        *_window_tables(work),
+        *(
+            (f"k{name}{axis}", getattr(gather, attribute))
+            for axis, gather in zip("DHW", side.gathers, strict=True)
+            for name, attribute in (("Phases", "phases"), ("InputStep", "input_step"), ("OutputStep", "output_step"))
+        ),
+    )
+    forward = p.which is Pass.FORWARD
+    return Launch(
+        kernel="mma",
+        constants=constants,
+        grid=(found.grid, 1, 1),
+        threads=build.threads,
+        shared_bytes=found.shared_bytes,
+        pointers=("x", "workspace", "bias", "y") if forward else ("dy", "workspace", "null", "dx"),
+        scalars=padded(
+            int64s(*side.x, *side.y),
+            int32s(*side.x_size, *side.y_size, *box.tile, *box.halo, box.plane, box.line, box.sheet, box.slots),
+            int32s(found.store_line, found.store_pitch, _store_lanes(found)),
+            *(divider(n) for n in (*box.tiles, box.tile[1], box.tile[2] // build.tiles_m, *box.halo[1:])),
+        ),
+    )

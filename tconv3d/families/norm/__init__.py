@@ -1,0 +1,1 @@
+"""ReLU and GroupNorm behind a convolution: statistics, normalization and their gradients."""

@@ -1,0 +1,374 @@
+"""Plans for GroupNorm behind a convolution: its statistics, normalizing, and its gradient with the ReLU's.
+
+The kernels are passes over dense activations (families/norm/sweep.cuh) and small reductions between them. The statistics
+come from moments, which the convolution's kernel leaves, or a pass over its result.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from ...planning.launch import Constants, Launch
+from ...planning.packing import int32s, int64s, padded
+from ...planning.problem import ITEM_BYTES, Device, Plan, Problem
+from ..direct.planner import SCALARS, _reduce, accumulator
+
+THREADS = 256
+VECTORS_PER_THREAD = 8  # of a strip; fewer where that leaves multiprocessors without work
+FLIGHT = 4  # vectors that a thread has on their way (families/norm/sweep.cuh)
+STATISTICS_THREADS = (128, 512)  # for norm groups with few moments: adding up takes fewer steps; with many
+MANY_MOMENTS = 1024
+# Both passes of the gradient in one launch (families/norm/norm_both.cuh).
+BOTH_BLOCKS = 3  # on a multiprocessor
+KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside what flows through it (measured)
+LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
+# Everything read once (families/norm/norm_once.cuh).
+CONSUMERS = 16  # warps
+CHUNK_BYTES = 48 << 10  # smaller ones lose: a finder takes 2 us for each (measured)
+TABLE_BYTES = 4096  # of shared memory: barriers and the like
+MOST_STAGES = 16
+MOST_UNITS = 1024  # chunks of a norm group
+KEPT_GROUPS = 3  # that shared memory must have room for, in all
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Dense activations of one shape and format: what a convolution writes, and tensors like it."""
+
+    batch: int
+    channels: int
+    volume: int
+    dtype: str
+    channels_last: bool
+    aligned: bool = True  # all addresses are multiples of 16 bytes
+
+    @property
+    def vector(self) -> int:
+        """Items of one access."""
+        if not self.aligned:
+            return 1
+        most = 16 // ITEM_BYTES[self.dtype]
+        return min(most, self.channels & -self.channels) if self.channels_last else most
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.channels * self.volume * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Strips:
+    """How a sweep is divided: `struct Strips`, and the blocks for it."""
+
+    activation: Activation
+    slots: int
+    length: int
+    blocks: int
+
+    @classmethod
+    def of(cls, a: Activation, device: Device, vectors_per_thread: int = VECTORS_PER_THREAD) -> Strips:
+        rows = a.batch * a.channels
+        if a.channels_last:
+            vectors = ceil_div(a.channels, a.vector)
+            across = min(vectors, THREADS)
+            quantum, parallel = THREADS // across, a.batch * ceil_div(vectors, across) * (THREADS // 32)
+        else:
+            quantum, parallel = 32 * a.vector, rows
+        wanted = ceil_div(device.multiprocessors * 64, max(parallel, 1))  # strips of a channel that fill the GPU
+        slots = max(
+            ceil_div(a.volume, quantum * vectors_per_thread), min(wanted, ceil_div(a.volume, quantum * FLIGHT))
+        )
+        length = ceil_div(ceil_div(a.volume, slots), quantum) * quantum
+        slots = ceil_div(a.volume, length)
+        if a.channels_last:
+            return cls(a, slots, length, a.batch * slots * ceil_div(vectors, across))
+        return cls(a, slots, length, ceil_div(rows * slots, THREADS // 32))
+
+    def launch(
+        self,
+        kernel: str,
+        sums: int,
+        pointers: tuple[str, ...],
+        scalars: bytes = b"",
+        min_blocks: int = 2,
+        **types: str,
+    ) -> Launch:
+        """`sums`: numbers that the kernel adds up for each channel. `types`: of the tensors beside the activation."""
+        a = self.activation
+        acc, acc_bytes = accumulator(a.dtype)
+        constants: Constants = (
+            ("kThreads", THREADS),
+            ("kMinBlocks", min_blocks),
+            ("Scalar", SCALARS[a.dtype]),
+            ("Acc", acc),
+            *((name, SCALARS[dtype]) for name, dtype in types.items()),
+            ("kVector", a.vector),
+            ("kChannelsLast", a.channels_last),
+        )
+        return Launch(
+            kernel=kernel,
+            constants=constants,
+            grid=(self.blocks, 1, 1),
+            threads=THREADS,
+            shared_bytes=THREADS * a.vector * sums * acc_bytes if a.channels_last else 0,
+            pointers=pointers,
+            scalars=padded(self.scalars, scalars),
+        )
+
+    @property
+    def scalars(self) -> bytes:
+        a = self.activation
+        return int64s(a.volume) + int32s(a.batch, a.channels, self.slots, self.length)
+
+
+# ---- statistics, behind the convolution
+
+
+def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
+    """The plan of a convolution, and the statistics of its result."""
+    assert problem.norm is not None
+    channels, groups = problem.geometry.out_channels, problem.norm.groups
+    acc, acc_bytes = accumulator(problem.dtype)
+    if plan.moments:
+        plan = replace(plan, tile=f"{plan.tile}; leaves the moments of its result")
+    else:
+        last = problem.output[1] == 1 and problem.output[4] != 1
+        activation = Activation(problem.batch, channels, prod(problem.output_size), problem.dtype, last)
+        strips = Strips.of(activation, device)
+        start = ceil_div(plan.workspace_bytes, 256) * 256
+        plan = replace(
+            plan,
+            launches=(*plan.launches, strips.launch("channel_moments", 2, ("y", "moments"))),
+            workspace_bytes=start + problem.batch * channels * strips.slots * 4 * acc_bytes,
+            regions=(*plan.regions, ("moments", start)),
+            moments=channels // groups * strips.slots,
+            tile=f"{plan.tile}; a pass over its result leaves the moments",
+        )
+    overlaps = device.capability >= (9, 0)
+    threads = STATISTICS_THREADS[plan.moments >= MANY_MOMENTS]
+    statistics = Launch(
+        kernel="statistics",
+        constants=(("kThreads", threads), ("kMinBlocks", 1), ("kOverlaps", overlaps), ("Acc", acc)),
+        grid=(problem.batch * groups, 1, 1),
+        threads=threads,
+        shared_bytes=0,
+        pointers=("moments", "statistics"),
+        scalars=padded(struct.pack("d", problem.norm.eps), int32s(plan.moments)),
+        overlaps=overlaps,
+    )
+    return replace(plan, launches=(*plan.launches, statistics))
+
+
+# ---- the passes over memory
+
+
+@dataclass(frozen=True)
+class NormProblem:
+    """GroupNorm of activations whose statistics are known: `result` is the type of y and dy."""
+
+    activation: Activation
+    result: str
+    parameter: str  # the type of weight and bias, where there are any
+    groups: int
+
+    @property
+    def _norm_scalars(self) -> bytes:
+        return int32s(self.groups, self.activation.channels // self.groups)
+
+
+@lru_cache(maxsize=1024)
+def plan_normalize(p: NormProblem, device: Device) -> Plan:
+    strips = Strips.of(p.activation, device, FLIGHT)  # the shortest are the fastest
+    launch = strips.launch(
+        "normalize", 0, ("x", "statistics", "weight", "bias", "y"), p._norm_scalars,
+        min_blocks=2 if p.activation.channels_last else 4,  # as the registers want it
+        Result=p.result, Parameter=p.parameter,
+    )  # fmt: skip
+    return Plan("normalize", "one read and one write", (launch,), tile=_describe(strips))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients: of what went into the ReLU, of the norm's parameters, of the convolution's bias."""
+
+    input: bool
+    parameters: bool
+    bias: bool
+
+
+@lru_cache(maxsize=1024)
+def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
+    a = p.activation
+    way = Once.of(p, device) or (Both.of(p, device) if wanted.input or wanted.bias else None)
+    strips = Strips.of(a, device) if way is None else way.strips
+    bias_slots = strips.slots * CONSUMERS if isinstance(way, Once) else strips.slots
+    acc_bytes = accumulator(a.dtype)[1]
+    rooms = {
+        "sums": a.batch * a.channels * strips.slots * 2 * acc_bytes,
+        "coefficients": 2 * a.batch * p.groups * acc_bytes,
+        "turns": 4,
+        "by_channel": a.batch * 2 * a.channels * acc_bytes,
+        "bias_sums": a.batch * bias_slots * a.channels * acc_bytes if wanted.bias else 0,
+    }
+    regions, end = [], 256  # never nothing, not for a batch of zero either
+    for name, size in rooms.items():
+        regions.append((name, end))
+        end += ceil_div(size, 256) * 256
+    launches = _passes(p, strips, wanted) if way is None else way.launches(p, wanted, dict(regions))
+    overlaps = device.capability >= (9, 0)
+    if wanted.parameters and not isinstance(way, Once):
+        sizes, strides = (1, 1, 2 * a.channels), (0, 0, 1)
+        of = p.parameter, 2 * a.channels, a.batch
+        launches.append(_reduce(*of, "dparameters", sizes, strides, "by_channel", overlaps))
+    if wanted.bias:
+        sizes, strides = (1, 1, a.channels), (0, 0, 1)
+        of = a.dtype, a.channels, a.batch * bias_slots
+        launches.append(_reduce(*of, "dbias", sizes, strides, "bias_sums", overlaps))
+    name, why = "norm_grad", "two reads of the gradient and of what was normalized, one write"
+    if isinstance(way, Both):
+        name, why = "norm_both", "one read of the gradient and of what was normalized, another out of L2, one write"
+    if isinstance(way, Once):
+        name, why = "norm_once", "one read of the gradient and of what was normalized, one write"
+    return Plan(name, why, tuple(launches), end, _describe(strips), tuple(regions))
+
+
+def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
+    """Each pass a launch."""
+    sums = strips.launch("norm_sums", 2, ("dy", "x", "statistics", "sums"), p._norm_scalars, Gradient=p.result)
+    coefficients = Launch(
+        kernel="norm_coefficients",
+        constants=(
+            ("kThreads", THREADS),
+            ("kMinBlocks", 1),
+            ("Acc", accumulator(p.activation.dtype)[0]),
+            ("Parameter", SCALARS[p.parameter]),
+        ),
+        grid=(p.activation.batch * p.groups, 1, 1),
+        threads=THREADS,
+        shared_bytes=THREADS // 32 * 16,
+        pointers=("sums", "statistics", "weight", "by_channel", "coefficients"),
+        scalars=padded(strips.scalars, p._norm_scalars),
+    )
+    if not (wanted.input or wanted.bias):
+        return [sums, coefficients]
+    pointers = ("dy", "x", "statistics", "coefficients", "weight", "dz", _bias_sums(wanted))
+    grad = strips.launch("norm_grad", 1, pointers, p._norm_scalars, Gradient=p.result, Parameter=p.parameter)
+    return [sums, coefficients, grad]
+
+
+def _bias_sums(wanted: Wanted) -> str:
+    return "bias_sums" if wanted.bias else "null"
+
+
+def _fill(regions: dict[str, int]) -> Launch:
+    """What blocks tell each other: not yet written."""
+    words = (regions["by_channel"] - regions["sums"]) // 16
+    return Launch(
+        kernel="fill",
+        constants=(("kThreads", THREADS), ("kMinBlocks", 1)),
+        grid=(ceil_div(words, THREADS), 1, 1),
+        threads=THREADS,
+        shared_bytes=0,
+        pointers=("sums",),
+        scalars=int64s(words),
+    )
+
+
+@dataclass(frozen=True)
+class Once:
+    """Both passes in one launch, for groups of which shared memory keeps several until their sums are known."""
+
+    strips: Strips  # chunks
+    stages: int
+    blocks: int
+
+    @classmethod
+    def of(cls, p: NormProblem, device: Device) -> Once | None:
+        a = p.activation
+        item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
+        aligned = a.vector > 1 and a.volume % a.vector == 0
+        if a.batch * a.channels * a.volume * item_bytes <= LEAST_BYTES or a.channels_last or not aligned:
+            return None
+        if device.capability < (9, 0) or a.dtype == "float64":
+            return None
+        slots = ceil_div(a.volume * item_bytes, CHUNK_BYTES)
+        length = ceil_div(ceil_div(a.volume, slots), a.vector) * a.vector
+        slots = ceil_div(a.volume, length)
+        stages = min((device.shared_bytes - TABLE_BYTES) // (length * item_bytes), MOST_STAGES)
+        units, blocks = a.channels // p.groups * slots, device.multiprocessors
+        if units > min(MOST_UNITS, blocks * stages // KEPT_GROUPS):
+            return None
+        return cls(Strips(a, slots, length, blocks), stages, blocks)
+
+    def launches(self, p: NormProblem, wanted: Wanted, regions: dict[str, int]) -> list[Launch]:
+        a, strips = p.activation, self.strips
+        item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
+        threads = 32 * (3 + CONSUMERS)
+        once = Launch(
+            kernel="norm_once",
+            constants=(
+                ("kThreads", threads),
+                ("kMinBlocks", 1),
+                ("kConsumers", CONSUMERS),
+                ("kTableBytes", TABLE_BYTES),
+                ("Scalar", SCALARS[a.dtype]),
+                ("Acc", accumulator(a.dtype)[0]),
+                ("Gradient", SCALARS[p.result]),
+                ("Parameter", SCALARS[p.parameter]),
+                ("kVector", a.vector),
+                ("kChannelsLast", False),
+            ),
+            grid=(self.blocks, 1, 1),
+            threads=threads,
+            shared_bytes=TABLE_BYTES + self.stages * strips.length * item_bytes,
+            pointers=("dy", "x", "statistics", "weight", "sums", "turns", "dparameters", "dz", _bias_sums(wanted)),
+            scalars=padded(strips.scalars, p._norm_scalars, int32s(self.stages)),
+            overlaps=True,
+        )
+        return [_fill(regions), once]
+
+
+@dataclass(frozen=True)
+class Both:
+    """Both passes of the gradient in one launch, for groups of which L2 keeps as many as must be under way."""
+
+    strips: Strips
+    units: int  # blocks for a pass of a norm group
+    lag: int  # norm groups from the first pass to the second
+
+    @classmethod
+    def of(cls, p: NormProblem, device: Device) -> Both | None:
+        a = p.activation
+        item_bytes = ITEM_BYTES[a.dtype] + ITEM_BYTES[p.result]
+        group_bytes = a.channels // p.groups * a.volume * item_bytes
+        if a.batch * p.groups * group_bytes <= LEAST_BYTES or a.channels_last or a.dtype == "float64":
+            return None
+        if device.capability < (9, 0):
+            return None
+        strips = Strips.of(a, device)
+        units = ceil_div(a.channels // p.groups * strips.slots, THREADS // 32)
+        rounds = ceil_div(device.multiprocessors * BOTH_BLOCKS, 2 * units)  # of groups that run at a time
+        lag = min(KEPT_BYTES // group_bytes, 1 + 2 * rounds)
+        return cls(strips, units, lag) if lag > rounds else None
+
+    def launches(self, p: NormProblem, wanted: Wanted, regions: dict[str, int]) -> list[Launch]:
+        inputs, between = ("dy", "x", "statistics", "weight"), ("sums", "coefficients", "turns")
+        pointers = (*inputs, *between, "by_channel", "dz", _bias_sums(wanted))
+        scalars = p._norm_scalars + int32s(self.units, self.lag)
+        both = self.strips.launch(
+            "norm_both", 2, pointers, scalars, BOTH_BLOCKS, Gradient=p.result, Parameter=p.parameter
+        )
+        blocks = (self.units + 1) * (self.lag + 2 * p.activation.batch * p.groups)
+        return [_fill(regions), replace(both, grid=(blocks, 1, 1), shared_bytes=THREADS // 32 * 16, overlaps=True)]
+
+
+def _describe(strips: Strips) -> str:
+    a = strips.activation
+    unit = "positions of a block" if a.channels_last else "values of a warp"
+    return f"strips of {strips.length} {unit}, vectors of {a.vector}"

@@ -1,0 +1,1 @@
+"""The backward pass of wide layers on small volumes, as two plain matrix products."""

@@ -1,0 +1,693 @@
+"""Plans for the gradients of wide layers on small volumes, as two plain matrix products (families/unfold/unfold.cuh,
+families/unfold/unfolded_products.cuh).
+
+The output gradient is unfolded: every pair of position and tap has its element. That takes memory, and passes through
+the L2 cache; where positions are few and channels many, products whose operands lie as they are needed gain more.
+Where it would take too much memory, one band of the volume is unfolded after the other. Chosen where the models of
+both ways say so. What is compiled in depends on the layer, and on the columns of a block and the channels that a
+block unfolds, which are chosen for the volume.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from math import ceil, inf, prod
+
+from ...planning import tensor_cores
+from ...planning.geometry import Geometry, Triple
+from ...planning.launch import Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
+from ...planning.sums import Sum, add_parts
+from ..few_channels import (
+    inputs as few_inputs_planner,
+)
+from ..few_channels import (
+    outputs as few_outputs_planner,
+)
+from ..few_channels import (
+    weight_grad as few_weight_grad_planner,
+)
+from ..group_backward import planner as group_backward_planner
+from ..halo import planner as halo_planner
+from ..up import backward as up_backward_planner
+from ..up import grad as up_grad_planner
+from ..up.backward import contiguous
+
+UNFOLD_THREADS = 256
+CHANNELS = (1, 2, 4, 8)  # output channels of a block that unfolds
+AT_ONCE = 2  # 8 rows of a panel of x each, that a warp writes
+IMAGE_BYTES = 100 * 1024  # of shared memory
+TERMS = 32  # of a panel
+ROW_BYTES = 4 * TERMS
+REGISTERS = {2: (40, 232), 3: (40, 152)}  # of those who copy, of those who multiply, by warpgroups of these
+MOST_COLUMNS = {2: 288, 3: 192}
+COLUMNS = (64, 96, 128, 160, 192, 224, 256, 288)
+MOST_STAGES, LEAST_STAGES = 6, 3
+REGION_ALIGN = 256
+ROOMS = (4, 1)  # times as much memory as partial sums may what is unfolded take: the most, and what L2 nearly keeps
+MOST_SUMMING = 8  # blocks of a multiprocessor
+
+# What a multiprocessor does, in cycles of 1.755 GHz. Fitted to 48 times of an H200, which are 9% off on average.
+BLOCK_CYCLES = 6000.0  # the first panels' way, the sums' way out
+PRODUCTS = 800.0  # of two numbers each, per cycle
+L2_BYTES = 38.0  # brought per cycle
+PART_BYTES = 18.0  # of parts, written and read again
+READ_WORD, COPIED_WORD, WRITTEN_WORD, SLICE = 0.275, 0.06, 0.216, 470.0  # of blocks that unfold
+PLACE = 0.08  # of a word in the image of one channel, found once for all
+TORN = 1.1  # times as long, where sectors are written in two parts
+UNFOLD_CYCLES = 2900.0  # until the first words are there, and the last have gone
+# Of memory, in a cycle, by all multiprocessors: while they unfold, while they multiply; and what the L2 cache keeps
+# of what is unfolded.
+UNFOLDING_BYTES, MULTIPLYING_BYTES, KEPT_BYTES = 1766.0, 1368.0, 40e6
+ENOUGH = 2.5  # blocks that must be there to keep memory busy
+BIAS = 1.2  # times as long, where they add up dy
+LAUNCH = 3500.0
+# What other families take, of what they predict: halo kernel and weight gradient together, if operands here take up
+# to a half of the workspace, up to all of it, and more; those of up-convolutions on few and on more positions.
+APART, UP_FEW, UP, FEW = (0.85, 0.95, 1.12), 1.15, 0.95, 1024
+MIN_GAIN = 1.1  # predicted, because the models are off by as much
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The matrices of both products, of a volume or of a band of it."""
+
+    geometry: Geometry
+    batch: int
+    size: Triple
+
+    def typical(self, device: Device) -> list[Operands]:
+        """Typical volumes near this one, of those that have room in the workspace."""
+        volumes = (replace(self, batch=batch, size=(edge, edge, edge)) for batch, edge in TYPICAL)
+        fitting = (each for each in volumes if each.outputs and each.bytes <= device.workspace_bytes)
+        return nearest(self.batch * self.positions, ((each.batch * each.positions, each) for each in fitting))
+
+    @property
+    def whole(self) -> tuple[Band]:
+        """All of it as one band."""
+        return (Band(self, 0, self.batch, 0, self.size[0]),)
+
+    @property
+    def positions(self) -> int:
+        return prod(self.size)
+
+    @property
+    def pitch(self) -> int:
+        """Positions of a batch item, filled up to whole sectors."""
+        return round_up(self.positions, 8)
+
+    @property
+    def columns_x(self) -> int:
+        return self.batch * self.pitch
+
+    @property
+    def outputs(self) -> int:
+        return self.batch * self.geometry.out_channels * prod(self.geometry.output_size(self.size))
+
+    @property
+    def terms(self) -> int:
+        """Pairs of output channel and tap."""
+        return self.geometry.out_channels * self.geometry.taps
+
+    @property
+    def chunks_x(self) -> int:
+        return -(-self.terms // TERMS)
+
+    @property
+    def chunks_w(self) -> int:
+        return -(-self.columns_x // TERMS)
+
+    @property
+    def panel_rows(self) -> int:
+        return self.chunks_w * TERMS
+
+    @property
+    def regions(self) -> dict[str, int]:
+        """Bytes of what is written for the products."""
+        rows = self.geometry.in_channels
+        return {
+            "x panels": ROW_BYTES * self.chunks_w * rows,
+            "position panels": ROW_BYTES * self.chunks_x * self.panel_rows,
+        }
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.regions.values())
+
+    @property
+    def x_bytes(self) -> int:
+        """Of x, or dx."""
+        return 4 * self.batch * self.geometry.in_channels * self.positions
+
+
+@dataclass(frozen=True)
+class Band:
+    """What is unfolded at a time: some batch items, or some planes of one."""
+
+    volume: Operands
+    first_item: int
+    items: int
+    first_plane: int
+    planes: int
+
+    @property
+    def operands(self) -> Operands:
+        return replace(self.volume, batch=self.items, size=(self.planes, *self.volume.size[1:]))
+
+    @property
+    def last(self) -> bool:
+        """Whether batch items end with it."""
+        return self.first_plane + self.planes == self.volume.size[0]
+
+    @property
+    def first_line(self) -> int:
+        return self.first_plane * self.volume.size[1]
+
+    @property
+    def first_column(self) -> int:
+        """Where it begins in dx, or x."""
+        first = self.first_item * self.volume.geometry.in_channels * self.volume.positions
+        return first + self.first_line * self.volume.size[2]
+
+
+def bands_within(o: Operands, room: float) -> tuple[Band, ...]:
+    """As few as there is room for, all of one size but perhaps the last. None, if not even a plane fits."""
+    depth = o.size[0]
+
+    def even(count: int, fits: Callable[[int], bool]) -> int:
+        """The most of a number of pieces that fit, or fewer if no more bands come of it; 0 if none fits."""
+        most = bisect_left(range(1, count + 1), True, key=lambda n: not fits(n))
+        return -(-count // -(-count // most)) if most else 0
+
+    def bytes_of(batch: int, planes: int) -> int:
+        return replace(o, batch=batch, size=(planes, *o.size[1:])).bytes
+
+    if items := even(o.batch, lambda n: bytes_of(n, depth) <= room):
+        return tuple(Band(o, i, min(items, o.batch - i), 0, depth) for i in range(0, o.batch, items))
+    planes = even(depth, lambda n: bytes_of(1, n) <= room)
+    starts = range(0, depth, planes) if planes else ()
+    return tuple(Band(o, i, 1, d, min(planes, depth - d)) for i in range(o.batch) for d in starts)
+
+
+@dataclass(frozen=True)
+class Slices:
+    """What a block unfolds: some output channels, for some lines of positions: whole planes, or lines of one."""
+
+    operands: Operands
+    channels: int
+    lines: int
+
+    @property
+    def count(self) -> int:
+        """Of a batch item."""
+        return -(-prod(self.operands.size[:2]) // self.lines)
+
+    @property
+    def image(self) -> Triple:
+        """Outputs that the positions reach, and those that follow them up to the next slice's or the end: so every
+        output is in the image of its own slice. Lines have an odd length, so that they begin in different banks."""
+        (d, h, w), axes = self.operands.size, self.operands.geometry.axes
+        planes, lines = -(-self.lines // h), min(self.lines, h)
+        extents = []
+        for size, own, axis in zip((d, h, w), (planes, lines, w), axes, strict=True):
+            reached = (own - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
+            last = (size - 1) // own * own  # the first position of the last slice
+            rest = axis.output_size(size) - last * axis.stride
+            extents.append(max(reached, axis.padding + max(own * axis.stride if last else 0, rest)))
+        return extents[0], extents[1], extents[2] | 1
+
+    @property
+    def bytes(self) -> int:
+        """Of shared memory."""
+        taps, positions = self.operands.geometry.taps, self.lines * self.operands.size[2]
+        return 4 * (self.channels * (taps + (prod(self.image) | 1)) + positions + 80)
+
+    @property
+    def blocks(self) -> int:
+        o = self.operands
+        return o.batch * -(-o.geometry.out_channels // self.channels) * self.count
+
+    @property
+    def whole(self) -> bool:
+        """Whether nobody writes parts of 16 bytes."""
+        return self.channels * self.operands.geometry.taps % 4 == 0
+
+    def cycles(self, device: Device) -> float:
+        o = self.operands
+        torn = self.channels * o.geometry.taps % 8 != 0
+        copied = (COPIED_WORD * self.channels + PLACE) * prod(self.image)
+        written = WRITTEN_WORD * self.channels * o.geometry.taps * self.lines * o.size[2] * (TORN if torn else 1.0)
+        read = READ_WORD * o.outputs / device.multiprocessors
+        own = self.blocks / device.multiprocessors
+        at_once = device.shared_bytes // (self.bytes + 1024)
+        waves = max(1.0, own / min(8, at_once))
+        reading = read * max(1.0, ENOUGH / own)
+        return (own + ceil(own)) / 2 * (copied + written) + own * SLICE + reading + waves * UNFOLD_CYCLES
+
+    def cycles_with(self, bias: bool, device: Device) -> float:
+        """Predicted, of the launch: also of those blocks that write x, and of memory."""
+        o = self.operands
+        moved = o.bytes + o.x_bytes + 4 * o.outputs
+        return max(self.cycles(device) * (BIAS if bias else 1.0), moved / UNFOLDING_BYTES + UNFOLD_CYCLES)
+
+
+Bands = tuple[Band, ...]
+Compiled = tuple[int, int, int]  # columns of both products, and how many warpgroups multiply
+COMPILED: tuple[Compiled, ...] = tuple(
+    (x, w, consumers)
+    for consumers, most in MOST_COLUMNS.items()
+    for x, w in product([n for n in COLUMNS if n <= most], repeat=2)
+)
+
+# What is compiled is chosen from the layer's repertoire, so that a new volume does not recompile.
+_channels = Repertoire[tuple[Geometry, Device], Operands, int]()
+_compiled = Repertoire[tuple[Geometry, Device], Operands, Compiled]()
+
+
+def forget() -> None:
+    """The next volume of every layer is its first."""
+    _channels.forget()
+    _compiled.forget()
+    for found in (bands_of, slices_of, tiling_of, _own_channels, _own_compiled):
+        found.cache_clear()
+
+
+@lru_cache(maxsize=1024)
+def slices_of(volume: Operands, device: Device) -> Slices | None:
+    """Of the first band."""
+    bands = bands_of(volume, device)
+    if not bands:
+        return None
+    band = bands[0]
+    channels = _channels.choose(
+        (volume.geometry, device),
+        band.operands,
+        lambda: _own_channels(band, device),
+        lambda: (n for o in band.operands.typical(device) if (n := _own_channels(o.whole[0], device)) is not None),
+        lambda channels, _: best.cycles(device) if (best := _best_slices(band, device, (channels,))) else inf,
+    )
+    return None if channels is None else _best_slices(band, device, (channels,))
+
+
+@lru_cache(maxsize=1024)
+def _own_channels(band: Band, device: Device) -> int | None:
+    best = _best_slices(band, device, CHANNELS)
+    return None if best is None else best.channels
+
+
+def _best_slices(band: Band, device: Device, choices: tuple[int, ...]) -> Slices | None:
+    """A band that others follow consists of whole slices."""
+    o = band.operands
+    d, h, _ = o.size
+    planes = [n for n in range(1, d + 1) if band.last or d % n == 0]
+    lines = [*(n for n in range(1, h) if h % n == 0), *(h * n for n in planes)]
+    found = [Slices(o, channels, n) for channels in choices for n in lines]
+    fitting = [slices for slices in found if slices.whole and slices.bytes <= IMAGE_BYTES]
+    return min(fitting, key=lambda slices: slices.cycles(device), default=None)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Columns of a block of either product, into how many portions its terms are divided, and how many warpgroups
+    multiply."""
+
+    columns_x: int
+    columns_w: int
+    portions_x: int = 1
+    portions_w: int = 1
+    consumers: int = 2
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.consumers
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.rows + max(self.columns_x, self.columns_w)) * ROW_BYTES
+
+    def stages(self, device: Device) -> int:
+        return min(MOST_STAGES, (device.shared_bytes - 256) // self.stage_bytes)
+
+    def blocks(self, o: Operands) -> tuple[int, int]:
+        ins = o.geometry.in_channels
+        x = -(-ins // self.rows) * -(-o.columns_x // self.columns_x) * self.portions_x
+        return x, -(-o.terms // self.rows) * -(-ins // self.columns_w) * self.portions_w
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} input channels x {self.columns_x} positions in {self.portions_x} portions, "
+            f"{self.rows} terms x {self.columns_w} input channels in {self.portions_w}"
+        )
+
+
+def _block_cycles(rows: int, columns: int, used: int, chunks: int) -> float:
+    """`used`: rows of both operands that there are."""
+    products = rows * columns * TERMS / PRODUCTS
+    return chunks * max(products, used * ROW_BYTES / L2_BYTES) + BLOCK_CYCLES
+
+
+def products_cycles(o: Operands, tiling: Tiling, device: Device) -> float:
+    """Predicted, of both products."""
+    rows, ins = tiling.rows, o.geometry.in_channels
+    of_x, of_w = min(rows, ins) + min(tiling.columns_x, o.columns_x), min(rows, o.terms) + min(tiling.columns_w, ins)
+    x = _block_cycles(rows, tiling.columns_x, of_x, -(-o.chunks_x // tiling.portions_x))
+    w = _block_cycles(rows, tiling.columns_w, of_w, -(-o.chunks_w // tiling.portions_w))
+    blocks_x, blocks_w = tiling.blocks(o)
+    return _last(x, blocks_x, w, blocks_w, device.multiprocessors)
+
+
+def moving_cycles(o: Operands, tiling: Tiling) -> float:
+    """What memory takes for both products."""
+    panels = o.regions
+    moved = max(0.0, 2 * panels["position panels"] - KEPT_BYTES) + panels["x panels"] + o.x_bytes * tiling.portions_x
+    return moved / MULTIPLYING_BYTES + BLOCK_CYCLES
+
+
+def adding_cycles(o: Operands, tiling: Tiling, bands: int, device: Device) -> float:
+    """Predicted, of the sum of parts."""
+    parts = _parts_bytes(o, tiling, bands)
+    return LAUNCH + parts / (PART_BYTES * device.multiprocessors) if parts else 0.0
+
+
+def _last(first: float, many: int, second: float, more: int, workers: int) -> float:
+    """When the last of the blocks of two kinds is done, if each begins on the first multiprocessor that is free."""
+    rounds, rest = divmod(many, workers)
+    busy = [rounds * first] * (workers - rest) + [(rounds + 1) * first] * rest  # in order, so a heap
+    for _ in range(more):
+        heapq.heapreplace(busy, busy[0] + second)
+    return max(busy)
+
+
+def _parts(o: Operands, tiling: Tiling, bands: int) -> list[tuple[str, int, int]]:
+    """Results of which there are parts: their elements, and how many parts."""
+    g = o.geometry
+    found = [
+        ("dx", o.batch * g.in_channels * o.positions, tiling.portions_x),
+        ("dw", g.in_channels * o.terms, tiling.portions_w * bands),
+    ]
+    return [(name, count, number) for name, count, number in found if number > 1]
+
+
+def _parts_bytes(o: Operands, tiling: Tiling, bands: int) -> int:
+    return sum(4 * count * number for _, count, number in _parts(o, tiling, bands))
+
+
+@lru_cache(maxsize=1024)
+def tiling_of(volume: Operands, device: Device) -> Tiling:
+    """Of all bands."""
+    bands = bands_of(volume, device)
+    first = bands[0].operands
+
+    def cost(compiled: Compiled) -> float:
+        tiling = _best_tiling(bands, device, (compiled,))
+        return tiling_cycles(bands, tiling, device) if tiling else inf
+
+    chosen = _compiled.choose(
+        (volume.geometry, device),
+        first,
+        lambda: _own_compiled(bands, device),
+        lambda: (own for o in first.typical(device) if (own := _own_compiled(o.whole, device)) is not None),
+        lambda compiled, _: cost(compiled),
+    )
+    best = None if chosen is None else _best_tiling(bands, device, (chosen,))
+    assert best is not None, "the tiling of what why_not_together() refuses"
+    return best
+
+
+@lru_cache(maxsize=1024)
+def _own_compiled(bands: Bands, device: Device) -> Compiled | None:
+    """The best for a volume."""
+
+    def search() -> Compiled | None:
+        best = _best_tiling(bands, device, COMPILED)
+        return None if best is None else (best.columns_x, best.columns_w, best.consumers)
+
+    return searched(__name__, (bands, replace(device, name="")), Compiled | None, search)
+
+
+def _best_tiling(bands: Bands, device: Device, choices: Iterable[Compiled]) -> Tiling | None:
+    found = (
+        tiling
+        for columns_x, columns_w, consumers in choices
+        for tiling in _portioned(bands, Tiling(columns_x, columns_w, consumers=consumers), device)
+    )
+
+    return min(found, key=lambda tiling: tiling_cycles(bands, tiling, device), default=None)
+
+
+def tiling_cycles(bands: Bands, tiling: Tiling, device: Device) -> float:
+    """To choose a tiling by. Where memory takes longer, fewer cycles of multiprocessors still help, more than to move
+    less."""
+    products = _of_all(bands, lambda o: products_cycles(o, tiling, device))
+    longer = max(0.0, _of_all(bands, lambda o: moving_cycles(o, tiling)) - products)
+    return products + longer / 4 + adding_cycles(bands[0].volume, tiling, len(bands), device)
+
+
+def _of_all(bands: Bands, cycles: Callable[[Operands], float]) -> float:
+    """The last band may be a smaller one."""
+    before = (len(bands) - 1) * cycles(bands[0].operands) if len(bands) > 1 else 0.0
+    return before + cycles(bands[-1].operands)
+
+
+def _portioned(bands: Bands, tiling: Tiling, device: Device) -> Iterator[Tiling]:
+    """With numbers of portions that are worth a try."""
+    if tiling.stages(device) < LEAST_STAGES:
+        return
+    o = bands[0].operands
+    x, w = tiling.blocks(o)
+    for portions_w in _portions(w, o.chunks_w, device):
+        left = max(device.multiprocessors - w * portions_w, 1)
+        for portions_x in {*_portions(x, o.chunks_x, device), max(1, min(left // x, o.chunks_x))}:
+            portioned = replace(tiling, portions_x=portions_x, portions_w=portions_w)
+            if _parts_bytes(bands[0].volume, portioned, len(bands)) <= device.workspace_bytes:
+                yield portioned
+
+
+def _portions(blocks: int, chunks: int, device: Device) -> set[int]:
+    """Numbers of portions worth a try: such that blocks fill the GPU, or a half or a third of it."""
+    return {max(1, min(device.multiprocessors // (n * blocks), chunks)) for n in (1, 2, 3)} | {1}
+
+
+def cycles(o: Operands, device: Device, bias: bool) -> float:
+    """Predicted, of the whole plan."""
+    slices = slices_of(o, device)
+    assert slices is not None, "cycles() of what why_not_together() refuses"
+    return _cycles(bands_of(o, device), slices, tiling_of(o, device), device, bias)
+
+
+def _cycles(bands: Bands, slices: Slices, tiling: Tiling, device: Device, bias: bool = False) -> float:
+    def of_band(o: Operands) -> float:
+        unfolding = replace(slices, operands=o).cycles_with(bias, device)
+        return 2 * LAUNCH + unfolding + max(products_cycles(o, tiling, device), moving_cycles(o, tiling))
+
+    return _of_all(bands, of_band) + adding_cycles(bands[0].volume, tiling, len(bands), device)
+
+
+def least_cycles(o: Operands, device: Device) -> float:
+    """No division of the volume takes less, by the same model."""
+    products = 2 * o.geometry.in_channels * o.terms * o.batch * o.positions / (PRODUCTS * device.multiprocessors)
+    return products + (o.bytes + o.x_bytes + 4 * o.outputs) / UNFOLDING_BYTES
+
+
+@lru_cache(maxsize=1024)
+def bands_of(o: Operands, device: Device) -> Bands:
+    """Those that are predicted to take the least time; none, if there is no room for any."""
+    costs: dict[Bands, float] = {}
+    for bands in dict.fromkeys(bands_within(o, room * device.workspace_bytes) for room in ROOMS):
+        channels = _own_channels(bands[0], device) if bands else None
+        own = _own_compiled(bands, device) if channels else None
+        if channels and own:
+            slices, tiling = _best_slices(bands[0], device, (channels,)), _best_tiling(bands, device, (own,))
+            assert slices is not None and tiling is not None
+            costs[bands] = _cycles(bands, slices, tiling, device)
+    return min(costs, key=lambda bands: costs[bands], default=())
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    return "computes gradients together, none alone"
+
+
+def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+    if not {Pass.INPUT_GRAD, Pass.WEIGHT_GRAD} <= problems.keys():
+        return "the gradients of input and weight are not both wanted"
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    g = p.geometry
+    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP):
+        return refusal
+    if p.dtype != "float32":
+        return "16-bit types"
+    if g.groups != 1:
+        return "groups"
+    x = contiguous((p.batch, g.in_channels, *p.input_size))
+    weight = contiguous((g.in_channels, g.out_channels, *g.kernel))
+    if (p.input, q.input, p.weight, q.weight) != (x, x, weight, weight):
+        return "tensors are not contiguous"
+    if p.output != contiguous((p.batch, g.out_channels, *p.output_size)):
+        return "dy is not contiguous"
+    if not prod(p.output_size) * p.batch * prod(p.input_size):
+        return "nothing to add"
+    o = Operands(g, p.batch, p.input_size)
+    bands = bands_within(o, ROOMS[0] * device.workspace_bytes)
+    if not bands:
+        return f"operands of a plane would take more than {ROOMS[0] * device.workspace_bytes / 2**20:.0f} MB"
+    if _parts_bytes(o, Tiling(0, 0), len(bands)) > device.workspace_bytes:
+        return f"parts of the weight's gradient would take more than {device.workspace_bytes >> 20} MB"
+    if _own_channels(bands[0], device) is None:
+        return "channels of dy are too large for shared memory"
+    return None
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    if why_not_together(problems, device) is not None:
+        return None
+    p = problems[Pass.INPUT_GRAD]
+    o = Operands(p.geometry, p.batch, p.input_size)
+    if MIN_GAIN:
+        most = cycles_apart(problems, device) / MIN_GAIN
+        # Most layers are refused by the first, which takes no time to find.
+        if least_cycles(o, device) > most or cycles(o, device, Pass.BIAS_GRAD in problems) > most:
+            return None
+    return plan_tiling(problems, device, tiling_of(o, device))
+
+
+def cycles_apart(problems: dict[Pass, Problem], device: Device) -> float:
+    """Predicted, of the families that take these gradients otherwise. Nothing, if they are others than those whose
+    models have been compared with this one."""
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    if (tiling := up_backward_planner.best_tiling(problems, device)) is not None:
+        few = p.batch * prod(p.input_size) <= FEW
+        return (UP_FEW if few else UP) * up_backward_planner.cycles(tiling, p, device)
+    if any(family.why_not(p, device) is None for family in (few_outputs_planner, group_backward_planner)):
+        return 0.0
+    size = Operands(p.geometry, p.batch, p.input_size).bytes
+    factor = APART[(2 * size > device.workspace_bytes) + (size > device.workspace_bytes)]
+    total = 0.0
+    for each, few_planner in ((p, few_inputs_planner), (q, few_weight_grad_planner)):
+        if few_planner.why_not(each, device) is None:
+            total += few_planner.cycles(each, device)
+            continue
+        other = up_grad_planner.other_cycles(each, device)
+        if other is None or (each is p and halo_planner.why_not(p, device) is not None):
+            return 0.0
+        total += up_grad_planner.cycles_of(each, device) or factor * other
+    return total
+
+
+def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    p = problems[Pass.INPUT_GRAD]
+    g, o = p.geometry, Operands(p.geometry, p.batch, p.input_size)
+    bands, first, bias = bands_of(o, device), slices_of(o, device), Pass.BIAS_GRAD in problems
+    assert first is not None, "a plan of what why_not_together() refuses"
+    slices = [replace(first, operands=band.operands) for band in bands]
+    counts = [band.items * each.count for band, each in zip(bands, slices, strict=True)]
+    sums = [
+        Sum(f"{name} parts", name, count, round_up(count, 4), number)
+        for name, count, number in _parts(o, tiling, len(bands))
+    ]
+    if bias:
+        sums.append(Sum("db parts", "db", g.out_channels, round_up(g.out_channels, 4), sum(counts)))
+    regions, end = [], 0
+    operands = bands[0].operands.regions
+    for name, size in (*operands.items(), *((each.parts, 4 * each.pitch * each.number) for each in sums)):
+        regions.append((name, end))
+        end += round_up(size, REGION_ALIGN)
+    launches = []
+    for i, band in enumerate(bands):
+        launches.append(_unfold(p, band, slices[i], sum(counts[:i]), bias))
+        launches.append(_products(band, tiling, i, [each.result for each in sums], device))
+    if sums:
+        launches.append(add_parts(sums, p.dtype, MOST_SUMMING * device.multiprocessors))
+    return Plan(
+        "unfold",
+        "few positions: dy unfolded, two matrix products",
+        tuple(launches),
+        end,
+        str(tiling) + (f", {len(bands)} bands of the volume" if len(bands) > 1 else ""),
+        tuple(regions),
+        passes=(Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ())),
+    )
+
+
+def _unfold(p: Problem, band: Band, slices: Slices, first_slice: int, bias: bool) -> Launch:
+    o, g = slices.operands, p.geometry
+    of_x = -(-(-(-g.in_channels // 8) * o.chunks_w) // (UNFOLD_THREADS // 32 * AT_ONCE))
+    axes = tuple(zip("DHW", g.axes, strict=True))
+    return Launch(
+        kernel="unfold",
+        constants=(
+            ("kThreads", UNFOLD_THREADS),
+            ("kMinBlocks", 1),
+            ("kIn", g.in_channels),
+            ("kOut", g.out_channels),
+            ("kChannels", slices.channels),
+            ("kAtOnce", AT_ONCE),
+            ("kBias", bias),
+            *((f"kKernel{n}", axis.kernel) for n, axis in axes),
+            *((f"kStride{n}", axis.stride) for n, axis in axes),
+            *((f"kPadding{n}", axis.padding) for n, axis in axes),
+            *((f"kDilation{n}", axis.dilation) for n, axis in axes),
+        ),
+        grid=(slices.blocks + of_x, 1, 1),
+        threads=UNFOLD_THREADS,
+        shared_bytes=slices.bytes,
+        pointers=("dy", "x", "x panels", "position panels", "db parts" if bias else "null"),
+        scalars=padded(
+            int32s(*slices.image, *p.output_size, o.batch, o.positions, o.pitch, o.panel_rows),
+            int32s(slices.lines, slices.count, slices.blocks),
+            int32s(band.first_item, band.first_line, band.volume.positions, first_slice, band.last),
+            *(divider(n) for n in (*o.size[1:], *slices.image[1:], o.pitch // 8)),
+        ),
+    )
+
+
+def _products(band: Band, tiling: Tiling, index: int, parts: list[str], device: Device) -> Launch:
+    """Of the band of an index. `parts`: results of which there are parts."""
+    o, g = band.operands, band.volume.geometry
+    counts = {"dx": band.volume.batch * g.in_channels * band.volume.positions, "dw": g.in_channels * o.terms}
+    blocks_x, blocks_w = tiling.blocks(o)
+    stages = tiling.stages(device)
+    return Launch(
+        kernel="unfolded_products",
+        constants=(
+            ("kThreads", 128 * (tiling.consumers + 1)),
+            ("kMinBlocks", 1),
+            ("kTerms", o.terms),
+            ("kConsumers", tiling.consumers),
+            ("kColumnsX", tiling.columns_x),
+            ("kColumnsW", tiling.columns_w),
+            ("kStages", stages),
+            ("kProducerRegisters", REGISTERS[tiling.consumers][0]),
+            ("kConsumerRegisters", REGISTERS[tiling.consumers][1]),
+        ),
+        grid=(blocks_x + blocks_w, 1, 1),
+        threads=128 * (tiling.consumers + 1),
+        shared_bytes=stages * (tiling.stage_bytes + 16),
+        pointers=(
+            "weight",
+            "position panels",
+            "x panels",
+            *(f"{name} parts" if name in parts else name for name in counts),
+        ),
+        scalars=padded(
+            int64s(*(round_up(count, 4) for count in counts.values()), band.first_column),
+            int32s(g.in_channels, o.positions, o.pitch, band.volume.positions, o.columns_x, o.panel_rows),
+            int32s(o.chunks_x, o.chunks_w, tiling.portions_x, tiling.portions_w, tiling.portions_w * index, blocks_x),
+            divider(o.pitch),
+        ),
+        overlaps=True,
+    )

@@ -1,0 +1,1 @@
+"""Up-convolutions, whose kernel equals their stride."""

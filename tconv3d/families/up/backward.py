@@ -1,0 +1,359 @@
+"""Plans for all gradients of an up-convolution out of one reading of dy (families/up/up_backward.cuh).
+
+Takes layers whose kernel equals their stride, without padding, on Hopper: a U-Net's decoder. Chooses which input
+channels and rows a block owns, the depth of the rings, and into how many parts the positions are split. What is
+compiled in depends on the layer alone, never on the volume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+from ...planning import tensor_cores
+from ...planning.geometry import Geometry
+from ...planning.launch import Constants, Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
+from ...planning.sums import Sum, add_parts
+from ..direct.planner import SCALARS
+
+THREADS = 512
+# Of a chunk, by taps along w: rows, pieces of 16 bytes that a tile has of each, bytes from row to row.
+ROWS = {1: 64, 2: 32, 3: 64}
+PIECES = {1: 16, 2: 32, 3: 48}
+PITCH_BYTES = {1: 272, 2: 544, 3: 784}
+MAX_COLUMNS = 64
+MAX_SUMS = 128  # registers of a thread that hold weight gradients
+STAGES = (8, 7, 6, 5, 4, 3)
+# Of producers, input and weight gradient, by the size of an element: two slabs of 16-bit types need more sums,
+# and producers of three taps along w copy to more places.
+REGISTERS = {4: (40, 104, 184), 2: (40, 120, 176)}
+REGISTERS_OF_THREE = (56, 104, 176)
+
+# What a multiprocessor does, in cycles, for choosing between tilings.
+L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # moved per cycle
+CHUNK_CYCLES, CHUNK_COLUMN_CYCLES = 500.0, 8.0  # copies; products and x
+FEW_STAGES = {3: 1.35, 4: 1.1}  # what a chunk takes longer where few are on their way
+TILE_CYCLES, TILE_COLUMN_CYCLES = 600.0, 10.0  # x, storing dx, barriers
+BLOCK_OVERHEAD = 8000.0  # weights, the first tile's way, the sums' way out
+REGION_ALIGN = 256
+LAUNCH = 3500.0  # a kernel that does next to nothing
+APART_EFFICIENCY = 0.6  # of memory, where the other families are at their best
+APART_WORD, APART_REST = 65.0, 65000.0  # a small volume: the sum over K of one tile of dx, everything else
+MIN_GAIN = 1.0
+
+T = TypeVar("T", bound="Tiling")
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks divide channels and rows. Everything here is compiled in."""
+
+    geometry: Geometry
+    dtype: str
+    columns: int  # input channels of a block
+    chunks: int  # of rows, that a block has
+    ranges: int  # of rows
+    stages: int
+    stages_x: int
+
+    @classmethod
+    def deep(cls: type[T], g: Geometry, dtype: str, columns: int, chunks: int, ranges: int, stages: int) -> T:
+        """So many stages, and enough of x that it can be asked for a chunk before those of its tile."""
+        return cls(g, dtype, columns, chunks, ranges, stages, 1 + -(-(stages + 1) // chunks))
+
+    @classmethod
+    def fitting(
+        cls: type[T], g: Geometry, dtype: str, columns: int, chunks_in_all: int, ranges: int, shared_bytes: int
+    ) -> list[T]:
+        """The one with the fewest ranges, so many at least, and then the most stages that shared memory has room for,
+        if there is one."""
+        for n in range(ranges, chunks_in_all + 1):
+            made = (cls.deep(g, dtype, columns, -(-chunks_in_all // n), n, stages) for stages in STAGES)
+            fits = next((tiling for tiling in made if tiling.shared_bytes <= shared_bytes), None)
+            if fits is not None:
+                return [fits]
+        return []
+
+    @property
+    def rows(self) -> int:
+        return ROWS[self.geometry.kernel[2]]
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.rows * PITCH_BYTES[self.geometry.kernel[2]]
+
+    @property
+    def kinds(self) -> int:
+        """Blocks that walk over the same positions."""
+        return -(-self.geometry.in_channels // self.columns) * self.ranges
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of weights, the stages of x, and a table of rows."""
+        rows = self.chunks * self.rows
+        weights = rows * self.geometry.kernel[2] * ITEM_BYTES[self.dtype]
+        return self.columns * (weights + self.stages_x * 256) + rows * 8
+
+    @property
+    def shared_bytes(self) -> int:
+        barriers = 8 * (2 * self.stages + 3 * self.stages_x + 2)
+        return self.resident_bytes + self.stages * self.stage_bytes + barriers
+
+    @property
+    def tile_cycles(self) -> float:
+        words = self.rows * self.geometry.kernel[2] // 64  # of K, to those of two taps
+        chunk = words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) * FEW_STAGES.get(self.stages, 1.0)
+        return self.chunks * chunk + TILE_CYCLES + TILE_COLUMN_CYCLES * self.columns
+
+    def tiles_of(self, p: Problem) -> int:
+        return -(-pieces_of(p) // PIECES[p.geometry.kernel[2]])
+
+    def __str__(self) -> str:
+        return f"{self.columns} input channels x {self.chunks} x {self.rows} rows, {self.stages} stages"
+
+
+def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
+    """Every division of input channels, each with as few ranges of rows as registers and shared memory allow."""
+    found: list[Tiling] = []
+    taps = g.kernel[2]
+    rows = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS[taps])
+    slabs, step = (1, 8) if taps == 2 else (taps, 16)
+    for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
+        columns = -(-g.in_channels // (step * in_tiles)) * step
+        ranges = -(-rows // (2 * (MAX_SUMS // (slabs * columns // 2))))
+        found += Tiling.fitting(g, dtype, columns, rows, ranges, shared_bytes)
+    return found
+
+
+def pieces_of(p: Problem) -> int:
+    """Of a row of dy: 16 bytes each."""
+    return p.batch * prod(p.input_size) * p.geometry.kernel[2] * p.item_bytes // 16
+
+
+def _vectors(p: Problem, q: Problem) -> bool:
+    """Whether 16 bytes of positions, counted through all lines of the batch, always lie in a row."""
+    n, c, d, h, _ = (stride * p.item_bytes % 16 == 0 for stride in q.input)
+    lines = d and h and p.input_size[2] * p.item_bytes % 16 == 0
+    dense = q.input[2:4] == contiguous(p.input_size)[:2] and prod(p.input_size) * p.item_bytes % 16 == 0
+    return n and c and (lines or dense)
+
+
+def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
+    g = tiling.geometry
+    most = device.workspace_bytes // (4 * g.in_channels * g.out_channels * g.taps)
+    splits = max(1, min(tiles, device.multiprocessors // tiling.kinds, most))
+    return -(-tiles // -(-tiles // splits))  # as few as take as long
+
+
+def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
+    """Predicted, of the whole plan."""
+    g, tiles = p.geometry, tiling.tiles_of(p)
+    splits = splits_of(tiling, tiles, device)
+    waves = -(-tiling.kinds * splits // device.multiprocessors)
+    walk = waves * (-(-tiles // splits) * tiling.tile_cycles + BLOCK_OVERHEAD)
+    parts = 8 * splits * g.in_channels * g.out_channels * g.taps
+    if tiling.ranges > 1:
+        parts += 8 * tiling.ranges * p.batch * g.in_channels * prod(p.input_size)
+    return max(walk, _moving(p, 2, 1, device)) + parts / _per_cycle(L2_BYTES, device) + 2 * LAUNCH
+
+
+def cycles_apart(p: Problem, device: Device) -> float:
+    """Predicted, of the other families: dy is read for each of two products, the bias comes with one of them."""
+    g = p.geometry
+    small = APART_WORD * g.out_channels * g.taps * p.item_bytes / 4 + APART_REST
+    return max(_moving(p, 2, 2, device) / APART_EFFICIENCY, small) + 5 * LAUNCH
+
+
+def _moving(p: Problem, inputs: int, outputs: int, device: Device) -> float:
+    """Cycles that memory takes for so many tensors of the input's size and of the output's."""
+    g = p.geometry
+    size = inputs * g.in_channels * prod(p.input_size) + outputs * g.out_channels * prod(p.output_size)
+    return p.batch * size * p.item_bytes / _per_cycle(MEMORY_BYTES, device)
+
+
+def _per_cycle(of_one: float, device: Device) -> float:
+    return of_one * device.multiprocessors
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    return "computes gradients together, none alone"
+
+
+def why_not_layer(problems: dict[Pass, Problem], device: Device) -> str | None:
+    """What has nothing to do with where the tensors' elements are."""
+    if not {Pass.INPUT_GRAD, Pass.WEIGHT_GRAD} <= problems.keys():
+        return "the gradients of input and weight are not both wanted"
+    p = problems[Pass.INPUT_GRAD]
+    g = p.geometry
+    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP):
+        return refusal
+    if g.groups != 1:
+        return "groups"
+    if any(axis.padding or (axis.dilation > 1 and axis.kernel > 1) for axis in g.axes):
+        return "padding or dilation"
+    if any(axis.kernel != axis.stride for axis in g.axes):
+        return "the kernel is not the stride"
+    if not 0 < p.batch * prod(p.input_size) < 2**30:
+        return "too many positions, or none"
+    return None
+
+
+def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+    if refusal := why_not_layer(problems, device):
+        return refusal
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    g = p.geometry
+    if g.kernel[2] != 2 and (p.item_bytes != 4 or g.kernel[2] not in ROWS):
+        return "the kernel is not 2 along w, nor 1 or 3 in TF32"
+    if not _whole_pieces(p, q):
+        return "lines of positions are not whole pieces of 16 bytes in contiguous tensors"
+    return None
+
+
+def contiguous(shape: tuple[int, ...]) -> Strides:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _whole_pieces(p: Problem, q: Problem) -> bool:
+    g, item = p.geometry, p.item_bytes
+    weight = contiguous((g.in_channels, g.out_channels, *g.kernel))
+    dense = p.input == contiguous((p.batch, g.in_channels, *p.input_size)) and p.weight == q.weight == weight
+    whole = 8 if g.kernel[2] == 2 else 16
+    lines = q.input[4] == 1 and p.output[4] == 1 and p.input_size[2] * item % whole == 0
+    dy, x = all(v * item % 16 == 0 for v in p.output[:4]), all(v * item % whole == 0 for v in q.input[:4])
+    return dense and lines and dy and x and p.aligned and q.aligned
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    best = best_tiling(problems, device)
+    return None if best is None else plan_tiling(problems, device, best)
+
+
+def best_tiling(problems: dict[Pass, Problem], device: Device) -> Tiling | None:
+    """Of layers that this family takes, and whose gradients are predicted to take longer one by one."""
+    if why_not_together(problems, device) is not None:
+        return None
+    p = problems[Pass.INPUT_GRAD]
+    found = tilings(p.geometry, p.dtype, device.shared_bytes)
+    best = min(found, key=lambda tiling: cycles(tiling, p, device), default=None)
+    return None if best is None or cycles_apart(p, device) < MIN_GAIN * cycles(best, p, device) else best
+
+
+def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    g = p.geometry
+    # What the output padding adds belongs to no tap, but to the bias.
+    bias = Pass.BIAS_GRAD in problems and not any(axis.output_padding for axis in g.axes)
+    splits = splits_of(tiling, tiling.tiles_of(p), device)
+    parts = Parts(p, splits, tiling.ranges, g.kernel[0] * g.kernel[1] if bias else 0)
+    passes = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
+    why = "every output has one position and one tap: all gradients from one reading of dy"
+    return Plan(
+        "up_backward",
+        why,
+        (_main(p, q, tiling, parts), sum_of_parts(p, parts)),
+        parts.bytes,
+        f"{tiling}, {splits} parts",
+        parts.regions,
+        passes=passes,
+    )
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The sums that blocks leave, in the workspace."""
+
+    problem: Problem
+    splits: int
+    ranges: int
+    bias: int  # parts of a split; none if the gradient is not wanted
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Per gradient: elements, and parts to add."""
+        p, g = self.problem, self.problem.geometry
+        found = {"dw": (g.in_channels * g.out_per_group * g.taps, self.splits)}
+        if self.bias:
+            found["db"] = (g.out_channels, self.splits * self.bias)
+        if self.ranges > 1:
+            found["dx"] = (p.batch * g.in_channels * prod(p.input_size), self.ranges)
+        return found
+
+    def pitch(self, name: str) -> int:
+        """From part to part, in elements."""
+        return -(-self.counts[name][0] // 4) * 4 if name in self.counts else 0
+
+    @property
+    def regions(self) -> tuple[tuple[str, int], ...]:
+        starts, end = [], 0
+        for name, (_, parts) in self.counts.items():
+            starts.append((f"{name} parts", end))
+            end += -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
+        return tuple(starts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(
+            -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
+            for name, (_, parts) in self.counts.items()
+        )
+
+    def place(self, name: str, otherwise: str = "null") -> str:
+        return f"{name} parts" if name in self.counts else otherwise
+
+
+def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
+    size = p.input_size
+    registers = REGISTERS_OF_THREE if p.geometry.kernel[2] == 3 else REGISTERS[p.item_bytes]
+    return Launch(
+        kernel="up_backward",
+        constants=constants_of(p, tiling, registers),
+        grid=(tiling.kinds * parts.splits, 1, 1),
+        threads=THREADS,
+        shared_bytes=tiling.shared_bytes,
+        pointers=("dy", "x", "weight", parts.place("dx", "dx"), parts.place("dw"), parts.place("db")),
+        scalars=padded(
+            int64s(*p.output, *q.input, *p.input, *(parts.pitch(name) for name in ("dx", "dw", "db"))),
+            int32s(tiling.tiles_of(p), parts.splits, pieces_of(p), int(_vectors(p, q))),
+            divider(size[0]),
+            divider(size[1]),
+            divider(size[2] * p.geometry.kernel[2] * p.item_bytes // 16),
+        ),
+    )
+
+
+def sum_of_parts(p: Problem, parts: Parts, dw: str = "dw") -> Launch:
+    """`dw`: where the weight's gradient goes."""
+    sums = [
+        Sum(parts.place(n), dw if n == "dw" else n, count, parts.pitch(n), number)
+        for n, (count, number) in parts.counts.items()
+    ]
+    return add_parts(sums, p.dtype)
+
+
+def constants_of(p: Problem, tiling: Tiling, registers: tuple[int, int, int]) -> Constants:
+    g = p.geometry
+    producer, input_grad, weight_grad = registers
+    return (
+        ("kThreads", THREADS),
+        ("kMinBlocks", 1),
+        ("Scalar", SCALARS[p.dtype]),
+        ("kIn", g.in_channels),
+        ("kOut", g.out_channels),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        ("kColumns", tiling.columns),
+        ("kChunks", tiling.chunks),
+        ("kRanges", tiling.ranges),
+        ("kStages", tiling.stages),
+        ("kStagesX", tiling.stages_x),
+        ("kProducerRegisters", producer),
+        ("kInputRegisters", input_grad),
+        ("kWeightRegisters", weight_grad),
+    )

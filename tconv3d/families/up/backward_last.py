@@ -1,0 +1,175 @@
+"""Plans for all gradients of an up-convolution of channels-last tensors out of one reading of dy
+(families/up/up_backward_last.cuh).
+
+The counterpart of `up_backward_planner`, whose model it shares. Chooses which input channels and elements of dy's
+rows a block owns, the depth of the rings, and into how many parts the positions are split. What is compiled in
+depends on the layer alone, never on the volume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from ...planning.geometry import Geometry
+from ...planning.launch import Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem
+from ...planning.turning import channels_last, turn, turning
+from . import backward as up_backward_planner
+from .backward import (
+    MAX_COLUMNS,
+    MAX_SUMS,
+    REGION_ALIGN,
+    THREADS,
+    Parts,
+    constants_of,
+    contiguous,
+    splits_of,
+    sum_of_parts,
+)
+
+TILE = 64  # positions
+WORDS = 64  # of dy's row, that a chunk has
+PITCH = WORDS + 8
+PLACES_BYTES = 3 * TILE * 16
+REGISTERS = (40, 104, 184)  # of producers, input and weight gradient
+
+# What a multiprocessor does, in cycles, fitted to 7 times on one H200. Few stages cost nothing here.
+CHUNK_CYCLES, CHUNK_COLUMN_CYCLES, TILE_CYCLES = 700.0, 11.0, 1100.0
+APART = 1.8  # how much longer than with contiguous tensors the other families take, where volumes are large
+
+
+@dataclass(frozen=True)
+class Tiling(up_backward_planner.Tiling):
+    """How blocks divide channels and dy's rows."""
+
+    @property
+    def stage_bytes(self) -> int:
+        return 4 * TILE * PITCH
+
+    @property
+    def resident_bytes(self) -> int:
+        """Of weights, the stages of x, and tables of pieces and places."""
+        x = self.stages_x * TILE * ITEM_BYTES[self.dtype]
+        return self.columns * (4 * self.chunks * WORDS + x) + self.chunks * WORDS // 4 * 8 + PLACES_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        barriers = 8 * (2 * self.stages + 4 * self.stages_x + 1)
+        return self.resident_bytes + self.stages * self.stage_bytes + barriers
+
+    @property
+    def tile_cycles(self) -> float:
+        return self.chunks * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) + TILE_CYCLES
+
+    def tiles_of(self, p: Problem) -> int:
+        return -(-p.batch * prod(p.input_size) // TILE)
+
+    def __str__(self) -> str:
+        return f"{self.columns} input channels x {self.chunks} x {WORDS} words, {self.stages} stages"
+
+
+def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
+    """Every division of input channels, each with as few ranges of dy's rows as registers and shared memory allow."""
+    found: list[Tiling] = []
+    per_word = 4 // ITEM_BYTES[dtype]
+    chunks_in_all = -(-g.out_channels * g.taps // (WORDS * per_word))
+    for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
+        columns = -(-g.in_channels // (8 * in_tiles)) * 8
+        ranges = -(-chunks_in_all // (2 * (MAX_SUMS // (per_word * columns // 2))))
+        found += Tiling.fitting(g, dtype, columns, chunks_in_all, ranges, shared_bytes)
+    return found
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    return "computes gradients together, none alone"
+
+
+def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+    if refusal := up_backward_planner.why_not_layer(problems, device):
+        return refusal
+    if not _whole_pieces(problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]):
+        return "channels are not whole pieces of 16 bytes in channels-last tensors"
+    return None
+
+
+def _whole_pieces(p: Problem, q: Problem) -> bool:
+    g = p.geometry
+    x, y = (p.batch, g.in_channels, *p.input_size), (p.batch, g.out_channels, *p.output_size)
+    last = channels_last(p.input, x) and channels_last(q.input, x) and channels_last(p.output, y)
+    whole = all(n * p.item_bytes % 16 == 0 for n in (g.in_channels, g.out_channels))
+    weights = _weight(p) is not None and q.weight == contiguous((g.in_channels, g.out_channels, *g.kernel))
+    return last and whole and weights and p.aligned and q.aligned
+
+
+def _weight(p: Problem) -> str | None:
+    """As what the kernel reads the weight: as it is, or turned."""
+    g = p.geometry
+    shape = (g.in_channels, g.out_channels, *g.kernel)
+    if channels_last(p.weight, shape) or (g.taps == 1 and p.weight[:2] == (g.out_channels, 1)):
+        return "weight"
+    return "turned weight" if p.weight == contiguous(shape) else None
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    if why_not_together(problems, device) is not None:
+        return None
+    p = problems[Pass.INPUT_GRAD]
+    found = tilings(p.geometry, p.dtype, device.shared_bytes)
+    best = min(found, key=lambda tiling: up_backward_planner.cycles(tiling, p, device), default=None)
+    apart = APART * up_backward_planner.cycles_apart(p, device)
+    if best is None or apart < up_backward_planner.MIN_GAIN * up_backward_planner.cycles(best, p, device):
+        return None
+    return plan_tiling(problems, device, best)
+
+
+def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
+    g = p.geometry
+    # What the output padding adds belongs to no tap, but to the bias.
+    bias = Pass.BIAS_GRAD in problems and not any(axis.output_padding for axis in g.axes)
+    parts = Parts(p, splits_of(tiling, tiling.tiles_of(p), device), tiling.ranges, g.taps if bias else 0)
+    weight, dw = _weight(p), "dw" if g.taps == 1 else "turned dw"
+    assert weight is not None, "a plan of problems that why_not_together() refuses"
+    shape = (g.in_channels, g.out_channels, *g.kernel)
+    launches = [_main(p, q, weight, tiling, parts), sum_of_parts(p, parts, dw)]
+    if weight != "weight":
+        launches.insert(0, turn([turning("weight", weight, shape, p.item_bytes, False, back=True)], False))
+    if dw != "dw":
+        launches.append(turn([turning(dw, "dw", shape, p.item_bytes, True)], True))
+    # Like the weight, with taps before output channels.
+    turned = [name for name in (weight, dw) if name.startswith("turned")]
+    pitch = -(-prod(shape) * p.item_bytes // REGION_ALIGN) * REGION_ALIGN
+    return Plan(
+        "up_backward_last",
+        "every output has one position and one tap: all gradients from one reading of dy",
+        tuple(launches),
+        parts.bytes + pitch * len(turned),
+        f"{tiling}, {parts.splits} parts",
+        (*parts.regions, *((name, parts.bytes + pitch * i) for i, name in enumerate(turned))),
+        passes=(Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ())),
+    )
+
+
+def _main(p: Problem, q: Problem, weight: str, tiling: Tiling, parts: Parts) -> Launch:
+    size = p.input_size
+    return Launch(
+        kernel="up_backward_last",
+        constants=constants_of(p, tiling, REGISTERS),
+        grid=(tiling.kinds * parts.splits, 1, 1),
+        threads=THREADS,
+        shared_bytes=tiling.shared_bytes,
+        pointers=("dy", "x", weight, parts.place("dx", "dx"), parts.place("dw"), parts.place("db")),
+        scalars=padded(
+            int64s(*p.output, *q.input, *p.input, *(parts.pitch(name) for name in ("dx", "dw", "db"))),
+            int32s(tiling.tiles_of(p), parts.splits, p.batch * prod(size)),
+            divider(size[0]),
+            divider(size[1]),
+            divider(size[2]),
+        ),
+    )

@@ -1,0 +1,341 @@
+"""Plans for the forward pass of up-convolutions (families/up/up.cuh): kernel equal to stride, a U-Net's decoder.
+
+Chooses how many columns (output channel and tap) a block owns, the depth of its ring, and how many blocks share the
+positions. What is compiled in depends on the layer and on the kind of its volume, of which there are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import log2, prod
+
+from ...planning import tensor_cores
+from ...planning.geometry import Geometry
+from ...planning.launch import Constants, Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
+from ..direct.planner import SCALARS
+
+HAS_EPILOGUE = True
+THREADS = 384
+PACK_THREADS = 128
+POSITIONS = 64  # of a tile
+ROW_BYTES, STEP_BYTES = 128, 32  # of K: in a swizzled row of weights, and in one matrix instruction
+MIN_CHANNELS = 4
+FEW_CHANNELS = 4
+MAX_K_BYTES = 4096  # the loop over K is unrolled
+MAX_COLUMNS = 256
+MIN_STAGES, MAX_STAGES = 3, 16
+FEW_TILES = 8  # of a block
+NOMINAL = (2, 16, 128, 1024, 8192)  # tiles of kinds of volume: twice 4^3, 8^3, ... positions
+SECTOR_BYTES = 32
+REGISTERS = (40, 232)  # of producers and consumers
+
+STEP_COLUMN = 0.5  # cycles of a matrix instruction, per column
+# TF32, contiguous tensors, walks of many tiles (measured there alone): a tile's products, times what tensor cores
+# need, and cycles between those of two chunks.
+MANY_TILES, PRODUCT, BETWEEN = 64, 1.1, 210.0
+AS_GOOD = 1.015
+UNEVEN = 1.3  # channels-last: columns that are no power of two, times as many that are (measured)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a multiprocessor does, in cycles, for choosing between tilings."""
+
+    x_bytes: float  # moved per cycle
+    y_bytes: float
+    weight_bytes: float
+    memory_bytes: float  # the same out of memory
+    latency: float  # of a copy
+    chunk: float  # of putting weights in order
+    tile: float  # of a tile, beside what it moves
+    overhead: float  # of launching, until the first bytes arrive
+
+
+CONTIGUOUS = Costs(32.0, 19.0, 17.5, 15.3, 1720.0, 190.0, 114.0, 10400.0)  # fitted to 23 measured times (4% off)
+LAST = Costs(36.0, 24.2, 18.0, 16.6, 1740.0, 60.0, 142.0, 9250.0)  # the same to 32 (5% off); weights by hand since
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks divide columns. Everything here is compiled in."""
+
+    geometry: Geometry
+    dtype: str
+    last: bool  # channels-last tensors
+    taps: int  # of a block; all, if tensors are contiguous
+    columns: int  # of a block: taps and output channels
+    stages: int
+    few: bool = False  # tiles of a block, so that its consumers begin at the same time
+
+    @property
+    def kinds(self) -> int:
+        """Blocks that walk over the same positions."""
+        g = self.geometry
+        if self.last:
+            return g.taps // self.taps * -(-g.out_channels * self.taps // self.columns)
+        return -(-g.out_channels * g.taps // self.columns)
+
+    @property
+    def steps(self) -> int:
+        """Matrix instructions of a tile."""
+        unit = ROW_BYTES if self.last else STEP_BYTES
+        return -(-self.geometry.in_channels * ITEM_BYTES[self.dtype] // unit) * unit // STEP_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of x, with what keeps banks apart, and two barriers."""
+        return ROW_BYTES * (POSITIONS + (0 if self.last else 8)) + 16
+
+    @property
+    def chunks(self) -> int:
+        """Stages that a tile takes."""
+        return -(-self.steps * STEP_BYTES // ROW_BYTES)
+
+    @property
+    def shared_bytes(self) -> int:
+        bias, table = -(-self.columns // 2) * 8 + 8, self.columns // self.geometry.kernel[2] * 8
+        return self.weight_bytes + self.stages * self.stage_bytes + bias + table + 24 + 8 * self.chunks
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a block, in order."""
+        return self.chunks * ROW_BYTES * self.columns
+
+    def __str__(self) -> str:
+        return f"{POSITIONS} positions x {self.columns} columns, {self.stages} stages"
+
+
+def tilings(g: Geometry, dtype: str, shared_bytes: int, last: bool) -> list[Tiling]:
+    """Every division of columns whose weights leave room for a ring."""
+    found = []
+    for taps, columns in _columns(g, dtype, last):
+        made = Tiling(g, dtype, last, taps, columns, 0)
+        stages = min(MAX_STAGES, (shared_bytes - made.shared_bytes) // made.stage_bytes)
+        if columns <= MAX_COLUMNS and stages >= MIN_STAGES:
+            found.append(replace(made, stages=stages))
+    return found
+
+
+def _columns(g: Geometry, dtype: str, last: bool) -> list[tuple[int, int]]:
+    """Taps and columns that a block may have."""
+    if not last:
+        groups = -(-g.out_channels * g.taps // 8)
+        return [(g.taps, columns) for columns in _parts(groups, 8)]
+    block = 64 // ITEM_BYTES[dtype]  # channels whose outputs four lanes store
+    blocks = -(-g.out_channels // block)
+    divisors = [taps for taps in range(1, g.taps + 1) if g.taps % taps == 0]
+    return [(taps, taps * outs) for taps in divisors for outs in _parts(blocks, block)]
+
+
+def _parts(count: int, unit: int) -> list[int]:
+    """The sizes of the parts of so many units, in units that are not divided."""
+    return list(dict.fromkeys(unit * -(-count // parts) for parts in range(1, count + 1)))
+
+
+def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
+    """Blocks that share the positions: as few as take as long."""
+    splits = max(1, min(tiles, device.multiprocessors // tiling.kinds))
+    return -(-tiles // -(-tiles // splits))
+
+
+def tiles_of(p: Problem) -> int:
+    return p.batch * -(-prod(p.input_size) // POSITIONS)
+
+
+def cycles(tiling: Tiling, tiles: int, device: Device, weight: str) -> float:
+    """Predicted, for a volume of so many tiles and a weight of this layout."""
+    g, item, costs = tiling.geometry, ITEM_BYTES[tiling.dtype], LAST if tiling.last else CONTIGUOUS
+    splits = splits_of(tiling, tiles, device)
+    waves = -(-tiling.kinds * splits // device.multiprocessors)
+    bytes_of_tile = POSITIONS * item
+    x_rate = min(costs.x_bytes, tiling.stages * POSITIONS * ROW_BYTES / costs.latency)
+    moving = bytes_of_tile * (g.in_channels / x_rate + tiling.columns / costs.y_bytes)
+    products = tiling.steps * tiling.columns * STEP_COLUMN
+    if item == 4 and not tiling.last and tiles >= MANY_TILES * splits:
+        products = PRODUCT * products + BETWEEN * tiling.chunks
+    # Of a sector of weights, other blocks' taps, where taps are neighbours.
+    unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps) if weight == "contiguous" else 1
+    weights = g.in_channels * tiling.columns * item * unused / costs.weight_bytes + tiling.chunks * costs.chunk
+    walk = -(-tiles // splits) * (max(moving, products) + costs.tile)
+    moved = tiles * bytes_of_tile * (g.in_channels + g.out_channels * g.taps)
+    memory = moved / (costs.memory_bytes * device.multiprocessors)
+    if tiling.last:  # what loads weights has nothing else to do
+        uneven = UNEVEN if tiling.columns & (tiling.columns - 1) else 1.0
+        return costs.overhead + uneven * waves * weights + max(uneven * waves * walk, memory)
+    return costs.overhead + max(waves * (weights + walk), memory)
+
+
+def nominal(p: Problem) -> int:
+    """The tiles of the volume that a tiling is chosen for: one of five, so that a new volume seldom compiles anew."""
+    return min(NOMINAL, key=lambda kind: abs(log2(tiles_of(p)) - log2(kind)))
+
+
+@lru_cache(maxsize=1024)
+def choose(p: Problem, device: Device) -> Tiling | None:
+    found = tilings(p.geometry, p.dtype, device.shared_bytes, _is_last(p))
+    weight = _weight(p)
+    costs = {tiling: cycles(tiling, nominal(p), device, weight) for tiling in found}
+    least = min(costs.values(), default=0.0)
+    equals = [tiling for tiling in found if costs[tiling] < AS_GOOD * least]  # the model cannot tell them apart
+    best = min(equals, key=lambda tiling: (tiling.kinds, costs[tiling], -tiling.taps), default=None)
+    return best and with_turns(best, nominal(p), device)
+
+
+def with_turns(tiling: Tiling, tiles: int, device: Device) -> Tiling:
+    """Whether consumers of channels-last tensors take turns: where a block has more than a few tiles."""
+    return replace(tiling, few=tiling.last and tiles <= FEW_TILES * splits_of(tiling, tiles, device))
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, g = problem, problem.geometry
+    if p.which is not Pass.FORWARD:
+        return "it computes the forward pass"
+    if (refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP)) is not None:
+        return refusal
+    if p.norm is not None:
+        return "it leaves no moments for a norm"
+    if g.groups != 1:
+        return "it takes no groups"
+    if any(axis.padding or axis.output_padding or axis.dilation != 1 for axis in g.axes):
+        return "padding or dilation: outputs do not have one position each"
+    if g.kernel != g.stride:
+        return "the kernel is not the stride"
+    if not _is_last(p) and g.kernel[2] not in (1, 2, 4):
+        return f"{g.kernel[2]} taps along w of contiguous tensors, not 1, 2 or 4"
+    if not (_whole_channels(p) if _is_last(p) else _whole_lines(p)):
+        return "positions, channels or outputs are not whole pieces of 16 bytes in a row"
+    if not 0 < p.batch * prod(p.input_size) < 2**30:
+        return "too many positions, or none"
+    if g.in_channels < MIN_CHANNELS:
+        return f"fewer than {MIN_CHANNELS} input channels leave tensor cores idle"
+    if _is_last(p) and g.out_channels <= FEW_CHANNELS:
+        return f"{g.out_channels} output channels of channels-last tensors are a part of what a lane stores"
+    if g.in_channels * p.item_bytes > MAX_K_BYTES or choose(p, device) is None:
+        return f"the weights of {g.in_channels} input channels are too many for shared memory"
+    return None
+
+
+def _is_last(p: Problem) -> bool:
+    return p.input[1] == p.output[1] == 1 and p.output[4] != 1
+
+
+def _whole_lines(p: Problem) -> bool:
+    """Positions of a channel are one run of whole 16 bytes, pairs of positions lie in one line."""
+    item, width = p.item_bytes, p.input_size[2]
+    run = p.input[4] == 1 and _one_run(p) and prod(p.input_size) * item % 16 == 0
+    x = run and all(v * item % 16 == 0 for v in p.input[:2])
+    pair = 2 * min(2, p.geometry.kernel[2])  # outputs of two positions in a store
+    y = p.output[4] == 1 and width % 2 == 0 and all(v % pair == 0 for v in p.output[:4])
+    return x and y and _weight(p) == "contiguous" and p.aligned
+
+
+def _whole_channels(p: Problem) -> bool:
+    """Channels of a position are whole 16 bytes, positions one run."""
+    strides = (p.input[0], p.input[4], p.output[0], *p.output[2:], p.geometry.in_channels, p.geometry.out_channels)
+    whole = all(v * p.item_bytes % 16 == 0 for v in strides)
+    return whole and _one_run(p) and _weight(p) in ("contiguous", "last") and p.aligned
+
+
+def _weight(p: Problem) -> str:
+    """The layout of the weight. With one tap it may have both."""
+    g, (_, high, wide) = p.geometry, p.geometry.kernel
+    shape = (g.in_channels, g.out_channels, *g.kernel)
+    tap = {"contiguous": 1, "last": g.out_channels}
+    for name, out in sorted((("contiguous", g.taps), ("last", 1)), reverse=_is_last(p)):
+        wanted = (g.out_channels * g.taps, out, high * wide * tap[name], wide * tap[name], tap[name])
+        if _same(p.weight, wanted, shape):
+            return name
+    return "other"
+
+
+def _one_run(p: Problem) -> bool:
+    (_, height, width), step = p.input_size, p.input[4]
+    return _same(p.input[2:4], (height * width * step, width * step), p.input_size[:2])
+
+
+def _same(strides: Strides, wanted: Strides, size: tuple[int, ...]) -> bool:
+    """The stride of a dimension of size 1 does not matter."""
+    return all(a == b or n == 1 for a, b, n in zip(strides, wanted, size, strict=True))
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tiling = choose(problem, device)
+    assert tiling is not None, "plan() of a problem that why_not() refuses"
+    return plan_tiling(problem, device, tiling)
+
+
+def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    splits = splits_of(tiling, tiles_of(p), device)
+    why = "every output has one position and one tap: one product, x as it is in memory"
+    tile = f"{tiling}, {splits} share the positions"
+    size = tiling.kinds * tiling.weight_bytes
+    kept = Plan("up", why, (_pack(p, tiling), _walk(p, tiling, splits, True)), size, tile, packed_bytes=size)
+    return Plan("up", why, (_walk(p, tiling, splits, False),), tile=tile, kept=kept)
+
+
+def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:
+    """`packed`: whether the weight has been put in order."""
+    registers = ("kProducerRegisters", REGISTERS[0]), ("kConsumerRegisters", REGISTERS[1])
+    return Launch(
+        kernel="up",
+        constants=(("kThreads", THREADS), *_constants(p, tiling), ("kPacked", packed), *registers),
+        grid=(tiling.kinds * splits, 1, 1),
+        threads=THREADS,
+        shared_bytes=tiling.shared_bytes,
+        pointers=("x", "workspace" if packed else "weight", "bias", "y"),
+        scalars=_scalars(p, splits),
+        overlaps=packed,
+    )
+
+
+def _pack(p: Problem, tiling: Tiling) -> Launch:
+    """Puts the weight in order; the same for all volumes of a tiling."""
+    return Launch(
+        kernel="up_pack",
+        constants=(("kThreads", PACK_THREADS), *_constants(p, tiling)),
+        grid=(tiling.kinds * tiling.chunks, 1, 1),
+        threads=PACK_THREADS,
+        shared_bytes=0,
+        pointers=("null", "weight", "null", "workspace"),
+        scalars=_scalars(replace(p, batch=1, input_size=(1, 1, 1), input=(0,) * 5, output=(0,) * 5), 1),
+    )
+
+
+def _scalars(p: Problem, splits: int) -> bytes:
+    size, tiles = p.input_size, tiles_of(p)
+    weight = (
+        p.geometry.out_channels * p.geometry.taps,
+        *((1, 0, 0, p.geometry.out_channels) if _weight(p) == "last" else (p.geometry.taps, 0, 0, 1)),
+    )
+    return padded(
+        int64s(*p.input, *p.output, *weight),
+        int32s(prod(size), tiles, splits),
+        divider(tiles // p.batch),
+        divider(size[1]),
+        divider(size[2]),
+    )
+
+
+def _constants(p: Problem, tiling: Tiling) -> Constants:
+    g = p.geometry
+    return (
+        ("kMinBlocks", 1),
+        ("Scalar", SCALARS[p.dtype]),
+        ("Epilogue", p.activation),
+        ("kIn", g.in_channels),
+        ("kOut", g.out_channels),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        ("kLast", tiling.last),
+        ("kWeightLast", _weight(p) == "last"),
+        ("kTapTile", tiling.taps),
+        ("kColumns", tiling.columns),
+        ("kStages", tiling.stages),
+        ("kFewTiles", tiling.few),
+    )

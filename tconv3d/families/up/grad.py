@@ -1,0 +1,327 @@
+"""Plans for single gradients of up-convolutions with many channels (families/up/up_grad.cuh).
+
+Takes TF32 layers whose kernel equals their stride, with two taps along w, where products take longer than moving the
+output gradient: two readings of it by products that keep tensor cores busy are then faster than one (up_backward).
+Chooses how many input channels and rows a block has. What is compiled in depends on the layer and on the kind of its
+volume, of which there are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from ...planning import tensor_cores
+from ...planning.geometry import Geometry
+from ...planning.launch import Constants, Launch
+from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.problem import Device, Pass, Plan, Problem, Strides
+from ...planning.sums import Sum, add_parts
+from ..halo import planner as halo_planner
+from ..halo.job import job_of
+from ..weight_grad import hopper as hopper_weight_grad_planner
+from ..weight_grad.hopper import weight_and_bias
+from .backward import REGION_ALIGN, contiguous
+
+THREADS = 384
+PACK_THREADS, PACK_BLOCKS = 256, 16  # blocks of a multiprocessor, at most
+SIDE = 64  # pieces or rows of dy that both consumers have
+ROW_BYTES, CHUNK_PIECES, STEPS = 64, 8, 2  # of a chunk of K: of an input channel; of dy; matrix instructions
+PAD_BYTES = {False: 32, True: 64}  # that keep rows of dy apart: for the input's gradient, for the weight's
+MAX_COLUMNS, COLUMNS = 320, 16  # they come in multiples of these
+MIN_STAGES, MAX_STAGES = 4, 8
+REGISTERS = (56, 224)  # of producers and consumers
+MIN_CHANNELS, MIN_POSITIONS = 128, 4096  # fewer input channels, or positions, were not measured
+NOMINAL = (8192, 32768, 131072, 2**20)  # positions of kinds of volume
+
+# What a multiprocessor does, in cycles, for choosing between tilings and against other families.
+COLUMN, CHUNK = 1.6, 390.0  # of a chunk: a column, everything else
+STORED_BYTES = 19.0  # of sums, per cycle
+MEMORY_BYTES, PACKED_BYTES, ADDED_BYTES = 15.0, 12.0, 28.0  # moved per cycle
+START, LAUNCH = 9000.0, 3500.0  # of the main launch; of one that does next to nothing
+# Over what others are predicted to take. The weight gradient's is up to 1.8 times that, where lines are short
+# (measured), never less than 0.9 times.
+MIN_GAIN = {Pass.INPUT_GRAD: 1.1, Pass.WEIGHT_GRAD: 0.85}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """What is compiled in."""
+
+    geometry: Geometry
+    weight: bool  # the weight's gradient, else the input's
+    columns: int  # input channels of a block
+    stages: int
+
+    @property
+    def in_tiles(self) -> int:
+        return -(-self.geometry.in_channels // self.columns)
+
+    @property
+    def panel_bytes(self) -> int:
+        return self.columns * ROW_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of both operands, and two barriers."""
+        rows, pieces = SIDE, CHUNK_PIECES
+        if not self.weight:
+            rows, pieces = pieces, rows
+        return self.panel_bytes + rows * (16 * pieces + PAD_BYTES[self.weight]) + 16
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes
+
+    def __str__(self) -> str:
+        side = "rows" if self.weight else "positions"
+        return f"{2 * SIDE} {side} x {self.columns} columns, {self.stages} stages"
+
+
+def tilings(g: Geometry, weight: bool, shared_bytes: int) -> list[Tiling]:
+    """Every division of input channels."""
+    found = []
+    units = -(-g.in_channels // COLUMNS)
+    for columns in dict.fromkeys(COLUMNS * -(-units // tiles) for tiles in range(1, units + 1)):
+        made = Tiling(g, weight, columns, 0)
+        stages = min(MAX_STAGES, shared_bytes // made.stage_bytes)
+        if columns <= MAX_COLUMNS and stages >= MIN_STAGES:
+            found.append(replace(made, stages=stages))
+    return found
+
+
+@dataclass(frozen=True)
+class Work:
+    """How a volume is divided. Run-time arguments."""
+
+    tiles: int  # of positions, or of rows of dy
+    sharers: int  # blocks that share the tiles of positions; parts of K
+    chunks: int  # of an item of work: a tile, or a part of K of a tile
+    blocks: int
+
+    @classmethod
+    def of(cls, tiling: Tiling, pieces: int, device: Device) -> Work:
+        """`pieces`: of a row of dy."""
+        rows = rows_of(tiling.geometry)
+        tiles = -(-(rows if tiling.weight else pieces) // SIDE)
+        most = max(1, device.multiprocessors // tiling.in_tiles)  # blocks with the same columns
+        if tiling.weight:
+            chunks = -(-pieces // CHUNK_PIECES)
+            parts = max(1, min(most // tiles, chunks // 2))
+            each = _even(-(-chunks // parts))
+            parts = -(-chunks // each)
+            return cls(tiles, parts, each, parts * tiles * tiling.in_tiles)
+        sharers = -(-tiles // -(-tiles // min(tiles, most)))
+        return cls(tiles, sharers, _even(-(-rows // CHUNK_PIECES)), sharers * tiling.in_tiles)
+
+    def packed_chunks(self, tiling: Tiling) -> int:
+        return self.chunks * (self.sharers if tiling.weight else 1)
+
+
+def _even(count: int) -> int:
+    return count + count % 2
+
+
+def rows_of(g: Geometry) -> int:
+    """Of dy: channel, and taps along d and h."""
+    return g.out_channels * g.kernel[0] * g.kernel[1]
+
+
+def pieces_of(p: Problem) -> int:
+    """Of a row of dy: two positions each."""
+    return p.batch * prod(p.input_size) // 2
+
+
+def cycles(tiling: Tiling, pieces: int, device: Device) -> float:
+    """Predicted, of all launches."""
+    g, work = tiling.geometry, Work.of(tiling, pieces, device)
+    rows, many = rows_of(g), device.multiprocessors
+    item = work.chunks * (COLUMN * tiling.columns + CHUNK) + 8 * SIDE * tiling.columns / STORED_BYTES
+    waves = -(-work.blocks // many)
+    items = 1 if tiling.weight else -(-work.tiles // work.sharers)
+    packed = 2 * tiling.in_tiles * work.packed_chunks(tiling) * tiling.panel_bytes
+    moved = 16 * rows * pieces + 8 * pieces * g.in_channels
+    sums = 8 * g.in_channels * rows * (work.sharers + 1) if tiling.weight and work.sharers > 1 else 0
+    added = sums / (ADDED_BYTES * many) + LAUNCH if sums else 0.0
+    main = START + max(waves * items * item, moved / (MEMORY_BYTES * many))
+    return main + packed / (PACKED_BYTES * many) + LAUNCH + added
+
+
+@lru_cache(maxsize=1024)
+def choose(g: Geometry, weight: bool, positions: int, device: Device) -> Tiling | None:
+    """For a volume of one of few kinds, so that a new one seldom compiles anew."""
+    nominal = min(NOMINAL, key=lambda kind: max(kind, positions) / min(kind, positions))
+    found = tilings(g, weight, device.shared_bytes)
+    return min(found, key=lambda tiling: cycles(tiling, nominal // 2, device), default=None)
+
+
+def choose_for(p: Problem, device: Device) -> Tiling | None:
+    return choose(p.geometry, p.which is Pass.WEIGHT_GRAD, p.batch * prod(p.input_size), device)
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, g = problem, problem.geometry
+    if p.which not in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD):
+        return "it computes gradients of input and weight"
+    if (refusal := tensor_cores.why_not(p, device, tensor_cores.WARPGROUP)) is not None:
+        return refusal
+    if p.dtype != "float32":
+        return "it is for TF32"
+    if g.groups != 1:
+        return "it takes no groups"
+    if any(axis.padding or axis.output_padding or (axis.dilation > 1 and axis.kernel > 1) for axis in g.axes):
+        return "padding or dilation: outputs do not have one position each"
+    if g.kernel != g.stride or g.kernel[2] != 2:
+        return "the kernel is not the stride, with two taps along w"
+    if not _whole_pieces(p):
+        return "pairs of positions of contiguous tensors do not lie in one line"
+    if not 0 < p.batch * prod(p.input_size) < 2**30 or _units(p) >= 2**31:
+        return "too many positions, or none"
+    if g.in_channels < MIN_CHANNELS or p.batch * prod(p.input_size) < MIN_POSITIONS:
+        return f"fewer than {MIN_CHANNELS} input channels, or than {MIN_POSITIONS} positions"
+    tiling = choose_for(p, device)
+    if tiling is None:
+        return "shared memory has no room for its stages"
+    other = other_cycles(p, device)
+    if other is not None and other < MIN_GAIN[p.which] * cycles(tiling, pieces_of(p), device):
+        return "other kernels are predicted to take as long or less"
+    return None
+
+
+def cycles_of(p: Problem, device: Device) -> float | None:
+    """Predicted, if it takes the problem."""
+    tiling = choose_for(p, device) if why_not(p, device) is None else None
+    return cycles(tiling, pieces_of(p), device) if tiling else None
+
+
+def _units(p: Problem) -> int:
+    """Of 8 words, of what is packed: more than there are."""
+    return p.batch * prod(p.input_size) * (p.geometry.in_channels + MAX_COLUMNS) // 4
+
+
+def _whole_pieces(p: Problem) -> bool:
+    g, size = p.geometry, p.input_size
+    dense = p.weight == contiguous((g.in_channels, g.out_channels, *g.kernel)) and size[2] % 2 == 0
+    dy = p.output[4] == 1 and all(v % 4 == 0 for v in p.output[:4])
+    x = p.input[4] == 1 and all(v % 2 == 0 for v in p.input[:4])
+    return dense and dy and x and p.aligned and (p.which is Pass.INPUT_GRAD or _one_run(p.input, size))
+
+
+def _one_run(strides: Strides, size: tuple[int, ...]) -> bool:
+    return strides[2:] == contiguous(size)
+
+
+def other_cycles(p: Problem, device: Device) -> float | None:
+    """What the families that would take the problem otherwise are predicted to take, if there are any."""
+    if p.which is Pass.INPUT_GRAD:
+        found = halo_planner.plan_or_none(job_of(p), device)
+        return found.cycles if found else None
+    if hopper_weight_grad_planner.why_not(p, device) is not None:
+        return None
+    return hopper_weight_grad_planner.cycles(p, device)
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tiling = choose_for(problem, device)
+    assert tiling is not None, "plan() of a problem that why_not() refuses"
+    return plan_tiling(problem, device, tiling)
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    return weight_and_bias(problems, device, why_not, plan)
+
+
+def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    work = Work.of(tiling, pieces_of(p), device)
+    packed = tiling.in_tiles * work.packed_chunks(tiling) * tiling.panel_bytes
+    why = "one product with dy as it is in memory, for which the other operand is packed"
+    g = p.geometry
+    pack = _pack(p, device, tiling, work)
+    if not tiling.weight:
+        main = _main(p, tiling, work, "dx", 0, 0)
+        return Plan("up_grad", why, (pack, main), packed, str(tiling), preparing=1)
+    count, planes = g.in_channels * g.out_channels * g.taps, g.kernel[0] * g.kernel[1]
+    pitches = -(-count // 4) * 4, -(-g.out_channels // 4) * 4
+    end, regions, sums = _round_up(packed), [], []
+    for name, result, elements, pitch, number in (
+        ("dw parts", "dw", count, pitches[0], work.sharers if work.sharers > 1 else 0),
+        ("db parts", "db", g.out_channels, pitches[1], work.sharers * planes if p.bias else 0),
+    ):
+        if number:
+            regions.append((name, end))
+            sums.append(Sum(name, result, elements, pitch, number))
+            end = _round_up(end + 4 * pitch * number)
+    main = _main(p, tiling, work, "dw parts" if work.sharers > 1 else "dw", *pitches)
+    launches = (pack, main, *((add_parts(sums, p.dtype),) if sums else ()))
+    return Plan("up_grad", why, launches, end, f"{tiling}, {work.sharers} parts", tuple(regions))
+
+
+def _round_up(size: int) -> int:
+    return -(-size // REGION_ALIGN) * REGION_ALIGN
+
+
+def _main(p: Problem, tiling: Tiling, work: Work, result: str, dw_pitch: int, db_pitch: int) -> Launch:
+    size, bias = p.input_size, p.bias and tiling.weight
+    return Launch(
+        kernel="up_grad",
+        constants=(
+            ("kThreads", THREADS),
+            ("kMinBlocks", 1),
+            ("kWeightGrad", tiling.weight),
+            ("kBias", bias),
+            *_operand_constants(tiling),
+            ("kOut", p.geometry.out_channels),
+            *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", p.geometry.axes, strict=True)),
+            ("kStages", tiling.stages),
+            ("kProducerRegisters", REGISTERS[0]),
+            ("kConsumerRegisters", REGISTERS[1]),
+        ),
+        grid=(work.blocks, 1, 1),
+        threads=THREADS,
+        shared_bytes=tiling.shared_bytes,
+        pointers=("dy", "workspace", result, "db parts" if bias else "null"),
+        scalars=padded(
+            int64s(*p.output, *p.input, dw_pitch, db_pitch),
+            int32s(work.tiles, work.sharers, pieces_of(p), work.chunks),
+            divider(size[0]),
+            divider(size[1]),
+            divider(size[2] // 2),
+        ),
+        overlaps=True,
+    )
+
+
+def _operand_constants(tiling: Tiling) -> Constants:
+    return ("kIn", tiling.geometry.in_channels), ("kColumns", tiling.columns)
+
+
+def _pack(p: Problem, device: Device, tiling: Tiling, work: Work) -> Launch:
+    """Writes the weight, or x, in the order of shared memory."""
+    g = p.geometry
+    chunks = work.packed_chunks(tiling)
+    units = tiling.in_tiles * chunks * tiling.columns * STEPS
+    if tiling.weight:
+        strides, item, items = p.input[:2], prod(p.input_size) // 2, p.batch
+    else:
+        strides, item, items = (0, g.out_channels * g.taps), g.out_channels * g.taps // 2, 1
+    return Launch(
+        kernel="up_grad_pack",
+        constants=(("kThreads", PACK_THREADS), ("kMinBlocks", 1), *_operand_constants(tiling)),
+        grid=(min(-(-units // PACK_THREADS), PACK_BLOCKS * device.multiprocessors), 1, 1),
+        threads=PACK_THREADS,
+        shared_bytes=0,
+        pointers=("x" if tiling.weight else "weight", "workspace"),
+        scalars=padded(
+            int64s(*strides),
+            int32s(items * item, units, item % 4 == 0 and all(stride % 4 == 0 for stride in strides)),
+            divider(item),
+            divider(tiling.columns * STEPS),
+            divider(chunks),
+        ),
+        overlaps=True,
+    )

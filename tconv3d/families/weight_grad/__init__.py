@@ -1,0 +1,1 @@
+"""Weight gradients on tensor cores."""

@@ -1,0 +1,134 @@
+"""Plans for the weight gradient of channels-last tensors by the kernel for contiguous ones (device/turn.cuh).
+
+`hopper_weight_grad` is at its best where lines of positions are runs of memory. Here x and dy are written as
+contiguous tensors first, into a bounded workspace, where that is predicted to be faster than what any kernel makes of
+them as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+from ...planning.problem import Device, Pass, Plan, Problem, Strides
+from ...planning.turning import Turning, channels_last, turn, turning
+from ..few_channels import weight_grad as few_weight_grad_planner
+from ..up.backward import contiguous
+from . import hopper as hopper_weight_grad_planner
+from . import warps as weight_grad_planner
+
+REGION_ALIGN = 256
+MAX_BYTES = 2**28  # of what is turned at a time
+MAX_SLICES = 8  # of the batch, one after another
+
+# What a multiprocessor does, in cycles.
+BYTES = 14.0  # read and written, in a cycle
+LAUNCH = 3500.0
+# How much longer than predicted weight gradients of channels-last tensors take, by the size of an element. What loads
+# words of single elements is the less sure: of 16-bit types between 3 and 8.
+HOPPER, WARPS = {4: 1.25, 2: 3.0}, {4: 2.4, 2: 1.8}
+
+
+def turnings(p: Problem) -> list[Turning]:
+    """Of those of dy and x that are channels-last."""
+    g = p.geometry
+    tensors: list[tuple[str, Strides, tuple[int, ...]]] = [
+        ("dy", p.output, (p.batch, g.out_channels, *p.output_size)),
+        ("x", p.input, (p.batch, g.in_channels, *p.input_size)),
+    ]
+    return [
+        turning(name, f"turned {name}", shape, p.item_bytes, p.aligned)
+        for name, strides, shape in tensors
+        if channels_last(strides, shape)
+    ]
+
+
+def turned(p: Problem) -> Problem:
+    """The same of turned tensors."""
+    g, names = p.geometry, [each.from_ for each in turnings(p)]
+    output = contiguous((p.batch, g.out_channels, *p.output_size)) if "dy" in names else p.output
+    input = contiguous((p.batch, g.in_channels, *p.input_size)) if "x" in names else p.input
+    return replace(p, input=input, output=output, aligned=p.aligned or len(names) == 2)
+
+
+def slices_of(p: Problem) -> int:
+    """How many equal slices of the batch are turned one after another; 0 if there would be too many."""
+    item = sum(each.rows * each.columns for each in turnings(p)) * p.item_bytes
+    fitting = [n for n in range(1, MAX_SLICES + 1) if p.batch % n == 0 and 0 < p.batch // n * item <= MAX_BYTES]
+    return min(fitting, default=0)
+
+
+# ---- The family.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, found = problem, turnings(problem)
+    if p.which is not Pass.WEIGHT_GRAD:
+        return f"computes weight gradients, not the pass {p.which.value}"
+    if "dy" not in [each.from_ for each in found]:
+        return "dy is not channels-last"
+    if p.item_bytes not in (2, 4):
+        return f"elements of {p.dtype} are not turned"
+    slices = slices_of(p)
+    if not device.workspace_bytes:
+        return "memory is short"
+    if not slices:
+        return f"contiguous tensors would take more than {MAX_BYTES >> 20} MB at a time, or nothing"
+    if few_weight_grad_planner.why_not(p, device) is None:
+        return "few channels have a kernel for either layout"
+    one = replace(turned(p), batch=p.batch // slices)
+    if refusal := hopper_weight_grad_planner.why_not(one, device):
+        return f"of contiguous tensors: {refusal}"
+    turning = sum(2 * each.count * p.item_bytes / each.efficiency for each in found) / (
+        BYTES * device.multiprocessors
+    )
+    there = slices * (hopper_weight_grad_planner.cycles(one, device) + LAUNCH)
+    if _cycles(p, device) < there + turning:
+        return "writing contiguous tensors would take longer than it saves"
+    return None
+
+
+def _cycles(p: Problem, device: Device) -> float:
+    """Predicted, of the tensors as they are."""
+    for family, longer in ((hopper_weight_grad_planner, HOPPER), (weight_grad_planner, WARPS)):
+        if family.why_not(p, device) is None:
+            return longer[p.item_bytes] * family.cycles(p, device)
+    return inf
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    slices = slices_of(problem)
+    one = replace(turned(problem), batch=problem.batch // slices)
+    return _around(problem, slices, hopper_weight_grad_planner.plan(one, device, slices))
+
+
+def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
+    return hopper_weight_grad_planner.weight_and_bias(problems, device, why_not, plan)
+
+
+def _around(p: Problem, slices: int, inner: Plan) -> Plan:
+    """The plan for contiguous tensors, with what writes these."""
+    found = turnings(p)
+    names, regions, end = {"workspace": "parts"}, [], 0
+    for each in found:
+        names[each.from_] = each.to
+        regions.append((each.to, end))
+        end += -(-each.count // slices * p.item_bytes // REGION_ALIGN) * REGION_ALIGN
+    own = [replace(each, pointers=tuple(names.get(n, n) for n in each.pointers)) for each in inner.launches]
+    mains = [launch for launch in own if launch.kernel == "hopper_weight_grad"]
+    launches, each_has = [], len(mains) // slices
+    for i in range(slices):
+        items = p.batch // slices
+        launches.append(turn([replace(each, items=items, first=i * items) for each in found], overlaps=False))
+        # What overlaps may read x and dy before it waits.
+        launches.append(replace(mains[i * each_has], overlaps=False))
+        launches += mains[i * each_has + 1 : (i + 1) * each_has]
+    turns = "" if slices == 1 else f", in {slices} slices of the batch"
+    return replace(
+        inner,
+        kernel=f"turn + {inner.kernel}",
+        why=f"{inner.why}; {' and '.join(each.from_ for each in found)} written as contiguous tensors before{turns}",
+        launches=(*launches, *own[len(mains) :]),
+        workspace_bytes=end + inner.workspace_bytes,
+        regions=(*regions, ("parts", end), *((name, end + at) for name, at in inner.regions)),
+    )

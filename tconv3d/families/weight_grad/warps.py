@@ -1,0 +1,608 @@
+"""Plans for the weight gradient on tensor cores (families/weight_grad/tensor_weight_grad.cuh).
+
+Chooses which channels and taps a block owns, how its warps share them, the box of positions it copies at a time, and
+into how many parts the positions are split. What is compiled in depends on the layer alone, never on the volume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from math import inf
+
+from ...planning import tensor_cores
+from ...planning.geometry import Axis, Geometry, Triple
+from ...planning.launch import Constants, Launch
+from ...planning.packing import dividers, int32s, int64s, padded
+from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
+from ..direct.planner import INT32_MAX, SCALARS, _reduce
+
+SEGMENT = 4  # words of 32 bits: one load of a lane
+CHUNK = 4  # segments that a warp multiplies at a time
+MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
+REGISTERS = 65536  # of a multiprocessor
+MIN_EFFICIENCY = 0.25  # of the products of a channel tile that count
+
+# What a multiprocessor does per cycle, for choosing between tilings.
+CYCLES_PER_MULTIPLY = 8.0  # of one of the four schedulers
+L2_BYTES_PER_CYCLE = 24.0
+SECTOR_WORDS = 8  # what a memory transaction moves at least
+LATENCY = 700.0  # cycles that a job's loads are under way
+TILE_OVERHEAD = 400.0  # cycles: a barrier, and what the first chunk waits for
+
+
+@dataclass(frozen=True)
+class Window:
+    """Two neighbouring segments of a plane of dy, loaded once for the taps that read out of them."""
+
+    plane: int
+    start: int  # words
+    taps: tuple[tuple[int, int], ...]  # (tap along w, its shift in elements from the start)
+
+    @cached_property
+    def reach(self) -> int:
+        return max(shift for _, shift in self.taps)
+
+    @property
+    def words(self) -> int:
+        return 2 * SEGMENT if self.reach else SEGMENT
+
+
+@dataclass(frozen=True)
+class Planes:
+    """The phases of w that have taps, and the windows that a row of taps needs."""
+
+    offsets: tuple[int, ...]  # per plane: the output of the tile's first position
+    windows: tuple[Window, ...]
+    per_word: int
+
+    @classmethod
+    def of(cls, axis: Axis, taps: range, per_word: int, vector: int) -> Planes:
+        """Planes that begin at a multiple of `vector` outputs, where the stride is 1."""
+        offsets: list[int] = []
+        windows: list[Window] = []
+        segment = SEGMENT * per_word
+        for phase in range(axis.stride):
+            fed = sorted((axis.shift(t), t) for t in taps if axis.phase(t) == phase)
+            if not fed:
+                continue
+            first = fed[0][0]
+            if axis.stride == 1:
+                first -= first % vector
+            offsets.append(axis.stride * first + phase)
+            while fed:
+                start = (fed[0][0] - first) // segment * segment
+                inside = [(t, shift - first - start) for shift, t in fed if shift - first <= start + segment]
+                windows.append(Window(len(offsets) - 1, start // per_word, tuple(inside)))
+                fed = fed[len(inside) :]
+        return cls(tuple(offsets), tuple(windows), per_word)
+
+    @cached_property
+    def taps(self) -> int:
+        return sum(len(window.taps) for window in self.windows)
+
+    @cached_property
+    def words(self) -> int:
+        """Of all windows."""
+        return sum(window.words for window in self.windows)
+
+    def line_words(self, segments: int) -> int:
+        """Words of a line that taps read."""
+        last = max(window.start * self.per_word + window.reach for window in self.windows)
+        return -(-(segments * SEGMENT * self.per_word + last) // self.per_word)
+
+    def line_pitch(self, segments: int) -> int:
+        """Words of a line that windows touch: a multiple of a segment."""
+        return (segments - 1) * SEGMENT + max(window.start + window.words for window in self.windows)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What the kernel is compiled for, besides the tiling."""
+
+    geometry: Geometry
+    dtype: str
+    channels_last: bool
+    vector_x: int  # words that one load brings; 0: 16-bit elements one by one
+    vector_y: int
+
+    @property
+    def per_word(self) -> int:
+        return 4 // ITEM_BYTES[self.dtype]
+
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """The taps along w that each launch has."""
+        kernel = self.geometry.kernel[2]
+        count = -(-kernel // MAX_TAPS_W)
+        size = -(-kernel // count)
+        return tuple(range(first, min(first + size, kernel)) for first in range(0, kernel, size))
+
+    def planes(self, taps: range) -> Planes:
+        return Planes.of(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
+
+    def loads(self, tiling: Tiling) -> tuple[int, int]:
+        """Channels of a job, of x and of dy: loads that a lane has under way, in registers if not asynchronous."""
+        x, y = (8 if tiling.asynchronous or vector in (1, 2) else 4 for vector in (self.vector_x, self.vector_y))
+        return x, y
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks and warps divide channels, taps and positions. Everything here is compiled in."""
+
+    warps: int
+    blocks: int  # per multiprocessor
+    tiles_in: int  # of 16 channels, per warp
+    tiles_out: int  # of 8 channels, per warp
+    warps_in: int
+    warps_out: int
+    rows_d: int  # taps along d and h that a block has
+    rows_h: int
+    warps_rows: int
+    slices: int  # warps that share taps and channels, and divide the chunks
+    segments: int  # of a tile of positions
+    stages: int  # buffers; three when copies are asynchronous
+    asynchronous: bool
+
+    @property
+    def rows(self) -> int:
+        return -(-self.rows_d * self.rows_h // self.warps_rows)
+
+    @property
+    def block_rows(self) -> tuple[int, int]:
+        return self.rows_d, self.rows_h
+
+    def block_in(self, g: Geometry) -> int:
+        return 8 if g.in_per_group <= 8 else 16 * self.tiles_in * self.warps_in
+
+    @property
+    def block_out(self) -> int:
+        return 8 * self.tiles_out * self.warps_out
+
+    def kinds(self, g: Geometry) -> int:
+        """Blocks that together have all channels and taps."""
+        channels = -(-g.in_per_group // self.block_in(g)) * -(-g.out_per_group // self.block_out)
+        return g.groups * channels * -(-g.kernel[0] // self.rows_d) * -(-g.kernel[1] // self.rows_h)
+
+    def sums(self, taps: int) -> int:
+        """Registers per thread."""
+        return self.rows * taps * self.tiles_in * self.tiles_out * 4
+
+    def __str__(self) -> str:
+        return (
+            f"{self.warps} warps x {self.blocks} blocks, each warp {16 * self.tiles_in} x {8 * self.tiles_out} "
+            f"channels x {self.rows} rows of taps, {self.slices} slices, "
+            f"blocks of {self.rows_d} x {self.rows_h} rows, {self.stages} buffers of {self.segments * SEGMENT} words"
+        )
+
+
+@dataclass(frozen=True)
+class Box:
+    """The tile of positions: run-time values, chosen for the volume."""
+
+    d: int
+    h: int
+    w: int  # segments
+
+    @property
+    def segments(self) -> int:
+        return self.d * self.h * self.w
+
+    def lines(self, g: Geometry, rows: tuple[int, int]) -> tuple[int, int]:
+        """Lines of dy along d and h that the rows of taps of a block reach."""
+        d, h, _ = g.axes
+        along_d = d.stride * (self.d - 1) + d.dilation * (rows[0] - 1) + 1
+        return along_d, h.stride * (self.h - 1) + h.dilation * (rows[1] - 1) + 1
+
+    def count(self, size: Triple, per_word: int) -> Triple:
+        """Boxes along d, h, w."""
+        extents = (self.d, self.h, self.w * SEGMENT * per_word)
+        return tuple(-(-extent // box) for extent, box in zip(size, extents, strict=True))
+
+
+def boxes(segments: int, lines: tuple[int, int]) -> Iterator[Box]:
+    """Boxes of at most so many segments, none longer than the volume has `lines` along d and h."""
+    for w in range(1, min(segments, 16) + 1):
+        for h in range(1, min(segments // w, lines[1]) + 1):
+            for d in range(1, min(segments // (w * h), lines[0]) + 1):
+                yield Box(d, h, w)
+
+
+def pitch_up(words: int) -> int:
+    """The next length that is 16 words more than a multiple of the 32 banks."""
+    return words + (16 - words) % 32
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory of a tiling: room for the box that suits a large volume; other boxes must fit it."""
+
+    pitch_x: int
+    plane: int
+    pitch_y: int
+    table_slots: int
+    bytes: int
+
+    @classmethod
+    def of(cls, layer: Layer, planes: Planes, tiling: Tiling) -> Buffers:
+        g = layer.geometry
+        plane = _plane_room(g, planes, tiling.block_rows, tiling.segments)
+        pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
+        slots = len(planes.offsets) * plane
+        tables = 8 + 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
+        buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
+        passing = tiling.sums(planes.taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
+        return cls(pitch_x, plane, pitch_y, slots, 4 * max(-(-tables // 4) * 4 + tiling.stages * buffer, passing))
+
+
+def _wide_boxes(segments: int) -> Iterator[Box]:
+    """Boxes of exactly so many segments, with lines long enough for whole memory transactions."""
+    for w in (4, 8):
+        for h in range(1, segments // w + 1):
+            if segments % (w * h) == 0:
+                yield Box(segments // (w * h), h, w)
+
+
+def plane_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box, pad: int = 0) -> int:
+    along_d, along_h = box.lines(g, rows)
+    return along_d * along_h * (planes.line_pitch(box.w) + pad)
+
+
+def copied_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box) -> int:
+    """Words of a channel of dy that a box moves, in whole sectors of memory."""
+    along_d, along_h = box.lines(g, rows)
+    return along_d * along_h * (planes.line_words(box.w) * g.stride[2] + SECTOR_WORDS - 1)
+
+
+@lru_cache(maxsize=4096)
+def _best_wide_box(g: Geometry, planes: Planes, rows: tuple[int, int], segments: int) -> Box:
+    return min(_wide_boxes(segments), key=lambda box: copied_words(g, planes, rows, box))
+
+
+@lru_cache(maxsize=4096)
+def _plane_room(g: Geometry, planes: Planes, rows: tuple[int, int], segments: int) -> int:
+    return pitch_up(plane_words(g, planes, rows, _best_wide_box(g, planes, rows, segments)))
+
+
+# ---- Which tiling.
+
+
+def _candidates(layer: Layer) -> Iterator[Tiling]:
+    g = layer.geometry
+    tiles_in, tiles_out = -(-g.in_per_group // 16), -(-g.out_per_group // 8)
+    taps = len(layer.pieces[0])
+    for (warps, blocks), ti, to in product(
+        ((8, 1), (8, 2), (12, 1), (4, 2), (4, 4)), range(1, min(4, tiles_in) + 1), range(1, min(4, tiles_out) + 1)
+    ):
+        room = min(248, REGISTERS // (32 * warps * blocks) // 8 * 8)
+        # Fragments, addresses, words on their way.
+        others = 8 * ti + (36 if layer.dtype == "float32" else 56) + (8 if g.stride[2] > 1 else 0)
+        if 4 * taps * ti * to > room - others:
+            continue
+        for wi, wo, wr in product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 6, 8)):
+            if warps % (wi * wo * wr) or (wi - 1) * ti >= tiles_in or (wo - 1) * to >= tiles_out:
+                continue
+            for rows_d, rows_h in product(range(1, g.kernel[0] + 1), range(1, g.kernel[1] + 1)):
+                if rows_d * rows_h < wr or rows_d * rows_h > 5 * wr or (rows_d > 5 or rows_h > 8):
+                    continue
+                if g.kernel[0] % rows_d or g.kernel[1] % rows_h:  # a block whose last rows are empty
+                    continue
+                for segments, stages in product((8, 16, 32, 64), (3,) if layer.dtype == "float32" else (2,)):
+                    slices = warps // (wi * wo * wr)
+                    if segments % (CHUNK * slices):
+                        continue
+                    tiling = Tiling(
+                        warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments, stages, stages > 2
+                    )
+                    if tiling.sums(taps) + tiling.rows + others <= room:
+                        yield tiling
+
+
+def _slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int, int]:
+    """Loads per channel of x and of dy that a box takes."""
+    along_d, along_h = box.lines(layer.geometry, tiling.block_rows)
+    line = -(-planes.line_words(box.w) // max(1, layer.vector_y)) * len(planes.offsets)
+    return box.segments * SEGMENT // max(1, layer.vector_x), along_d * along_h * line
+
+
+def _jobs(layer: Layer, tiling: Tiling, slots: tuple[int, int]) -> tuple[int, int]:
+    lanes = 4 if layer.channels_last else 1
+    channels = (tiling.block_in(layer.geometry), tiling.block_out)
+    per_job = layer.loads(tiling)
+    x, y = (-(-s * lanes // 32) * -(-c // (lanes * n)) for s, c, n in zip(slots, channels, per_job, strict=True))
+    return x, y
+
+
+def _warp_cycles(planes: Planes, tiling: Tiling, segments: int) -> tuple[float, float, float]:
+    """Of tensor cores, shared memory and issuing, for the products of a tile of each block."""
+    chunks = -(-segments // (CHUNK * tiling.slices))
+    multiplies = 2 * tiling.rows * planes.taps * tiling.tiles_in * tiling.tiles_out
+    loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * planes.words // SEGMENT
+    warps = tiling.warps * tiling.blocks
+    rounding = 2 * SEGMENT if tiling.asynchronous else 0
+    return (
+        warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY,
+        warps * chunks * loads * SEGMENT,
+        warps / 4 * chunks * (multiplies + loads * (1 + rounding)),
+    )
+
+
+def _joined(*parts: float) -> float:
+    """Of a tile, whose parts overlap."""
+    return max(parts) + 0.15 * (sum(parts) - max(parts)) + TILE_OVERHEAD
+
+
+def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
+    """Predicted cycles in which a multiprocessor's blocks each do one tile."""
+    g = layer.geometry
+    multiplying, sharing, issuing = _warp_cycles(planes, tiling, box.segments)
+    jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
+    jobs = tiling.blocks * (jobs_x + jobs_y)
+    loads_x, loads_y = layer.loads(tiling)
+    loaded = jobs_x * loads_x * max(1, layer.vector_x) + jobs_y * loads_y * max(1, layer.vector_y)
+    copied = (
+        box.segments * SEGMENT * tiling.block_in(g)
+        + copied_words(g, planes, tiling.block_rows, box) * tiling.block_out
+    )
+    per_word = (2 if layer.vector_y == 0 else 1) + (2 if layer.channels_last else 1)
+    return _joined(
+        multiplying,
+        sharing + tiling.blocks * loaded * per_word,
+        issuing + jobs / 4 * 100,
+        tiling.blocks * copied * 4 / L2_BYTES_PER_CYCLE,
+        0.0 if tiling.asynchronous else jobs / (tiling.warps * tiling.blocks) * LATENCY,
+    )
+
+
+def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
+    """What `_cost` is at least, quickly said: nothing is copied."""
+    cycles = _joined(*_warp_cycles(planes, tiling, tiling.segments))
+    return cycles / (tiling.blocks * tiling.segments) * tiling.kinds(layer.geometry)
+
+
+def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float | None:
+    """Predicted cycles for a segment of a large volume; None for a tiling that does not fit."""
+    buffers = Buffers.of(layer, planes, tiling)
+    if buffers.bytes > device.shared_bytes or (buffers.bytes + 1024) * tiling.blocks > device.shared_bytes + 1024:
+        return None
+    if buffers.table_slots > 16384:
+        return None
+    box = _best_wide_box(layer.geometry, planes, tiling.block_rows, tiling.segments)
+    cycles = _tile_cycles(layer, planes, tiling, box) / (tiling.blocks * tiling.segments)
+    return cycles * tiling.kinds(layer.geometry)
+
+
+@lru_cache(maxsize=1024)
+def tiling_of(layer: Layer, device: Device) -> Tiling | None:
+    """The predicted fastest."""
+    planes = layer.planes(layer.pieces[0])
+    best, least = None, inf
+    for tiling in _candidates(layer):
+        if _least_cost(layer, planes, tiling) < least:
+            cost = _cost(layer, planes, tiling, device)
+            if cost is not None and cost < least:
+                best, least = tiling, cost
+    return best
+
+
+# ---- The family.
+
+
+def _layer(p: Problem) -> Layer:
+    g = p.geometry
+    channels_last = all(strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
+    vector_x = _vector(p, p.input, p.input_size[2])
+    vector_y = _vector(p, p.output, p.output_size[2] if g.stride[2] == 1 else 1)
+    return Layer(g, p.dtype, channels_last, vector_x, vector_y)
+
+
+def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
+    """Words that a load may bring: none may straddle the end of a line."""
+    per_word = 4 // p.item_bytes
+    for words in (4, 2, 1):
+        if p.aligned and strides[4] == 1 and not any(v % (words * per_word) for v in (*strides[:4], width)):
+            return words
+    return 1 if per_word == 1 else 0
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, g = problem, problem.geometry
+    if p.which is not Pass.WEIGHT_GRAD:
+        return f"computes weight gradients, not the pass {p.which.value}"
+    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARP):
+        return refusal
+    rows = 8 if g.in_per_group <= 8 else -(-g.in_per_group // 16) * 16
+    padded_channels = max(rows, 16) * -(-g.out_per_group // 8) * 8
+    if g.in_per_group * g.out_per_group < MIN_EFFICIENCY * padded_channels:
+        return f"{g.in_per_group} x {g.out_per_group} channels per group leave tensor cores idle"
+    if any(size > 2**20 for size in p.input_size) or p.batch * max(p.input_size) >= 2**30:
+        return "the volume is too long"
+    if tiling_of(_layer(p), device) is None:
+        return "the taps reach too far for shared memory"
+    return None
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tiling = tiling_of(_layer(problem), device)
+    assert tiling is not None, "plan() of a problem that why_not() refuses"
+    return plan_tiling(problem, device, tiling)
+
+
+def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
+    """The plan with a given tiling: what a benchmark compares."""
+    g, layer = p.geometry, _layer(p)
+    count = g.in_channels * g.out_per_group * g.taps
+    pieces = [(taps, layer.planes(taps)) for taps in layer.pieces]
+    box = _box(p, layer, pieces[0][1], tiling)
+    splits = _splits(p, device, layer, pieces[0][1], tiling, box, count)
+    mains = tuple(_main(p, layer, taps, planes, tiling, splits) for taps, planes in pieces)
+    ci, co, _, _, tap = p.weight
+    reduce = _reduce(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    tile = f"{tiling} ({box.d} x {box.h} lines of {box.w * SEGMENT}), {splits} parts"
+    return Plan("tensor_weight_grad", "positions as K on tensor cores", (*mains, reduce), splits * count * 4, tile)
+
+
+@lru_cache(maxsize=1024)
+def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
+    """The box that walks this volume in the least predicted time."""
+    room = Buffers.of(layer, planes, tiling).plane
+
+    def cost(box: Box) -> float:
+        d, h, w = box.count(p.input_size, layer.per_word)
+        conflicts, _ = _pad(p.geometry, planes, tiling, box, room)
+        return d * h * w * _tile_cycles(layer, planes, tiling, box) * (1 + 0.1 * (conflicts - 1))
+
+    lines = (max(p.input_size[0], 1), max(p.input_size[1], 1))
+    rows = tiling.block_rows
+    fitting = [box for box in boxes(tiling.segments, lines) if plane_words(p.geometry, planes, rows, box) <= room]
+    return min(fitting, key=cost)
+
+
+@lru_cache(maxsize=65536)
+def _bank_conflicts(box: Box, plane_rows: int, line_rows: int, pitch: int) -> int:
+    """How many of a quarter-warp's loads of dy (two channels, four segments) meet in a bank, at worst."""
+    worst = 1
+    for chunk in range(0, box.segments - CHUNK + 1, CHUNK):
+        banks = [0] * 8
+        for segment in range(chunk, chunk + CHUNK):
+            line, along = divmod(segment, box.w)
+            row = line // box.h * plane_rows + line % box.h * line_rows
+            for place in (row * pitch // SEGMENT + along, row * pitch // SEGMENT + along + 4):
+                banks[place % 8] += 1
+        worst = max(worst, *banks)
+    return worst
+
+
+def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> tuple[int, int]:
+    """The fewest bank conflicts between lines of dy, and how many words each is lengthened by for that."""
+    plane_rows, pitch = g.stride[0] * box.lines(g, tiling.block_rows)[1], planes.line_pitch(box.w)
+    pads = [pad for pad in range(0, 32, 4) if plane_words(g, planes, tiling.block_rows, box, pad) <= room]
+    return min((_bank_conflicts(box, plane_rows, g.stride[1], pitch + pad), pad) for pad in pads)
+
+
+def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Tiling, box: Box, count: int) -> int:
+    """Into how many parts the positions are split: what fills the GPU with the least left over at the end."""
+    kinds, slots = tiling.kinds(p.geometry), device.multiprocessors * tiling.blocks
+    tiles = _tiles(p, layer, box)
+    most = max(1, min(tiles, device.workspace_bytes // (count * 4), -(-4 * slots // kinds)))
+    tile = _tile_cycles(layer, planes, tiling, box)
+    return min(range(1, most + 1), key=lambda splits: _cycles(kinds, slots, tiles, tile, splits, count, device))
+
+
+def _cycles(kinds: int, slots: int, tiles: int, tile: float, splits: int, count: int, device: Device) -> float:
+    """Predicted: blocks come in waves, and parts must be added."""
+    adding = splits * count * 8 / (16 * device.multiprocessors)
+    return -(-kinds * splits // slots) * (-(-tiles // splits) + 1) * tile + adding
+
+
+def cycles(p: Problem, device: Device) -> float:
+    """Predicted, of all launches."""
+    g, layer = p.geometry, _layer(p)
+    tiling = tiling_of(layer, device)
+    assert tiling is not None, "cycles() of a problem that why_not() refuses"
+    planes = [layer.planes(taps) for taps in layer.pieces]
+    box, count = _box(p, layer, planes[0], tiling), g.in_channels * g.out_per_group * g.taps
+    kinds, slots = tiling.kinds(g), device.multiprocessors * tiling.blocks
+    splits = _splits(p, device, layer, planes[0], tiling, box, count)
+    tile = _tile_cycles(layer, planes[0], tiling, box)
+    return len(planes) * _cycles(kinds, slots, _tiles(p, layer, box), tile, splits, count, device)
+
+
+def _tiles(p: Problem, layer: Layer, box: Box) -> int:
+    d, h, w = box.count(p.input_size, layer.per_word)
+    return p.batch * d * h * w
+
+
+def wide(p: Problem, box: int) -> bool:
+    """Whether an offset, or an intermediate value of one, may leave 32 bits. Boxes of `box` segments at the most may
+    begin inside the volume and end beyond."""
+    g = p.geometry
+    reach = tuple(
+        size + box * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
+        for size, axis in zip(p.output_size, g.axes, strict=True)
+    )
+    x = last_offset((p.batch + 1, g.in_channels, *(size + box * 8 for size in p.input_size)), p.input)
+    return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
+
+
+def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, splits: int) -> Launch:
+    g = p.geometry
+    buffers, box = Buffers.of(layer, planes, tiling), _box(p, layer, planes, tiling)
+    along_d, along_h = box.lines(g, tiling.block_rows)
+    pitch = planes.line_pitch(box.w) + _pad(g, planes, tiling, box, buffers.plane)[1]
+    return Launch(
+        kernel="tensor_weight_grad",
+        constants=_constants(p, layer, taps, planes, tiling, buffers),
+        grid=(tiling.kinds(g) * splits, 1, 1),
+        threads=32 * tiling.warps,
+        shared_bytes=buffers.bytes,
+        pointers=("x", "dy", "workspace"),
+        scalars=padded(
+            int64s(*p.input, *p.output),
+            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _tiles(p, layer, box), splits),
+            int32s(along_h, along_d * along_h, pitch, planes.line_words(box.w)),
+            dividers(box.count(p.input_size, layer.per_word)),
+        ),
+    )
+
+
+def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, buffers: Buffers) -> Constants:
+    g = p.geometry
+    place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
+    box = _best_wide_box(g, planes, tiling.block_rows, tiling.segments)
+    jobs = sum(_jobs(layer, tiling, _slots(layer, planes, tiling, box)))
+    chunks = tiling.segments // (CHUNK * tiling.slices)
+    hooks = -(-jobs // (tiling.warps * chunks))
+    if not tiling.asynchronous:
+        hooks = min(hooks, tiling.rows * tiling.tiles_out, 3)
+    return (
+        ("kThreads", 32 * tiling.warps),
+        ("kMinBlocks", tiling.blocks),
+        ("Scalar", SCALARS[p.dtype]),
+        ("kOperand", tensor_cores.OPERANDS[p.dtype]),
+        ("kWide", wide(p, box=64)),
+        ("kVectorX", layer.vector_x),
+        ("kVectorY", layer.vector_y),
+        ("kLoadsX", layer.loads(tiling)[0]),
+        ("kLoadsY", layer.loads(tiling)[1]),
+        ("kLaneChannels", 4 if layer.channels_last else 1),
+        ("kHooks", hooks),
+        ("kStages", tiling.stages),
+        ("kAsync", tiling.asynchronous),
+        ("kGroups", g.groups),
+        ("kInPerGroup", g.in_per_group),
+        ("kOutPerGroup", g.out_per_group),
+        ("kHalfRows", g.in_per_group <= 8),
+        ("kTilesIn", tiling.tiles_in),
+        ("kTilesOut", tiling.tiles_out),
+        ("kWarpsIn", tiling.warps_in),
+        ("kWarpsOut", tiling.warps_out),
+        ("kWarpsRows", tiling.warps_rows),
+        ("kSlices", tiling.slices),
+        ("kRows", tiling.rows),
+        ("kRowsD", tiling.rows_d),
+        ("kRowsH", tiling.rows_h),
+        ("kSegments", tiling.segments),
+        ("kPitchX", buffers.pitch_x),
+        ("kPlane", buffers.plane),
+        ("kPitchY", buffers.pitch_y),
+        ("kSlotsY", buffers.table_slots),
+        ("kSharedBytes", buffers.bytes),
+        ("kPhases", len(planes.offsets)),
+        ("kPlaneOffset", planes.offsets),
+        ("kWindows", len(planes.windows)),
+        ("kWindowPhase", tuple(window.plane for window in planes.windows)),
+        ("kWindowStart", tuple(window.start for window in planes.windows)),
+        ("kWindowReach", tuple(window.reach for window in planes.windows)),
+        ("kTaps", len(taps)),
+        ("kTapW", tuple(taps)),
+        ("kTapWindow", tuple(place[t][0] for t in taps)),
+        ("kTapOffset", tuple(place[t][1] for t in taps)),
+        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
+        *((f"kPadding{n}", axis.padding) for n, axis in zip("DHW", g.axes, strict=True)),
+        *((f"kDilation{n}", axis.dilation) for n, axis in zip("DHW", g.axes, strict=True)),
+    )

@@ -1,0 +1,262 @@
+"""Geometry, type, layout and GPU -> which kernel, which tile. A pure function of plain data, explainable.
+
+A kernel family is a module with `why_not(problem, device)` (a reason, or None if it takes the problem) and
+`plan(problem, device)`. The first family of `FAMILIES` that takes a problem gets it. Statistics for a norm that
+follows are added here: a family only says whether its kernel has an epilogue (`HAS_EPILOGUE`: it applies
+`Problem.activation`), and in its plan whether the kernel leaves the moments that statistics are made of.
+
+A backward pass wants several gradients at once (`plan_gradients`). A family whose kernels compute more than one of
+them together also has `plan_together(problems, device)`: of the wanted gradients that no family before it took, by
+pass, it returns a plan whose `passes` says which of them it computes, or None. Its launches may name any of "dy",
+"x", "weight", "null", "dx", "dw", "db", "workspace" and the regions of its workspace. What no family takes together
+is planned alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from types import ModuleType
+
+from ..families.depthwise import lines as depthwise_lines_planner
+from ..families.depthwise import planner as depthwise_planner
+from ..families.direct import planner as direct_planner
+from ..families.few_channels import (
+    inputs as few_inputs_planner,
+)
+from ..families.few_channels import (
+    outputs as few_outputs_planner,
+)
+from ..families.few_channels import (
+    weight_grad as few_weight_grad_planner,
+)
+from ..families.group_backward import planner as group_backward_planner
+from ..families.halo import planner as halo_planner
+from ..families.mma import planner as mma_planner
+from ..families.norm import planner as norm_planner
+from ..families.unfold import planner as unfold_planner
+from ..families.up import (
+    backward as up_backward_planner,
+)
+from ..families.up import (
+    backward_last as up_backward_last_planner,
+)
+from ..families.up import (
+    forward as up_planner,
+)
+from ..families.up import (
+    grad as up_grad_planner,
+)
+from ..families.weight_grad import (
+    hopper as hopper_weight_grad_planner,
+)
+from ..families.weight_grad import (
+    via_contiguous as turned_planner,
+)
+from ..families.weight_grad import (
+    warps as weight_grad_planner,
+)
+from . import repertoire
+from .geometry import Geometry
+from .launch import Launch
+from .problem import Device, Pass, Plan, Problem
+
+WORKSPACE_ALIGN = 256
+
+FAMILIES: tuple[tuple[str, ModuleType], ...] = (
+    ("unfold", unfold_planner),
+    ("up_backward", up_backward_planner),
+    ("up_backward_last", up_backward_last_planner),
+    ("up", up_planner),
+    ("up_grad", up_grad_planner),
+    ("few_outputs", few_outputs_planner),
+    ("few_inputs", few_inputs_planner),
+    ("few_weight_grad", few_weight_grad_planner),
+    ("group_backward", group_backward_planner),
+    ("turned", turned_planner),
+    ("halo", halo_planner),
+    ("hopper_weight_grad", hopper_weight_grad_planner),
+    ("tensor_weight_grad", weight_grad_planner),
+    ("mma", mma_planner),
+    ("depthwise_lines", depthwise_lines_planner),
+    ("depthwise", depthwise_planner),
+    ("direct", direct_planner),
+)
+
+
+# Limits of what is planned, so that no call takes very long or very much memory. Layers beyond the first two go to
+# the direct family, whose tables have an entry for each phase of one dimension and none for each tap. Layers beyond
+# the others are left to PyTorch's operator.
+MOST_TAPS = 4096  # of a kernel, for families that look at each; a kernel of 16x16x16 has as many
+MOST_PHASES = 4096  # of a layer, for families that look at each; a stride of 16x16x16 has as many
+MOST_DIRECT_PHASES = 2**16  # of a layer, for the direct family: each is computed, empty or not
+LONGEST_STRIDE = 1024  # along one dimension: three tables of so many 32-bit numbers are compiled into a kernel
+LONGEST_KERNEL = 2**16  # along one dimension
+FARTHEST = 2**30  # from an input to an output that it meets, in elements along one dimension: kernels have 32 bits
+
+
+class Refused(NotImplementedError):
+    """No kernel takes a call that is legal: it is left to PyTorch's operator. The message says why."""
+
+
+def check_limits(geometry: Geometry) -> None:
+    """Raises `Refused` for a layer whose planning, or whose kernels, could take very long."""
+    if geometry.phases > MOST_DIRECT_PHASES:
+        raise Refused(f"a stride of {geometry.stride} has {geometry.phases} phases, more than {MOST_DIRECT_PHASES}")
+    if max(geometry.stride) > LONGEST_STRIDE:
+        raise Refused(f"a stride of {geometry.stride} is longer than {LONGEST_STRIDE}")
+    if max(geometry.kernel) > LONGEST_KERNEL:
+        raise Refused(f"a kernel of {geometry.kernel} is longer than {LONGEST_KERNEL}")
+    if any(axis.kernel * axis.dilation + axis.padding + axis.stride > FARTHEST for axis in geometry.axes):
+        raise Refused(f"kernel size times dilation plus padding exceeds {FARTHEST} in a dimension")
+
+
+def _too_many(problem: Problem) -> str | None:
+    """Why no family but the direct one is asked; None if all are."""
+    taps, phases = problem.geometry.taps, problem.geometry.phases
+    if taps > MOST_TAPS:
+        return f"{taps} taps are more than {MOST_TAPS}"
+    if phases > MOST_PHASES:
+        return f"{phases} phases are more than {MOST_PHASES}"
+    return None
+
+
+def _why_not(family: ModuleType, problem: Problem, device: Device) -> str | None:
+    if family is not direct_planner and (reason := _too_many(problem)) is not None:
+        return reason
+    refusal: str | None = family.why_not(problem, device)
+    if refusal is None and problem.relu and not getattr(family, "HAS_EPILOGUE", False):
+        return "its kernel has no epilogue for a ReLU"
+    return refusal
+
+
+def family_of(problem: Problem, device: Device) -> tuple[str, ModuleType]:
+    """The family that takes a problem alone."""
+    refusals = []
+    for name, family in FAMILIES:
+        refusal = _why_not(family, problem, device)
+        if refusal is None:
+            return name, family
+        refusals.append(f"{name}: {refusal}")
+    raise NotImplementedError(f"no kernel takes {problem} on {device}: " + "; ".join(refusals))
+
+
+@lru_cache(maxsize=4096)
+def plan(problem: Problem, device: Device) -> Plan:
+    check_limits(problem.geometry)
+    with _meeting(problem, device):
+        _, family = family_of(problem, device)
+        found: Plan = family.plan(problem, device)
+    return norm_planner.with_statistics(found, problem, device) if problem.norm else found
+
+
+def _meeting(problem: Problem, device: Device) -> AbstractContextManager[None]:
+    """While a call is planned: its layer, whose gradients count apart, and its volume."""
+    layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, device)
+    return repertoire.meeting(layer, (problem.batch, problem.input_size))
+
+
+def refusals(problem: Problem, device: Device) -> dict[str, str]:
+    """Why each family that comes before the chosen one was passed over."""
+    passed = {}
+    for name, family in FAMILIES:
+        refusal = _why_not(family, problem, device)
+        if refusal is None:
+            break
+        passed[name] = refusal
+    return passed
+
+
+@contextmanager
+def aside() -> Iterator[None]:
+    """While somebody only asks for plans: what calls get afterwards does not depend on it."""
+    with repertoire.aside():
+        try:
+            yield
+        finally:
+            plan.cache_clear()
+
+
+def forget() -> None:
+    """The next volume of every layer is its first."""
+    plan.cache_clear()
+    repertoire.forget()
+    for _, family in FAMILIES:
+        if hasattr(family, "forget"):
+            family.forget()
+
+
+# ---- the gradients of one backward pass
+
+
+def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
+    """All gradients that a backward pass wants, by launches that follow one another."""
+    return _in_turn(gradient_plans(problems, device))
+
+
+def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
+    """Who computes which gradients: the `passes` of each plan. In the order in which they run."""
+    if not problems:
+        return []
+    for problem in problems:
+        check_limits(problem.geometry)
+    with _meeting(problems[0], device):
+        found = _gradient_plans(problems, device)
+    order = list(Pass)
+    return sorted(found, key=lambda plan: order.index(plan.passes[0]))
+
+
+def _gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
+    left = {problem.which: problem for problem in problems}
+    found: list[Plan] = []
+    for _, family in FAMILIES:
+        if hasattr(family, "plan_together") and len(left) > 1 and not any(map(_too_many, left.values())):
+            together: Plan | None = family.plan_together(dict(left), device)
+            if together is not None:
+                assert len(together.passes) > 1 and left.keys() >= set(together.passes), together.passes
+                found.append(together)
+                left = {which: problem for which, problem in left.items() if which not in together.passes}
+        for which in [which for which, problem in left.items() if _why_not(family, problem, device) is None]:
+            found.append(replace(family.plan(left.pop(which), device), passes=(which,)))
+    for problem in left.values():
+        family_of(problem, device)  # says why nobody takes it
+    return found
+
+
+def _in_turn(plans: Sequence[Plan]) -> Plan:
+    """One plan of several. Their workspaces lie over one another: what a plan left there, the next may overwrite.
+
+    Except for an input gradient that prepares its operands first. The others run between that and the rest of it, so
+    that nothing waits for the preparation, and what it left stays.
+    """
+    if len(plans) == 1:
+        return plans[0]
+    first, *others = plans
+    late = len(first.launches) - first.preparing if first.passes == (Pass.INPUT_GRAD,) and first.preparing else 0
+    start = -(-first.workspace_bytes // WORKSPACE_ALIGN) * WORKSPACE_ALIGN if late else 0
+    launches, regions = _placed(first, 0)
+    for plan in others:
+        later, places = _placed(plan, start)
+        end = len(launches) - late
+        launches = [*launches[:end], *later, *launches[end:]]
+        regions += places
+    return Plan(
+        " + ".join(plan.kernel for plan in plans),
+        "; ".join(plan.why for plan in plans),
+        tuple(launches),
+        max(first.workspace_bytes, *(start + plan.workspace_bytes for plan in others)),
+        regions=tuple(regions),
+        passes=tuple(which for plan in plans for which in plan.passes),
+    )
+
+
+def _placed(plan: Plan, start: int) -> tuple[list[Launch], list[tuple[str, int]]]:
+    """A plan's launches and regions, with names of its own and a workspace that begins at `start`."""
+    places = ([("workspace", 0)] if start else []) + list(plan.regions)
+    own = {name: f"{name} of {plan.passes[0].value}" for name, _ in places}
+    launches = [
+        replace(launch, pointers=tuple(own.get(name, name) for name in launch.pointers)) for launch in plan.launches
+    ]
+    return launches, [(own[name], start + at) for name, at in places]

@@ -1,0 +1,1 @@
+"""From a plan to a stream: compiler, disk cache, launcher, and compiling in the background."""

@@ -1,0 +1,222 @@
+"""The commands `bench`, `verify`, `tune` and `report`: their flags, and what they call."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import tconv3d
+from tconv3d.planning.gpus import AS
+from tconv3d.tools import tables
+from tconv3d.tools.arguments import MOST_SEED, integer, seconds, shape
+
+from . import cases, layers, models, picture, report, results, run, table
+from .layers import Layer
+from .precision import DTYPES, LAYOUTS, precision
+
+
+def add(commands: Any) -> None:
+    """Adds the commands to an argparse parser's subcommands."""
+    bench = commands.add_parser("bench", help="time layers or a model's beside PyTorch's; needs a GPU")
+    _add_selection(bench)
+    bench.add_argument("--backward", action="store_true", help="the gradients too")
+    bench.add_argument("--model", action="append", default=[], metavar="PACKAGE:FACTORY", help=_MODEL_HELP)
+    bench.add_argument("--input", type=shape, metavar="SHAPE", help="the model's input: 1x1x96x96x96")
+    bench.add_argument("--no-torch", action="store_true", help="only ours, without PyTorch's variants")
+    bench.add_argument("--as", dest="told", metavar="GPU", help=_AS_HELP)
+    bench.add_argument("--host", action="store_true", help="the host's time to launch a layer too")
+    bench.add_argument(
+        "--budget", type=seconds, default=0.15, metavar="S", help="seconds for one timing; default 0.15"
+    )
+    bench.set_defaults(run=_bench)
+
+    verify = commands.add_parser("verify", help="errors against float64, PyTorch's beside ours; needs no GPU")
+    _add_selection(verify)
+    verify.set_defaults(run=_verify)
+
+    tuner = commands.add_parser("tune", help="try builds of layers' kernels and keep the fastest; needs a GPU")
+    _add_layers(tuner)
+    tuner.add_argument("--no-gradients", action="store_true", help="only the forward pass")
+    tuner.add_argument("--candidates", type=integer(1), default=8, metavar="N", help="builds to try; default 8")
+    tuner.set_defaults(run=_tune)
+
+    page = commands.add_parser("report", help="one self-contained page with charts, out of bench's results")
+    page.add_argument("results", type=Path, metavar="RESULTS.json")
+    page.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        default=Path("report.html"),
+        help="a page, or a picture (.svg); default report.html",
+    )
+    page.add_argument("--dtype", choices=DTYPES, help="that a picture shows; default: the first in the results")
+    page.add_argument("--layout", choices=LAYOUTS, help="likewise")
+    page.add_argument("--pass", dest="which", choices=results.PASSES, help="likewise")
+    page.set_defaults(run=_report)
+
+
+_MODEL_HELP = (
+    "all transposed convolutions of the model that this function returns, alone or with an example input, "
+    "and the model as a whole"
+)
+
+_AS_HELP = "plan as for this GPU (A100, 8.0, or A100,108 with its multiprocessors), and run on the GPU at hand"
+
+
+def _add_layers(parser: argparse.ArgumentParser) -> None:
+    """Which layers, in which precisions and layouts."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(layers.LAYERS)}; default: all")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["tf32"], help="default tf32")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["contiguous"], help="default contiguous")
+    parser.add_argument(
+        "--layer",
+        action="append",
+        default=[],
+        metavar="LAYER",
+        help='in the words of the constructor: "64, 32, kernel_size=2, stride=2, size=64, batch=2"',
+    )
+    parser.add_argument("--random", type=integer(0), default=0, metavar="N", help="so many random layers")
+    parser.add_argument("--seed", type=integer(0), default=0, metavar="S", help="of the random layers; default 0")
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    _add_layers(parser)
+    parser.add_argument(
+        "--input-seed", type=integer(0, MOST_SEED), metavar="S", help="of inputs and parameters; default: a new one"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+
+
+def _selection(arguments: argparse.Namespace) -> dict[str, Layer]:
+    """The named layers, the given ones, the random ones; all the named ones where nothing is asked for."""
+    chosen = layers.named(arguments.names)
+    for number, text in enumerate(arguments.layer, 1):
+        chosen["layer" if len(arguments.layer) == 1 else f"layer_{number}"] = layers.parse(text)
+    chosen |= layers.random_layers(arguments.random, arguments.seed)
+    if not chosen and not getattr(arguments, "model", []):
+        return dict(layers.LAYERS)
+    return chosen
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.told is not None:
+        os.environ[AS] = arguments.told
+    chosen = _selection(arguments)
+    sources = []
+    for spec in arguments.model:
+        model, example = models.load(spec, arguments.input)
+        sources.append(run.Source(spec, model, example))
+        found = models.layers_of(model, example)
+        if not found:
+            raise ValueError(f"no transposed convolution of {spec} is reached by its input")
+        prefix = f"{spec.rpartition(':')[2]}." if len(arguments.model) > 1 else ""
+        chosen |= {f"{prefix}{name}": layer for name, layer in found.items()}
+    options = run.Options(
+        dtypes=arguments.dtype,
+        layouts=arguments.layout,
+        backward=arguments.backward,
+        torch=not arguments.no_torch,
+        host=arguments.host,
+        budget_s=arguments.budget,
+        seed=arguments.input_seed,
+        command=_command(arguments),
+    )
+    return _finish(arguments, lambda console, keep: run.bench(chosen, options, console, sources, keep))
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    chosen = _selection(arguments)
+    options = run.Options(
+        dtypes=arguments.dtype,
+        layouts=arguments.layout,
+        seed=arguments.input_seed,
+        command=_command(arguments),
+    )
+    return _finish(arguments, lambda console, keep: run.verify(chosen, options, console, keep))
+
+
+def _tune(arguments: argparse.Namespace) -> int:
+    if not run.have_gpu():
+        raise RuntimeError("tune measures on a CUDA GPU of compute capability 8.0 or newer, and none is visible")
+    kinds = list(product(arguments.dtype, arguments.layout))
+    for (name, layer), kind in product(_selection(arguments).items(), kinds):
+        print(name, *kind)
+        case = cases.build(layer, *kind, "cuda")
+        with precision(kind[0]):
+            tconv3d.tune(
+                case.convolution,
+                case.x,
+                gradients=not arguments.no_gradients,
+                candidates=arguments.candidates,
+                report=tables.print_lines,
+            )
+    return 0
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    """What was typed, without the directory of the file it writes: the file will be moved."""
+    words = [arguments.json.name if word == str(arguments.json) else word for word in arguments.words]
+    return shlex.join(["tconv3d", *words])
+
+
+def _finish(arguments: argparse.Namespace, work: Callable[[Console, run.Keep], results.Results]) -> int:
+    """Runs, shows and writes. 0: all right; 1: something is wrong or failed; 130: interrupted or terminated."""
+    os.environ.setdefault("TCONV3D_BACKGROUND", "0")  # nothing else works while something is timed
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise ValueError(f"there is no directory {arguments.json.parent} to write {arguments.json.name} in")
+    console = Console()
+
+    def keep(found: results.Results) -> None:
+        if arguments.json is not None:
+            found.write(arguments.json)
+
+    with _interruptible():
+        found = work(console, keep)
+    table.show(found, console)
+    if arguments.json is not None:
+        found.write(arguments.json)
+        print(f"wrote {arguments.json}", file=sys.stderr)
+    if found.interrupted:
+        return 130
+    return 0 if found.ok else 1
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """A polite request to end, from `timeout` or a batch system, is an interruption: what was found is shown."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    found = results.read(arguments.results)
+    view = arguments.dtype, arguments.layout, arguments.which
+    if arguments.output.suffix == ".svg":
+        text = picture.picture(found, *view)
+    elif any(view):
+        raise ValueError("--dtype, --layout and --pass choose what a picture (.svg) shows; a page shows everything")
+    else:
+        text = report.page(found)
+    try:
+        arguments.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {arguments.output}: {error.strerror}") from None
+    print(f"wrote {arguments.output}")
+    return 0

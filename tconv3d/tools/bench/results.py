@@ -1,0 +1,297 @@
+"""What a run found, as data: the rows, the machine, and the JSON file that holds them."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from math import exp, isfinite, log
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tconv3d
+from tconv3d.runtime import compiler
+
+FORMAT = 1
+PASSES = ("forward", "backward")
+
+
+@dataclass
+class Row:
+    """One pass of one layer, in one precision and layout. What was not measured is None, or empty."""
+
+    layer: str
+    text: str  # the layer in words
+    shape: dict[str, Any]  # and in numbers: `layers.Layer`
+    follow: str  # what runs behind the convolution
+    dtype: str
+    layout: str
+    which: str  # the pass
+    kernel: str = ""
+    tile: str = ""
+    bytes: int = 0
+    flops: int = 0
+    floor_ms: float | None = None
+    bound_by: str = ""
+    error: float | None = None
+    torch_error: float | None = None
+    right: bool | None = None
+    ours_ms: float | None = None
+    torch_ms: dict[str, float] = field(default_factory=dict)
+    torch_failed: dict[str, str] = field(default_factory=dict)
+    failed: str = ""  # why there is nothing of ours
+
+    @property
+    def default_ms(self) -> float | None:
+        return self.torch_ms.get("default")
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """PyTorch's best variant and its time."""
+        return min(self.torch_ms.items(), key=lambda item: item[1]) if self.torch_ms else None
+
+    @property
+    def over_floor(self) -> float | None:
+        return _ratio(self.ours_ms, self.floor_ms)
+
+    @property
+    def gain(self) -> float | None:
+        """PyTorch's time as it comes, over ours."""
+        return _ratio(self.default_ms, self.ours_ms)
+
+    @property
+    def gain_over_best(self) -> float | None:
+        return _ratio(self.best[1] if self.best else None, self.ours_ms)
+
+    @property
+    def slower(self) -> bool:
+        """Than PyTorch's best."""
+        return self.gain_over_best is not None and self.gain_over_best < 1
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.right is not False
+
+
+@dataclass
+class ModelRow:
+    """A whole model before and after `accelerate`."""
+
+    model: str
+    dtype: str
+    layout: str
+    swapped: int
+    left: int
+    before_ms: dict[str, float] = field(default_factory=dict)  # forward, training (forward and backward)
+    after_ms: dict[str, float] = field(default_factory=dict)
+    difference: float | None = None  # of the outputs, relative
+    right: bool | None = None
+    failed: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.right is not False
+
+
+@dataclass
+class Results:
+    """Everything one run found."""
+
+    kind: str  # "bench" or "verify"
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    ceilings: dict[str, float] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    models: list[ModelRow] = field(default_factory=list)
+    host_us: dict[str, float] = field(default_factory=dict)  # of one call, where it was asked for
+    compiled: int = 0  # kernels, before anything was timed
+    compile_s: float = 0.0
+    seconds: float = 0.0  # the whole run
+    interrupted: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows) and all(model.ok for model in self.models)
+
+    def as_dict(self) -> dict[str, Any]:
+        found = _plain(asdict(self))
+        means = [asdict(summary) for summary in summarize(self.rows)]
+        for row in found["rows"]:
+            row["pass"] = row.pop("which")
+        return {"format": FORMAT, **found, "summary": means}
+
+    def write(self, path: Path) -> None:
+        write_json(_stored(self.as_dict()), path)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Geometric means over the layers of one precision, layout and pass, and the layers that PyTorch runs faster."""
+
+    dtype: str
+    layout: str
+    which: str
+    layers: int
+    over_floor: float | None
+    gain: float | None
+    gain_over_best: float | None
+    slower: list[str]
+
+
+def summarize(rows: Sequence[Row]) -> list[Summary]:
+    """Of the rows that were timed."""
+    timed = [row for row in rows if row.ours_ms is not None]
+    kinds = dict.fromkeys((row.dtype, row.layout, row.which) for row in timed)
+    return [_summary(kind, [row for row in timed if (row.dtype, row.layout, row.which) == kind]) for kind in kinds]
+
+
+def _summary(kind: tuple[str, str, str], rows: Sequence[Row]) -> Summary:
+    return Summary(
+        *kind,
+        layers=len(rows),
+        over_floor=geometric_mean(row.over_floor for row in rows),
+        gain=geometric_mean(row.gain for row in rows),
+        gain_over_best=geometric_mean(row.gain_over_best for row in rows),
+        slower=[row.layer for row in rows if row.slower],
+    )
+
+
+def write_json(found: dict[str, Any], path: Path) -> None:
+    """Writes one line for each entry, and in an entry that is a list one line for each item: diffs stay short."""
+    entries = []
+    for key, value in found.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(f"  {json.dumps(item)}" for item in value) + "\n]"
+        entries.append(f"{json.dumps(key)}: {text}")
+    path.write_text("{\n" + ",\n".join(entries) + "\n}\n")
+
+
+def _stored(found: dict[str, Any]) -> dict[str, Any]:
+    """The layout of a file: a layer is described once, and a row leaves out what it did not measure."""
+    defaults: dict[str, Any] = {"torch_ms": {}, "torch_failed": {}}
+    defaults |= {each.name: each.default for each in fields(Row) if each.default is not MISSING}
+    layers: dict[str, dict[str, Any]] = {}
+    rows = []
+    for row in found["rows"]:
+        about = {key: row[key] for key in ("text", "shape", "follow")}
+        said = about if layers.setdefault(row["layer"], about) == about else {}
+        rows.append({k: v for k, v in row.items() if k not in said and (k not in defaults or v != defaults[k])})
+    return {**found, "layers": layers, "rows": rows}
+
+
+def read(path: Path) -> Results:
+    """Results that `tconv3d bench --json` or `tconv3d verify --json` wrote."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a file that `tconv3d bench --json` writes (format {FORMAT})")
+    try:
+        layers = data.get("layers", {})
+        rows = [
+            Row(**_with_nan({**layers.get(row["layer"], {}), **row, "which": row["pass"]}, drop="pass"))
+            for row in data["rows"]
+        ]
+        models = [ModelRow(**_with_nan(row)) for row in data["models"]]
+        rest = {key: data[key] for key in data.keys() - {"format", "layers", "rows", "models", "summary"}}
+        return Results(**rest, rows=rows, models=models)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def geometric_mean(values: Iterable[float | None]) -> float | None:
+    """Of those that there are."""
+    logs = [log(value) for value in values if value]
+    return exp(sum(logs) / len(logs)) if logs else None
+
+
+def describe_machine() -> dict[str, Any]:
+    """What somebody who doubts a number would ask for."""
+    gpu = torch.cuda.is_available()
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device()) if gpu else None
+    cudnn = torch.backends.cudnn.version() if gpu else None
+    return {
+        "gpu": properties.name if properties else None,
+        "capability": f"{properties.major}.{properties.minor}" if properties else None,
+        "driver": _driver() if gpu else None,
+        "cuda": torch.version.cuda,
+        "cudnn": str(cudnn) if cudnn else None,
+        "torch": torch.__version__,
+        "compiler": _compiler(),
+        "cuda-core": _version("cuda-core"),
+        "tconv3d": tconv3d.__version__,
+        "python": platform.python_version(),
+        "commit": commit(Path(tconv3d.__file__).parents[1]),
+        "measured": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def commit(root: Path) -> str | None:
+    """The commit of a checkout, with a plus if its files differ from it; elsewhere TCONV3D_COMMIT, or None."""
+    said = os.environ.get("TCONV3D_COMMIT") or None
+    if not (root / ".git").exists():
+        return said
+    try:
+        git = ["git", "-C", str(root)]
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
+        ).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return said
+    return head.strip() + ("+" if changes.strip() else "")
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
+
+
+def _compiler() -> str | None:
+    try:
+        return compiler.version()
+    except compiler.MissingCompilerError:
+        return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a and b else None
+
+
+def _plain(value: Any) -> Any:
+    """Lists for tuples, and a text for NaN and infinity, which JSON lacks."""
+    if isinstance(value, float) and not isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _with_nan(row: dict[str, Any], drop: str = "") -> dict[str, Any]:
+    numbers = ("error", "torch_error", "difference")
+    kept = {key: value for key, value in row.items() if key != drop}
+    return {key: float(value) if key in numbers and value is not None else value for key, value in kept.items()}

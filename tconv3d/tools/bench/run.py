@@ -1,0 +1,292 @@
+"""Runs a set of layers: checks each, times it beside PyTorch's variants, and keeps what was found.
+
+`bench` needs a GPU. `verify` checks without timing, and does so in the emulator, at reduced size, where there is no
+GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+
+import tconv3d
+from tconv3d import emulator
+from tconv3d.api import fusing
+from tconv3d.api.clock import Clock, Timer
+from tconv3d.api.explain import Explanation
+from tconv3d.planning.problem import Pass
+from tconv3d.torch_ops import executor
+from tconv3d.torch_ops.backend import Backend
+
+from . import accuracy, ahead, cases, models, rivals
+from .host import host_times
+from .layers import Layer
+from .precision import precision
+from .results import PASSES, ModelRow, Results, Row, describe_machine
+from .timing import measure_ceilings
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for."""
+
+    dtypes: Sequence[str] = ("tf32",)
+    layouts: Sequence[str] = ("contiguous",)
+    backward: bool = False
+    torch: bool = True  # time PyTorch's variants
+    host: bool = False  # time the launching too
+    budget_s: float = 0.15  # for one timing
+    seed: int | None = None  # of parameters and inputs; None: a new one, which the results name
+    command: str = ""  # the words that asked for it
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where layers run."""
+
+    device: str
+    backend: Backend
+    clock: Timer | None  # None: nothing is timed
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that layers came from, to be timed as a whole."""
+
+    spec: str
+    model: nn.Module
+    example_input: Any
+
+
+Keep = Callable[[Results], None]
+
+
+def have_gpu() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def bench(
+    layers: Mapping[str, Layer],
+    options: Options,
+    console: Console,
+    sources: Sequence[Source] = (),
+    keep: Keep = lambda results: None,
+) -> Results:
+    """Checks and times on the GPU."""
+    if not have_gpu():
+        raise RuntimeError(
+            "bench measures on a CUDA GPU of compute capability 8.0 or newer, and none is visible. "
+            "`tconv3d verify` checks the same layers without one"
+        )
+    return measure(layers, options, console, Place("cuda", "cuda", Clock(options.budget_s)), sources, keep)
+
+
+def verify(
+    layers: Mapping[str, Layer], options: Options, console: Console, keep: Keep = lambda results: None
+) -> Results:
+    """Checks the output and all gradients: on the GPU, or at reduced size in the emulator."""
+    options = replace(options, backward=True)
+    if have_gpu():
+        return measure(layers, options, console, Place("cuda", "cuda", None), keep=keep)
+    if not emulator.available():
+        raise RuntimeError("verify needs a CUDA GPU, or a C++ compiler for the emulator, and there is neither")
+    reduced = {name: layer.reduced() for name, layer in layers.items()}
+    return measure(reduced, options, console, Place("cpu", "emulator", None), keep=keep)
+
+
+def measure(
+    layers: Mapping[str, Layer],
+    options: Options,
+    console: Console,
+    place: Place,
+    sources: Sequence[Source] = (),
+    keep: Keep = lambda results: None,
+) -> Results:
+    """Every layer in every precision and layout; then the models. An interruption keeps what there is.
+
+    `keep` gets the results after each layer: what was found is not lost when the process is.
+    """
+    started = time.monotonic()
+    options = replace(options, seed=_seed(options.seed))
+    results = Results("bench" if place.clock else "verify", describe_machine(), _settings(options, place))
+    kinds = [(dtype, layout) for dtype in options.dtypes for layout in options.layouts]
+    steps: list[tuple[str, Callable[[], Any]]] = [
+        (" ".join((name, *kind)), functools.partial(_add_layer, results, name, layers[name], kind, options, place))
+        for name in layers
+        for kind in kinds
+    ]
+    steps += [
+        (" ".join((source.spec, *kind)), functools.partial(_add_model, results, source, kind, options, place))
+        for source in sources
+        for kind in kinds
+    ]
+    try:
+        if place.device == "cuda":
+            _compile([(layer, *kind) for layer in layers.values() for kind in kinds], options, console, results)
+        with _progress(console) as progress:
+            bar = progress.add_task("ceilings", total=len(steps))
+            _prepare(results, options, place)
+            for description, step in steps:
+                progress.update(bar, description=description)
+                step()
+                _free(place)
+                progress.advance(bar)
+                results.seconds = time.monotonic() - started
+                keep(results)
+    except KeyboardInterrupt:
+        results.interrupted = True
+    results.seconds = time.monotonic() - started
+    return results
+
+
+def _compile(work: Sequence[ahead.Work], options: Options, console: Console, results: Results) -> None:
+    """All kernels, before anything is timed."""
+    if len(work) < ahead.WORTH_IT:
+        return
+    started = time.monotonic()
+    passes = tuple(Pass) if options.backward else (Pass.FORWARD,)
+    device = executor.device_of(torch.empty(0, device="cuda"))
+    with _progress(console) as progress:
+        bar = progress.add_task("planning and compiling", total=len(work))
+        results.compiled = len(ahead.compile_all(work, passes, device, lambda: progress.advance(bar)))
+    results.compile_s = time.monotonic() - started
+
+
+def _prepare(results: Results, options: Options, place: Place) -> None:
+    """What times are compared with."""
+    if place.clock is not None:
+        results.ceilings = measure_ceilings(place.clock, options.dtypes, place.device)
+    if options.host:
+        with tconv3d.use_backend(place.backend):
+            results.host_us = host_times(place.device)
+
+
+def _add_layer(
+    results: Results, name: str, layer: Layer, kind: tuple[str, str], options: Options, place: Place
+) -> None:
+    results.rows += measure_layer(name, layer, kind, options, place, results.ceilings)
+
+
+def _add_model(results: Results, source: Source, kind: tuple[str, str], options: Options, place: Place) -> None:
+    results.models.append(_measure_model(source, kind, options, place))
+
+
+def measure_layer(
+    name: str, layer: Layer, kind: tuple[str, str], options: Options, place: Place, ceilings: Mapping[str, float]
+) -> list[Row]:
+    """The rows of one layer in one precision and layout: one for each pass."""
+    dtype, layout = kind
+    rows = [
+        Row(name, str(layer), layer.as_dict(), layer.follow, dtype, layout, which)
+        for which in (PASSES if options.backward else PASSES[:1])
+    ]
+    try:
+        with precision(dtype):
+            case = cases.build(layer, dtype, layout, place.device)
+            with tconv3d.use_backend(place.backend):
+                explanation = tconv3d.explain(case.convolution, case.x)
+            for row in rows:
+                _describe(row, case, explanation, ceilings)
+            _check(rows, case, place)
+            if place.clock is not None:
+                _time(rows, case, options, place)
+    except Exception as error:  # one layer that does not fit in memory must not cost the others
+        for row in rows:
+            row.failed = f"{type(error).__name__}: {error}"[:500]
+    return rows
+
+
+def _describe(row: Row, case: cases.Case, explanation: Explanation, ceilings: Mapping[str, float]) -> None:
+    """The kernels of the pass, and its floor."""
+    passes = [each for each in explanation.passes if (each.name == "forward") == (row.which == "forward")]
+    fused = "fused: " if isinstance(case.ours, fusing.FusedSequential) else ""
+    row.kernel = fused + ", ".join(dict.fromkeys(each.kernel for each in passes))
+    row.tile = "; ".join(dict.fromkeys(each.tile for each in passes if each.tile))
+    row.flops = sum(each.flops for each in passes)
+    row.bytes = moved_bytes(case, row.which)
+    if ceilings:
+        moving = row.bytes / (ceilings["copy_TBps"] * 1e9)
+        computing = row.flops / (ceilings[f"{row.dtype}_TFLOPS"] * 1e9)
+        row.floor_ms = max(moving, computing)
+        row.bound_by = "memory" if moving >= computing else "arithmetic"
+
+
+def moved_bytes(case: cases.Case, which: str) -> int:
+    """Every tensor of a pass once: forward reads x and parameters and writes y; backward reads x, dy and parameters
+    and writes a gradient for x and for each parameter."""
+    item = case.x.element_size()
+    x, y = case.x.numel(), torch.Size(case.layer.output_shape).numel()
+    parameters = sum(parameter.numel() for parameter in case.theirs.parameters())
+    return item * (x + y + parameters if which == "forward" else 2 * x + y + 2 * parameters)
+
+
+def _check(rows: list[Row], case: cases.Case, place: Place) -> None:
+    with tconv3d.use_backend(place.backend):
+        errors = accuracy.check(case, backward=len(rows) > 1)
+    for row in rows:
+        row.error, row.torch_error = errors.of(row.which)
+        row.right = accuracy.right(row.error, row.which, case)
+
+
+def _time(rows: list[Row], case: cases.Case, options: Options, place: Place) -> None:
+    assert place.clock is not None
+    with tconv3d.use_backend(place.backend):
+        ours = rivals.time_passes(case.ours, case.ours, case.x, options.backward, place.clock)
+    theirs, failed = rivals.time_variants(case, options.backward, place.clock) if options.torch else ({}, {})
+    for row in rows:
+        row.ours_ms = ours[row.which]
+        row.torch_ms, row.torch_failed = theirs.get(row.which, {}), dict(failed)
+
+
+def _measure_model(source: Source, kind: tuple[str, str], options: Options, place: Place) -> ModelRow:
+    assert place.clock is not None
+    try:
+        with tconv3d.use_backend(place.backend):
+            return models.measure(
+                source.spec, source.model, source.example_input, kind, options.backward, place.clock, place.device
+            )
+    except Exception as error:
+        return ModelRow(source.spec, *kind, swapped=0, left=0, failed=f"{type(error).__name__}: {error}"[:500])
+
+
+def _settings(options: Options, place: Place) -> dict[str, Any]:
+    return {
+        "command": options.command,
+        "dtypes": list(options.dtypes),
+        "layouts": list(options.layouts),
+        "backward": options.backward,
+        "budget_s": options.budget_s,
+        "seed": options.seed,
+        "device": place.device,
+        "backend": place.backend,
+    }
+
+
+def _seed(wanted: int | None) -> int:
+    seed = torch.seed() if wanted is None else wanted
+    torch.manual_seed(seed)
+    return seed
+
+
+def _free(place: Place) -> None:
+    gc.collect()
+    if place.device == "cuda":
+        with contextlib.suppress(RuntimeError):  # a kernel that failed has said so already
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Progress]:
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield progress

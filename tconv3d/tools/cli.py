@@ -1,0 +1,203 @@
+"""The command line: `tconv3d info | explain | demo | bench | verify | tune | report | export | cache`.
+
+Parses, calls the library as any user would, prints. Exit status: 0 done, 1 the library refused or a result was
+wrong, 2 the command was not understood, 130 interrupted. Nothing imports this module but the console script
+and `python -m tconv3d`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import tconv3d
+from tconv3d import emulator
+from tconv3d.families.halo import planner as halo_planner
+from tconv3d.planning import gpus
+from tconv3d.runtime import background, cache, compiler
+from tconv3d.tools import demo, tables, tasks
+from tconv3d.tools.arguments import integer, triple
+from tconv3d.tools.bench import commands as bench
+from tconv3d.tools.export import command as export
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    arguments = parser().parse_args(words, argparse.Namespace(words=words))
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except (ValueError, RuntimeError, TypeError, ImportError) as error:
+        print(f"tconv3d: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The commands and their flags."""
+    parser = argparse.ArgumentParser(prog="tconv3d", description="ConvTranspose3d on its own CUDA kernels.")
+    parser.add_argument("--version", action="version", version=f"tconv3d {tconv3d.__version__}")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="versions, GPU, compiler, cache, emulator")
+    info.add_argument("--json", action="store_true", help="print as JSON")
+    info.set_defaults(run=_info)
+
+    explain = commands.add_parser("explain", help="which kernel a layer would run, and why; needs no GPU")
+    _add_layer(explain)
+    explain.add_argument("--json", action="store_true", help="print as JSON")
+    explain.set_defaults(run=_explain)
+
+    show = commands.add_parser("demo", help="the reference tasks, on the GPU or in the emulator")
+    show.add_argument("task", nargs="*", metavar="TASK", help=f"only these, of: {', '.join(tasks.NAMES)}")
+    show.set_defaults(run=_demo)
+
+    bench.add(commands)
+    export.add(commands)
+
+    stored = commands.add_parser("cache", help="the compiled kernels on disk")
+    stored.add_argument("action", choices=["size", "path", "clear", "clear-outdated"], nargs="?", default="size")
+    stored.set_defaults(run=_cache)
+    return parser
+
+
+def _add_layer(parser: argparse.ArgumentParser) -> None:
+    """The flags of `explain`: a layer, the input it gets, and the GPU to plan for."""
+    layer = parser.add_argument_group("layer", "a triple is one number, or depth,height,width")
+    layer.add_argument("--in-channels", type=integer(1), required=True, metavar="N")
+    layer.add_argument("--out-channels", type=integer(1), required=True, metavar="N")
+    layer.add_argument("--kernel", type=triple(1), required=True, metavar="TRIPLE")
+    for name, value in (("stride", 1), ("padding", 0), ("output-padding", 0), ("dilation", 1)):
+        least = triple(value)  # what is usual is the least that there can be
+        layer.add_argument(f"--{name}", type=least, default=(value,) * 3, metavar="TRIPLE", help=f"default {value}")
+    layer.add_argument("--groups", type=integer(1), default=1, metavar="N", help="default 1")
+    layer.add_argument("--no-bias", action="store_true")
+    call = parser.add_argument_group("input")
+    call.add_argument("--size", type=triple(1), required=True, metavar="TRIPLE", help="the input's volume")
+    call.add_argument("--batch", type=integer(1), default=1, metavar="N", help="default 1")
+    call.add_argument("--dtype", choices=DTYPES, default="float32")
+    call.add_argument("--layout", choices=LAYOUTS, default="contiguous")
+    call.add_argument("--gpu", metavar="GPU", help=f"a name or a compute capability (9.0): {gpus.names()}")
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    dtype = DTYPES[arguments.dtype]
+    layer = tconv3d.ConvTranspose3d(
+        arguments.in_channels,
+        arguments.out_channels,
+        arguments.kernel,
+        stride=arguments.stride,
+        padding=arguments.padding,
+        output_padding=arguments.output_padding,
+        groups=arguments.groups,
+        bias=not arguments.no_bias,
+        dilation=arguments.dilation,
+        device="meta",
+        dtype=dtype,
+    )
+    shape = (arguments.batch, arguments.in_channels, *arguments.size)
+    x = torch.empty(shape, dtype=dtype, device="meta", memory_format=LAYOUTS[arguments.layout])
+    explanation = tconv3d.explain(layer, x, gpu=arguments.gpu)
+    if arguments.json:
+        print(json.dumps(explanation.as_dict(), indent=2))
+    else:
+        tables.print_lines(explanation)
+    return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    return 0 if demo.run(arguments.task or tasks.NAMES) else 1
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    if arguments.action == "clear":
+        removed = cache.clear()
+        background.clear()
+        print(f"removed {_kernels(removed)}")
+    elif arguments.action == "clear-outdated":
+        print(f"removed {_kernels(cache.clear_outdated())}")
+    elif arguments.action == "size":
+        print(_kernels(cache.size()))
+        if (old := cache.outdated()).entries:
+            print(f"{_kernels(old)} of an older version are not used: `tconv3d cache clear-outdated` removes them")
+        if old_choices := halo_planner.outdated_tunings():
+            print(f"{old_choices} of the tuned layers were tuned with another version: tune them again")
+        if meanwhile := background.status():
+            print(meanwhile)
+    else:
+        directory = cache.directory()
+        if directory is None:
+            raise RuntimeError("there is no home directory for the cache: set TCONV3D_CACHE_DIR")
+        print(directory)
+    return 0
+
+
+def _kernels(size: cache.Size) -> str:
+    return f"{size.entries} compiled kernel{'' if size.entries == 1 else 's'}, {size.bytes / 1e6:.1f} MB"
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    facts = environment()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    table = Table(show_header=False, box=None)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, Text(value))  # not markup: a message may say tconv3d[cu13]
+    Console(soft_wrap=False).print(table)
+    return 0
+
+
+def environment() -> dict[str, str]:
+    """What a bug report should say of the machine."""
+    return {
+        "tconv3d": tconv3d.__version__,
+        "Python": platform.python_version(),
+        "PyTorch": f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})",
+        "GPU": _gpus(),
+        "compiler": _compiler(),
+        "cuda-core": _version("cuda-core"),
+        "cache": f"{cache.directory() or 'no home directory'}: {_kernels(cache.size())}",
+        "emulator": _emulator(),
+    }
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _gpus() -> str:
+    if not torch.cuda.is_available():
+        return "none visible"
+    devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    return "; ".join(f"{gpu.name}, compute capability {gpu.major}.{gpu.minor}" for gpu in devices)
+
+
+def _compiler() -> str:
+    try:
+        return compiler.version()
+    except compiler.MissingCompilerError as error:
+        return f"none: {error}"
+
+
+def _emulator() -> str:
+    return "available" if emulator.available() else "not available: it needs a C++ compiler"

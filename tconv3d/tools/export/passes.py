@@ -1,0 +1,213 @@
+"""What an exported file computes: its operations, and the plan of each for every variant it may run as.
+
+A variant is a kind of GPU, a precision and a memory format. Asks the planner what the executor asks for the same
+tensors, so the exported kernels are the ones that the library runs. Knows nothing of source text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import prod
+
+from ...families.norm import planner as norm_planner
+from ...families.norm.planner import Activation, NormProblem, Wanted
+from ...planning import planner
+from ...planning.geometry import Geometry
+from ...planning.gpus import GPUS
+from ...planning.problem import (
+    Device,
+    Norm,
+    Pass,
+    Plan,
+    Problem,
+    bias_grad_problem,
+    channels_last_strides,
+    contiguous_strides,
+)
+from ...torch_ops.executor import BACKWARD, OPERANDS, WITH_STATISTICS
+from ...torch_ops.norm_executor import GRADIENT, NORMALIZE
+from ..bench.layers import Layer
+
+# What plans are made for. The shared memory of "any" is what every GPU of compute capability 8.0 and up can give.
+DEVICES = {
+    "hopper": GPUS["H200"].device,
+    "any": Device("compute capability 8.0 and up", (8, 0), GPUS["H200"].device.multiprocessors, 101376),
+}
+PRECISIONS = {"float32": ("tf32", "float32"), "float16": ("float16",), "bfloat16": ("bfloat16",)}  # by dtype
+LAYOUTS = ("contiguous", "channels_last_3d")
+STRIDES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "contiguous": contiguous_strides,
+    "channels_last_3d": channels_last_strides,
+}
+
+
+class NotExportableError(ValueError):
+    """What was asked for cannot be written as one file."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What an operation is compiled for."""
+
+    gpu: str
+    precision: str
+    layout: str
+
+    def __str__(self) -> str:
+        gpu = "Hopper" if self.gpu == "hopper" else "any GPU"
+        return f"{gpu}, {self.precision}, {self.layout}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that an operation writes. Volumes are in the variant's memory format."""
+
+    name: str
+    shape: tuple[int, ...]
+    volume: bool = False
+    dtype: str = ""  # that of the first operand, unless said otherwise
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One function of the exported file: named operands in, tensors out."""
+
+    name: str
+    operands: tuple[str, ...]
+    results: tuple[Result, ...]
+    plans: dict[Variant, Plan]
+    in_place: bool = False  # whether the result may take the place of the first operand
+
+
+def variants(dtypes: Sequence[str], layouts: Sequence[str]) -> list[Variant]:
+    precisions = [precision for dtype in dtypes for precision in PRECISIONS[dtype]]
+    return [Variant(*choice) for choice in product(DEVICES, precisions, layouts)]
+
+
+def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
+    """What a training step of the layer computes."""
+    wanted = [Pass.INPUT_GRAD, Pass.WEIGHT_GRAD]
+    if layer.norm_groups:
+        forward = [_statistics(layer, chosen), _normalize(layer, chosen), _norm_grad(layer, chosen)]
+    else:
+        forward = [_pass(layer, Pass.FORWARD, chosen)]
+        wanted += [Pass.BIAS_GRAD] if layer.bias else []
+    return [*forward, *(_pass(layer, which, chosen) for which in wanted), *_together(layer, wanted, chosen)]
+
+
+def _pass(layer: Layer, which: Pass, chosen: Sequence[Variant]) -> Operation:
+    """Forward, or the gradient of input, weight or bias."""
+    *operands, _, _, _ = OPERANDS[which]  # then nothing, the result, the workspace
+    plans = {v: planner.plan(problem(layer, which, v), DEVICES[v.gpu]) for v in chosen}
+    return Operation(which.value, _given(layer, operands), (_result(layer, which),), plans)
+
+
+def _result(layer: Layer, which: Pass) -> Result:
+    results = {
+        "y": Result("y", layer.output_shape, volume=True),
+        "dx": Result("dx", layer.input_shape, volume=True),
+        "dw": Result("dw", weight_shape(layer)),
+        "db": Result("db", (layer.out_channels,)),
+    }
+    return results[OPERANDS[which][-2]]
+
+
+def _together(layer: Layer, wanted: Sequence[Pass], chosen: Sequence[Variant]) -> list[Operation]:
+    """All gradients by one call, where some kernel computes several of them at once."""
+    problems = {v: tuple(problem(layer, which, v) for which in wanted) for v in chosen}
+    if not any(shares_kernels(p, DEVICES[v.gpu]) for v, p in problems.items()):
+        return []
+    plans = {v: planner.plan_gradients(p, DEVICES[v.gpu]) for v, p in problems.items()}
+    operands = BACKWARD[: BACKWARD.index("null")]
+    return [Operation("backward", operands, tuple(_result(layer, which) for which in wanted), plans)]
+
+
+def shares_kernels(problems: tuple[Problem, ...], device: Device) -> bool:
+    return any(len(plan.passes) > 1 for plan in planner.gradient_plans(problems, device))
+
+
+def _given(layer: Layer, operands: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in operands if layer.bias or name != "bias")
+
+
+def weight_shape(layer: Layer) -> tuple[int, ...]:
+    return (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel)
+
+
+# ---- with ReLU and GroupNorm behind the convolution: it leaves the statistics, and the norm is a step of its own
+
+
+EPS = 1e-5  # GroupNorm's, where nobody says otherwise
+
+
+def _statistics(layer: Layer, chosen: Sequence[Variant]) -> Operation:
+    *operands, _, _, statistics, _ = WITH_STATISTICS
+    norm = Norm(layer.norm_groups, EPS)
+    problems = {v: replace(problem(layer, Pass.FORWARD, v), relu=True, norm=norm) for v in chosen}
+    plans = {v: planner.plan(p, DEVICES[v.gpu]) for v, p in problems.items()}
+    shape = (2, layer.batch, layer.norm_groups)
+    results = Result("y", layer.output_shape, volume=True), Result(statistics, shape, dtype="float32")
+    return Operation("forward", _given(layer, operands), results, plans)
+
+
+def _normalize(layer: Layer, chosen: Sequence[Variant]) -> Operation:
+    *operands, _, _ = NORMALIZE
+    plans = {v: norm_planner.plan_normalize(norm_problem(layer, v), DEVICES[v.gpu]) for v in chosen}
+    result = Result("y", layer.output_shape, volume=True)
+    return Operation("normalize", tuple(operands), (result,), plans, in_place=True)
+
+
+def _norm_grad(layer: Layer, chosen: Sequence[Variant]) -> Operation:
+    operands = GRADIENT[: GRADIENT.index("null")]
+    wanted = Wanted(input=True, parameters=True, bias=layer.bias)
+    plans = {v: norm_planner.plan_gradient(norm_problem(layer, v), wanted, DEVICES[v.gpu]) for v in chosen}
+    results = [Result("dz", layer.output_shape, volume=True), Result("dparameters", (2, layer.out_channels))]
+    results += [Result("dbias", (layer.out_channels,))] if layer.bias else []
+    return Operation("norm_grad", operands, tuple(results), plans)
+
+
+def norm_problem(layer: Layer, variant: Variant) -> NormProblem:
+    last = variant.layout == "channels_last_3d"
+    dtype = _dtype(variant)
+    activation = Activation(layer.batch, layer.out_channels, prod(layer.output_shape[2:]), dtype, last)
+    return NormProblem(activation, dtype, dtype, layer.norm_groups)
+
+
+# ---- the convolution
+
+
+def _dtype(variant: Variant) -> str:
+    return "float32" if variant.precision == "tf32" else variant.precision
+
+
+def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
+    """The problem that the executor makes of tensors in the variant's memory format."""
+    strides = STRIDES[variant.layout]
+    weight = weight_shape(layer)
+    geometry = Geometry.make(
+        layer.in_channels,
+        layer.out_channels,
+        layer.kernel,
+        layer.stride,
+        layer.padding,
+        layer.output_padding,
+        layer.groups,
+        layer.dilation,
+    )
+    if which is Pass.BIAS_GRAD:
+        output = strides(layer.output_shape)
+        return bias_grad_problem(layer.batch, layer.out_channels, layer.output_shape[2:], _dtype(variant), output)
+    return Problem(
+        which,
+        geometry,
+        layer.batch,
+        layer.size,
+        _dtype(variant),
+        strides(layer.input_shape),
+        strides(weight) if which is not Pass.WEIGHT_GRAD else contiguous_strides(weight),
+        strides(layer.output_shape),
+        bias=which is Pass.FORWARD and layer.bias,
+        tf32=variant.precision == "tf32",
+    )

@@ -1,0 +1,527 @@
+"""The four computations on tensors: forward, and the gradients of input, weight and bias, each alone or together.
+
+Tensors become a `Problem`, the planner's `Plan` becomes callables of the launcher (CUDA tensors) or of the emulator
+(CPU tensors), and both are kept under one key, so that a repeated call only allocates its result and launches.
+Arguments have been checked when a key is new; a call with a known key has the arguments of one that was checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..planning import gpus, planner, repertoire
+from ..planning.geometry import Geometry, Triple
+from ..planning.launch import Launch
+from ..planning.problem import Device, Norm, Pass, Plan, Problem, Strides, bias_grad_problem, contiguous_strides
+from ..runtime import background
+from . import checks, kept, pytorch_ops
+from .backend import current_backend
+from .checks import Convolution
+from .pytorch_ops import result_strides, statistics_dtype
+
+EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
+DTYPES = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+    torch.float64: "float64",
+}
+MAX_TASKS = 8192  # a program that never repeats a shape must not fill the memory
+
+Addresses = tuple[int, ...]
+Start = Callable[[Addresses, int], None]
+Steps = list[tuple[Launch, tuple[int, ...]]]
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+Wanted = tuple[bool, ...]  # the gradients of input, weight, bias
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Of a plan whose first launch packs the weight: what it takes to leave that out. See `kept`.
+
+    It may be another plan than that of calls which keep nothing.
+    """
+
+    number: int  # the same for plans that pack alike
+    bytes: int  # of the packed weight
+    workspace_bytes: int  # without the packed weight
+    regions: tuple[int, ...]
+    prepare: Callable[[bool], Start]  # whether with the first launch
+
+    @functools.cached_property
+    def start_all(self) -> Start:
+        return self.prepare(True)
+
+    @functools.cached_property
+    def start(self) -> Start:
+        """Of all launches but the first. The one that is the first now overlaps nothing."""
+        return self.prepare(False)
+
+    def launch(self, start: Start, like: Tensor, operands: Addresses, pack: kept.Pack, stream: int) -> None:
+        """All launches, or all but the first, with the packed weight in memory of its own."""
+        operands = (*operands, pack[0])
+        if self.regions:
+            workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
+            first = workspace.data_ptr()
+            operands = (*operands, *[first + region for region in self.regions])
+        start(operands, stream)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A plan ready to run: the results to allocate, the scratch memory, and what launches it all."""
+
+    results: tuple[Layout | None, ...]  # None: not wanted
+    workspace_bytes: int
+    start: Start  # of all operands and the stream
+    regions: tuple[int, ...] = ()  # places in the workspace that are operands too
+    packing: Packing | None = None
+    less: Callable[[], Task] | None = None  # the same in less workspace, for when memory is short
+
+    def run(
+        self, like: Tensor, addresses: Addresses, weight: Tensor | None = None, keep: bool = False
+    ) -> list[Tensor | None]:
+        """Operands are `addresses`, then null, the results, the workspace (see `OPERANDS`)."""
+        dtype, device = like.dtype, like.device
+        results = [
+            None if layout is None else torch.empty_strided(*layout, dtype=dtype, device=device)
+            for layout in self.results
+        ]
+        operands = (*addresses, 0, *[0 if result is None else result.data_ptr() for result in results])
+        self.launch(like, operands, weight, keep)
+        return results
+
+    def launch(self, like: Tensor, operands: Addresses, weight: Tensor | None = None, keep: bool = False) -> None:
+        """Operands are those given, then the workspace and its regions.
+
+        `weight`: the weight, if one is read; `keep`: it may be kept packed (then it is the second operand).
+        """
+        stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
+        if weight is None or kept.captured(weight, stream):
+            pass
+        elif not keep:
+            kept.packed_for_itself(weight)
+        elif self.packing is not None:
+            place = stream, self.packing.number
+            pack = kept.find(weight, operands[1], place)
+            if pack is not None:
+                return self.packing.launch(self.packing.start, like, operands, pack, stream)
+            promise = kept.promise(weight, operands[1], place, self.packing.bytes)
+            if promise is not None:
+                self.packing.launch(self.packing.start_all, like, operands, promise.pack, stream)
+                return promise.keep()
+        if self.workspace_bytes:
+            try:
+                workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
+            except torch.OutOfMemoryError:
+                if self.less is None:
+                    raise
+                return self.less().launch(like, operands)
+            start = workspace.data_ptr()
+            operands = (*operands, start, *[start + region for region in self.regions])
+        return self.start(operands, stream)
+
+
+# The names planners use for the operands of a pass, in the order of `Task.run` and `Task.launch`.
+OPERANDS = {
+    Pass.FORWARD: ("x", "weight", "bias", "null", "y", "workspace"),
+    Pass.INPUT_GRAD: ("dy", "weight", "null", "dx", "workspace"),
+    Pass.WEIGHT_GRAD: ("dy", "x", "null", "dw", "workspace"),
+    Pass.BIAS_GRAD: ("dy", "null", "db", "workspace"),
+}
+BACKWARD = ("dy", "x", "weight", "null", "dx", "dw", "db", "workspace")
+WITH_STATISTICS = ("x", "weight", "bias", "null", "y", "statistics", "workspace")
+
+_tasks: dict[tuple[Any, ...], Task] = {}
+_packings: dict[Launch, int] = {}  # by what packs
+_numbers = itertools.count()
+
+
+def known(key: tuple[Any, ...]) -> Task | None:
+    return _tasks.get(key)
+
+
+def remember(key: tuple[Any, ...], task: Task) -> Task:
+    if len(_tasks) >= MAX_TASKS:
+        _tasks.clear()
+        _packings.clear()
+    _tasks[key] = task
+    return task
+
+
+def forget() -> None:
+    """The next call of every kind is planned anew."""
+    planner.plan.cache_clear()
+    repertoire.forget()
+    _tasks.clear()
+
+
+def tf32_allowed() -> bool:
+    """PyTorch's switch for float32 convolutions on CUDA."""
+    return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+
+
+def _tf32(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tf32_allowed()
+
+
+def _key(which: Pass | Wanted, first: Tensor, address: int, *rest: Any) -> tuple[Any, ...]:
+    operand = first.shape, first.stride(), address % 16
+    return (which, first.dtype, first.device, _tf32(first), *operand, *rest)
+
+
+def _kind(tensor: Tensor | None, address: int) -> tuple[Any, ...] | None:
+    """What a plan, or a check, may depend on."""
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), address % 16, tensor.dtype, tensor.device
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _leave(refusal: planner.Refused) -> None:
+    """What the planner refuses, PyTorch's operator computes."""
+    pytorch_ops.leave(str(refusal), current_backend(), stacklevel=5)
+
+
+def forward(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    convolution: Convolution,
+    relu: bool = False,
+    keep: bool = False,
+) -> Tensor:
+    """input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] or None.
+
+    `keep`: nobody wants a gradient, so that the weight may be kept packed.
+    """
+    x, w = input.data_ptr(), weight.data_ptr()
+    try:
+        task = _forward_task(input, x, weight, w, bias, convolution, relu, None)
+    except planner.Refused as refusal:
+        _leave(refusal)
+        return pytorch_ops.forward(input, weight, bias, convolution, relu)
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    return _one(task.run(input, (x, w, _address(bias)), weight, keep))
+
+
+def _one(results: list[Tensor | None]) -> Tensor:
+    result = results[0]
+    assert result is not None
+    return result
+
+
+def forward_with_statistics(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    groups: int,
+    eps: float,
+    convolution: Convolution,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The ReLU of the forward pass, and its statistics: [2, N, groups], means and reciprocal deviations."""
+    x, w = input.data_ptr(), weight.data_ptr()
+    try:
+        task = _forward_task(input, x, weight, w, bias, convolution, True, Norm(groups, eps))
+    except planner.Refused as refusal:
+        _leave(refusal)
+        return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
+    (layout,) = task.results
+    assert layout is not None
+    result = torch.empty_strided(*layout, dtype=input.dtype, device=input.device)
+    statistics = input.new_empty((2, input.shape[0], groups), dtype=statistics_dtype(input.dtype))
+    if bias is not None and bias.stride(0) != 1:
+        bias = bias.contiguous()
+    operands = (x, w, _address(bias), 0, result.data_ptr(), statistics.data_ptr())
+    task.launch(input, operands, weight, keep)
+    return result, statistics
+
+
+def _forward_task(
+    input: Tensor,
+    x: int,
+    weight: Tensor,
+    w: int,
+    bias: Tensor | None,
+    convolution: Convolution,
+    relu: bool,
+    norm: Norm | None,
+) -> Task:
+    """`x` and `w` are the addresses of input and weight."""
+    kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
+    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm)
+    task = _tasks.get(key)
+    if task is not None:
+        return task
+    geometry = checks.check_forward(input, weight, bias, convolution)
+    if norm is not None:
+        checks.check_norm_groups(geometry.out_channels, norm.groups)
+    y_strides = output_strides(geometry, input, weight)
+    problem = Problem(
+        Pass.FORWARD,
+        geometry,
+        input.shape[0],
+        tuple(input.shape[2:]),
+        DTYPES[input.dtype],
+        input.stride(),
+        weight.stride(),
+        y_strides,
+        bias=bias is not None,
+        tf32=key[3],
+        aligned=x % 16 == 0,
+        weight_aligned=w % 16 == 0,
+        relu=relu,
+        norm=norm,
+    )
+    shape = (input.shape[0], geometry.out_channels, *problem.output_size)
+    plan = planner.plan(problem, device_of(input))
+    names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
+    task = remember(key, make_task(plan, names, ((shape, y_strides),), input))
+    _offer((problem,), input)
+    return task
+
+
+def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
+    """grad_output [N, C_out, oD, oH, oW] -> [N, C_in, *input_size]."""
+    dy, w = grad_output.data_ptr(), weight.data_ptr()
+    key = _key(Pass.INPUT_GRAD, grad_output, dy, _kind(weight, w), input_size, convolution)
+    task = _tasks.get(key)
+    if task is None:
+        problem, layout = _input_grad_problem(grad_output, weight, input_size, convolution)
+        try:
+            task = remember(key, _prepare(problem, layout, grad_output))
+        except planner.Refused as refusal:
+            _leave(refusal)
+            return pytorch_ops.input_grad(grad_output, weight, input_size, convolution)
+    return _one(task.run(grad_output, (dy, w), weight))
+
+
+def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
+    """grad_output [N, C_out, oD, oH, oW], input [N, C_in, D, H, W] -> [C_in, C_out/groups, *kernel]."""
+    dy, x = grad_output.data_ptr(), input.data_ptr()
+    key = _key(Pass.WEIGHT_GRAD, grad_output, dy, _kind(input, x), kernel, convolution)
+    task = _tasks.get(key)
+    if task is None:
+        problem, layout = _weight_grad_problem(grad_output, input, kernel, convolution)
+        try:
+            task = remember(key, _prepare(problem, layout, grad_output))
+        except planner.Refused as refusal:
+            _leave(refusal)
+            return pytorch_ops.weight_grad(grad_output, input, kernel, convolution)
+    return _one(task.run(grad_output, (dy, x)))
+
+
+def bias_grad(grad_output: Tensor) -> Tensor:
+    """grad_output [N, C_out, oD, oH, oW] -> [C_out]."""
+    dy = grad_output.data_ptr()
+    key = _key(Pass.BIAS_GRAD, grad_output, dy)
+    task = _tasks.get(key)
+    if task is None:
+        problem, layout = _bias_grad_problem(grad_output)
+        task = remember(key, _prepare(problem, layout, grad_output))
+    return _one(task.run(grad_output, (dy,)))
+
+
+def backward(
+    grad_output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    wanted: Wanted,
+    input_size: Triple,
+    kernel: Triple,
+    convolution: Convolution,
+) -> list[Tensor | None]:
+    """The gradients of input, weight and bias that are wanted, together: one key, one workspace.
+
+    The input is needed for the weight's gradient and the weight for the input's; else they may be None.
+    """
+    dy, x, w = grad_output.data_ptr(), _address(input), _address(weight)
+    key = _key(wanted, grad_output, dy, _kind(input, x), _kind(weight, w), input_size, kernel, convolution)
+    task = _tasks.get(key)
+    if task is None:
+        found = _wanted_problems(grad_output, input, weight, wanted, input_size, kernel, convolution)
+        problems = tuple([each[0] for each in found if each is not None])
+        layouts = tuple([None if each is None else each[1] for each in found])
+        plan = functools.partial(planner.plan_gradients, problems)
+        try:
+            task = remember(key, _gradients_task(plan, BACKWARD, layouts, grad_output))
+        except planner.Refused as refusal:
+            _leave(refusal)
+            return pytorch_ops.backward(grad_output, input, weight, wanted, input_size, kernel, convolution)
+        _offer(problems, grad_output)
+    return task.run(grad_output, (dy, x, w), weight)
+
+
+def _wanted_problems(
+    grad_output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    wanted: Wanted,
+    input_size: Triple,
+    kernel: Triple,
+    convolution: Convolution,
+) -> list[tuple[Problem, Layout] | None]:
+    found: list[tuple[Problem, Layout] | None] = [None, None, None]
+    if wanted[0]:
+        assert weight is not None
+        found[0] = _input_grad_problem(grad_output, weight, input_size, convolution)
+    if wanted[1]:
+        assert input is not None
+        found[1] = _weight_grad_problem(grad_output, input, kernel, convolution)
+    if wanted[2]:
+        found[2] = _bias_grad_problem(grad_output)
+    return found
+
+
+def _input_grad_problem(
+    grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution
+) -> tuple[Problem, Layout]:
+    checks.check_same_kind(grad_output, weight, "grad_output", "weight")
+    geometry = checks.check_channels(weight, convolution)
+    checks.check_grad_output(geometry, grad_output, input_size)
+    shape = (grad_output.shape[0], geometry.in_channels, *input_size)
+    strides = result_strides(shape, grad_output, weight)
+    problem = Problem(
+        Pass.INPUT_GRAD,
+        geometry,
+        grad_output.shape[0],
+        input_size,
+        DTYPES[grad_output.dtype],
+        strides,
+        weight.stride(),
+        grad_output.stride(),
+        tf32=_tf32(grad_output),
+        aligned=grad_output.data_ptr() % 16 == 0,
+        weight_aligned=weight.data_ptr() % 16 == 0,
+    )
+    return problem, (shape, strides)
+
+
+def _weight_grad_problem(
+    grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
+) -> tuple[Problem, Layout]:
+    checks.check_same_kind(grad_output, input, "grad_output", "input")
+    stride, padding, output_padding, groups, dilation = convolution
+    geometry = Geometry.make(
+        input.shape[1], grad_output.shape[1], kernel, stride, padding, output_padding, groups, dilation
+    )
+    checks.check_grad_output(geometry, grad_output, tuple(input.shape[2:]), input.shape[0])
+    shape = (geometry.in_channels, geometry.out_per_group, *kernel)
+    strides = contiguous_strides(shape)
+    problem = Problem(
+        Pass.WEIGHT_GRAD,
+        geometry,
+        input.shape[0],
+        tuple(input.shape[2:]),
+        DTYPES[input.dtype],
+        input.stride(),
+        strides,
+        grad_output.stride(),
+        tf32=_tf32(input),
+        aligned=input.data_ptr() % 16 == 0 and grad_output.data_ptr() % 16 == 0,
+    )
+    return problem, (shape, strides)
+
+
+def _bias_grad_problem(grad_output: Tensor) -> tuple[Problem, Layout]:
+    batch, channels, *size = grad_output.shape
+    kind = DTYPES[grad_output.dtype]
+    return bias_grad_problem(batch, channels, tuple(size), kind, grad_output.stride()), ((channels,), (1,))
+
+
+def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
+    task = _gradients_task(functools.partial(planner.plan, problem), OPERANDS[problem.which], (layout,), like)
+    _offer((problem,), like)
+    return task
+
+
+def _offer(problems: tuple[Problem, ...], like: Tensor) -> None:
+    """What volumes of other sizes need is compiled elsewhere, meanwhile."""
+    if like.is_cuda:
+        background.offer(problems, device_of(like))
+
+
+def _gradients_task(
+    plan: Callable[[Device], Plan], names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor
+) -> Task:
+    """Sums are split to fill the GPU. Where there is no memory for the parts, they are not."""
+    device, empty = device_of(like), like.new_empty(0)
+    less = functools.cache(lambda: make_task(plan(device.thrifty), names, results, empty))
+    return replace(make_task(plan(device), names, results, like), less=less)
+
+
+def make_task(plan: Plan, names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor) -> Task:
+    """`names`: of the operands, in the order in which the task will get them."""
+    start, regions = _prepare_steps(_steps(plan, names), like), tuple(start for _, start in plan.regions)
+    return Task(results, plan.workspace_bytes, start, regions, _packing(plan.kept or plan, names, like))
+
+
+def _steps(plan: Plan, names: tuple[str, ...]) -> Steps:
+    """The launches of a plan, and which operands each gets."""
+    names = (*names, *(name for name, _ in plan.regions))
+    return [
+        (launch, tuple(names.index(name) for name in launch.pointers))
+        for launch in plan.launches
+        if min(launch.grid) > 0  # a batch of zero has nothing to compute
+    ]
+
+
+def _packing(plan: Plan, names: tuple[str, ...], like: Tensor) -> Packing | None:
+    steps, regions = _steps(plan, names), [start for _, start in plan.regions]
+    if not plan.packed_bytes or not steps:
+        return None
+    first = min(regions, default=plan.workspace_bytes)
+    empty = like.new_empty(0)
+    return Packing(
+        number=_packings.setdefault(steps[0][0], next(_numbers)),
+        bytes=plan.packed_bytes,
+        workspace_bytes=plan.workspace_bytes - first,
+        regions=tuple(region - first for region in regions),
+        prepare=lambda first: _prepare_steps(steps if first else steps[1:], empty),
+    )
+
+
+def _prepare_steps(steps: Steps, like: Tensor) -> Start:
+    """What launches all steps: for each its kernel, and which operands it gets."""
+    if like.is_cuda:
+        from ..runtime import launcher
+
+        return launcher.prepare_all(steps, like.get_device())
+    from .. import emulator
+
+    calls = [(emulator.prepare(launch), indices) for launch, indices in steps]
+
+    def start(operands: Addresses, stream: int) -> None:
+        for run, indices in calls:
+            run(tuple([operands[i] for i in indices]))
+
+    return start
+
+
+def device_of(tensor: Tensor) -> Device:
+    return _cuda_device(tensor.get_device()) if tensor.is_cuda else EMULATED
+
+
+@functools.cache
+def _cuda_device(index: int) -> Device:
+    from ..runtime import launcher
+
+    found = launcher.device_properties(index)
+    return gpus.as_told(Device(found.name, found.capability, found.multiprocessors, found.shared_bytes))
+
+
+def output_strides(geometry: Geometry, input: Tensor, weight: Tensor) -> Strides:
+    size = geometry.output_size(tuple(input.shape[2:]))
+    return result_strides((input.shape[0], geometry.out_channels, *size), input, weight)

@@ -1,0 +1,475 @@
+"""The convolution with what follows it, as PyTorch knows it: operators beside those of `ops`, registered likewise.
+
+- `conv_transpose3d_relu` is one kernel. Its derivative is the convolution's, of a gradient that a mask has passed.
+- `conv_transpose3d_relu_group_norm` is two steps: the convolution with ReLU and statistics, and normalizing. Without
+  gradients the second works in place. With them each step has its node in autograd's graph, so that what the second
+  has kept is free before the first computes its gradients.
+
+Second derivatives of the norm are PyTorch's own formulas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..families.norm.planner import Wanted
+from . import executor, norm_executor, pytorch_ops
+from .backend import current_backend, use_backend
+from .checks import Convolution, number
+from .ops import (
+    _LIBRARY,
+    _SETTINGS,
+    _alone,
+    _cast,
+    _convolution,
+    _fake_forward,
+    _forward_mode,
+    _gradients,
+    _named,
+    _needed,
+    _plain,
+    _register,
+    _unchanged,
+    _wanted,
+    why_not_ours,
+)
+from .pytorch_ops import statistics_dtype, with_strides
+
+Wants = tuple[bool, bool, bool]  # as `Wanted`
+
+_OPERANDS = "Tensor input, Tensor weight, Tensor? bias"
+_NORM = "Tensor? norm_weight, Tensor? norm_bias"
+for _schema in (
+    f"conv_transpose3d_relu({_OPERANDS}, {_SETTINGS}) -> Tensor",
+    f"conv_transpose3d_relu_group_norm({_OPERANDS}, {_NORM}, int num_groups, float eps, ScalarType dtype, "
+    f"{_SETTINGS}) -> Tensor",
+    # The steps of it. Statistics are [2, N, groups]: means and reciprocal deviations.
+    f"conv_transpose3d_relu_statistics({_OPERANDS}, int num_groups, float eps, {_SETTINGS}) -> (Tensor, Tensor)",
+    f"normalize(Tensor input, Tensor statistics, {_NORM}, ScalarType dtype) -> Tensor",
+    # The gradients of what went into the ReLU, of norm_weight and norm_bias [2, C], of the convolution's bias [C].
+    "relu_group_norm_grad(Tensor grad_output, Tensor input, Tensor statistics, Tensor? norm_weight, "
+    "ScalarType parameters, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _recording(*tensors: Tensor | None) -> bool:
+    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # a tangent is an error there
+
+
+# ---- ReLU
+
+
+def _relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    if why_not_ours(input) is None:
+        return executor.forward(input, weight, bias, convolution, relu=True)
+    return pytorch_ops.forward(input, weight, bias, convolution, relu=True)
+
+
+class _Relu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, alone: bool, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution
+    ) -> Tensor:
+        if alone:
+            result = executor.forward(input, weight, bias, convolution, relu=True)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                result = torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
+        # What a gradient does not need is not kept alive. The result is kept as the mask that it is.
+        kept = input if weight.requires_grad else None, weight if input.requires_grad else None
+        ctx.save_for_backward(*kept, result)
+        ctx.call = input.shape, weight.shape, convolution, current_backend()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, result = ctx.saved_tensors
+        passed: Tensor = torch.ops.aten.threshold_backward(grad, result.detach(), 0)
+        return None, *_gradients(passed, input, weight, _wanted(ctx), *ctx.call), None
+
+
+_register("conv_transpose3d_relu", _relu, _Relu, _fake_forward, tensors=3, extra=0)
+
+
+# ---- ReLU and GroupNorm: ours, or PyTorch's operators
+
+
+def _statistics(
+    input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
+) -> tuple[Tensor, Tensor]:
+    if why_not_ours(input) is None:
+        return executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
+    return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
+
+
+def _normalize(
+    input: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    if why_not_ours(input) is None:
+        return norm_executor.normalize(input, statistics, weight, bias, None, dtype)
+    per_group = input.shape[1] // statistics.shape[2]
+    mean, rstd = statistics.repeat_interleave(per_group, 2)[..., None, None, None]
+    scale = rstd if weight is None else rstd * weight.to(rstd.dtype)[:, None, None, None]
+    shifted = (input - mean) * scale
+    result = shifted if bias is None else shifted + bias.to(rstd.dtype)[:, None, None, None]
+    return with_strides(result.to(dtype), input.stride())
+
+
+def _gradient(
+    grad: Tensor,
+    input: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    parameters: torch.dtype,
+    wanted: Wants,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if why_not_ours(input) is None:
+        return norm_executor.gradient(grad, input, statistics, weight, parameters, Wanted(*wanted))
+    batch, channels, *size = input.shape
+    kind, groups = statistics.dtype, statistics.shape[2]
+    dx, dweight, dbias = torch.ops.aten.native_group_norm_backward(
+        grad.to(kind).contiguous(), input.to(kind).contiguous(), statistics[0].contiguous(),
+        statistics[1].contiguous(), None if weight is None else weight.to(kind), batch, channels,
+        size[0] * size[1] * size[2], groups, (True, True, True),
+    )  # fmt: skip
+    passed = torch.ops.aten.threshold_backward(dx, input, 0).to(input.dtype)
+    return (
+        with_strides(passed, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
+        torch.stack([dweight, dbias]).to(parameters) if wanted[1] else input.new_empty(0, dtype=parameters),
+        passed.sum((0, 2, 3, 4)) if wanted[2] else input.new_empty(0),
+    )
+
+
+def _block(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    groups: int,
+    eps: float,
+    dtype: torch.dtype,
+    convolution: Convolution,
+) -> Tensor:
+    """Without gradients."""
+    if why_not_ours(input) is None:
+        return _ours(input, weight, bias, norm_weight, norm_bias, groups, eps, dtype, convolution)
+    result, statistics = _statistics(input, weight, bias, groups, eps, convolution)
+    return _normalize(result, statistics, norm_weight, norm_bias, dtype)
+
+
+def _ours(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    groups: int,
+    eps: float,
+    dtype: torch.dtype,
+    convolution: Convolution,
+    keep: bool = False,
+) -> Tensor:
+    """What is normalized is not kept, so its memory becomes the result's."""
+    result, statistics = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution, keep)
+    out = result if result.dtype is dtype else None
+    return norm_executor.normalize(result, statistics, norm_weight, norm_bias, out, dtype)
+
+
+# ---- autograd: a node for each step
+
+
+class _Statistics(torch.autograd.Function):
+    """The convolution, its ReLU and the statistics.
+
+    The gradient that comes back is that of what went into the ReLU: `_Normalize` has applied the mask already.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        alone: bool,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        groups: int,
+        eps: float,
+        convolution: Convolution,
+    ) -> tuple[Tensor, Tensor]:
+        # What a gradient does not need is not kept alive.
+        ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
+        ctx.call = input.shape, weight.shape, convolution, current_backend()
+        if alone:
+            found = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                found = torch.ops.tconv3d.conv_transpose3d_relu_statistics.default(
+                    input, weight, bias, groups, eps, *convolution
+                )
+        ctx.mark_non_differentiable(found[1])
+        ctx.set_materialize_grads(False)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, of_statistics: None) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        if grad is None:
+            return (None,) * 7
+        wanted = (*_needed(ctx)[1:3], False)  # the bias's comes from `_Normalize`
+        return None, *_gradients(grad, input, weight, wanted, *ctx.call), None, None, None
+
+
+class _Normalize(torch.autograd.Function):
+    """GroupNorm of a ReLU's result.
+
+    `bias` was added before the ReLU: its gradient is a sum over a tensor that this node's backward pass writes.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        alone: bool,
+        input: Tensor,
+        statistics: Tensor,
+        weight: Tensor | None,
+        norm_bias: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(input, statistics, weight)
+        # The values of a bias do not matter for its gradient, and may change until then, as in PyTorch.
+        ctx.biases = norm_bias, bias
+        ctx.call = eps, current_backend()
+        if alone:
+            return norm_executor.normalize(input, statistics, weight, norm_bias, None, dtype)
+        with torch._C._AutoDispatchBelowAutograd():
+            result: Tensor = torch.ops.tconv3d.normalize.default(input, statistics, weight, norm_bias, dtype)
+            return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, statistics, weight = ctx.saved_tensors
+        norm_bias, bias = ctx.biases
+        eps, backend = ctx.call
+        _, needs_input, _, needs_weight, needs_norm_bias, needs_bias, _, _ = _needed(ctx)
+        if torch.is_grad_enabled():
+            tensors = (input, needs_input), (weight, needs_weight), (norm_bias, needs_norm_bias), (bias, needs_bias)
+            found = _differentiable_gradient(grad, statistics.shape[2], eps, *tensors)
+            return None, found[0], None, *found[1:], None, None
+        parameters = next(t for t in (weight, norm_bias, input) if t is not None).dtype
+        wanted = needs_input, needs_weight or needs_norm_bias, needs_bias
+        with use_backend(backend):
+            dz, dparameters, db = _any_gradient(grad, input, statistics, weight, parameters, wanted)
+        return (
+            None,
+            dz if needs_input else None,
+            None,
+            dparameters[0] if needs_weight else None,
+            dparameters[1] if needs_norm_bias else None,
+            db if needs_bias else None,
+            None,
+            None,
+        )
+
+
+def _any_gradient(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    grad, input, _, weight = arguments[:4]
+    if not _alone(grad, input, weight):
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.tconv3d.relu_group_norm_grad.default(*arguments)
+        return found
+    return _gradient(*arguments)
+
+
+Asked = tuple[Tensor | None, bool]  # a tensor, and whether its gradient is needed
+
+
+def _differentiable_gradient(
+    grad: Tensor, groups: int, eps: float, of_input: Asked, of_weight: Asked, of_norm_bias: Asked, of_bias: Asked
+) -> list[Tensor | None]:
+    """What `_gradient` computes, by operators that can be differentiated again."""
+    input, weight, norm_bias, bias = (asked[0] for asked in (of_input, of_weight, of_norm_bias, of_bias))
+    assert input is not None
+    # All that flows back from here passes the ReLU's mask, and reaches the bias, in derivatives of any order.
+    source = input if bias is None else input + (bias - bias.detach())[:, None, None, None]
+    kind = grad.dtype  # or the parameters', which may be float32 behind a convolution of 16 bits
+    for tensor in (weight, norm_bias):
+        kind = kind if tensor is None else torch.promote_types(kind, tensor.dtype)
+    masked = (source * (input.detach() > 0)).to(kind)
+    parameters = [None if tensor is None else tensor.to(kind) for tensor in (weight, norm_bias)]
+    result = F.group_norm(masked, groups, parameters[0], parameters[1], eps).to(grad.dtype)
+    asked = of_input, of_weight, of_norm_bias, of_bias
+    leaves = [tensor for tensor, needed in asked if needed and tensor is not None]
+    grads = iter(torch.autograd.grad(result, leaves, grad, create_graph=True))
+    return [next(grads) if needed else None for _, needed in asked]
+
+
+# ---- registrations of the block and its steps
+
+
+def _fake_statistics(
+    input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
+) -> tuple[Tensor, Tensor]:
+    shape = (2, input.shape[0], groups)
+    return _fake_forward(input, weight, bias, convolution), input.new_empty(
+        shape, dtype=statistics_dtype(input.dtype)
+    )
+
+
+def _fake_normalize(
+    input: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return input.new_empty_strided(input.shape, input.stride(), dtype=dtype)
+
+
+def _fake_gradient(
+    grad: Tensor,
+    input: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    parameters: torch.dtype,
+    wanted: Wants,
+) -> tuple[Tensor, Tensor, Tensor]:
+    channels = input.shape[1]
+    return (
+        input.new_empty_strided(input.shape, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
+        input.new_empty((2, channels) if wanted[1] else (0,), dtype=parameters),
+        input.new_empty((channels,) if wanted[2] else (0,)),
+    )
+
+
+def _register_step(name: str, implementation: Any, fake: Any, settings: bool) -> None:
+    """A step has no derivative of its own: it runs below autograd, or in a backward pass."""
+
+    def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not settings:
+            return arguments
+        return (*arguments[:-5], _convolution(arguments[-5:]))
+
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, lambda *a: implementation(*split(a)), key)
+    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=_LIBRARY)
+
+
+_register_step("conv_transpose3d_relu_statistics", _statistics, _fake_statistics, settings=True)
+_register_step("normalize", _normalize, _fake_normalize, settings=False)
+_register_step("relu_group_norm_grad", _gradient, _fake_gradient, settings=False)
+
+
+def _register_block() -> None:
+    name = "conv_transpose3d_relu_group_norm"
+    overload = torch.ops.tconv3d.conv_transpose3d_relu_group_norm.default
+
+    def device(*arguments: Any) -> Tensor:
+        call: list[Any] = [*arguments[:8], _convolution(arguments[8:])]
+        return _block(*call)
+
+    def fake(*arguments: Any) -> Tensor:
+        input, weight, bias = arguments[:3]
+        return _fake_forward(input, weight, bias, _convolution(arguments[8:])).to(arguments[7])
+
+    def autograd(*arguments: Any) -> Tensor:
+        if _recording(*arguments[:5]):
+            call: list[Any] = [*arguments[:8], _convolution(arguments[8:])]
+            return _record_block(False, *call)
+        with torch._C._AutoDispatchBelowAutograd():
+            below: Tensor = overload(*arguments)
+            return below
+
+    def autocast(device_type: str) -> Any:
+        """As PyTorch's autocast treats the layers: the norm runs in float32 on CUDA, as it comes on the CPU."""
+
+        def cast(*arguments: Any) -> Tensor:
+            lower = torch.get_autocast_dtype(device_type)
+            key = getattr(torch._C.DispatchKey, "AutocastCUDA" if device_type == "cuda" else "AutocastCPU")
+            operands = [_cast(a, lower, device_type) for a in arguments[:3]]
+            norm, dtype = list(arguments[3:5]), operands[0].dtype  # type: ignore[union-attr]
+            if device_type == "cuda":
+                norm = [_cast(a, torch.float32, device_type) for a in norm]
+                dtype = torch.promote_types(dtype, torch.float32)
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                casted: Tensor = overload(*operands, *norm, *arguments[5:7], dtype, *arguments[8:])
+                return casted
+
+        return cast
+
+    for key in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, device, key)
+    _LIBRARY.impl(name, autograd, "Autograd")
+    _LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
+    _LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
+    torch.library.register_fake(f"tconv3d::{name}", fake, lib=_LIBRARY)
+
+
+_register_block()
+
+
+# ---- the way in
+
+# `apply` without what it does for torch.func in Python: `_alone` has ruled that out, and it takes 5 us.
+_record_relu = super(torch.autograd.Function, _Relu).apply
+
+
+def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    """For tensors that our kernels take: see `ops.why_not_ours`."""
+    if _unchanged(input, weight, bias):
+        watched = torch._C._autograd._profiler_enabled()
+        if not _recording(input, weight, bias):
+            if watched:
+                return _named("conv_transpose3d_relu", executor.forward, input, weight, bias, convolution, True, True)
+            return executor.forward(input, weight, bias, convolution, True, True)
+        if not watched:
+            return _record_relu(True, input, weight, bias, convolution)
+    return torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
+
+
+def conv_transpose3d_relu_group_norm(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    groups: int,
+    eps: float,
+    convolution: Convolution,
+) -> Tensor:
+    """For tensors that our kernels take: see `ops.why_not_ours`."""
+    operands = input, weight, bias, norm_weight, norm_bias
+    settings = groups, number(eps, "eps"), input.dtype
+    if _unchanged(input, weight, bias) and all(each is None or _plain(each) for each in operands[3:]):
+        watched = torch._C._autograd._profiler_enabled()
+        if not _recording(*operands):
+            if watched:
+                return _named("conv_transpose3d_relu_group_norm", _ours, *operands, *settings, convolution, True)
+            return _ours(*operands, *settings, convolution, True)
+        if not watched:
+            return _record_block(True, *operands, *settings, convolution)
+    return torch.ops.tconv3d.conv_transpose3d_relu_group_norm.default(*operands, *settings, *convolution)
+
+
+_record_statistics = super(torch.autograd.Function, _Statistics).apply
+_record_normalize = super(torch.autograd.Function, _Normalize).apply
+
+
+def _record_block(
+    alone: bool,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_bias: Tensor | None,
+    groups: int,
+    eps: float,
+    dtype: torch.dtype,
+    convolution: Convolution,
+) -> Tensor:
+    constant = None if bias is None else bias.detach()  # its gradient comes from the second step
+    steps = (_record_statistics, _record_normalize) if alone else (_Statistics.apply, _Normalize.apply)
+    result, statistics = steps[0](alone, input, weight, constant, groups, eps, convolution)
+    return steps[1](alone, result, statistics, norm_weight, norm_bias, bias, eps, dtype)

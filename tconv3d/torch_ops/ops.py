@@ -1,0 +1,426 @@
+"""The operators as PyTorch knows them: schemas, CPU, CUDA, fake, autograd and autocast registrations.
+
+Four operators, closed under differentiation: the derivative of each is a combination of the others, so second
+derivatives run on the same kernels. The functions at the end are what the package calls: they skip the dispatcher
+when nobody but autograd could be listening, because the dispatcher's way through Python costs more than the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..planning.geometry import Triple
+from . import checks, executor, pytorch_ops
+from .backend import Backend, current_backend, use_backend
+from .checks import Convolution
+from .executor import DTYPES
+from .pytorch_ops import result_strides
+
+_LIBRARY = torch.library.Library("tconv3d", "DEF")
+_SETTINGS = "int[3] stride, int[3] padding, int[3] output_padding, int groups, int[3] dilation"
+for _schema in (
+    f"conv_transpose3d(Tensor input, Tensor weight, Tensor? bias, {_SETTINGS}) -> Tensor",
+    f"conv_transpose3d_input_grad(Tensor grad_output, Tensor weight, SymInt[3] input_size, {_SETTINGS}) -> Tensor",
+    f"conv_transpose3d_weight_grad(Tensor grad_output, Tensor input, SymInt[3] kernel, {_SETTINGS}) -> Tensor",
+    "conv_transpose3d_bias_grad(Tensor grad_output) -> Tensor",
+):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _convolution(settings: tuple[Any, ...]) -> Convolution:
+    stride, padding, output_padding, groups, dilation = settings
+    return (tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation))
+
+
+# ---- which implementation
+
+
+def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
+    """Why PyTorch's operator does the work for this tensor under a backend, the present one; None if it does not."""
+    backend = backend or current_backend()
+    if backend == "torch":
+        return 'use_backend("torch")'
+    if backend == "cuda" and not tensor.is_cuda:
+        raise RuntimeError(f'use_backend("cuda") expects CUDA tensors, but got a tensor on {tensor.device}')
+    if backend == "emulator" and tensor.device.type != "cpu":
+        raise RuntimeError(f'use_backend("emulator") expects CPU tensors, but got a tensor on {tensor.device}')
+    if backend == "auto" and not tensor.is_cuda:
+        return f"{tensor.device.type} tensors run PyTorch's operator"
+    reason = _unsupported(tensor)
+    if reason is None:
+        return None
+    pytorch_ops.leave(reason, backend, stacklevel=4)
+    return reason
+
+
+def _unsupported(tensor: Tensor) -> str | None:
+    if torch._C._are_functorch_transforms_active():
+        return "torch.func transforms are not supported"
+    if _forward_mode():
+        return "forward-mode differentiation is not supported"
+    if tensor.is_nested:
+        return "nested tensors are not supported"
+    if tensor.dtype not in DTYPES:
+        return f"dtype {tensor.dtype} is not one of float32, float16, bfloat16, float64"
+    if tensor.is_cuda:
+        if torch.version.hip is not None:
+            return "this PyTorch is built for ROCm"
+        capability = executor.device_of(tensor).capability
+        if capability < (8, 0):
+            return f"compute capability {capability[0]}.{capability[1]} is below 8.0"
+    return None
+
+
+def _forward_mode() -> bool:
+    """Whether tensors may carry tangents, which our kernels would drop."""
+    return forward_ad._current_level >= 0
+
+
+# ---- implementations: ours, or PyTorch's operator
+
+
+def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    if why_not_ours(input) is None:
+        return executor.forward(input, weight, bias, convolution)
+    return pytorch_ops.forward(input, weight, bias, convolution)
+
+
+def _input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
+    if why_not_ours(grad_output) is None:
+        return executor.input_grad(grad_output, weight, input_size, convolution)
+    return pytorch_ops.input_grad(grad_output, weight, input_size, convolution)
+
+
+def _weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
+    if why_not_ours(grad_output) is None:
+        return executor.weight_grad(grad_output, input, kernel, convolution)
+    return pytorch_ops.weight_grad(grad_output, input, kernel, convolution)
+
+
+def _bias_grad(grad_output: Tensor) -> Tensor:
+    if why_not_ours(grad_output) is None:
+        return executor.bias_grad(grad_output)
+    return pytorch_ops.bias_grad(grad_output)
+
+
+# ---- autograd: each operator's derivative in terms of the others
+
+
+def _needed(ctx: Any) -> tuple[bool, ...]:
+    """Which gradients this backward pass is asked for. `autograd.grad` may want fewer than could be had."""
+    needs: tuple[bool, ...] = ctx.needs_input_grad
+    if sum(needs) < 2:
+        return needs
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # of the arguments that need one
+    return tuple([need and _runs(next(nodes)) for need in needs])
+
+
+def _wanted(ctx: Any) -> executor.Wanted:
+    """`_needed` of input, weight and bias.
+
+    A bias's gradient is little work beside the weight's, so with that one it is not asked for: where `autograd.grad`
+    names a leaf, PyTorch answers the question by raising an error, which takes 20 us.
+    """
+    needs_input, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
+    if not (needs_bias and needs_weight):
+        return _needed(ctx)[1:4]
+    nodes = [node for node, _ in ctx.next_functions if node is not None]
+    weight = _runs(nodes[-2])
+    return needs_input and _runs(nodes[0]), weight, weight or _runs(nodes[-1])
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # PyTorch does not say it of a leaf that `autograd.grad` names: that one is wanted
+        return True
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, alone: bool, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution
+    ) -> Tensor:
+        # What a gradient does not need is not kept alive.
+        ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
+        ctx.call = input.shape, weight.shape, convolution, current_backend()
+        if alone:
+            return executor.forward(input, weight, bias, convolution)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        return None, *_gradients(grad, input, weight, _wanted(ctx), *ctx.call), None
+
+
+def _gradients(
+    grad: Tensor,
+    input: Any,  # None, like the weight, if no gradient needs it
+    weight: Any,
+    wanted: executor.Wanted,
+    input_shape: torch.Size,
+    weight_shape: torch.Size,
+    convolution: Convolution,
+    backend: Backend,
+) -> Sequence[Tensor | None]:
+    """The wanted gradients of input, weight and bias: together, if nobody would change them and no derivative is
+    recorded. A profiler only watches: what it sees is what runs without it."""
+    size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
+    together = any(wanted) and _unchanged(grad, input, weight) and not torch.is_grad_enabled()
+    if together and why_not_ours(grad, backend) is None:
+        return executor.backward(grad, input, weight, wanted, size, kernel, convolution)
+    with use_backend(backend):
+        return (
+            conv_transpose3d_input_grad(grad, weight, size, convolution) if wanted[0] else None,
+            conv_transpose3d_weight_grad(grad, input, kernel, convolution) if wanted[1] else None,
+            conv_transpose3d_bias_grad(grad) if wanted[2] else None,
+        )
+
+
+class _InputGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        alone: bool,
+        grad_output: Tensor,
+        weight: Tensor,
+        input_size: Triple,
+        convolution: Convolution,
+    ) -> Tensor:
+        needs_output, needs_weight = grad_output.requires_grad, weight.requires_grad
+        ctx.save_for_backward(grad_output if needs_weight else None, weight if needs_output else None)
+        ctx.call = tuple(weight.shape[2:]), convolution, current_backend()
+        if alone:
+            return _input_grad(grad_output, weight, input_size, convolution)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tconv3d.conv_transpose3d_input_grad.default(
+                grad_output, weight, input_size, *convolution
+            )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_output, weight = ctx.saved_tensors
+        kernel, convolution, backend = ctx.call
+        _, needs_output, needs_weight, _, _ = _needed(ctx)
+        with use_backend(backend):
+            dy = _any_conv_transpose3d(grad, weight, convolution) if needs_output else None
+            dw = conv_transpose3d_weight_grad(grad_output, grad, kernel, convolution) if needs_weight else None
+        return None, dy, dw, None, None
+
+
+class _WeightGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, alone: bool, grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
+    ) -> Tensor:
+        needs_output, needs_input = grad_output.requires_grad, input.requires_grad
+        ctx.save_for_backward(grad_output if needs_input else None, input if needs_output else None)
+        ctx.call = tuple(input.shape[2:]), convolution, current_backend()
+        if alone:
+            return _weight_grad(grad_output, input, kernel, convolution)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_output, input = ctx.saved_tensors
+        size, convolution, backend = ctx.call
+        _, needs_output, needs_input, _, _ = _needed(ctx)
+        with use_backend(backend):
+            dy = _any_conv_transpose3d(input, grad, convolution) if needs_output else None
+            dx = conv_transpose3d_input_grad(grad_output, grad, size, convolution) if needs_input else None
+        return None, dy, dx, None, None
+
+
+class _BiasGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, alone: bool, grad_output: Tensor) -> Tensor:
+        ctx.shape = grad_output.shape
+        if alone:
+            return _bias_grad(grad_output)
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad[:, None, None, None].expand(ctx.shape)
+
+
+# ---- registrations
+
+
+def _register(name: str, implementation: Any, function: Any, fake: Any, tensors: int, extra: int) -> None:
+    """One operator: `tensors` tensor arguments, `extra` arguments of its own, then the settings."""
+    overload = getattr(torch.ops.tconv3d, name).default
+
+    def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        own, settings = arguments[: tensors + extra], arguments[tensors + extra :]
+        own = tuple(tuple(a) if isinstance(a, list) else a for a in own)
+        return (*own, _convolution(settings)) if settings else own
+
+    def device(*arguments: Any) -> Tensor:
+        result: Tensor = implementation(*split(arguments))
+        return result
+
+    def autograd(*arguments: Any) -> Tensor:
+        wanted = any(a is not None and a.requires_grad for a in arguments[:tensors])
+        if (wanted and torch.is_grad_enabled()) or _forward_mode():  # a tangent is an error there
+            result: Tensor = function.apply(False, *split(arguments))
+            return result
+        with torch._C._AutoDispatchBelowAutograd():
+            below: Tensor = overload(*arguments)
+            return below
+
+    def autocast(device_type: str) -> Any:
+        def cast(*arguments: Any) -> Tensor:
+            dtype = torch.get_autocast_dtype(device_type)
+            key = getattr(torch._C.DispatchKey, "AutocastCUDA" if device_type == "cuda" else "AutocastCPU")
+            with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+                casted: Tensor = overload(
+                    *(_cast(a, dtype, device_type) for a in arguments[:tensors]), *arguments[tensors:]
+                )
+                return casted
+
+        return cast
+
+    _LIBRARY.impl(name, device, "CPU")
+    _LIBRARY.impl(name, device, "CUDA")
+    _LIBRARY.impl(name, autograd, "Autograd")
+    _LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
+    _LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
+    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=_LIBRARY)
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor | None:
+    """As PyTorch's autocast casts the operands of a convolution: not doubles, not tensors of another device."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(dtype) if tensor.device.type == device_type else tensor
+
+
+def _fake_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    geometry = checks.check_forward(input, weight, bias, convolution)
+    shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
+    return input.new_empty_strided(shape, result_strides(shape, input, weight))
+
+
+def _fake_input_grad(grad_output: Tensor, weight: Tensor, size: Triple, convolution: Convolution) -> Tensor:
+    shape = (grad_output.shape[0], weight.shape[0], *size)
+    return grad_output.new_empty_strided(shape, result_strides(shape, grad_output, weight))
+
+
+def _fake_weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
+    return input.new_empty((input.shape[1], grad_output.shape[1] // convolution[3], *kernel))
+
+
+def _fake_bias_grad(grad_output: Tensor) -> Tensor:
+    return grad_output.new_empty((grad_output.shape[1],))
+
+
+_register("conv_transpose3d", _forward, _Forward, _fake_forward, tensors=3, extra=0)
+_register("conv_transpose3d_input_grad", _input_grad, _InputGrad, _fake_input_grad, tensors=2, extra=1)
+_register("conv_transpose3d_weight_grad", _weight_grad, _WeightGrad, _fake_weight_grad, tensors=2, extra=1)
+_register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, tensors=1, extra=0)
+
+
+# ---- the way in
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+_has_storage = torch._C._has_storage
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Whether the elements are what lies in memory: a tensor without storage (sparse, mkldnn, batched by vmap), with
+    the negative bit, or of zeros that take no memory is the dispatcher's business."""
+    return type(tensor) in _PLAIN and _has_storage(tensor) and not tensor.is_neg() and not tensor._is_zerotensor()
+
+
+def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
+    """Whether nothing but autograd could be listening to a call: then the dispatcher has nothing to do."""
+    return _unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()
+
+
+def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
+    """Whether nothing but autograd could change what a call does."""
+    return (
+        not torch.compiler.is_compiling()
+        and _plain(first)
+        and (second is None or _plain(second))
+        and (third is None or _plain(third))
+        and not torch._C._is_tracing()
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu")
+    )
+
+
+def _recording(first: Tensor, second: Tensor, third: Tensor | None = None) -> bool:
+    wanted = first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
+    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # a tangent is an error there
+
+
+# `_Forward.apply` without what it does for torch.func in Python: `_alone` has ruled that out, and it takes 5 us.
+_record_forward = super(torch.autograd.Function, _Forward).apply
+
+
+def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+    """For tensors that our kernels take: see `why_not_ours`."""
+    if _unchanged(input, weight, bias):
+        watched = torch._C._autograd._profiler_enabled()
+        if not _recording(input, weight, bias):
+            if watched:
+                return _named("conv_transpose3d", executor.forward, input, weight, bias, convolution, False, True)
+            return executor.forward(input, weight, bias, convolution, False, True)
+        if not watched:
+            return _record_forward(True, input, weight, bias, convolution)
+    return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
+
+
+def _named(name: str, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """A call past the dispatcher that the profiler still sees under the operator's name."""
+    with torch.profiler.record_function(f"tconv3d::{name}"):
+        return function(*arguments)
+
+
+def _any_conv_transpose3d(input: Tensor, weight: Tensor, convolution: Convolution) -> Tensor:
+    """The forward pass for second derivatives, on the backend of the call they come from."""
+    if torch.compiler.is_compiling() or why_not_ours(input) is None:
+        return conv_transpose3d(input, weight, None, convolution)
+    stride, padding, output_padding, groups, dilation = convolution
+    return torch.conv_transpose3d(input, weight, None, stride, padding, output_padding, groups, dilation)
+
+
+def conv_transpose3d_input_grad(
+    grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution
+) -> Tensor:
+    if not _alone(grad_output, weight):
+        return torch.ops.tconv3d.conv_transpose3d_input_grad.default(grad_output, weight, input_size, *convolution)
+    if _recording(grad_output, weight):
+        return _InputGrad.apply(True, grad_output, weight, input_size, convolution)
+    return _input_grad(grad_output, weight, input_size, convolution)
+
+
+def conv_transpose3d_weight_grad(
+    grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
+) -> Tensor:
+    if not _alone(grad_output, input):
+        return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
+    if _recording(grad_output, input):
+        return _WeightGrad.apply(True, grad_output, input, kernel, convolution)
+    return _weight_grad(grad_output, input, kernel, convolution)
+
+
+def conv_transpose3d_bias_grad(grad_output: Tensor) -> Tensor:
+    if not _alone(grad_output, None):
+        return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
+    if _recording(grad_output, grad_output):
+        return _BiasGrad.apply(True, grad_output)
+    return _bias_grad(grad_output)

@@ -1,0 +1,129 @@
+"""PyTorch's own operators in the place of our passes, for calls that are left to them.
+
+Results have the strides that ours would have. Knows tensors and settings, not why a call is left.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..planning.geometry import Triple
+from ..planning.problem import Strides, channels_last_strides, contiguous_strides
+from .backend import Backend
+from .checks import Convolution
+
+_warned: set[str] = set()
+
+
+def leave(reason: str, backend: Backend, stacklevel: int) -> None:
+    """Warns once that calls are left to PyTorch's operator, and why; raises where the user insists on our kernels."""
+    if backend != "auto":
+        raise NotImplementedError(f"tconv3d has no kernel: {reason}")
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"tconv3d leaves this to PyTorch's operator: {reason}", stacklevel=stacklevel + 1)
+
+
+def forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool = False
+) -> Tensor:
+    stride, padding, output_padding, groups, dilation = convolution
+    result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    return with_strides(result.relu_() if relu else result, result_strides(result.shape, input, weight))
+
+
+def forward_with_statistics(
+    input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
+) -> tuple[Tensor, Tensor]:
+    """The ReLU of the forward pass, and its statistics: [2, N, groups], means and reciprocal deviations."""
+    result = forward(input, weight, bias, convolution, relu=True)
+    values = result.to(statistics_dtype(result.dtype)).reshape(result.shape[0], groups, -1)
+    variance, mean = torch.var_mean(values, 2, correction=0)
+    return result, torch.stack([mean, (variance + eps).rsqrt()])
+
+
+def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
+    shape = (grad_output.shape[0], weight.shape[0], *input_size)
+    result = _backward(grad_output, _shaped(grad_output, shape), weight, convolution, 0)
+    return with_strides(result, result_strides(shape, grad_output, weight))
+
+
+def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
+    shape = (input.shape[1], grad_output.shape[1] // convolution[3], *kernel)
+    result = _backward(grad_output, input, _shaped(grad_output, shape), convolution, 1)
+    return with_strides(result, contiguous_strides(shape))
+
+
+def bias_grad(grad_output: Tensor) -> Tensor:
+    return grad_output.sum((0, 2, 3, 4))
+
+
+def backward(
+    grad_output: Tensor,
+    input: Tensor | None,
+    weight: Tensor | None,
+    wanted: Sequence[bool],
+    input_size: Triple,
+    kernel: Triple,
+    convolution: Convolution,
+) -> list[Tensor | None]:
+    """The wanted gradients of input, weight and bias. A tensor that no wanted gradient needs may be None."""
+    found: list[Tensor | None] = [None, None, None]
+    if wanted[0]:
+        assert weight is not None
+        found[0] = input_grad(grad_output, weight, input_size, convolution)
+    if wanted[1]:
+        assert input is not None
+        found[1] = weight_grad(grad_output, input, kernel, convolution)
+    if wanted[2]:
+        found[2] = bias_grad(grad_output)
+    return found
+
+
+def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, convolution: Convolution, which: int) -> Tensor:
+    stride, padding, output_padding, groups, dilation = convolution
+    mask = [which == 0, which == 1, False]
+    grads = torch.ops.aten.convolution_backward(
+        grad_output, input, weight, None, stride, padding, dilation, True, output_padding, groups, mask
+    )
+    return grads[which]
+
+
+def _shaped(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Stands for an operand whose values do not matter."""
+    return like.new_empty(1).expand(shape)
+
+
+def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """The tensor, copied if its strides are others."""
+    if tensor.stride() == strides:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def suggests_channels_last(tensor: Tensor) -> bool:
+    """Whether PyTorch reads a tensor's strides as channels_last_3d: channels fastest, then w, h, d, n."""
+    shape, strides = tensor.shape, tensor.stride()
+    if strides[1] == 0:
+        return False
+    least = 0
+    for dim in (1, 4, 3, 2, 0):
+        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(shape[dim], 1)
+    return True
+
+
+def result_strides(shape: tuple[int, ...], *operands: Tensor) -> Strides:
+    """The format PyTorch chooses: channels-last if an operand is."""
+    if any(suggests_channels_last(operand) for operand in operands):
+        return channels_last_strides(shape)
+    return contiguous_strides(shape)
