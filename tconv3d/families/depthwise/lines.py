@@ -1,4 +1,4 @@
-"""Plans for the forward pass of depthwise layers of channels-last tensors (families/depthwise/depthwise_lines.cuh): threads that
+"""Plans for the forward pass of depthwise layers of channels-last tensors (depthwise_lines.cuh): threads that
 own vectors of channels and walk along w.
 
 All types but float64, in exact float32 arithmetic. What is compiled in depends on the layer and its format alone.

@@ -1,4 +1,4 @@
-"""Plans for depthwise layers (families/depthwise/depthwise.cuh, depthwise_weight_grad.cuh): threads that walk along depth.
+"""Plans for depthwise layers (depthwise.cuh, depthwise_weight_grad.cuh): threads that walk along depth.
 
 All types but float64, in exact float32 arithmetic. What is compiled in depends on the layer and its format alone.
 """

@@ -1,4 +1,4 @@
-"""Plans for families/few_channels/few_inputs.cuh: few channels in, many out, with K = (tap, channel).
+"""Plans for few_inputs.cuh: few channels in, many out, with K = (tap, channel).
 
 The forward pass of layers with few input channels, and the input gradient of layers with few output channels. What is
 compiled in depends on the layer alone; the shape of a tile is an argument.

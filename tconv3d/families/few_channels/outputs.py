@@ -1,4 +1,4 @@
-"""Plans for families/few_channels/few_outputs.cuh: the forward pass with few output channels, products first, shifts afterwards.
+"""Plans for few_outputs.cuh: the forward pass with few output channels, products first, shifts afterwards.
 
 Chooses the tile of positions, how many rows of the product a warp has, and the ring of input chunks, by a count of
 what a multiprocessor has to do for a position.

@@ -1,4 +1,4 @@
-"""What the planners for few channels share: taps by phase, and tiles of positions (families/few_channels/few_channels.cuh)."""
+"""What the planners for few channels share: taps by phase, and tiles of positions (few_channels.cuh)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans for families/few_channels/few_weight_grad.cuh: the weight gradient of layers with few input or few output channels.
+"""Plans for few_weight_grad.cuh: the weight gradient of layers with few input or few output channels.
 
 K = positions, rows are the channels of the tensor with many, columns the taps and channels of the one with few. What
 is compiled in depends on the layer (and on which vectors its volumes are multiples of); the shape of a tile is an

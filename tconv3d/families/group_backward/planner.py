@@ -1,4 +1,4 @@
-"""Plans for the gradients of layers with small groups (families/group_backward/group_backward.cuh).
+"""Plans for the gradients of layers with small groups (group_backward.cuh).
 
 At most 8 channels in and out per group leave nothing to do but to read dy: both gradients, or the wanted one, come
 out of one reading. Chooses how many lines a block's tile has, how deep its rings are, and how columns of tiles are

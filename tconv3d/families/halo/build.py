@@ -42,7 +42,7 @@ COPYING_REGISTERS = 40  # what loaders have use for that copy past registers
 LEAST_REGISTERS = 32  # that they get along with, beside three consumers
 STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
 STRICT_PRODUCER_REGISTERS = 88
-VECTORS_OF_TURN = 4  # kTogether in families/halo/halo_vectors.cuh
+VECTORS_OF_TURN = 4  # kTogether in halo_vectors.cuh
 MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
 LINE_REGISTERS = 164  # of a consumer's sums and of operands out of lines, at the most
 REGISTER_SETS = 3  # of operands that consumers load: one is loaded, two multiply
@@ -60,7 +60,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Run(IntEnum):
-    """What lies in a run of a weight's memory (`kRun` in families/halo/pack.cuh, which has the same numbers)."""
+    """What lies in a run of a weight's memory (`kRun` in pack.cuh, which has the same numbers)."""
 
     TAPS = 0
     COLUMN_TAPS = 1
@@ -112,9 +112,9 @@ class Build:
     copied: bool = False  # whether what is read are rows of channels, copied past registers
     rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
     buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
-    lines: bool = False  # whether stages hold lines as they are in memory (families/halo/halo_lines.cuh)
-    joint: bool = False  # the same for rows of outputs that begin anywhere: long runs (families/halo/halo_joint.cuh)
-    in_registers: bool = False  # whether copied floats are rounded by consumers (families/halo/halo_registers.cuh)
+    lines: bool = False  # whether stages hold lines as they are in memory (halo_lines.cuh)
+    joint: bool = False  # the same for rows of outputs that begin anywhere: long runs (halo_joint.cuh)
+    in_registers: bool = False  # whether copied floats are rounded by consumers (halo_registers.cuh)
     portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
     fine: bool = False  # panels of one unit
     divided: bool = False  # two consumers have the same slabs, and take turns at the panels
@@ -312,7 +312,7 @@ class Build:
 
     @property
     def reserved_bytes(self) -> int:
-        """For barriers, and for sums on their way to memory (families/halo/halo_shared.cuh)."""
+        """For barriers, and for sums on their way to memory (halo_shared.cuh)."""
         image = self.image_rows * (self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes + 32)
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
         part = self.slabs * self.columns * SLAB * 4 if self.divided else 0
@@ -326,7 +326,7 @@ class Build:
 
     @property
     def joint_bytes(self) -> int:
-        """Of images of runs of outputs, in all buffers (families/halo/halo_joint.cuh)."""
+        """Of images of runs of outputs, in all buffers (halo_joint.cuh)."""
         return self.joint_buffers * self.out_tile * self.joint_pitch if self.joint else 0
 
     @property
@@ -454,7 +454,7 @@ class Build:
 
     @property
     def in_place(self) -> bool:
-        """Whether two 16-bit phases along w are stored as they are (kInPlace in families/halo/halo_stores.cuh)."""
+        """Whether two 16-bit phases along w are stored as they are (kInPlace in halo_stores.cuh)."""
         pairs = 2 in self.stored_vectors and self.geometry.stride[2] == 2
         return pairs and self.copied and self.item_bytes == 2 and not (self.march or self.gather)
 
@@ -486,7 +486,7 @@ class Build:
 
     @property
     def line_turns(self) -> int:
-        """In which a chunk of lines is multiplied, at the least (families/halo/halo_lines.cuh)."""
+        """In which a chunk of lines is multiplied, at the least (halo_lines.cuh)."""
         steps = self.steps - (self.chunks - 1) * (self.part_bytes // STEP_BYTES)
         return self.lines_read(1) * ceil_div(steps, self.line_sets[1])
 
@@ -675,7 +675,7 @@ class Build:
 
     def lane_channels(self, job: Job) -> int:
         """Neighbouring output channels that a lane has in its sums, and stores at once where channels are neighbours
-        in memory: 16 bytes, or fewer. Moments are of bands of whole blocks (families/halo/halo_layout.cuh)."""
+        in memory: 16 bytes, or fewer. Moments are of bands of whole blocks (halo_layout.cuh)."""
         if not job.written_last:
             return 1 if self.joint and self.item_bytes == 4 else 2
         rows = (self.geometry.out_per_group, job.written[0], *job.written[2:])
@@ -986,7 +986,7 @@ def _rows(job: Job) -> tuple[int, ...]:
 
 def has_lines(job: Job) -> bool:
     """Whether lines can be copied as they are in memory, and those of outputs be stored by whole vectors, of two
-    positions each (in 16 bits of four: families/halo/halo_lines.cuh), or as long runs."""
+    positions each (in 16 bits of four: halo_lines.cuh), or as long runs."""
     *outer, line, one = job.read
     copied = one == 1 and line == job.read_size[2] and not any(v * job.item_bytes % 16 for v in (*outer, line))
     stride = 1 if job.gather else job.geometry.stride[2]
@@ -1026,7 +1026,7 @@ def _vector_parts(job: Job, parts: int) -> bool:
 
 @dataclass(frozen=True)
 class Shares:
-    """How the planes of a march are divided among blocks (families/halo/halo_tile.cuh)."""
+    """How the planes of a march are divided among blocks (halo_tile.cuh)."""
 
     planes: int  # of all tiles in sequence
     even: int  # of tiles that are not divided
@@ -1039,7 +1039,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class Spread:
-    """How blocks divide chunks (families/halo/halo_tile.cuh). Costs are parts of WHOLE, that of a chunk whose tile has
+    """How blocks divide chunks (halo_tile.cuh). Costs are parts of WHOLE, that of a chunk whose tile has
     nothing to leave out."""
 
     WHOLE: ClassVar[int] = 240
@@ -1334,7 +1334,7 @@ def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple)
 
 
 def channel_pitch(items: int, item_bytes: int) -> int:
-    """Items from channel to channel of a stage of lines (families/halo/halo_lines.cuh)."""
+    """Items from channel to channel of a stage of lines (halo_lines.cuh)."""
     in_word = 4 // item_bytes
     beside = 8 // in_word
     return in_word * ((items // in_word + 31 - beside) // 32 * 32 + beside)

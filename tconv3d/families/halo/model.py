@@ -190,7 +190,7 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
 
 @dataclass(frozen=True)
 class _March:
-    """How a march goes through depth (`Work` in families/halo/halo_tile.cuh)."""
+    """How a march goes through depth (`Work` in halo_tile.cuh)."""
 
     depth: int  # planes of positions of a tile
     inputs: int  # steps that have input

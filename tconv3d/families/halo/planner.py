@@ -1,4 +1,4 @@
-"""Plans for the halo kernel: forward pass and input gradient on Hopper's tensor cores (families/halo/halo.cuh explains the
+"""Plans for the halo kernel: forward pass and input gradient on Hopper's tensor cores (halo.cuh explains the
 words).
 
 A pass becomes a `Job`, what the kernel reads and writes. Then three decisions, each a pure function:
@@ -242,7 +242,7 @@ def _buffered(build: Build) -> Iterator[Build]:
 
 
 def takes_lines(geometry: Geometry, gather: bool, dtype: str, strict: bool) -> bool:
-    """Whether there are builds that take lines of input as they are in memory (families/halo/halo_lines.cuh)."""
+    """Whether there are builds that take lines of input as they are in memory (halo_lines.cuh)."""
     depth, _, width = geometry.axes
     if (dtype != "float32" and gather) or strict or width.stride != 2 or geometry.in_per_group % 8:
         return False

@@ -1,6 +1,6 @@
 """The matrix instructions of the halo kernel: which shifts feed which phases, and in which order columns stand.
 
-Follows from the geometry alone (families/halo/halo_layout.cuh explains the words).
+Follows from the geometry alone (halo_layout.cuh explains the words).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the kernel on mma.sync can be built as, and how long a build is predicted to take (families/mma/mma.cuh).
+"""What the kernel on mma.sync can be built as, and how long a build is predicted to take (mma.cuh).
 
 A pure function of a layer's geometry, its volume and the device. Knows no launch.
 """
@@ -275,7 +275,7 @@ class Candidate:
     work: Work
     build: Build
     box: Box
-    copy: int  # how the halo comes: kCopy of families/mma/mma_copies.cuh
+    copy: int  # how the halo comes: kCopy of mma_copies.cuh
     item_bytes: int
 
     @property

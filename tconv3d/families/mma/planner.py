@@ -1,4 +1,4 @@
-"""Plans for forward pass and input gradient on tensor cores by mma.sync (families/mma/mma.cuh, mma_pack.cuh).
+"""Plans for forward pass and input gradient on tensor cores by mma.sync (mma.cuh, mma_pack.cuh).
 
 For every GPU since compute capability 8.0 but Hopper, which has kernels on its own instructions. Chooses how the
 halo comes into shared memory, takes the build that the model predicts to be fastest, and writes its launches.
@@ -21,7 +21,7 @@ MIN_CHANNELS = 4  # of a group, on both sides: fewer leave most of a tile of 8 i
 MAX_TAPS = 1024  # that the tables of a kernel hold
 PACK_THREADS = 256
 PACK_ELEMENTS = 8192  # that a block which packs has in shared memory
-PIECES, WORDS, HALVES = range(3)  # kCopy of families/mma/mma_copies.cuh
+PIECES, WORDS, HALVES = range(3)  # kCopy of mma_copies.cuh
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

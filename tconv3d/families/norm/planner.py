@@ -1,6 +1,6 @@
 """Plans for GroupNorm behind a convolution: its statistics, normalizing, and its gradient with the ReLU's.
 
-The kernels are passes over dense activations (families/norm/sweep.cuh) and small reductions between them. The statistics
+The kernels are passes over dense activations (sweep.cuh) and small reductions between them. The statistics
 come from moments, which the convolution's kernel leaves, or a pass over its result.
 """
 
@@ -18,14 +18,14 @@ from ..direct.planner import SCALARS, _reduce, accumulator
 
 THREADS = 256
 VECTORS_PER_THREAD = 8  # of a strip; fewer where that leaves multiprocessors without work
-FLIGHT = 4  # vectors that a thread has on their way (families/norm/sweep.cuh)
+FLIGHT = 4  # vectors that a thread has on their way (sweep.cuh)
 STATISTICS_THREADS = (128, 512)  # for norm groups with few moments: adding up takes fewer steps; with many
 MANY_MOMENTS = 1024
-# Both passes of the gradient in one launch (families/norm/norm_both.cuh).
+# Both passes of the gradient in one launch (norm_both.cuh).
 BOTH_BLOCKS = 3  # on a multiprocessor
 KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside what flows through it (measured)
 LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
-# Everything read once (families/norm/norm_once.cuh).
+# Everything read once (norm_once.cuh).
 CONSUMERS = 16  # warps
 CHUNK_BYTES = 48 << 10  # smaller ones lose: a finder takes 2 us for each (measured)
 TABLE_BYTES = 4096  # of shared memory: barriers and the like

@@ -1,5 +1,5 @@
-"""Plans for the gradients of wide layers on small volumes, as two plain matrix products (families/unfold/unfold.cuh,
-families/unfold/unfolded_products.cuh).
+"""Plans for the gradients of wide layers on small volumes, as two plain matrix products (unfold.cuh,
+unfolded_products.cuh).
 
 The output gradient is unfolded: every pair of position and tap has its element. That takes memory, and passes through
 the L2 cache; where positions are few and channels many, products whose operands lie as they are needed gain more.

@@ -1,4 +1,4 @@
-"""Plans for all gradients of an up-convolution out of one reading of dy (families/up/up_backward.cuh).
+"""Plans for all gradients of an up-convolution out of one reading of dy (up_backward.cuh).
 
 Takes layers whose kernel equals their stride, without padding, on Hopper: a U-Net's decoder. Chooses which input
 channels and rows a block owns, the depth of the rings, and into how many parts the positions are split. What is

@@ -1,5 +1,5 @@
 """Plans for all gradients of an up-convolution of channels-last tensors out of one reading of dy
-(families/up/up_backward_last.cuh).
+(up_backward_last.cuh).
 
 The counterpart of `up_backward_planner`, whose model it shares. Chooses which input channels and elements of dy's
 rows a block owns, the depth of the rings, and into how many parts the positions are split. What is compiled in

@@ -1,4 +1,4 @@
-"""Plans for the forward pass of up-convolutions (families/up/up.cuh): kernel equal to stride, a U-Net's decoder.
+"""Plans for the forward pass of up-convolutions (up.cuh): kernel equal to stride, a U-Net's decoder.
 
 Chooses how many columns (output channel and tap) a block owns, the depth of its ring, and how many blocks share the
 positions. What is compiled in depends on the layer and on the kind of its volume, of which there are few.

@@ -1,4 +1,4 @@
-"""Plans for single gradients of up-convolutions with many channels (families/up/up_grad.cuh).
+"""Plans for single gradients of up-convolutions with many channels (up_grad.cuh).
 
 Takes TF32 layers whose kernel equals their stride, with two taps along w, where products take longer than moving the
 output gradient: two readings of it by products that keep tensor cores busy are then faster than one (up_backward).

@@ -1,4 +1,4 @@
-"""Plans for the weight gradient on Hopper's warpgroup matrix instructions (families/weight_grad/hopper_weight_grad.cuh).
+"""Plans for the weight gradient on Hopper's warpgroup matrix instructions (hopper_weight_grad.cuh).
 
 Chooses which channels and taps a block owns, how its warps share them, the box of positions of a step, and into how
 many parts the steps are split. What is compiled in depends on the layer and on which of four kinds the volume is of.

@@ -1,4 +1,4 @@
-"""Plans for the weight gradient on tensor cores (families/weight_grad/tensor_weight_grad.cuh).
+"""Plans for the weight gradient on tensor cores (tensor_weight_grad.cuh).
 
 Chooses which channels and taps a block owns, how its warps share them, the box of positions it copies at a time, and
 into how many parts the positions are split. What is compiled in depends on the layer alone, never on the volume.
