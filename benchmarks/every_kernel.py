@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
 from tconv3d.planning.launch import Launch
-from tconv3d.runtime import launcher
+from tconv3d.runtime import launcher, sources
 from tconv3d.torch_ops import executor
 
 # name: input shape, weight shape, settings of conv_transpose3d
@@ -127,8 +127,8 @@ def main() -> None:
     for name in options.names:
         run_layer(name)
         print(name, flush=True)
-    sources = Path(tconv3d.__file__).parent.glob("kernels/*.cuh")
-    kernels = {path.stem for path in sources if "__device__ void run(" in path.read_text()}
+    headers = sources.all_headers().values()
+    kernels = {path.stem for path in headers if "__device__ void run(" in path.read_text()}
     print("kernels:", ", ".join(sorted(launched)))
     print("not launched:", ", ".join(sorted(kernels - launched)) or "none")
 

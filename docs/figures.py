@@ -1,4 +1,4 @@
-"""Draws the documents' figures: those of the arithmetic from `tconv3d.geometry`, the charts from benchmark results.
+"""Draws the documents' figures: the arithmetic from `tconv3d.planning.geometry`, the charts from benchmark results.
 
     python docs/figures.py
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(background.fcntl is None, reason="needs locks be
 # In place of NVRTC; who compiled what is written down. Few volumes, so that there is little to plan.
 STUB = """
 import os, time
-from tconv3d import background, compiler
+from tconv3d.runtime import background, compiler
 compiler.identity = lambda: "stub"
 background.EDGES, background.BATCHES, background.TYPICAL = (4,), (1,), ((1, 4), (1, 12))
 def build(kernel, constants, unit, arch):
@@ -229,7 +229,7 @@ def test_a_process_that_was_killed_is_taken_up(own_cache: Path, monkeypatch: pyt
 
 PARENT = """
 import sys, time
-from tconv3d import background, plain
+from tconv3d.runtime import background, plain
 background._WORK = sys.argv[1]
 background.DELAY_S = 0.0
 background._feeder.put(plain.loads(open(sys.argv[2]).read(), background.Work))

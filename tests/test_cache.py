@@ -481,9 +481,9 @@ def test_threads_build_different_entries_at_once() -> None:
 IMPORT = f"""
 import os, signal, sys, time, types
 package = types.ModuleType("tconv3d")
-package.__path__ = [{str(Path(cache.__file__).parent)!r}]
+package.__path__ = [{str(Path(cache.__file__).parents[1])!r}]
 sys.modules["tconv3d"] = package
-from tconv3d import cache
+from tconv3d.runtime import cache
 """
 
 GET = """

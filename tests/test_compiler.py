@@ -313,10 +313,10 @@ def test_the_package_imports_without_cuda() -> None:
     script = """
 import sys
 sys.modules |= dict.fromkeys(["cuda", "cuda.core", "cuda.bindings"])
-import tconv3d.compiler, tconv3d.launcher
-tconv3d.launcher.preload()
+from tconv3d.runtime import compiler, launcher
+launcher.preload()
 """
-    environment = os.environ | {"PYTHONPATH": str(Path(compiler.__file__).parents[1])}
+    environment = os.environ | {"PYTHONPATH": str(Path(compiler.__file__).parents[2])}
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 

@@ -15,7 +15,7 @@ from test_weight_grad import tensors, weight_grad
 
 from tconv3d.families.depthwise import planner as depthwise_planner
 from tconv3d.planning import planner
-from tconv3d.planning.problem import Pass, bias_grad_problem
+from tconv3d.planning.problem import Pass, bias_grad_problem, channels_last_strides
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
@@ -70,10 +70,7 @@ LAST = {  # with the channels of a thread that walks along w, in float32
 def test_channels_last(name: str, ours: str) -> None:
     layer, vector = LAST[name]
     forward = problem(layer, Pass.FORWARD, tf32=False)
-    x, y = (
-        executor.channels_last_strides((layer.batch, layer.groups, *size))
-        for size in (layer.size, forward.output_size)
-    )
+    x, y = (channels_last_strides((layer.batch, layer.groups, *size)) for size in (layer.size, forward.output_size))
     constants = dict(planner.plan(replace(forward, input=x, output=y), H200).launches[0].constants)
     assert constants.get("kVector", 1) == vector
     for dtype in (torch.float32, torch.bfloat16):
@@ -83,7 +80,7 @@ def test_channels_last(name: str, ours: str) -> None:
 
 def test_channels_last_has_as_many_parts_as_the_gpu_has_blocks() -> None:
     large = replace(MANY_CHANNELS, batch=64, size=(32, 64, 64))
-    last = executor.channels_last_strides((64, 35, *large.size))
+    last = channels_last_strides((64, 35, *large.size))
     main, reduce = depthwise_planner.plan(replace(problem(large, Pass.WEIGHT_GRAD), input=last), H200).launches
     assert main.kernel == "depthwise_weight_grad" and reduce.kernel == "reduce"
     assert main.grid[0] % 2 == 0 and main.grid[0] <= 132 * dict(main.constants)["kMinBlocks"]

@@ -224,12 +224,16 @@ def test_variables_of_the_environment_exist(document: Path) -> None:
 
 
 def test_every_room_is_in_the_architecture() -> None:
-    described = (ROOT / "docs" / "architecture.md").read_text()
-    files = {file.name for file in (ROOT / "tconv3d").glob("*.py")}
-    rooms = {name for name in files if not name.startswith("__") and not name.endswith("_planner.py")}
-    folders = {file.name + "/" for file in (ROOT / "tconv3d").iterdir() if file.is_dir()} - {"__pycache__/"}
-    assert {name for name in rooms | folders if f"`{name}`" not in described} == set()
-    assert {name for name in re.findall(r"`([a-z0-9]\w*\.py)`", described) if name not in files} == set()
+    """Every folder of the package, and every module of a room whose modules the page lists one by one."""
+    package = ROOT / "tconv3d"
+    described = set(re.findall(r"`([\w/]+(?:/|\.py))`", (ROOT / "docs" / "architecture.md").read_text()))
+    folders = {path.parent for path in package.rglob("*.py")} | {package / "device"}
+    inside = {path for path in package.glob("*/*.py") if path.name != "__init__.py"}
+    names = {f"{path.relative_to(package)}{'/' if path in folders else ''}" for path in folders - {package} | inside}
+    assert names - described == set(), "missing"
+    there = {str(path.relative_to(package)) for path in package.rglob("*.py")} | names
+    elsewhere = {name for name in described if (ROOT / name).exists()}
+    assert described - there - elsewhere == set(), "gone"
 
 
 def test_ci_runs_what_the_readme_says() -> None:

@@ -644,7 +644,7 @@ import os, struct, sys, json, tempfile
 from pathlib import Path
 import torch
 from tconv3d import emulator
-from tconv3d.launch import Launch
+from tconv3d.planning.launch import Launch
 results = {}
 for name, source in json.load(sys.stdin).items():
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
@@ -719,7 +719,7 @@ ALONE = """
 import sys
 from pathlib import Path
 from tconv3d import emulator
-from tconv3d.launch import Launch
+from tconv3d.planning.launch import Launch
 constants = (("kThreads", 32), ("kMinBlocks", 1))
 launch = Launch("probe", constants, (1, 1, 1), 32, 0, ("a", "b", "c"), bytes(8))
 emulator.prepare(launch, kernels=Path(sys.argv[1]))((0, 0, 0))

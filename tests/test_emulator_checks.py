@@ -9,7 +9,7 @@ import torch
 from test_emulator import Kernel, make
 
 from tconv3d import emulator
-from tconv3d.runtime import compiler
+from tconv3d.runtime import compiler, sources
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 
@@ -62,7 +62,7 @@ def test_an_access_that_a_gpu_refuses(make: Callable[..., Kernel], name: str) ->
     kernel = make(
         SHARED + "\n" + body,
         shared_bytes=1000,
-        before=f'}}\n#include "{compiler.KERNELS}/common.cuh"\nnamespace tconv3d {{',
+        before=f'}}\n#include "{sources.find("common.cuh")}"\nnamespace tconv3d {{',
     )
     memory = torch.zeros(64, dtype=torch.int32)
     for _ in range(2):  # the second time shows that the first left nothing behind

@@ -18,7 +18,7 @@ from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.few_channels import inputs as few_inputs_planner
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
-from tconv3d.planning.problem import Device, Pass, Problem
+from tconv3d.planning.problem import Device, Pass, Problem, contiguous_strides
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
@@ -108,7 +108,7 @@ def problem(
         (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel),
         (layer.batch, layer.out_channels, *geometry.output_size(size)),
     )
-    x, w, y = (executor.contiguous_strides(shape) for shape in shapes)
+    x, w, y = (contiguous_strides(shape) for shape in shapes)
     return Problem(which, geometry, layer.batch, size, dtype, x, w, y, tf32=tf32)
 
 

@@ -16,7 +16,15 @@ from tconv3d import emulator
 from tconv3d.families.group_backward import planner as group
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
-from tconv3d.planning.problem import Device, Pass, Problem, Strides, bias_grad_problem
+from tconv3d.planning.problem import (
+    Device,
+    Pass,
+    Problem,
+    Strides,
+    bias_grad_problem,
+    channels_last_strides,
+    contiguous_strides,
+)
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
@@ -108,13 +116,13 @@ def kernels(layer: Layer, x: Tensor, w: Tensor, dy: Tensor) -> set[str]:
 
 
 def problems(
-    layer: Layer, dtype: str = "float32", layout: Callable[[tuple[int, ...]], Strides] = executor.contiguous_strides
+    layer: Layer, dtype: str = "float32", layout: Callable[[tuple[int, ...]], Strides] = contiguous_strides
 ) -> dict[Pass, Problem]:
     settings = (layer.padding, layer.output_padding, layer.groups, layer.dilation)
     g = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, layer.stride, *settings)
     shapes = ((layer.batch, g.in_channels, *layer.size), (g.in_channels, g.out_per_group, *layer.kernel))
     x, y = layout(shapes[0]), layout((layer.batch, g.out_channels, *g.output_size(layer.size)))
-    w = executor.contiguous_strides(shapes[1])
+    w = contiguous_strides(shapes[1])
     both = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
     found = {which: Problem(which, g, layer.batch, layer.size, dtype, x, w, y, tf32=True) for which in both}
     bias = bias_grad_problem(layer.batch, g.out_channels, g.output_size(layer.size), dtype, y)
@@ -127,14 +135,14 @@ TASK = Layer(32, 32, (32, 64, 128), T3, T2, T1, groups=4, batch=4)
 def test_what_it_refuses_and_why() -> None:
     taken = problems(TASK)[Pass.INPUT_GRAD]
     assert group.why_not(taken, H200) is None
-    last = executor.channels_last_strides((4, 32, 63, 127, 255))
+    last = channels_last_strides((4, 32, 63, 127, 255))
     for refused, device, reason in (
         (replace(taken, which=Pass.FORWARD), H200, "gradients"),
         (replace(taken, tf32=False), H200, "TF32"),
         (replace(taken, dtype="float64"), H200, "float64"),
         (replace(taken, output=last), H200, "dense"),
         (
-            problems(Layer(10, 10, (3, 4, 16), T3, groups=2), layout=executor.channels_last_strides)[Pass.INPUT_GRAD],
+            problems(Layer(10, 10, (3, 4, 16), T3, groups=2), layout=channels_last_strides)[Pass.INPUT_GRAD],
             H200,
             "pieces",
         ),
@@ -150,7 +158,7 @@ def test_what_it_refuses_and_why() -> None:
         assert reason in (group.why_not(refused, device) or "")
 
 
-@pytest.mark.parametrize("layout", [executor.contiguous_strides, executor.channels_last_strides])
+@pytest.mark.parametrize("layout", [contiguous_strides, channels_last_strides])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_plan_without_spills(dtype: str, layout: Callable[[tuple[int, ...]], Strides]) -> None:
     wanted = problems(TASK, dtype, layout)
@@ -158,7 +166,7 @@ def test_one_plan_without_spills(dtype: str, layout: Callable[[tuple[int, ...]],
     assert plan.kernel == "group_backward" and set(plan.passes) == set(wanted)
     assert all(launch.shared_bytes <= H200.shared_bytes for launch in plan.launches)
     made = compiler.compile("group_backward", plan.launches[0].constants, "sm_90a")
-    assert made.report.spill_stores <= (0 if layout is executor.contiguous_strides else 16)
+    assert made.report.spill_stores <= (0 if layout is contiguous_strides else 16)
 
 
 def test_outputs_without_a_position_leave_the_bias_to_others() -> None:

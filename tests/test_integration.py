@@ -408,7 +408,7 @@ def test_threads_at_once(ours: str) -> None:
 
 COLD = """
 import threading
-from tconv3d import compiler
+from tconv3d.runtime import compiler
 failures, ready = [], threading.Barrier(4)
 constants = (("kThreads", 256), ("kMinBlocks", 1), ("Scalar", "float"), ("Acc", "float"))
 def work(lanes):

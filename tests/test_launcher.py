@@ -18,7 +18,7 @@ import torch
 from tconv3d.planning.launch import Constants, Launch
 from tconv3d.runtime import compiler, launcher, sources
 
-PACKAGE = Path(launcher.__file__).parent
+PACKAGE = Path(launcher.__file__).parents[1]
 CONSTANTS: Constants = (("kThreads", 128), ("kMinBlocks", 1))
 
 ADD = """
@@ -44,8 +44,8 @@ package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["tconv3d"] = package
 from dataclasses import replace
 from pathlib import Path
-from tconv3d import compiler, launcher, sources
-from tconv3d.launch import Launch
+from tconv3d.runtime import compiler, launcher, sources
+from tconv3d.planning.launch import Launch
 
 sources.KERNELS = (Path(os.environ["KERNELS"]),)
 LAUNCH = Launch("add", {CONSTANTS!r}, (7, 5, 3), 128, 0, ("x", "y"), b"\\x11\\x22\\x33\\x44")

@@ -20,7 +20,7 @@ from tconv3d.api.explain import call_of, launches, problems_of
 from tconv3d.planning import planner
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Device
-from tconv3d.torch_ops import executor, pytorch_ops
+from tconv3d.torch_ops import executor, fused_ops, ops, pytorch_ops
 from tconv3d.torch_ops.backend import Backend
 
 DEVICES = {"emulator": executor.EMULATED, "H200": GPUS["H200"].device}
@@ -176,8 +176,8 @@ def test_refused_calls_are_pytorchs(name: str, device: str, monkeypatch: pytest.
     """Under "auto" a warning, once, and the right result; where the user insists on our kernels, an error."""
     monkeypatch.setattr(pytorch_ops, "_warned", set())
     # On a machine without a GPU "auto" would not ask the planner.
-    monkeypatch.setattr(tconv3d.ops, "why_not_ours", lambda tensor, backend=None: None)
-    monkeypatch.setattr(tconv3d.fused_ops, "why_not_ours", lambda tensor, backend=None: None)
+    monkeypatch.setattr(ops, "why_not_ours", lambda tensor, backend=None: None)
+    monkeypatch.setattr(fused_ops, "why_not_ours", lambda tensor, backend=None: None)
     operands = REFUSED.operands(torch.float64, device)
     ours, theirs = FUNCTIONS[name]
     with warnings.catch_warnings(record=True) as caught:
@@ -191,7 +191,7 @@ def test_refused_calls_are_pytorchs(name: str, device: str, monkeypatch: pytest.
 
 
 def test_second_derivatives_of_refused_calls(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tconv3d.ops, "why_not_ours", lambda tensor, backend=None: None)
+    monkeypatch.setattr(ops, "why_not_ours", lambda tensor, backend=None: None)
     layer = Layer(1, 1, (1, 2, 1), (1, 2, 1), (70000, 1, 1), batch=1)
     leaves = [operand.requires_grad_() for operand in layer.operands(torch.float64, device)]
     with warnings.catch_warnings():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import T1, T3, Layer, check, passes, poisoned, to_tf32
+from mutants import kernel_from, mutate
 from torch import Tensor
 
 import tconv3d
@@ -26,7 +26,6 @@ from tconv3d.families.mma import planner as mma_planner
 from tconv3d.planning import gpus, planner
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
-from tconv3d.runtime import compiler
 from tconv3d.tools.bench.layers import LAYERS as BENCH
 from tconv3d.torch_ops import executor
 
@@ -235,18 +234,9 @@ MUTANTS = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, text, replacement = MUTANTS[name]
-    directory = tmp_path / "kernels"
-    shutil.copytree(compiler.KERNELS, directory)
-    source = (directory / f"{file}.cuh").read_text()
-    assert source.count(text) == 1, f"{file}.cuh has {text!r} {source.count(text)} times: the mutant needs new text"
-    (directory / f"{file}.cuh").write_text(source.replace(text, replacement))
-    load = emulator._load
-
-    def load_mutant(kernel: str, unit: str, usual: Path) -> Any:
-        return load(kernel, unit, directory if kernel == "mma" else usual)
-
-    monkeypatch.setattr(emulator, "_load", load_mutant)
+    mutate(file, text, replacement, tmp_path / "kernels")
     monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:1")
     layer = Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1)
-    with on_ampere(), pytest.raises(AssertionError, match="elements wrong"):
+    found = pytest.raises(AssertionError, match="elements wrong")
+    with on_ampere(), kernel_from(tmp_path / "kernels", "mma"), found:
         check(layer, torch.float16, "cpu", operands_of(layer, torch.float16, CONTIGUOUS), forward_only=True)

@@ -7,10 +7,8 @@ copy, and it runs in the emulator, on machines with a GPU too: what it does out 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from layers import TABLE, TRAPS, Layer, check
+from mutants import copy_headers, kernel_from, mutate
 from test_emulator import sanitized
 from torch import Tensor
 
@@ -27,7 +26,6 @@ import tconv3d
 from tconv3d import emulator
 from tconv3d.families.direct import planner as direct_planner
 from tconv3d.planning import planner
-from tconv3d.runtime import sources
 from tconv3d.torch_ops import executor
 
 pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
@@ -125,39 +123,16 @@ MUTANTS = {
 }
 
 
-def copy_headers(directory: Path) -> None:
-    """Writes the headers of all kernels into one directory."""
-    directory.mkdir()
-    for path in sources.all_headers().values():
-        shutil.copy(path, directory)
-
-
-def mutate(mutant: Mutant, directory: Path) -> None:
-    """Writes the kernels' sources with the mutation."""
-    copy_headers(directory)
-    file = directory / f"{mutant.kernel}.cuh"
-    source = file.read_text()
-    count = source.count(mutant.text)
-    assert count == 1, f"{mutant.kernel}.cuh has {mutant.text!r} {count} times: the mutant needs new text"
-    file.write_text(source.replace(mutant.text, mutant.replacement))
-
-
 @contextlib.contextmanager
 def kernels_from(directory: Path, kernel: str) -> Iterator[None]:
     """The emulator takes one kernel from another directory, and the direct kernels take every layer."""
-    load = emulator._load
-
-    def load_mutant(name: str, unit: str, usual: Path | None) -> ctypes.CDLL:
-        return load(name, unit, directory if name == kernel else usual)
-
     families = planner.FAMILIES
     forget_plans()
-    emulator._load = load_mutant  # type: ignore[assignment]
     planner.FAMILIES = (("direct", direct_planner),)
     try:
-        yield
+        with kernel_from(directory, kernel):
+            yield
     finally:
-        emulator._load = load
         planner.FAMILIES = families
         forget_plans()
 
@@ -208,7 +183,7 @@ def run_checks(layer: Layer) -> None:
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_caught(name: str, tmp_path: Path) -> None:
     mutant = MUTANTS[name]
-    mutate(mutant, tmp_path / "kernels")
+    mutate(mutant.kernel, mutant.text, mutant.replacement, tmp_path / "kernels")
     with kernels_from(tmp_path / "kernels", mutant.kernel), pytest.raises(AssertionError, match=mutant.finding):
         run_checks(mutant.layer)
 
@@ -234,7 +209,7 @@ UNSEEN = Mutant(  # a value that is loaded out of bounds, and then not used
 
 def test_address_sanitizer_sees_a_load_whose_value_is_not_used(tmp_path: Path) -> None:
     environment = sanitized("address")
-    mutate(UNSEEN, tmp_path / "kernels")
+    mutate(UNSEEN.kernel, UNSEEN.text, UNSEEN.replacement, tmp_path / "kernels")
     with kernels_from(tmp_path / "kernels", UNSEEN.kernel):
         run_checks(UNSEEN.layer)  # without it nothing is found
     command = [sys.executable, __file__, str(tmp_path / "kernels")]

@@ -64,7 +64,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert expected - inside == set()
     assert {name for name in inside if not name.startswith("tconv3d")} == set(), "only the package is installed"
     assert "License-Expression: Apache-2.0" in metadata
-    assert "tconv3d = tconv3d.cli:main" in scripts
+    assert "tconv3d = tconv3d.tools.cli:main" in scripts
     for extra in ("cu12", "cu13"):
         assert f"Provides-Extra: {extra}" in metadata
 

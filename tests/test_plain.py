@@ -21,7 +21,7 @@ from tconv3d.runtime import background, cache, plain, sources
 from tconv3d.tools.bench.layers import LAYERS
 
 H200 = GPUS["H200"].device
-PACKAGE = Path(plain.__file__).parent
+PACKAGE = Path(plain.__file__).parents[1]
 CONSTANTS: Constants = (
     ("kThreads", 128),
     ("kWide", False),

@@ -123,8 +123,8 @@ PACKAGE = {
     "families/halo/planner.py": "def plan():\n    from ...planning import costs as c\nfrom . import build\n",
     "families/halo/build.py": "import tconv3d.shared, os\n",
     "families/up/planner.py": "from ..halo import planner\n",
-    "shared.py": "from . import cache\n",
-    "cache.py": "",
+    "shared.py": "from .runtime import cache\n",
+    "runtime/cache.py": "",
     "__init__.py": "from . import families\n",
 }
 
@@ -140,7 +140,7 @@ def test_imports_are_followed_through_packages(tmp_path: Path, monkeypatch: pyte
     assert found == [f"tconv3d.{name}" for name in (*needed, "planning.geometry", "shared")]
     before = sources.digest(sources.modules("tconv3d.families.halo.planner"))
     edit(tmp_path / "families/up/planner.py")
-    edit(tmp_path / "cache.py")
+    edit(tmp_path / "runtime/cache.py")
     assert sources.digest(sources.modules("tconv3d.families.halo.planner")) == before
     edit(tmp_path / "planning/geometry.py")
     assert sources.digest(sources.modules("tconv3d.families.halo.planner")) != before

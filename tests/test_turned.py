@@ -13,7 +13,7 @@ from test_up_backward import check, problems, tensors
 
 from tconv3d.families.weight_grad import via_contiguous as turned_planner
 from tconv3d.planning import planner
-from tconv3d.planning.problem import Device, Pass, Problem, Strides
+from tconv3d.planning.problem import Device, Pass, Problem, Strides, channels_last_strides
 from tconv3d.torch_ops import executor
 
 H200 = Device("H200", (9, 0), 132, 232448)
@@ -42,7 +42,7 @@ def last(layer: Layer, dtype: str = "float32") -> tuple[Problem, ...]:
     """The gradients of channels-last tensors."""
 
     def strides(problem: Problem, channels: int, size: tuple[int, ...]) -> Strides:
-        return executor.channels_last_strides((problem.batch, channels, *size))
+        return channels_last_strides((problem.batch, channels, *size))
 
     found = problems(layer, dtype)
     for which, p in found.items():

@@ -16,7 +16,7 @@ from test_up_backward import check, check_orders, check_special_value, problems
 from tconv3d import emulator
 from tconv3d.families.unfold import planner as unfold
 from tconv3d.planning import planner
-from tconv3d.planning.problem import Device, Pass, Problem
+from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides
 from tconv3d.planning.repertoire import TYPICAL
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
@@ -185,7 +185,7 @@ def test_what_it_refuses_and_why() -> None:
     def changed(**changes: object) -> dict[Pass, Problem]:
         return {which: replace(problem, **changes) for which, problem in taken.items()}  # type: ignore[arg-type]
 
-    last = executor.channels_last_strides((8, 192, 4, 12, 12))
+    last = channels_last_strides((8, 192, 4, 12, 12))
     for refused, device, reason in (
         ({Pass.INPUT_GRAD: taken[Pass.INPUT_GRAD]}, H200, "both"),
         (changed(tf32=False), H200, "TF32"),

@@ -18,7 +18,7 @@ from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.up import forward as up
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
-from tconv3d.planning.problem import Device, Norm, Pass, Problem
+from tconv3d.planning.problem import Device, Norm, Pass, Problem, channels_last_strides, contiguous_strides
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
@@ -217,9 +217,9 @@ def problem(layer: Layer, dtype: str = "float32", last: bool = False) -> Problem
         weight,
         (layer.batch, g.out_channels, *g.output_size(layer.size)),
     )
-    x, w, y = map(executor.contiguous_strides, shapes)
+    x, w, y = map(contiguous_strides, shapes)
     if last:
-        x, y = map(executor.channels_last_strides, (shapes[0], shapes[2]))
+        x, y = map(channels_last_strides, (shapes[0], shapes[2]))
     return Problem(Pass.FORWARD, g, layer.batch, layer.size, dtype, x, w, y, tf32=True)
 
 
@@ -233,10 +233,10 @@ def test_what_it_refuses_and_why() -> None:
         (replace(taken, which=Pass.INPUT_GRAD), H200, "forward"),
         (replace(taken, tf32=False), H200, "TF32"),
         (replace(taken, dtype="float64"), H200, "float64"),
-        (replace(taken, input=executor.channels_last_strides((2, 64, 64, 64, 64))), H200, "pieces"),
+        (replace(taken, input=channels_last_strides((2, 64, 64, 64, 64))), H200, "pieces"),
         (problem(replace(UP, in_channels=10), last=True), H200, "pieces"),
         (problem(replace(UP, out_channels=20), "bfloat16", last=True), H200, "pieces"),
-        (replace(taken, output=executor.channels_last_strides((2, 32, 128, 128, 128))), H200, "pieces"),
+        (replace(taken, output=channels_last_strides((2, 32, 128, 128, 128))), H200, "pieces"),
         (replace(taken, aligned=False), H200, "pieces"),
         (replace(taken, batch=0), H200, "none"),
         (replace(taken, norm=Norm(4, 1e-5)), H200, "moments"),

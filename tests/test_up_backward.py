@@ -16,7 +16,14 @@ from tconv3d.families.up import backward as up
 from tconv3d.families.up import backward_last as up_last
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
-from tconv3d.planning.problem import Device, Pass, Problem, bias_grad_problem
+from tconv3d.planning.problem import (
+    Device,
+    Pass,
+    Problem,
+    bias_grad_problem,
+    channels_last_strides,
+    contiguous_strides,
+)
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
 
@@ -177,7 +184,7 @@ def problems(layer: Layer, dtype: str = "float32") -> dict[Pass, Problem]:
     g = geometry(layer)
     out = g.output_size(layer.size)
     shapes = ((layer.batch, g.in_channels, *layer.size), (g.in_channels, g.out_per_group, *layer.kernel))
-    x, w, y = map(executor.contiguous_strides, (*shapes, (layer.batch, g.out_channels, *out)))
+    x, w, y = map(contiguous_strides, (*shapes, (layer.batch, g.out_channels, *out)))
     both = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
     found = {which: Problem(which, g, layer.batch, layer.size, dtype, x, w, y, tf32=True) for which in both}
     return found | {Pass.BIAS_GRAD: bias_grad_problem(layer.batch, g.out_channels, out, dtype, y)}
@@ -193,7 +200,7 @@ def test_what_it_refuses_and_why() -> None:
     def changed(**changes: object) -> dict[Pass, Problem]:
         return {which: replace(problem, **changes) for which, problem in taken.items()}  # type: ignore[arg-type]
 
-    last = executor.channels_last_strides((2, 32, 128, 128, 128))
+    last = channels_last_strides((2, 32, 128, 128, 128))
     for refused, device, reason in (
         ({Pass.INPUT_GRAD: taken[Pass.INPUT_GRAD]}, H200, "both"),
         (changed(tf32=False), H200, "TF32"),

@@ -19,7 +19,7 @@ from tconv3d.families.weight_grad import warps as weight_grad_planner
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Axis, Geometry
 from tconv3d.planning.launch import Constants
-from tconv3d.planning.problem import Device, Pass, Plan, Problem, bias_grad_problem
+from tconv3d.planning.problem import Device, Pass, Plan, Problem, bias_grad_problem, contiguous_strides
 from tconv3d.planning.repertoire import TYPICAL
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
@@ -349,7 +349,7 @@ def problem(layer: Layer, dtype: str = "float32", tf32: bool = True, size: tuple
         (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel),
         (layer.batch, layer.out_channels, *geometry.output_size(size)),
     )
-    x, w, y = (executor.contiguous_strides(shape) for shape in shapes)
+    x, w, y = (contiguous_strides(shape) for shape in shapes)
     return Problem(Pass.WEIGHT_GRAD, geometry, layer.batch, size, dtype, x, w, y, tf32=tf32)
 
 

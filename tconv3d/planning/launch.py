@@ -15,7 +15,7 @@ Constants: TypeAlias = tuple[tuple[str, Constant], ...]
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of `kernels/<kernel>.cuh`.
+    """One launch of the kernel in the header `<kernel>.cuh`.
 
     The kernel's `Args` struct is the addresses of `pointers` followed by `scalars`, bytes packed with the
     platform's own alignment.

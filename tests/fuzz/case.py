@@ -44,7 +44,7 @@ class Case:
     """
 
     layer: Layer
-    dtype: str = "tf32"  # as in tconv3d.bench.precision: "float32" is strict
+    dtype: str = "tf32"  # as in tconv3d.tools.bench.precision: "float32" is strict
     plans: str = ""
     epilogue: str = ""  # "relu", or "norm" for ReLU and GroupNorm
     norm_groups: int = 1

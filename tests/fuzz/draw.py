@@ -13,10 +13,11 @@ from math import prod
 from random import Random
 
 from layers import Layer, Triple
-from x.case import DIMENSIONS, GRADIENTS, PLAIN, Case, Memory
 
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import ITEM_BYTES
+
+from .case import DIMENSIONS, GRADIENTS, PLAIN, Case, Memory
 
 CASES = 12  # of one draw
 MOST_TAPS = 75  # of a kernel: more take seconds to compile

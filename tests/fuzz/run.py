@@ -11,15 +11,16 @@ from unittest.mock import patch
 import torch
 from layers import to_tf32, wrong_elements
 from torch import Tensor
-from x.case import DIMENSIONS, Case, Memory
-from x.guards import Guards
-from x.reference import EPS, expected, result_type
 
 import tconv3d
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.gpus import GPUS
 from tconv3d.tools.bench.precision import precision
 from tconv3d.torch_ops import executor, kept
+
+from .case import DIMENSIONS, Case, Memory
+from .guards import Guards
+from .reference import EPS, expected, result_type
 
 
 def check(case: Case, device: str) -> None:

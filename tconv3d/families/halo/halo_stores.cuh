@@ -220,7 +220,7 @@ struct HaloStores {
 
   // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of a
   // warp's 16 positions are 32 neighbours of 8 channels. Where no field has a partner, two slabs are stored
-  // together: 32 positions of 8 channels, neighbours if the slabs are woven (halo_build.py); one slab alone
+  // together: 32 positions of 8 channels, neighbours if the slabs are woven (build.py); one slab alone
   // is 16 positions of 16 channels.
   template <int kVector>
   static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,

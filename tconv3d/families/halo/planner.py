@@ -3,13 +3,13 @@ words).
 
 A pass becomes a `Job`, what the kernel reads and writes. Then three decisions, each a pure function:
 
-- `Program` (halo_program.py): which shifts feed which phases, in which order the accumulators' columns stand, and so
+- `Program` (program.py): which shifts feed which phases, in which order the accumulators' columns stand, and so
   which matrix instructions there are. Follows from the geometry.
-- `Build` (halo_build.py): what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout,
-  GPU and volume, but is one of a few that the layer has for all volumes (repertoire.py).
-- `Tiling` (halo_build.py): how the volume is cut. Run-time arguments.
+- `Build` (build.py): what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout,
+  GPU and volume, but is one of a few that the layer has for all volumes (planning/repertoire.py).
+- `Tiling` (build.py): how the volume is cut. Run-time arguments.
 
-Builds and tilings are compared by the model of halo_model.py.
+Builds and tilings are compared by the model of model.py.
 
 Knows sizes and strides, never tensors.
 """

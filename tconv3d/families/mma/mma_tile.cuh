@@ -5,7 +5,7 @@
 // known at compile time. Along the others the phase is the block's, and the taps are rows: one tap along each
 // of these dimensions. Rows that read out of the same halo are a source. The forward pass has one source for
 // each block phase; the input gradient one for each phase of dy along d and h, whose halo has only the lines
-// of dy that lie kLineStepD and kLineStepH apart. The planner lists sources and rows (mma_model.py).
+// of dy that lie kLineStepD and kLineStepH apart. The planner lists sources and rows (model.py).
 //
 // The 16 rows of a warp's tile are 16 lines of the block's box at the same w, and its kTilesM tiles are
 // neighbours along w. So the fragments that one tap along w reads are, one tile further, those that the next
