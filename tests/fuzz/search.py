@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from x import draw, families
-from x.case import Case, line
-from x.shrink import CASE_TIMEOUT, SECONDS, kind_of, shrink
-from x.workers import Worker
+from . import draw, families
+from .case import Case, line
+from .shrink import CASE_TIMEOUT, SECONDS, kind_of, shrink
+from .workers import Worker
 
 MOST_OF_A_KIND = 2  # failures of one kind that are shrunk; the others are most likely the same
 
