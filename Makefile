@@ -48,8 +48,8 @@ demo: $(READY)
 
 test: check docs
 	@mkdir -p artifacts && rm -rf artifacts/launches
-	TCONV3D_TEST_RECORD=artifacts/launches $(PY) -m pytest --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=worksteal)
-	$(call if_present,$(PY) -c 'from tconv3d import compiler; compiler.version()',NVRTC,PYTHONPATH=. $(PY) tests/compile_everything.py artifacts/launches artifacts/registers.csv)
+	TCONV3D_TEST_RECORD=artifacts/launches $(PY) -m pytest --durations=10 --junitxml=artifacts/tests.xml $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=worksteal)
+	$(call if_present,$(PY) -c 'from tconv3d.runtime import compiler; compiler.version()',NVRTC,PYTHONPATH=. $(PY) tests/helpers/compile_everything.py artifacts/launches artifacts/registers.csv)
 
 test-oldest: $(READY)
 	$(PY) tests/oldest_torch.py
@@ -61,7 +61,7 @@ check: $(READY)
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
 
 fuzz: $(READY)
-	PYTHONPATH=.:tests $(PY) -m fuzz --workers $(WORKERS) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES)) $(if $(SANITIZE),--sanitize) $(if $(JSON),--json $(JSON))
+	PYTHONPATH=.:tests:tests/helpers $(PY) -m fuzz --workers $(WORKERS) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES)) $(if $(SANITIZE),--sanitize) $(if $(JSON),--json $(JSON))
 
 # With --quiet, mkdocs would not count the warnings that --strict is to fail on.
 docs: $(READY)

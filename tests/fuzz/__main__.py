@@ -68,7 +68,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _sanitized() -> dict[str, str]:
-    from test_emulator import sanitized
+    from sanitizing import sanitized
 
     return sanitized()
 

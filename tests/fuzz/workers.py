@@ -17,12 +17,12 @@ import sys
 import tempfile
 import threading
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TextIO
+
+from places import PYTHONPATH
 
 from .case import Case, line, parse
 
-TESTS = Path(__file__).parents[1]
 TIMEOUT = 120.0  # seconds for one case, in which it may compile a dozen kernels
 REPORT_CHARACTERS = 2000  # of what a process that died wrote
 
@@ -43,7 +43,7 @@ class Worker:
     def __init__(self, device: str, environment: dict[str, str] | None = None, module: str = "fuzz.workers") -> None:
         self._command = [sys.executable, "-m", module, device]
         self._environment = {**os.environ, "TCONV3D_BACKGROUND": "0", "OMP_NUM_THREADS": "1", **(environment or {})}
-        paths = str(TESTS.parent), str(TESTS), self._environment.get("PYTHONPATH", "")
+        paths = PYTHONPATH, self._environment.get("PYTHONPATH", "")
         self._environment["PYTHONPATH"] = os.pathsep.join(paths)
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.Queue[str] = queue.Queue()

@@ -1,0 +1,94 @@
+"""Accesses that a GPU refuses and a CPU does not: each ends an emulated launch, and the message says where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from probes import Kernel
+
+from tconv3d import emulator
+from tconv3d.runtime import compiler, sources
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+
+SHARED = "unsigned char* const shared = emulator::dynamic_shared(); (void)shared; namespace ptx = tconv3d::ptx;"
+
+# name: (body, what the error says). There are 1000 bytes of dynamic shared memory.
+FAULTS = {
+    "load of a vector": ("args.a[0] = reinterpret_cast<int4*>(args.a + 1)->x;", r"misaligned address.*probe.cuh:\d+"),
+    "store of a vector": (
+        "*reinterpret_cast<int2*>(args.a + 1) = int2{1, 2};",
+        r"multiple of 8 bytes.*probe.cuh:\d+",
+    ),
+    "load of a vector out of shared memory": (
+        "args.a[0] = reinterpret_cast<int4*>(shared + 8)->x;",
+        r"misaligned address.*multiple of 16 bytes.*probe.cuh:\d+",
+    ),
+    "store of a word": ("*reinterpret_cast<int*>(shared + 2) = 1;", r"multiple of 4 bytes.*probe.cuh:\d+"),
+    "load past dynamic shared memory": ("args.a[0] = shared[1024];", "memory access"),
+    "load before dynamic shared memory": ("args.a[0] = shared[-4096];", "memory access"),
+    "store past dynamic shared memory": ("if (t == 0) shared[1000] = 1;", "a store past the end of 1000 bytes"),
+    "index of static shared memory": (
+        "__shared__ int fixed[32]; fixed[t + (args.a[0] == 0)] = 1; args.a[1] = fixed[0];",
+        r"index 32 is out of bounds of 'int \[32\]' at probe.cuh:\d+",
+    ),
+    "16 bytes past the end": ("ptx::load_shared(992);", "16 bytes at offset 992 of 1000 bytes of dynamic"),
+    "misaligned load": ("ptx::load_shared(8);", "a 16-byte load from shared memory at 8"),
+    "misaligned store": ("ptx::store_shared(8, uint4{});", "a 16-byte store to shared memory at 8"),
+    "misaligned row of a matrix": ("ptx::store_transposed(8, uint4{});", "a row of a matrix stored"),
+    "misaligned barrier": ("ptx::barrier_init(4, 1);", "a barrier in shared memory at 4"),
+    "barrier past the end": ("ptx::barrier_init(1000, 1);", "8 bytes at offset 1000"),
+    "asynchronous copy from anywhere": (
+        "ptx::copy_words<4>(shared, args.a + 1, true);",
+        "copy of 16 bytes that is not",
+    ),
+    "asynchronous copy past the end": ("ptx::copy_words<4>(shared + 992, args.a, true);", "16 bytes at offset 992"),
+    "asynchronous copy to global memory": ("ptx::copy_words<1>(args.a, args.a, true);", "not an address in shared"),
+    "bulk copy from anywhere": ("ptx::bulk_copy(0, args.a + 1, 16, 512);", "all must be multiples of 16"),
+    "bulk copy past the end": ("ptx::bulk_copy(992, args.a, 16, 512);", "16 bytes at offset 992"),
+    "bulk copy to anywhere": ("ptx::bulk_store(args.a + 1, 0, 16);", "all must be multiples of 16"),
+    "store to global memory": ("ptx::store_global(args.a + 1, uint2{});", "a store of 8 bytes"),
+    "assumption": ("TCONV3D_ASSUME(t < 5);", r"t < 5 does not hold at .*probe.cuh:\d+.*thread \(5, 0, 0\)"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_access_that_a_gpu_refuses(make: Callable[..., Kernel], name: str) -> None:
+    body, message = FAULTS[name]
+    kernel = make(
+        SHARED + "\n" + body,
+        shared_bytes=1000,
+        before=f'}}\n#include "{sources.find("common.cuh")}"\nnamespace tconv3d {{',
+    )
+    memory = torch.zeros(64, dtype=torch.int32)
+    for _ in range(2):  # the second time shows that the first left nothing behind
+        with pytest.raises(RuntimeError, match="(?s)" + message):
+            kernel(memory)
+
+
+@pytest.mark.parametrize(
+    ("body", "change", "message"),
+    [
+        (
+            "",
+            {"grid": (16, 1, 1), "constants": (("kClusterSize", 16),)},
+            "clusters of 16 blocks, where 8 are the most",
+        ),
+        ("__shared__ int large[13000]; large[t] = t; args.a[t] = large[0];", {}, "bytes of static shared memory"),
+    ],
+)
+def test_a_launch_that_a_gpu_refuses(
+    make: Callable[..., Kernel], body: str, change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        make(body, **change)(torch.zeros(32, dtype=torch.int32))
+
+
+def test_kernels_that_check_what_they_assume_have_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = compiler.options()
+    monkeypatch.setenv("TCONV3D_CHECKED", "1")
+    checked = compiler.options()
+    assert checked["define_macro"] == "TCONV3D_CHECKED" and plain == compiler._OPTIONS
+    assert repr(checked) != repr(plain)  # which is what the key of the disk cache has

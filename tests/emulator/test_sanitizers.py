@@ -1,0 +1,152 @@
+"""Every pass of a few layers under AddressSanitizer and UndefinedBehaviorSanitizer, and in every order of threads.
+
+The layers take turns in type and memory format, and together they run every kernel family. A finding of a sanitizer
+ends its process, so that they run in a child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import inf
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from layers import TABLE, Layer, check, passes, to_tf32
+from sanitizing import sanitized
+from torch import Tensor
+
+import tconv3d
+from tconv3d import emulator
+from tconv3d.families.unfold import planner as unfold_planner
+from tconv3d.families.up import backward as up_backward_planner
+from tconv3d.families.up import grad as up_grad_planner
+from tconv3d.planning import planner
+from tconv3d.planning.problem import Pass, Plan
+from tconv3d.torch_ops import executor
+
+pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+
+CONTIGUOUS, CHANNELS_LAST = torch.contiguous_format, torch.channels_last_3d
+WIDE = Layer(16, 24, (2, 3, 5), (3, 3, 3), (2, 2, 2), (1, 1, 1), batch=1)  # enough channels for tensor cores
+
+UP = Layer(16, 24, (2, 3, 8), (2, 2, 2), (2, 2, 2), batch=1)
+EVEN = Layer(16, 24, (2, 3, 8), (3, 3, 3), padding=(1, 1, 1), batch=1)  # lines of whole words
+
+LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
+    "monai": (TABLE["monai"], torch.float32, CONTIGUOUS),
+    "groups": (TABLE["groups"], torch.float16, CHANNELS_LAST),
+    "small groups": (Layer(8, 6, (2, 2, 13), (2, 3, 3), groups=2, batch=1), torch.float16, CONTIGUOUS),
+    "depthwise": (TABLE["depthwise"], torch.bfloat16, CHANNELS_LAST),
+    "asymmetric": (TABLE["asymmetric"], torch.float64, CHANNELS_LAST),
+    "up-convolution": (UP, torch.bfloat16, CONTIGUOUS),
+    "up-convolution, channels last": (UP, torch.float16, CHANNELS_LAST),
+    "up-convolution, gradients apart": (UP, torch.float32, CONTIGUOUS),
+    "few positions": (WIDE, torch.float32, CONTIGUOUS),
+    "few outputs": (Layer(8, 2, (2, 2, 4), (3, 3, 3), (2, 2, 2), batch=1), torch.float16, CONTIGUOUS),
+    "wide": (WIDE, torch.float16, CONTIGUOUS),
+    "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),
+    "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
+    "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
+}
+# In TF32, each by a kernel for which the layer is too small: what planners are told instead of their limits.
+NO_GAIN = {up_backward_planner: {"MIN_GAIN": inf}, unfold_planner: {"MIN_GAIN": inf}}
+ANY_GAIN = {"MIN_GAIN": dict.fromkeys(Pass, 0.0), "MIN_CHANNELS": 1, "MIN_POSITIONS": 1}
+LIMITS: dict[str, dict[ModuleType, dict[str, Any]]] = {
+    "up-convolution, gradients apart": {**NO_GAIN, up_grad_planner: ANY_GAIN},
+    "few positions": {unfold_planner: {"MIN_GAIN": 0.0}},
+}
+BEFORE_HOPPER = replace(executor.EMULATED, capability=(8, 0))
+
+
+@contextlib.contextmanager
+def emulated(name: str) -> Iterator[None]:
+    """The machine that a layer is for, with nothing planned for another one."""
+    before = torch.backends.cudnn.conv.fp32_precision, executor.EMULATED  # type: ignore[attr-defined]
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if name in LIMITS else "ieee"  # type: ignore[attr-defined]
+    executor.EMULATED = BEFORE_HOPPER if "before Hopper" in name else before[1]
+    executor._tasks.clear()
+    try:
+        with tconv3d.use_backend("emulator"), limited(LIMITS.get(name, {})):
+            yield
+    finally:
+        torch.backends.cudnn.conv.fp32_precision, executor.EMULATED = before  # type: ignore[attr-defined]
+        executor._tasks.clear()
+
+
+@contextlib.contextmanager
+def limited(limits: dict[ModuleType, dict[str, Any]]) -> Iterator[None]:
+    """Constants of planners, for a while."""
+    with contextlib.ExitStack() as stack:
+        for planner_of, constants in limits.items():
+            stack.enter_context(patch.multiple(planner_of, **constants))
+        yield
+
+
+def operands_of(name: str) -> list[Tensor]:
+    layer, dtype, memory_format = LAYERS[name]
+    x, *rest = (to_tf32(one) if name in LIMITS else one for one in layer.operands(dtype, "cpu"))
+    return [x.to(memory_format=memory_format), *rest]
+
+
+@pytest.mark.parametrize("names", [list(LAYERS)[::2], list(LAYERS)[1::2]], ids=" and ".join)
+def test_sanitizers_find_nothing(names: list[str]) -> None:
+    command = [sys.executable, __file__, *names]
+    child = subprocess.run(command, env=sanitized(), capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.split("\n")[:-1] == [f"{name}: checked" for name in names]
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_order_of_threads_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LAYERS[name][0].settings
+    results = {}
+    with emulated(name):
+        for order in ("forward", "reversed", "shuffled:1"):
+            monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", order)
+            result, grads = passes(tconv3d.conv_transpose3d, operands_of(name), settings)
+            results[order] = (result, *grads)
+    for order in ("reversed", "shuffled:1"):
+        assert all(map(torch.equal, results[order], results["forward"])), order
+
+
+def test_the_layers_run_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that a later planner adds needs a layer here."""
+    chosen: set[str] = set()
+
+    def recording(name: str, plan: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
+        def recorded(*arguments: Any) -> Plan | None:
+            found = plan(*arguments)
+            if found is not None:
+                chosen.add(name)
+            return found
+
+        return recorded
+
+    for name, family in planner.FAMILIES:
+        for function in ("plan", "plan_together"):
+            if hasattr(family, function):
+                monkeypatch.setattr(family, function, recording(name, getattr(family, function)))
+    planner.plan.cache_clear()
+    for name, (layer, _, _) in LAYERS.items():
+        with emulated(name):
+            passes(tconv3d.conv_transpose3d, operands_of(name), layer.settings)
+    assert chosen == {name for name, _ in planner.FAMILIES}
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        layer, dtype, _ = LAYERS[name]
+        with emulated(name):
+            check(layer, dtype, "cpu", operands_of(name), tf32=name in LIMITS)
+            print(f"{name}: checked", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""All gradients of a layer from one call of the executor, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from layers import UNIT, Layer, Triple, passes, poisoned
+from torch import Tensor
+
+from tconv3d import emulator
+from tconv3d.torch_ops import executor
+
+
+def tensors(layer: Layer, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x, w and dy. Narrow layers have a weight that begins anywhere in memory."""
+    x, w = layer.operands(dtype, device)[:2]
+    if layer.in_channels < 24:
+        w = torch.cat([w.flatten()[:1], w.flatten()])[1:].view(w.shape)
+    shape = F.conv_transpose3d(x.double(), w.double(), None, *layer.settings).shape
+    return x, w, torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+
+
+def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
+    with poisoned():
+        found = executor.backward(dy, x, w, (True, True, True), layer.size, layer.kernel, layer.settings)
+    return [gradient for gradient in found if gradient is not None]
+
+
+def check(
+    layer: Layer, dtype: torch.dtype, device: str, operands: tuple[Tensor, Tensor, Tensor] | None = None
+) -> list[Tensor]:
+    """Every element against float64, its error in roundings of the same sum over absolute values."""
+    operands = tensors(layer, dtype, device) if operands is None else operands
+    x, w, dy = (operand.double() for operand in operands)
+    bias = torch.zeros(layer.out_channels, device=device).double()
+    expected = passes(F.conv_transpose3d, [x, w, bias], layer.settings, dy)[1]
+    largest = passes(F.conv_transpose3d, [x.abs(), w.abs(), bias], layer.settings, dy.abs())[1]
+    got = gradients(layer, *operands)
+    product = 2.0**-10 if dtype == torch.float32 else 0.0  # both factors are rounded to TF32
+    for mine, exact, sum_of_all in zip(got, expected, largest, strict=True):
+        assert mine.shape == exact.shape and mine.dtype == dtype
+        allowed = sum_of_all * (product + 20 * UNIT[torch.float32]) + exact.abs() * UNIT[dtype] + 1e-7
+        assert bool(((mine.double() - exact).abs() <= allowed).all())  # NaN is wrong too
+    return got
+
+
+def check_orders(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, in whatever order threads run."""
+    operands = tensors(layer, torch.float32, "cpu")
+    first = gradients(layer, *operands)
+    original = emulator.prepare
+    for order in ("reversed", "shuffled:1"):
+        monkeypatch.setattr(emulator, "prepare", lambda launch, order=order: original(launch, order))
+        executor.forget()
+        again = gradients(layer, *operands)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def check_special_value(layer: Layer, device: str, at: Triple, position: Triple, tap: Triple) -> None:
+    """Of a NaN in the output gradient's channel 3, which only one position and one tap have to do with."""
+    x, w, dy = tensors(layer, torch.float32, device)
+    dy[(1, 3, *at)] = float("nan")
+    dx, dw, db = gradients(layer, x, w, dy)
+    assert dx.isnan().any(1).nonzero().tolist() == [[1, *position]]
+    assert dw.isnan().nonzero()[:, 1:].unique(dim=0).tolist() == [[3, *tap]]
+    assert db.isnan().nonzero().tolist() == [[3]]

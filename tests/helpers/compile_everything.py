@@ -1,0 +1,228 @@
+"""Compiles what the tests ran in the emulator for the GPUs, without one.
+
+    python tests/helpers/compile_everything.py DIR CSV
+
+DIR has what `conftest.py` recorded: kernels and their constants. Those of one kind have the same kernel, types and
+switches, and differ in numbers. Hopper gets one of each kind. Kernels have no code of their own for the other
+architectures, so what can differ there is what the assembler makes of them: the oldest gets, of each kernel and type,
+the one with the most registers, the others one of each kernel. `--all` compiles everything
+for every architecture, which takes long.
+
+CSV gets registers, spills, stack and shared memory of each. Fails where a kernel does not compile, where the compiler
+lets matrix instructions on Hopper wait for each other, or where one of the direct family spills there more than a
+little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import hashlib
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tconv3d import emulator
+from tconv3d.planning.launch import Constants
+from tconv3d.runtime import compiler
+
+HOPPER = "sm_90a"
+OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")
+# Kernels that need wgmma, or run for one that does, by the beginning of their names.
+HOPPER_ONLY = ("halo", "hopper", "unfold", "up", "group_backward", "pack", "rows", "turn", "reduce_")
+# Kernels whose launches overlap those before them, from Hopper on.
+FROM_HOPPER, BEFORE_HOPPER = ("fill", "norm_both", "norm_once"), ("sm_80", "sm_86", "sm_89")
+DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce")
+SPILL_LIMIT = 512  # bytes of loads and stores on Hopper: some values that wait, none of an inner loop's own
+MOST_OF_A_KIND = 1
+WORKERS = 2  # NVRTC works without Python's lock
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    constants: Constants
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The kernel, its types and its switches."""
+        return (self.name, *(pair for pair in self.constants if isinstance(pair[1], (bool, str))))
+
+    @property
+    def from_hopper(self) -> bool:
+        """Whether it overlaps the launch before it."""
+        return self.name in FROM_HOPPER or ("kOverlaps", True) in self.constants
+
+    @property
+    def family(self) -> tuple[object, ...]:
+        """The kernel and its types."""
+        return (self.name, *(pair for pair in self.constants if isinstance(pair[1], str)))
+
+    def __str__(self) -> str:
+        plain = tuple(pair for pair in self.constants if not isinstance(pair[1], tuple))
+        return f"{compiler.describe(self.name, plain)} {self.hash}"
+
+    @property
+    def hash(self) -> str:
+        return hashlib.sha256(compiler.translation_unit(self.name, self.constants).encode()).hexdigest()[:12]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kernel: Kernel
+    arch: str
+    report: compiler.Report | None
+    error: str = ""
+    serialized: str = ""  # what the compiler says where it lets matrix instructions wait for each other
+
+
+def recorded(directory: Path) -> list[Kernel]:
+    def restored(value: Any) -> Any:
+        return tuple(map(restored, value)) if isinstance(value, list) else value
+
+    files = sorted(directory.glob("launches-*.json"))
+    found = {Kernel(name, restored(constants)) for file in files for name, constants in json.loads(file.read_text())}
+    return sorted(found, key=lambda kernel: (kernel.name, kernel.hash))
+
+
+def compile_one(kernel: Kernel, arch: str) -> Outcome:
+    try:
+        made = compiler.compile(kernel.name, kernel.constants, arch)
+        return Outcome(kernel, arch, made.report, serialized=made.serialized)
+    except Exception as error:  # whatever it is, the other kernels are still worth knowing
+        return Outcome(kernel, arch, None, str(error))
+
+
+def compile_all(work: list[tuple[Kernel, str]], label: str) -> list[Outcome]:
+    outcomes = []
+    with ThreadPoolExecutor(WORKERS) as pool:
+        results = pool.map(lambda pair: compile_one(*pair), work)
+        for outcome in progress(results, len(work), label):
+            outcomes.append(outcome)
+    return outcomes
+
+
+def progress(items: Iterable[Outcome], count: int, label: str) -> Iterator[Outcome]:
+    """One line that counts on a terminal, a line every ten seconds elsewhere."""
+    terminal, start = sys.stdout.isatty(), time.monotonic()
+    shown = start
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if done == count or now - shown > (0.1 if terminal else 10):
+            end = "\r" if terminal and done < count else "\n"
+            print(f"{label}: {done} of {count}, {now - start:.0f} s", end=end, flush=True)
+            shown = now
+
+
+def thinned(kernels: list[Kernel]) -> list[Kernel]:
+    """At most so many of each kind; which of them is a matter of their hashes."""
+    counts: dict[object, int] = defaultdict(int)
+    kept = []
+    for kernel in kernels:
+        counts[kernel.kind] += 1
+        if counts[kernel.kind] <= MOST_OF_A_KIND:
+            kept.append(kernel)
+    return kept
+
+
+def representatives(outcomes: list[Outcome], family: Callable[[Kernel], object]) -> list[Kernel]:
+    """Of each family the kernel with the most registers, or one that did not compile."""
+    by_family: dict[object, Outcome] = {}
+
+    def registers(outcome: Outcome) -> float:
+        return outcome.report.registers if outcome.report else float("inf")
+
+    for outcome in outcomes:
+        other = by_family.get(family(outcome.kernel))
+        if other is None or registers(outcome) > registers(other):
+            by_family[family(outcome.kernel)] = outcome
+    return [outcome.kernel for outcome in by_family.values()]
+
+
+def spilled(outcome: Outcome) -> int:
+    return outcome.report.spill_loads + outcome.report.spill_stores if outcome.report else 0
+
+
+def write_csv(outcomes: list[Outcome], file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as stream:
+        writer = csv.writer(stream, lineterminator="\n")
+        columns = ("registers", "spill_loads", "spill_stores", "stack_bytes", "shared_bytes")
+        writer.writerow(("kernel", "arch", *columns, "constants"))
+        for outcome in outcomes:
+            numbers = [getattr(outcome.report, column, "") for column in columns]
+            writer.writerow((outcome.kernel.name, outcome.arch, *numbers, outcome.kernel.hash))
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    groups: dict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        groups[outcome.kernel.name, outcome.arch].append(outcome)
+    lines = [f"{'kernel':20} {'arch':8} {'compiled':>8} {'registers':>10} {'spilling':>8} {'bytes at most':>13}"]
+    for (name, arch), group in sorted(groups.items()):
+        registers = [outcome.report.registers for outcome in group if outcome.report] or [0]
+        spills = [spilled(outcome) for outcome in group]
+        lines.append(
+            f"{name:20} {arch:8} {sum(o.report is not None for o in group):8} "
+            f"{min(registers):5}-{max(registers):<4} {sum(map(bool, spills)):8} {max(spills):13}"
+        )
+    return "\n".join(lines)
+
+
+def faults(outcomes: list[Outcome]) -> list[str]:
+    found = [
+        f"{outcome.kernel} does not compile for {outcome.arch}:\n{outcome.error[:2000]}"
+        for outcome in outcomes
+        if outcome.report is None
+    ]
+    for outcome in outcomes:
+        if outcome.serialized:
+            found.append(f"{outcome.kernel} on {outcome.arch}: {outcome.serialized}")
+        limited = outcome.arch == HOPPER and outcome.kernel.name in DIRECT_FAMILY
+        if limited and spilled(outcome) > SPILL_LIMIT:
+            found.append(f"{outcome.kernel} spills {spilled(outcome)} bytes on {HOPPER}, allowed {SPILL_LIMIT}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("records", type=Path)
+    parser.add_argument("csv", type=Path)
+    parser.add_argument("--all", action="store_true", help="everything for every architecture")
+    options = parser.parse_args()
+
+    kernels = recorded(options.records)
+    if not kernels:
+        print(f"no launches were recorded in {options.records}")
+        return 1 if emulator.available() else 0
+    print(f"{len(kernels)} kernels of {len({kernel.kind for kernel in kernels})} kinds")
+    on_hopper = kernels if options.all else thinned(kernels)
+    outcomes = compile_all([(kernel, HOPPER) for kernel in on_hopper], f"{compiler.version()}, {HOPPER}")
+    generic = [outcome for outcome in outcomes if not outcome.kernel.name.startswith(HOPPER_ONLY)]
+    of_type, of_kernel = (
+        [outcome.kernel for outcome in generic] if options.all else representatives(generic, family)
+        for family in (lambda kernel: kernel.family, lambda kernel: kernel.name)
+    )
+    work = [(kernel, arch) for kernel in of_type for arch in OLDEST]
+    work += [(kernel, arch) for kernel in of_kernel for arch in OTHERS]
+    work = [pair for pair in work if not (pair[0].from_hopper and pair[1] in BEFORE_HOPPER)]
+    outcomes += compile_all(work, ", ".join((*OLDEST, *OTHERS)))
+
+    write_csv(outcomes, options.csv)
+    print(summary(outcomes))
+    found = faults(outcomes)
+    for fault in found[:5]:
+        print(f"\n{fault}\n")
+    print(f"{len(outcomes)} compiled, {len(found)} faults; the whole table is {options.csv}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,521 @@
+"""Exported files: what they import, that they compile for every GPU, and that they compute what the layer computes.
+
+Without a GPU an exported file runs here in the emulator, whole: its Python, its C++ (with the headers of `fake_cuda/`
+in place of CUDA's), its launches and its kernels. Only inline assembly is the emulator's.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import functools
+import hashlib
+import importlib.util
+import inspect
+import io
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from places import ROOT
+from torch import Tensor, nn
+from torch.utils import cpp_extension
+
+from tconv3d import emulator
+from tconv3d.runtime import cache, compiler, sources
+from tconv3d.tools import cli, export, tasks
+from tconv3d.tools.bench import layers
+from tconv3d.tools.bench.precision import LAYOUTS, TOLERANCE, precision
+
+FAKE = Path(__file__).with_name("fake_cuda")
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
+
+needs_compiler = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+
+
+# ---- the emulator in place of load_inline
+
+
+def load_emulated(directory: Path) -> Callable[..., ModuleType]:
+    """What load_inline does, with the host's compiler and the emulator for everything."""
+
+    def load(name: str, cpp_sources: list[str], cuda_sources: list[str], **options: Any) -> ModuleType:
+        defines = [flag for flag in options["extra_cflags"] if flag.startswith("-D")]
+        assert set(defines) <= set(options["extra_cuda_cflags"])
+        bound = "".join(f'm.def("{f}", torch::wrap_pybind_function({f}));' for f in options["functions"])
+        host = f"{''.join(cpp_sources)}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ {bound} }}\n"
+        kernels = build("".join(cuda_sources), kernel_flags(defines), shared=True)
+        place = directory / hashlib.sha256(kernels).hexdigest()[:16]
+        place.mkdir(exist_ok=True)
+        library = place / f"lib{place.name}.so"  # a name of its own: the loader knows libraries by their names
+        library.write_bytes(kernels)
+        (place / "host.o").write_bytes(build(host, host_flags(defines), shared=False))
+        pytorch = Path(torch.__file__).parent / "lib"
+        files = [
+            place / "host.o",
+            library,
+            *(pytorch / f"lib{name}.so" for name in ("c10", "torch_cpu", "torch_python")),
+        ]
+        files += [f"-Wl,-rpath,{place}:{pytorch}"]
+        emulator._run(emulator._compiler(), "-shared", "-o", place / "exported.so", *files)
+        # pybind11 knows modules by their full names, Python finds the function to call by the last part.
+        return load_file(f"{place.name}.exported", place / "exported.so")
+
+    return load
+
+
+def load_file(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def kernel_flags(defines: list[str]) -> list[str]:
+    flags = [flag for flag in emulator._FLAGS if flag not in ("-fno-exceptions", "-fvisibility=hidden")]
+    flags += ["-Og", "-fno-gnu-unique"]  # constants of the same name in two libraries are not the same
+    return [*flags, f"-I{FAKE}", f"-I{emulator._INCLUDE}", "-include", str(emulator._HEADER), *defines]
+
+
+def host_flags(defines: list[str]) -> list[str]:
+    include = Path(torch.__file__).parent / "include"
+    places = (FAKE, include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
+    # One that the source asks for, and one whose name PyTorch's headers might know.
+    chosen = [flag for flag in defines if flag in ("-DFOR_CHANNELS_LAST_3D", "-DFOR_TF32")]
+    name = "-DTORCH_EXTENSION_NAME=exported"
+    return ["-std=c++20", "-fPIC", "-O0", name, *chosen, *(f"-I{place}" for place in places)]
+
+
+def build(source: str, flags: list[str], shared: bool) -> bytes:
+    """A library with the emulator's runtime in it, or an object file; kept in the disk cache."""
+    cxx = emulator._compiler()
+
+    def compiled() -> bytes:
+        with tempfile.TemporaryDirectory() as name:
+            directory = Path(name)
+            (directory / "source.cpp").write_text(source)
+            (directory / "runtime.o").write_bytes(emulator._runtime(cxx))
+            how = ["-shared", str(directory / "runtime.o")] if shared else ["-c"]
+            emulator._run(cxx, *flags, "-o", directory / "out", directory / "source.cpp", *how)
+            return (directory / "out").read_bytes()
+
+    versions = (torch.__version__, emulator._version(cxx))
+    files = {path.name: path for place in (FAKE, emulator._HERE) for path in place.rglob("*.*") if path.is_file()}
+    return cache.get(cache.key(sources.digest(files), source, *versions, *flags), ".so", compiled)
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., ModuleType]:
+    """Exports a layer of `SMALL` for the emulator, and imports the file."""
+
+    def load(layer: str, capability: tuple[int, int]) -> ModuleType:
+        monkeypatch.setattr(cpp_extension, "load_inline", load_emulated(tmp_path))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        path = tmp_path / "exported_layer.py"
+        path.write_text(export.export(SMALL[layer], *TYPES.get(layer, ()), emulated=True))
+        module = load_file("exported_layer", path)
+        module.DEVICE = "cpu"
+        return module
+
+    return load
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    return float((got.detach().double() - exact.detach()).norm() / exact.detach().norm())
+
+
+def check_model(module: ModuleType, which: str, layout: str, device: str) -> None:
+    """Outputs and gradients of an exported model beside PyTorch's in float64."""
+    torch.manual_seed(7)
+    dtype = torch.float32 if which == "tf32" else getattr(torch, which)
+    model = module.ModelNew(*module.get_init_inputs()).to(device, dtype).to(memory_format=LAYOUTS[layout])
+    (x,) = (x.to(device, dtype) for x in module.get_inputs())
+    if hasattr(module, "NORM_SETTINGS"):
+        whole_numbers(model, x)
+    x = x.to(memory_format=LAYOUTS[layout]).requires_grad_()
+    exact = copy.deepcopy(model).double()
+    x64 = x.detach().double().requires_grad_()
+    expected = reference(exact, x64)
+    dy = torch.randn_like(expected).to(dtype)
+    expected.backward(dy.double())
+    with precision(which):
+        y = model(x)
+        y.backward(dy)
+        with torch.no_grad():
+            assert torch.equal(model(x), y), "without gradients"
+    assert y.dtype is dtype
+    assert y.is_contiguous(memory_format=LAYOUTS[layout])
+    found = {"y": (y, expected), "x.grad": (x.grad, x64.grad)}
+    parameters = zip(model.named_parameters(), exact.parameters(), strict=True)
+    found |= {name: (ours.grad, theirs.grad) for (name, ours), theirs in parameters}
+    errors = {name: relative_error(ours, theirs) for name, (ours, theirs) in found.items()}
+    # A norm's gradients are differences of numbers that were rounded when the convolution stored them.
+    limit = TOLERANCE[which] * (4 if hasattr(module, "NORM_SETTINGS") else 1)
+    assert all(error < limit for error in errors.values()), errors
+
+
+def whole_numbers(model: nn.Module, x: Tensor) -> None:
+    """Of these every convolution here is exact, so that no rounding changes what the ReLU lets pass."""
+    with torch.no_grad():
+        for tensor in (x, *model.parameters()):
+            tensor.copy_(torch.randint(-2, 3, tensor.shape))
+        for norm in (module for module in model.modules() if isinstance(module, nn.GroupNorm)):
+            norm.weight.normal_()
+            norm.bias.normal_()
+
+
+def reference(model: nn.Module, x: Tensor) -> Tensor:
+    """What the layers of an exported model compute, by PyTorch."""
+    convolution, *norm = (module for module in model.modules() if not list(module.children()))
+    y: Tensor = convolution(x)
+    return norm[0](y.relu()) if norm else y
+
+
+# ---- in the emulator
+
+
+# Layers small enough for the emulator; all kernel families are in one or the other's passes.
+SMALL = {
+    "strided, bias": "16, 24, kernel_size=3, stride=2, padding=1, output_padding=1, size=(3, 4, 5), batch=2",
+    "few outputs": "16, 2, kernel_size=4, stride=2, padding=1, size=(3, 4, 4)",
+    "block": "16, 24, kernel_size=3, stride=2, padding=1, size=(3, 4, 5), batch=2, norm_groups=4",
+    "block, no bias": "8, 16, kernel_size=(3, 2, 3), size=(4, 5, 6), bias=False, norm_groups=2",
+}
+HOPPER, OTHER = (9, 0), (8, 6)
+# One file has every type and layout, as it is written if nothing else is asked for; the others what their tests run.
+TYPES = {
+    "few outputs": (("float32", "float16"), ("contiguous",)),
+    "block": (("float32",), ("channels_last_3d",)),
+    "block, no bias": (("float16",), ("channels_last_3d",)),
+}
+CASES = [  # few: each compiles a whole file
+    ("strided, bias", HOPPER, "tf32", "contiguous"),
+    ("few outputs", OTHER, "float32", "contiguous"),
+    ("block", OTHER, "tf32", "channels_last_3d"),
+    ("block, no bias", HOPPER, "float16", "channels_last_3d"),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("layer", "capability", "which", "layout"), CASES)
+def test_exported_files_compute_in_the_emulator(
+    emulated: Callable[..., ModuleType], layer: str, capability: tuple[int, int], which: str, layout: str
+) -> None:
+    check_model(emulated(layer, capability), which, layout, "cpu")
+
+
+@needs_compiler
+def test_inputs_that_are_not_as_the_kernels_read_them(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated("strided, bias", HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    x = torch.randn(*module.SHAPE[:-1], module.SHAPE[-1] + 1)[..., 1:]  # neither contiguous nor aligned
+    grads = []
+    with precision("tf32"):
+        assert torch.equal(model(x), model(x.contiguous()))
+        for grad in (torch.ones(()).expand(model(x).shape), torch.ones(model(x).shape)):  # strides of zero: of a sum
+            model.zero_grad()
+            model(x).backward(grad)
+            grads.append(model.conv_transpose3d.weight.grad.clone())
+    assert torch.equal(*grads)
+
+
+def pending(tensor: Tensor, how: str) -> Tensor:
+    """The tensor with its minus sign left out of memory, or zeros without memory."""
+    if how == "zeros":
+        return torch._efficientzerotensor(tensor.shape, dtype=tensor.dtype)
+    return torch._neg_view(-tensor)
+
+
+@needs_compiler
+@pytest.mark.parametrize("layer", ["strided, bias", "block"])
+@pytest.mark.parametrize("how", ["minus sign", "zeros"])
+def test_tensors_whose_elements_are_not_in_memory(emulated: Callable[..., ModuleType], layer: str, how: str) -> None:
+    """Signs and zeros that PyTorch has not written yet: of the input, every parameter, the output gradient."""
+    module = emulated(layer, HOPPER if layer == "strided, bias" else OTHER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    values = {"x": x, "dy": torch.randn(reference(model, x).shape)}
+    values |= {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with precision("tf32"):
+        for name in values:
+            lazy = values | {name: pending(values[name], how)}
+            written = values | {name: lazy[name].clone()}
+            both = [_gradients_of(model, tensors) for tensors in (lazy, written)]
+            assert all(torch.equal(*pair) for pair in zip(*both, strict=True)), name
+
+
+def _gradients_of(model: nn.Module, tensors: dict[str, Tensor]) -> list[Tensor]:
+    """The result, and the gradients of the input and of every parameter."""
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items() if name != "dy"}
+    assert all(leaves[name].is_neg() == tensors[name].is_neg() for name in leaves)
+    x, *parameters = leaves.values()
+    names = [name for name in leaves if name != "x"]
+    y = torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), (x,))
+    return [y, *torch.autograd.grad(y, [x, *parameters], tensors["dy"])]
+
+
+@needs_compiler
+def test_gradients_are_computed_when_they_are_asked_for(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated("strided, bias", HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    model.conv_transpose3d.weight.requires_grad_(False)
+    (x,) = module.get_inputs()
+    with precision("tf32"):
+        y = model(x)
+        y.sum().backward()
+    volume = float(y[:, 0].numel())
+    torch.testing.assert_close(model.conv_transpose3d.bias.grad, torch.full((24,), volume))
+    assert model.conv_transpose3d.weight.grad is None
+
+
+@needs_compiler
+def test_autocast_chooses_the_type(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated("few outputs", HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    with torch.autocast("cpu", torch.float16):
+        y = model(x)
+    assert y.dtype is torch.float16
+    y.sum().backward()
+    assert model.conv_transpose3d.weight.grad.dtype is torch.float32
+    assert relative_error(y, reference(model.double(), x.double())) < TOLERANCE["float16"]
+
+
+@needs_compiler
+def test_what_an_exported_file_refuses(emulated: Callable[..., ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = emulated("few outputs", HOPPER)
+    model = module.ModelNew(*module.get_init_inputs())
+    with pytest.raises(ValueError, match=r"shape \(1, 16, 3, 4, 4\), got \(2, 16, 3, 4, 4\)"):
+        model(torch.randn(2, 16, 3, 4, 4))
+    with pytest.raises(ValueError, match=r"exported for .*'bias': True.*, got .*'bias': False"):
+        module.ModelNew(16, 2, 4, 2, 1, bias=False)(torch.randn(module.SHAPE))
+    with pytest.raises(TypeError, match=r"one type among .*, got torch.float64, torch.float32"):
+        model(torch.randn(module.SHAPE, dtype=torch.float64))
+    with pytest.raises(ValueError, match="one cpu device, got meta and cpu"):
+        model(torch.randn(module.SHAPE, device="meta"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(RuntimeError, match=r"8\.0 or higher expected, got 7\.5"):
+        model(torch.randn(module.SHAPE))
+
+
+# ---- the text
+
+
+@functools.cache
+def exported(name: str, *dtypes: str) -> str:
+    return export.export(name, dtypes or tuple(export.PRECISIONS))
+
+
+LAYER = "32, 16, kernel_size=(1, 2, 3), stride=2, size=(4, 6, 8), batch=3, groups=2"
+
+
+def test_the_file_imports_nothing_but_pytorch() -> None:
+    tree = ast.parse(exported(SMALL["block"]))
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert {module.split(".")[0] for module in found} - set(sys.stdlib_module_names) == {"torch"}
+    assert len(ast.get_docstring(tree) or "") > 100
+
+
+@pytest.mark.parametrize("name", ["grouped_strided", LAYER, SMALL["block"]])
+def test_the_file_is_in_the_house_style(name: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec("ruff") is None:
+        pytest.skip("ruff is not installed")
+    path = tmp_path / "model_new.py"
+    path.write_text(exported(name))
+    for command in (["check"], ["format", "--check"]):
+        words = [sys.executable, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), str(path)]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_constructor_inputs_and_parameters_are_the_tasks(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model_new.py"
+    path.write_text(exported(name))
+    module, task = load_file("model_new", path), tasks.load(name)
+    ours, theirs = (inspect.signature(kind).parameters for kind in (module.ModelNew, task.Model))
+    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
+    assert module.get_init_inputs() == task.get_init_inputs()
+    assert task.SHAPE == module.SHAPE
+    models = []
+    for kind in (module.ModelNew, task.Model):
+        torch.manual_seed(5)
+        models.append(kind(*module.get_init_inputs()).state_dict())
+    assert list(models[0]) == list(models[1])
+    assert all(torch.equal(a, b) for a, b in zip(models[0].values(), models[1].values(), strict=True))
+    with torch.device("meta"):
+        assert module.get_inputs()[0].shape == task.SHAPE
+        assert module.SETTINGS.items() <= vars_of(task.Model(*task.get_init_inputs())).items()
+
+
+def vars_of(model: nn.Module) -> dict[str, Any]:
+    (layer,) = (module for module in model.modules() if isinstance(module, nn.ConvTranspose3d))
+    return {**vars(layer), "bias": layer.bias is not None}
+
+
+def test_fewer_types_make_a_shorter_file() -> None:
+    everything, one = exported("large_volume"), exported("large_volume", "float32")
+    assert len(one) < 0.9 * len(everything)
+    assert "struct BFloat16" in everything and "struct BFloat16" not in one
+    assert "if constexpr (Config::kMarch)" not in one, "a branch that every setting takes"
+
+
+@needs_compiler
+def test_what_an_exported_block_refuses(emulated: Callable[..., ModuleType]) -> None:
+    module = emulated("block", OTHER)
+    model = module.ModelNew(*module.get_init_inputs())
+    (x,) = module.get_inputs()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="does not know autocast"):
+        model(x)
+    model.group_norm.eps = 0.5
+    with pytest.raises(ValueError, match=r"exported for a GroupNorm of .*'eps': 1e-05.*, got .*'eps': 0.5"):
+        model(x)
+
+
+@pytest.mark.parametrize("name", ["gan_512_256_4", "depthwise_64"])
+def test_named_layers_can_be_exported(name: str) -> None:
+    """And its kernels for any GPU ask for no more shared memory than the smallest of them has."""
+    text = export.export(name, ["float16"], ["contiguous"])
+    ast.parse(text)
+    source = source_of(text, "CUDA_SOURCE")
+    other = re.sub(r"#if defined\(FOR_HOPPER\).*?\n#endif\n\n", "", source, flags=re.DOTALL)
+    launches = re.findall(r"launch\(\"\w+\", \w+, dim3\{[\d, ]+\}, \d+, (\d+), args, stream\)", other)
+    assert len(launches) >= 3
+    assert max(map(int, launches)) <= 99 * 1024
+
+
+def test_the_command_writes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "layer.py"
+    words = ["export", LAYER, "--dtype", "float16", "--layout", "contiguous", "-o", str(path)]
+    assert cli.main(words) == 0
+    assert f"wrote {path}" in capsys.readouterr().out
+    assert f"    tconv3d export '{LAYER}' --dtype float16 --layout contiguous\n" in path.read_text()
+    assert "defined(FOR_CHANNELS_LAST_3D)" not in path.read_text().split("CUDA_SOURCE = ")[1]
+    assert cli.main(["export", "no_such_task", "-o", str(path)]) == 1
+    assert "no layer is called 'no_such_task'" in capsys.readouterr().err
+    assert cli.main(["export", LAYER, "--dtype", "float16", "-o", str(tmp_path / "nowhere" / "x.py")]) == 1
+    assert "cannot write" in capsys.readouterr().err
+
+
+# ---- compiled for GPUs
+
+
+def source_of(text: str, name: str) -> str:
+    (value,) = (
+        node.value.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == name
+        if isinstance(node.value, ast.Constant)
+    )
+    return str(value)
+
+
+COMPILED = [
+    ("90a", "tf32", "contiguous"),
+    ("90a", "float16", "channels_last_3d"),
+    ("80", "bfloat16", "contiguous"),
+]
+
+
+def macros(arch: str, which: str, layout: str) -> list[str]:
+    return [f"FOR_{name.upper()}" for name in (which, layout, *(["hopper"] if arch == "90a" else []))]
+
+
+def compile_exported(name: str, arch: str, which: str, layout: str) -> dict[str, compiler.Report]:
+    """NVRTC's report of every kernel of a task's file, by the end of its function's name."""
+    try:
+        compiler.version()
+    except compiler.MissingCompilerError as error:
+        pytest.skip(str(error))
+    from cuda.core import Program, ProgramOptions
+
+    source = source_of(exported(name), "CUDA_SOURCE")
+    chosen = macros(arch, which, layout)
+
+    def build() -> bytes:
+        options = ProgramOptions(arch=f"sm_{arch}", define_macro=chosen, **compiler._OPTIONS)
+        log = io.StringIO()
+        Program(source, "c++", options).compile("cubin", logs=log)
+        return log.getvalue().encode()
+
+    log = cache.get(cache.key("export", source, arch, *chosen, compiler.version()), ".log", build).decode()
+    found = re.findall(
+        r"Compiling entry function '_ZN7tconv3d\d+([a-z_0-9]+)E\w+'(.*?)(?=Compiling|$)", log, re.DOTALL
+    )
+    return {function: compiler.report(text) for function, text in found}
+
+
+@pytest.mark.parametrize(("arch", "which", "layout"), COMPILED)
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_tasks_compile_for_every_gpu(name: str, arch: str, which: str, layout: str) -> None:
+    reports = compile_exported(name, arch, which, layout)
+    functions = [f.split("_")[0] for f in reports]
+    assert functions.count("forward") and functions.count("input") and functions.count("weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "arch", "gpu", "which"),
+    [*((name, "90a", "hopper", "tf32") for name in tasks.NAMES), ("relu_group_norm", "80", "any", "bfloat16")],
+)
+def test_exported_kernels_are_as_lean_as_the_librarys(name: str, arch: str, gpu: str, which: str) -> None:
+    """Registers and spills are those of the kernels that the library compiles for the same constants."""
+    reports = compile_exported(name, arch, which, "contiguous")
+    variant = export.passes.Variant(gpu, which, "contiguous")
+    every = export.passes.variants(list(export.PRECISIONS), export.LAYOUTS)
+    expected = {
+        f"{operation.name}_{launch.kernel}": compiler.compile(launch.kernel, launch.constants, f"sm_{arch}").report
+        for operation in export.passes.operations(layers.LAYERS[name], every)
+        for launch in operation.plans[variant].launches
+    }
+    assert filled_up(reports) == filled_up(expected)
+
+
+def filled_up(reports: dict[str, compiler.Report]) -> dict[str, compiler.Report]:
+    """Beside kernels with dynamic shared memory, aligned to 1024 bytes, static shared memory is filled up to that."""
+    return {name: replace(r, shared_bytes=-(-r.shared_bytes // 1024) * 1024) for name, r in reports.items()}
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+@pytest.mark.parametrize(
+    ("name", "arch", "which"),
+    [
+        ("grouped_strided", "90a", "tf32"),
+        ("large_volume", "80", "bfloat16"),
+        ("asymmetric_kernel", "80", "float32"),
+        ("relu_group_norm", "90a", "float16"),
+    ],
+)
+def test_nvcc_compiles_tasks(name: str, arch: str, which: str, tmp_path: Path) -> None:
+    source = tmp_path / "cuda.cu"
+    source.write_text(source_of(exported(name), "CUDA_SOURCE"))
+    flags = ["-std=c++20", *cpp_extension.COMMON_NVCC_FLAGS, f"-gencode=arch=compute_{arch},code=sm_{arch}"]
+    flags += [f"-D{macro}" for macro in macros(arch, which, "contiguous")]
+    words = ["nvcc", *flags, "-c", str(source), "-o", str(tmp_path / "cuda.o")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr, done.stderr
+
+
+# ---- on a GPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: load_inline compiles, and kernels run")
+@pytest.mark.parametrize("layout", FORMATS)
+@pytest.mark.parametrize("which", ["tf32", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("name", [*tasks.NAMES, *SMALL])
+def test_exported_files_compute_on_a_gpu(name: str, which: str, layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "model_new.py"
+    path.write_text(exported(SMALL.get(name, name)))
+    check_model(load_file("model_new", path), which, layout, "cuda")
