@@ -1,6 +1,6 @@
 # make demo     the four reference tasks: full size and timed with a GPU, reduced and emulated without one
-# make test     every check: ruff, clang-format, mypy, the documentation site, the test suite, and its kernels compiled
-#               for every GPU
+# make test     every check: ruff, clang-format, mypy, import-linter, the documentation site, the test suite with its ten
+#               slowest tests, and its kernels compiled for every GPU
 # make fuzz     random layers, tensors and calls against float64: SEED=, MINUTES=, CASES=, WORKERS=, SANITIZE=1, JSON=
 # make test-oldest  a few tests with the oldest PyTorch that is supported, without a GPU
 # make docs     build the documentation site into artifacts/site
@@ -59,6 +59,7 @@ check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff format --check .)
 	$(call if_present,$(BIN)clang-format --version,clang-format,$(BIN)clang-format --dry-run --Werror $(CUDA_SOURCES))
 	$(call if_present,$(PY) -m mypy --version,mypy,$(PY) -m mypy tconv3d)
+	$(call if_present,$(BIN)lint-imports --version,import-linter,$(BIN)lint-imports --no-cache --no-logo)
 
 fuzz: $(READY)
 	PYTHONPATH=.:tests:tests/helpers $(PY) -m fuzz --workers $(WORKERS) $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(CASES),--cases $(CASES)) $(if $(SANITIZE),--sanitize) $(if $(JSON),--json $(JSON))

@@ -74,6 +74,7 @@ def layers(draw: st.DrawFn) -> Layer:
     return layer
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(layers(), st.sampled_from([torch.float32, torch.float32, torch.float16]), st.booleans())
 def test_generated(layer: Layer, dtype: torch.dtype, channels_last: bool) -> None:

@@ -778,6 +778,7 @@ def all_passes(name: str) -> list[Tensor]:
         return [t for form in FORMATS.values() for t in run(module, x.contiguous(memory_format=form))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 def test_sanitizers_find_nothing() -> None:
     child = subprocess.run([sys.executable, __file__], env=sanitized(), capture_output=True, text=True, check=False)
@@ -785,6 +786,7 @@ def test_sanitizers_find_nothing() -> None:
     assert child.stdout.split("\n")[:-1] == [f"{name}: run" for name in SANITIZED]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 @pytest.mark.parametrize("name", ORDERED)
 def test_the_order_of_threads_changes_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def results(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {"output": y.detach(), "input": x.grad, **gradients}
 
 
+@pytest.mark.slow
 def test_same_outputs_and_gradients(network: tuple[str, nn.Module, Tensor]) -> None:
     name, model, x = network
     before = results(model, x)

@@ -79,6 +79,7 @@ def worker() -> Iterator[Worker]:
         yield worker
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KEPT)
 def test_what_failed_once_passes(name: str, worker: Worker) -> None:
     cases = KEPT[name] if DEVICE == "cpu" else [replace(case, plans="") for case in KEPT[name]]
@@ -86,6 +87,7 @@ def test_what_failed_once_passes(name: str, worker: Worker) -> None:
     assert outcome.failed is None, outcome.message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_cases_from_a_fixed_seed_pass(seed: int) -> None:
     plans = ("", *draw.PLANS) if DEVICE == "cpu" else ("",)
@@ -95,6 +97,7 @@ def test_cases_from_a_fixed_seed_pass(seed: int) -> None:
     assert search.run_cases >= 100
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
 def test_cases_pass_under_sanitizers() -> None:
     with Worker("cpu", sanitized()) as worker:

@@ -26,7 +26,10 @@ from tconv3d.families.direct import planner as direct_planner
 from tconv3d.planning import planner
 from tconv3d.torch_ops import executor
 
-pytestmark = pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler"),
+]
 
 GUARD = 1 << 14  # elements before and after a result
 ZONES = (slice(0, GUARD), slice(-GUARD, None))

@@ -86,6 +86,7 @@ def reports() -> dict[str, tuple[int, str]]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SANITIZED)
 def test_sanitizers(reports: dict[str, tuple[int, str]], name: str) -> None:
     status, report = reports[name]

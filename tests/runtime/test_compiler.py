@@ -405,6 +405,7 @@ def test_threads_compile_one_kernel_once(builds: list[str]) -> None:
 # ---- what make test runs after the tests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lanes, status", [(32, 0), (3, 1)])
 def test_compile_everything_fails_for_a_kernel_that_does_not_compile(lanes: int, status: int, tmp_path: Path) -> None:
     pytest.importorskip("cuda.core")

@@ -17,6 +17,7 @@ from tconv3d import emulator
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_without_a_gpu(script: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
@@ -27,6 +28,7 @@ def test_an_example_runs_without_a_gpu(script: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "an example leaves nothing behind"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 @pytest.mark.parametrize("name", ["swap_unet", "fused_block", "train_decoder"])
 def test_an_example_runs_on_the_kernels(

@@ -207,6 +207,7 @@ CASES = [  # few: each compiles a whole file
 ]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(("layer", "capability", "which", "layout"), CASES)
 def test_exported_files_compute_in_the_emulator(
@@ -237,6 +238,7 @@ def pending(tensor: Tensor, how: str) -> Tensor:
     return torch._neg_view(-tensor)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("layer", ["strided, bias", "block"])
 @pytest.mark.parametrize("how", ["minus sign", "zeros"])
@@ -457,6 +459,7 @@ def compile_exported(name: str, arch: str, which: str, layout: str) -> dict[str,
     return {function: compiler.report(text) for function, text in found}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arch", "which", "layout"), COMPILED)
 @pytest.mark.parametrize("name", tasks.NAMES)
 def test_tasks_compile_for_every_gpu(name: str, arch: str, which: str, layout: str) -> None:
@@ -465,6 +468,7 @@ def test_tasks_compile_for_every_gpu(name: str, arch: str, which: str, layout: s
     assert functions.count("forward") and functions.count("input") and functions.count("weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "arch", "gpu", "which"),
     [*((name, "90a", "hopper", "tf32") for name in tasks.NAMES), ("relu_group_norm", "80", "any", "bfloat16")],
@@ -487,6 +491,7 @@ def filled_up(reports: dict[str, compiler.Report]) -> dict[str, compiler.Report]
     return {name: replace(r, shared_bytes=-(-r.shared_bytes // 1024) * 1024) for name, r in reports.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize(
     ("name", "arch", "which"),

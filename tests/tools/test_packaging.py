@@ -68,6 +68,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
         assert f"Provides-Extra: {extra}" in metadata
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 def test_kernels_compile_out_of_an_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     installed = tmp_path / "installed"

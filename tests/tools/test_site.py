@@ -39,5 +39,5 @@ def test_hooks_of_a_commit_run_the_tools_of_make_check() -> None:
     rule = makefile[makefile.index("check: $(READY)") : makefile.index("docs: $(READY)")]
     for entry in entries:
         assert entry.removeprefix("python ") in rule, f"make check does not run {entry}"
-    assert len(entries) == rule.count("$(call if_present") == 4
+    assert len(entries) == rule.count("$(call if_present") == 5
     assert "repo: local" in hooks and "://" not in hooks

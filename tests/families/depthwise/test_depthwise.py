@@ -109,6 +109,7 @@ def test_unaligned_and_strided_operands(ours: str) -> None:
             check(layer, dtype, ours, [one, *others])
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(layer=small_layers((5, 5, 9), st.integers(1, 3), None), half=st.booleans())
 def test_generated_geometries(layer: Layer, half: bool, ours: str) -> None:

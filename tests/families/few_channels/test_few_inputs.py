@@ -119,6 +119,7 @@ def test_unaligned_and_strided_operands(few_inputs: str) -> None:
         check(layer, [operands[0], turned], grad)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(layer=small_layers((4, 5, 9), st.integers(1, 3), st.integers(1, 20)), half=st.booleans(), last=st.booleans())
 def test_generated_geometries(layer: Layer, half: bool, last: bool, few_inputs: str) -> None:

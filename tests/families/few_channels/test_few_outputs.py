@@ -95,6 +95,7 @@ def test_unaligned_and_strided_operands(dtype: torch.dtype, few_outputs: str) ->
         check(layer, dtype, few_outputs, [one, *others], forward_only=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(layer=small_layers((5, 6, 20), st.integers(1, 20), st.integers(1, 3)), half=st.booleans(), last=st.booleans())
 def test_generated_geometries(layer: Layer, half: bool, last: bool, few_outputs: str) -> None:

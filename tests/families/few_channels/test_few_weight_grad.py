@@ -76,6 +76,7 @@ def test_unaligned_and_strided_operands(few: str) -> None:
         check(layer, x, dy.permute(4, 2, 0, 3, 1).contiguous().permute(2, 4, 1, 3, 0))
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(layer=small_layers((4, 5, 9), st.integers(1, 3), st.integers(1, 20)), half=st.booleans(), last=st.booleans())
 def test_generated_geometries(layer: Layer, half: bool, last: bool, few: str) -> None:

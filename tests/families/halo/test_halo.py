@@ -74,6 +74,7 @@ def with_lines(draw: st.DrawFn) -> Case:
     return case
 
 
+@pytest.mark.slow
 @needs_compiler
 @given(with_lines(), st.sampled_from(["forward", "shuffled:3"]))
 @settings(max_examples=8)

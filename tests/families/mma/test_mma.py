@@ -91,6 +91,7 @@ def test_every_element_against_float64(name: str, dtype: torch.dtype, memory_for
         checked(LAYERS[name], dtype, operands_of(LAYERS[name], dtype, memory_format))
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     layer=small_layers((3, 3, 5), st.integers(4, 20), st.integers(4, 20)),
@@ -231,6 +232,7 @@ MUTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_found(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, text, replacement = MUTANTS[name]

@@ -150,6 +150,7 @@ def test_bands_have_every_plane_once() -> None:
     assert not unfold.bands_of(operands(WIDE), H200.thrifty)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(layer=small_layers((3, 4, 6), st.integers(4, 20), st.integers(1, 12)), planes=st.integers(0, 3))
 def test_generated_geometries(layer: Layer, planes: int, unfolded: str) -> None:

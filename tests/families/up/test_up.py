@@ -148,6 +148,7 @@ def test_weights_that_are_kept_in_order(
     assert task.packing is not None and "start" in vars(task.packing)  # which the third call made
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(
     channels=st.tuples(st.integers(1, 80), st.integers(1, 40)),

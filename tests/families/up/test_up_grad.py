@@ -119,6 +119,7 @@ def test_against_float64(name: str, which: Pass, hopper: str) -> None:
     check(CASES[name], which, hopper)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(
     channels=st.tuples(st.integers(1, 80), st.integers(1, 40)),
