@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from x.search import Search
-from x.shrink import SECONDS
+from fuzz.search import Search
+from fuzz.shrink import SECONDS
 
 MINUTES = 10.0  # if neither a time nor a number of cases is given
 

@@ -13,7 +13,7 @@ from math import prod
 from random import Random
 
 from layers import Layer, Triple
-from x.case import DIMENSIONS, GRADIENTS, PLAIN, Case, Memory
+from fuzz.case import DIMENSIONS, GRADIENTS, PLAIN, Case, Memory
 
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import ITEM_BYTES

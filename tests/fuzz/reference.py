@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from layers import UNIT, allowed_error
 from torch import Tensor
-from x.case import Case
+from fuzz.case import Case
 
 EPS = 1e-3  # of the norm
 # Roundings of one value between convolution and result of the norm: the convolution's result, the statistics of

@@ -11,9 +11,9 @@ from unittest.mock import patch
 import torch
 from layers import to_tf32, wrong_elements
 from torch import Tensor
-from x.case import DIMENSIONS, Case, Memory
-from x.guards import Guards
-from x.reference import EPS, expected, result_type
+from fuzz.case import DIMENSIONS, Case, Memory
+from fuzz.guards import Guards
+from fuzz.reference import EPS, expected, result_type
 
 import tconv3d
 from tconv3d.planning.geometry import Geometry

@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from x import draw, families
-from x.case import Case, line
-from x.shrink import CASE_TIMEOUT, SECONDS, kind_of, shrink
-from x.workers import Worker
+from fuzz import draw, families
+from fuzz.case import Case, line
+from fuzz.shrink import CASE_TIMEOUT, SECONDS, kind_of, shrink
+from fuzz.workers import Worker
 
 MOST_OF_A_KIND = 2  # failures of one kind that are shrunk; the others are most likely the same
 

@@ -14,8 +14,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from layers import Layer, Triple
-from x.case import PLAIN, Case, Memory
-from x.draw import fits, has
+from fuzz.case import PLAIN, Case, Memory
+from fuzz.draw import fits, has
 
 SECONDS = 90.0  # for one failure
 CASE_TIMEOUT = 40.0  # seconds for one case while shrinking

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from x.case import Case, line, parse
+from fuzz.case import Case, line, parse
 
 TESTS = Path(__file__).parents[1]
 TIMEOUT = 120.0  # seconds for one case, in which it may compile a dozen kernels
@@ -116,7 +116,7 @@ def _forward(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
 
 def main() -> None:
     import torch
-    from x import run  # noqa: F401  (children find it imported)
+    from fuzz import run  # noqa: F401  (children find it imported)
 
     torch.set_num_threads(1)
     device, out = sys.argv[1], os.fdopen(os.dup(1), "w", buffering=1)
@@ -137,8 +137,8 @@ def main() -> None:
 
 
 def _run_all(cases: list[Case], device: str, out: TextIO) -> None:
-    from x import run
-    from x.families import counted
+    from fuzz import run
+    from fuzz.families import counted
 
     failure = ""
     with counted() as families:
