@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from fuzz.search import Search
 from fuzz.shrink import SECONDS
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from layers import UNIT, allowed_error
 from torch import Tensor
+
 from fuzz.case import Case
 
 EPS = 1e-3  # of the norm

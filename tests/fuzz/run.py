@@ -11,11 +11,12 @@ from unittest.mock import patch
 import torch
 from layers import to_tf32, wrong_elements
 from torch import Tensor
-from fuzz.case import DIMENSIONS, Case, Memory
-from fuzz.guards import Guards
-from fuzz.reference import EPS, expected, result_type
 
 import tconv3d
+from fuzz.case import DIMENSIONS, Case, Memory
+from fuzz.families import FAVOURED, limited
+from fuzz.guards import Guards
+from fuzz.reference import EPS, expected, result_type
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.gpus import GPUS
 from tconv3d.tools.bench.precision import precision
@@ -82,10 +83,11 @@ def _values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
 
 @contextlib.contextmanager
 def _settings(case: Case, device: str) -> Iterator[None]:
-    """PyTorch's precision, the machine to plan for, and the emulator's order of threads."""
+    """PyTorch's precision, the machine to plan for, limits of planners, and the emulator's order of threads."""
     gpu = GPUS[case.plans].device if case.plans else executor.EMULATED
     with (
         precision(case.dtype),
+        limited(FAVOURED[case.favoured]),
         patch.object(executor, "EMULATED", gpu),
         patch.dict(os.environ, {"TCONV3D_EMULATOR_ORDER": case.order}),
         tconv3d.use_backend("emulator" if device == "cpu" else "cuda"),

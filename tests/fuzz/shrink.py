@@ -14,6 +14,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from layers import Layer, Triple
+
 from fuzz.case import PLAIN, Case, Memory
 from fuzz.draw import fits, has
 

@@ -116,6 +116,7 @@ def _forward(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
 
 def main() -> None:
     import torch
+
     from fuzz import run  # noqa: F401  (children find it imported)
 
     torch.set_num_threads(1)
