@@ -694,7 +694,8 @@ class Build:
             way = dense and (anywhere or job.item_bytes == 2) if self.joint else not anywhere
             return has_lines(job) and way and job.norm is None
         if self.in_registers:
-            return job.written_last and job.has_rows and job.norm is None
+            # Rows that a launch has written are rounded already, and rounding twice adds half a unit twice.
+            return job.written_last and job.has_rows and not job.rows and job.norm is None
         if self.portioned:  # parts are laid out like the result, and added as they are
             return job.dense and job.norm is None and job.activation == "tconv3d::Identity"
         if (self.divided or self.spread) and job.norm:
