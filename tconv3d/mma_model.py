@@ -21,14 +21,16 @@ SHARED_BYTES_PER_CYCLE = 128.0
 L2_BYTES_PER_CYCLE = 24.0  # that a multiprocessor gets when all of them read
 MEMORY_BYTES_PER_CYCLE = 16.0  # that a multiprocessor can write to memory when all of them do
 ISSUE_PER_CYCLE = 4.0  # instructions, one of each scheduler
-COPY_INSTRUCTIONS = 14.0  # of a warp, to ask for one copy of each lane
+COPY_INSTRUCTIONS = 8.0  # of a warp, to ask for one copy of each lane
 ROUND_INSTRUCTIONS = 2.0  # that round a word to TF32
 STORE_INSTRUCTIONS = 12.0  # of a warp, for one store of each lane
 STEP_CYCLES = 60.0  # a barrier
 ROW_CYCLES = 90.0  # that a warp waits for the first fragments of a row of taps
-BLOCK_CYCLES = 3000.0  # from a block's start to its first product, and its last stores
+BLOCK_CYCLES = 2500.0  # from a block's start to its first product, and until its last store is done
 TORN_STORES = 2.0  # times the memory cycles, where neighbours in memory are stored by different blocks
-OVERLAP = 0.2  # of the shorter parts of a block's time is not hidden behind the longest
+TOGETHER = 3.0  # exponent of the norm that joins parts which overlap: two equal ones take 1.26 times as long as one
+OVERLAP = 0.1  # of the shorter of waiting and working is not hidden behind the longer
+LAST_ROUND = 0.7  # of a round that the last one takes, however few blocks it has
 
 SLOT_PAD = 16  # bytes after the channels of a slot
 K_STEP = 32  # bytes of channels
@@ -38,6 +40,7 @@ JOB_REGISTERS = 12  # of a thread, for what comes through registers
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block
 MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
 SAFE_SUMS = 128  # accumulators of a thread
+MAX_BLOCKS = 5  # of a multiprocessor
 MAX_REGISTERS = 244  # of a thread, by the estimate
 BOX_ITEM = 0.3  # of the time of a position's products, that an item of the halo takes
 BOX_LINE = 4.0  # items that the ends of a line in memory take, whose sectors are not whole
@@ -353,31 +356,32 @@ class Candidate:
         return tiles * g.groups * self.slices * len(self.work.phases)
 
     def cycles(self, device: Device) -> float:
-        """Predicted for the whole launch."""
-        b = self.build
-        resident = b.blocks * device.multiprocessors
-        rounds = -(-self.grid // resident)
+        """Predicted for the whole launch.
+
+        Blocks that share a multiprocessor are limited by what is busiest, and hide each other's waiting. A block
+        that has one for itself takes as long as everything that it does after another.
+        """
+        resident = self.build.blocks * device.multiprocessors
         whole = self.grid / resident
         # The last round is seldom full, and its blocks have more of their multiprocessor to themselves.
-        rounds_cost = whole + 0.7 * (rounds - whole) if rounds > 1 else 1.0
-        sharing = min(b.blocks, -(-self.grid // device.multiprocessors))
-        parts = [part * sharing for part in self._parts()]
-        longest = max(parts)
-        rows = self.chunks * len(self.work.rows) / len(self.work.phases)
-        serial = (STEP_CYCLES * self._steps + ROW_CYCLES * rows) / min(4.0, self._warps_of_scheduler(sharing))
-        serial += BLOCK_CYCLES / sharing
-        return rounds_cost * (longest + OVERLAP * (sum(parts) - longest) + serial)
-
-    def _warps_of_scheduler(self, blocks: int) -> float:
-        return max(1.0, blocks * self.build.threads / 128)
+        rounds = whole + LAST_ROUND * (-(-self.grid // resident) - whole) if whole > 1 else 1.0
+        sharing = min(self.build.blocks, -(-self.grid // device.multiprocessors))
+        *inner, storing = self._parts()
+        alone = _together(inner) + self._waiting + storing
+        busy = sharing * _together([*inner[:-1], inner[-1] + storing])
+        return rounds * (max(alone, busy) + OVERLAP * min(alone, busy))
 
     @property
-    def _steps(self) -> float:
+    def _waiting(self) -> float:
+        """Cycles of a block in which nothing is done, if no other block shares its multiprocessor."""
         steps = sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources)
-        return self.chunks * steps / len(self.work.phases)
+        rows = len(self.work.rows)
+        warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
+        each = STEP_CYCLES * steps + ROW_CYCLES * rows / warps_of_scheduler
+        return BLOCK_CYCLES + each * self.chunks / len(self.work.phases)
 
     def _parts(self) -> tuple[float, ...]:
-        """Cycles of tensor cores, shared memory, issuing and memory, of an average block that has it alone."""
+        """Cycles of tensor cores, shared memory, issuing, loads and stores, of an average block, each alone."""
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
@@ -388,23 +392,19 @@ class Candidate:
         a_loads = warps * k_steps * fragments
         b_bytes = warps * k_steps * taps * b.tiles_n * 256
         weight_bytes = self.chunks * taps * self.tap_bytes
-        halo_items = sources * prod(self.box.halo)
-        halo_bytes = halo_items * self.chunks * self.chunk * self.item_bytes
+        halo_bytes = sources * prod(self.box.halo) * self.chunks * self.chunk * self.item_bytes
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.item_bytes == 4 else 0.0
-        per_copy = (16, 4, 2)[self.copy]
-        copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 64 + halo_bytes / per_copy)
-        stored = b.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
-        storing = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
-        issue = multiplies + a_loads + b_bytes / 512 + rounding + copying + storing
+        copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 16 + halo_bytes / (16, 4, 2)[self.copy])
+        stored = prod(self.box.tile) * len(self.work.inner.phases) * min(b.columns, side.outs)
+        issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
         torn = 1.0 if self.work.dense_w or side.y[4] != 1 else TORN_STORES
-        sector = self._sector_waste
         return (
             MULTIPLY_CYCLES * multiplies,
             shared / SHARED_BYTES_PER_CYCLE,
-            issue / ISSUE_PER_CYCLE,
-            (weight_bytes + halo_bytes * sector) / L2_BYTES_PER_CYCLE
-            + torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE,
+            (multiplies + a_loads + b_bytes / 512 + rounding + copying) / ISSUE_PER_CYCLE,
+            (weight_bytes + halo_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
+            max(torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
         )
 
     @property
@@ -415,6 +415,11 @@ class Candidate:
             return (line + 28.0) / line
         run = min(self.chunk, self.work.side.reduced) * self.item_bytes
         return max(1.0, 32.0 / run)
+
+
+def _together(parts: list[float]) -> float:
+    """Cycles of parts that overlap: little more than the longest alone, unless others are nearly as long."""
+    return sum(part**TOGETHER for part in parts) ** (1 / TOGETHER)
 
 
 def _registers(work: Work, build: Build, copy: int) -> int:
@@ -439,7 +444,7 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
     """Every build worth a look."""
     side = work.side
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
-    for tiles_m, tiles_n in product((1, 2, 4, 8), (1, 2, 3, 4, 6, 8)):
+    for tiles_m, tiles_n in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8)):
         sums = 4 * len(work.inner.phases) * tiles_m * tiles_n
         if sums > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
             continue
@@ -455,7 +460,7 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
             if needed > MAX_REGISTERS:
                 continue
             room = REGISTERS // (shape.threads * needed)
-            for blocks, (rows, stages) in product(sorted({1, room // 2, room} & set(range(1, 7))), STAGES):
+            for blocks, (rows, stages) in product(range(1, min(room, MAX_BLOCKS) + 1), STAGES):
                 if rows <= max(1, work.most_rows):
                     yield replace(shape, rows=rows, stages=stages, blocks=blocks)
 
