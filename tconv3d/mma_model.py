@@ -219,25 +219,42 @@ class Work:
 class Box:
     """The positions of a block: run-time values, chosen for the volume."""
 
-    tile: Triple
+    items: int  # batch items
+    tile: Triple  # positions of each of them
     halo: Triple
     plane: int  # slots of a plane of a line of the halo
     line: int  # slots from line to line along h
     sheet: int  # slots from line to line along d
     slots: int
-    tiles: Triple  # how many boxes there are along d, h, w
+    tiles: tuple[int, ...]  # how many boxes there are along n, d, h, w
 
     @classmethod
-    def of(cls, work: Work, tile: Triple) -> Box:
-        steps, grid = work.halo_steps, work.side.grid
+    def of(cls, work: Work, items: int, tile: Triple) -> Box:
+        steps, whole = work.halo_steps, (work.side.problem.batch, *work.side.grid)
         halo = tuple((t - 1) * s + r + 1 for t, s, r in zip(tile, steps, work.reach, strict=True))
         plane = -(-halo[2] // steps[2])
         line = plane * steps[2] | 1
         sheet = halo[1] * line
         if tile[1] < 8:  # lines of several sheets make 8 rows: they lie in different banks
             sheet += (_power_of_two_up(tile[1]) - sheet) % 8
-        tiles = tuple(-(-extent // t) for extent, t in zip(grid, tile, strict=True))
-        return cls(tile, halo, plane, line, sheet, halo[0] * sheet, tiles)
+        tiles = tuple(-(-extent // t) for extent, t in zip(whole, (items, *tile), strict=True))
+        return cls(items, tile, halo, plane, line, sheet, items * halo[0] * sheet, tiles)
+
+    @property
+    def positions(self) -> int:
+        return self.items * prod(self.tile)
+
+    @property
+    def lines(self) -> int:
+        return self.items * self.tile[0] * self.tile[1]
+
+    @property
+    def halo_items(self) -> int:
+        return self.items * prod(self.halo)
+
+    @property
+    def halo_lines(self) -> int:
+        return self.items * self.halo[0] * self.halo[1]
 
 
 def _power_of_two_up(value: int) -> int:
@@ -255,15 +272,17 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
         lines = 16 * warps_m // warps_w
         for h in sorted({min(lines, height, e) for e in (1, 2, 4, 8, 16, 32, 64, 128)} | _even_parts(height, lines)):
             parts = -(-depth // min(depth, lines // h))
-            found.append(Box.of(work, (-(-depth // parts), h, warps_w * tiles_m)))
+            box = Box.of(work, 1, (-(-depth // parts), h, warps_w * tiles_m))
+            found.append(box)
+            if parts == 1 and lines >= 2 * box.lines:  # there is room for several batch items
+                found.append(Box.of(work, min(work.side.problem.batch, lines // box.lines), box.tile))
 
     def cost(box: Box) -> float:
-        items, lines = prod(box.halo), box.halo[0] * box.halo[1]
-        read = items + (BOX_LINE * lines if work.side.x[4] == 1 else 0.0)
-        written = BOX_LINE * box.tile[0] * box.tile[1] if work.side.y[4] == 1 else 0.0
+        read = box.halo_items + (BOX_LINE * box.halo_lines if work.side.x[4] == 1 else 0.0)
+        written = BOX_LINE * box.lines if work.side.y[4] == 1 else 0.0
         return prod(box.tiles) * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
 
-    return tuple(sorted(found, key=cost)[:3])
+    return tuple(sorted(dict.fromkeys(found), key=cost)[:4])
 
 
 def _even_parts(size: int, most: int) -> set[int]:
@@ -324,7 +343,7 @@ class Candidate:
     def store_pitch(self) -> int:
         """Elements from column to column: likewise."""
         phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
-        lines = self.box.tile[0] * self.box.tile[1] * (len(self.work.inner.phases) // phases)
+        lines = self.box.lines * (len(self.work.inner.phases) // phases)
         return (lines * self.store_line * self.item_bytes // 16 | 1) * 16 // self.item_bytes
 
     @property
@@ -352,8 +371,7 @@ class Candidate:
     @property
     def grid(self) -> int:
         g = self.work.side.problem.geometry
-        tiles = self.work.side.problem.batch * prod(self.box.tiles)
-        return tiles * g.groups * self.slices * len(self.work.phases)
+        return prod(self.box.tiles) * g.groups * self.slices * len(self.work.phases)
 
     def cycles(self, device: Device) -> float:
         """Predicted for the whole launch.
@@ -392,11 +410,11 @@ class Candidate:
         a_loads = warps * k_steps * fragments
         b_bytes = warps * k_steps * taps * b.tiles_n * 256
         weight_bytes = self.chunks * taps * self.tap_bytes
-        halo_bytes = sources * prod(self.box.halo) * self.chunks * self.chunk * self.item_bytes
+        halo_bytes = sources * self.box.halo_items * self.chunks * self.chunk * self.item_bytes
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.item_bytes == 4 else 0.0
         copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 16 + halo_bytes / (16, 4, 2)[self.copy])
-        stored = prod(self.box.tile) * len(self.work.inner.phases) * min(b.columns, side.outs)
+        stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
         issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
         torn = 1.0 if self.work.dense_w or side.y[4] != 1 else TORN_STORES
         return (

@@ -14,7 +14,7 @@ from .direct_planner import INT32_MAX, SCALARS, Side
 from .launch import Constants, Launch
 from .mma_model import Build, Candidate, Work, candidates
 from .packing import divider, int32s, int64s, padded
-from .problem import Device, Pass, Plan, Problem, last_offset
+from .problem import Device, Pass, Plan, Problem
 
 HAS_EPILOGUE = True
 MIN_CHANNELS = 4  # of a group, on both sides: fewer leave most of a tile of 8 idle
@@ -39,12 +39,11 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"fewer than {MIN_CHANNELS} channels per group leave tensor cores idle"
     if g.taps > MAX_TAPS:
         return f"{g.taps} taps are more than the tables hold"
-    side = Side.of(problem)
-    if _halo_span(side) > INT32_MAX:
-        return "the offsets of a tile leave 32 bits"
     found = _chosen(problem, device)
     if found is None:
         return "no tile and its halo fit accumulators and shared memory"
+    if _halo_span(found) > INT32_MAX:
+        return "the offsets of a tile leave 32 bits"
     if found.grid > INT32_MAX:
         return "there are more blocks than a launch can have"
     return None
@@ -60,7 +59,8 @@ def plan(problem: Problem, device: Device) -> Plan:
 def plan_of(found: Candidate, problem: Problem) -> Plan:
     packed = _packed_bytes(found)
     launches = (_pack(found), _main(found))
-    tile = f"{found.build}; boxes of {' x '.join(map(str, found.box.tile))} positions"
+    items = f"{found.box.items} batch items x " if found.box.items > 1 else ""
+    tile = f"{found.build}; boxes of {items}{' x '.join(map(str, found.box.tile))} positions"
     return Plan(
         "mma",
         "tensor cores, any setting",
@@ -82,9 +82,11 @@ def copy_of(side: Side) -> int:
     return WORDS if p.item_bytes == 4 else HALVES
 
 
-def _halo_span(side: Side) -> int:
-    """The largest offset in x from the beginning of a halo, in elements, if a tile were a whole batch item."""
-    return last_offset((1, 1, *side.x_size), side.x)
+def _halo_span(found: Candidate) -> int:
+    """The largest offset in x from the beginning of a halo, in elements."""
+    lines = (step * (extent - 1) for step, extent in zip(found.work.line_steps, found.box.halo, strict=True))
+    places = (found.box.items - 1, 0, *lines)
+    return sum(place * stride for place, stride in zip(places, found.work.side.x, strict=True))
 
 
 @lru_cache(maxsize=1024)
@@ -253,8 +255,9 @@ def _main(found: Candidate) -> Launch:
         pointers=("x", "workspace", "bias", "y") if forward else ("dy", "workspace", "null", "dx"),
         scalars=padded(
             int64s(*side.x, *side.y),
-            int32s(*side.x_size, *side.y_size, *box.tile, *box.halo, box.plane, box.line, box.sheet, box.slots),
+            int32s(*side.x_size, *side.y_size, p.batch, box.items, *box.tile, *box.halo),
+            int32s(box.plane, box.line, box.sheet, box.slots),
             int32s(found.store_line, found.store_pitch, _store_lanes(found)),
-            *(divider(n) for n in (*box.tiles, box.tile[1], box.tile[2] // build.tiles_m, *box.halo[1:])),
+            *(divider(n) for n in (*box.tiles[1:], *box.tile[:2], box.tile[2] // build.tiles_m, *box.halo)),
         ),
     )

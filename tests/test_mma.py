@@ -44,6 +44,7 @@ LAYERS = {
     "padding crops whole taps": Layer(4, 4, (3, 3, 3), (5, 5, 5), T1, (3, 3, 3), batch=1),
     "many channels": Layer(72, 70, (2, 2, 4), (2, 2, 2), T1, batch=1, bias=False),
     "single voxel": Layer(4, 4, T1, T3, (2, 2, 2)),
+    "several batch items to a tile": Layer(16, 8, (2, 2, 3), T3, (2, 2, 2), T1, batch=7),
 }
 
 
@@ -183,6 +184,11 @@ def test_refusals_say_why() -> None:
         (replace(problem, input=(2**40, 1, 2**31, 2**30, 8)), a100, "32 bits"),
     ):
         assert words in (mma_planner.why_not(refused, device) or ""), words
+
+
+def test_small_volumes_share_a_tile() -> None:
+    problem = problem_of("gan_512_256_4", Pass.FORWARD, "float32", last=False)
+    assert "batch items" in mma_planner.plan(problem, gpus.GPUS["A100"].device).tile
 
 
 def test_an_input_gradient_has_a_source_for_each_phase_of_dy() -> None:
