@@ -20,6 +20,8 @@ MULTIPLY_CYCLES = 2.0  # one matrix instruction, when all four schedulers issue 
 SHARED_BYTES_PER_CYCLE = 128.0
 L2_BYTES_PER_CYCLE = 24.0  # that a multiprocessor gets when all of them read
 MEMORY_BYTES_PER_CYCLE = 16.0  # that a multiprocessor can write to memory when all of them do
+ROWS_BYTES_PER_CYCLE = 12.0  # that a multiprocessor reads and writes when x is written as rows of channels
+LAUNCH_CYCLES = 5000.0  # from the end of a launch to the next one's first block, and its last block's
 ISSUE_PER_CYCLE = 4.0  # instructions, one of each scheduler
 COPY_INSTRUCTIONS = 8.0  # of a warp, to ask for one copy of each lane
 ROUND_INSTRUCTIONS = 2.0  # that round a word to TF32
@@ -45,7 +47,8 @@ MAX_REGISTERS = 244  # of a thread, by the estimate
 BOX_ITEM = 0.3  # of the time of a position's products, that an item of the halo takes
 BOX_LINE = 4.0  # items that the ends of a line in memory take, whose sectors are not whole
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # of a block, along positions and channels
-STAGES = ((1, 3), (1, 4), (2, 3), (4, 3))  # rows of taps of a stage, and stages
+ROWS = (1, 2, 4)  # of taps, of a stage
+STAGES = 3
 MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
 
 
@@ -299,6 +302,12 @@ class Candidate:
     box: Box
     copy: int  # how the halo comes: kCopy of kernels/mma_copies.cuh
     item_bytes: int
+    rows: bool = False  # x is written as rows of channels first
+
+    @property
+    def rounds(self) -> bool:
+        """Whether TF32 numbers are rounded where they are multiplied."""
+        return self.item_bytes == 4 and not self.rows
 
     @property
     def chunk(self) -> int:
@@ -387,7 +396,16 @@ class Candidate:
         *inner, storing = self._parts()
         alone = _together(inner) + self._waiting + storing
         busy = sharing * _together([*inner[:-1], inner[-1] + storing])
-        return rounds * (max(alone, busy) + OVERLAP * min(alone, busy))
+        return rounds * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
+
+    def _writing_rows(self, device: Device) -> float:
+        """Cycles of the launch that writes x as rows of channels."""
+        if not self.rows:
+            return 0.0
+        side = self.work.side
+        elements = side.problem.batch * side.reduced * side.problem.geometry.groups * prod(side.x_size)
+        moved = 2 * elements * self.item_bytes
+        return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
 
     @property
     def _waiting(self) -> float:
@@ -412,7 +430,7 @@ class Candidate:
         weight_bytes = self.chunks * taps * self.tap_bytes
         halo_bytes = sources * self.box.halo_items * self.chunks * self.chunk * self.item_bytes
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
-        rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.item_bytes == 4 else 0.0
+        rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
         copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 16 + halo_bytes / (16, 4, 2)[self.copy])
         stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
         issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
@@ -440,10 +458,10 @@ def _together(parts: list[float]) -> float:
     return sum(part**TOGETHER for part in parts) ** (1 / TOGETHER)
 
 
-def _registers(work: Work, build: Build, copy: int) -> int:
-    sums = 4 * len(work.inner.phases) * build.tiles_m * build.tiles_n
-    window = 4 * (build.tiles_m + max(window.span for window in work.windows))
-    return sums + window + 2 * build.tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
+def _registers(work: Work, sums: int, tiles_m: int, tiles_n: int, copy: int) -> int:
+    """Of a thread, estimated."""
+    window = 4 * (tiles_m + max(window.span for window in work.windows))
+    return sums + window + 2 * tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
 
 
 def works(side: Side) -> Iterator[Work]:
@@ -459,12 +477,15 @@ def works(side: Side) -> Iterator[Work]:
 
 
 def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
-    """Every build worth a look."""
-    side = work.side
+    """Every build worth a look, with as many blocks to a multiprocessor as registers allow."""
+    side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
     for tiles_m, tiles_n in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8)):
-        sums = 4 * len(work.inner.phases) * tiles_m * tiles_n
-        if sums > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
+        if (
+            4 * phases * tiles_m * tiles_n > SAFE_SUMS
+            or 8 * (tiles_n - 1) >= side.outs
+            or tiles_m >= 2 * side.grid[2]
+        ):
             continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:
@@ -473,14 +494,11 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
                 continue
             if copy and warps_m * warps_n % (2 * steps):
                 continue  # 8 positions of every word of a slot are copied at a time
-            shape = Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, 1, 3, 1)
-            needed = _registers(work, shape, copy)
-            if needed > MAX_REGISTERS:
-                continue
-            room = REGISTERS // (shape.threads * needed)
-            for blocks, (rows, stages) in product(range(1, min(room, MAX_BLOCKS) + 1), STAGES):
-                if rows <= max(1, work.most_rows):
-                    yield replace(shape, rows=rows, stages=stages, blocks=blocks)
+            needed = _registers(work, 4 * phases * tiles_m * tiles_n, tiles_m, tiles_n, copy)
+            blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
+            for rows in ROWS:
+                if needed <= MAX_REGISTERS and rows <= max(1, work.most_rows):
+                    yield Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, STAGES, blocks)
 
 
 def shared_bytes_of_multiprocessor(device: Device) -> int:
@@ -488,11 +506,14 @@ def shared_bytes_of_multiprocessor(device: Device) -> int:
     return device.shared_bytes + BLOCK_OVERHEAD
 
 
-def candidates(side: Side, copy: int, item_bytes: int, device: Device) -> Iterator[Candidate]:
-    """Every build that fits the device, with its boxes."""
+def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:
+    """Every build that fits the device, with its boxes. `rows`: the side reads rows of channels, written first."""
     for work in works(side):
         for build in builds(work, copy, item_bytes):
             for box in boxes(work, build.tiles_m, build.warps_m):
-                found = Candidate(work, build, box, copy, item_bytes)
-                if build.blocks * (found.shared_bytes + BLOCK_OVERHEAD) <= shared_bytes_of_multiprocessor(device):
+                found = Candidate(work, build, box, copy, item_bytes, rows)
+                fit = shared_bytes_of_multiprocessor(device) // (found.shared_bytes + BLOCK_OVERHEAD)
+                if fit >= build.blocks:
                     yield found
+                elif fit > 0:
+                    yield replace(found, build=replace(build, blocks=fit))

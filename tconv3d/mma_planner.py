@@ -6,20 +6,25 @@ halo comes into shared memory, takes the build that the model predicts to be fas
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 
 from . import tensor_cores
 from .direct_planner import INT32_MAX, SCALARS, Side
 from .launch import Constants, Launch
 from .mma_model import Build, Candidate, Work, candidates
 from .packing import divider, int32s, int64s, padded
-from .problem import Device, Pass, Plan, Problem
+from .problem import Device, Pass, Plan, Problem, channels_last_strides
+from .turning import channel_rows
 
 HAS_EPILOGUE = True
 MIN_CHANNELS = 4  # of a group, on both sides: fewer leave most of a tile of 8 idle
 MAX_TAPS = 1024  # that the tables of a kernel hold
 PACK_THREADS = 256
+ALIGN = 256  # bytes to which a region of the workspace is aligned
 PACK_ELEMENTS = 8192  # that a block which packs has in shared memory
 PIECES, WORDS, HALVES = range(3)  # kCopy of kernels/mma_copies.cuh
 
@@ -57,18 +62,40 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_of(found: Candidate, problem: Problem) -> Plan:
-    packed = _packed_bytes(found)
-    launches = (_pack(found), _main(found))
+    packed, rows = _packed_bytes(found), -(-_packed_bytes(found) // ALIGN) * ALIGN
+    launches = [_pack(found), *([_rows(problem)] if found.rows else []), _main(found)]
+    if problem.which is Pass.INPUT_GRAD:
+        names = {"x": "dy", "bias": "null", "y": "dx"}
+        launches = [replace(each, pointers=tuple(names.get(p, p) for p in each.pointers)) for each in launches]
     items = f"{found.box.items} batch items x " if found.box.items > 1 else ""
     tile = f"{found.build}; boxes of {items}{' x '.join(map(str, found.box.tile))} positions"
     return Plan(
         "mma",
-        "tensor cores, any setting",
-        launches,
-        packed,
+        "tensor cores, any setting" + (", of rows of channels that are written first" if found.rows else ""),
+        tuple(launches),
+        rows + _rows_bytes(problem) if found.rows else packed,
         tile,
+        regions=(("rows", rows),) if found.rows else (),
         packed_bytes=packed if problem.which is Pass.FORWARD else 0,  # an input gradient's weight is never kept
-        preparing=1,
+        preparing=2 if found.rows else 1,
+    )
+
+
+def _read(problem: Problem) -> tuple[int, ...]:
+    """The shape of what is read: x, or dy."""
+    side = Side.of(problem)
+    return (problem.batch, side.reduced * problem.geometry.groups, *side.x_size)
+
+
+def _rows_bytes(problem: Problem) -> int:
+    return prod(_read(problem)) * problem.item_bytes
+
+
+def _rows(problem: Problem) -> Launch:
+    batch, channels, *size = _read(problem)
+    side = Side.of(problem)
+    return channel_rows(
+        problem.dtype, batch, channels, tuple(size), side.x, problem.aligned, already=False, hopper=False
     )
 
 
@@ -92,19 +119,26 @@ def _halo_span(found: Candidate) -> int:
 @lru_cache(maxsize=1024)
 def _chosen(problem: Problem, device: Device) -> Candidate | None:
     """The build that the model predicts to be fastest."""
-    side = Side.of(problem)
-    found = candidates(side, copy_of(side), problem.item_bytes, device)
-    return min(found, key=lambda candidate: candidate.cycles(device), default=None)
+    return min(_all(problem, device), key=lambda candidate: candidate.cycles(device), default=None)
+
+
+def _all(problem: Problem, device: Device) -> Iterator[Candidate]:
+    """What can be built, of x as it is, and of x written as rows of channels where that can be."""
+    side, item = Side.of(problem), 16 // problem.item_bytes
+    copy = copy_of(side)
+    yield from candidates(side, copy, problem.item_bytes, device)
+    if copy != PIECES and side.reduced % item == 0 and prod(side.x_size) <= INT32_MAX and device.workspace_bytes:
+        written = replace(side, x=channels_last_strides(_read(problem)))
+        yield from candidates(written, PIECES, problem.item_bytes, device, rows=True)
 
 
 def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:
     """The best builds by the model, each with the better of its boxes."""
-    side = Side.of(problem)
-    best: dict[Build, Candidate] = {}
-    for each in candidates(side, copy_of(side), problem.item_bytes, device):
-        other = best.get(each.build)
+    best: dict[tuple[Build, bool], Candidate] = {}
+    for each in _all(problem, device):
+        other = best.get((each.build, each.rows))
         if other is None or each.cycles(device) < other.cycles(device):
-            best[each.build] = each
+            best[each.build, each.rows] = each
     return sorted(best.values(), key=lambda each: each.cycles(device))[:most]
 
 
@@ -232,6 +266,7 @@ def _main(found: Candidate) -> Launch:
         ("kStages", build.stages),
         ("kHaloBuffers", found.halo_buffers),
         ("kCopy", found.copy),
+        ("kRounds", found.rounds),
         ("kUnitC", side.x[1] == 1),
         ("kLastOut", side.y[4] != 1),
         ("kVectorStores", vector_stores),
@@ -245,14 +280,13 @@ def _main(found: Candidate) -> Launch:
             for name, attribute in (("Phases", "phases"), ("InputStep", "input_step"), ("OutputStep", "output_step"))
         ),
     )
-    forward = p.which is Pass.FORWARD
     return Launch(
         kernel="mma",
         constants=constants,
         grid=(found.grid, 1, 1),
         threads=build.threads,
         shared_bytes=found.shared_bytes,
-        pointers=("x", "workspace", "bias", "y") if forward else ("dy", "workspace", "null", "dx"),
+        pointers=("rows" if found.rows else "x", "workspace", "bias", "y"),
         scalars=padded(
             int64s(*side.x, *side.y),
             int32s(*side.x_size, *side.y_size, p.batch, box.items, *box.tile, *box.halo),
