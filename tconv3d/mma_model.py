@@ -48,6 +48,7 @@ BOX_ITEM = 0.3  # of the time of a position's products, that an item of the halo
 BOX_LINE = 4.0  # items that the ends of a line in memory take, whose sectors are not whole
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # of a block, along positions and channels
 ROWS = (1, 2, 4)  # of taps, of a stage
+FEW_TILES, MANY_POSITIONS = 6, 8192  # a warp has more tiles than that where there are so many positions
 STAGES = 3
 MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
 
@@ -481,11 +482,10 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
     side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
     for tiles_m, tiles_n in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8)):
-        if (
-            4 * phases * tiles_m * tiles_n > SAFE_SUMS
-            or 8 * (tiles_n - 1) >= side.outs
-            or tiles_m >= 2 * side.grid[2]
-        ):
+        tiles = phases * tiles_m * tiles_n
+        if 4 * tiles > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
+            continue
+        if tiles < FEW_TILES and side.positions >= MANY_POSITIONS:
             continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:

@@ -111,6 +111,18 @@ def test_views_that_begin_anywhere(dtype: torch.dtype, memory_format: torch.memo
             checked(layer, dtype, [each, *rest])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_input_that_is_written_as_rows_of_channels_first(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mma_model, "LAUNCH_CYCLES", -1e9)  # as if it took no time
+    layer = Layer(16, 24, (3, 3, 5), T3, (2, 2, 2), T1)
+    plans: list[str] = []
+    plan_of = mma_planner.plan_of
+    monkeypatch.setattr(mma_planner, "plan_of", lambda *given: plans.append(plan_of(*given).why) or plan_of(*given))
+    with on_ampere():
+        checked(layer, dtype, operands_of(layer, dtype, CONTIGUOUS))
+    assert len(plans) == 2 and all("written first" in why for why in plans)
+
+
 @pytest.mark.parametrize("shared_bytes", [49152, 101376, 166912, 232448])
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 def test_tiles_for_other_devices(shared_bytes: int, multiprocessors: int) -> None:
