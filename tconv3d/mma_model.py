@@ -39,6 +39,7 @@ K_STEP = 32  # bytes of channels
 REGISTERS = 65536  # of a multiprocessor
 OTHER_REGISTERS = 56  # of a thread, for addresses and counters
 JOB_REGISTERS = 12  # of a thread, for what comes through registers
+STORE_BYTES = 49152  # of shared memory that stores are put together in, or one tile's, if that is more
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block
 MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
 SAFE_SUMS = 128  # accumulators of a thread
@@ -48,7 +49,7 @@ BOX_ITEM = 0.3  # of the time of a position's products, that an item of the halo
 BOX_LINE = 4.0  # items that the ends of a line in memory take, whose sectors are not whole
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # of a block, along positions and channels
 ROWS = (1, 2, 4)  # of taps, of a stage
-FEW_TILES, MANY_POSITIONS = 6, 8192  # a warp has more tiles than that where there are so many positions
+FEW_TILES, MANY_POSITIONS = 6, 8192  # a warp has so many tiles, or all channels, where there are so many positions
 STAGES = 3
 MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
 
@@ -358,9 +359,9 @@ class Candidate:
 
     @property
     def store_tiles(self) -> int:
-        """Tiles of 8 columns of a warp that are put together at a time: what fits the room of the copies."""
-        each = 8 * self.build.warps_n * self.store_pitch * self.item_bytes
-        return max(1, min(self.build.tiles_n, self.copy_bytes // each))
+        """Tiles of 8 columns of a warp that are put together at a time: the same for all boxes."""
+        each = 8 * self.build.warps_n * self.build.positions * len(self.work.inner.phases) * self.item_bytes
+        return max(1, min(self.build.tiles_n, STORE_BYTES // each))
 
     @property
     def store_bytes(self) -> int:
@@ -377,6 +378,10 @@ class Candidate:
     @property
     def shared_bytes(self) -> int:
         return max(self.copy_bytes, self.store_bytes)
+
+    def blocks_that_fit(self, device: Device) -> int:
+        """Of a multiprocessor, by shared memory: a block's limit leaves out what the system takes of each block."""
+        return (device.shared_bytes + BLOCK_OVERHEAD) // (self.shared_bytes + BLOCK_OVERHEAD)
 
     @property
     def grid(self) -> int:
@@ -485,7 +490,7 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
         tiles = phases * tiles_m * tiles_n
         if 4 * tiles > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
             continue
-        if tiles < FEW_TILES and side.positions >= MANY_POSITIONS:
+        if tiles < FEW_TILES and 8 * tiles_n < side.outs and side.positions >= MANY_POSITIONS:
             continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:
@@ -501,19 +506,25 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
                     yield Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, STAGES, blocks)
 
 
-def shared_bytes_of_multiprocessor(device: Device) -> int:
-    """The limit of a block, and what the system takes of it."""
-    return device.shared_bytes + BLOCK_OVERHEAD
-
-
 def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:
     """Every build that fits the device, with its boxes. `rows`: the side reads rows of channels, written first."""
     for work in works(side):
         for build in builds(work, copy, item_bytes):
             for box in boxes(work, build.tiles_m, build.warps_m):
                 found = Candidate(work, build, box, copy, item_bytes, rows)
-                fit = shared_bytes_of_multiprocessor(device) // (found.shared_bytes + BLOCK_OVERHEAD)
+                fit = found.blocks_that_fit(device)
                 if fit >= build.blocks:
                     yield found
                 elif fit > 0:
                     yield replace(found, build=replace(build, blocks=fit))
+
+
+def candidates_of(
+    build: Build, side: Side, copy: int, item_bytes: int, device: Device, rows: bool
+) -> Iterator[Candidate]:
+    """One build with its boxes, where it fits."""
+    work = Work(side, build.unrolled)
+    for box in boxes(work, build.tiles_m, build.warps_m):
+        found = Candidate(work, build, box, copy, item_bytes, rows)
+        if found.blocks_that_fit(device) >= build.blocks:
+            yield found

@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 
 from . import tensor_cores
 from .direct_planner import INT32_MAX, SCALARS, Side
+from .geometry import Triple
 from .launch import Constants, Launch
-from .mma_model import Build, Candidate, Work, candidates
+from .mma_model import Build, Candidate, Work, candidates, candidates_of
 from .packing import divider, int32s, int64s, padded
-from .problem import Device, Pass, Plan, Problem, channels_last_strides
+from .problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
+from .repertoire import TYPICAL, Repertoire, nearest, searched
 from .turning import channel_rows
 
 HAS_EPILOGUE = True
@@ -116,20 +118,83 @@ def _halo_span(found: Candidate) -> int:
     return sum(place * stride for place, stride in zip(places, found.work.side.x, strict=True))
 
 
-@lru_cache(maxsize=1024)
+# ---- which build
+
+Choice = tuple[Build, bool]  # what is compiled, and whether x is written as rows of channels first
+_repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
+
+
+def forget() -> None:
+    """The next volume of every layer is its first."""
+    _repertoire.forget()
+
+
 def _chosen(problem: Problem, device: Device) -> Candidate | None:
-    """The build that the model predicts to be fastest."""
-    return min(_all(problem, device), key=lambda candidate: candidate.cycles(device), default=None)
+    """A build of the layer's repertoire, so that a new volume does not recompile, with its best box."""
+    kind = (problem.which, problem.geometry, problem.dtype, problem.relu, problem.input[1] == 1)
+    choice = _repertoire.choose(
+        (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device),
+        (problem.batch, problem.input_size),
+        lambda: _own(problem, device),
+        lambda: (found for each in _typical(problem) if (found := _own(each, device)) is not None),
+        lambda choice, _: best.cycles(device) if (best := _best(problem, device, choice)) else inf,
+    )
+    return None if choice is None else _best(problem, device, choice)
+
+
+def _typical(problem: Problem) -> list[Problem]:
+    """The layer's pass over typical volumes, the nearest in size first."""
+    g, found = problem.geometry, []
+    for batch, edge in TYPICAL:
+        size = (edge, edge, edge)
+        if min(g.output_size(size)) < 1:
+            continue
+        x, y = (batch, g.in_channels, *size), (batch, g.out_channels, *g.output_size(size))
+        strides = (
+            channels_last_strides(shape) if given[1] == 1 else contiguous_strides(shape)
+            for shape, given in ((x, problem.input), (y, problem.output))
+        )
+        input, output = strides
+        found.append(replace(problem, batch=batch, input_size=size, input=input, output=output))
+    positions = problem.batch * prod(problem.input_size)
+    return nearest(positions, ((each.batch * prod(each.input_size), each) for each in found))
+
+
+@lru_cache(maxsize=1024)
+def _own(problem: Problem, device: Device) -> Choice | None:
+    """The build that the model predicts to be fastest for this volume."""
+    return searched("mma", (problem, device), lambda: _fastest(problem, device))
+
+
+def _fastest(problem: Problem, device: Device) -> Choice | None:
+    found = min(_all(problem, device), key=lambda candidate: candidate.cycles(device), default=None)
+    return None if found is None else (found.build, found.rows)
+
+
+@lru_cache(maxsize=4096)
+def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
+    """A build with the box that suits the volume best, if one fits."""
+    build, rows = choice
+    for side, copy, of_rows in _sides(problem, device):
+        if of_rows == rows:
+            found = candidates_of(build, side, copy, problem.item_bytes, device, rows)
+            return min(found, key=lambda candidate: candidate.cycles(device), default=None)
+    return None
+
+
+def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]:
+    """What may be read: x as it is, and x written as rows of channels, where that can be."""
+    side, item = Side.of(problem), 16 // problem.item_bytes
+    copy = copy_of(side)
+    yield side, copy, False
+    if copy != PIECES and side.reduced % item == 0 and prod(side.x_size) <= INT32_MAX and device.workspace_bytes:
+        yield replace(side, x=channels_last_strides(_read(problem))), PIECES, True
 
 
 def _all(problem: Problem, device: Device) -> Iterator[Candidate]:
-    """What can be built, of x as it is, and of x written as rows of channels where that can be."""
-    side, item = Side.of(problem), 16 // problem.item_bytes
-    copy = copy_of(side)
-    yield from candidates(side, copy, problem.item_bytes, device)
-    if copy != PIECES and side.reduced % item == 0 and prod(side.x_size) <= INT32_MAX and device.workspace_bytes:
-        written = replace(side, x=channels_last_strides(_read(problem)))
-        yield from candidates(written, PIECES, problem.item_bytes, device, rows=True)
+    """Whatever can be built."""
+    for side, copy, rows in _sides(problem, device):
+        yield from candidates(side, copy, problem.item_bytes, device, rows)
 
 
 def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:

@@ -143,4 +143,5 @@ def searched(name: str, settings: object, search: Callable[[], Choice]) -> Choic
 def _sources() -> bytes:
     """What a search depends on beside its arguments: the programs that make it."""
     here = Path(__file__).parent
-    return b"".join(path.read_bytes() for path in (here / "geometry.py", *sorted(here.glob("*_planner.py"))))
+    programs = (here / "geometry.py", *sorted(here.glob("*_planner.py")), *sorted(here.glob("*_model.py")))
+    return b"".join(path.read_bytes() for path in programs)
