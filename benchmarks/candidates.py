@@ -21,18 +21,16 @@ from tconv3d.api.clock import Clock
 from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.mma import planner as mma_planner
 from tconv3d.planning.problem import Device, Pass, Plan, Problem
+from tconv3d.planning.side import Side
 from tconv3d.runtime import launcher
 from tconv3d.tools.bench.layers import LAYERS, Layer
 from tconv3d.tools.bench.precision import DTYPES, LAYOUTS, precision
-from tconv3d.torch_ops import checks, executor
+from tconv3d.torch_ops import executor, problems
 
 
 def problem_of(layer: Layer, x: Tensor, w: Tensor, tf32: bool) -> Problem:
-    geometry = checks.check_channels(w, layer.settings)
-    y = executor.output_strides(geometry, x, w)
-    kind = executor.DTYPES[x.dtype]
-    strides = x.stride(), w.stride(), y
-    return Problem(Pass.FORWARD, geometry, layer.batch, layer.size, kind, *strides, bias=True, tf32=tf32)
+    bias = torch.empty(layer.out_channels, dtype=x.dtype, device=x.device)
+    return replace(problems.forward(x, w, bias, layer.settings, problems.OperandAddresses())[0], tf32=tf32)
 
 
 def plans_of(family: str, problem: Problem, device: Device, most: int) -> Iterator[tuple[str, Plan]]:
@@ -41,7 +39,7 @@ def plans_of(family: str, problem: Problem, device: Device, most: int) -> Iterat
         for found in mma_planner.predicted(problem, device, most):
             yield f"{found.cycles(device) / 1e3:9.1f} kcycles", mma_planner.plan_of(found, problem)
         return
-    side = direct_planner.Side.of(problem)
+    side = Side.of(problem)
     for tile in direct_planner.tiles(side)[:most]:
         yield f"{direct_planner._cycles(side, tile):9.2f}", direct_planner.plan_gather(side, device, tile)
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
-from ..torch_ops import checks, executor
+from ..torch_ops import checks, problems
 from . import fusing, gains, survey
 from .gains import Gain
 from .modules import ConvTranspose3d
@@ -164,7 +164,7 @@ def why_left(layer: nn.Module) -> str | None:
         return "the forward of nn.ConvTranspose3d itself has been replaced, by another library perhaps"
     if "forward" in layer.__dict__:
         return "its forward has been replaced on the object, by a hook of another library perhaps"
-    if layer.weight.dtype not in executor.DTYPES:
+    if layer.weight.dtype not in problems.DTYPES:
         return f"there is no kernel for {str(layer.weight.dtype).removeprefix('torch.')}"
     return None
 
@@ -211,6 +211,6 @@ def _gain(layer: nn.Module, shapes: tuple[Shape, ...]) -> Gain | None:
         "stride": layer.stride,
         "groups": layer.groups,
     }
-    if dtype == "float32" and executor.tf32_allowed():
+    if dtype == "float32" and problems.tf32_allowed():
         dtype = "tf32"
     return gains.predict(described, dtype, "contiguous")

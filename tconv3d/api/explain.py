@@ -21,10 +21,12 @@ from ..planning import gpus, planner
 from ..planning.geometry import Geometry
 from ..planning.gpus import DEFAULT_GPU, Gpu
 from ..planning.launch import Launch
-from ..planning.problem import Device, Norm, Pass, Plan, Problem, bias_grad_problem, contiguous_strides
-from ..torch_ops import checks, executor, ops, pytorch_ops
+from ..planning.offers import Answer, Offer, Refusal
+from ..planning.problem import Device, Norm, Pass, Plan, Problem
+from ..torch_ops import checks, executor, ops, problems, pytorch_ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
+from ..torch_ops.problems import DTYPES, OperandAddresses
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 
 LEFT = "PyTorch's operator"  # in the place of a kernel's name, where the planner refuses a layer
@@ -37,7 +39,7 @@ class PassExplanation:
     name: str
     kernel: str
     why: str
-    passed_over: dict[str, str]  # kernels that were asked first, and why they declined
+    passed_over: dict[str, str]  # kernels that were not taken: the predicted time of an offer, or why there is none
     tile: str
     launches: int  # none of its own if it comes with another pass
     workspace_bytes: int
@@ -47,6 +49,7 @@ class PassExplanation:
     bound_by: str | None
     kept_bytes: int = 0  # of the packed weight, which is kept where no gradient is wanted
     together: tuple[str, ...] = ()  # the passes that the same launches compute, if they are several
+    predicted_us: float | None = None  # of the launches that compute the pass, with what they compute beside it
 
 
 @dataclass(frozen=True)
@@ -262,37 +265,26 @@ def _explain(
 
 
 def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> list[Problem]:
-    """The four passes as a training step would ask for them."""
-    if input.is_meta or weight.is_meta:  # a shape in place of a tensor has no device of its own
-        input, weight = input.to("meta"), weight.to("meta")
-        bias = None if bias is None else bias.to("meta")
-    geometry = checks.check_forward(input, weight, bias, convolution)
-    if input.dtype not in executor.DTYPES:
+    """The passes as a training step would ask for them, by the functions that the executor asks with.
+
+    The output gradient is taken to be a new tensor with the output's strides.
+    """
+    at = OperandAddresses(*(0 if tensor.is_meta else tensor.data_ptr() for tensor in (input, weight)))
+    input, weight = input.to("meta"), weight.to("meta")  # Strides stay, and a shape has no device of its own.
+    bias = None if bias is None else bias.to("meta")
+    if input.dtype not in DTYPES:
+        checks.check_forward(input, weight, bias, convolution)
         dtype = str(input.dtype).removeprefix("torch.")
         raise NotImplementedError(f"PyTorch's operator runs dtype {dtype}: tconv3d has no kernel for it")
-    output = executor.output_strides(geometry, input, weight)
-    shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
-    grad_output = torch.empty_strided(shape, output, device="meta")
-    grad_input = pytorch_ops.result_strides(tuple(input.shape), grad_output, weight)
-    tf32 = input.dtype is torch.float32 and executor.tf32_allowed()
-    found = [
-        Problem(
-            which,
-            geometry,
-            input.shape[0],
-            tuple(input.shape[2:]),
-            executor.DTYPES[input.dtype],
-            grad_input if which is Pass.INPUT_GRAD else input.stride(),
-            contiguous_strides(weight.shape) if which is Pass.WEIGHT_GRAD else weight.stride(),
-            output,
-            bias=which is Pass.FORWARD and bias is not None,
-            tf32=tf32,
-        )
-        for which in (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)
+    forward, (shape, strides) = problems.forward(input, weight, bias, convolution, at)
+    grad_output = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
+    size, kernel = forward.input_size, forward.geometry.kernel
+    asked = [
+        problems.input_grad(grad_output, weight, size, convolution, at),
+        problems.weight_grad(grad_output, input, kernel, convolution, at),
+        *([] if bias is None else [problems.bias_grad(grad_output)]),
     ]
-    if bias is None:
-        return found
-    return [*found, bias_grad_problem(shape[0], shape[1], shape[2:], executor.DTYPES[input.dtype], output)]
+    return [forward, *(problem for problem, _ in asked)]
 
 
 def _refusal(geometry: Geometry) -> str | None:
@@ -308,12 +300,44 @@ def _explain_passes(problems: Sequence[Problem], device: Device, gpu: Gpu | None
     reason = _refusal(problems[0].geometry)
     if reason is not None:
         left = Plan(LEFT, reason, (), tile="PyTorch's choice")
-        return tuple(_explain_pass(problem, left, device, gpu) for problem in problems)
+        return tuple(_explain_pass(problem, left, gpu) for problem in problems)
     plans = {which: plan for plan in _plans(problems, device) for which in plan.passes}
-    return tuple(_explain_pass(problem, plans[problem.which], device, gpu) for problem in problems)
+    explained: list[PassExplanation] = []
+    for forward in (True, False):
+        wanted = {p.which: p for p in problems if (p.which is Pass.FORWARD) is forward}
+        answers = planner.answers(wanted, device) if wanted else []
+        taken = planner.taken(wanted, device) if wanted else ()
+        for which, problem in wanted.items():
+            offer = next(offer for offer in taken if which in offer.passes)
+            explained.append(
+                replace(
+                    _explain_pass(problem, plans[which], gpu),
+                    passed_over=_passed_over(which, offer, answers),
+                    predicted_us=offer.microseconds,
+                )
+            )
+    return tuple(explained)
 
 
-def _explain_pass(problem: Problem, plan: Plan, device: Device, gpu: Gpu | None) -> PassExplanation:
+def _passed_over(which: Pass, taken: Offer, answers: Sequence[Answer]) -> dict[str, str]:
+    """What every other kernel said to a pass."""
+    found: dict[str, str] = {}
+    for answer in answers:
+        if which not in answer.passes or (answer.kernel, answer.passes) == (taken.kernel, taken.passes):
+            continue
+        others = [each.value for each in answer.passes if each is not which]
+        if isinstance(answer, Refusal):
+            found.setdefault(answer.kernel, answer.why)
+            continue
+        beside = f" together with {' and '.join(others)}" if others else ""
+        # The planner has a time predicted only if the lower bound could still win: so does this list.
+        least = answer.least_microseconds >= taken.microseconds
+        amount = f"at least {answer.least_microseconds:.3g}" if least else f"{answer.microseconds:.3g}"
+        found[answer.kernel + beside] = f"predicted to take {amount} us"
+    return found
+
+
+def _explain_pass(problem: Problem, plan: Plan, gpu: Gpu | None) -> PassExplanation:
     several = plan.passes if len(plan.passes) > 1 else ()
     comes_with = bool(several) and problem.which is not several[0]
     bound = None
@@ -324,7 +348,7 @@ def _explain_pass(problem: Problem, plan: Plan, device: Device, gpu: Gpu | None)
         name=problem.which.value,
         kernel=plan.kernel,
         why=plan.why,
-        passed_over={} if several or plan.kernel == LEFT else planner.refusals(problem, device),
+        passed_over={},
         tile=plan.tile,
         launches=0 if comes_with else len(plan.launches),
         workspace_bytes=0 if comes_with else plan.workspace_bytes,
@@ -373,7 +397,7 @@ def _activation(problem: Problem) -> Activation:
 
 def _norm_plans(problem: Problem, norm: torch.nn.GroupNorm, device: Device) -> tuple[Plan, Plan]:
     """Of a norm behind a forward pass: its own pass, and its gradients."""
-    parameter = next((executor.DTYPES[tensor.dtype] for tensor in norm.parameters()), problem.dtype)
+    parameter = next((DTYPES[tensor.dtype] for tensor in norm.parameters()), problem.dtype)
     normed = NormProblem(_activation(problem), problem.dtype, parameter, norm.num_groups)
     wanted = Wanted(True, norm.affine, problem.bias)
     return norm_planner.plan_normalize(normed, device), norm_planner.plan_gradient(normed, wanted, device)
@@ -442,6 +466,10 @@ def _how_launched(p: PassExplanation) -> str:
     return f"{text}; without gradients {p.kept_bytes / 1e6:.3g} MB of packed weight are kept{less}"
 
 
+def _predicted(p: PassExplanation) -> str:
+    return "" if p.predicted_us is None else f", predicted to take {p.predicted_us:.3g} us"
+
+
 def _lines(e: Explanation) -> list[str]:
     def shape(values: tuple[int, ...]) -> str:
         return " x ".join(map(str, values))
@@ -462,7 +490,7 @@ def _lines(e: Explanation) -> list[str]:
     for p in e.passes:
         floor = "" if p.floor_ms is None else f", floor {p.floor_ms:.3g} ms ({p.bound_by})"
         lines += [
-            f"  {p.name}: {p.kernel} ({p.why})",
+            f"  {p.name}: {p.kernel} ({p.why}){_predicted(p)}",
             *(f"    not {name}: {reason}" for name, reason in p.passed_over.items()),
             f"    {p.tile}; {_how_launched(p)}",
             f"    {p.bytes / 1e6:.4g} MB, {p.flops / 1e9:.4g} GFLOP{floor}",

@@ -1,15 +1,12 @@
 """Geometry, type, layout and GPU -> which kernel, which tile. A pure function of plain data, explainable.
 
-A kernel family is a module with `why_not(problem, device)` (a reason, or None if it takes the problem) and
-`plan(problem, device)`. The first family of `FAMILIES` that takes a problem gets it. Statistics for a norm that
-follows are added here: a family only says whether its kernel has an epilogue (`HAS_EPILOGUE`: it applies
-`Problem.activation`), and in its plan whether the kernel leaves the moments that statistics are made of.
+Every kernel family makes offers (`offers.py` is the contract), and the planner takes the cheapest cover of what is
+wanted: one pass, or the gradients of a backward pass, of which an offer may compute several. Launches of gradients
+may name any of "dy", "x", "weight", "null", "dx", "dw", "db", "workspace" and the regions of their workspace.
 
-A backward pass wants several gradients at once (`plan_gradients`). A family whose kernels compute more than one of
-them together also has `plan_together(problems, device)`: of the wanted gradients that no family before it took, by
-pass, it returns a plan whose `passes` says which of them it computes, or None. Its launches may name any of "dy",
-"x", "weight", "null", "dx", "dw", "db", "workspace" and the regions of its workspace. What no family takes together
-is planned alone.
+Statistics for a norm that follows are added here: a family only says whether its kernel has an epilogue
+(`HAS_EPILOGUE`: it applies `Problem.activation`), and in its plan whether the kernel leaves the moments that
+statistics are made of.
 """
 
 from __future__ import annotations
@@ -61,6 +58,7 @@ from ..families.weight_grad import (
 from . import repertoire
 from .geometry import Geometry
 from .launch import Launch
+from .offers import Answer, Offer, Refusal, Wanted, cheapest
 from .problem import Device, Pass, Plan, Problem
 
 WORKSPACE_ALIGN = 256
@@ -113,42 +111,54 @@ def check_limits(geometry: Geometry) -> None:
         raise Refused(f"kernel size times dilation plus padding exceeds {FARTHEST} in a dimension")
 
 
-def _too_many(problem: Problem) -> str | None:
+def _too_many(wanted: Wanted) -> str | None:
     """Why no family but the direct one is asked; None if all are."""
-    taps, phases = problem.geometry.taps, problem.geometry.phases
-    if taps > MOST_TAPS:
-        return f"{taps} taps are more than {MOST_TAPS}"
-    if phases > MOST_PHASES:
-        return f"{phases} phases are more than {MOST_PHASES}"
+    for problem in wanted.values():
+        taps, phases = problem.geometry.taps, problem.geometry.phases
+        if taps > MOST_TAPS:
+            return f"{taps} taps are more than {MOST_TAPS}"
+        if phases > MOST_PHASES:
+            return f"{phases} phases are more than {MOST_PHASES}"
     return None
 
 
-def _why_not(family: ModuleType, problem: Problem, device: Device) -> str | None:
-    if family is not direct_planner and (reason := _too_many(problem)) is not None:
-        return reason
-    refusal: str | None = family.why_not(problem, device)
-    if refusal is None and problem.relu and not getattr(family, "HAS_EPILOGUE", False):
-        return "its kernel has no epilogue for a ReLU"
-    return refusal
-
-
-def family_of(problem: Problem, device: Device) -> tuple[str, ModuleType]:
-    """The family that takes a problem alone."""
-    refusals = []
+def answers(wanted: Wanted, device: Device) -> list[Answer]:
+    """What every family says to the wanted passes: offers and refusals."""
+    found: list[Answer] = []
+    limit = _too_many(wanted)
     for name, family in FAMILIES:
-        refusal = _why_not(family, problem, device)
-        if refusal is None:
-            return name, family
-        refusals.append(f"{name}: {refusal}")
-    raise NotImplementedError(f"no kernel takes {problem} on {device}: " + "; ".join(refusals))
+        if limit is not None and family is not direct_planner:
+            found.append(Refusal(name, tuple(wanted), limit))
+            continue
+        for answer in family.offer(wanted, device):
+            found.append(_with_epilogue(answer, family, wanted))
+    return found
+
+
+def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer:
+    """An offer of a kernel without epilogue is refused where a ReLU follows."""
+    relu = any(wanted[which].relu for which in answer.passes)
+    if isinstance(answer, Offer) and relu and not getattr(family, "HAS_EPILOGUE", False):
+        return Refusal(answer.kernel, answer.passes, "its kernel has no epilogue for a ReLU")
+    return answer
+
+
+def taken(wanted: Wanted, device: Device) -> tuple[Offer, ...]:
+    """The offers that compute all wanted passes in the least predicted time."""
+    found = answers(wanted, device)
+    cover = cheapest(tuple(wanted), [answer for answer in found if isinstance(answer, Offer)])
+    if cover is None:
+        refusals = "; ".join(f"{each.kernel}: {each.why}" for each in found if isinstance(each, Refusal))
+        raise NotImplementedError(f"no kernels take {', '.join(w.value for w in wanted)} on {device}: {refusals}")
+    return cover
 
 
 @lru_cache(maxsize=4096)
 def plan(problem: Problem, device: Device) -> Plan:
     check_limits(problem.geometry)
     with _meeting(problem, device):
-        _, family = family_of(problem, device)
-        found: Plan = family.plan(problem, device)
+        (offer,) = taken({problem.which: problem}, device)
+        found = offer.make()
     return norm_planner.with_statistics(found, problem, device) if problem.norm else found
 
 
@@ -156,17 +166,6 @@ def _meeting(problem: Problem, device: Device) -> AbstractContextManager[None]:
     """While a call is planned: its layer, whose gradients count apart, and its volume."""
     layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, device)
     return repertoire.meeting(layer, (problem.batch, problem.input_size))
-
-
-def refusals(problem: Problem, device: Device) -> dict[str, str]:
-    """Why each family that comes before the chosen one was passed over."""
-    passed = {}
-    for name, family in FAMILIES:
-        refusal = _why_not(family, problem, device)
-        if refusal is None:
-            break
-        passed[name] = refusal
-    return passed
 
 
 @contextmanager
@@ -209,20 +208,7 @@ def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
 
 
 def _gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
-    left = {problem.which: problem for problem in problems}
-    found: list[Plan] = []
-    for _, family in FAMILIES:
-        if hasattr(family, "plan_together") and len(left) > 1 and not any(map(_too_many, left.values())):
-            together: Plan | None = family.plan_together(dict(left), device)
-            if together is not None:
-                assert len(together.passes) > 1 and left.keys() >= set(together.passes), together.passes
-                found.append(together)
-                left = {which: problem for which, problem in left.items() if which not in together.passes}
-        for which in [which for which, problem in left.items() if _why_not(family, problem, device) is None]:
-            found.append(replace(family.plan(left.pop(which), device), passes=(which,)))
-    for problem in left.values():
-        family_of(problem, device)  # says why nobody takes it
-    return found
+    return [offer.plan() for offer in taken({problem.which: problem for problem in problems}, device)]
 
 
 def _in_turn(plans: Sequence[Plan]) -> Plan:

@@ -142,6 +142,11 @@ def volume_kind(positions: int) -> int:
     return sum(positions >= size for size in KINDS)
 
 
+def dense_strides(shape: tuple[int, ...]) -> Strides:
+    """The strides of a contiguous tensor, in elements."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
 def contiguous_strides(shape: tuple[int, ...]) -> Strides:
     c, d, h, w = (max(extent, 1) for extent in shape[1:])
     return (c * d * h * w, d * h * w, h * w, w, 1)

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
-from ..families.direct.planner import SCALARS
+from .geometry import Triple
 from .launch import Launch
-from .packing import int32s, int64s
+from .packing import int32s, int64s, padded, walk
+from .problem import Problem
+from .scalars import SCALARS, accumulator
 
 THREADS = 256
 MOST = 3  # results of one launch
@@ -54,4 +57,92 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
         pointers=(*(each.parts for each in sums), *(each.result for each in sums)),
         scalars=scalars,
         overlaps=True,
+    )
+
+
+REGION_ALIGN = 256  # bytes between the starts of regions of a workspace
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The sums that blocks leave, in the workspace."""
+
+    problem: Problem
+    splits: int
+    ranges: int
+    bias: int  # parts of a split; none if the gradient is not wanted
+
+    @property
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Per gradient: elements, and parts to add."""
+        p, g = self.problem, self.problem.geometry
+        found = {"dw": (g.in_channels * g.out_per_group * g.taps, self.splits)}
+        if self.bias:
+            found["db"] = (g.out_channels, self.splits * self.bias)
+        if self.ranges > 1:
+            found["dx"] = (p.batch * g.in_channels * prod(p.input_size), self.ranges)
+        return found
+
+    def pitch(self, name: str) -> int:
+        """From part to part, in elements."""
+        return -(-self.counts[name][0] // 4) * 4 if name in self.counts else 0
+
+    @property
+    def regions(self) -> tuple[tuple[str, int], ...]:
+        starts, end = [], 0
+        for name, (_, parts) in self.counts.items():
+            starts.append((f"{name} parts", end))
+            end += -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
+        return tuple(starts)
+
+    @property
+    def bytes(self) -> int:
+        return sum(
+            -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
+            for name, (_, parts) in self.counts.items()
+        )
+
+    def place(self, name: str, otherwise: str = "null") -> str:
+        return f"{name} parts" if name in self.counts else otherwise
+
+
+def sum_of_parts(p: Problem, parts: Parts, dw: str = "dw") -> Launch:
+    """`dw`: where the weight's gradient goes."""
+    sums = [
+        Sum(parts.place(n), dw if n == "dw" else n, count, parts.pitch(n), number)
+        for n, (count, number) in parts.counts.items()
+    ]
+    return add_parts(sums, p.dtype)
+
+
+def reduce_parts(
+    dtype: str,
+    count: int,
+    splits: int,
+    result: str,
+    sizes: Triple,
+    strides: tuple[int, int, int],
+    parts: str = "workspace",
+    overlaps: bool = False,
+) -> Launch:
+    """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
+    threads, acc_bytes = 256, accumulator(dtype)[1]
+    lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
+    outer, middle, inner = strides
+    return Launch(
+        kernel="reduce",
+        constants=(
+            ("kThreads", threads),
+            ("kMinBlocks", 1),
+            ("Scalar", SCALARS[dtype]),
+            ("Acc", accumulator(dtype)[0]),
+            ("kLanes", lanes),
+            ("kOverlaps", overlaps),
+        ),
+        grid=(-(-count * lanes // threads), 1, 1),
+        threads=threads,
+        shared_bytes=threads * acc_bytes if lanes > 1 else 0,
+        pointers=(parts, result),
+        scalars=padded(int64s(outer, 0, middle, 0, inner, count), int32s(splits), walk((sizes[1], 1, sizes[2]), 1)),
+        overlaps=overlaps,
     )

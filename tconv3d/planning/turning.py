@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ..families.direct.planner import SCALARS
 from .geometry import Triple
 from .launch import Launch
 from .packing import divider, int32s, int64s, padded
 from .problem import ITEM_BYTES, Strides
+from .scalars import SCALARS
 
 THREADS = 256
 TILE_WORDS = 4096

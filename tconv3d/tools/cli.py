@@ -24,7 +24,7 @@ from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.planning import gpus
 from tconv3d.runtime import background, cache, compiler
-from tconv3d.tools import demo, tables, tasks
+from tconv3d.tools import calibrate, demo, tables, tasks
 from tconv3d.tools.arguments import integer, triple
 from tconv3d.tools.bench import commands as bench
 from tconv3d.tools.export import command as export
@@ -68,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
     bench.add(commands)
     export.add(commands)
+    calibrate.add(commands)
 
     stored = commands.add_parser("cache", help="the compiled kernels on disk")
     stored.add_argument("action", choices=["size", "path", "clear", "clear-outdated"], nargs="?", default="size")

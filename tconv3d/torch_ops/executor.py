@@ -17,28 +17,22 @@ import torch
 from torch import Tensor
 
 from ..planning import gpus, planner, repertoire
-from ..planning.geometry import Geometry, Triple
+from ..planning.geometry import Triple
 from ..planning.launch import Launch
-from ..planning.problem import Device, Norm, Pass, Plan, Problem, Strides, bias_grad_problem, contiguous_strides
+from ..planning.problem import Device, Norm, Pass, Plan, Problem
 from ..runtime import background
-from . import checks, kept, pytorch_ops
+from . import kept, problems, pytorch_ops
 from .backend import current_backend
 from .checks import Convolution
-from .pytorch_ops import result_strides, statistics_dtype
+from .problems import Asked, Layout, OperandAddresses, tf32_of
+from .pytorch_ops import statistics_dtype
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
-DTYPES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
 MAX_TASKS = 8192  # a program that never repeats a shape must not fill the memory
 
 Addresses = tuple[int, ...]
 Start = Callable[[Addresses, int], None]
 Steps = list[tuple[Launch, tuple[int, ...]]]
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 Wanted = tuple[bool, ...]  # the gradients of input, weight, bias
 
 
@@ -163,18 +157,9 @@ def forget() -> None:
     _tasks.clear()
 
 
-def tf32_allowed() -> bool:
-    """PyTorch's switch for float32 convolutions on CUDA."""
-    return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
-
-
-def _tf32(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tf32_allowed()
-
-
 def _key(which: Pass | Wanted, first: Tensor, address: int, *rest: Any) -> tuple[Any, ...]:
     operand = first.shape, first.stride(), address % 16
-    return (which, first.dtype, first.device, _tf32(first), *operand, *rest)
+    return (which, first.dtype, first.device, tf32_of(first), *operand, *rest)
 
 
 def _kind(tensor: Tensor | None, address: int) -> tuple[Any, ...] | None:
@@ -265,30 +250,10 @@ def _forward_task(
     task = _tasks.get(key)
     if task is not None:
         return task
-    geometry = checks.check_forward(input, weight, bias, convolution)
-    if norm is not None:
-        checks.check_norm_groups(geometry.out_channels, norm.groups)
-    y_strides = output_strides(geometry, input, weight)
-    problem = Problem(
-        Pass.FORWARD,
-        geometry,
-        input.shape[0],
-        tuple(input.shape[2:]),
-        DTYPES[input.dtype],
-        input.stride(),
-        weight.stride(),
-        y_strides,
-        bias=bias is not None,
-        tf32=key[3],
-        aligned=x % 16 == 0,
-        weight_aligned=w % 16 == 0,
-        relu=relu,
-        norm=norm,
-    )
-    shape = (input.shape[0], geometry.out_channels, *problem.output_size)
+    problem, layout = problems.forward(input, weight, bias, convolution, OperandAddresses(x, w), relu, norm)
     plan = planner.plan(problem, device_of(input))
     names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
-    task = remember(key, make_task(plan, names, ((shape, y_strides),), input))
+    task = remember(key, make_task(plan, names, (layout,), input))
     _offer((problem,), input)
     return task
 
@@ -299,7 +264,8 @@ def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolut
     key = _key(Pass.INPUT_GRAD, grad_output, dy, _kind(weight, w), input_size, convolution)
     task = _tasks.get(key)
     if task is None:
-        problem, layout = _input_grad_problem(grad_output, weight, input_size, convolution)
+        at = OperandAddresses(weight=w, dy=dy)
+        problem, layout = problems.input_grad(grad_output, weight, input_size, convolution, at)
         try:
             task = remember(key, _prepare(problem, layout, grad_output))
         except planner.Refused as refusal:
@@ -314,7 +280,7 @@ def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution:
     key = _key(Pass.WEIGHT_GRAD, grad_output, dy, _kind(input, x), kernel, convolution)
     task = _tasks.get(key)
     if task is None:
-        problem, layout = _weight_grad_problem(grad_output, input, kernel, convolution)
+        problem, layout = problems.weight_grad(grad_output, input, kernel, convolution, OperandAddresses(x, dy=dy))
         try:
             task = remember(key, _prepare(problem, layout, grad_output))
         except planner.Refused as refusal:
@@ -329,7 +295,7 @@ def bias_grad(grad_output: Tensor) -> Tensor:
     key = _key(Pass.BIAS_GRAD, grad_output, dy)
     task = _tasks.get(key)
     if task is None:
-        problem, layout = _bias_grad_problem(grad_output)
+        problem, layout = problems.bias_grad(grad_output)
         task = remember(key, _prepare(problem, layout, grad_output))
     return _one(task.run(grad_output, (dy,)))
 
@@ -352,15 +318,15 @@ def backward(
     task = _tasks.get(key)
     if task is None:
         found = _wanted_problems(grad_output, input, weight, wanted, input_size, kernel, convolution)
-        problems = tuple([each[0] for each in found if each is not None])
+        asked = tuple([each[0] for each in found if each is not None])
         layouts = tuple([None if each is None else each[1] for each in found])
-        plan = functools.partial(planner.plan_gradients, problems)
+        plan = functools.partial(planner.plan_gradients, asked)
         try:
             task = remember(key, _gradients_task(plan, BACKWARD, layouts, grad_output))
         except planner.Refused as refusal:
             _leave(refusal)
             return pytorch_ops.backward(grad_output, input, weight, wanted, input_size, kernel, convolution)
-        _offer(problems, grad_output)
+        _offer(asked, grad_output)
     return task.run(grad_output, (dy, x, w), weight)
 
 
@@ -372,73 +338,18 @@ def _wanted_problems(
     input_size: Triple,
     kernel: Triple,
     convolution: Convolution,
-) -> list[tuple[Problem, Layout] | None]:
-    found: list[tuple[Problem, Layout] | None] = [None, None, None]
+) -> list[Asked | None]:
+    at = OperandAddresses(_address(input), _address(weight), grad_output.data_ptr())
+    found: list[Asked | None] = [None, None, None]
     if wanted[0]:
         assert weight is not None
-        found[0] = _input_grad_problem(grad_output, weight, input_size, convolution)
+        found[0] = problems.input_grad(grad_output, weight, input_size, convolution, at)
     if wanted[1]:
         assert input is not None
-        found[1] = _weight_grad_problem(grad_output, input, kernel, convolution)
+        found[1] = problems.weight_grad(grad_output, input, kernel, convolution, at)
     if wanted[2]:
-        found[2] = _bias_grad_problem(grad_output)
+        found[2] = problems.bias_grad(grad_output)
     return found
-
-
-def _input_grad_problem(
-    grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution
-) -> tuple[Problem, Layout]:
-    checks.check_same_kind(grad_output, weight, "grad_output", "weight")
-    geometry = checks.check_channels(weight, convolution)
-    checks.check_grad_output(geometry, grad_output, input_size)
-    shape = (grad_output.shape[0], geometry.in_channels, *input_size)
-    strides = result_strides(shape, grad_output, weight)
-    problem = Problem(
-        Pass.INPUT_GRAD,
-        geometry,
-        grad_output.shape[0],
-        input_size,
-        DTYPES[grad_output.dtype],
-        strides,
-        weight.stride(),
-        grad_output.stride(),
-        tf32=_tf32(grad_output),
-        aligned=grad_output.data_ptr() % 16 == 0,
-        weight_aligned=weight.data_ptr() % 16 == 0,
-    )
-    return problem, (shape, strides)
-
-
-def _weight_grad_problem(
-    grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
-) -> tuple[Problem, Layout]:
-    checks.check_same_kind(grad_output, input, "grad_output", "input")
-    stride, padding, output_padding, groups, dilation = convolution
-    geometry = Geometry.make(
-        input.shape[1], grad_output.shape[1], kernel, stride, padding, output_padding, groups, dilation
-    )
-    checks.check_grad_output(geometry, grad_output, tuple(input.shape[2:]), input.shape[0])
-    shape = (geometry.in_channels, geometry.out_per_group, *kernel)
-    strides = contiguous_strides(shape)
-    problem = Problem(
-        Pass.WEIGHT_GRAD,
-        geometry,
-        input.shape[0],
-        tuple(input.shape[2:]),
-        DTYPES[input.dtype],
-        input.stride(),
-        strides,
-        grad_output.stride(),
-        tf32=_tf32(input),
-        aligned=input.data_ptr() % 16 == 0 and grad_output.data_ptr() % 16 == 0,
-    )
-    return problem, (shape, strides)
-
-
-def _bias_grad_problem(grad_output: Tensor) -> tuple[Problem, Layout]:
-    batch, channels, *size = grad_output.shape
-    kind = DTYPES[grad_output.dtype]
-    return bias_grad_problem(batch, channels, tuple(size), kind, grad_output.stride()), ((channels,), (1,))
 
 
 def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
@@ -447,10 +358,10 @@ def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
     return task
 
 
-def _offer(problems: tuple[Problem, ...], like: Tensor) -> None:
+def _offer(asked: tuple[Problem, ...], like: Tensor) -> None:
     """What volumes of other sizes need is compiled elsewhere, meanwhile."""
     if like.is_cuda:
-        background.offer(problems, device_of(like))
+        background.offer(asked, device_of(like))
 
 
 def _gradients_task(
@@ -520,8 +431,3 @@ def _cuda_device(index: int) -> Device:
 
     found = launcher.device_properties(index)
     return gpus.as_told(Device(found.name, found.capability, found.multiprocessors, found.shared_bytes))
-
-
-def output_strides(geometry: Geometry, input: Tensor, weight: Tensor) -> Strides:
-    size = geometry.output_size(tuple(input.shape[2:]))
-    return result_strides((input.shape[0], geometry.out_channels, *size), input, weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..families.norm import planner as norm_planner
 from ..families.norm.planner import Activation, NormProblem, Wanted
 from . import executor
-from .executor import DTYPES
+from .problems import DTYPES
 
 NORMALIZE = ("x", "statistics", "weight", "bias", "y", "workspace")
 GRADIENT = ("dy", "x", "statistics", "weight", "null", "dz", "dparameters", "dbias", "workspace")

@@ -18,7 +18,7 @@ from ..planning.geometry import Triple
 from . import checks, executor, pytorch_ops
 from .backend import Backend, current_backend, use_backend
 from .checks import Convolution
-from .executor import DTYPES
+from .problems import DTYPES
 from .pytorch_ops import result_strides
 
 _LIBRARY = torch.library.Library("tconv3d", "DEF")

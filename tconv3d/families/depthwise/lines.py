@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from ...planning import offers
+from ...planning.calibration import Work
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem
-from ..direct.planner import SCALARS, Side
+from ...planning.scalars import SCALARS
+from ...planning.side import Side
 
 HAS_EPILOGUE = True
 THREADS = 128
@@ -107,6 +111,18 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if _lines(problem) is None:
         return "vectors of channels do not fit the tensors, or their weights the registers"
     return None
+
+
+PASSES = (Pass.FORWARD,)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "depthwise_lines", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launch does, by counting bytes and products."""
+    return Work(1, products=problem.flops / 2)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

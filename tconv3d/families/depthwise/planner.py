@@ -9,11 +9,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import isqrt, prod
 
+from ...planning import offers
+from ...planning.calibration import Work
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, Strides
-from ..direct.planner import SCALARS, Side, _reduce, even_pairs, power_of_two_up
+from ...planning.scalars import SCALARS, even_pairs, power_of_two_up
+from ...planning.side import Side
+from ...planning.sums import reduce_parts
 
 HAS_EPILOGUE = True
 THREADS = 128
@@ -150,6 +155,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if walk.side.positions * g.groups >= 2**31:
         return "the volume is too large"
     if problem.which is Pass.WEIGHT_GRAD:
+        if problem.bias and not g.own_taps_cover:
+            return "no set of taps reads every output once, as a bias's gradient needs it"
         taps = -(-len(walk.taps) // 32)
         if taps & (taps - 1):
             return "the sums of the taps have no halves"
@@ -236,10 +243,10 @@ def _plan_weight_grad(p: Problem, walk: Walk, constants: Constants, scalars: byt
     )
     count = g.groups * g.taps
     ci, co, _, _, tap = p.weight
-    reduce = _reduce(p.dtype, count, splits if grid else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
+    reduce = reduce_parts(p.dtype, count, splits if grid else 0, "dw", (g.in_channels, 1, g.taps), (ci, co, tap))
     launches: tuple[Launch, ...] = main, reduce
     if p.bias:
-        bias = _reduce(p.dtype, g.groups, splits if grid else 0, "db", (1, 1, g.groups), (0, 0, 1), "bias_parts")
+        bias = reduce_parts(p.dtype, g.groups, splits if grid else 0, "db", (1, 1, g.groups), (0, 0, 1), "bias_parts")
         launches = main, reduce, bias
     return Plan(
         "depthwise_weight_grad",
@@ -251,14 +258,18 @@ def _plan_weight_grad(p: Problem, walk: Walk, constants: Constants, scalars: byt
     )
 
 
-def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    """The gradients of weight and bias, where both are wanted and own taps read every output once."""
-    if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:
-        return None
-    problem = replace(problems[Pass.WEIGHT_GRAD], bias=True)
-    if why_not(problem, device) or not problem.geometry.own_taps_cover:
-        return None
-    return replace(plan(problem, device), passes=(Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    ask = "depthwise", wanted, device, why_not, work, plan
+    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by counting bytes and products."""
+    launches = 2 + problem.bias if problem.which is Pass.WEIGHT_GRAD else 1
+    return Work(launches, products=problem.flops / 2)
 
 
 def _length(depth: int, most: int, slots: int, flat: int, resident: int) -> int:

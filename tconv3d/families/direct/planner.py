@@ -5,22 +5,21 @@ Takes every problem. Chooses how many positions and channels a thread owns, and 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from ...planning.geometry import Gather, Triple
+from ...planning import offers
+from ...planning.calibration import Work
+from ...planning.geometry import Gather
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import dividers, int32s, int64s, padded, walk
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, last_offset
+from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
+from ...planning.side import Side, Unrolled
+from ...planning.sums import reduce_parts
 
-SCALARS = {
-    "float16": "tconv3d::Half",
-    "bfloat16": "tconv3d::BFloat16",
-    "float32": "float",
-    "float64": "double",
-}
 HAS_EPILOGUE = True
 MAX_THREADS = 256
 MAX_TAPS = 128  # that a thread may have all to itself, so that the loop over them is unrolled
@@ -29,29 +28,28 @@ STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a t
 WARPS_PER_MULTIPROCESSOR = 32  # that split kernels aim for
 LOAD_CYCLES = 400  # from a load of x to the next, in a multiprocessor with few warps
 CHAINED = 1.35  # times what the model says, where sums of sums are kept: of two measured layers, 1.33 and 1.40
-LONG_SUM = 32  # terms above which strict float32 takes care of a sum's error
-SHORT_SUM = 64  # terms up to which it takes most care: PyTorch's error, which grows with them, is small there
 KEEPING_REST = 4  # instructions of an addition to a total that keeps what it rounds off
-INT32_MAX = 2**31 - 1
-
-
-def power_of_two_up(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
-def accumulator(dtype: str) -> tuple[str, int]:
-    """The type that sums are kept in, and its size."""
-    return ("double", 8) if dtype == "float64" else ("float", 4)
-
-
-def even_pairs(strides: Strides, size: Triple) -> bool:
-    """Whether a new tensor's elements 2*i and 2*i + 1 along w are always both there, and aligned as a pair."""
-    return strides[4] == 1 and not any(v % 2 for v in (*strides[:4], size[2]))
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
     """The direct family takes everything."""
     return None
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    kernels = {Pass.WEIGHT_GRAD: "direct_weight_grad", Pass.BIAS_GRAD: "channel_sum"}
+    return [
+        offers.alone(kernels.get(problem.which, "direct"), problem, device, why_not, work, plan)
+        for problem in wanted.values()
+    ]
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do: forward pass and input gradient by the model, gradients of weight and bias by counting
+    bytes and products."""
+    if problem.which in (Pass.FORWARD, Pass.INPUT_GRAD):
+        return Work(1, cycles(problem, device))
+    return Work(2, products=problem.flops / 2)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
@@ -61,86 +59,6 @@ def plan(problem: Problem, device: Device) -> Plan:
         return _plan_bias_grad(problem, device)
     side = Side.of(problem)
     return plan_gather(side, device, tiles(side)[0])
-
-
-@dataclass(frozen=True)
-class Side:
-    """A forward pass or an input gradient, seen as the one thing the direct kernel does: gathering."""
-
-    problem: Problem
-    gathers: tuple[Gather, Gather, Gather]
-    reduced: int  # channels per group that are summed over
-    outs: int  # channels per group that are computed
-    x: Strides
-    x_size: Triple
-    y: Strides
-    y_size: Triple
-    grid: Triple
-    weight: Strides  # reduced channel, computed channel, taps
-
-    @classmethod
-    def of(cls, problem: Problem) -> Side:
-        g, size, out_size = problem.geometry, problem.input_size, problem.output_size
-        ci, co, *taps = problem.weight
-        d, h, w = g.axes
-        grid: Triple
-        if problem.which is Pass.FORWARD:
-            grid = (d.positions(out_size[0]), h.positions(out_size[1]), w.positions(out_size[2]))
-            gathers = (d.scatter, h.scatter, w.scatter)
-            reduced, outs, weight = g.in_per_group, g.out_per_group, (ci, co, *taps)
-            x, x_size, y, y_size = problem.input, size, problem.output, out_size
-        else:
-            grid, gathers = size, (d.gather, h.gather, w.gather)
-            reduced, outs, weight = g.out_per_group, g.in_per_group, (co, ci, *taps)
-            x, x_size, y, y_size = problem.output, out_size, problem.input, size
-        return cls(problem, gathers, reduced, outs, x, x_size, y, y_size, grid, weight)
-
-    @property
-    def wide(self) -> bool:
-        """Whether an offset, or an intermediate value of one, may leave 32 bits."""
-        reach = [
-            (q - 1) * gather.input_step
-            + max(abs(o) for o in gather.first_offset)
-            + max(gather.count) * abs(gather.offset_step)
-            for gather, q in zip(self.gathers, self.grid, strict=True)
-        ]
-        p, g = self.problem, self.problem.geometry
-        x = last_offset((p.batch, self.reduced * g.groups, *(r + 1 for r in reach)), self.x)
-        y = last_offset(
-            (p.batch, self.outs * g.groups, *self.grid),
-            tuple(s * k for s, k in zip(self.y, (1, 1, *self.output_steps), strict=True)),
-        )
-        return max(x, y + max(self.y), self.positions + 2**20) > INT32_MAX
-
-    @property
-    def terms(self) -> int:
-        """Products that an output is the sum of; of the phase that has most."""
-        return self.reduced * prod(max(gather.count) for gather in self.gathers)
-
-    @property
-    def mean_terms(self) -> float:
-        """The same on the average; a phase counts as much as it has terms, as it does in an error's norm."""
-        return self.reduced * prod(sum(n * n for n in gather.count) / sum(gather.count) for gather in self.gathers)
-
-    @property
-    def chained(self) -> bool:
-        """Whether the sum is so long that sums of sums are worth their registers."""
-        p = self.problem
-        return p.dtype == "float32" and not p.tf32 and self.terms > LONG_SUM
-
-    @property
-    def keeps_rest(self) -> bool:
-        """Whether additions to totals keep what they round off."""
-        return self.chained and self.terms <= SHORT_SUM
-
-    @property
-    def output_steps(self) -> Triple:
-        d, h, w = self.gathers
-        return d.output_step, h.output_step, w.output_step
-
-    @property
-    def positions(self) -> int:
-        return self.problem.batch * self.grid[0] * self.grid[1] * self.grid[2]
 
 
 @dataclass(frozen=True)
@@ -156,50 +74,6 @@ class GatherTile:
     def __str__(self) -> str:
         owned = ("one phase", "all phases along w", "all phases along h, w", "all phases")[self.unrolled]
         return f"each thread {self.positions} positions x {self.channels} channels x {owned}"
-
-
-@dataclass(frozen=True)
-class Unrolled:
-    """The phases, taps and distinct loads of the innermost dimensions that a thread owns."""
-
-    phases: tuple[Triple, ...]
-    taps: tuple[tuple[int, int, Triple], ...]  # phase index, load index, tap
-    loads: tuple[Triple, ...]  # offsets
-
-    @classmethod
-    def of(cls, gathers: tuple[Gather, Gather, Gather], unrolled: int) -> Unrolled:
-        one = Gather(1, 1, 0, 0, (0,), (0,), (1,))  # stands for a dimension that is not unrolled
-        used = [one] * (3 - unrolled) + list(gathers[3 - unrolled :])
-        phases = tuple(product(*(range(gather.phases) for gather in used)))
-        found = [
-            (f, tuple(g.tap(i, j) for g, i, j in zip(used, phase, js, strict=True)),
-             tuple(g.offset(i, j) for g, i, j in zip(used, phase, js, strict=True)))
-            for f, phase in enumerate(phases)
-            for js in product(*(range(g.count[i]) for g, i in zip(used, phase, strict=True)))
-        ]  # fmt: skip
-        loads = tuple(sorted({offset for _, _, offset in found}))
-        index = {offset: i for i, offset in enumerate(loads)}
-        return cls(phases, tuple((f, index[offset], tap) for f, tap, offset in found), loads)
-
-    @property
-    def most_taps(self) -> int:
-        """Of a phase."""
-        return max(Counter(phase for phase, _, _ in self.taps).values(), default=1)
-
-    def tables(self) -> Constants:
-        def columns(name: str, triples: tuple[Triple, ...]) -> Constants:
-            return tuple((f"k{name}{axis}", tuple(t[i] for t in triples)) for i, axis in enumerate("DHW"))
-
-        return (
-            ("kPhases", len(self.phases)),
-            ("kTaps", len(self.taps)),
-            ("kLoads", len(self.loads)),
-            ("kTapPhase", tuple(f for f, _, _ in self.taps)),
-            ("kTapLoad", tuple(load for _, load, _ in self.taps)),
-            *columns("Tap", tuple(tap for _, _, tap in self.taps)),
-            *columns("Load", self.loads),
-            *columns("Phase", self.phases),
-        )
 
 
 def chain(side: Side, tile: GatherTile) -> int:
@@ -383,39 +257,6 @@ def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Devi
     return max(1, min(wanted, positions // 256, device.workspace_bytes // (count * acc_bytes)))
 
 
-def _reduce(
-    dtype: str,
-    count: int,
-    splits: int,
-    result: str,
-    sizes: Triple,
-    strides: tuple[int, int, int],
-    parts: str = "workspace",
-    overlaps: bool = False,
-) -> Launch:
-    """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
-    threads, acc_bytes = 256, accumulator(dtype)[1]
-    lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
-    outer, middle, inner = strides
-    return Launch(
-        kernel="reduce",
-        constants=(
-            ("kThreads", threads),
-            ("kMinBlocks", 1),
-            ("Scalar", SCALARS[dtype]),
-            ("Acc", accumulator(dtype)[0]),
-            ("kLanes", lanes),
-            ("kOverlaps", overlaps),
-        ),
-        grid=(-(-count * lanes // threads), 1, 1),
-        threads=threads,
-        shared_bytes=threads * acc_bytes if lanes > 1 else 0,
-        pointers=(parts, result),
-        scalars=padded(int64s(outer, 0, middle, 0, inner, count), int32s(splits), walk((sizes[1], 1, sizes[2]), 1)),
-        overlaps=overlaps,
-    )
-
-
 def _plan_weight_grad(p: Problem, device: Device) -> Plan:
     g = p.geometry
     acc, acc_bytes = accumulator(p.dtype)
@@ -477,7 +318,7 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         ),
     )
     ci, co, _, _, tap = p.weight
-    reduce = _reduce(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
     tile = f"each warp {tile_in} x {tile_out} channels x {taps_w} taps, {splits} parts"
     return Plan("direct_weight_grad", "multiply-adds, any setting", (main, reduce), splits * count * acc_bytes, tile)
 
@@ -513,7 +354,7 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
             walk((d, h, w), 32 if lanes_are_positions else 1),
         ),
     )
-    reduce = _reduce(p.dtype, channels, splits, "db", (1, 1, channels), (0, 0, 1))
+    reduce = reduce_parts(p.dtype, channels, splits, "db", (1, 1, channels), (0, 0, 1))
     return Plan(
         "channel_sum",
         "one read of the gradient",

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from ...planning import tensor_cores
+from ...planning import offers, tensor_cores
+from ...planning.calibration import Work
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem
-from ..direct.planner import SCALARS, Side
+from ...planning.scalars import SCALARS
+from ...planning.side import Side
 from .tiles import Taps, Tile, best, tiles
 
 HAS_EPILOGUE = True
@@ -138,6 +141,18 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if choose(problem, device) is None:
         return "the taps reach too far for shared memory"
     return None
+
+
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "few_inputs", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by the model."""
+    return Work(1, cycles(problem, device))
 
 
 def plan(problem: Problem, device: Device) -> Plan:

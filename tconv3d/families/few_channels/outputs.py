@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from ...planning import tensor_cores
+from ...planning import offers, tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Gather, Geometry
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, last_offset
-from ..direct import planner as direct_planner
-from ..direct.planner import INT32_MAX, SCALARS, power_of_two_up
+from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
+from ...planning.side import Side
 
 HAS_EPILOGUE = True
 HEIGHTS, WIDTHS = (4, 8, 16), (8, 16, 32, 64)  # of tiles, in positions
@@ -271,15 +273,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "the outputs of a position do not fit the registers"
     if not tiles(problem, device):
         return "the products of all taps do not fit a multiprocessor"
-    return _why_not_strict(problem, device) if Layer.of(problem).strict else None
-
-
-def _why_not_strict(problem: Problem, device: Device) -> str | None:
-    """Why strict float32 is computed by multiply-adds, not by three TF32 products; or nothing."""
-    if refusal := tensor_cores.why_not_halves(direct_planner.Side.of(problem).mean_terms):
-        return refusal
-    if direct_planner.cycles(problem, device) < cycles(problem, device):
-        return "multiply-adds are predicted to be faster than three TF32 products"
+    if Layer.of(problem).strict:
+        return tensor_cores.why_not_halves(Side.of(problem).mean_terms)
     return None
 
 
@@ -288,6 +283,18 @@ def cycles(problem: Problem, device: Device) -> float:
     tile = tiles(problem, device)[0]
     walked, _ = _walks(problem, tile, device)
     return walked * tile.cycles(device) * tile.h * tile.w * tile.blocks(device)
+
+
+PASSES = (Pass.FORWARD,)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "few_outputs", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by the model."""
+    return Work(1, cycles(problem, device))
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -10,7 +10,7 @@ from math import gcd, prod
 from ...planning.geometry import Gather, Triple
 from ...planning.launch import Constants
 from ...planning.packing import divider, dividers, int32s
-from ..direct.planner import Side
+from ...planning.side import Side
 
 LINE_ITEMS = 8  # a line in shared memory is a multiple of this
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ...planning import tensor_cores
+from ...planning import offers, tensor_cores
+from ...planning.calibration import Work
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, last_offset
-from ..direct.planner import INT32_MAX, SCALARS, Side, _reduce, power_of_two_up
+from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
+from ...planning.side import Side
+from ...planning.sums import reduce_parts
 from .tiles import Taps, Tile, best, tiles
 
 MAX_FEW = 4  # channels per group
@@ -159,6 +163,18 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
+PASSES = (Pass.WEIGHT_GRAD,)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "few_weight_grad", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by the model."""
+    return Work(2, cycles(problem, device))
+
+
 def plan(problem: Problem, device: Device) -> Plan:
     choice = choose(problem, device)
     assert choice is not None, "plan() of a problem that why_not() refuses"
@@ -210,7 +226,7 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
         ),
     )
     ci, co, _, _, tap = p.weight
-    reduce = _reduce(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
     return Plan(
         "few_weight_grad",
         "positions as K on tensor cores, columns of taps",

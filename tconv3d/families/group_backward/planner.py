@@ -8,16 +8,18 @@ divided among blocks; these are arguments. What is compiled in depends on the la
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
-from ...planning import tensor_cores
+from ...planning import offers, tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
-from ...planning.problem import Device, Pass, Plan, Problem, Strides
-from ..direct.planner import SCALARS
-from ..up.backward import Parts, contiguous, sum_of_parts
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
+from ...planning.scalars import SCALARS
+from ...planning.sums import Parts, sum_of_parts
 
 CHANNELS = 8  # of a bundle: the least that a matrix instruction has of columns and of K
 ROWS = 2  # lines of positions of a unit
@@ -224,13 +226,13 @@ def _other_warps(p: Problem) -> tuple[int, int]:
 
 
 def _dense(p: Problem) -> bool:
-    g, layout = p.geometry, channels_last if _last(p) else contiguous
+    g, layout = p.geometry, channels_last if _last(p) else dense_strides
     shape = (g.in_channels, g.out_per_group, *g.kernel)
     return (
         p.aligned
         and p.input == layout((p.batch, g.in_channels, *p.input_size))
         and p.output == layout((p.batch, g.out_channels, *p.output_size))
-        and (p.weight == contiguous(shape) or (p.which is Pass.INPUT_GRAD and p.weight == channels_last(shape)))
+        and (p.weight == dense_strides(shape) or (p.which is Pass.INPUT_GRAD and p.weight == channels_last(shape)))
     )
 
 
@@ -241,7 +243,7 @@ def _whole_pieces(p: Problem) -> bool:
 
 def channels_last(shape: tuple[int, ...]) -> Strides:
     n, c, *size = shape
-    batch, *others, channel = contiguous((n, *size, c))
+    batch, *others, channel = dense_strides((n, *size, c))
     return (batch, channel, *others)
 
 
@@ -249,17 +251,31 @@ def plan(problem: Problem, device: Device) -> Plan:
     return _plan({problem.which: problem}, device)
 
 
-def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    weight_grad = Pass.WEIGHT_GRAD in problems
-    wanted: dict[Pass, Problem] = {which: p for which, p in problems.items() if which is not Pass.BIAS_GRAD}
-    if any(_why_not(problem, weight_grad, device) for problem in wanted.values()):
-        return None
-    if weight_grad and Pass.BIAS_GRAD in problems and wanted[Pass.WEIGHT_GRAD].geometry.own_taps_cover:
-        wanted[Pass.BIAS_GRAD] = problems[Pass.BIAS_GRAD]
-    return _plan(wanted, device) if len(wanted) > 1 else None
+PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # that the family computes
 
 
-def _plan(wanted: dict[Pass, Problem], device: Device) -> Plan:
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    alone = offers.one_by_one(PASSES, "group_backward", wanted, device, why_not, work, plan)
+    weight_grad = Pass.WEIGHT_GRAD in wanted
+    together: dict[Pass, Problem] = {which: p for which, p in wanted.items() if which is not Pass.BIAS_GRAD}
+    if any(_why_not(problem, weight_grad, device) for problem in together.values()):
+        return alone
+    if weight_grad and Pass.BIAS_GRAD in wanted and together[Pass.WEIGHT_GRAD].geometry.own_taps_cover:
+        together[Pass.BIAS_GRAD] = wanted[Pass.BIAS_GRAD]
+    if len(together) < 2:
+        return alone
+    first = next(iter(together.values()))
+    both = Work(2, products=sum(p.flops / 2 for which, p in together.items() if which is not Pass.BIAS_GRAD))
+    make = partial(_plan, together, device)
+    return [*alone, Offer("group_backward", tuple(together), first, device, lambda: both, make)]
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do for one gradient, by counting bytes and products."""
+    return Work(2 if problem.which is Pass.WEIGHT_GRAD else 1, products=problem.flops / 2)
+
+
+def _plan(wanted: Wanted, device: Device) -> Plan:
     """Of input and weight gradient, or of one of them; the bias's comes with that of the weight."""
     p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
     tile = tile_of(p, weight_grad, device)
@@ -279,7 +295,7 @@ def _plan(wanted: dict[Pass, Problem], device: Device) -> Plan:
     )
 
 
-def _main(wanted: dict[Pass, Problem], tile: Tile, split: Split, parts: Parts) -> Launch:
+def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
     p = tile.problem
     input_grad, weight_grad = Pass.INPUT_GRAD in wanted, Pass.WEIGHT_GRAD in wanted
     g, stages, size, dy_size = p.geometry, tile.stages, p.input_size, p.output_size

@@ -16,8 +16,8 @@ from ...planning.geometry import Geometry, Triple
 from ...planning.launch import Constants, Launch
 from ...planning.packing import int64s
 from ...planning.problem import Strides
+from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.turning import channel_rows
-from ..direct.planner import INT32_MAX, SCALARS
 from .job import Job
 from .program import Program, Split, gather_program, programs
 

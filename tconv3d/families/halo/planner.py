@@ -24,15 +24,17 @@ from itertools import chain, product
 from math import inf, prod
 from typing import Any
 
-from ...planning import tensor_cores
+from ...planning import offers, tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Geometry, Triple
 from ...planning.launch import Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides, volume_kind
 from ...planning.repertoire import TYPICAL, Repertoire, nearest
+from ...planning.side import Side
 from ...planning.sums import Sum, add_parts
 from ...runtime import cache, sources
-from ..direct import planner as direct_planner
 from .build import (
     NOT_SPREAD,
     SCRATCH_BYTES,
@@ -551,21 +553,24 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "fewer than 4 channels per group, or than 8 x 8, leave tensor cores idle"
     if g.taps > MAX_TAPS:
         return f"{g.taps} taps are more than a block that packs the weight holds"
-    if job.gather and g.groups > 1 and g.in_per_group < 16 and job.dtype == "float32":
-        return "input gradients of small float32 groups are faster without tensor cores (measured)"
     found = plan_or_none(job, device)
     if found is None:
         return f"no tile of {g.phases} phases, its halo and what a block packs fit accumulators and shared memory"
-    return _why_not_strict(problem, found, device) if job.strict else None
+    return tensor_cores.why_not_halves(Side.of(problem).mean_terms) if job.strict else None
 
 
-def _why_not_strict(problem: Problem, found: HaloPlan, device: Device) -> str | None:
-    """Why strict float32 is computed by multiply-adds, not by three TF32 products; or nothing."""
-    if refusal := tensor_cores.why_not_halves(direct_planner.Side.of(problem).mean_terms):
-        return refusal
-    if direct_planner.cycles(problem, device) < found.cycles:
-        return "multiply-adds are predicted to be faster than three TF32 products"
-    return None
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "halo", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by the model."""
+    found = plan_or_none(job_of(problem), device)
+    assert found is not None, "work() of a problem that why_not() refuses"
+    return Work(len(found.launches), found.cycles)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

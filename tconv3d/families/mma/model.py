@@ -13,7 +13,7 @@ from math import prod
 
 from ...planning.geometry import Triple
 from ...planning.problem import Device
-from ..direct.planner import Side, Unrolled
+from ...planning.side import Side, Unrolled
 
 # Cycles of a multiprocessor are the unit of all costs.
 MULTIPLY_CYCLES = 2.0  # one matrix instruction, when all four schedulers issue them

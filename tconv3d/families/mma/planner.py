@@ -1,6 +1,6 @@
 """Plans for forward pass and input gradient on tensor cores by mma.sync (mma.cuh, mma_pack.cuh).
 
-For every GPU since compute capability 8.0 but Hopper, which has kernels on its own instructions. Chooses how the
+For every GPU since compute capability 8.0. Chooses how the
 halo comes into shared memory, takes the build that the model predicts to be fastest, and writes its launches.
 """
 
@@ -12,18 +12,22 @@ from functools import lru_cache
 from itertools import accumulate
 from math import inf, prod
 
-from ...planning import tensor_cores
+from ...planning import calibration, offers, tensor_cores
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
+from ...planning.scalars import INT32_MAX, SCALARS
+from ...planning.side import Side
 from ...planning.turning import channel_rows
-from ..direct.planner import INT32_MAX, SCALARS, Side
 from .model import Build, Candidate, Work, candidates, candidates_of
 
 HAS_EPILOGUE = True
 MIN_CHANNELS = 4  # of a group, on both sides: fewer leave most of a tile of 8 idle
+# Products that mma.sync adds up in a cycle of a multiprocessor, TF32 operands in registers, on an H200.
+PRODUCTS_PER_CYCLE = 565.0
 MAX_TAPS = 1024  # that the tables of a kernel hold
 PACK_THREADS = 256
 ALIGN = 256  # bytes to which a region of the workspace is aligned
@@ -33,10 +37,13 @@ PIECES, WORDS, HALVES = range(3)  # kCopy of mma_copies.cuh
 
 def why_not(problem: Problem, device: Device) -> str | None:
     """Why the kernel on mma.sync does not take a problem, or nothing."""
+    return _why_never(problem, device) or _why_no_build(problem, device)
+
+
+def _why_never(problem: Problem, device: Device) -> str | None:
+    """What can be said before a build is searched for."""
     if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
         return "the kernel on mma.sync computes the forward pass and the input gradient"
-    if device.capability[0] == tensor_cores.WARPGROUP[0]:
-        return "Hopper has kernels on its own matrix instructions"
     if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
         return refusal
     if problem.batch == 0:
@@ -46,6 +53,10 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"fewer than {MIN_CHANNELS} channels per group leave tensor cores idle"
     if g.taps > MAX_TAPS:
         return f"{g.taps} taps are more than the tables hold"
+    return None
+
+
+def _why_no_build(problem: Problem, device: Device) -> str | None:
     found = _chosen(problem, device)
     if found is None:
         return "no tile and its halo fit accumulators and shared memory"
@@ -54,6 +65,28 @@ def why_not(problem: Problem, device: Device) -> str | None:
     if found.grid > INT32_MAX:
         return "there are more blocks than a launch can have"
     return None
+
+
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    found: list[Answer] = offers.one_by_one(PASSES, "mma", wanted, device, _why_never, work, plan)
+    return [replace(each, least=least(each.problem, device)) if isinstance(each, Offer) else each for each in found]
+
+
+def least(problem: Problem, device: Device) -> calibration.Work:
+    """The products alone at the rate of mma.sync: the search for a build takes 0.1 s, this bound takes none."""
+    rate = PRODUCTS_PER_CYCLE * 4 / problem.item_bytes
+    return calibration.Work(2, problem.flops / 2 / (rate * device.multiprocessors))
+
+
+def work(problem: Problem, device: Device) -> calibration.Work:
+    """What its launches do, by the model."""
+    found = _chosen(problem, device)
+    if found is None or _why_no_build(problem, device):  # An infinite time is never the least.
+        return calibration.Work(2, inf)
+    return calibration.Work(2, found.cycles(device))
 
 
 def plan(problem: Problem, device: Device) -> Plan:

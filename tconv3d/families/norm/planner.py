@@ -14,7 +14,8 @@ from math import prod
 from ...planning.launch import Constants, Launch
 from ...planning.packing import int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Plan, Problem
-from ..direct.planner import SCALARS, _reduce, accumulator
+from ...planning.scalars import SCALARS, accumulator
+from ...planning.sums import reduce_parts
 
 THREADS = 256
 VECTORS_PER_THREAD = 8  # of a strip; fewer where that leaves multiprocessors without work
@@ -225,11 +226,11 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
     if wanted.parameters and not isinstance(way, Once):
         sizes, strides = (1, 1, 2 * a.channels), (0, 0, 1)
         of = p.parameter, 2 * a.channels, a.batch
-        launches.append(_reduce(*of, "dparameters", sizes, strides, "by_channel", overlaps))
+        launches.append(reduce_parts(*of, "dparameters", sizes, strides, "by_channel", overlaps))
     if wanted.bias:
         sizes, strides = (1, 1, a.channels), (0, 0, 1)
         of = a.dtype, a.channels, a.batch * bias_slots
-        launches.append(_reduce(*of, "dbias", sizes, strides, "bias_sums", overlaps))
+        launches.append(reduce_parts(*of, "dbias", sizes, strides, "bias_sums", overlaps))
     name, why = "norm_grad", "two reads of the gradient and of what was normalized, one write"
     if isinstance(way, Both):
         name, why = "norm_both", "one read of the gradient and of what was normalized, another out of L2, one write"

@@ -19,26 +19,14 @@ from itertools import product
 from math import ceil, inf, prod
 
 from ...planning import tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Geometry, Triple
 from ...planning.launch import Launch
+from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
-from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.problem import Device, Pass, Plan, Problem, dense_strides
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.sums import Sum, add_parts
-from ..few_channels import (
-    inputs as few_inputs_planner,
-)
-from ..few_channels import (
-    outputs as few_outputs_planner,
-)
-from ..few_channels import (
-    weight_grad as few_weight_grad_planner,
-)
-from ..group_backward import planner as group_backward_planner
-from ..halo import planner as halo_planner
-from ..up import backward as up_backward_planner
-from ..up import grad as up_grad_planner
-from ..up.backward import contiguous
 
 UNFOLD_THREADS = 256
 CHANNELS = (1, 2, 4, 8)  # output channels of a block that unfolds
@@ -69,10 +57,6 @@ UNFOLDING_BYTES, MULTIPLYING_BYTES, KEPT_BYTES = 1766.0, 1368.0, 40e6
 ENOUGH = 2.5  # blocks that must be there to keep memory busy
 BIAS = 1.2  # times as long, where they add up dy
 LAUNCH = 3500.0
-# What other families take, of what they predict: halo kernel and weight gradient together, if operands here take up
-# to a half of the workspace, up to all of it, and more; those of up-convolutions on few and on more positions.
-APART, UP_FEW, UP, FEW = (0.85, 0.95, 1.12), 1.15, 0.95, 1024
-MIN_GAIN = 1.1  # predicted, because the models are off by as much
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -517,11 +501,7 @@ def bands_of(o: Operands, device: Device) -> Bands:
 # ---- The family.
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
-    return "computes gradients together, none alone"
-
-
-def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+def why_not_together(problems: Wanted, device: Device) -> str | None:
     if not {Pass.INPUT_GRAD, Pass.WEIGHT_GRAD} <= problems.keys():
         return "the gradients of input and weight are not both wanted"
     p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
@@ -532,11 +512,11 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
         return "16-bit types"
     if g.groups != 1:
         return "groups"
-    x = contiguous((p.batch, g.in_channels, *p.input_size))
-    weight = contiguous((g.in_channels, g.out_channels, *g.kernel))
+    x = dense_strides((p.batch, g.in_channels, *p.input_size))
+    weight = dense_strides((g.in_channels, g.out_channels, *g.kernel))
     if (p.input, q.input, p.weight, q.weight) != (x, x, weight, weight):
         return "tensors are not contiguous"
-    if p.output != contiguous((p.batch, g.out_channels, *p.output_size)):
+    if p.output != dense_strides((p.batch, g.out_channels, *p.output_size)):
         return "dy is not contiguous"
     if not prod(p.output_size) * p.batch * prod(p.input_size):
         return "nothing to add"
@@ -551,43 +531,29 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
     return None
 
 
-def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    if why_not_together(problems, device) is not None:
-        return None
-    p = problems[Pass.INPUT_GRAD]
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    if Pass.FORWARD in wanted:
+        return []
+    if refusal := why_not_together(wanted, device):
+        return [Refusal("unfold", tuple(wanted), refusal)]
+    p, bias = wanted[Pass.INPUT_GRAD], Pass.BIAS_GRAD in wanted
     o = Operands(p.geometry, p.batch, p.input_size)
-    if MIN_GAIN:
-        most = cycles_apart(problems, device) / MIN_GAIN
-        # Most layers are refused by the first, which takes no time to find.
-        if least_cycles(o, device) > most or cycles(o, device, Pass.BIAS_GRAD in problems) > most:
-            return None
-    return plan_tiling(problems, device, tiling_of(o, device))
+
+    passes = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
+    return [
+        Offer(
+            "unfold",
+            passes,
+            p,
+            device,
+            lambda: Work(3, cycles(o, device, bias)),
+            lambda: plan_tiling(wanted, device, tiling_of(o, device)),
+            least=Work(3, least_cycles(o, device)),  # The search for a tiling takes 0.1 s, this bound takes none.
+        )
+    ]
 
 
-def cycles_apart(problems: dict[Pass, Problem], device: Device) -> float:
-    """Predicted, of the families that take these gradients otherwise. Nothing, if they are others than those whose
-    models have been compared with this one."""
-    p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
-    if (tiling := up_backward_planner.best_tiling(problems, device)) is not None:
-        few = p.batch * prod(p.input_size) <= FEW
-        return (UP_FEW if few else UP) * up_backward_planner.cycles(tiling, p, device)
-    if any(family.why_not(p, device) is None for family in (few_outputs_planner, group_backward_planner)):
-        return 0.0
-    size = Operands(p.geometry, p.batch, p.input_size).bytes
-    factor = APART[(2 * size > device.workspace_bytes) + (size > device.workspace_bytes)]
-    total = 0.0
-    for each, few_planner in ((p, few_inputs_planner), (q, few_weight_grad_planner)):
-        if few_planner.why_not(each, device) is None:
-            total += few_planner.cycles(each, device)
-            continue
-        other = up_grad_planner.other_cycles(each, device)
-        if other is None or (each is p and halo_planner.why_not(p, device) is not None):
-            return 0.0
-        total += up_grad_planner.cycles_of(each, device) or factor * other
-    return total
-
-
-def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:
+def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
     p = problems[Pass.INPUT_GRAD]
     g, o = p.geometry, Operands(p.geometry, p.batch, p.input_size)

@@ -7,17 +7,20 @@ compiled in depends on the layer alone, never on the volume.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
 from ...planning import tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
-from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
-from ...planning.sums import Sum, add_parts
-from ..direct.planner import SCALARS
+from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, dense_strides
+from ...planning.scalars import SCALARS
+from ...planning.sums import Parts, sum_of_parts
 
 THREADS = 512
 # Of a chunk, by taps along w: rows, pieces of 16 bytes that a tile has of each, bytes from row to row.
@@ -38,11 +41,7 @@ CHUNK_CYCLES, CHUNK_COLUMN_CYCLES = 500.0, 8.0  # copies; products and x
 FEW_STAGES = {3: 1.35, 4: 1.1}  # what a chunk takes longer where few are on their way
 TILE_CYCLES, TILE_COLUMN_CYCLES = 600.0, 10.0  # x, storing dx, barriers
 BLOCK_OVERHEAD = 8000.0  # weights, the first tile's way, the sums' way out
-REGION_ALIGN = 256
 LAUNCH = 3500.0  # a kernel that does next to nothing
-APART_EFFICIENCY = 0.6  # of memory, where the other families are at their best
-APART_WORD, APART_REST = 65.0, 65000.0  # a small volume: the sum over K of one tile of dx, everything else
-MIN_GAIN = 1.0
 
 T = TypeVar("T", bound="Tiling")
 
@@ -137,7 +136,7 @@ def _vectors(p: Problem, q: Problem) -> bool:
     """Whether 16 bytes of positions, counted through all lines of the batch, always lie in a row."""
     n, c, d, h, _ = (stride * p.item_bytes % 16 == 0 for stride in q.input)
     lines = d and h and p.input_size[2] * p.item_bytes % 16 == 0
-    dense = q.input[2:4] == contiguous(p.input_size)[:2] and prod(p.input_size) * p.item_bytes % 16 == 0
+    dense = q.input[2:4] == dense_strides(p.input_size)[:2] and prod(p.input_size) * p.item_bytes % 16 == 0
     return n and c and (lines or dense)
 
 
@@ -160,13 +159,6 @@ def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
     return max(walk, _moving(p, 2, 1, device)) + parts / _per_cycle(L2_BYTES, device) + 2 * LAUNCH
 
 
-def cycles_apart(p: Problem, device: Device) -> float:
-    """Predicted, of the other families: dy is read for each of two products, the bias comes with one of them."""
-    g = p.geometry
-    small = APART_WORD * g.out_channels * g.taps * p.item_bytes / 4 + APART_REST
-    return max(_moving(p, 2, 2, device) / APART_EFFICIENCY, small) + 5 * LAUNCH
-
-
 def _moving(p: Problem, inputs: int, outputs: int, device: Device) -> float:
     """Cycles that memory takes for so many tensors of the input's size and of the output's."""
     g = p.geometry
@@ -181,11 +173,7 @@ def _per_cycle(of_one: float, device: Device) -> float:
 # ---- The family.
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
-    return "computes gradients together, none alone"
-
-
-def why_not_layer(problems: dict[Pass, Problem], device: Device) -> str | None:
+def why_not_layer(problems: Wanted, device: Device) -> str | None:
     """What has nothing to do with where the tensors' elements are."""
     if not {Pass.INPUT_GRAD, Pass.WEIGHT_GRAD} <= problems.keys():
         return "the gradients of input and weight are not both wanted"
@@ -204,7 +192,7 @@ def why_not_layer(problems: dict[Pass, Problem], device: Device) -> str | None:
     return None
 
 
-def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+def why_not_together(problems: Wanted, device: Device) -> str | None:
     if refusal := why_not_layer(problems, device):
         return refusal
     p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
@@ -216,44 +204,56 @@ def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | Non
     return None
 
 
-def contiguous(shape: tuple[int, ...]) -> Strides:
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
 def _whole_pieces(p: Problem, q: Problem) -> bool:
     g, item = p.geometry, p.item_bytes
-    weight = contiguous((g.in_channels, g.out_channels, *g.kernel))
-    dense = p.input == contiguous((p.batch, g.in_channels, *p.input_size)) and p.weight == q.weight == weight
+    weight = dense_strides((g.in_channels, g.out_channels, *g.kernel))
+    dense = p.input == dense_strides((p.batch, g.in_channels, *p.input_size)) and p.weight == q.weight == weight
     whole = 8 if g.kernel[2] == 2 else 16
     lines = q.input[4] == 1 and p.output[4] == 1 and p.input_size[2] * item % whole == 0
     dy, x = all(v * item % 16 == 0 for v in p.output[:4]), all(v * item % whole == 0 for v in q.input[:4])
     return dense and lines and dy and x and p.aligned and q.aligned
 
 
-def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    best = best_tiling(problems, device)
-    return None if best is None else plan_tiling(problems, device, best)
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    if Pass.FORWARD in wanted:
+        return []
+    if refusal := why_not_together(wanted, device):
+        return [Refusal("up_backward", tuple(wanted), refusal)]
+    p = wanted[Pass.INPUT_GRAD]
+    return offer_tiling("up_backward", wanted, device, tilings(p.geometry, p.dtype, device.shared_bytes), plan_tiling)
 
 
-def best_tiling(problems: dict[Pass, Problem], device: Device) -> Tiling | None:
-    """Of layers that this family takes, and whose gradients are predicted to take longer one by one."""
-    if why_not_together(problems, device) is not None:
-        return None
-    p = problems[Pass.INPUT_GRAD]
-    found = tilings(p.geometry, p.dtype, device.shared_bytes)
+def offer_tiling(
+    kernel: str,
+    wanted: Wanted,
+    device: Device,
+    found: Sequence[T],
+    plan: Callable[[Wanted, Device, T], Plan],
+) -> list[Answer]:
+    """The answer of a kernel that computes all gradients together, with the tiling that its model likes best."""
+    p = wanted[Pass.INPUT_GRAD]
     best = min(found, key=lambda tiling: cycles(tiling, p, device), default=None)
-    return None if best is None or cycles_apart(p, device) < MIN_GAIN * cycles(best, p, device) else best
+    if best is None:
+        return [Refusal(kernel, tuple(wanted), "no tiling fits registers and shared memory")]
+    work = Work(2, cycles(best, p, device))
+    return [Offer(kernel, passes_of(wanted), p, device, lambda: work, lambda: plan(wanted, device, best))]
 
 
-def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:
+def passes_of(wanted: Wanted) -> tuple[Pass, ...]:
+    """The gradients that are computed together. What output padding adds belongs to no tap: then the bias's gradient
+    is left to others."""
+    axes = wanted[Pass.INPUT_GRAD].geometry.axes
+    bias = Pass.BIAS_GRAD in wanted and not any(axis.output_padding for axis in axes)
+    return (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
+
+
+def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
     p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
     g = p.geometry
-    # What the output padding adds belongs to no tap, but to the bias.
-    bias = Pass.BIAS_GRAD in problems and not any(axis.output_padding for axis in g.axes)
+    passes = passes_of(problems)
     splits = splits_of(tiling, tiling.tiles_of(p), device)
-    parts = Parts(p, splits, tiling.ranges, g.kernel[0] * g.kernel[1] if bias else 0)
-    passes = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
+    parts = Parts(p, splits, tiling.ranges, g.kernel[0] * g.kernel[1] if Pass.BIAS_GRAD in passes else 0)
     why = "every output has one position and one tap: all gradients from one reading of dy"
     return Plan(
         "up_backward",
@@ -264,49 +264,6 @@ def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -
         parts.regions,
         passes=passes,
     )
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The sums that blocks leave, in the workspace."""
-
-    problem: Problem
-    splits: int
-    ranges: int
-    bias: int  # parts of a split; none if the gradient is not wanted
-
-    @property
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """Per gradient: elements, and parts to add."""
-        p, g = self.problem, self.problem.geometry
-        found = {"dw": (g.in_channels * g.out_per_group * g.taps, self.splits)}
-        if self.bias:
-            found["db"] = (g.out_channels, self.splits * self.bias)
-        if self.ranges > 1:
-            found["dx"] = (p.batch * g.in_channels * prod(p.input_size), self.ranges)
-        return found
-
-    def pitch(self, name: str) -> int:
-        """From part to part, in elements."""
-        return -(-self.counts[name][0] // 4) * 4 if name in self.counts else 0
-
-    @property
-    def regions(self) -> tuple[tuple[str, int], ...]:
-        starts, end = [], 0
-        for name, (_, parts) in self.counts.items():
-            starts.append((f"{name} parts", end))
-            end += -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
-        return tuple(starts)
-
-    @property
-    def bytes(self) -> int:
-        return sum(
-            -(-4 * parts * self.pitch(name) // REGION_ALIGN) * REGION_ALIGN
-            for name, (_, parts) in self.counts.items()
-        )
-
-    def place(self, name: str, otherwise: str = "null") -> str:
-        return f"{name} parts" if name in self.counts else otherwise
 
 
 def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
@@ -327,15 +284,6 @@ def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
             divider(size[2] * p.geometry.kernel[2] * p.item_bytes // 16),
         ),
     )
-
-
-def sum_of_parts(p: Problem, parts: Parts, dw: str = "dw") -> Launch:
-    """`dw`: where the weight's gradient goes."""
-    sums = [
-        Sum(parts.place(n), dw if n == "dw" else n, count, parts.pitch(n), number)
-        for n, (count, number) in parts.counts.items()
-    ]
-    return add_parts(sums, p.dtype)
 
 
 def constants_of(p: Problem, tiling: Tiling, registers: tuple[int, int, int]) -> Constants:

@@ -13,21 +13,13 @@ from math import prod
 
 from ...planning.geometry import Geometry
 from ...planning.launch import Launch
+from ...planning.offers import Answer, Refusal, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
-from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem
+from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, dense_strides
+from ...planning.sums import REGION_ALIGN, Parts, sum_of_parts
 from ...planning.turning import channels_last, turn, turning
 from . import backward as up_backward_planner
-from .backward import (
-    MAX_COLUMNS,
-    MAX_SUMS,
-    REGION_ALIGN,
-    THREADS,
-    Parts,
-    constants_of,
-    contiguous,
-    splits_of,
-    sum_of_parts,
-)
+from .backward import MAX_COLUMNS, MAX_SUMS, THREADS, constants_of, offer_tiling, passes_of, splits_of
 
 TILE = 64  # positions
 WORDS = 64  # of dy's row, that a chunk has
@@ -37,7 +29,6 @@ REGISTERS = (40, 104, 184)  # of producers, input and weight gradient
 
 # What a multiprocessor does, in cycles, fitted to 7 times on one H200. Few stages cost nothing here.
 CHUNK_CYCLES, CHUNK_COLUMN_CYCLES, TILE_CYCLES = 700.0, 11.0, 1100.0
-APART = 1.8  # how much longer than with contiguous tensors the other families take, where volumes are large
 
 
 @dataclass(frozen=True)
@@ -85,11 +76,7 @@ def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
 # ---- The family.
 
 
-def why_not(problem: Problem, device: Device) -> str | None:
-    return "computes gradients together, none alone"
-
-
-def why_not_together(problems: dict[Pass, Problem], device: Device) -> str | None:
+def why_not_together(problems: Wanted, device: Device) -> str | None:
     if refusal := up_backward_planner.why_not_layer(problems, device):
         return refusal
     if not _whole_pieces(problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]):
@@ -102,7 +89,7 @@ def _whole_pieces(p: Problem, q: Problem) -> bool:
     x, y = (p.batch, g.in_channels, *p.input_size), (p.batch, g.out_channels, *p.output_size)
     last = channels_last(p.input, x) and channels_last(q.input, x) and channels_last(p.output, y)
     whole = all(n * p.item_bytes % 16 == 0 for n in (g.in_channels, g.out_channels))
-    weights = _weight(p) is not None and q.weight == contiguous((g.in_channels, g.out_channels, *g.kernel))
+    weights = _weight(p) is not None and q.weight == dense_strides((g.in_channels, g.out_channels, *g.kernel))
     return last and whole and weights and p.aligned and q.aligned
 
 
@@ -112,28 +99,27 @@ def _weight(p: Problem) -> str | None:
     shape = (g.in_channels, g.out_channels, *g.kernel)
     if channels_last(p.weight, shape) or (g.taps == 1 and p.weight[:2] == (g.out_channels, 1)):
         return "weight"
-    return "turned weight" if p.weight == contiguous(shape) else None
+    return "turned weight" if p.weight == dense_strides(shape) else None
 
 
-def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    if why_not_together(problems, device) is not None:
-        return None
-    p = problems[Pass.INPUT_GRAD]
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    if Pass.FORWARD in wanted:
+        return []
+    if refusal := why_not_together(wanted, device):
+        return [Refusal("up_backward_last", tuple(wanted), refusal)]
+    p = wanted[Pass.INPUT_GRAD]
     found = tilings(p.geometry, p.dtype, device.shared_bytes)
-    best = min(found, key=lambda tiling: up_backward_planner.cycles(tiling, p, device), default=None)
-    apart = APART * up_backward_planner.cycles_apart(p, device)
-    if best is None or apart < up_backward_planner.MIN_GAIN * up_backward_planner.cycles(best, p, device):
-        return None
-    return plan_tiling(problems, device, best)
+    return offer_tiling("up_backward_last", wanted, device, found, plan_tiling)
 
 
-def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -> Plan:
+def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
     """The plan with a given tiling: what a benchmark compares."""
     p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
     g = p.geometry
-    # What the output padding adds belongs to no tap, but to the bias.
-    bias = Pass.BIAS_GRAD in problems and not any(axis.output_padding for axis in g.axes)
-    parts = Parts(p, splits_of(tiling, tiling.tiles_of(p), device), tiling.ranges, g.taps if bias else 0)
+    passes = passes_of(problems)
+    parts = Parts(
+        p, splits_of(tiling, tiling.tiles_of(p), device), tiling.ranges, g.taps if Pass.BIAS_GRAD in passes else 0
+    )
     weight, dw = _weight(p), "dw" if g.taps == 1 else "turned dw"
     assert weight is not None, "a plan of problems that why_not_together() refuses"
     shape = (g.in_channels, g.out_channels, *g.kernel)
@@ -152,7 +138,7 @@ def plan_tiling(problems: dict[Pass, Problem], device: Device, tiling: Tiling) -
         parts.bytes + pitch * len(turned),
         f"{tiling}, {parts.splits} parts",
         (*parts.regions, *((name, parts.bytes + pitch * i) for i, name in enumerate(turned))),
-        passes=(Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ())),
+        passes=passes,
     )
 
 

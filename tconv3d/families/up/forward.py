@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2, prod
 
-from ...planning import tensor_cores
+from ...planning import offers, tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
-from ..direct.planner import SCALARS
+from ...planning.scalars import SCALARS
 
 HAS_EPILOGUE = True
 THREADS = 384
@@ -262,6 +264,21 @@ def _one_run(p: Problem) -> bool:
 def _same(strides: Strides, wanted: Strides, size: tuple[int, ...]) -> bool:
     """The stride of a dimension of size 1 does not matter."""
     return all(a == b or n == 1 for a, b, n in zip(strides, wanted, size, strict=True))
+
+
+PASSES = (Pass.FORWARD,)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "up", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by the model."""
+    tiling = choose(problem, device)
+    assert tiling is not None, "work() of a problem that why_not() refuses"
+    predicted = cycles(tiling, tiles_of(problem), device, _weight(problem))
+    return Work(1, predicted)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

@@ -12,17 +12,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from ...planning import tensor_cores
+from ...planning import calibration, offers, tensor_cores
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import divider, int32s, int64s, padded
-from ...planning.problem import Device, Pass, Plan, Problem, Strides
-from ...planning.sums import Sum, add_parts
-from ..halo import planner as halo_planner
-from ..halo.job import job_of
-from ..weight_grad import hopper as hopper_weight_grad_planner
-from ..weight_grad.hopper import weight_and_bias
-from .backward import REGION_ALIGN, contiguous
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
+from ...planning.sums import REGION_ALIGN, Sum, add_parts
 
 THREADS = 384
 PACK_THREADS, PACK_BLOCKS = 256, 16  # blocks of a multiprocessor, at most
@@ -40,9 +36,6 @@ COLUMN, CHUNK = 1.6, 390.0  # of a chunk: a column, everything else
 STORED_BYTES = 19.0  # of sums, per cycle
 MEMORY_BYTES, PACKED_BYTES, ADDED_BYTES = 15.0, 12.0, 28.0  # moved per cycle
 START, LAUNCH = 9000.0, 3500.0  # of the main launch; of one that does next to nothing
-# Over what others are predicted to take. The weight gradient's is up to 1.8 times that, where lines are short
-# (measured), never less than 0.9 times.
-MIN_GAIN = {Pass.INPUT_GRAD: 1.1, Pass.WEIGHT_GRAD: 0.85}
 
 
 @dataclass(frozen=True)
@@ -183,19 +176,25 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "too many positions, or none"
     if g.in_channels < MIN_CHANNELS or p.batch * prod(p.input_size) < MIN_POSITIONS:
         return f"fewer than {MIN_CHANNELS} input channels, or than {MIN_POSITIONS} positions"
-    tiling = choose_for(p, device)
-    if tiling is None:
+    if choose_for(p, device) is None:
         return "shared memory has no room for its stages"
-    other = other_cycles(p, device)
-    if other is not None and other < MIN_GAIN[p.which] * cycles(tiling, pieces_of(p), device):
-        return "other kernels are predicted to take as long or less"
     return None
 
 
-def cycles_of(p: Problem, device: Device) -> float | None:
-    """Predicted, if it takes the problem."""
-    tiling = choose_for(p, device) if why_not(p, device) is None else None
-    return cycles(tiling, pieces_of(p), device) if tiling else None
+PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    ask = "up_grad", wanted, device, why_not, work, plan
+    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+
+
+def work(problem: Problem, device: Device) -> calibration.Work:
+    """What its launches do, by the model."""
+    tiling = choose_for(problem, device)
+    assert tiling is not None, "work() of a problem that why_not() refuses"
+    launches = 3 if tiling.weight else 2
+    return calibration.Work(launches, cycles(tiling, pieces_of(problem), device))
 
 
 def _units(p: Problem) -> int:
@@ -205,34 +204,20 @@ def _units(p: Problem) -> int:
 
 def _whole_pieces(p: Problem) -> bool:
     g, size = p.geometry, p.input_size
-    dense = p.weight == contiguous((g.in_channels, g.out_channels, *g.kernel)) and size[2] % 2 == 0
+    dense = p.weight == dense_strides((g.in_channels, g.out_channels, *g.kernel)) and size[2] % 2 == 0
     dy = p.output[4] == 1 and all(v % 4 == 0 for v in p.output[:4])
     x = p.input[4] == 1 and all(v % 2 == 0 for v in p.input[:4])
     return dense and dy and x and p.aligned and (p.which is Pass.INPUT_GRAD or _one_run(p.input, size))
 
 
 def _one_run(strides: Strides, size: tuple[int, ...]) -> bool:
-    return strides[2:] == contiguous(size)
-
-
-def other_cycles(p: Problem, device: Device) -> float | None:
-    """What the families that would take the problem otherwise are predicted to take, if there are any."""
-    if p.which is Pass.INPUT_GRAD:
-        found = halo_planner.plan_or_none(job_of(p), device)
-        return found.cycles if found else None
-    if hopper_weight_grad_planner.why_not(p, device) is not None:
-        return None
-    return hopper_weight_grad_planner.cycles(p, device)
+    return strides[2:] == dense_strides(size)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     tiling = choose_for(problem, device)
     assert tiling is not None, "plan() of a problem that why_not() refuses"
     return plan_tiling(problem, device, tiling)
-
-
-def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    return weight_and_bias(problems, device, why_not, plan)
 
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:

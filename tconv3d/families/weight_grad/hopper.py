@@ -15,13 +15,15 @@ from math import inf, prod
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
-from ...planning import tensor_cores
+from ...planning import offers, tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import divider, dividers, int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, volume_kind
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
-from ..direct.planner import SCALARS
+from ...planning.scalars import SCALARS
 from . import warps as weight_grad_planner
 from .warps import SEGMENT, wide
 
@@ -860,23 +862,17 @@ def cycles(problem: Problem, device: Device) -> float:
     return _tiling_cycles(layer, tiling, problem.batch, size, device)
 
 
-def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    return weight_and_bias(problems, device, why_not, plan)
+PASSES = (Pass.WEIGHT_GRAD,)  # that the family computes
 
 
-def weight_and_bias(
-    problems: dict[Pass, Problem],
-    device: Device,
-    why_not: Callable[[Problem, Device], str | None],
-    plan: Callable[[Problem, Device], Plan],
-) -> Plan | None:
-    """The gradients of weight and bias by a family that has the one add up the other, where both are wanted."""
-    if Pass.WEIGHT_GRAD not in problems or Pass.BIAS_GRAD not in problems:
-        return None
-    problem = replace(problems[Pass.WEIGHT_GRAD], bias=True)
-    if why_not(problem, device):
-        return None
-    return replace(plan(problem, device), passes=(Pass.WEIGHT_GRAD, Pass.BIAS_GRAD))
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    ask = "hopper_weight_grad", wanted, device, why_not, work, plan
+    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by the model."""
+    return Work(2, cycles(problem, device))
 
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:

@@ -8,14 +8,13 @@ them as they are.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 
-from ...planning.problem import Device, Pass, Plan, Problem, Strides
+from ...planning import offers
+from ...planning.calibration import Work
+from ...planning.offers import Answer, Wanted
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
 from ...planning.turning import Turning, channels_last, turn, turning
-from ..few_channels import weight_grad as few_weight_grad_planner
-from ..up.backward import contiguous
-from . import hopper as hopper_weight_grad_planner
-from . import warps as weight_grad_planner
+from . import hopper
 
 REGION_ALIGN = 256
 MAX_BYTES = 2**28  # of what is turned at a time
@@ -24,9 +23,6 @@ MAX_SLICES = 8  # of the batch, one after another
 # What a multiprocessor does, in cycles.
 BYTES = 14.0  # read and written, in a cycle
 LAUNCH = 3500.0
-# How much longer than predicted weight gradients of channels-last tensors take, by the size of an element. What loads
-# words of single elements is the less sure: of 16-bit types between 3 and 8.
-HOPPER, WARPS = {4: 1.25, 2: 3.0}, {4: 2.4, 2: 1.8}
 
 
 def turnings(p: Problem) -> list[Turning]:
@@ -46,8 +42,8 @@ def turnings(p: Problem) -> list[Turning]:
 def turned(p: Problem) -> Problem:
     """The same of turned tensors."""
     g, names = p.geometry, [each.from_ for each in turnings(p)]
-    output = contiguous((p.batch, g.out_channels, *p.output_size)) if "dy" in names else p.output
-    input = contiguous((p.batch, g.in_channels, *p.input_size)) if "x" in names else p.input
+    output = dense_strides((p.batch, g.out_channels, *p.output_size)) if "dy" in names else p.output
+    input = dense_strides((p.batch, g.in_channels, *p.input_size)) if "x" in names else p.input
     return replace(p, input=input, output=output, aligned=p.aligned or len(names) == 2)
 
 
@@ -74,36 +70,32 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "memory is short"
     if not slices:
         return f"contiguous tensors would take more than {MAX_BYTES >> 20} MB at a time, or nothing"
-    if few_weight_grad_planner.why_not(p, device) is None:
-        return "few channels have a kernel for either layout"
-    one = replace(turned(p), batch=p.batch // slices)
-    if refusal := hopper_weight_grad_planner.why_not(one, device):
+    if refusal := hopper.why_not(replace(turned(p), batch=p.batch // slices), device):
         return f"of contiguous tensors: {refusal}"
-    turning = sum(2 * each.count * p.item_bytes / each.efficiency for each in found) / (
-        BYTES * device.multiprocessors
-    )
-    there = slices * (hopper_weight_grad_planner.cycles(one, device) + LAUNCH)
-    if _cycles(p, device) < there + turning:
-        return "writing contiguous tensors would take longer than it saves"
     return None
 
 
-def _cycles(p: Problem, device: Device) -> float:
-    """Predicted, of the tensors as they are."""
-    for family, longer in ((hopper_weight_grad_planner, HOPPER), (weight_grad_planner, WARPS)):
-        if family.why_not(p, device) is None:
-            return longer[p.item_bytes] * family.cycles(p, device)
-    return inf
+PASSES = (Pass.WEIGHT_GRAD,)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    ask = "turned", wanted, device, why_not, work, plan
+    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by the model."""
+    p, slices = problem, slices_of(problem)
+    one = replace(turned(p), batch=p.batch // slices)
+    moved = sum(2 * each.count * p.item_bytes / each.efficiency for each in turnings(p))
+    cycles = moved / (BYTES * device.multiprocessors) + slices * (hopper.cycles(one, device) + LAUNCH)
+    return Work(slices + 2, cycles)
 
 
 def plan(problem: Problem, device: Device) -> Plan:
     slices = slices_of(problem)
     one = replace(turned(problem), batch=problem.batch // slices)
-    return _around(problem, slices, hopper_weight_grad_planner.plan(one, device, slices))
-
-
-def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-    return hopper_weight_grad_planner.weight_and_bias(problems, device, why_not, plan)
+    return _around(problem, slices, hopper.plan(one, device, slices))
 
 
 def _around(p: Problem, slices: int, inner: Plan) -> Plan:

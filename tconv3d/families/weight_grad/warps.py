@@ -12,12 +12,15 @@ from functools import cached_property, lru_cache
 from itertools import product
 from math import inf
 
-from ...planning import tensor_cores
+from ...planning import offers, tensor_cores
+from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.launch import Constants, Launch
+from ...planning.offers import Answer, Wanted
 from ...planning.packing import dividers, int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
-from ..direct.planner import INT32_MAX, SCALARS, _reduce
+from ...planning.scalars import INT32_MAX, SCALARS
+from ...planning.sums import reduce_parts
 
 SEGMENT = 4  # words of 32 bits: one load of a lane
 CHUNK = 4  # segments that a warp multiplies at a time
@@ -425,6 +428,18 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
+PASSES = (Pass.WEIGHT_GRAD,)  # that the family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """What its launches do, by the model."""
+    return Work(2, cycles(problem, device))
+
+
 def plan(problem: Problem, device: Device) -> Plan:
     tiling = tiling_of(_layer(problem), device)
     assert tiling is not None, "plan() of a problem that why_not() refuses"
@@ -440,7 +455,7 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     splits = _splits(p, device, layer, pieces[0][1], tiling, box, count)
     mains = tuple(_main(p, layer, taps, planes, tiling, splits) for taps, planes in pieces)
     ci, co, _, _, tap = p.weight
-    reduce = _reduce(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
+    reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
     tile = f"{tiling} ({box.d} x {box.h} lines of {box.w * SEGMENT}), {splits} parts"
     return Plan("tensor_weight_grad", "positions as K on tensor cores", (*mains, reduce), splits * count * 4, tile)
 

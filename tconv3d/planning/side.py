@@ -1,0 +1,146 @@
+"""A forward pass or an input gradient seen as one thing: outputs that gather from inputs.
+
+Planners whose kernel computes both passes by the same loop start from here. Knows geometry, sizes and strides; no
+kernel and no device.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from .geometry import Gather, Triple
+from .launch import Constants
+from .problem import Pass, Problem, Strides, last_offset
+from .scalars import INT32_MAX
+
+# A sum of strict float32 with more than 32 terms is computed as a sum of sums, which bounds its rounding error.
+LONG_SUM = 32
+# Up to 64 terms each addition to a total also keeps what it rounds off: PyTorch's own error is small there.
+SHORT_SUM = 64
+
+
+@dataclass(frozen=True)
+class Side:
+    """A forward pass or an input gradient, seen as outputs that gather from inputs."""
+
+    problem: Problem
+    gathers: tuple[Gather, Gather, Gather]
+    reduced: int  # channels per group that are summed over
+    outs: int  # channels per group that are computed
+    x: Strides
+    x_size: Triple
+    y: Strides
+    y_size: Triple
+    grid: Triple
+    weight: Strides  # reduced channel, computed channel, taps
+
+    @classmethod
+    def of(cls, problem: Problem) -> Side:
+        g, size, out_size = problem.geometry, problem.input_size, problem.output_size
+        ci, co, *taps = problem.weight
+        d, h, w = g.axes
+        grid: Triple
+        if problem.which is Pass.FORWARD:
+            grid = (d.positions(out_size[0]), h.positions(out_size[1]), w.positions(out_size[2]))
+            gathers = (d.scatter, h.scatter, w.scatter)
+            reduced, outs, weight = g.in_per_group, g.out_per_group, (ci, co, *taps)
+            x, x_size, y, y_size = problem.input, size, problem.output, out_size
+        else:
+            grid, gathers = size, (d.gather, h.gather, w.gather)
+            reduced, outs, weight = g.out_per_group, g.in_per_group, (co, ci, *taps)
+            x, x_size, y, y_size = problem.output, out_size, problem.input, size
+        return cls(problem, gathers, reduced, outs, x, x_size, y, y_size, grid, weight)
+
+    @property
+    def wide(self) -> bool:
+        """Whether an offset, or an intermediate value of one, may leave 32 bits."""
+        reach = [
+            (q - 1) * gather.input_step
+            + max(abs(o) for o in gather.first_offset)
+            + max(gather.count) * abs(gather.offset_step)
+            for gather, q in zip(self.gathers, self.grid, strict=True)
+        ]
+        p, g = self.problem, self.problem.geometry
+        x = last_offset((p.batch, self.reduced * g.groups, *(r + 1 for r in reach)), self.x)
+        y = last_offset(
+            (p.batch, self.outs * g.groups, *self.grid),
+            tuple(s * k for s, k in zip(self.y, (1, 1, *self.output_steps), strict=True)),
+        )
+        return max(x, y + max(self.y), self.positions + 2**20) > INT32_MAX
+
+    @property
+    def terms(self) -> int:
+        """Products that an output is the sum of; of the phase that has most."""
+        return self.reduced * prod(max(gather.count) for gather in self.gathers)
+
+    @property
+    def mean_terms(self) -> float:
+        """The same on the average; a phase counts as much as it has terms, as it does in an error's norm."""
+        return self.reduced * prod(sum(n * n for n in gather.count) / sum(gather.count) for gather in self.gathers)
+
+    @property
+    def chained(self) -> bool:
+        """Whether the sum is so long that sums of sums are worth their registers."""
+        p = self.problem
+        return p.dtype == "float32" and not p.tf32 and self.terms > LONG_SUM
+
+    @property
+    def keeps_rest(self) -> bool:
+        """Whether additions to totals keep what they round off."""
+        return self.chained and self.terms <= SHORT_SUM
+
+    @property
+    def output_steps(self) -> Triple:
+        d, h, w = self.gathers
+        return d.output_step, h.output_step, w.output_step
+
+    @property
+    def positions(self) -> int:
+        return self.problem.batch * self.grid[0] * self.grid[1] * self.grid[2]
+
+
+@dataclass(frozen=True)
+class Unrolled:
+    """The phases, taps and distinct loads of the innermost dimensions that a thread owns."""
+
+    phases: tuple[Triple, ...]
+    taps: tuple[tuple[int, int, Triple], ...]  # phase index, load index, tap
+    loads: tuple[Triple, ...]  # offsets
+
+    @classmethod
+    def of(cls, gathers: tuple[Gather, Gather, Gather], unrolled: int) -> Unrolled:
+        one = Gather(1, 1, 0, 0, (0,), (0,), (1,))  # stands for a dimension that is not unrolled
+        used = [one] * (3 - unrolled) + list(gathers[3 - unrolled :])
+        phases = tuple(product(*(range(gather.phases) for gather in used)))
+        found = [
+            (f, tuple(g.tap(i, j) for g, i, j in zip(used, phase, js, strict=True)),
+             tuple(g.offset(i, j) for g, i, j in zip(used, phase, js, strict=True)))
+            for f, phase in enumerate(phases)
+            for js in product(*(range(g.count[i]) for g, i in zip(used, phase, strict=True)))
+        ]  # fmt: skip
+        loads = tuple(sorted({offset for _, _, offset in found}))
+        index = {offset: i for i, offset in enumerate(loads)}
+        return cls(phases, tuple((f, index[offset], tap) for f, tap, offset in found), loads)
+
+    @property
+    def most_taps(self) -> int:
+        """Of a phase."""
+        return max(Counter(phase for phase, _, _ in self.taps).values(), default=1)
+
+    def tables(self) -> Constants:
+        def columns(name: str, triples: tuple[Triple, ...]) -> Constants:
+            return tuple((f"k{name}{axis}", tuple(t[i] for t in triples)) for i, axis in enumerate("DHW"))
+
+        return (
+            ("kPhases", len(self.phases)),
+            ("kTaps", len(self.taps)),
+            ("kLoads", len(self.loads)),
+            ("kTapPhase", tuple(f for f, _, _ in self.taps)),
+            ("kTapLoad", tuple(load for _, load, _ in self.taps)),
+            *columns("Tap", tuple(tap for _, _, tap in self.taps)),
+            *columns("Load", self.loads),
+            *columns("Phase", self.phases),
+        )

@@ -1,0 +1,292 @@
+"""`tconv3d calibrate`: measures every family's offers on the GPU at hand and fits the rates that the planner uses.
+
+For layers of the benchmark and random ones, in several types and layouts, every offer for the forward pass and for
+the backward pass is compiled, run once and timed; so is PyTorch's operator. The rates of a kernel are those that
+predict its times best: least squares of the relative errors, no rate below zero, for each pass, type and layout that
+has enough measured times. The file that is written is what `planning/calibration.py` reads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from ..api.ahead import compile_all
+from ..api.clock import Clock
+from ..api.explain import call_of, problems_of
+from ..planning import planner
+from ..planning.calibration import TERMS, kind_of, terms
+from ..planning.offers import Offer
+from ..planning.problem import Device, Pass, Plan, Problem, last_offset
+from ..runtime import compiler
+from ..torch_ops import executor
+from ..torch_ops.problems import DTYPES as DTYPE_NAMES
+from .bench.layers import LAYERS, Layer, random_layers
+from .bench.precision import DTYPES, LAYOUTS, in_layout, precision
+from .bench.results import describe_machine
+
+KINDS = (
+    ("tf32", "contiguous"),
+    ("tf32", "channels_last_3d"),
+    ("bfloat16", "contiguous"),
+    ("bfloat16", "channels_last_3d"),
+    ("float32", "contiguous"),
+)
+LEAST_TIMES = 6  # measured times of a kind from which it gets rates of its own
+HOPELESS = 4.0  # An offer predicted to take so many times the least is not worth compiling.
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One measured offer."""
+
+    layer: str
+    kernel: str
+    kind: str
+    passes: tuple[str, ...]
+    terms: dict[str, float]
+    microseconds: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An offer as plain data: its plan, the work that it states, and the call that it is for."""
+
+    layer: str
+    dtype: str
+    wanted: dict[Pass, Problem]
+    kernel: str
+    problem: Problem
+    passes: tuple[Pass, ...]
+    terms: dict[str, float]
+    plan: Plan
+
+
+def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) -> list[Candidate]:
+    """All offers worth a measurement, planned and compiled. Runs in a process that does not touch the GPU."""
+    module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
+    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
+    with precision(dtype):
+        problems = problems_of(*call_of(_convolution(module), x))
+    found: list[Candidate] = []
+    for forward in (True, False):
+        wanted = {p.which: p for p in problems if (p.which is Pass.FORWARD) is forward}
+        offers = [answer for answer in planner.answers(wanted, device) if isinstance(answer, Offer)]
+        for passes in dict.fromkeys(offer.passes for offer in offers):
+            same = [offer for offer in offers if offer.passes == passes]
+            least = min(offer.microseconds for offer in same)
+            for o in same:
+                if o.microseconds <= HOPELESS * least and math.isfinite(o.microseconds):
+                    amount = terms(o.problem, o.work())
+                    label = f"{name} {dtype} {layout}"
+                    found.append(Candidate(label, dtype, wanted, o.kernel, o.problem, o.passes, amount, o.plan()))
+    launches = {(launch.kernel, launch.constants) for each in found for launch in each.plan.launches}
+    compile_all(tuple(sorted(launches, key=repr)), compiler.architecture(device.capability))
+    return found
+
+
+def prepare_all(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], console: Console) -> list[Candidate]:
+    """Plans and compiles in a process for each core."""
+    device = executor.device_of(torch.empty(0, device="cuda"))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), spawn, torch.set_num_threads, (1,)) as pool:
+        waiting = [
+            pool.submit(prepare, name, layer, *kind, device)
+            for (name, layer), kind in itertools.product(layers.items(), kinds)
+        ]
+        return [each for future in track(waiting, "compiling", console=console) for each in future.result()]
+
+
+def _convolution(module: torch.nn.Module) -> torch.nn.ConvTranspose3d:
+    (found,) = (each for each in module.modules() if isinstance(each, torch.nn.ConvTranspose3d))
+    return found
+
+
+class Tensors:
+    """The operands of a call, of random values, under the names that launches use."""
+
+    def __init__(self, wanted: Mapping[Pass, Problem]) -> None:
+        p = next(iter(wanted.values()))
+        inputs = wanted.get(Pass.FORWARD) or wanted.get(Pass.WEIGHT_GRAD) or wanted[Pass.INPUT_GRAD]
+        g = inputs.geometry
+        dtype = {name: each for each, name in DTYPE_NAMES.items()}[p.dtype]
+        x = (inputs.batch, g.in_channels, *inputs.input_size)
+        y = (inputs.batch, g.out_channels, *inputs.output_size)
+        w = (g.in_channels, g.out_per_group, *g.kernel)
+        weight = (wanted.get(Pass.FORWARD) or wanted.get(Pass.INPUT_GRAD) or inputs).weight
+        self.by_name: dict[str, Tensor] = {
+            "x": _random(x, inputs.input, dtype),
+            "weight": _random(w, weight, dtype),
+            "bias": _random((g.out_channels,), (1,), dtype),
+            "dy": _random(y, inputs.output, dtype),
+            "y": _random(y, inputs.output, dtype),
+            "dx": _random(x, wanted[Pass.INPUT_GRAD].input, dtype) if Pass.INPUT_GRAD in wanted else torch.empty(0),
+            "dw": _random(w, wanted[Pass.WEIGHT_GRAD].weight, dtype)
+            if Pass.WEIGHT_GRAD in wanted
+            else torch.empty(0),
+            "db": _random((g.out_channels,), (1,), dtype),
+        }
+        self.like = torch.empty(0, dtype=dtype, device="cuda")
+
+    def run(self, candidate: Candidate) -> Callable[[], None]:
+        """Launches the candidate's plan."""
+        names = executor.OPERANDS[Pass.FORWARD] if Pass.FORWARD in candidate.passes else executor.BACKWARD
+        task = executor.make_task(candidate.plan, names, (), self.like)
+        addresses = tuple(self.by_name[n].data_ptr() if n in self.by_name else 0 for n in names if n != "workspace")
+        return lambda: task.launch(self.like, addresses)
+
+    def theirs(self, wanted: Mapping[Pass, Problem], passes: tuple[Pass, ...]) -> Callable[[], object]:
+        """Calls PyTorch's operator for some of the passes."""
+        g = next(p for which, p in wanted.items() if which is not Pass.BIAS_GRAD).geometry
+        t = self.by_name
+        settings = [
+            [getattr(axis, name) for axis in g.axes] for name in ("stride", "padding", "dilation", "output_padding")
+        ]
+        stride, padding, dilation, output_padding = settings
+        if Pass.FORWARD in passes:
+            bias = t["bias"] if wanted[Pass.FORWARD].bias else None
+            return lambda: torch.ops.aten.convolution(
+                t["x"], t["weight"], bias, stride, padding, dilation, True, output_padding, g.groups
+            )
+        mask = [which in passes for which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)]
+        sizes, rest = [g.out_channels], (stride, padding, dilation, True, output_padding, g.groups, mask)
+        return lambda: torch.ops.aten.convolution_backward(t["dy"], t["x"], t["weight"], sizes, *rest)
+
+
+def _random(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    values = torch.randn(last_offset(shape, strides) + 1, dtype=dtype, device="cuda")
+    return values.as_strided(shape, strides)
+
+
+def measure(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], console: Console) -> list[Timed]:
+    """Times every candidate, and PyTorch's operator for each set of passes that a candidate computes."""
+    found = prepare_all(layers, kinds, console)
+    clock = Clock(0.004)
+    rows: list[Timed] = []
+    calls = [list(each) for _, each in itertools.groupby(found, key=lambda each: (each.layer, tuple(each.wanted)))]
+    for same in track(calls, "measuring", console=console):
+        try:
+            rows += _measure_call(same, clock)
+        except torch.OutOfMemoryError:
+            console.print(f"{same[0].layer}: out of memory")
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _measure_call(same: Sequence[Candidate], clock: Clock) -> Iterator[Timed]:
+    name, wanted = same[0].layer, same[0].wanted
+    tensors = Tensors(wanted)
+    with precision(same[0].dtype):
+        for each in same:
+            ms = clock(tensors.run(each))
+            yield _timed(name, each.kernel, each.problem, each.passes, each.terms, ms)
+        for passes in dict.fromkeys((tuple(wanted), *((w,) for w in wanted if w is not Pass.BIAS_GRAD))):
+            problem = wanted[passes[0]]
+            products = sum(wanted[which].flops / 2e9 for which in passes if which is not Pass.BIAS_GRAD)
+            amount = {**dict.fromkeys(TERMS, 0.0), "launches": 1.0, "megabytes": problem.bytes / 1e6}
+            amount["gigaproducts"] = products
+            yield _timed(name, "pytorch", problem, passes, amount, clock(tensors.theirs(wanted, passes)))
+
+
+def _timed(
+    name: str, kernel: str, problem: Problem, passes: tuple[Pass, ...], amount: dict[str, float], ms: float
+) -> Timed:
+    return Timed(name, kernel, kind_of(problem), tuple(which.value for which in passes), amount, 1e3 * ms)
+
+
+# ---- fitting
+
+
+def fit(rows: Iterable[Timed]) -> dict[str, dict[str, Any]]:
+    """Rates by kernel and kind, and for every kernel those of all its kinds together."""
+    by_kernel: dict[str, dict[str, list[Timed]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_kernel[row.kernel][row.kind].append(row)
+        by_kernel[row.kernel]["any"].append(row)
+    return {
+        kernel: {
+            kind: fit_rates(same) for kind, same in sorted(kinds.items()) if len(same) >= LEAST_TIMES or kind == "any"
+        }
+        for kernel, kinds in sorted(by_kernel.items())
+    }
+
+
+def fit_rates(rows: Sequence[Timed]) -> dict[str, Any]:
+    """The non-negative rates with the least relative error. There are four terms, so every subset is tried."""
+    best: tuple[float, dict[str, float]] = (math.inf, {})
+    used = [term for term in TERMS if any(row.terms[term] for row in rows)]
+    for count in range(1, len(used) + 1):
+        for subset in itertools.combinations(used, count):
+            rates = _least_squares(rows, subset)
+            if rates is not None and (error := _error(rows, rates)) < best[0] * 0.98:  # fewer terms, if as good
+                best = error, rates
+    error, rates = best
+    spread = statistics.median(abs(math.log(predict(row, rates) / row.microseconds)) for row in rows)
+    return {
+        "rates": {term: float(f"{rate:.4g}") for term, rate in rates.items()},
+        "times": len(rows),
+        "typical_error": round(spread, 3),
+    }
+
+
+def predict(row: Timed, rates: Mapping[str, float]) -> float:
+    return max(1e-3, sum(rate * row.terms[term] for term, rate in rates.items()))
+
+
+def _error(rows: Sequence[Timed], rates: Mapping[str, float]) -> float:
+    return math.sqrt(statistics.mean(math.log(predict(row, rates) / row.microseconds) ** 2 for row in rows))
+
+
+def _least_squares(rows: Sequence[Timed], subset: Sequence[str]) -> dict[str, float] | None:
+    matrix = torch.tensor([[row.terms[t] / row.microseconds for t in subset] for row in rows], dtype=torch.float64)
+    if matrix.shape[0] < matrix.shape[1]:
+        return None
+    solution = torch.linalg.lstsq(matrix, torch.ones(len(rows), 1, dtype=torch.float64), driver="gelsd").solution
+    rates = dict(zip(subset, solution[:, 0].tolist(), strict=True))
+    return rates if min(rates.values()) > 0 else None
+
+
+def add(commands: Any) -> None:
+    """The command's flags."""
+    parser = commands.add_parser("calibrate", help="measure every kernel's offers on this GPU and fit their rates")
+    parser.add_argument("--layers", type=int, default=40, metavar="N", help="random layers beside the named ones")
+    parser.add_argument("--seed", type=int, default=7, metavar="N")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the fitted rates go")
+    parser.add_argument("--times", type=Path, metavar="FILE", help="where the measured times go too")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if not torch.cuda.is_available():
+        raise RuntimeError("calibrate measures on a GPU, and there is none")
+    calibrate(arguments.out, arguments.layers, arguments.seed, Console(), arguments.times)
+    return 0
+
+
+def calibrate(path: Path, count: int, seed: int, console: Console, rows_path: Path | None = None) -> None:
+    """Measures, fits and writes. `rows_path`: where the measured times go, for another look at them."""
+    rows = measure({**LAYERS, **random_layers(count, seed)}, KINDS, console)
+    if rows_path is not None:
+        rows_path.write_text(json.dumps([asdict(row) for row in rows]))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unit = "microseconds per launch, per 1000 cycles, per MB of the pass's tensors, per 1e9 products"
+    origin = f"tconv3d calibrate --layers {count} --seed {seed}"
+    text = {"machine": describe_machine(), "origin": origin, "unit": unit, "kernels": fit(rows)}
+    path.write_text(json.dumps(text, indent=1) + "\n")
+    console.print(f"{len(rows)} times of {len({row.kernel for row in rows})} kernels: {path}")
