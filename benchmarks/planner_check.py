@@ -39,7 +39,7 @@ from tconv3d.api.ahead import compile_all
 from tconv3d.api.clock import Clock
 from tconv3d.api.explain import call_of, problems_of
 from tconv3d.api.tune import Trial, contenders, measure
-from tconv3d.families.halo.planner import HaloPlan
+from tconv3d.families.halo.launches import HaloPlan
 from tconv3d.planning.gpus import DEFAULT_GPU, GPUS
 from tconv3d.planning.problem import Device, Pass, Problem
 from tconv3d.runtime import compiler

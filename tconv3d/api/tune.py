@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..families.halo import planner as halo_planner
 from ..families.halo.job import job_of
-from ..families.halo.planner import HaloPlan, Nominal
+from ..families.halo.launches import HaloPlan
+from ..families.halo.planner import Nominal
 from ..planning import planner
 from ..planning.problem import Device, Pass, Problem, last_offset
 from ..torch_ops import checks, executor, ops

@@ -9,17 +9,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* dy;
-  void* parts;  // [splits][channels]
-  Strides dy_strides;
-  long long positions;
-  long long volume;  // positions of a sample
-  int splits;
-  int channels;
-  Walk walk;
-};
-
 // The lane's share of the sum of a contiguous run.
 template <class Acc, class Scalar, class Index>
 __device__ __forceinline__ Acc sum_run(const Scalar* run, Index length, int lane) {

@@ -5,11 +5,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  void* words;  // of 16 bytes
-  long long count;
-};
-
 template <class C>
 __device__ void run(const Args& args) {
   ptx::launch_dependents();

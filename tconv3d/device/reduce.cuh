@@ -7,15 +7,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* parts;  // [splits][count]
-  void* result;  // a tensor of walk.size with these strides; element i of a part is its i-th in (n, d, h, w)
-  Strides strides;  // c is unused
-  long long count;
-  int splits;
-  Walk walk;
-};
-
 template <class C>
 __device__ void run(const Args& args) {
   using Acc = typename C::Acc;

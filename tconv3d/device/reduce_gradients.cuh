@@ -9,19 +9,6 @@
 
 namespace tconv3d {
 
-struct Gradient {
-  long long count;  // of elements
-  long long pitch;  // from part to part: a multiple of four
-  int parts, slices;
-  int first_block, blocks;
-};
-
-struct Args {
-  const void *first_parts, *second_parts, *third_parts;
-  void *first_result, *second_result, *third_result;
-  Gradient first, second, third;  // those that there are not have no blocks
-};
-
 // One of three.
 template <int kWhich, class T>
 __device__ __forceinline__ const T& choose(const T& first, const T& second, const T& third) {

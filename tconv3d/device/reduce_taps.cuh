@@ -8,17 +8,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* parts;  // [splits][taps][out][in]
-  void* result;
-  const void* bias_parts;  // [bias_splits][channels]
-  void* bias;
-  long long stride_in, stride_out, stride_tap;
-  long long count;  // of a part
-  int splits, taps, out, in;
-  int bias_splits, channels;
-};
-
 // Eight channels of a block, 32 threads each.
 template <class C>
 __device__ __forceinline__ void sum_bias(const Args& args, int block, float* sums) {

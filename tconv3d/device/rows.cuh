@@ -11,15 +11,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  void* rows;
-  Strides stride;
-  long long volume;  // positions of a batch item
-  int blocks;        // of a batch item's positions
-  Divider by_w, by_h;
-};
-
 template <class Config>
 struct Rows {
   using Scalar = typename Config::Scalar;

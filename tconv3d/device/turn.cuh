@@ -10,21 +10,6 @@
 
 namespace tconv3d {
 
-struct Matrices {
-  long long rows, columns;
-  int first_block, blocks;
-  int tiles_of_rows, tiles_of_columns;
-  int log_rows, log_columns;  // of a tile, in elements
-  int pairs;                  // whether elements of 16 bits go two by two
-  int first;                  // of those that are read; what is written begins with it
-};
-
-struct Args {
-  const void *first_from, *second_from, *third_from;
-  void *first_to, *second_to, *third_to;
-  Matrices first, second, third;  // those that there are not have no blocks
-};
-
 template <class C>
 struct Turn {
   static constexpr int kThreads = C::kThreads;

@@ -17,8 +17,8 @@ Constants: TypeAlias = tuple[tuple[str, Constant], ...]
 class Launch:
     """One launch of the kernel in the header `<kernel>.cuh`.
 
-    The kernel's `Args` struct is the addresses of `pointers` followed by `scalars`, bytes packed with the
-    platform's own alignment.
+    The kernel's `Args` is the addresses of `pointers` followed by the bytes of `scalars`; planners get both from the
+    declaration of the kernel's arguments (arguments.py).
     """
 
     kernel: str

@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 from .geometry import Gather, Triple
 from .launch import Constants
@@ -53,6 +54,24 @@ class Side:
             reduced, outs, weight = g.out_per_group, g.in_per_group, (co, ci, *taps)
             x, x_size, y, y_size = problem.output, out_size, problem.input, size
         return cls(problem, gathers, reduced, outs, x, x_size, y, y_size, grid, weight)
+
+    @property
+    def operands(self) -> dict[str, str]:
+        """What a kernel's pointers x, w, bias and y point to."""
+        names = ("x", "weight", "bias", "y") if self.problem.which is Pass.FORWARD else ("dy", "weight", "null", "dx")
+        return dict(zip(("x", "w", "bias", "y"), names, strict=True))
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Strides and sizes of these tensors, as arguments of a kernel."""
+        return {
+            "x_strides": self.x,
+            "y_strides": self.y,
+            "w_strides": self.weight,
+            "w_group_stride": self.problem.geometry.in_per_group * self.problem.weight[0],
+            "x_size": self.x_size,
+            "y_size": self.y_size,
+        }
 
     @property
     def wide(self) -> bool:

@@ -9,14 +9,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from .arguments import CONST_POINTER, INT32, INT64, POINTER, STRIDES, WALK, Arguments, Struct
 from .geometry import Triple
 from .launch import Launch
-from .packing import int32s, int64s, padded, walk
 from .problem import Problem
 from .scalars import SCALARS, accumulator
 
 THREADS = 256
 MOST = 3  # results of one launch
+
+_GRADIENT = Struct(
+    "Gradient",
+    "A gradient whose parts are added, and the blocks of the launch that add them.",
+    count=INT64("Elements of the gradient."),
+    pitch=INT64("Elements from one part to the next, a multiple of 4."),
+    parts=INT32("Number of parts."),
+    slices=INT32("Warps that share the parts of an element."),
+    first_block=INT32("Index of the first block that works on this gradient."),
+    blocks=INT32("Number of blocks that work on this gradient; 0 where the launch has fewer gradients."),
+)
+REDUCE_GRADIENTS = Arguments(
+    "reduce_gradients",
+    first_parts=CONST_POINTER("Parts of the first gradient, one after another, each laid out like the gradient."),
+    second_parts=CONST_POINTER("Parts of the second gradient."),
+    third_parts=CONST_POINTER("Parts of the third gradient."),
+    first_result=POINTER("The first gradient."),
+    second_result=POINTER("The second gradient."),
+    third_result=POINTER("The third gradient."),
+    first=_GRADIENT("Sizes of the first gradient."),
+    second=_GRADIENT("Sizes of the second gradient."),
+    third=_GRADIENT("Sizes of the third gradient."),
+)
+REDUCE = Arguments(
+    "reduce",
+    parts=CONST_POINTER("Partial sums: [splits][count]."),
+    result=POINTER("The sums, a tensor of the size of `walk`; element i of a part is its i-th in (n, d, h, w)."),
+    strides=STRIDES("Strides of the result; c is unused."),
+    count=INT64("Elements of a part."),
+    splits=INT32("Number of parts."),
+    walk=WALK("How an element's index becomes (n, d, h, w)."),
+)
 
 
 @dataclass(frozen=True)
@@ -38,15 +70,17 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
 
     `most_blocks`: of a result, that there should be if more warps share its parts than one.
     """
-    scalars, blocks = b"", 0
+    places, sizes, blocks = dict[str, str](), dict[str, dict[str, int]](), 0
     sums = (*sums, *(NOTHING,) * (MOST - len(sums)))
-    for each in sums:
+    for name, each in zip(("first", "second", "third"), sums, strict=True):
         blocks_by_slices = {s: -(-each.count // (4 * THREADS // s)) for s in (1, 2, 4, 8)}
         slices = max(  # that share the parts of an element
             s for s, own in blocks_by_slices.items() if s == 1 or (s <= each.number // 2 and own <= most_blocks)
         )
         own = blocks_by_slices[slices]
-        scalars += int64s(each.count, each.pitch) + int32s(each.number, slices, blocks, own)
+        places |= {f"{name}_parts": each.parts, f"{name}_result": each.result}
+        counts = {"count": each.count, "pitch": each.pitch, "parts": each.number, "slices": slices}
+        sizes[name] = {**counts, "first_block": blocks, "blocks": own}
         blocks += own
     return Launch(
         kernel="reduce_gradients",
@@ -54,8 +88,8 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
         grid=(blocks, 1, 1),
         threads=THREADS,
         shared_bytes=0,
-        pointers=(*(each.parts for each in sums), *(each.result for each in sums)),
-        scalars=scalars,
+        pointers=REDUCE_GRADIENTS.pointers(**places),
+        scalars=REDUCE_GRADIENTS.pack(**sizes),
         overlaps=True,
     )
 
@@ -142,7 +176,9 @@ def reduce_parts(
         grid=(-(-count * lanes // threads), 1, 1),
         threads=threads,
         shared_bytes=threads * acc_bytes if lanes > 1 else 0,
-        pointers=(parts, result),
-        scalars=padded(int64s(outer, 0, middle, 0, inner, count), int32s(splits), walk((sizes[1], 1, sizes[2]), 1)),
+        pointers=REDUCE.pointers(parts=parts, result=result),
+        scalars=REDUCE.pack(
+            strides=(outer, 0, middle, 0, inner), count=count, splits=splits, walk=((sizes[1], 1, sizes[2]), 1)
+        ),
         overlaps=overlaps,
     )

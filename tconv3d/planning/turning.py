@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from math import prod
 
+from .arguments import CONST_POINTER, DIVIDER, INT32, INT64, POINTER, STRIDES, Arguments, Struct
 from .geometry import Triple
 from .launch import Launch
-from .packing import divider, int32s, int64s, padded
 from .problem import ITEM_BYTES, Strides
 from .scalars import SCALARS
 
@@ -23,6 +24,43 @@ MOST = 3  # tensors of one launch
 ROW_PIECES = 8  # of 16 bytes, of a position, by a block that writes rows
 ROW_POSITIONS = 64
 ROW_THREADS = 128
+
+_MATRICES = Struct(
+    "Matrices",
+    "A tensor as matrices that are transposed one by one, and the blocks of the launch that do it.",
+    rows=INT64("Rows of a matrix that is read."),
+    columns=INT64("Columns of a matrix that is read."),
+    first_block=INT32("Index of the first block that works on this tensor."),
+    blocks=INT32("Number of blocks that work on this tensor; 0 where the launch has fewer tensors."),
+    tiles_of_rows=INT32("Tiles along the rows of a matrix."),
+    tiles_of_columns=INT32("Tiles along the columns of a matrix."),
+    log_rows=INT32("Binary logarithm of the rows of a tile, in elements."),
+    log_columns=INT32("Binary logarithm of the columns of a tile, in elements."),
+    pairs=INT32("Whether 16-bit elements are moved two by two."),
+    first=INT32("Index of the first matrix that is read; it becomes the first that is written."),
+)
+TURN = Arguments(
+    "turn",
+    first_from=CONST_POINTER("The first tensor as it is."),
+    second_from=CONST_POINTER("The second tensor as it is."),
+    third_from=CONST_POINTER("The third tensor as it is."),
+    first_to=POINTER("The first tensor with its matrices transposed."),
+    second_to=POINTER("The second tensor with its matrices transposed."),
+    third_to=POINTER("The third tensor with its matrices transposed."),
+    first=_MATRICES("Sizes of the first tensor."),
+    second=_MATRICES("Sizes of the second tensor."),
+    third=_MATRICES("Sizes of the third tensor."),
+)
+ROWS = Arguments(
+    "rows",
+    x=CONST_POINTER("The tensor that is read."),
+    rows=POINTER("The tensor as rows of channels, one for every position."),
+    stride=STRIDES("Strides of x."),
+    volume=INT64("Positions of a batch item."),
+    blocks=INT32("Blocks that share the positions of a batch item."),
+    by_w=DIVIDER("Divides by the size of x along w."),
+    by_h=DIVIDER("Divides by the size of x along h."),
+)
 
 
 @dataclass(frozen=True)
@@ -62,6 +100,22 @@ class Turning:
     def blocks(self) -> int:
         return self.items * prod(self.tiles)
 
+    def arguments(self, first_block: int) -> dict[str, int]:
+        """The values of `struct Matrices`, for blocks of a launch from this one on."""
+        (log_rows, log_columns), (tiles_of_rows, tiles_of_columns) = self.log_tile, self.tiles
+        return {
+            "rows": self.rows,
+            "columns": self.columns,
+            "first_block": first_block,
+            "blocks": self.blocks,
+            "tiles_of_rows": tiles_of_rows,
+            "tiles_of_columns": tiles_of_columns,
+            "log_rows": log_rows,
+            "log_columns": log_columns,
+            "pairs": self.pairs,
+            "first": self.first,
+        }
+
     @property
     def efficiency(self) -> float:
         """How much of a tile's channels there is."""
@@ -82,13 +136,12 @@ def turning(
 
 def turn(turnings: Sequence[Turning], overlaps: bool) -> Launch:
     """Turns some tensors at once."""
-    scalars, first = b"", 0
+    places, sizes, first = dict[str, str](), dict[str, dict[str, int]](), 0
     assert 0 < len(turnings) <= MOST and len({each.item_bytes for each in turnings}) == 1
-    for each in turnings:
-        scalars += int64s(each.rows, each.columns)
-        scalars += int32s(first, each.blocks, *each.tiles, *each.log_tile, each.pairs, each.first)
-        first += each.blocks
-    missing = MOST - len(turnings)
+    for name, each in zip_longest(("first", "second", "third"), turnings):
+        places |= {f"{name}_from": each.from_ if each else "null", f"{name}_to": each.to if each else "null"}
+        sizes[name] = each.arguments(first) if each else dict.fromkeys(_MATRICES.fields, 0)
+        first += each.blocks if each else 0
     return Launch(
         kernel="turn",
         constants=(
@@ -101,11 +154,8 @@ def turn(turnings: Sequence[Turning], overlaps: bool) -> Launch:
         grid=(first, 1, 1),
         threads=THREADS,
         shared_bytes=0,
-        pointers=(
-            *[each.from_ for each in turnings] + ["null"] * missing,
-            *[each.to for each in turnings] + ["null"] * missing,
-        ),
-        scalars=scalars + bytes(48 * missing),
+        pointers=TURN.pointers(**places),
+        scalars=TURN.pack(**sizes),
         overlaps=overlaps,
     )
 
@@ -155,7 +205,7 @@ def channel_rows(
         grid=(batch * blocks * -(-channels // items), 1, 1),
         threads=ROW_THREADS,
         shared_bytes=shared_bytes,
-        pointers=("x", "rows"),
-        scalars=padded(int64s(*read, d * h * w), int32s(blocks), divider(w), divider(h)),
+        pointers=ROWS.pointers(x="x", rows="rows"),
+        scalars=ROWS.pack(stride=read, volume=d * h * w, blocks=blocks, by_w=w, by_h=h),
         overlaps=hopper,
     )

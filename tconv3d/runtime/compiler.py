@@ -1,9 +1,9 @@
 """Kernel + constants -> cubin, with NVRTC through cuda-core. Needs no GPU, no CUDA toolkit, no host compiler.
 
-A translation unit is the header of one kernel (`sources.KERNELS`), the constants as `struct Config`, and one
-`__global__` function, `ENTRY`. What was compiled is kept in the disk cache together with the compiler's log, so that
-the report of registers and spills is there for a cached cubin too. cuda is imported when first needed: the package
-imports without it.
+A translation unit is the arguments of one kernel as its planner declared them (`planning.arguments`), the kernel's
+header (`sources.KERNELS`), the constants as `struct Config`, and one `__global__` function, `ENTRY`. What was
+compiled is kept in the disk cache together with the compiler's log, so that the report of registers and spills is
+there for a cached cubin too. cuda is imported when first needed: the package imports without it.
 
 Knows nothing of tensors, devices or streams, nor of what the constants mean.
 """
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import metadata
 
+from ..planning import arguments
 from ..planning.launch import Constant, Constants
 from . import cache, sources
 
@@ -87,8 +88,10 @@ def architecture(capability: tuple[int, int]) -> str:
 def translation_unit(kernel: str, constants: Constants) -> str:
     """The source of one kernel with its constants compiled in."""
     definitions = [_define(name, value) for name, value in constants]
+    taken = arguments.declared(kernel)
     return "\n".join(
         [
+            *([taken.definitions.rstrip()] if taken else []),
             f'#include "{kernel}.cuh"',
             *(before for before, _ in definitions if before),
             "struct Config {",

@@ -13,7 +13,7 @@ from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.build import Build
 from tconv3d.families.halo.job import job_of
-from tconv3d.families.halo.planner import HaloPlan
+from tconv3d.families.halo.launches import HaloPlan
 from tconv3d.planning.geometry import Geometry, Triple
 from tconv3d.planning.problem import Device, Pass, Problem
 

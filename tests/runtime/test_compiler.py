@@ -127,8 +127,8 @@ def test_the_translation_unit() -> None:
         ("kTap", (0, -1, 2)),
         ("kPhase", ((0, 1), (2, 3))),
     )
-    assert compiler.translation_unit("direct", constants) == (
-        '#include "direct.cuh"\n'
+    assert compiler.translation_unit("plain", constants) == (
+        '#include "plain.cuh"\n'
         "__constant__ constexpr int table_kTap[3] = {0, -1, 2};\n"
         "__constant__ constexpr int table_kPhase[2][2] = {{0, 1}, {2, 3}};\n"
         "struct Config {\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import textwrap
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from tconv3d.tools.export.specialise import Sources, fold
 from tconv3d.torch_ops import executor
 
 HEADERS = sorted(sources.all_headers())
-KERNELS = [name for name in HEADERS if "struct Args" in sources.all_headers()[name].read_text()]
 EVERY = passes.variants(tuple(passes.PRECISIONS), passes.LAYOUTS)
 KNOWN = {"kYes": True, "kNo": False, "kFour": 4}
 
@@ -51,30 +49,6 @@ def test_every_header_is_read_whole(name: str, emulated: bool) -> None:
     again = cxx.render(cxx.declarations(header.body), lambda declaration: True)
     assert again == header.body
     assert "#if" not in again and "TCONV3D_EMULATOR" not in again
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_the_layout_of_arguments_is_understood(name: str) -> None:
-    layout = Sources().layout(name.removesuffix(".cuh"))
-    values, size = layout.decode("Args", bytes(range(256)) * 4)
-    assert len(values) >= 2
-    assert size % 8 == 0
-
-
-def test_structs_are_laid_out_as_the_compiler_does() -> None:
-    structs = {
-        "Inner": [cxx.Member("a", "int"), cxx.Member("b", "long long")],
-        "Args": [
-            cxx.Member("p", "pointer"),
-            cxx.Member("c", "bool"),
-            cxx.Member("in", "Inner"),
-            cxx.Member("f", "float"),
-        ],
-    }
-    data = struct.pack("Q?7xi4xqf4x", 7, True, -3, 2**40, 0.5)
-    values, size = cxx.Layout(structs).decode("Args", data)
-    assert values == {"p": 7, "c": True, "in": {"a": -3, "b": 2**40}, "f": 0.5}
-    assert size == len(data)
 
 
 def test_declarations_know_their_names() -> None:
@@ -336,6 +310,13 @@ def test_a_template_whose_argument_is_not_known_keeps_all_its_specialisations(tm
 )  # fmt: skip
 def test_guards_say_which_variants(variants: list[tuple[str, str, str]], condition: str) -> None:
     assert cuda_source.guard([passes.Variant(*v) for v in variants], EVERY) == condition
+
+
+def test_numbers_are_written_with_all_their_digits() -> None:
+    assert (
+        cuda_source._value({"eps": 1e-5, "count": 3, "far": 2**40})
+        == "{.eps = 1e-05, .count = 3, .far = 1099511627776ll}"
+    )
 
 
 def test_guards_are_right_for_every_set_of_variants() -> None:

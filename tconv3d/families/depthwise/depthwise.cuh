@@ -12,17 +12,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* w;
-  const void* bias;  // null: no bias
-  void* y;
-  March march;
-  Strides y_strides;
-  Strides w_strides;  // n: channel; d, h, w: tap
-  Extent y_size;
-};
-
 template <class C>
 struct Depthwise {
   using Scalar = typename C::Scalar;

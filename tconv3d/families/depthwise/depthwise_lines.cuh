@@ -16,19 +16,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* w;
-  const void* bias;  // null: no bias
-  void* y;
-  Strides x_strides, y_strides;
-  Strides w_strides;  // n: channel; d, h, w: tap
-  Extent x_size, y_size;
-  int length;  // outputs along w of a unit
-  int units;   // tiles of lines, parts of lines and batch items, of each chunk of channels
-  Divider parts, tiles_h, tiles_d;
-};
-
 // One of two neighbours of 16 bits.
 template <class Scalar>
 struct Widen;

@@ -14,16 +14,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* dy;
-  void* parts;       // [splits][channels][kernel d][h][w]
-  void* bias_parts;  // kBias: [splits][channels]
-  March march;       // over dy
-  Strides x_strides;
-  int units;  // of the march
-};
-
 template <class C>
 struct DepthwiseWeightGrad {
   using Scalar = typename C::Scalar;

@@ -14,10 +14,10 @@ from ...planning import offers
 from ...planning.calibration import Work
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
 from ...planning.side import Side
+from .arguments import DEPTHWISE_LINES
 
 HAS_EPILOGUE = True
 THREADS = 128
@@ -141,13 +141,18 @@ def plan(problem: Problem, device: Device) -> Plan:
         grid=(min(units, blocks) * lines.chunks, 1, 1),
         threads=THREADS,
         shared_bytes=lines.shared_bytes,
-        pointers=("x", "weight", "bias", "y"),
-        scalars=padded(
-            int64s(*side.x, *side.y, *problem.weight),
-            int32s(*side.x_size, *side.y_size, length, units),
-            divider(parts),
-            divider(tiles_h),
-            divider(tiles_d),
+        pointers=DEPTHWISE_LINES.pointers(x="x", w="weight", bias="bias", y="y"),
+        scalars=DEPTHWISE_LINES.pack(
+            x_strides=side.x,
+            y_strides=side.y,
+            w_strides=problem.weight,
+            x_size=side.x_size,
+            y_size=side.y_size,
+            length=length,
+            units=units,
+            parts=parts,
+            tiles_h=tiles_h,
+            tiles_d=tiles_d,
         ),
     )
     tile = f"each thread {lines.vector} channels of a line, walking {length} along w"

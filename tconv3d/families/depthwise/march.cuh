@@ -12,17 +12,6 @@
 
 namespace tconv3d {
 
-struct March {
-  Strides x_strides;
-  Extent x_size;
-  Extent grid;  // positions q per dimension
-  int length;   // positions along depth of a block
-  int batch;
-  // Positions, or, where neighbouring threads have neighbouring channels, patches of positions along w;
-  // blocks of a plane; parts along depth.
-  Divider by_w, by_blocks, by_parts;
-};
-
 // Blocks that share a patch of positions, each with other channels.
 template <class C>
 constexpr int channel_chunks() {

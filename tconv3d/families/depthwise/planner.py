@@ -14,11 +14,11 @@ from ...planning.calibration import Work
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS, even_pairs, power_of_two_up
 from ...planning.side import Side
 from ...planning.sums import reduce_parts
+from .arguments import DEPTHWISE, DEPTHWISE_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
 THREADS = 128
@@ -182,8 +182,16 @@ def plan(problem: Problem, device: Device) -> Plan:
         most = min(depth, device.workspace_bytes // (max(1, problem.batch) * blocks * g.groups * g.taps * 4))
     length = _length(depth, most, walk.slots, flat, device.multiprocessors * resident)
     parts = -(-depth // length)
-    march = int64s(*side.x) + int32s(*side.x_size, *side.grid, length, problem.batch)
-    march = padded(march, divider(along_w), divider(blocks), divider(parts))
+    march = {
+        "x_strides": side.x,
+        "x_size": side.x_size,
+        "grid": side.grid,
+        "length": length,
+        "batch": problem.batch,
+        "by_w": along_w,
+        "by_blocks": blocks,
+        "by_parts": parts,
+    }
     tile = f"each thread one position, walking {length} along depth"
     constants: Constants = (
         ("kThreads", THREADS),
@@ -194,9 +202,8 @@ def plan(problem: Problem, device: Device) -> Plan:
     if problem.which is Pass.WEIGHT_GRAD:
         units, chunks = flat * parts, -(-g.groups // max(1, channel_lanes))
         grid = min(units, max(1, device.multiprocessors * resident // chunks) * chunks) if channel_lanes else units
-        return _plan_weight_grad(
-            problem, walk, constants, padded(march, int64s(*problem.input), int32s(units)), grid, tile
-        )
+        scalars = DEPTHWISE_WEIGHT_GRAD.pack(march=march, x_strides=problem.input, units=units)
+        return _plan_weight_grad(problem, walk, constants, scalars, grid, tile)
     _, h, w = side.gathers
     pairs = w.phases == 2 and side.y[4] == 1  # outputs of two phases are neighbours
     launch = Launch(
@@ -216,8 +223,8 @@ def plan(problem: Problem, device: Device) -> Plan:
         grid=(flat * parts, 1, 1),
         threads=THREADS,
         shared_bytes=4 * channel_lanes * (len(walk.taps) | 1),
-        pointers=("x", "weight", "bias", "y") if problem.which is Pass.FORWARD else ("dy", "weight", "null", "dx"),
-        scalars=padded(march, int64s(*side.y, *problem.weight), int32s(*side.y_size)),
+        pointers=DEPTHWISE.pointers(**side.operands),
+        scalars=DEPTHWISE.pack(march=march, y_strides=side.y, w_strides=problem.weight, y_size=side.y_size),
     )
     return Plan("depthwise", "multiply-adds, walking along depth", (launch,), tile=tile)
 
@@ -238,8 +245,10 @@ def _plan_weight_grad(p: Problem, walk: Walk, constants: Constants, scalars: byt
         grid=(grid, 1, 1),
         threads=THREADS,
         shared_bytes=4 * totals,
-        pointers=("x", "dy", "workspace", "bias_parts" if p.bias else "null"),
-        scalars=padded(scalars),
+        pointers=DEPTHWISE_WEIGHT_GRAD.pointers(
+            x="x", dy="dy", parts="workspace", bias_parts="bias_parts" if p.bias else "null"
+        ),
+        scalars=scalars,
     )
     count = g.groups * g.taps
     ci, co, _, _, tap = p.weight

@@ -23,21 +23,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* w;
-  const void* bias;  // null: no bias
-  void* y;
-  Strides x_strides, y_strides;
-  Strides
-      w_strides;  // n: reduced channel (within its group), c: output channel (within its group), d, h, w: tap
-  long long w_group_stride;
-  long long positions;  // batch * grid.d * grid.h * grid.w
-  Extent x_size, y_size;
-  Extent grid;  // positions q per dimension
-  Divider by_d, by_h, by_w;
-};
-
 template <bool kLong>
 struct MaskType {
   using type = unsigned;

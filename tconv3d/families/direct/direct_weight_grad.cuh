@@ -12,18 +12,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* dy;
-  void* parts;  // [splits][in_channels][out_channels / groups][kernel d][h][w]
-  Strides x_strides, dy_strides;
-  long long positions;
-  long long warps;  // splits * channel units * rows
-  int splits;
-  Extent dy_size;
-  Walk walk;
-};
-
 template <class C>
 struct WeightGrad {
   using Scalar = typename C::Scalar;

@@ -10,15 +10,16 @@ from itertools import product
 from math import prod
 
 from ...planning import offers
+from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Gather
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import dividers, int32s, int64s, padded, walk
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
 from ...planning.sums import reduce_parts
+from .arguments import CHANNEL_SUM, DIRECT, DIRECT_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
 MAX_THREADS = 256
@@ -236,12 +237,8 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
         grid=(blocks(threads), 1, 1),
         threads=threads,
         shared_bytes=stage_rows * stage_channels * len(inner.taps) * tile.tiles * tile.channels * acc_bytes,
-        pointers=("x", "weight", "bias", "y") if p.which is Pass.FORWARD else ("dy", "weight", "null", "dx"),
-        scalars=padded(
-            int64s(*side.x, *side.y, *side.weight, g.in_per_group * p.weight[0], side.positions),
-            int32s(*side.x_size, *side.y_size, *side.grid),
-            dividers(side.grid),
-        ),
+        pointers=DIRECT.pointers(**side.operands),
+        scalars=DIRECT.pack(**side.sizes, positions=side.positions, grid=side.grid, **per_axis("by", side.grid)),
     )
     return Plan("direct", "multiply-adds, any setting", (launch,), tile=str(tile))
 
@@ -310,11 +307,15 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         grid=(-(-warps // 4), 1, 1),
         threads=128,
         shared_bytes=0,
-        pointers=("x", "dy", "workspace"),
-        scalars=padded(
-            int64s(*p.input, *p.output, positions, warps),
-            int32s(splits, *p.output_size),
-            walk(p.input_size, 32 if lanes_are_positions else 1),
+        pointers=DIRECT_WEIGHT_GRAD.pointers(x="x", dy="dy", parts="workspace"),
+        scalars=DIRECT_WEIGHT_GRAD.pack(
+            x_strides=p.input,
+            dy_strides=p.output,
+            positions=positions,
+            warps=warps,
+            splits=splits,
+            dy_size=p.output_size,
+            walk=(p.input_size, 32 if lanes_are_positions else 1),
         ),
     )
     ci, co, _, _, tap = p.weight
@@ -347,11 +348,14 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
         grid=(-(-splits * units // 4), 1, 1),
         threads=128,
         shared_bytes=0,
-        pointers=("dy", "workspace"),
-        scalars=padded(
-            int64s(*p.output, positions, d * h * w),
-            int32s(splits, channels),
-            walk((d, h, w), 32 if lanes_are_positions else 1),
+        pointers=CHANNEL_SUM.pointers(dy="dy", parts="workspace"),
+        scalars=CHANNEL_SUM.pack(
+            dy_strides=p.output,
+            positions=positions,
+            volume=d * h * w,
+            splits=splits,
+            channels=channels,
+            walk=((d, h, w), 32 if lanes_are_positions else 1),
         ),
     )
     reduce = reduce_parts(p.dtype, channels, splits, "db", (1, 1, channels), (0, 0, 1))

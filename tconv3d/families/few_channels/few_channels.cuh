@@ -10,16 +10,6 @@
 
 namespace tconv3d {
 
-struct Tiles {
-  Extent tile;               // positions of a tile
-  Extent part;               // lines that a tile reads along d and h, elements along w
-  int line_pitch;            // of a line in shared memory, a multiple of 8 elements
-  int line_vectors;          // copies of a line
-  int count;                 // tiles in all
-  Divider by_d, by_h, by_w;  // how many tiles the volume has
-  Divider part_by_d, part_by_h, by_line_vectors;
-};
-
 struct TileOrigin {
   int n, d, h, w;  // batch index and first position
 };

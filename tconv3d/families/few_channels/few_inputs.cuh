@@ -22,18 +22,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* w;
-  const void* bias;  // null: no bias
-  void* y;
-  Strides x_strides, y_strides;
-  Strides w_strides;  // n: reduced channel, c: output channel, both of the group; d, h, w: tap
-  long long w_group_stride;
-  Extent x_size, y_size;
-  Tiles tiles;
-};
-
 template <class C>
 struct FewInputs {
   using Scalar = typename C::Scalar;

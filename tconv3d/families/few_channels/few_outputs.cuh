@@ -29,19 +29,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* w;
-  const void* bias;  // null: no bias
-  void* y;
-  Strides x_strides, y_strides;
-  Strides w_strides;  // n: input channel, c: output channel of the group, d, h, w: tap
-  Extent x_size, y_size;
-  int planes;  // output planes of a block
-  int batch;
-  Divider tiles_w, tiles_h, parts;
-};
-
 template <class C>
 struct FewOutputs {
   using Scalar = typename C::Scalar;

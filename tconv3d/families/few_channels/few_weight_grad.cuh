@@ -22,19 +22,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* many;
-  const void* few;
-  void* parts;  // [splits][in_channels][out_channels / groups][kernel d][h][w]
-  Strides many_strides, few_strides;
-  Extent many_size, few_size;
-  Tiles tiles;
-  int line_vectors;                        // copies of a line of m
-  int tile_vectors;                        // and of all lines of a channel
-  int copy_lanes_shift;                    // as many threads (a power of two) copy a channel at a time
-  Divider by_line_vectors, by_tile_lines;  // line_vectors, and lines of m along h
-};
-
 template <class C>
 struct FewWeightGrad {
   using Scalar = typename C::Scalar;

@@ -14,10 +14,10 @@ from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
 from ...planning.side import Side
+from .arguments import FEW_INPUTS
 from .tiles import Taps, Tile, best, tiles
 
 HAS_EPILOGUE = True
@@ -179,7 +179,6 @@ def _walkers(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
 def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     """The plan with a given tile: what a benchmark compares."""
     side = layout.side
-    p, g = side.problem, side.problem.geometry
     walkers = _walkers(layout, tile, blocks, device)
     launch = Launch(
         kernel="few_inputs",
@@ -187,12 +186,8 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
         grid=(walkers * layout.kinds, 1, 1),
         threads=32 * WARPS,
         shared_bytes=layout.table_bytes + 2 * tile.part_bytes,
-        pointers=("x", "weight", "bias", "y") if p.which is Pass.FORWARD else ("dy", "weight", "null", "dx"),
-        scalars=padded(
-            int64s(*side.x, *side.y, *side.weight, g.in_per_group * p.weight[0]),
-            int32s(*side.x_size, *side.y_size),
-            tile.scalars(),
-        ),
+        pointers=FEW_INPUTS.pointers(**side.operands),
+        scalars=FEW_INPUTS.pack(**side.sizes, tiles=tile.arguments),
     )
     return Plan("few_inputs", "tensor cores, K = taps and channels", (launch,), tile=str(tile))
 

@@ -14,10 +14,10 @@ from ...planning.calibration import Work
 from ...planning.geometry import Gather, Geometry
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
 from ...planning.side import Side
+from .arguments import FEW_OUTPUTS
 
 HAS_EPILOGUE = True
 HEIGHTS, WIDTHS = (4, 8, 16), (8, 16, 32, 64)  # of tiles, in positions
@@ -312,13 +312,18 @@ def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
         grid=(flat * parts, 1, 1),
         threads=32 * tile.warps,
         shared_bytes=tile.shared_bytes,
-        pointers=("x", "weight", "bias", "y"),
-        scalars=padded(
-            int64s(*problem.input, *problem.output, *problem.weight),
-            int32s(*problem.input_size, *problem.output_size, planes, problem.batch),
-            divider(tiles_w),
-            divider(tiles_h),
-            divider(parts),
+        pointers=FEW_OUTPUTS.pointers(x="x", w="weight", bias="bias", y="y"),
+        scalars=FEW_OUTPUTS.pack(
+            x_strides=problem.input,
+            y_strides=problem.output,
+            w_strides=problem.weight,
+            x_size=problem.input_size,
+            y_size=problem.output_size,
+            planes=planes,
+            batch=problem.batch,
+            tiles_w=tiles_w,
+            tiles_h=tiles_h,
+            parts=parts,
         ),
     )
     why = "tensor cores, a column for every tap" + (", three TF32 products" if tile.layer.strict else "")

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, product
 from math import gcd, prod
+from typing import Any
 
+from ...planning.arguments import per_axis
 from ...planning.geometry import Gather, Triple
 from ...planning.launch import Constants
-from ...planning.packing import divider, dividers, int32s
 from ...planning.side import Side
 
 LINE_ITEMS = 8  # a line in shared memory is a multiple of this
@@ -109,11 +110,20 @@ class Tile:
     def count(self) -> int:
         return self.side.problem.batch * prod(self.counts)
 
-    def scalars(self) -> bytes:
-        """`struct Tiles`."""
-        sizes = int32s(*self.size, *self.part, self.line_pitch, self.line_vectors, self.count)
-        by_part = divider(self.part[0]) + divider(self.part[1]) + divider(self.line_vectors)
-        return sizes + dividers(self.counts) + by_part
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The values of `struct Tiles`."""
+        return {
+            "tile": self.size,
+            "part": self.part,
+            "line_pitch": self.line_pitch,
+            "line_vectors": self.line_vectors,
+            "count": self.count,
+            **per_axis("by", self.counts),
+            "part_by_d": self.part[0],
+            "part_by_h": self.part[1],
+            "by_line_vectors": self.line_vectors,
+        }
 
     def __str__(self) -> str:
         return " x ".join(map(str, self.size)) + " positions per tile"

@@ -14,11 +14,11 @@ from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
 from ...planning.side import Side
 from ...planning.sums import reduce_parts
+from .arguments import FEW_WEIGHT_GRAD
 from .tiles import Taps, Tile, best, tiles
 
 MAX_FEW = 4  # channels per group
@@ -208,21 +208,25 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
     line_vectors = tile.size[2] * side.gathers[2].output_step // max(1, vector)
     tile_vectors = lines_d * lines_h * line_vectors
     lanes = min(32 * WARPS // channel_lanes, power_of_two_up(tile_vectors))
-    names = {Pass.INPUT_GRAD: ("x", "dy"), Pass.FORWARD: ("dy", "x")}[p.which]
+    many, few = {Pass.INPUT_GRAD: ("x", "dy"), Pass.FORWARD: ("dy", "x")}[p.which]
     main = Launch(
         kernel="few_weight_grad",
         constants=_constants(layout, tile, vector, channel_lanes),
         grid=(splits * layout.kinds, 1, 1),
         threads=32 * WARPS,
         shared_bytes=layout.shared_bytes(tile),
-        pointers=(*names, "workspace"),
-        scalars=padded(
-            int64s(*side.y, *side.x),
-            int32s(*side.y_size, *side.x_size),
-            tile.scalars(),
-            int32s(line_vectors, tile_vectors, lanes.bit_length() - 1),
-            divider(line_vectors),
-            divider(lines_h),
+        pointers=FEW_WEIGHT_GRAD.pointers(many=many, few=few, parts="workspace"),
+        scalars=FEW_WEIGHT_GRAD.pack(
+            many_strides=side.y,
+            few_strides=side.x,
+            many_size=side.y_size,
+            few_size=side.x_size,
+            tiles=tile.arguments,
+            line_vectors=line_vectors,
+            tile_vectors=tile_vectors,
+            copy_lanes_shift=lanes.bit_length() - 1,
+            by_line_vectors=line_vectors,
+            by_tile_lines=lines_h,
         ),
     )
     ci, co, _, _, tap = p.weight

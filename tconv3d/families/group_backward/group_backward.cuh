@@ -39,26 +39,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* dy;
-  const void* x;
-  const void* weight;  // contiguous, or channels-last
-  void* dx;
-  void* parts;       // [splits], each like the weight
-  void* bias_parts;  // [splits], each like the bias
-  Strides dy_strides, x_strides,
-      dx_strides;                // lines are contiguous (or rows of channels are), one after another
-  long long dy_count, x_count;   // elements of the tensors
-  long long dw_pitch, db_pitch;  // from part to part
-  Extent size, dy_size;
-  int tasks, splits;
-  int length;          // of a column
-  int bands, chunks;   // that a tile has: kRows lines, 16 positions of a line
-  int pitch, pitch_x;  // bytes from channel to channel in a stage; kLast: of a line's phase, of a line of x
-  int stages, stages_x;
-  Divider by_columns, by_segments, by_chunks;  // columns along h, and along d
-};
-
 template <class C>
 struct GroupBackward {
   using Scalar = typename C::Scalar;

@@ -16,10 +16,10 @@ from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
 from ...planning.scalars import SCALARS
 from ...planning.sums import Parts, sum_of_parts
+from .arguments import GROUP_BACKWARD
 
 CHANNELS = 8  # of a bundle: the least that a matrix instruction has of columns and of K
 ROWS = 2  # lines of positions of a unit
@@ -298,7 +298,7 @@ def _plan(wanted: Wanted, device: Device) -> Plan:
 def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
     p = tile.problem
     input_grad, weight_grad = Pass.INPUT_GRAD in wanted, Pass.WEIGHT_GRAD in wanted
-    g, stages, size, dy_size = p.geometry, tile.stages, p.input_size, p.output_size
+    g, stages = p.geometry, tile.stages
     producers, weight_warps = _other_warps(p)
     warps = producers, INPUT_WARPS * input_grad, weight_warps * weight_grad
     return Launch(
@@ -307,26 +307,38 @@ def _main(wanted: Wanted, tile: Tile, split: Split, parts: Parts) -> Launch:
         grid=(g.groups // bundled(g) * split.splits, 1, 1),
         threads=32 * sum(warps),
         shared_bytes=tile.bytes(stages),
-        pointers=(
-            "dy",
-            *(("x",) if weight_grad else ("null",)),
-            *(("weight", "dx") if input_grad else ("null", "null")),
-            *((parts.place("dw"), parts.place("db")) if weight_grad else ("null", "null")),
+        pointers=GROUP_BACKWARD.pointers(
+            dy="dy",
+            x="x" if weight_grad else "null",
+            weight="weight" if input_grad else "null",
+            dx="dx" if input_grad else "null",
+            parts=parts.place("dw") if weight_grad else "null",
+            bias_parts=parts.place("db") if weight_grad else "null",
         ),
-        scalars=padded(
-            int64s(*p.output, *p.input, *p.input),
-            int64s(_count(p.output, p.batch), _count(p.input, p.batch), parts.pitch("dw"), parts.pitch("db")),
-            int32s(*size, *dy_size, split.tasks, split.splits, split.length, tile.bands, tile.chunks),
-            int32s(tile.pitch, tile.pitch_x, stages, tile.stages_x(stages)),
-            divider(tile.columns),
-            divider(split.segments),
-            divider(tile.chunks),
+        scalars=GROUP_BACKWARD.pack(
+            dy_strides=p.output,
+            x_strides=p.input,
+            dx_strides=p.input,
+            dy_count=p.output[0] * p.batch,
+            x_count=p.input[0] * p.batch,
+            dw_pitch=parts.pitch("dw"),
+            db_pitch=parts.pitch("db"),
+            size=p.input_size,
+            dy_size=p.output_size,
+            tasks=split.tasks,
+            splits=split.splits,
+            length=split.length,
+            bands=tile.bands,
+            chunks=tile.chunks,
+            pitch=tile.pitch,
+            pitch_x=tile.pitch_x,
+            stages=stages,
+            stages_x=tile.stages_x(stages),
+            by_columns=tile.columns,
+            by_segments=split.segments,
+            by_chunks=tile.chunks,
         ),
     )
-
-
-def _count(strides: Strides, batch: int) -> int:
-    return strides[0] * batch
 
 
 def _constants(

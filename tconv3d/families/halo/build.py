@@ -14,10 +14,10 @@ from typing import ClassVar, NamedTuple
 
 from ...planning.geometry import Geometry, Triple
 from ...planning.launch import Constants, Launch
-from ...planning.packing import int64s
 from ...planning.problem import Strides
 from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.turning import channel_rows
+from .arguments import PACK
 from .job import Job
 from .program import Program, Split, gather_program, programs
 
@@ -915,8 +915,8 @@ class Build:
             grid=(parts * (self.out_tile // columns) * ceil_div(g.taps, taps), 1, 1),
             threads=threads,
             shared_bytes=shared_bytes,
-            pointers=("weight", "workspace"),
-            scalars=int64s(*job.weight, job.weight_group, job.weight_tap),
+            pointers=PACK.pointers(weight="weight", packed="workspace"),
+            scalars=PACK.pack(stride=job.weight, group=job.weight_group, tap=job.weight_tap),
         )
 
 

@@ -1,79 +1,10 @@
-// The halo kernel's arguments, and what a block works at: a tile of positions and a column tile, and the
-// slabs that consumers cut the tile into.
+// What a block of the halo kernel works at: a tile of positions and a column tile, and the slabs that
+// consumers cut the tile into.
 #pragma once
 
 #include "halo_layout.cuh"
 
 namespace tconv3d {
-
-// Neighbours in a sequence of chunks that cost the same.
-struct Stretch {
-  int chunks;  // how many they are
-  int cost;    // of each, whatever the unit
-};
-
-struct Args {
-  const void* x;
-  const void* packed;
-  const void* bias;
-  void* y;
-  void* left;  // for another launch: moments, or sums of pieces (kSpread); null: nothing
-  Strides x_stride, y_stride;
-  Extent input, output;
-  int batch;
-
-  // The tile, chosen for this volume.
-  Extent tile;       // positions per dimension (marching: all of depth)
-  Extent halo;       // rows per dimension
-  int items;         // batch items in a tile
-  int near;          // of these, whose rows of a position are neighbours; others have lines of their own
-  int near_bits;     // of the number of items (at most 8) that neighbouring lanes load
-  int rows;          // of the halo: the product
-  int slabs;         // of 64 positions
-  int sheets;        // marching: batch items whose lines follow each other
-  int step_h;        // positions from tile to tile along h; runs: none,
-  int step_rows;     // but rows
-  int group_rows;    // from one group of 8 rows of a slab to the next
-  int run;           // rows of a run that slabs along w cut into pieces: rows past its end belong to nobody
-  Extent slab_step;  // rows from slab to slab
-  int flat_slabs;    // whether a slab has positions of one sheet
-  int passes;        // of the consumers over the slabs
-  int work;          // tiles times column tiles; marching: planes of all tiles that blocks side by side share
-  int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 4, or 16 bytes
-  int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
-  int whole_lines;   // whether every tile has whole lines: then what lies beside the input is not loaded:
-  int pairs;         // whether positions are loaded by two along w
-  int gaps;          // the same of runs, whose rows beside the input are cleared for every tile
-  int first_column;  // of the halo's columns those from this one on are,
-  int loaded;        // which makes so many positions (not vectors)
-  Divider by_columns;
-  Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_near, by_far, by_vectors;
-
-  // Marching: the planes of positions of all tiles are one sequence. Of its first part, blocks take whole
-  // tiles in turn; the rest they divide into equal shares, wherever a tile ends.
-  int even;         // planes of the first part
-  int share;        // planes of a share
-  int beside;       // column tiles that neighbouring blocks compute
-  int pieces;       // into which shares cut a tile, at the most
-  int item_tiles;   // that touch a batch item, at the most
-  Divider in_turn;  // column tiles that a block computes one after the other
-
-  long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
-
-  // kPortioned: a tile's chunks are divided among blocks, and y are the sums of each portion.
-  long long portion_pitch;  // of y, from portion to portion
-  int portions;
-
-  // kSpread: the chunks of all tiles are one sequence, the tiles at the ends of depth last, which have less
-  // to multiply. Of its first part (`even` chunks), blocks take whole tiles in turn; the rest they divide
-  // into shares that cost the same, wherever a tile ends.
-  int share_cost;
-  int shares;
-  int first_tile;  // along d, or of the runs, the one that comes first; those before it are last
-  int sheet_rows;  // of the halo, from one plane to the next
-  Divider by_sheet, tiles_n;
-  Stretch first, second, third, fourth;  // of the rest
-};
 
 template <class Config>
 struct HaloTile {

@@ -12,13 +12,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* weight;
-  void* packed;
-  Strides stride;        // of the weight: n is the reduced channel's, c the computed one's, then the taps'
-  long long group, tap;  // from group to group of the layer; of tap 0 (the input gradient may reverse them)
-};
-
 template <class Config>
 struct Pack {
   using Layout = HaloLayout<Config>;

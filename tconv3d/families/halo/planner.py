@@ -27,30 +27,21 @@ from typing import Any
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry, Triple
-from ...planning.launch import Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides, volume_kind
 from ...planning.repertoire import TYPICAL, Repertoire, nearest
 from ...planning.side import Side
-from ...planning.sums import Sum, add_parts
 from ...runtime import cache, sources
 from .build import (
-    NOT_SPREAD,
-    SCRATCH_BYTES,
-    SLAB,
     STEP_BYTES,
     Build,
-    Shares,
-    Tiling,
     ceil_div,
     forget_boxes,
     has_lines,
-    moment_band,
     round_up,
-    rows_launch,
 )
 from .job import Job, groups_to_merge, job_of, merged_groups
+from .launches import HaloPlan, assemble
 from .model import NARROW, best_tiling
 from .program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
 
@@ -508,33 +499,6 @@ def _costs(found: Iterator[Build], job: Job, multiprocessors: int, most: float =
 # ---- the plan -----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HaloPlan:
-    """How the halo kernel solves a problem. `pack` writes `packed_bytes`, the same for the same weight."""
-
-    build: Build
-    tiling: Tiling
-    pack: Launch
-    packed_bytes: int
-    main: Launch
-    cycles: float  # of the model
-    rows: Launch | None = None  # writes what is read as rows of channels
-    rows_bytes: int = 0
-    moments: int = 0  # that the kernel leaves of each norm group of a batch item
-    sum: Launch | None = None  # adds portions, or pieces of tiles, up
-    portions_bytes: int = 0
-
-    @property
-    def launches(self) -> tuple[Launch, ...]:
-        """In order."""
-        return tuple(launch for launch in (self.pack, self.rows, self.main, self.sum) if launch is not None)
-
-    @property
-    def preparing(self) -> int:
-        """Launches at the beginning that prepare operands."""
-        return 1 if self.rows is None else 2
-
-
 def why_not(problem: Problem, device: Device) -> str | None:
     """Why the halo kernel does not take a problem, or nothing."""
     if device.capability != (9, 0):
@@ -627,90 +591,3 @@ def plan_build(build: Build, job: Job, device: Device) -> HaloPlan | None:
     if found is None or build.pack(job).shared_bytes > device.shared_bytes:
         return None
     return assemble(build, found[1], job, device, found[0])
-
-
-def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
-    """The launches of a build and a tiling."""
-    job = job.as_merged(build.merged)
-    given, job = job, job.as_copied(build.rewritten) if build.copied else job
-    blocks = tiling.blocks(build, device.multiprocessors)
-    shares = tiling.shares(build, device.multiprocessors)
-    work = shares.planes if build.march else tiling.work(build)
-    even, spread = shares.even, NOT_SPREAD
-    if build.spread:
-        spread = tiling.spread(build, job, device.multiprocessors)
-        blocks, work, even = spread.blocks, spread.chunks, spread.even
-    _, tiles_d, tiles_h, tiles_w = tiling.tiles
-    slots = _moment_slots(build, tiling, shares)
-    vectors = build.vectors(job, tiling)
-    columns = build.loaded_columns(job, tiling)
-    pitch = round_up(job.written_count, 4)  # from portion to portion
-    scalars = padded(
-        int64s(*job.read, *job.written),
-        int32s(*job.read_size, *job.written_size, job.batch),
-        int32s(*tiling.tile, *tiling.halo, tiling.items, tiling.near, tiling.near_bits, tiling.rows, tiling.slabs),
-        int32s(tiling.sheets, 0 if tiling.length else tiling.tile[1], tiling.length, tiling.group_rows),
-        int32s(tiling.run, *tiling.slab_step, tiling.flat, ceil_div(tiling.slabs, build.round_slabs), work),
-        int32s(build.vector(job, tiling), build.all_vectors(tiling, vectors), build.whole_lines(tiling)),
-        int32s(
-            build.pairs(job, tiling), vectors > 0 and tiling.length > 0, columns.start, build.loaded_rows(job, tiling)
-        ),
-        divider(len(columns)),
-        *(divider(n) for n in (tiling.slabs_w, tiling.slabs_h, tiles_w, tiles_h)),
-        divider(tiling.tile[0] if build.march else tiles_d),
-        *(divider(n) for n in (tiling.halo[2], tiling.halo[1], tiling.halo[0])),
-        *(divider(n) for n in (tiling.near, tiling.items // tiling.near, vectors)),
-        int32s(even, shares.share, shares.beside, shares.pieces, tiling.item_tiles),
-        divider(shares.in_turn),
-    )
-    scalars = padded(
-        scalars,
-        int64s(slots, pitch),
-        int32s(tiling.portions, spread.cost, spread.blocks, spread.first_tile, tiling.sheet_rows),
-        divider(tiling.sheet_rows * tiling.sheet_step),
-        divider(tiling.tiles[0]),
-        *(int32s(*stretch) for stretch in spread.stretches),
-    )
-    main = Launch(
-        kernel="halo",
-        constants=build.constants(job),
-        grid=(blocks, 1, 1),
-        threads=build.threads,
-        shared_bytes=build.shared_bytes,
-        pointers=(
-            "rows" if job.rows else "x",
-            "workspace",
-            "bias",
-            "portions" if build.portioned else "y",
-            "moments" if job.norm else "portions" if build.spread else "null",
-        ),
-        scalars=scalars,
-        overlaps=True,
-    )
-    bands = build.geometry.out_channels // moment_band(build, job)
-    moments = slots * bands // job.norm.groups if job.norm else 0
-    rows = rows_launch(job, given.read, given.aligned) if job.rows else None
-    rows_bytes = job.read_bytes if rows else 0
-    plan = HaloPlan(build, tiling, build.pack(job), build.packed_bytes, main, cost, rows, rows_bytes, moments)
-    if build.spread:
-        roles = {"kAdds": True, "kThreads": 128, "kProducers": 0, "kConsumers": 1, "kSlabs": 1}
-        added = replace(
-            main,
-            constants=tuple((name, roles.get(name, value)) for name, value in main.constants),
-            grid=(max(1, blocks - 1), build.round_slabs, 1),
-            threads=128,
-            shared_bytes=SCRATCH_BYTES,
-            pointers=("null", "null", "null", "y", "portions"),
-        )
-        return replace(plan, sum=added, portions_bytes=2 * blocks * 4 * build.round_slabs * SLAB * build.columns)
-    if not build.portioned:
-        return plan
-    added = add_parts([Sum("portions", "y", job.written_count, pitch, tiling.portions)], job.dtype)
-    return replace(plan, sum=added, portions_bytes=4 * tiling.portions * pitch)
-
-
-def _moment_slots(build: Build, tiling: Tiling, shares: Shares) -> int:
-    """Moments that all tiles leave of a band of channels: every consumer warp once in each pass, or piece."""
-    passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
-    pieces = shares.pieces if build.march else 1
-    return tiling.item_tiles * pieces * len(build.programs) * passes * 4 * build.consumers

@@ -10,13 +10,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* weight;
-  void* packed;
-  Strides stride;   // of the weight: n is the reduced channel's, c the computed one's, then the taps'
-  long long group;  // from group to group
-};
-
 template <class C>
 struct MmaPack {
   using Layout = MmaLayout<C>;

@@ -18,27 +18,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* packed;
-  const void* bias;  // null: no bias
-  void* y;
-  Strides x_strides, y_strides;
-  Extent x_size, y_size;
-  int batch, tile_n;       // batch items, and those of a block
-  Extent tile;             // positions q of a block, of each of its batch items
-  Extent halo;             // positions of x that a source has, likewise
-  int plane, line, sheet;  // slots of a plane of a line, from line to line along h, and along d
-  int slots;               // of the halo
-  int store_line;          // elements from line to line of y in shared memory
-  int store_pitch;         // and from column to column
-  int store_lanes;         // lanes that share a line of y: a power of two, at most 32
-  Divider tiles_d, tiles_h, tiles_w;
-  Divider tile_d, tile_h;
-  Divider blocks_w;  // of kTilesM positions, that a tile has along w
-  Divider halo_d, halo_h, halo_w;
-};
-
 template <class C>
 struct MmaTile {
   using Layout = MmaLayout<C>;

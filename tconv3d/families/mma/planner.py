@@ -13,15 +13,16 @@ from itertools import accumulate
 from math import inf, prod
 
 from ...planning import calibration, offers, tensor_cores
+from ...planning.arguments import per_axis
 from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Offer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
 from ...planning.turning import channel_rows
+from .arguments import MMA, MMA_PACK
 from .model import Build, Candidate, Work, candidates, candidates_of
 
 HAS_EPILOGUE = True
@@ -333,8 +334,8 @@ def _pack(found: Candidate) -> Launch:
         grid=(g.groups * found.slices * found.chunks * build.warps_n * pieces, 1, 1),
         threads=PACK_THREADS,
         shared_bytes=shared,
-        pointers=("weight", "workspace"),
-        scalars=int64s(*side.weight, g.in_per_group * p.weight[0]),
+        pointers=MMA_PACK.pointers(weight="weight", packed="workspace"),
+        scalars=MMA_PACK.pack(stride=side.weight, group=g.in_per_group * p.weight[0]),
     )
 
 
@@ -350,7 +351,7 @@ def _store_lanes(found: Candidate) -> int:
 
 
 def _main(found: Candidate) -> Launch:
-    side, build, box, work = found.work.side, found.build, found.box, found.work
+    side, build, work = found.work.side, found.build, found.work
     p = side.problem
     vector_stores = side.y[1] == 1 and side.outs % 4 == 0
     constants: Constants = (
@@ -386,12 +387,34 @@ def _main(found: Candidate) -> Launch:
         grid=(found.grid, 1, 1),
         threads=build.threads,
         shared_bytes=found.shared_bytes,
-        pointers=("rows" if found.rows else "x", "workspace", "bias", "y"),
-        scalars=padded(
-            int64s(*side.x, *side.y),
-            int32s(*side.x_size, *side.y_size, p.batch, box.items, *box.tile, *box.halo),
-            int32s(box.plane, box.line, box.sheet, box.slots),
-            int32s(found.store_line, found.store_pitch, _store_lanes(found)),
-            *(divider(n) for n in (*box.tiles[1:], *box.tile[:2], box.tile[2] // build.tiles_m, *box.halo)),
-        ),
+        pointers=MMA.pointers(x="rows" if found.rows else "x", packed="workspace", bias="bias", y="y"),
+        scalars=_scalars(found),
+    )
+
+
+def _scalars(found: Candidate) -> bytes:
+    """The arguments of the kernel behind its pointers."""
+    side, box = found.work.side, found.box
+    tile_d, tile_h, tile_w = box.tile
+    return MMA.pack(
+        x_strides=side.x,
+        y_strides=side.y,
+        x_size=side.x_size,
+        y_size=side.y_size,
+        batch=side.problem.batch,
+        tile_n=box.items,
+        tile=box.tile,
+        halo=box.halo,
+        plane=box.plane,
+        line=box.line,
+        sheet=box.sheet,
+        slots=box.slots,
+        store_line=found.store_line,
+        store_pitch=found.store_pitch,
+        store_lanes=_store_lanes(found),
+        **per_axis("tiles", box.tiles[1:]),
+        tile_d=tile_d,
+        tile_h=tile_h,
+        blocks_w=tile_w // found.build.tiles_m,
+        **per_axis("halo", box.halo),
     )

@@ -10,12 +10,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  void* moments;  // [batch][channels][slots]
-  Strips strips;
-};
-
 template <class C>
 struct ChannelMoments {
   using Scalar = typename C::Scalar;

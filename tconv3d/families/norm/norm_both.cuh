@@ -14,15 +14,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void *dy, *x, *statistics, *weight;
-  void *sums, *coefficients, *turns;  // all ones: what is not yet written
-  void *by_channel, *dz, *bias_sums;
-  Strips strips;
-  int groups, per_group;
-  int units, lag;
-};
-
 // What a block is to do.
 struct Turn {
   bool second;  // pass

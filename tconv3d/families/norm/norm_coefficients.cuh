@@ -5,13 +5,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void *sums, *statistics, *weight;
-  void *by_channel, *coefficients;
-  Strips strips;
-  int groups, per_group;
-};
-
 template <class C>
 __device__ void run(const Args& args) {
   find_coefficients<C, false>(args, blockIdx.x);

@@ -5,13 +5,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void *dy, *x, *statistics, *coefficients, *weight;
-  void *dz, *bias_sums;
-  Strips strips;
-  int groups, per_group;
-};
-
 template <class C>
 __device__ void run(const Args& args) {
   // From the end: what the first pass read last may still be in the cache.

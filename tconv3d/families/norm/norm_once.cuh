@@ -23,15 +23,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void *dy, *x, *statistics, *weight;
-  void *sums, *turns;                  // all ones: what is not yet written
-  void *dparameters, *dz, *bias_sums;  // [2][channels]: weight, bias; null: not wanted, as the others may be
-  Strips strips;
-  int groups, per_group;
-  int stages;
-};
-
 template <class C>
 struct NormOnce {
   using Scalar = typename C::Scalar;

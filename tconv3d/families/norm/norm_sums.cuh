@@ -6,13 +6,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void *dy, *x, *statistics;
-  void* sums;
-  Strips strips;
-  int groups, per_group;
-};
-
 template <class C>
 __device__ void run(const Args& args) {
   sum_strip<C, false>(args, Sweep<C>(args.strips, blockIdx.x));

@@ -6,16 +6,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* statistics;  // [2][batch][norm groups]: means, then reciprocal deviations
-  const void* weight;      // per channel; null: one
-  const void* bias;        // per channel; null: zero
-  void* y;
-  Strips strips;
-  int groups, per_group;  // norm groups, and channels of each
-};
-
 template <class C>
 struct Normalize {
   using Scalar = typename C::Scalar;

@@ -6,16 +6,27 @@ come from moments, which the convolution's kernel leaves, or a pass over its res
 
 from __future__ import annotations
 
-import struct
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
+from ...planning.arguments import Arguments
 from ...planning.launch import Constants, Launch
-from ...planning.packing import int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Plan, Problem
 from ...planning.scalars import SCALARS, accumulator
 from ...planning.sums import reduce_parts
+from .arguments import (
+    CHANNEL_MOMENTS,
+    FILL,
+    NORM_BOTH,
+    NORM_COEFFICIENTS,
+    NORM_GRAD,
+    NORM_ONCE,
+    NORM_SUMS,
+    NORMALIZE,
+    STATISTICS,
+)
 
 THREADS = 256
 VECTORS_PER_THREAD = 8  # of a strip; fewer where that leaves multiprocessors without work
@@ -93,14 +104,15 @@ class Strips:
 
     def launch(
         self,
-        kernel: str,
+        arguments: Arguments,
         sums: int,
         pointers: tuple[str, ...],
-        scalars: bytes = b"",
+        numbers: Mapping[str, int],
         min_blocks: int = 2,
         **types: str,
     ) -> Launch:
-        """`sums`: numbers that the kernel adds up for each channel. `types`: of the tensors beside the activation."""
+        """A launch of the kernel of these arguments, which adds up `sums` numbers for each channel. `numbers` are its
+        arguments beside pointers and strips, `types` those of the tensors beside the activation."""
         a = self.activation
         acc, acc_bytes = accumulator(a.dtype)
         constants: Constants = (
@@ -113,19 +125,26 @@ class Strips:
             ("kChannelsLast", a.channels_last),
         )
         return Launch(
-            kernel=kernel,
+            kernel=arguments.kernel,
             constants=constants,
             grid=(self.blocks, 1, 1),
             threads=THREADS,
             shared_bytes=THREADS * a.vector * sums * acc_bytes if a.channels_last else 0,
             pointers=pointers,
-            scalars=padded(self.scalars, scalars),
+            scalars=arguments.pack(strips=self.arguments, **numbers),
         )
 
     @property
-    def scalars(self) -> bytes:
+    def arguments(self) -> dict[str, int]:
+        """The values of `struct Strips`."""
         a = self.activation
-        return int64s(a.volume) + int32s(a.batch, a.channels, self.slots, self.length)
+        sizes = {"volume": a.volume, "batch": a.batch, "channels": a.channels}
+        return {**sizes, "slots": self.slots, "length": self.length}
+
+
+def _operands(arguments: Arguments, **others: str) -> tuple[str, ...]:
+    """What a kernel's pointers point to: operands of their own names, but for `others`."""
+    return arguments.pointers(**{**{name: name for name in arguments.pointer_names}, **others})
 
 
 # ---- statistics, behind the convolution
@@ -145,7 +164,10 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
         start = ceil_div(plan.workspace_bytes, 256) * 256
         plan = replace(
             plan,
-            launches=(*plan.launches, strips.launch("channel_moments", 2, ("y", "moments"))),
+            launches=(
+                *plan.launches,
+                strips.launch(CHANNEL_MOMENTS, 2, _operands(CHANNEL_MOMENTS, x="y"), {}),
+            ),
             workspace_bytes=start + problem.batch * channels * strips.slots * 4 * acc_bytes,
             regions=(*plan.regions, ("moments", start)),
             moments=channels // groups * strips.slots,
@@ -159,8 +181,8 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
         grid=(problem.batch * groups, 1, 1),
         threads=threads,
         shared_bytes=0,
-        pointers=("moments", "statistics"),
-        scalars=padded(struct.pack("d", problem.norm.eps), int32s(plan.moments)),
+        pointers=_operands(STATISTICS),
+        scalars=STATISTICS.pack(eps=problem.norm.eps, count=plan.moments),
         overlaps=overlaps,
     )
     return replace(plan, launches=(*plan.launches, statistics))
@@ -179,15 +201,16 @@ class NormProblem:
     groups: int
 
     @property
-    def _norm_scalars(self) -> bytes:
-        return int32s(self.groups, self.activation.channels // self.groups)
+    def numbers(self) -> dict[str, int]:
+        """Arguments that all kernels of the norm take."""
+        return {"groups": self.groups, "per_group": self.activation.channels // self.groups}
 
 
 @lru_cache(maxsize=1024)
 def plan_normalize(p: NormProblem, device: Device) -> Plan:
     strips = Strips.of(p.activation, device, FLIGHT)  # the shortest are the fastest
     launch = strips.launch(
-        "normalize", 0, ("x", "statistics", "weight", "bias", "y"), p._norm_scalars,
+        NORMALIZE, 0, _operands(NORMALIZE), p.numbers,
         min_blocks=2 if p.activation.channels_last else 4,  # as the registers want it
         Result=p.result, Parameter=p.parameter,
     )  # fmt: skip
@@ -241,7 +264,7 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
 
 def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
     """Each pass a launch."""
-    sums = strips.launch("norm_sums", 2, ("dy", "x", "statistics", "sums"), p._norm_scalars, Gradient=p.result)
+    sums = strips.launch(NORM_SUMS, 2, _operands(NORM_SUMS), p.numbers, Gradient=p.result)
     coefficients = Launch(
         kernel="norm_coefficients",
         constants=(
@@ -253,13 +276,13 @@ def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
         grid=(p.activation.batch * p.groups, 1, 1),
         threads=THREADS,
         shared_bytes=THREADS // 32 * 16,
-        pointers=("sums", "statistics", "weight", "by_channel", "coefficients"),
-        scalars=padded(strips.scalars, p._norm_scalars),
+        pointers=_operands(NORM_COEFFICIENTS),
+        scalars=NORM_COEFFICIENTS.pack(strips=strips.arguments, **p.numbers),
     )
     if not (wanted.input or wanted.bias):
         return [sums, coefficients]
-    pointers = ("dy", "x", "statistics", "coefficients", "weight", "dz", _bias_sums(wanted))
-    grad = strips.launch("norm_grad", 1, pointers, p._norm_scalars, Gradient=p.result, Parameter=p.parameter)
+    operands = _operands(NORM_GRAD, bias_sums=_bias_sums(wanted))
+    grad = strips.launch(NORM_GRAD, 1, operands, p.numbers, Gradient=p.result, Parameter=p.parameter)
     return [sums, coefficients, grad]
 
 
@@ -276,8 +299,8 @@ def _fill(regions: dict[str, int]) -> Launch:
         grid=(ceil_div(words, THREADS), 1, 1),
         threads=THREADS,
         shared_bytes=0,
-        pointers=("sums",),
-        scalars=int64s(words),
+        pointers=FILL.pointers(words="sums"),
+        scalars=FILL.pack(count=words),
     )
 
 
@@ -328,8 +351,8 @@ class Once:
             grid=(self.blocks, 1, 1),
             threads=threads,
             shared_bytes=TABLE_BYTES + self.stages * strips.length * item_bytes,
-            pointers=("dy", "x", "statistics", "weight", "sums", "turns", "dparameters", "dz", _bias_sums(wanted)),
-            scalars=padded(strips.scalars, p._norm_scalars, int32s(self.stages)),
+            pointers=_operands(NORM_ONCE, bias_sums=_bias_sums(wanted)),
+            scalars=NORM_ONCE.pack(strips=strips.arguments, **p.numbers, stages=self.stages),
             overlaps=True,
         )
         return [_fill(regions), once]
@@ -359,12 +382,10 @@ class Both:
         return cls(strips, units, lag) if lag > rounds else None
 
     def launches(self, p: NormProblem, wanted: Wanted, regions: dict[str, int]) -> list[Launch]:
-        inputs, between = ("dy", "x", "statistics", "weight"), ("sums", "coefficients", "turns")
-        pointers = (*inputs, *between, "by_channel", "dz", _bias_sums(wanted))
-        scalars = p._norm_scalars + int32s(self.units, self.lag)
-        both = self.strips.launch(
-            "norm_both", 2, pointers, scalars, BOTH_BLOCKS, Gradient=p.result, Parameter=p.parameter
-        )
+        operands = _operands(NORM_BOTH, bias_sums=_bias_sums(wanted))
+        numbers = {**p.numbers, "units": self.units, "lag": self.lag}
+        types = {"Gradient": p.result, "Parameter": p.parameter}
+        both = self.strips.launch(NORM_BOTH, 2, operands, numbers, BOTH_BLOCKS, **types)
         blocks = (self.units + 1) * (self.lag + 2 * p.activation.batch * p.groups)
         return [_fill(regions), replace(both, grid=(blocks, 1, 1), shared_bytes=THREADS // 32 * 16, overlaps=True)]
 

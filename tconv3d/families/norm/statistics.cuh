@@ -9,13 +9,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* moments;  // [norm groups of all batch items][count]
-  void* statistics;     // [2][norm groups of all batch items]: means, then reciprocal deviations
-  double eps;
-  int count;
-};
-
 // The sums over all threads, of each of several numbers. `shared` has room for as many of every warp, which
 // nobody reads any more.
 template <class C, int kCount>

@@ -53,13 +53,6 @@ __device__ __forceinline__ void store_passing(T* address, const Vector<T, N>& ve
   }
 }
 
-struct Strips {
-  long long volume;  // positions
-  int batch, channels;
-  int slots;   // strips of a channel (of one batch item)
-  int length;  // positions of a strip
-};
-
 template <class C>
 struct Sweep {
   static constexpr int kVector = C::kVector;

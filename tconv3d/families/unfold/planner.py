@@ -23,10 +23,10 @@ from ...planning.calibration import Work
 from ...planning.geometry import Geometry, Triple
 from ...planning.launch import Launch
 from ...planning.offers import Answer, Offer, Refusal, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, dense_strides
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.sums import Sum, add_parts
+from .arguments import UNFOLD, UNFOLDED_PRODUCTS
 
 UNFOLD_THREADS = 256
 CHANNELS = (1, 2, 4, 8)  # output channels of a block that unfolds
@@ -611,12 +611,33 @@ def _unfold(p: Problem, band: Band, slices: Slices, first_slice: int, bias: bool
         grid=(slices.blocks + of_x, 1, 1),
         threads=UNFOLD_THREADS,
         shared_bytes=slices.bytes,
-        pointers=("dy", "x", "x panels", "position panels", "db parts" if bias else "null"),
-        scalars=padded(
-            int32s(*slices.image, *p.output_size, o.batch, o.positions, o.pitch, o.panel_rows),
-            int32s(slices.lines, slices.count, slices.blocks),
-            int32s(band.first_item, band.first_line, band.volume.positions, first_slice, band.last),
-            *(divider(n) for n in (*o.size[1:], *slices.image[1:], o.pitch // 8)),
+        pointers=UNFOLD.pointers(
+            dy="dy",
+            x="x",
+            x_panels="x panels",
+            position_panels="position panels",
+            bias_parts="db parts" if bias else "null",
+        ),
+        scalars=UNFOLD.pack(
+            image=slices.image,
+            output=p.output_size,
+            batch=o.batch,
+            positions=o.positions,
+            pitch=o.pitch,
+            panel_rows=o.panel_rows,
+            lines=slices.lines,
+            slices=slices.count,
+            unfolding=slices.blocks,
+            first_item=band.first_item,
+            first_line=band.first_line,
+            item_positions=band.volume.positions,
+            first_slice=first_slice,
+            last=band.last,
+            by_in_h=o.size[1],
+            by_in_w=o.size[2],
+            by_image_h=slices.image[1],
+            by_image_w=slices.image[2],
+            by_item_eighths=o.pitch // 8,
         ),
     )
 
@@ -624,7 +645,6 @@ def _unfold(p: Problem, band: Band, slices: Slices, first_slice: int, bias: bool
 def _products(band: Band, tiling: Tiling, index: int, parts: list[str], device: Device) -> Launch:
     """Of the band of an index. `parts`: results of which there are parts."""
     o, g = band.operands, band.volume.geometry
-    counts = {"dx": band.volume.batch * g.in_channels * band.volume.positions, "dw": g.in_channels * o.terms}
     blocks_x, blocks_w = tiling.blocks(o)
     stages = tiling.stages(device)
     return Launch(
@@ -643,17 +663,30 @@ def _products(band: Band, tiling: Tiling, index: int, parts: list[str], device: 
         grid=(blocks_x + blocks_w, 1, 1),
         threads=128 * (tiling.consumers + 1),
         shared_bytes=stages * (tiling.stage_bytes + 16),
-        pointers=(
-            "weight",
-            "position panels",
-            "x panels",
-            *(f"{name} parts" if name in parts else name for name in counts),
+        pointers=UNFOLDED_PRODUCTS.pointers(
+            weight="weight",
+            position_panels="position panels",
+            x_panels="x panels",
+            dx="dx parts" if "dx" in parts else "dx",
+            dw="dw parts" if "dw" in parts else "dw",
         ),
-        scalars=padded(
-            int64s(*(round_up(count, 4) for count in counts.values()), band.first_column),
-            int32s(g.in_channels, o.positions, o.pitch, band.volume.positions, o.columns_x, o.panel_rows),
-            int32s(o.chunks_x, o.chunks_w, tiling.portions_x, tiling.portions_w, tiling.portions_w * index, blocks_x),
-            divider(o.pitch),
+        scalars=UNFOLDED_PRODUCTS.pack(
+            dx_pitch=round_up(band.volume.batch * g.in_channels * band.volume.positions, 4),
+            dw_pitch=round_up(g.in_channels * o.terms, 4),
+            dx_first=band.first_column,
+            rows=g.in_channels,
+            positions=o.positions,
+            pitch=o.pitch,
+            item_positions=band.volume.positions,
+            columns=o.columns_x,
+            panel_rows=o.panel_rows,
+            chunks_x=o.chunks_x,
+            chunks_w=o.chunks_w,
+            portions_x=tiling.portions_x,
+            portions_w=tiling.portions_w,
+            first_portion=tiling.portions_w * index,
+            blocks_x=blocks_x,
+            by_pitch=o.pitch,
         ),
         overlaps=True,
     )

@@ -19,21 +19,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void *dy, *x;
-  void *x_panels, *position_panels;
-  void* bias_parts;  // [batch][slices], each like the bias
-  Extent image, output;
-  int batch, positions, pitch;      // of the band: batch items; positions of one, and filled up
-  int panel_rows;                   // positions in all, filled up to whole panels
-  int lines, slices;                // of positions in a slice, of slices in a batch item
-  int unfolding;                    // the first blocks; the others write x
-  int first_item, first_line;       // of the volume, that the band begins with
-  int item_positions, first_slice;  // of a batch item in all; of all slices, the band's first
-  int last;                         // whether a batch item ends with the band
-  Divider by_in_h, by_in_w, by_image_h, by_image_w, by_item_eighths;
-};
-
 template <class C>
 struct Unfold {
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;

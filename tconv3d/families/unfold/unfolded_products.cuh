@@ -17,21 +17,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* weight;
-  const void *position_panels, *x_panels;
-  void *dx, *dw;
-  long long dx_pitch, dw_pitch;  // from part to part
-  long long dx_first;            // where the band that was unfolded begins
-  int rows, positions, pitch;    // input channels; positions of a batch item of it, filled up
-  int item_positions;            // of a batch item in all
-  int columns, panel_rows;       // positions of all, filled up once more
-  int chunks_x, chunks_w, portions_x, portions_w;
-  int first_portion;  // of dw, after those of other bands
-  int blocks_x;       // the first blocks have dx
-  Divider by_pitch;
-};
-
 template <class C>
 struct UnfoldedProducts {
   static constexpr int kRows = 64 * C::kConsumers, kRowBytes = 128, kWords = 32;

@@ -10,17 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ...planning import tensor_cores
+from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Offer, Refusal, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, dense_strides
 from ...planning.scalars import SCALARS
 from ...planning.sums import Parts, sum_of_parts
+from .arguments import UP_BACKWARD
 
 THREADS = 512
 # Of a chunk, by taps along w: rows, pieces of 16 bytes that a tile has of each, bytes from row to row.
@@ -266,6 +267,19 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
     )
 
 
+def backward_operands(parts: Parts, weight: str = "weight") -> dict[str, str]:
+    """The pointers of up_backward and of up_backward_last."""
+    dx, dw, db = parts.place("dx", "dx"), parts.place("dw"), parts.place("db")
+    return {"dy": "dy", "x": "x", "weight": weight, "dx": dx, "parts": dw, "bias_parts": db}
+
+
+def backward_sizes(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> dict[str, Any]:
+    """The other arguments that up_backward and up_backward_last have in common."""
+    strides = {"dy_strides": p.output, "x_strides": q.input, "dx_strides": p.input}
+    pitches = {f"{name}_pitch": parts.pitch(name) for name in ("dx", "dw", "db")}
+    return {**strides, **pitches, "tiles": tiling.tiles_of(p), "splits": parts.splits}
+
+
 def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
     size = p.input_size
     registers = REGISTERS_OF_THREE if p.geometry.kernel[2] == 3 else REGISTERS[p.item_bytes]
@@ -275,13 +289,12 @@ def _main(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> Launch:
         grid=(tiling.kinds * parts.splits, 1, 1),
         threads=THREADS,
         shared_bytes=tiling.shared_bytes,
-        pointers=("dy", "x", "weight", parts.place("dx", "dx"), parts.place("dw"), parts.place("db")),
-        scalars=padded(
-            int64s(*p.output, *q.input, *p.input, *(parts.pitch(name) for name in ("dx", "dw", "db"))),
-            int32s(tiling.tiles_of(p), parts.splits, pieces_of(p), int(_vectors(p, q))),
-            divider(size[0]),
-            divider(size[1]),
-            divider(size[2] * p.geometry.kernel[2] * p.item_bytes // 16),
+        pointers=UP_BACKWARD.pointers(**backward_operands(parts)),
+        scalars=UP_BACKWARD.pack(
+            **backward_sizes(p, q, tiling, parts),
+            pieces=pieces_of(p),
+            vectors=_vectors(p, q),
+            **per_axis("by", (size[0], size[1], size[2] * p.geometry.kernel[2] * p.item_bytes // 16)),
         ),
     )
 

@@ -11,15 +11,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from ...planning.arguments import per_axis
 from ...planning.geometry import Geometry
 from ...planning.launch import Launch
 from ...planning.offers import Answer, Refusal, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, dense_strides
 from ...planning.sums import REGION_ALIGN, Parts, sum_of_parts
 from ...planning.turning import channels_last, turn, turning
 from . import backward as up_backward_planner
-from .backward import MAX_COLUMNS, MAX_SUMS, THREADS, constants_of, offer_tiling, passes_of, splits_of
+from .arguments import UP_BACKWARD_LAST
+from .backward import (
+    MAX_COLUMNS,
+    MAX_SUMS,
+    THREADS,
+    backward_operands,
+    backward_sizes,
+    constants_of,
+    offer_tiling,
+    passes_of,
+    splits_of,
+)
 
 TILE = 64  # positions
 WORDS = 64  # of dy's row, that a chunk has
@@ -150,12 +161,8 @@ def _main(p: Problem, q: Problem, weight: str, tiling: Tiling, parts: Parts) -> 
         grid=(tiling.kinds * parts.splits, 1, 1),
         threads=THREADS,
         shared_bytes=tiling.shared_bytes,
-        pointers=("dy", "x", weight, parts.place("dx", "dx"), parts.place("dw"), parts.place("db")),
-        scalars=padded(
-            int64s(*p.output, *q.input, *p.input, *(parts.pitch(name) for name in ("dx", "dw", "db"))),
-            int32s(tiling.tiles_of(p), parts.splits, p.batch * prod(size)),
-            divider(size[0]),
-            divider(size[1]),
-            divider(size[2]),
+        pointers=UP_BACKWARD_LAST.pointers(**backward_operands(parts, weight)),
+        scalars=UP_BACKWARD_LAST.pack(
+            **backward_sizes(p, q, tiling, parts), positions=p.batch * prod(size), **per_axis("by", size)
         ),
     )

@@ -15,9 +15,9 @@ from ...planning.calibration import Work
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS
+from .arguments import UP, UP_PACK
 
 HAS_EPILOGUE = True
 THREADS = 384
@@ -306,7 +306,7 @@ def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:
         grid=(tiling.kinds * splits, 1, 1),
         threads=THREADS,
         shared_bytes=tiling.shared_bytes,
-        pointers=("x", "workspace" if packed else "weight", "bias", "y"),
+        pointers=UP.pointers(x="x", weight="workspace" if packed else "weight", bias="bias", y="y"),
         scalars=_scalars(p, splits),
         overlaps=packed,
     )
@@ -320,7 +320,7 @@ def _pack(p: Problem, tiling: Tiling) -> Launch:
         grid=(tiling.kinds * tiling.chunks, 1, 1),
         threads=PACK_THREADS,
         shared_bytes=0,
-        pointers=("null", "weight", "null", "workspace"),
+        pointers=UP_PACK.pointers(x="null", weight="weight", bias="null", y="workspace"),
         scalars=_scalars(replace(p, batch=1, input_size=(1, 1, 1), input=(0,) * 5, output=(0,) * 5), 1),
     )
 
@@ -331,12 +331,16 @@ def _scalars(p: Problem, splits: int) -> bytes:
         p.geometry.out_channels * p.geometry.taps,
         *((1, 0, 0, p.geometry.out_channels) if _weight(p) == "last" else (p.geometry.taps, 0, 0, 1)),
     )
-    return padded(
-        int64s(*p.input, *p.output, *weight),
-        int32s(prod(size), tiles, splits),
-        divider(tiles // p.batch),
-        divider(size[1]),
-        divider(size[2]),
+    return UP.pack(
+        x_strides=p.input,
+        y_strides=p.output,
+        w_strides=weight,
+        positions=prod(size),
+        tiles=tiles,
+        splits=splits,
+        by_tiles=tiles // p.batch,
+        by_h=size[1],
+        by_w=size[2],
     )
 
 

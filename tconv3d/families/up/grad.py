@@ -13,12 +13,13 @@ from functools import lru_cache
 from math import prod
 
 from ...planning import calibration, offers, tensor_cores
+from ...planning.arguments import per_axis
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import divider, int32s, int64s, padded
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
 from ...planning.sums import REGION_ALIGN, Sum, add_parts
+from .arguments import UP_GRAD, UP_GRAD_PACK
 
 THREADS = 384
 PACK_THREADS, PACK_BLOCKS = 256, 16  # blocks of a multiprocessor, at most
@@ -269,13 +270,19 @@ def _main(p: Problem, tiling: Tiling, work: Work, result: str, dw_pitch: int, db
         grid=(work.blocks, 1, 1),
         threads=THREADS,
         shared_bytes=tiling.shared_bytes,
-        pointers=("dy", "workspace", result, "db parts" if bias else "null"),
-        scalars=padded(
-            int64s(*p.output, *p.input, dw_pitch, db_pitch),
-            int32s(work.tiles, work.sharers, pieces_of(p), work.chunks),
-            divider(size[0]),
-            divider(size[1]),
-            divider(size[2] // 2),
+        pointers=UP_GRAD.pointers(
+            dy="dy", packed="workspace", result=result, bias_parts="db parts" if bias else "null"
+        ),
+        scalars=UP_GRAD.pack(
+            dy_strides=p.output,
+            dx_strides=p.input,
+            dw_pitch=dw_pitch,
+            db_pitch=db_pitch,
+            tiles=work.tiles,
+            sharers=work.sharers,
+            pieces=pieces_of(p),
+            chunks=work.chunks,
+            **per_axis("by", (size[0], size[1], size[2] // 2)),
         ),
         overlaps=True,
     )
@@ -300,13 +307,16 @@ def _pack(p: Problem, device: Device, tiling: Tiling, work: Work) -> Launch:
         grid=(min(-(-units // PACK_THREADS), PACK_BLOCKS * device.multiprocessors), 1, 1),
         threads=PACK_THREADS,
         shared_bytes=0,
-        pointers=("x" if tiling.weight else "weight", "workspace"),
-        scalars=padded(
-            int64s(*strides),
-            int32s(items * item, units, item % 4 == 0 and all(stride % 4 == 0 for stride in strides)),
-            divider(item),
-            divider(tiling.columns * STEPS),
-            divider(chunks),
+        pointers=UP_GRAD_PACK.pointers(**{"from": "x" if tiling.weight else "weight"}, to="workspace"),
+        scalars=UP_GRAD_PACK.pack(
+            item_stride=strides[0],
+            channel_stride=strides[1],
+            pairs=items * item,
+            units=units,
+            vectors=item % 4 == 0 and all(stride % 4 == 0 for stride in strides),
+            by_item=item,
+            by_panel=tiling.columns * STEPS,
+            by_chunks=chunks,
         ),
         overlaps=True,
     )

@@ -39,21 +39,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* dy;
-  const void* x;
-  const void* weight;  // contiguous
-  void* dx;            // or its parts, float: [ranges][batch][in][positions]
-  void* parts;         // [splits], each like the weight
-  void* bias_parts;    // [splits][taps along d and h], each like the bias; null if nobody wants them
-  Strides dy_strides, x_strides, dx_strides;
-  long long dx_pitch, dw_pitch, db_pitch;  // from part to part
-  int tiles, splits;
-  int pieces;   // of a row, in all
-  int vectors;  // whether two pieces of x are always 16 bytes in a row
-  Divider by_d, by_h, by_w;
-};
-
 template <class C>
 struct UpBackward {
   using Scalar = typename C::Scalar;

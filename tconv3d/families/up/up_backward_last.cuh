@@ -37,20 +37,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* dy;
-  const void* x;
-  const void* weight;  // channels-last
-  void* dx;            // or its parts, float, laid out like it
-  void* parts;         // [splits], each like the weight
-  void* bias_parts;    // [splits][taps], each like the bias; null if nobody wants them
-  Strides dy_strides, x_strides, dx_strides;
-  long long dx_pitch, dw_pitch, db_pitch;  // from part to part
-  int tiles, splits;
-  int positions;  // in all
-  Divider by_d, by_h, by_w;
-};
-
 template <class C>
 struct UpBackwardLast {
   using Scalar = typename C::Scalar;

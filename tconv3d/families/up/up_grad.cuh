@@ -25,20 +25,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* dy;
-  const void* packed;
-  void* result;      // dx; or dw, or its parts: [parts], each like the weight
-  void* bias_parts;  // [parts][taps along d and h], each like the bias; null if nobody wants them
-  Strides dy_strides, dx_strides;
-  long long dw_pitch, db_pitch;  // from part to part
-  int tiles;                     // of positions, or of rows of dy
-  int sharers;                   // blocks that share the tiles of positions; parts of K
-  int pieces;                    // of a row, in all
-  int chunks;                    // of K, of an item of work; even
-  Divider by_d, by_h, by_w;      // lengths of the volume, the last in pieces
-};
-
 // What both gradients agree on.
 template <class C>
 struct UpGradShape {

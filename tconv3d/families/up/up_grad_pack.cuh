@@ -7,18 +7,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* from;  // [item][channel][word], words of a channel in a row, an even number
-  void* to;          // [tile of channels][chunk][channel][word]
-  long long item_stride, channel_stride;
-  int pairs;          // of words, of all items
-  int units;          // 8 words of a channel, in all
-  int vectors;        // whether 8 words that begin at a multiple of 8 are of one item, 16 bytes aligned
-  Divider by_item;    // its pairs of words
-  Divider by_panel;   // units of a chunk
-  Divider by_chunks;  // of a tile of channels
-};
-
 template <class Config>
 struct UpGradPack {
   static constexpr int kRowBytes = 64, kSteps = 2;  // of a chunk

@@ -11,19 +11,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* weight;  // or what up_pack.cuh made of it
-  const void* bias;    // or null
-  void* y;
-  Strides x_strides, y_strides;  // the positions of x are one run: d and h follow from w
-  Strides w_strides;             // input channel, output channel; taps are w apart
-  int positions;                 // of a batch item
-  int tiles, splits;             // tiles in all, and blocks that share them
-  Divider by_tiles;              // of a batch item
-  Divider by_h, by_w;
-};
-
 // As many bytes as pieces of such a length can be copied at a time.
 __device__ constexpr int common_bytes(int bytes) {
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 2;

@@ -16,15 +16,16 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 from ...planning import offers, tensor_cores
+from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import divider, dividers, int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, volume_kind
 from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
 from ...planning.scalars import SCALARS
 from . import warps as weight_grad_planner
+from .arguments import HOPPER_WEIGHT_GRAD, REDUCE_TAPS
 from .warps import SEGMENT, wide
 
 ROW_SEGMENTS = 8  # of a row of K in shared memory
@@ -967,10 +968,23 @@ def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_part
         grid=(weight_blocks + bias_blocks, 1, 1),
         threads=threads,
         shared_bytes=0,
-        pointers=("workspace", "dw", *(("bias_parts", "db") if p.bias else ("null", "null"))),
-        scalars=padded(
-            int64s(ci, co, tap, count),
-            int32s(splits, g.taps, g.out_per_group, channels, bias_parts, g.out_channels),
+        pointers=REDUCE_TAPS.pointers(
+            parts="workspace",
+            result="dw",
+            bias_parts="bias_parts" if p.bias else "null",
+            bias="db" if p.bias else "null",
+        ),
+        scalars=REDUCE_TAPS.pack(
+            stride_in=ci,
+            stride_out=co,
+            stride_tap=tap,
+            count=count,
+            splits=splits,
+            taps=g.taps,
+            out=g.out_per_group,
+            **{"in": channels},
+            bias_splits=bias_parts,
+            channels=g.out_channels,
         ),
         overlaps=True,
     )
@@ -1083,7 +1097,6 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
     g, contents, tiling, box = p.geometry, made.contents, made.tiling, made.box
     size, strides = as_walked(p, layer.at_once)
     steps = _steps(p.batch, size, layer, box)
-    parts, result = ("null", "dw") if direct else ("workspace", "null")
     jobs = box.d * tiling.planes[0] // contents.table_planes * -(-tiling.lines // _job_lines(layer, tiling))
     return Launch(
         kernel="hopper_weight_grad",
@@ -1091,14 +1104,30 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
         grid=(tiling.kinds(g) * splits, 1, 1),
         threads=tiling.share.threads,
         shared_bytes=max(made.bytes, _result_bytes(tiling)) if direct else made.bytes,
-        pointers=("x", "dy", parts, "bias_parts" if p.bias else "null", result),
-        scalars=padded(
-            int64s(*strides, *p.output),
-            int32s(*size, *p.output_size, box.d, box.h, box.w, steps, splits),
-            int32s(contents.ahead, made.groups, contents.lines, contents.line_words, made.line_pitch),
-            int32s(made.plane_pitch, made.pair_pitch),
-            dividers(box.count(size, layer.per_word)),
-            divider(jobs),
+        pointers=HOPPER_WEIGHT_GRAD.pointers(
+            x="x",
+            dy="dy",
+            parts="null" if direct else "workspace",
+            bias_parts="bias_parts" if p.bias else "null",
+            result="dw" if direct else "null",
+        ),
+        scalars=HOPPER_WEIGHT_GRAD.pack(
+            x_strides=strides,
+            dy_strides=p.output,
+            x_size=size,
+            dy_size=p.output_size,
+            box=(box.d, box.h, box.w),
+            steps=steps,
+            splits=splits,
+            ahead=contents.ahead,
+            groups=made.groups,
+            lines=contents.lines,
+            line_words=contents.line_words,
+            line_pitch=made.line_pitch,
+            plane_pitch=made.plane_pitch,
+            pair_pitch=made.pair_pitch,
+            **per_axis("by", box.count(size, layer.per_word)),
+            by_jobs=jobs,
         ),
         overlaps=True,
     )

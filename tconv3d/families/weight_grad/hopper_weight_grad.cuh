@@ -49,28 +49,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* dy;
-  void* parts;       // [splits][taps][out_channels / groups][in_channels]
-  void* bias_parts;  // kBias: [splits][blocks of input channels][kBiasSlots][out_channels]
-  void* result;  // one part, contiguous: [in_channels][out_channels / groups][taps] in its place, else null
-  Strides x_strides, dy_strides;
-  Extent x_size, dy_size;
-  Extent box;  // positions along d and h, segments along w
-  int steps;   // boxes of the volume
-  int splits;
-  int ahead;                 // groups of sheets, box.d each, that a step needs beyond its own
-  int groups;                // that the ring of sheets has
-  int lines;                 // of a plane of dy
-  int line_words;            // words of a line that taps reach
-  int line_pitch;            // from line to line, in words of one channel
-  int plane_pitch;           // from plane to plane, likewise
-  int pair_pitch;            // from pair to pair (kLines: from channel to channel), in words
-  Divider by_d, by_h, by_w;  // how many boxes the volume has
-  Divider by_jobs;           // of one block of slots
-};
-
 template <class C>
 struct HopperWeightGrad {
   using Scalar = typename C::Scalar;

@@ -30,22 +30,6 @@
 
 namespace tconv3d {
 
-struct Args {
-  const void* x;
-  const void* dy;
-  void* parts;  // [splits][in_channels][out_channels / groups][kernel d][h][w]
-  Strides x_strides, dy_strides;
-  Extent x_size, dy_size;
-  Extent tile;  // positions along d and h, segments along w
-  int tiles;
-  int splits;
-  int lines_h;               // lines of dy a tile has along h
-  int lines;                 // and in all
-  int line_pitch;            // words
-  int line_words;            // words of a line that taps reach
-  Divider by_d, by_h, by_w;  // how many tiles the volume has
-};
-
 template <class C>
 struct TensorWeightGrad {
   using Scalar = typename C::Scalar;

@@ -13,14 +13,15 @@ from itertools import product
 from math import inf
 
 from ...planning import offers, tensor_cores
+from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.packing import dividers, int32s, int64s, padded
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.sums import reduce_parts
+from .arguments import TENSOR_WEIGHT_GRAD
 
 SEGMENT = 4  # words of 32 bits: one load of a lane
 CHUNK = 4  # segments that a warp multiplies at a time
@@ -554,12 +555,20 @@ def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling,
         grid=(tiling.kinds(g) * splits, 1, 1),
         threads=32 * tiling.warps,
         shared_bytes=buffers.bytes,
-        pointers=("x", "dy", "workspace"),
-        scalars=padded(
-            int64s(*p.input, *p.output),
-            int32s(*p.input_size, *p.output_size, box.d, box.h, box.w, _tiles(p, layer, box), splits),
-            int32s(along_h, along_d * along_h, pitch, planes.line_words(box.w)),
-            dividers(box.count(p.input_size, layer.per_word)),
+        pointers=TENSOR_WEIGHT_GRAD.pointers(x="x", dy="dy", parts="workspace"),
+        scalars=TENSOR_WEIGHT_GRAD.pack(
+            x_strides=p.input,
+            dy_strides=p.output,
+            x_size=p.input_size,
+            dy_size=p.output_size,
+            tile=(box.d, box.h, box.w),
+            tiles=_tiles(p, layer, box),
+            splits=splits,
+            lines_h=along_h,
+            lines=along_d * along_h,
+            line_pitch=pitch,
+            line_words=planes.line_words(box.w),
+            **per_axis("by", box.count(p.input_size, layer.per_word)),
         ),
     )
 

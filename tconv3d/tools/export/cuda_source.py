@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...planning import arguments
 from ...planning.launch import Constant, Constants, Launch
 from ...planning.problem import Plan
 from . import cxx
@@ -76,12 +77,11 @@ inline void* part(void* workspace, long long bytes) { return static_cast<unsigne
 
 def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
-    sources = Sources(kernels, emulated)
-    specialised = specialise(sources, _settings(operations))
+    specialised = specialise(Sources(kernels, emulated), _settings(operations))
     parts = [_part(part) for part in specialised]
     mentioned = {"kThreads", *_ONLY_LAUNCHED}.union(*(cxx.words(part.text) for part in specialised))
     includes = '#include "emulated_ptx.h"\n' if emulated else ""
-    written = [_operation(_trimmed(operation, mentioned), sources) for operation in operations]
+    written = [_operation(_trimmed(operation, mentioned)) for operation in operations]
     return TOP + includes + "".join(parts) + LAUNCH + "".join(written)
 
 
@@ -198,12 +198,12 @@ def _rectangle(gpus: frozenset[str], precisions: list[str], layouts: frozenset[s
 # ---- operations
 
 
-def _operation(operation: Operation, sources: Sources) -> str:
+def _operation(operation: Operation) -> str:
     title = operation.name.replace("_", " ")
     every = list(operation.plans)
     text = f"\n// ==== {title} " + "=" * (LINE - len(title) - 9) + "\n"
     for section in sections(operation):
-        text += f"\n#if {guard(section.plans, every)}\n{_section(operation, section, sources)}#endif\n"
+        text += f"\n#if {guard(section.plans, every)}\n{_section(operation, section)}#endif\n"
     return text
 
 
@@ -214,7 +214,7 @@ def parameters(operation: Operation) -> list[str]:
     return [*inputs, *outputs, "void* workspace", "cudaStream_t stream"]
 
 
-def _section(operation: Operation, section: Section, sources: Sources) -> str:
+def _section(operation: Operation, section: Section) -> str:
     plan = section.plan
     who = "; ".join(str(v) for v in section.plans)
     note = f"For {who}: {plan.kernel} ({plan.why})" + (f", {plan.tile}" if plan.tile else "") + "."
@@ -224,7 +224,7 @@ def _section(operation: Operation, section: Section, sources: Sources) -> str:
     start = f"void launch_{operation.name}("
     text += listed(start, parameters(operation), ") {", len(start))
     for i, launch in enumerate(plan.launches):
-        text += _launch(operation, plan, i, launch, sources)
+        text += _launch(operation, plan, i, launch)
     return text + "}\n#endif\n\n}  // namespace tconv3d\n"
 
 
@@ -309,19 +309,16 @@ def _table(prefix: str, key: str, value: Constant) -> str:
     return listed(f"__constant__ constexpr {_table_type(value)} {prefix}{key}{extent} = {{", items, "};", 4)
 
 
-def _launch(operation: Operation, plan: Plan, index: int, launch: Launch, sources: Sources) -> str:
+def _launch(operation: Operation, plan: Plan, index: int, launch: Launch) -> str:
     """One launch, its arguments by name."""
     _, function = _names(operation, plan, index)
-    size = 8 * len(launch.pointers)
-    layout = sources.layout(launch.kernel)
-    values, total = layout.decode("Args", bytes(size) + launch.scalars + bytes(16))
-    if not total - 8 < size + len(launch.scalars) <= total:
-        raise NotExportableError(f"{launch.kernel} packs {size + len(launch.scalars)} bytes, its Args have {total}")
-    names = list(values)
+    declared = arguments.declared(launch.kernel)
+    if declared is None:
+        raise NotExportableError(f"the arguments of {launch.kernel} are not declared (planning/arguments.py)")
     known = {name: name for name in (*operation.operands, *(r.name for r in operation.results), "workspace")}
     known |= {name: f"part(workspace, {start})" for name, start in plan.regions}
-    for name, pointer in zip(names, launch.pointers, strict=False):
-        values[name] = known.get(pointer, "nullptr")
+    places = [known.get(pointer, "nullptr") for pointer in launch.pointers]
+    values = declared.given(places, launch.scalars)
     fields = [piece for name, value in values.items() for piece in _fields(name, value)]
     grid = ", ".join(map(str, launch.grid))
     shared, cluster = launch.shared_bytes, dict(launch.constants).get("kClusterSize", 1)
@@ -347,8 +344,6 @@ def _value(value: object) -> str:
         return "{" + ", ".join(f".{name} = {_value(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, float):
-        return f"{value!r}f"
     return f"{value}ll" if isinstance(value, int) and abs(value) >= 2**32 else str(value)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -471,70 +470,3 @@ class Evaluator:
         self._take(")")
         known = [argument for argument in arguments if argument is not None]
         return self._call(qualifier, name, known) if len(known) == len(arguments) else None
-
-
-# ---- structs as bytes
-
-
-_SCALARS = {
-    "int": "i", "unsigned": "I", "unsigned int": "I", "long long": "q", "unsigned long long": "Q",
-    "float": "f", "double": "d", "bool": "?",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Member:
-    name: str
-    type: str
-
-
-def members(text: str) -> list[Member]:
-    """The data members of a struct, from its body."""
-    found = []
-    for declaration in declarations(text):
-        if declaration.kind != "other":
-            continue
-        body = code(declaration.text)
-        if any(token.text in "()[]{}<>=" for token in body):
-            raise CxxError(f"not a plain member: {declaration.text.strip()}")
-        commas = [i for i, token in enumerate(body) if token.text in (",", ";")]
-        kind = [token.text for token in body[: commas[0] - 1]]
-        pointer = "*" in kind
-        type_ = "pointer" if pointer else " ".join(kind)
-        found += [Member(body[i - 1].text, type_) for i in commas]
-    return found
-
-
-class Layout:
-    """How the structs of some headers lie in memory, as the CUDA compiler lays them out on a 64-bit machine."""
-
-    def __init__(self, structs: dict[str, list[Member]]) -> None:
-        self._structs = structs
-
-    def align(self, type_: str) -> int:
-        if type_ in self._structs:
-            return max(self.align(member.type) for member in self._structs[type_])
-        return 8 if type_ == "pointer" else struct.calcsize(self._format(type_))
-
-    def decode(self, type_: str, data: bytes) -> tuple[dict[str, object], int]:
-        """The members of a struct (nested ones as dictionaries), and how many bytes it has."""
-        values: dict[str, object] = {}
-        offset = 0
-        for member in self._structs[type_]:
-            align = self.align(member.type)
-            offset = -(-offset // align) * align
-            if member.type in self._structs:
-                values[member.name], size = self.decode(member.type, data[offset:])
-            else:
-                form = "Q" if member.type == "pointer" else self._format(member.type)
-                size = struct.calcsize(form)
-                (values[member.name],) = struct.unpack_from(form, data, offset)
-            offset += size
-        align = self.align(type_)
-        return values, -(-offset // align) * align
-
-    @staticmethod
-    def _format(type_: str) -> str:
-        if type_ not in _SCALARS:
-            raise CxxError(f"{type_} is no type of a kernel's arguments")
-        return _SCALARS[type_]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from ...planning import arguments
 from ...planning.launch import Constants
 from ...runtime.sources import find
 from . import cxx
@@ -37,7 +38,6 @@ class Sources:
         self._directories = None if directory is None else (directory,)
         self._defined = frozenset({"TCONV3D_EMULATOR"} if emulated else ())
         self._headers: dict[str, cxx.Header] = {}
-        self._layouts: dict[str, cxx.Layout] = {}
 
     def header(self, name: str) -> cxx.Header:
         if name not in self._headers:
@@ -51,7 +51,7 @@ class Sources:
         return self._headers[name]
 
     def __contains__(self, name: str) -> bool:
-        return find(name, self._directories) is not None
+        return name in self._headers or find(name, self._directories) is not None
 
     def closure(self, kernel: str) -> list[str]:
         """The headers of a kernel, those that others need first; its own is the last."""
@@ -64,26 +64,25 @@ class Sources:
                 if name not in found:
                     found.append(name)
 
+        for name in self._generated(kernel):
+            visit(name)
         visit(f"{kernel}.cuh")
-        if not found:
+        if f"{kernel}.cuh" not in found:
             raise cxx.CxxError(f"no kernel is called {kernel}")
         return found
 
-    def layout(self, kernel: str) -> cxx.Layout:
-        """How the kernel's `Args` lies in memory."""
-        if kernel not in self._layouts:
-            self._layouts[kernel] = self._read_layout(kernel)
-        return self._layouts[kernel]
-
-    def _read_layout(self, kernel: str) -> cxx.Layout:
-        structs = {}
-        for name in self.closure(kernel):
-            for declaration in cxx.declarations(self.header(name).body):
-                plain = declaration.kind == "struct" and "template" not in declaration.head
-                if plain and all(child.kind in ("other", "section") for child in declaration.children):
-                    inside = declaration.text[len(declaration.head) : declaration.text.rindex("}")]
-                    structs[declaration.names[0]] = cxx.members(inside)
-        return cxx.Layout(structs)
+    def _generated(self, kernel: str) -> list[str]:
+        """The headers that a kernel's own must follow: those of its arguments' types, and one for each struct that is
+        made from their declaration. Args are the kernel's own, other structs may be several kernels'."""
+        declared = arguments.declared(kernel)
+        if declared is None:
+            return []
+        names = declared.includes
+        for struct in declared.generated:
+            names.append(f"{f'{kernel}_arguments' if struct is declared else struct.name}.cuh")
+            text = f"namespace tconv3d {{\n{struct.definition}\n}}  // namespace tconv3d"
+            self._headers[names[-1]] = cxx.header(names[-1], text)
+        return names
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tconv3d import emulator
 from tconv3d.api.explain import call_of, find_gpu, problems_of
 from tconv3d.families.halo import planner as halo_planner
 from tconv3d.families.halo.job import Job, job_of
-from tconv3d.families.halo.planner import HaloPlan
+from tconv3d.families.halo.launches import HaloPlan
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import Device, Pass, Plan, Problem

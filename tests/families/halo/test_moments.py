@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import replace
 from math import nan
 
@@ -14,11 +13,12 @@ from torch import Tensor
 
 from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.build import moment_band
 from tconv3d.families.halo.build import tilings as tilings_of
 from tconv3d.families.halo.job import Job, job_of
-from tconv3d.families.halo.planner import HaloPlan
+from tconv3d.families.halo.launches import HaloPlan
+from tconv3d.families.norm.arguments import STATISTICS
 from tconv3d.planning.launch import Launch
-from tconv3d.planning.packing import int32s, padded
 from tconv3d.planning.problem import Norm
 
 EPS = 1e-5
@@ -95,7 +95,7 @@ def test_every_width_of_a_band(band: int, channels_last: bool) -> None:
     case = replace(SETTINGS["kernel equals stride"], channels_last=channels_last)
     tensors, build = Tensors(case), build_for(case)
     wanted = job(tensors, BANDS[band])
-    assert halo_planner.moment_band(build, wanted) == band
+    assert moment_band(build, wanted) == band
     plan = halo_planner.plan_build(build, wanted, DEVICE)
     assert plan is not None
     check(tensors, plan, BANDS[band])
@@ -177,8 +177,8 @@ def statistics(moments: Tensor) -> tuple[Tensor, Tensor]:
         grid=(moments.shape[0], 1, 1),
         threads=64,
         shared_bytes=0,
-        pointers=("moments", "statistics"),
-        scalars=padded(struct.pack("d", EPS), int32s(moments.shape[1])),
+        pointers=STATISTICS.pointers(moments="moments", statistics="statistics"),
+        scalars=STATISTICS.pack(eps=EPS, count=moments.shape[1]),
     )
     result = torch.full((2, moments.shape[0]), nan, dtype=moments.dtype)
     emulator.prepare(launch)((moments.data_ptr(), result.data_ptr()))

@@ -1,0 +1,183 @@
+"""The launches of the halo kernel, of what prepares its operands, and of what adds up its partial sums.
+
+Knows builds and tilings, not how they are chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...planning.arguments import per_axis
+from ...planning.launch import Launch
+from ...planning.problem import Device
+from ...planning.sums import Sum, add_parts
+from .arguments import HALO
+from .build import (
+    NOT_SPREAD,
+    SCRATCH_BYTES,
+    SLAB,
+    Build,
+    Shares,
+    Spread,
+    Tiling,
+    ceil_div,
+    moment_band,
+    round_up,
+    rows_launch,
+)
+from .job import Job
+
+
+@dataclass(frozen=True)
+class HaloPlan:
+    """How the halo kernel solves a problem. `pack` writes `packed_bytes`, the same for the same weight."""
+
+    build: Build
+    tiling: Tiling
+    pack: Launch
+    packed_bytes: int
+    main: Launch
+    cycles: float  # of the model
+    rows: Launch | None = None  # writes what is read as rows of channels
+    rows_bytes: int = 0
+    moments: int = 0  # that the kernel leaves of each norm group of a batch item
+    sum: Launch | None = None  # adds portions, or pieces of tiles, up
+    portions_bytes: int = 0
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """In order."""
+        return tuple(launch for launch in (self.pack, self.rows, self.main, self.sum) if launch is not None)
+
+    @property
+    def preparing(self) -> int:
+        """Launches at the beginning that prepare operands."""
+        return 1 if self.rows is None else 2
+
+
+def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
+    """The launches of a build and a tiling."""
+    job = job.as_merged(build.merged)
+    given, job = job, job.as_copied(build.rewritten) if build.copied else job
+    main = _main(build, tiling, job, device.multiprocessors)
+    bands = build.geometry.out_channels // moment_band(build, job)
+    slots = _moment_slots(build, tiling, tiling.shares(build, device.multiprocessors))
+    moments = slots * bands // job.norm.groups if job.norm else 0
+    rows = rows_launch(job, given.read, given.aligned) if job.rows else None
+    rows_bytes = job.read_bytes if rows else 0
+    plan = HaloPlan(build, tiling, build.pack(job), build.packed_bytes, main, cost, rows, rows_bytes, moments)
+    if build.spread:
+        pieces_bytes = 2 * main.grid[0] * 4 * build.round_slabs * SLAB * build.columns
+        return replace(plan, sum=_sum_of_pieces(build, main), portions_bytes=pieces_bytes)
+    if not build.portioned:
+        return plan
+    pitch = _portion_pitch(job)
+    added = add_parts([Sum("portions", "y", job.written_count, pitch, tiling.portions)], job.dtype)
+    return replace(plan, sum=added, portions_bytes=4 * tiling.portions * pitch)
+
+
+def _main(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> Launch:
+    spread = tiling.spread(build, job, multiprocessors) if build.spread else NOT_SPREAD
+    return Launch(
+        kernel="halo",
+        constants=build.constants(job),
+        grid=(spread.blocks if build.spread else tiling.blocks(build, multiprocessors), 1, 1),
+        threads=build.threads,
+        shared_bytes=build.shared_bytes,
+        pointers=HALO.pointers(
+            x="rows" if job.rows else "x",
+            packed="workspace",
+            bias="bias",
+            y="portions" if build.portioned else "y",
+            left="moments" if job.norm else "portions" if build.spread else "null",
+        ),
+        scalars=_scalars(build, tiling, job, tiling.shares(build, multiprocessors), spread),
+        overlaps=True,
+    )
+
+
+def _sum_of_pieces(build: Build, main: Launch) -> Launch:
+    """Adds up the pieces of tiles that blocks of the main launch have divided, and stores them: the same kernel."""
+    roles = {"kAdds": True, "kThreads": 128, "kProducers": 0, "kConsumers": 1, "kSlabs": 1}
+    return replace(
+        main,
+        constants=tuple((name, roles.get(name, value)) for name, value in main.constants),
+        grid=(max(1, main.grid[0] - 1), build.round_slabs, 1),
+        threads=128,
+        shared_bytes=SCRATCH_BYTES,
+        pointers=HALO.pointers(x="null", packed="null", bias="null", y="y", left="portions"),
+    )
+
+
+def _scalars(build: Build, tiling: Tiling, job: Job, shares: Shares, spread: Spread) -> bytes:
+    """The arguments of the kernel behind its pointers."""
+    _, tiles_d, tiles_h, tiles_w = tiling.tiles
+    vectors, columns = build.vectors(job, tiling), build.loaded_columns(job, tiling)
+    return HALO.pack(
+        x_stride=job.read,
+        y_stride=job.written,
+        input=job.read_size,
+        output=job.written_size,
+        batch=job.batch,
+        tile=tiling.tile,
+        halo=tiling.halo,
+        items=tiling.items,
+        near=tiling.near,
+        near_bits=tiling.near_bits,
+        rows=tiling.rows,
+        slabs=tiling.slabs,
+        sheets=tiling.sheets,
+        step_h=0 if tiling.length else tiling.tile[1],
+        step_rows=tiling.length,
+        group_rows=tiling.group_rows,
+        run=tiling.run,
+        slab_step=tiling.slab_step,
+        flat_slabs=tiling.flat,
+        passes=ceil_div(tiling.slabs, build.round_slabs),
+        work=spread.chunks if build.spread else shares.planes if build.march else tiling.work(build),
+        vector=build.vector(job, tiling),
+        vectors=build.all_vectors(tiling, vectors),
+        whole_lines=build.whole_lines(tiling),
+        pairs=build.pairs(job, tiling),
+        gaps=vectors > 0 and tiling.length > 0,
+        first_column=columns.start,
+        loaded=build.loaded_rows(job, tiling),
+        by_columns=len(columns),
+        slabs_w=tiling.slabs_w,
+        slabs_h=tiling.slabs_h,
+        tiles_w=tiles_w,
+        tiles_h=tiles_h,
+        tiles_d=tiling.tile[0] if build.march else tiles_d,
+        **per_axis("halo", tiling.halo),
+        by_near=tiling.near,
+        by_far=tiling.items // tiling.near,
+        by_vectors=vectors,
+        even=spread.even if build.spread else shares.even,
+        share=shares.share,
+        beside=shares.beside,
+        pieces=shares.pieces,
+        item_tiles=tiling.item_tiles,
+        in_turn=shares.in_turn,
+        moment_slots=_moment_slots(build, tiling, shares),
+        portion_pitch=_portion_pitch(job),
+        portions=tiling.portions,
+        share_cost=spread.cost,
+        shares=spread.blocks,
+        first_tile=spread.first_tile,
+        sheet_rows=tiling.sheet_rows,
+        by_sheet=tiling.sheet_rows * tiling.sheet_step,
+        tiles_n=tiling.tiles[0],
+        **dict(zip(("first", "second", "third", "fourth"), spread.stretches, strict=True)),
+    )
+
+
+def _portion_pitch(job: Job) -> int:
+    """Elements of y from one portion to the next."""
+    return round_up(job.written_count, 4)
+
+
+def _moment_slots(build: Build, tiling: Tiling, shares: Shares) -> int:
+    """Moments that all tiles leave of a band of channels: every consumer warp once in each pass, or piece."""
+    passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
+    pieces = shares.pieces if build.march else 1
+    return tiling.item_tiles * pieces * len(build.programs) * passes * 4 * build.consumers

@@ -1,0 +1,112 @@
+"""The arguments of the kernels that sweep over activations (planning/arguments.py)."""
+
+from __future__ import annotations
+
+from ...planning.arguments import CONST_POINTER, DOUBLE, INT32, INT64, POINTER, Arguments, Struct
+
+_STRIPS = Struct(
+    "Strips",
+    "Activations cut into strips, each with positions of one channel, or of a few where channels are neighbours.",
+    volume=INT64("Positions of a batch item."),
+    batch=INT32("Batch items."),
+    channels=INT32("Channels."),
+    slots=INT32("Strips that a channel of a batch item has."),
+    length=INT32("Positions of a strip."),
+)
+_DY = CONST_POINTER("The gradient of what normalization gave.")
+_X = CONST_POINTER("What was normalized, after its ReLU.")
+_STATISTICS = CONST_POINTER("[2][batch][norm groups]: means, then reciprocal standard deviations.")
+_WEIGHT = CONST_POINTER("The weight of the norm, one number per channel; null stands for ones.")
+_DZ = POINTER("The gradient of what went into the ReLU, or null.")
+_BIAS_SUMS = POINTER("Partial sums of the gradient of the convolution's bias, or null.")
+_GROUPS = {
+    "strips": _STRIPS("The strips of a sweep."),
+    "groups": INT32("Norm groups of a batch item."),
+    "per_group": INT32("Channels of a norm group."),
+}
+
+CHANNEL_MOMENTS = Arguments(
+    "channel_moments",
+    x=CONST_POINTER("The activations."),
+    moments=POINTER("Moments of every strip: [batch][channels][slots]."),
+    strips=_STRIPS("The strips of a sweep."),
+)
+STATISTICS = Arguments(
+    "statistics",
+    moments=CONST_POINTER("Moments: [norm groups of all batch items][count]."),
+    statistics=POINTER("[2][norm groups of all batch items]: means, then reciprocal standard deviations."),
+    eps=DOUBLE("The number that is added to a variance before its square root is taken."),
+    count=INT32("Moments of a norm group."),
+)
+NORMALIZE = Arguments(
+    "normalize",
+    x=CONST_POINTER("The activations."),
+    statistics=_STATISTICS,
+    weight=_WEIGHT,
+    bias=CONST_POINTER("The bias of the norm, one number per channel; null stands for zeros."),
+    y=POINTER("The normalized activations."),
+    **_GROUPS,
+)
+NORM_SUMS = Arguments(
+    "norm_sums",
+    dy=_DY,
+    x=_X,
+    statistics=_STATISTICS,
+    sums=POINTER("Two sums of every strip."),
+    **_GROUPS,
+)
+NORM_COEFFICIENTS = Arguments(
+    "norm_coefficients",
+    sums=CONST_POINTER("Two sums of every strip."),
+    statistics=_STATISTICS,
+    weight=_WEIGHT,
+    by_channel=POINTER("Partial gradients of the norm's weight and bias: [batch][2][channels]."),
+    coefficients=POINTER("Two numbers of every norm group, from which the gradient follows."),
+    **_GROUPS,
+)
+NORM_GRAD = Arguments(
+    "norm_grad",
+    dy=_DY,
+    x=_X,
+    statistics=_STATISTICS,
+    coefficients=CONST_POINTER("Two numbers of every norm group, from which the gradient follows."),
+    weight=_WEIGHT,
+    dz=_DZ,
+    bias_sums=_BIAS_SUMS,
+    **_GROUPS,
+)
+NORM_BOTH = Arguments(
+    "norm_both",
+    dy=_DY,
+    x=_X,
+    statistics=_STATISTICS,
+    weight=_WEIGHT,
+    sums=POINTER("Two sums of every strip; all bits are ones until they are written."),
+    coefficients=POINTER("Two numbers of every norm group; all bits are ones until they are written."),
+    turns=POINTER("The counter from which blocks take turns; all bits are ones at first."),
+    by_channel=POINTER("Partial gradients of the norm's weight and bias: [batch][2][channels]."),
+    dz=_DZ,
+    bias_sums=_BIAS_SUMS,
+    **_GROUPS,
+    units=INT32("Blocks of work of one pass over a norm group."),
+    lag=INT32("Norm groups whose first pass comes before the second pass of the first of them."),
+)
+NORM_ONCE = Arguments(
+    "norm_once",
+    dy=_DY,
+    x=_X,
+    statistics=_STATISTICS,
+    weight=_WEIGHT,
+    sums=POINTER("Two sums of every strip; all bits are ones until they are written."),
+    turns=POINTER("The counter from which blocks take turns; all bits are ones at first."),
+    dparameters=POINTER("Gradients of the norm's weight and bias, [2][channels]; or null."),
+    dz=_DZ,
+    bias_sums=_BIAS_SUMS,
+    **_GROUPS,
+    stages=INT32("Chunks that a block has room for in shared memory."),
+)
+FILL = Arguments(
+    "fill",
+    words=POINTER("Memory whose bits all become ones, in words of 16 bytes."),
+    count=INT64("How many words there are."),
+)

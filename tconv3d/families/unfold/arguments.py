@@ -1,0 +1,57 @@
+"""The arguments of the kernels that unfold dy and multiply (planning/arguments.py)."""
+
+from __future__ import annotations
+
+from ...planning.arguments import CONST_POINTER, DIVIDER, EXTENT, INT32, INT64, POINTER, Arguments
+
+UNFOLD = Arguments(
+    "unfold",
+    dy=CONST_POINTER("The gradient of the output."),
+    x=CONST_POINTER("The input."),
+    x_panels=POINTER("The input as panels of a matrix product."),
+    position_panels=POINTER("The unfolded dy as panels: a row for every position."),
+    bias_parts=POINTER("Partial sums of the bias gradient, [batch][slices], each like the bias; or null."),
+    image=EXTENT("Size of the outputs that a slice reaches, which a block keeps in shared memory."),
+    output=EXTENT("Size of dy."),
+    batch=INT32("Batch items of the band."),
+    positions=INT32("Positions that the band has of a batch item."),
+    pitch=INT32("Rows from one batch item to the next: its positions rounded up to a multiple of 8."),
+    panel_rows=INT32("Rows of all positions of the band, rounded up to whole panels."),
+    lines=INT32("Lines of positions in a slice."),
+    slices=INT32("Slices of a batch item."),
+    unfolding=INT32("Blocks that unfold dy, the first ones; the others write x."),
+    first_item=INT32("First batch item of the band."),
+    first_line=INT32("First line of the band in its batch item."),
+    item_positions=INT32("Positions of a batch item in all bands."),
+    first_slice=INT32("First slice of the band among the slices of all bands."),
+    last=INT32("Whether the band ends with the end of a batch item."),
+    by_in_h=DIVIDER("Divides by the size of x along h."),
+    by_in_w=DIVIDER("Divides by the size of x along w."),
+    by_image_h=DIVIDER("Divides by image.h."),
+    by_image_w=DIVIDER("Divides by image.w."),
+    by_item_eighths=DIVIDER("Divides by the groups of 8 positions of a batch item."),
+)
+UNFOLDED_PRODUCTS = Arguments(
+    "unfolded_products",
+    weight=CONST_POINTER("The weight."),
+    position_panels=CONST_POINTER("The unfolded dy as panels: a row for every position."),
+    x_panels=CONST_POINTER("The input as panels of a matrix product."),
+    dx=POINTER("The gradient of the input, or its parts."),
+    dw=POINTER("The gradient of the weight, or its parts."),
+    dx_pitch=INT64("Elements from one part of dx to the next."),
+    dw_pitch=INT64("Elements from one part of dw to the next."),
+    dx_first=INT64("First element of dx that the band has."),
+    rows=INT32("Rows of the product for dx: input channels."),
+    positions=INT32("Positions that the band has of a batch item."),
+    pitch=INT32("Rows of panels from one batch item to the next: its positions rounded up to a multiple of 8."),
+    item_positions=INT32("Positions of a batch item in all bands."),
+    columns=INT32("Columns of the product for dx: positions of the band, rounded up."),
+    panel_rows=INT32("Rows of all positions of the band, rounded up to whole panels."),
+    chunks_x=INT32("Chunks of terms that the product for dx adds up."),
+    chunks_w=INT32("Chunks of terms that the product for dw adds up."),
+    portions_x=INT32("Portions that the terms of dx are divided into (split-K)."),
+    portions_w=INT32("Portions that the terms of dw are divided into (split-K)."),
+    first_portion=INT32("First part of dw that the band writes, after the parts of other bands."),
+    blocks_x=INT32("Blocks that compute dx, the first ones; the others compute dw."),
+    by_pitch=DIVIDER("Divides by `pitch`."),
+)

@@ -1,0 +1,288 @@
+"""Declares what a kernel takes at run time: its C++ struct and the bytes of a launch come from one declaration.
+
+    FILL = Arguments(
+        "fill",
+        words=POINTER("Memory to fill, in words of 16 bytes."),
+        count=INT64("How many words there are."),
+    )
+    FILL.definitions                  # `struct Args` in C++, which the compiler gets before the kernel's header
+    FILL.pointers(words="workspace")  # the operands of a launch, in the order of the struct
+    FILL.pack(count=7)                # the bytes behind the pointers, padded as C++ pads them
+
+A kernel that nobody declared (`declared` finds nothing) defines `struct Args` in its own header.
+
+Knows nothing of what a kernel computes.
+"""
+
+from __future__ import annotations
+
+import struct
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from .geometry import Triple
+
+LINE = 110  # columns of a generated line, as .clang-format says
+
+
+class Type(Protocol):
+    """A type of C++ that Python writes as bytes and reads again."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def align(self) -> int: ...
+    def write(self, value: Any) -> bytes: ...
+    def read(self, data: bytes) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Field:
+    type: Type
+    comment: str
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A number or an address; calling it makes a field of a struct, with its comment."""
+
+    name: str
+    form: str  # the letter that Python's `struct` has for it
+
+    def __call__(self, comment: str) -> Field:
+        return Field(self, comment)
+
+    @property
+    def size(self) -> int:
+        return struct.calcsize(self.form)
+
+    align = size
+
+    def write(self, value: Any) -> bytes:
+        return struct.pack(self.form, value)
+
+    def read(self, data: bytes) -> Any:
+        return struct.unpack(self.form, data)[0]
+
+
+class Struct:
+    """A struct of declared fields; calling it makes a field of another struct.
+
+    `header` names the header that defines it; without one the definition is generated. `make` turns the value that
+    planners give into the values of the fields by name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        comment: str,
+        header: str = "",
+        make: Callable[[Any], Mapping[str, Any]] = lambda value: value,
+        /,
+        **fields: Field,
+    ) -> None:
+        self.name, self.comment, self.header, self.fields = name, comment, header, fields
+        self._make = make
+        self.align = max(field.type.align for field in fields.values())
+        self.offsets, end = dict[str, int](), 0
+        for key, field in fields.items():
+            self.offsets[key] = _round_up(end, field.type.align)
+            end = self.offsets[key] + field.type.size
+        self.size = _round_up(end, self.align)
+
+    def __call__(self, comment: str) -> Field:
+        return Field(self, comment)
+
+    def write(self, value: Any) -> bytes:
+        values = self._make(value)
+        missing = ", ".join(key for key in self.fields if key not in values)
+        unknown = ", ".join(key for key in values if key not in self.fields)
+        if missing or unknown:
+            raise TypeError(f"{self.name}: missing: {missing or 'nothing'}; unknown: {unknown or 'nothing'}")
+        data = bytearray(self.size)
+        for key, field in self.fields.items():
+            try:
+                packed = field.type.write(values[key])
+            except (ValueError, struct.error) as error:
+                raise ValueError(f"{self.name}.{key} cannot be {values[key]!r}: {error}") from error
+            data[self.offsets[key] : self.offsets[key] + len(packed)] = packed
+        return bytes(data)
+
+    def read(self, data: bytes) -> dict[str, Any]:
+        """The values of the fields by name, those of structs as dictionaries."""
+        places = {key: slice(at, at + self.fields[key].type.size) for key, at in self.offsets.items()}
+        return {key: self.fields[key].type.read(data[place]) for key, place in places.items()}
+
+    @property
+    def inner(self) -> Iterator[Struct]:
+        """The structs that its fields are made of, those that others need first."""
+        for field in self.fields.values():
+            if isinstance(field.type, Struct):
+                yield from field.type.inner
+                yield field.type
+
+    @property
+    def definition(self) -> str:
+        """The C++ text of the struct, with a comment for every field."""
+        lines = [*_comment(self.comment, ""), f"struct {self.name} {{"]
+        members = {key: f"  {field.type.name} {key};" for key, field in self.fields.items()}
+        width = max(map(len, members.values()))
+        for key, member in members.items():
+            comment = self.fields[key].comment
+            beside = f"{member:{width}}  // {comment}"
+            lines += [beside] if len(beside) <= LINE else [*_comment(comment, "  "), member]
+        return "\n".join([*lines, "};", ""])
+
+
+def _round_up(value: int, unit: int) -> int:
+    return -(-value // unit) * unit
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, LINE, initial_indent=f"{indent}// ", subsequent_indent=f"{indent}// ")
+
+
+# ---- the arguments of a kernel
+
+
+_declared: dict[str, Arguments] = {}
+
+
+def declared(kernel: str) -> Arguments | None:
+    """The arguments of a kernel; None if its header defines them. Every kernel of the package is declared by the
+    module that launches it, which `import tconv3d` imports."""
+    return _declared.get(kernel)
+
+
+class Arguments(Struct):
+    """`struct Args` of a kernel: its pointers, and behind them everything else that changes from launch to launch."""
+
+    def __init__(self, kernel: str, /, **fields: Field) -> None:
+        super().__init__("Args", "What changes from launch to launch.", **fields)
+        self.kernel = kernel
+        self.pointer_names = [key for key, field in fields.items() if field.type in (POINTER, CONST_POINTER)]
+        if list(fields)[: len(self.pointer_names)] != self.pointer_names:
+            raise ValueError(f"{kernel}: the pointers of a kernel come before its other arguments")
+        if kernel in _declared:
+            raise ValueError(f"{kernel}: the arguments of a kernel are declared once")
+        _declared[kernel] = self
+
+    def pointers(self, **operands: str) -> tuple[str, ...]:
+        """The operands that the pointers of a launch point to, "null" for none, in the order of the struct."""
+        if operands.keys() != set(self.pointer_names):
+            wanted, given = (", ".join(names) for names in (self.pointer_names, operands))
+            raise TypeError(f"{self.kernel}: pointers expected: {wanted}; got: {given}")
+        return tuple(operands[key] for key in self.pointer_names)
+
+    def pack(self, **values: Any) -> bytes:
+        """What stands behind the pointers, as bytes."""
+        try:
+            whole = self.write({**dict.fromkeys(self.pointer_names, 0), **values})
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"arguments of {self.kernel}: {error}") from error
+        return whole[8 * len(self.pointer_names) :]
+
+    def given(self, operands: Sequence[str], scalars: bytes) -> dict[str, Any]:
+        """The arguments of a launch by name: operands for pointers, numbers, and dictionaries for structs."""
+        values = self.read(bytes(8 * len(self.pointer_names)) + scalars)
+        return values | dict(zip(self.pointer_names, operands, strict=True))
+
+    @property
+    def generated(self) -> list[Struct]:
+        """The structs that no header defines, in an order in which they can be compiled; Args is the last."""
+        return list(dict.fromkeys([*(each for each in self.inner if not each.header), self]))
+
+    @property
+    def includes(self) -> list[str]:
+        """The headers that define types of the fields."""
+        return list(dict.fromkeys(each.header for each in self.inner if each.header))
+
+    @cached_property
+    def definitions(self) -> str:
+        """C++ that defines `Args`, to stand before the header of the kernel."""
+        includes = "".join(f'#include "{header}"\n' for header in self.includes)
+        structs = "".join(each.definition for each in self.generated)
+        check = f'static_assert(sizeof(Args) == {self.size}, "Python and C++ lay out Args alike");\n'
+        return f"{includes}namespace tconv3d {{\n{structs}{check}}}  // namespace tconv3d\n"
+
+
+# ---- the types that kernels share
+
+
+POINTER, CONST_POINTER = Plain("void*", "P"), Plain("const void*", "P")
+INT32, UINT32, INT64, DOUBLE = (
+    Plain("int", "i"),
+    Plain("unsigned", "I"),
+    Plain("long long", "q"),
+    Plain("double", "d"),
+)
+
+
+def _in_order(names: str) -> Callable[[Sequence[int]], Mapping[str, int]]:
+    return lambda values: dict(zip(names, values, strict=True))
+
+
+def _divider(divisor: int) -> dict[str, int]:
+    """n / divisor == (mulhi(n, multiplier) + n) >> shift for 0 <= n < 2^31."""
+    divisor = max(divisor, 1)
+    shift = (divisor - 1).bit_length()
+    multiplier = ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1
+    return {"divisor": divisor, "multiplier": multiplier, "shift": shift}
+
+
+def _walk(walk: tuple[Triple, int]) -> dict[str, Any]:
+    """A walk over a volume with any batch, so many positions at a time."""
+    size, step = walk
+    d, h, w = size = tuple(max(extent, 1) for extent in size)
+    digits = (step // (w * h) % d, step // w % h, step % w)
+    return {"size": size, "step": digits, "step_n": step // (w * h * d), **per_axis("by", size)}
+
+
+def per_axis(name: str, values: Sequence[int]) -> dict[str, int]:
+    """Three arguments of one kind: per_axis("by", (2, 3, 4)) == {"by_d": 2, "by_h": 3, "by_w": 4}."""
+    return {f"{name}_{axis}": value for axis, value in zip("dhw", values, strict=True)}
+
+
+def fields_per_axis(name: str, make: Callable[[str], Field], comment: str) -> dict[str, Field]:
+    """The fields that `per_axis` gives values to; the axis takes the place of {} in the comment."""
+    return {f"{name}_{axis}": make(comment.format(axis)) for axis in "dhw"}
+
+
+STRIDES = Struct(
+    "Strides",
+    "The strides of a 5-D tensor in elements.",
+    "common.cuh",
+    _in_order("ncdhw"),
+    **{axis: INT64("") for axis in "ncdhw"},
+)
+EXTENT = Struct(
+    "Extent",
+    "One number for each dimension of a volume.",
+    "common.cuh",
+    _in_order("dhw"),
+    **{axis: INT32("") for axis in "dhw"},
+)
+DIVIDER = Struct(
+    "Divider",
+    "Division by a number that all threads share; planners give the number.",
+    "common.cuh",
+    _divider,
+    **{part: UINT32("") for part in ("divisor", "multiplier", "shift")},
+)
+WALK = Struct(
+    "Walk",
+    "A walk over the positions of a volume; planners give the volume's size and the step.",
+    "cursor.cuh",
+    _walk,
+    size=EXTENT(""),
+    step=EXTENT(""),
+    step_n=INT32(""),
+    by_d=DIVIDER(""),
+    by_h=DIVIDER(""),
+    by_w=DIVIDER(""),
+)
