@@ -12,12 +12,10 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from preferred import counted, preferring
+from preferred import preferring
 
 from tconv3d.families.up import grad as up_grad_planner
 from tconv3d.planning import planner
-
-__all__ = ["FAVOURED", "counted", "favouring", "names"]
 
 
 class Favour(NamedTuple):

@@ -38,11 +38,13 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def preferring(*kernels: str) -> Iterator[None]:
-    """Offers of these kernels cost almost nothing: every pass that one of them can compute goes to it."""
+    """Offers of these kernels cost almost nothing, those of the first the least: every pass that one of them can
+    compute goes to it."""
     predicted = calibration.microseconds
+    factors = {kernel: ALMOST_NOTHING ** (len(kernels) - number) for number, kernel in enumerate(kernels)}
 
     def priced(kernel: str, *rest: Any) -> float:
-        return predicted(kernel, *rest) * (ALMOST_NOTHING if kernel in kernels else 1.0)
+        return predicted(kernel, *rest) * factors.get(kernel, 1.0)
 
     with patch.object(calibration, "microseconds", priced), forgetting():
         yield

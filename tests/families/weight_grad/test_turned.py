@@ -74,7 +74,7 @@ def test_what_it_refuses_and_why(always: str) -> None:
         (last(layer)[0], "input_grad"),
         (replace(taken, dtype="float64"), "float64"),
         (replace(taken, tf32=False), "TF32"),
-        (last(replace(layer, out_channels=2))[1], "few channels"),
+        (last(replace(layer, out_channels=2))[1], "enough products"),
         (last(replace(layer, size=(256, 256, 256)))[1], "MB"),
         (last(replace(layer, groups=32))[1], "contiguous tensors"),
     ):
