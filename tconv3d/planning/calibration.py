@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def kind_of(problem: Problem) -> str:
 
 
 def microseconds(kernel: str, problem: Problem, work: Work, device: Device) -> float:
-    """The predicted time of a kernel's work on a device."""
+    """The predicted time of a kernel's work on a device; infinite for work of infinite cycles."""
+    if isinf(work.cycles):  # also for kernels whose time does not depend on cycles
+        return inf
     rates = rates_of(kernel, kind_of(problem), device)
     return sum(rates.get(term, 0.0) * amount for term, amount in terms(problem, work).items())
 

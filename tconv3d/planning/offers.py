@@ -121,31 +121,33 @@ def weight_with_bias(
 def cheapest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> tuple[Offer, ...] | None:
     """The offers that compute every wanted pass exactly once in the least predicted time, or None.
 
-    Offers whose work is costly to count come last: one is asked for it only if its lower bound beats the best cover
-    without it.
+    An offer with a lower bound costs no more than that until it is part of the cheapest cover: only then is its work
+    counted, and the covers are compared once more.
     """
-    known = [offer for offer in offers if offer.least is None]
-    best = _cover(frozenset(wanted), known)
-    for offer in (offer for offer in offers if offer.least is not None):
-        rest = _cover(frozenset(wanted) - set(offer.passes), known)
-        if rest is None or not set(offer.passes) <= set(wanted):
-            continue
-        others = sum(each.microseconds for each in rest)
-        if best is None or others + offer.least_microseconds < sum(each.microseconds for each in best):
-            known.append(offer)
-            best = _cover(frozenset(wanted), known)
-    return best
+    counted = {id(offer) for offer in offers if offer.least is None}
+
+    def price(offer: Offer) -> float:
+        return offer.microseconds if id(offer) in counted else offer.least_microseconds
+
+    while True:
+        best = _cover(frozenset(wanted), offers, price)
+        unknown = {id(offer) for offer in best or ()} - counted
+        if not unknown:
+            return best
+        counted |= unknown
 
 
-def _cover(wanted: frozenset[Pass], offers: Sequence[Offer]) -> tuple[Offer, ...] | None:
-    """The cheapest cover by offers whose prices are known. There are at most three passes, so all are tried."""
+def _cover(
+    wanted: frozenset[Pass], offers: Sequence[Offer], price: Callable[[Offer], float]
+) -> tuple[Offer, ...] | None:
+    """The cheapest cover at these prices. There are at most three passes, so all covers are tried."""
     if not wanted:
         return ()
     first = next(which for which in Pass if which in wanted)
     covers = []
     for offer in offers:
         if first in offer.passes and wanted.issuperset(offer.passes):
-            rest = _cover(wanted - set(offer.passes), offers)
+            rest = _cover(wanted - set(offer.passes), offers, price)
             if rest is not None:
                 covers.append((offer, *rest))
-    return min(covers, key=lambda cover: sum(offer.microseconds for offer in cover), default=None)
+    return min(covers, key=lambda cover: sum(map(price, cover)), default=None)

@@ -5,16 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from layers import TABLE, check, poisoned
+from preferred import forgetting, preferring
+from problems import H200
+from torch import Tensor
 
 import tconv3d
+from tconv3d.api.explain import call_of, problems_of
 from tconv3d.families.direct import planner as direct_planner
 from tconv3d.planning import planner
+from tconv3d.planning.calibration import Work
+from tconv3d.planning.offers import Answer, Offer, Refusal, Wanted
 from tconv3d.planning.problem import Device, Pass, Plan, Problem
+from tconv3d.tools.bench.layers import LAYERS as BENCHMARK
+from tconv3d.tools.bench.layers import Layer
 from tconv3d.torch_ops import executor
+from tconv3d.torch_ops.checks import Convolution
 
 
 def test_the_kernel_is_the_one_that_runs(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,29 +50,35 @@ def test_the_kernel_is_the_one_that_runs(ours: str, monkeypatch: pytest.MonkeyPa
 class Together:
     """A family that takes the gradients of weight and bias together, and nothing alone."""
 
-    @staticmethod
-    def why_not(problem: Problem, device: Device) -> str:
-        return "nothing alone"
+    taken = (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)
 
-    @staticmethod
-    def plan_together(problems: dict[Pass, Problem], device: Device) -> Plan | None:
-        taken = (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)
-        if not problems.keys() >= set(taken):
-            return None
-        alone = [direct_planner.plan(problems[which], device) for which in taken]
+    @classmethod
+    def offer(cls, wanted: Wanted, device: Device) -> list[Answer]:
+        if not wanted.keys() >= set(cls.taken):
+            return [Refusal("both", tuple(wanted), "nothing alone")]
+        problem, make = wanted[Pass.WEIGHT_GRAD], partial(cls.plan, wanted, device)
+        return [Offer("both", cls.taken, problem, device, lambda: Work(4), make)]
+
+    @classmethod
+    def plan(cls, wanted: Wanted, device: Device) -> Plan:
+        alone = [direct_planner.plan(wanted[which], device) for which in cls.taken]
         start = -(-alone[0].workspace_bytes // 256) * 256  # there the second has its scratch memory
         second = [
             replace(each, pointers=tuple("sums" if p == "workspace" else p for p in each.pointers))
             for each in alone[1].launches
         ]
         size, regions = start + alone[1].workspace_bytes, (("sums", start),)
-        return Plan("both", "a test", (*alone[0].launches, *second), size, regions=regions, passes=taken)
+        return Plan("both", "a test", (*alone[0].launches, *second), size, regions=regions)
 
 
 def test_gradients_that_a_family_computes_together(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = TABLE["plain"]
-    monkeypatch.setattr(executor, "_tasks", {})
     monkeypatch.setattr(planner, "FAMILIES", (("both", Together), *planner.FAMILIES))
+    with preferring("both"):
+        check_both_together(ours)
+
+
+def check_both_together(ours: str) -> None:
+    layer = TABLE["plain"]
     operands = layer.operands(torch.float32, ours)
     _, dx, dw, db = tconv3d.explain(*operands, *layer.settings).passes
     assert not dx.together and dw.together == db.together == ("weight_grad", "bias_grad")
@@ -93,6 +109,79 @@ def test_gradients_together_are_those_alone(ours: str) -> None:
                 got = executor.backward(dy, *operands, wanted, size, kernel, settings)
             assert [each is not None for each in got] == list(wanted)
             assert all(a is None or torch.equal(a, b) for a, b in zip(got, alone, strict=True))
+
+
+KINDS = [
+    (torch.float32, torch.contiguous_format),
+    (torch.float32, torch.channels_last_3d),
+    (torch.bfloat16, torch.contiguous_format),
+]
+
+
+@pytest.mark.parametrize(("dtype", "layout"), KINDS, ids=str)
+@pytest.mark.parametrize("name", BENCHMARK)
+def test_the_executor_asks_for_the_problems_that_are_explained(
+    name: str, dtype: torch.dtype, layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every layer of the benchmark, at aligned addresses: the same problems, and the kernels that are planned."""
+    x, w, b = operands_on_meta(BENCHMARK[name], dtype, layout)
+    settings = (*BENCHMARK[name].settings,)
+    asked = asked_by_the_executor(x, w, b, settings, monkeypatch)
+    assert problems_of(*call_of(x, w, b, *settings)) == asked
+    with planner.aside():
+        forward = planner.plan(asked[0], H200).kernel
+        gradients = planner.gradient_plans(tuple(asked[1:]), H200)
+    planned = {Pass.FORWARD.value: forward, **{each.value: plan.kernel for plan in gradients for each in plan.passes}}
+    assert {each.name: each.kernel for each in tconv3d.explain(x, w, b, *settings, gpu="H200").passes} == planned
+
+
+@pytest.mark.parametrize("odd", ["input", "weight"])
+def test_a_view_at_an_odd_address_is_explained_as_it_is_run(odd: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = TABLE["plain"]
+    x, w, b = layer.operands(torch.float32, "cpu")
+
+    def moved(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+    x, w = (moved(x), w) if odd == "input" else (x, moved(w))
+    found = problems_of(*call_of(x, w, b, *layer.settings))
+    assert found == asked_by_the_executor(x, w, b, layer.settings, monkeypatch)
+    unaligned = {"input": [False, True, False], "weight": [True, True, True]}[odd]
+    assert [each.aligned for each in found[:3]] == unaligned
+    assert [each.weight_aligned for each in found[:2]] == [odd == "input"] * 2
+
+
+def operands_on_meta(layer: Layer, dtype: torch.dtype, layout: torch.memory_format) -> list[Tensor | None]:
+    shapes = (layer.input_shape, layer.weight_shape)
+    x, w = (torch.empty(shape, dtype=dtype, device="meta", memory_format=layout) for shape in shapes)
+    return [x, w, torch.empty(layer.out_channels, dtype=dtype, device="meta") if layer.bias else None]
+
+
+class Asked(Exception):
+    """Stands for a plan: nothing is launched."""
+
+
+def asked_by_the_executor(
+    x: Tensor, w: Tensor, b: Tensor | None, settings: Convolution, monkeypatch: pytest.MonkeyPatch
+) -> list[Problem]:
+    """The problems that the executor plans for a forward and a backward pass."""
+    found: list[Problem] = []
+
+    def asking(problems: Problem | tuple[Problem, ...], device: Device) -> Plan:
+        found.extend(problems if isinstance(problems, tuple) else (problems,))
+        raise Asked
+
+    with forgetting(), monkeypatch.context() as patch:
+        patch.setattr(executor.planner, "plan", asking)
+        patch.setattr(executor.planner, "plan_gradients", asking)
+        with pytest.raises(Asked):
+            executor.forward(x, w, b, settings)
+        size, kernel, channels = found[0].input_size, found[0].geometry.kernel, found[0].geometry.out_channels
+        shape = (x.shape[0], channels, *found[0].output_size)
+        dy = torch.empty_strided(shape, found[0].output, dtype=x.dtype, device=x.device)
+        with pytest.raises(Asked):
+            executor.backward(dy, x, w, (True, True, b is not None), size, kernel, settings)
+    return found
 
 
 def test_forms_of_a_call_agree() -> None:

@@ -17,14 +17,12 @@ import pytest
 import torch
 from layers import TABLE, TRAPS, Layer, check
 from mutants import copy_headers, kernel_from, mutate
+from preferred import only
 from sanitizing import sanitized
 from torch import Tensor
 
 import tconv3d
 from tconv3d import emulator
-from tconv3d.families.direct import planner as direct_planner
-from tconv3d.planning import planner
-from tconv3d.torch_ops import executor
 
 pytestmark = [
     pytest.mark.slow,
@@ -127,20 +125,8 @@ MUTANTS = {
 @contextlib.contextmanager
 def kernels_from(directory: Path, kernel: str) -> Iterator[None]:
     """The emulator takes one kernel from another directory, and the direct kernels take every layer."""
-    families = planner.FAMILIES
-    forget_plans()
-    planner.FAMILIES = (("direct", direct_planner),)
-    try:
-        with kernel_from(directory, kernel):
-            yield
-    finally:
-        planner.FAMILIES = families
-        forget_plans()
-
-
-def forget_plans() -> None:
-    executor._tasks.clear()
-    planner.plan.cache_clear()
+    with only("direct"), kernel_from(directory, kernel):
+        yield
 
 
 @contextlib.contextmanager

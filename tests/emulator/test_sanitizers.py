@@ -9,21 +9,20 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from fuzz.families import FAVOURED, limited
+from fuzz.families import favouring
 from layers import TABLE, Layer, check, passes, to_tf32
+from preferred import counted, preferring
 from sanitizing import sanitized
 from torch import Tensor
 
 import tconv3d
 from tconv3d import emulator
 from tconv3d.planning import planner
-from tconv3d.planning.problem import Plan
 from tconv3d.torch_ops import executor
 
 pytestmark = [
@@ -53,8 +52,20 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
     "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
 }
-# In TF32, each by a kernel for which the layer is too small: what planners are told instead of their limits.
-LIMITS = {"up-convolution, gradients apart": FAVOURED["up_grad"], "few positions": FAVOURED["unfold"]}
+# Kernels that are to run, though they are predicted to win for larger layers.
+PREFERRED = {
+    "small groups": ("group_backward",),
+    "depthwise": ("depthwise_lines", "depthwise"),
+    "up-convolution": ("up", "up_backward"),
+    "up-convolution, channels last": ("up", "up_backward_last"),
+    "few outputs": ("few_outputs", "few_inputs", "few_weight_grad"),
+    "wide": ("halo", "hopper_weight_grad"),
+    "wide, channels last": ("halo", "turned"),
+    "wide, before Hopper": ("mma", "tensor_weight_grad"),
+    "wide, even lines": ("halo", "hopper_weight_grad"),
+}
+# Layers that run in TF32, and what the fuzz favours for them.
+IN_TF32 = {"up-convolution, gradients apart": "up_grad", "few positions": "unfold"}
 BEFORE_HOPPER = replace(executor.EMULATED, capability=(8, 0))
 
 
@@ -62,20 +73,18 @@ BEFORE_HOPPER = replace(executor.EMULATED, capability=(8, 0))
 def emulated(name: str) -> Iterator[None]:
     """The machine that a layer is for, with nothing planned for another one."""
     before = torch.backends.cudnn.conv.fp32_precision, executor.EMULATED  # type: ignore[attr-defined]
-    torch.backends.cudnn.conv.fp32_precision = "tf32" if name in LIMITS else "ieee"  # type: ignore[attr-defined]
+    torch.backends.cudnn.conv.fp32_precision = "tf32" if name in IN_TF32 else "ieee"  # type: ignore[attr-defined]
     executor.EMULATED = BEFORE_HOPPER if "before Hopper" in name else before[1]
-    executor._tasks.clear()
     try:
-        with tconv3d.use_backend("emulator"), limited(LIMITS.get(name, {})):
+        with tconv3d.use_backend("emulator"), preferring(*PREFERRED.get(name, ())), favouring(IN_TF32.get(name, "")):
             yield
     finally:
         torch.backends.cudnn.conv.fp32_precision, executor.EMULATED = before  # type: ignore[attr-defined]
-        executor._tasks.clear()
 
 
 def operands_of(name: str) -> list[Tensor]:
     layer, dtype, memory_format = LAYERS[name]
-    x, *rest = (to_tf32(one) if name in LIMITS else one for one in layer.operands(dtype, "cpu"))
+    x, *rest = (to_tf32(one) if name in IN_TF32 else one for one in layer.operands(dtype, "cpu"))
     return [x.to(memory_format=memory_format), *rest]
 
 
@@ -100,35 +109,20 @@ def test_the_order_of_threads_changes_no_bit(name: str, monkeypatch: pytest.Monk
         assert all(map(torch.equal, results[order], results["forward"])), order
 
 
-def test_the_layers_run_every_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_layers_run_every_family() -> None:
     """A family that a later planner adds needs a layer here."""
-    chosen: set[str] = set()
-
-    def recording(name: str, plan: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
-        def recorded(*arguments: Any) -> Plan | None:
-            found = plan(*arguments)
-            if found is not None:
-                chosen.add(name)
-            return found
-
-        return recorded
-
-    for name, family in planner.FAMILIES:
-        for function in ("plan", "plan_together"):
-            if hasattr(family, function):
-                monkeypatch.setattr(family, function, recording(name, getattr(family, function)))
-    planner.plan.cache_clear()
-    for name, (layer, _, _) in LAYERS.items():
-        with emulated(name):
-            passes(tconv3d.conv_transpose3d, operands_of(name), layer.settings)
-    assert chosen == {name for name, _ in planner.FAMILIES}
+    with counted() as plans:
+        for name, (layer, _, _) in LAYERS.items():
+            with emulated(name):
+                passes(tconv3d.conv_transpose3d, operands_of(name), layer.settings)
+    assert set(plans) == {name for name, _ in planner.FAMILIES}
 
 
 def main() -> None:
     for name in sys.argv[1:]:
         layer, dtype, _ = LAYERS[name]
         with emulated(name):
-            check(layer, dtype, "cpu", operands_of(name), tf32=name in LIMITS)
+            check(layer, dtype, "cpu", operands_of(name), tf32=name in IN_TF32)
             print(f"{name}: checked", flush=True)
 
 

@@ -1,33 +1,35 @@
 """Which kernel families planned something: a search that never reaches a family says nothing of it.
 
-Some families take large volumes alone, because others are faster for small ones, and the emulator takes small volumes
-alone. Cases name such a family to have its limits lifted (`FAVOURED`).
+Some kernels are predicted to win for large volumes alone, and the emulator takes small volumes alone. Cases name such
+a kernel to have it preferred (`FAVOURED`), and limits of its family lifted.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator
-from math import inf
+from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
-from tconv3d.families.unfold import planner as unfold_planner
-from tconv3d.families.up import backward as up_backward_planner
+from preferred import preferring
+
 from tconv3d.families.up import grad as up_grad_planner
 from tconv3d.planning import planner
-from tconv3d.planning.problem import Pass, Plan
 
-Limits = dict[ModuleType, dict[str, Any]]  # constants of planners
-NEVER = {"MIN_GAIN": inf}
-ANY_GAIN = {"MIN_GAIN": dict.fromkeys(Pass, 0.0), "MIN_CHANNELS": 1, "MIN_POSITIONS": 1}
-FAVOURED: dict[str, Limits] = {
-    "": {},
-    "unfold": {unfold_planner: {"MIN_GAIN": 0.0}},
-    "up_backward": {unfold_planner: NEVER, up_backward_planner: {"MIN_GAIN": 0.0}},  # and up_backward_last
-    "up_grad": {unfold_planner: NEVER, up_backward_planner: NEVER, up_grad_planner: ANY_GAIN},
+
+class Favour(NamedTuple):
+    """Kernels that cost almost nothing, and constants of planners that have other values meanwhile."""
+
+    kernels: tuple[str, ...] = ()
+    limits: tuple[tuple[ModuleType, dict[str, Any]], ...] = ()
+
+
+FAVOURED: dict[str, Favour] = {
+    "": Favour(),
+    "unfold": Favour(("unfold",)),
+    "up_backward": Favour(("up_backward", "up_backward_last")),
+    "up_grad": Favour(("up_grad",), ((up_grad_planner, {"MIN_CHANNELS": 1, "MIN_POSITIONS": 1}),)),
 }
 
 
@@ -36,31 +38,12 @@ def names() -> list[str]:
 
 
 @contextlib.contextmanager
-def limited(limits: Limits) -> Iterator[None]:
-    """Constants of planners have these values for a while. What has been planned before stays planned."""
+def favouring(name: str) -> Iterator[None]:
+    """One of `FAVOURED` is in force."""
+    kernels, limits = FAVOURED[name]
     with contextlib.ExitStack() as stack:
-        for planner_of, constants in limits.items():
+        for planner_of, constants in limits:
             stack.enter_context(patch.multiple(planner_of, **constants))
+        if kernels:
+            stack.enter_context(preferring(*kernels))
         yield
-
-
-@contextlib.contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """The plans that each family makes."""
-    counts: Counter[str] = Counter()
-
-    def counting(name: str, plan: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
-        def counting_plan(*arguments: Any) -> Plan | None:
-            found = plan(*arguments)
-            if found is not None:
-                counts[name] += 1
-            return found
-
-        return counting_plan
-
-    with contextlib.ExitStack() as stack:
-        for name, family in planner.FAMILIES:
-            for function in ("plan", "plan_together"):
-                if hasattr(family, function):
-                    stack.enter_context(patch.object(family, function, counting(name, getattr(family, function))))
-        yield counts

@@ -19,7 +19,7 @@ from tconv3d.tools.bench.precision import precision
 from tconv3d.torch_ops import executor, kept
 
 from .case import DIMENSIONS, Case, Memory
-from .families import FAVOURED, limited
+from .families import favouring
 from .guards import Guards
 from .reference import EPS, expected, result_type
 
@@ -88,7 +88,7 @@ def _settings(case: Case, device: str) -> Iterator[None]:
     gpu = GPUS[case.plans].device if case.plans else executor.EMULATED
     with (
         precision(case.dtype),
-        limited(FAVOURED[case.favoured]),
+        favouring(case.favoured),
         patch.object(executor, "EMULATED", gpu),
         patch.dict(os.environ, {"TCONV3D_EMULATOR_ORDER": case.order}),
         tconv3d.use_backend("emulator" if device == "cpu" else "cuda"),

@@ -138,8 +138,9 @@ def main() -> None:
 
 
 def _run_all(cases: list[Case], device: str, out: TextIO) -> None:
+    from preferred import counted
+
     from . import run
-    from .families import counted
 
     failure = ""
     with counted() as families:

@@ -19,6 +19,7 @@ import tconv3d
 from tconv3d.api.explain import call_of, launches, problems_of
 from tconv3d.planning import planner
 from tconv3d.planning.gpus import GPUS
+from tconv3d.planning.offers import Refusal
 from tconv3d.planning.problem import Device
 from tconv3d.torch_ops import executor, fused_ops, ops, pytorch_ops
 from tconv3d.torch_ops.backend import Backend
@@ -231,5 +232,5 @@ def test_large_layers_that_are_used_keep_their_kernels(device: str) -> None:
     for kernel, stride in ((16, 16), (15, 1)):
         layer = tconv3d.ConvTranspose3d(32, 4, kernel, stride=stride, device="meta")
         problems = problems_of(*call_of(layer, (1, 32, 4, 4, 4)))
-        refusals = planner.refusals(problems[0], gpu)
-        assert not any("more than 4096" in reason for reason in refusals.values())
+        answers = planner.answers({problems[0].which: problems[0]}, gpu)
+        assert not any(isinstance(each, Refusal) and "more than 4096" in each.why for each in answers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, UNIT, Layer, check, poisoned
+from preferred import preferring
 from problems import H200, problem
 from weight_gradients import tensors, weight_grad
 
@@ -28,6 +30,13 @@ LAYERS = {
     "dilated, three phases": Layer(4, 4, (4, 3, 5), (2, 3, 2), (3, 2, 3), (1, 2, 1), (1, 0, 2), (2, 3, 1), 4),
     "empty phases": Layer(5, 5, (3, 4, 4), T3, T2, (3, 2, 2), T1, T2, 5),
 }
+
+
+@pytest.fixture
+def ours(ours: str) -> Iterator[str]:
+    """The two kernels compute all that they can, lines of vectors first."""
+    with preferring("depthwise_lines", "depthwise"):
+        yield ours
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -13,10 +13,10 @@ from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, UNIT, Layer, passes, poisoned
+from preferred import only, preferring
 from problems import A100, H200, problem
 from torch import Tensor
 
-from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.few_channels import inputs as few_inputs_planner
 from tconv3d.planning import planner
 from tconv3d.planning.problem import Pass
@@ -27,18 +27,12 @@ from tconv3d.torch_ops import executor
 @pytest.fixture
 def few_inputs(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Everything that the family can compute goes to it; the direct family has the rest."""
-    before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    families = (("few_inputs", few_inputs_planner), ("direct", direct_planner))
-    monkeypatch.setattr(planner, "FAMILIES", families)
     monkeypatch.setattr(few_inputs_planner, "MIN_OUT", 1)
     monkeypatch.setattr(few_inputs_planner, "MIN_RATIO", 0)
     monkeypatch.setattr(few_inputs_planner, "MAX_REDUCED", 8)
-    monkeypatch.setattr(executor, "_tasks", {})
-    planner.plan.cache_clear()
-    yield ours
-    planner.plan.cache_clear()
-    torch.backends.cudnn.conv.fp32_precision = before
+    with only("few_inputs", "direct"), preferring("few_inputs"):
+        yield ours
 
 
 def check(layer: Layer, operands: list[Tensor], grad: Tensor | None = None) -> None:

@@ -11,15 +11,13 @@ from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, Layer, check, to_tf32
+from preferred import only, preferring
 from problems import A100, H200, problem
 
 import tconv3d
-from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.few_channels import outputs as few_outputs_planner
-from tconv3d.planning import planner
 from tconv3d.planning.problem import Pass
 from tconv3d.runtime import compiler
-from tconv3d.torch_ops import executor
 
 T3, T2, T1 = (3, 3, 3), (2, 2, 2), (1, 1, 1)
 
@@ -42,27 +40,20 @@ LAYERS = {
 @pytest.fixture
 def few_outputs(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Everything that the family can compute goes to it; the direct family has the rest."""
-    before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    families = (("few_outputs", few_outputs_planner), ("direct", direct_planner))
-    monkeypatch.setattr(planner, "FAMILIES", families)
     monkeypatch.setattr(few_outputs_planner, "MIN_IN", 1)
-    monkeypatch.setattr(executor, "_tasks", {})
-    planner.plan.cache_clear()
-    yield ours
-    planner.plan.cache_clear()
-    torch.backends.cudnn.conv.fp32_precision = before
+    with only("few_outputs", "direct"), preferring("few_outputs"):
+        yield ours
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
-def test_against_float64(name: str, dtype: torch.dtype, ours: str) -> None:
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-    operands = LAYERS[name].operands(dtype, ours)
+def test_against_float64(name: str, dtype: torch.dtype, few_outputs: str) -> None:
+    operands = LAYERS[name].operands(dtype, few_outputs)
     if dtype == torch.float32:  # products of such numbers are exact
         operands = [to_tf32(operand) for operand in operands]
     assert tconv3d.explain(*operands[:2], None, *LAYERS[name].settings, gpu="H200").kernel == "few_outputs"
-    check(LAYERS[name], dtype, ours, operands, forward_only=True)
+    check(LAYERS[name], dtype, few_outputs, operands, forward_only=True)
 
 
 def exact(layer: Layer, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
@@ -106,12 +97,13 @@ def test_generated_geometries(layer: Layer, half: bool, last: bool, few_outputs:
     check(layer, dtype, few_outputs, operands, forward_only=True)
 
 
-def test_float32_is_rounded_to_nearest(ours: str) -> None:
+def test_float32_is_rounded_to_nearest(few_outputs: str) -> None:
     """Inputs halfway and more above a TF32 number go up: truncation would lose half a unit on average."""
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-    x = torch.full((1, 8, 2, 2, 2), 1 + 3 * 2**-12, device=ours)
-    w = torch.ones(8, 1, 1, 1, 1, device=ours)
-    assert torch.equal(tconv3d.conv_transpose3d(x, w), torch.full((1, 1, 2, 2, 2), 8 * (1 + 2**-10), device=ours))
+    x = torch.full((1, 8, 2, 2, 2), 1 + 3 * 2**-12, device=few_outputs)
+    w = torch.ones(8, 1, 1, 1, 1, device=few_outputs)
+    assert torch.equal(
+        tconv3d.conv_transpose3d(x, w), torch.full((1, 1, 2, 2, 2), 8 * (1 + 2**-10), device=few_outputs)
+    )
 
 
 def test_what_it_refuses_and_why() -> None:

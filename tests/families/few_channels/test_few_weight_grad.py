@@ -12,11 +12,11 @@ from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import TRAPS, Layer
+from preferred import only, preferring
 from problems import A100, H200, problem
 from weight_gradients import check, tensors, weight_grad
 
 from tconv3d import emulator
-from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.few_channels import weight_grad as few_weight_grad_planner
 from tconv3d.planning import planner
 from tconv3d.planning.problem import Pass
@@ -29,17 +29,11 @@ KERNEL = "few_weight_grad"
 @pytest.fixture
 def few(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Everything that the family can compute goes to it; the direct family has the rest."""
-    before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    families = ((KERNEL, few_weight_grad_planner), ("direct", direct_planner))
-    monkeypatch.setattr(planner, "FAMILIES", families)
     monkeypatch.setattr(few_weight_grad_planner, "MIN_MANY", 1)
     monkeypatch.setattr(few_weight_grad_planner, "MAX_FEW", 8)
-    monkeypatch.setattr(executor, "_tasks", {})
-    planner.plan.cache_clear()
-    yield ours
-    planner.plan.cache_clear()
-    torch.backends.cudnn.conv.fp32_precision = before
+    with only(KERNEL, "direct"), preferring(KERNEL):
+        yield ours
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

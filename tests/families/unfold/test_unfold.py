@@ -12,12 +12,14 @@ from generated import small_layers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import Layer, Triple
+from preferred import joint_plan, preferring
 from problems import A100, H200, problems
 
 from tconv3d import emulator
 from tconv3d.families.unfold import planner as unfold
-from tconv3d.planning import planner
-from tconv3d.planning.problem import Pass, Problem, channels_last_strides
+from tconv3d.planning import calibration, planner
+from tconv3d.planning.calibration import Work
+from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides
 from tconv3d.planning.repertoire import TYPICAL
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
@@ -40,16 +42,13 @@ WIDE = Layer(384, 192, (2, 6, 6), T3, T2, T1, T1, batch=8)
 
 
 @pytest.fixture
-def unfolded(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def unfolded(ours: str) -> Iterator[str]:
     """Every layer that the kernels can compute goes to them, whether they win or not."""
     if ours != "cpu" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("warpgroup matrix instructions need compute capability 9.0")
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr(unfold, "MIN_GAIN", 0.0)
-    unfold.forget()
-    executor.forget()
-    yield ours
-    executor.forget()
+    with preferring("unfold"):
+        yield ours
 
 
 def kernels(layer: Layer, bias: bool = True) -> list[str]:
@@ -214,9 +213,15 @@ def test_wide_layers_on_small_volumes_get_it() -> None:
 
 def test_a_layer_with_bias_does_not_decide_for_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
     o = unfold.Operands(problems(WIDE)[Pass.INPUT_GRAD].geometry, WIDE.batch, WIDE.size)
-    with_bias, without = (unfold.MIN_GAIN * unfold.cycles(o, H200, bias) for bias in (True, False))
+    with_bias, without = (unfold.cycles(o, H200, bias) for bias in (True, False))
     assert with_bias > without
-    monkeypatch.setattr(unfold, "cycles_apart", lambda problems, device: (with_bias + without) / 2)
+
+    def price(kernel: str, problem: Problem, work: Work, device: Device) -> float:
+        if kernel == "unfold":
+            return work.cycles
+        return (with_bias + without) / 2 if problem.which is Pass.INPUT_GRAD else 0.0
+
+    monkeypatch.setattr(calibration, "microseconds", price)
     for order in ((True, False), (False, True)):
         unfold.forget()
         assert [("unfold" in kernels(WIDE, bias), bias) for bias in order] == [(not bias, bias) for bias in order]
@@ -245,8 +250,7 @@ def test_a_new_volume_or_batch_compiles_nothing() -> None:
     """But what typical volumes need."""
 
     def compiled(layer: Layer) -> set[object]:
-        plan = unfold.plan_together(problems(layer), H200)
-        assert plan is not None
+        plan = joint_plan(unfold, problems(layer), H200)
         return {(launch.kernel, launch.constants) for launch in plan.launches[:2]}
 
     def alone(layer: Layer) -> set[object]:
@@ -266,8 +270,7 @@ def test_a_new_volume_or_batch_compiles_nothing() -> None:
 
 def test_products_are_not_serialized() -> None:
     for layer in (WIDE, replace(WIDE, in_channels=100, batch=2)):
-        plan = unfold.plan_together(problems(layer), H200)
-        assert plan is not None
+        plan = joint_plan(unfold, problems(layer), H200)
         for launch in plan.launches[:2]:
             made = compiler.compile(launch.kernel, launch.constants, "sm_90a")
             assert not made.serialized and made.report.spill_stores == 0

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layers import UNIT, Layer, Triple, passes, poisoned
+from preferred import only, preferring
 from problems import A100, H200
 from torch import Tensor
 
 from tconv3d import emulator
-from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.up import forward as up
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
@@ -70,12 +70,10 @@ def only_up(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if ours != "cpu" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("warpgroup matrix instructions need compute capability 9.0")
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr(planner, "FAMILIES", (("up", up), ("direct", direct_planner)))
     monkeypatch.setattr(up, "MIN_CHANNELS", 1)
     monkeypatch.setattr(executor, "device_of", lambda _: replace(H200, multiprocessors=5))
-    executor.forget()
-    yield ours
-    executor.forget()
+    with only("up", "direct"), preferring("up"):
+        yield ours
 
 
 def _last(tensor: Tensor) -> Tensor:
@@ -271,7 +269,7 @@ def test_few_output_channels_have_a_column_for_every_tap() -> None:
 def test_a_decoder(dtype: str, last: bool) -> None:
     """Shared memory suffices, one wave fills the GPU, the compiler keeps products in flight and nothing spills."""
     for inputs, outputs, side in ((64, 32, 64), (256, 128, 16), (320, 256, 8)):
-        (launch,) = planner.plan(problem(Layer(inputs, outputs, (side,) * 3, T2, T2), dtype, last), H200).launches
+        (launch,) = up.plan(problem(Layer(inputs, outputs, (side,) * 3, T2, T2), dtype, last), H200).launches
         assert launch.kernel == "up" and launch.shared_bytes <= H200.shared_bytes
         assert 0.9 * H200.multiprocessors < launch.grid[0] <= H200.multiprocessors
         if side != 16:

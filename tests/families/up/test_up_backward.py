@@ -9,6 +9,7 @@ import pytest
 import torch
 from all_gradients import check, check_orders, check_special_value, gradients, tensors
 from layers import Layer
+from preferred import joint_plan, preferring
 from problems import A100, H200, geometry, problems
 from torch import Tensor
 
@@ -47,15 +48,13 @@ CASES = [(torch.float32, name) for name in LAYERS] + [(dtype, name) for dtype in
 
 
 @pytest.fixture
-def together(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def together(ours: str) -> Iterator[str]:
     """Every layer that the kernel can compute goes to it, whether it wins or not."""
     if ours != "cpu" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("warpgroup matrix instructions need compute capability 9.0")
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr(up, "MIN_GAIN", 0.0)
-    executor.forget()
-    yield ours
-    executor.forget()
+    with preferring("up_backward", "up_backward_last"):
+        yield ours
 
 
 @pytest.mark.parametrize(("dtype", "name"), CASES, ids=lambda value: str(value))
@@ -147,8 +146,8 @@ def test_a_decoder_gets_one_plan(channels: tuple[int, int, int]) -> None:
     inputs, outputs, side = channels
     wanted = problems(Layer(inputs, outputs, (side, side, side), T2, T2))
     assert len(planner.gradient_plans(tuple(wanted.values()), H200)) == 1
-    plan = up.plan_together(wanted, H200)
-    assert plan is not None and set(plan.passes) == set(wanted)
+    plan = joint_plan(up, wanted, H200)
+    assert set(plan.passes) == set(wanted)
     assert all(launch.shared_bytes <= H200.shared_bytes for launch in plan.launches)
     assert plan.workspace_bytes < 2**27
 
@@ -162,7 +161,6 @@ def test_output_padding_leaves_the_bias_to_others() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_not_serialized(dtype: str) -> None:
     for layer in (UP, Layer(128, 64, (32, 32, 32), T2, T2)):
-        plan = up.plan_together(problems(layer, dtype), H200)
-        assert plan is not None
+        plan = joint_plan(up, problems(layer, dtype), H200)
         made = compiler.compile("up_backward", plan.launches[0].constants, "sm_90a")
         assert not made.serialized and made.report.spill_stores <= 128

@@ -163,7 +163,7 @@ def test_wide_layers_get_it() -> None:
 
 
 @pytest.mark.parametrize("which", BOTH)
-def test_what_it_declines(which: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_declines(which: Pass) -> None:
     wide = problem(WIDE, which)
     assert up_grad.why_not(wide, H200) is None
     reasons = {
@@ -181,8 +181,6 @@ def test_what_it_declines(which: Pass, monkeypatch: pytest.MonkeyPatch) -> None:
         assert found is not None and reason in found, (reason, found)
     for layer in (replace(WIDE, kernel=(2, 2, 3), stride=(2, 2, 3)), replace(WIDE, padding=(0, 1, 0))):
         assert up_grad.why_not(problem(layer, which), H200) is not None
-    monkeypatch.setitem(up_grad.MIN_GAIN, which, 100.0)
-    assert "as long or less" in (up_grad.why_not(wide, H200) or "")
 
 
 @pytest.mark.parametrize("which", BOTH)

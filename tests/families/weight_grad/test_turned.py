@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf
 
 import pytest
 import torch
 from all_gradients import check, tensors
 from layers import Layer
+from preferred import preferring
 from problems import H200, problems
 
 from tconv3d.families.weight_grad import via_contiguous as turned_planner
@@ -27,15 +27,13 @@ CASES = [(torch.float32, "odd sizes"), (torch.bfloat16, "odd sizes"), (torch.flo
 
 
 @pytest.fixture
-def always(ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def always(ours: str) -> Iterator[str]:
     """Whatever can be turned is, whether that wins or not."""
     if ours != "cpu" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("warpgroup matrix instructions need compute capability 9.0")
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr(turned_planner, "_cycles", lambda *_: inf)
-    executor.forget()
-    yield ours
-    executor.forget()
+    with preferring("turned"):
+        yield ours
 
 
 def last(layer: Layer, dtype: str = "float32") -> tuple[Problem, ...]:
@@ -64,7 +62,7 @@ def test_against_float64(dtype: torch.dtype, name: str, always: str, monkeypatch
     check(layer, dtype, always, (operands[0], operands[1], operands[2]))
 
 
-def test_what_it_refuses_and_why(always: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_refuses_and_why(always: str) -> None:
     layer = Layer(64, 16, (32, 32, 32), T3, T2, T1, T1)
     _, taken, _ = last(layer)
     assert turned_planner.why_not(taken, H200) is None
@@ -76,10 +74,8 @@ def test_what_it_refuses_and_why(always: str, monkeypatch: pytest.MonkeyPatch) -
         (last(layer)[0], "input_grad"),
         (replace(taken, dtype="float64"), "float64"),
         (replace(taken, tf32=False), "TF32"),
-        (last(replace(layer, out_channels=2))[1], "few channels"),
+        (last(replace(layer, out_channels=2))[1], "enough products"),
         (last(replace(layer, size=(256, 256, 256)))[1], "MB"),
         (last(replace(layer, groups=32))[1], "contiguous tensors"),
     ):
         assert reason in (turned_planner.why_not(refused, H200) or "")
-    monkeypatch.setattr(turned_planner, "_cycles", lambda *_: 0.0)
-    assert "saves" in (turned_planner.why_not(taken, H200) or "")

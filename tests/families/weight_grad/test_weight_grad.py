@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 import torch
 from layers import TABLE, TRAPS, UNIT, Layer, poisoned
+from preferred import only
 from problems import A100, H200
 from torch import Tensor
 from weight_gradients import check, tensors, weight_grad
 
 from tconv3d import emulator
-from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.weight_grad import hopper as hopper_weight_grad_planner
 from tconv3d.families.weight_grad import warps as weight_grad_planner
 from tconv3d.planning import planner
@@ -48,7 +48,7 @@ LAYERS = {
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What planners that were changed here find is not for others."""
-    monkeypatch.setattr(hopper_weight_grad_planner, "searched", lambda name, settings, search: search())
+    monkeypatch.setattr(hopper_weight_grad_planner, "searched", lambda name, settings, kind, search: search())
 
 
 def clear_plans() -> None:
@@ -58,6 +58,7 @@ def clear_plans() -> None:
 
 
 FAMILIES = {"warp": weight_grad_planner, "warpgroup": hopper_weight_grad_planner}
+KERNELS = {"warp": "tensor_weight_grad", "warpgroup": "hopper_weight_grad"}
 
 
 @pytest.fixture(params=FAMILIES)
@@ -66,16 +67,13 @@ def tensor_cores(request: pytest.FixtureRequest, ours: str, monkeypatch: pytest.
     family = FAMILIES[request.param]
     if ours != "cpu" and request.param == "warpgroup" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("warpgroup matrix instructions need compute capability 9.0")
-    before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr(planner, "FAMILIES", ((request.param, family),))
     monkeypatch.setattr(family, "MIN_EFFICIENCY", 0.0)
     monkeypatch.setattr(hopper_weight_grad_planner, "COPYING_IS_WORTH", 1e9)
-    monkeypatch.setattr(executor, "_tasks", {})
     clear_plans()
-    yield ours
+    with only(KERNELS[request.param]):
+        yield ours
     clear_plans()
-    torch.backends.cudnn.conv.fp32_precision = before
 
 
 warp_only = pytest.mark.parametrize("tensor_cores", ["warp"], indirect=True)
@@ -232,10 +230,7 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
 @warpgroup_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["up-convolution", "gan", "groups of eight", "short lines", "five taps along w"])
-def test_the_bias_in_the_same_pass(
-    name: str, dtype: torch.dtype, tensor_cores: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(planner, "FAMILIES", (*planner.FAMILIES, ("direct", direct_planner)))
+def test_the_bias_in_the_same_pass(name: str, dtype: torch.dtype, tensor_cores: str) -> None:
     layer = LAYERS[name]
     x, dy = tensors(layer, dtype, tensor_cores)
 

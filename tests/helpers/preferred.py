@@ -1,0 +1,98 @@
+"""Kernels that a test wants, whatever they are predicted to take: the planner's prices and families for a while.
+
+What has been planned before is forgotten at the beginning and at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+from tconv3d.planning import calibration, planner
+from tconv3d.planning.offers import Answer, Offer, Wanted
+from tconv3d.planning.problem import Device, Pass, Plan
+from tconv3d.torch_ops import executor
+
+ALMOST_NOTHING = 1e-9  # times the predicted time: what an offer of a preferred kernel costs
+
+
+@contextlib.contextmanager
+def forgetting() -> Iterator[None]:
+    """Nothing planned before is used, and nothing planned meanwhile is used afterwards."""
+    _forget()
+    try:
+        yield
+    finally:
+        _forget()
+
+
+def _forget() -> None:
+    planner.forget()
+    executor.forget()
+
+
+@contextlib.contextmanager
+def preferring(*kernels: str) -> Iterator[None]:
+    """Offers of these kernels cost almost nothing, those of the first the least: every pass that one of them can
+    compute goes to it."""
+    predicted = calibration.microseconds
+    factors = {kernel: ALMOST_NOTHING ** (len(kernels) - number) for number, kernel in enumerate(kernels)}
+
+    def priced(kernel: str, *rest: Any) -> float:
+        return predicted(kernel, *rest) * factors.get(kernel, 1.0)
+
+    with patch.object(calibration, "microseconds", priced), forgetting():
+        yield
+
+
+@contextlib.contextmanager
+def only(*names: str) -> Iterator[None]:
+    """No other families are asked: what these do not compute is an error."""
+    families = tuple(pair for pair in planner.FAMILIES if pair[0] in names)
+    assert len(families) == len(names), names
+    with patch.object(planner, "FAMILIES", families), forgetting():
+        yield
+
+
+def joint_plan(family: ModuleType, wanted: Wanted, device: Device) -> Plan:
+    """The plan of the family's offer for the most of the wanted passes."""
+    offers = [answer for answer in family.offer(wanted, device) if isinstance(answer, Offer)]
+    found: Plan = max(offers, key=lambda offer: len(offer.passes)).plan()
+    return found
+
+
+def kernels_of(wanted: Wanted, device: Device) -> dict[Pass, str]:
+    """The kernel whose offer the planner takes for each of the passes."""
+    return {which: offer.kernel for offer in planner.taken(wanted, device) for which in offer.passes}
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """The plans that each family makes."""
+    counts: Counter[str] = Counter()
+
+    def counting(name: str, make: Callable[[], Plan]) -> Callable[[], Plan]:
+        def counting_make() -> Plan:
+            counts[name] += 1
+            return make()
+
+        return counting_make
+
+    def watched(name: str, offer: Callable[[Wanted, Device], list[Answer]]) -> Callable[..., list[Answer]]:
+        def watched_offer(wanted: Wanted, device: Device) -> list[Answer]:
+            return [
+                replace(each, make=counting(name, each.make)) if isinstance(each, Offer) else each
+                for each in offer(wanted, device)
+            ]
+
+        return watched_offer
+
+    with contextlib.ExitStack() as stack:
+        for name, family in planner.FAMILIES:
+            stack.enter_context(patch.object(family, "offer", watched(name, family.offer)))
+        yield counts
