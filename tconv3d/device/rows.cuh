@@ -161,7 +161,7 @@ struct Rows {
 template <class Config>
 __device__ void run(const Args& args) {
   using Tile = Rows<Config>;
-  ptx::launch_dependents();
+  if constexpr (Config::kOverlaps) ptx::launch_dependents();
   [[maybe_unused]] unsigned* staged = dynamic_shared<unsigned>();
   const int block = static_cast<int>(blockIdx.x), rest = block / Tile::kTiles;
   const int n = rest / args.blocks, first_channel = block % Tile::kTiles * Tile::kChannels;
@@ -177,7 +177,8 @@ __device__ void run(const Args& args) {
     __syncthreads();
     Tile::write(args, staged, n, first, first_channel);
   }
-  ptx::wait_for_previous_launch();  // what waits for this launch also needs the one before it
+  // What waits for this launch also needs the one before it.
+  if constexpr (Config::kOverlaps) ptx::wait_for_previous_launch();
 }
 
 }  // namespace tconv3d

@@ -1,4 +1,4 @@
-"""The launch that writes channels-last tensors as contiguous ones, or the other way round (device/turn.cuh).
+"""Launches that write channels-last tensors as contiguous ones, or the other way round (device/turn.cuh, rows.cuh).
 
 Knows shapes and places, not what the tensors are.
 """
@@ -9,15 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from ..families.direct.planner import SCALARS
+from .geometry import Triple
 from .launch import Launch
-from .packing import int32s, int64s
-from .problem import Strides
+from .packing import divider, int32s, int64s, padded
+from .problem import ITEM_BYTES, Strides
 
 THREADS = 256
 TILE_WORDS = 4096
 MAX_CHANNELS = 64  # of a tile, where there are positions to fill it
 LEAST, MOST_OF_A_SIDE = 3, 9  # of a tile's channels, by their binary logarithm
 MOST = 3  # tensors of one launch
+ROW_PIECES = 8  # of 16 bytes, of a position, by a block that writes rows
+ROW_POSITIONS = 64
+ROW_THREADS = 128
 
 
 @dataclass(frozen=True)
@@ -109,3 +114,48 @@ def channels_last(strides: Strides, shape: tuple[int, ...]) -> bool:
     """Whether a tensor is dense with channels fastest, and turning it changes something."""
     _, c, d, h, w = shape
     return c > 1 and d * h * w > 1 and strides == (c * d * h * w, 1, c * h * w, c * w, c)
+
+
+def channel_rows(
+    dtype: str,
+    batch: int,
+    channels: int,
+    size: Triple,
+    read: Strides,
+    aligned: bool,
+    already: bool,
+    hopper: bool = True,
+) -> Launch:
+    """Writes "x", a tensor with these strides, as rows of channels, "rows", in the numbers that tensor cores take.
+
+    16-bit types are read by eight positions if possible, or by two. `already`: it has rows of channels, which are
+    only rounded. `hopper`: the launch may overlap others, and matrices may be stored as a whole.
+    """
+    (d, h, w), (n, c, *volume) = size, read
+    item_bytes = ITEM_BYTES[dtype]
+    items, blocks = ROW_PIECES * 16 // item_bytes, -(-d * h * w // ROW_POSITIONS)
+    dense = item_bytes == 2 and aligned and volume == [h * w, w, 1]
+    pairs, vectors = (dense and not any(v % positions for v in (d * h * w, n, c)) for positions in (2, 8))
+    vectors = vectors and hopper
+    shared_bytes = 16 * ROW_POSITIONS * ROW_PIECES if vectors else 4 * ROW_POSITIONS * (items + 1)
+    return Launch(
+        kernel="rows",
+        constants=(
+            ("kThreads", ROW_THREADS),
+            ("kMinBlocks", 1),
+            ("Scalar", SCALARS[dtype]),
+            ("kAllChannels", channels),
+            ("kPositions", ROW_POSITIONS),
+            ("kPairs", pairs),
+            ("kVectors", vectors),
+            ("kAlready", already),
+            ("kOverlaps", hopper),
+            ("kSharedBytes", shared_bytes),
+        ),
+        grid=(batch * blocks * -(-channels // items), 1, 1),
+        threads=ROW_THREADS,
+        shared_bytes=shared_bytes,
+        pointers=("x", "rows"),
+        scalars=padded(int64s(*read, d * h * w), int32s(blocks), divider(w), divider(h)),
+        overlaps=hopper,
+    )

@@ -11,24 +11,19 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from math import inf
-from types import ModuleType
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
+from fuzz.families import FAVOURED, limited
 from layers import TABLE, Layer, check, passes, to_tf32
 from sanitizing import sanitized
 from torch import Tensor
 
 import tconv3d
 from tconv3d import emulator
-from tconv3d.families.unfold import planner as unfold_planner
-from tconv3d.families.up import backward as up_backward_planner
-from tconv3d.families.up import grad as up_grad_planner
 from tconv3d.planning import planner
-from tconv3d.planning.problem import Pass, Plan
+from tconv3d.planning.problem import Plan
 from tconv3d.torch_ops import executor
 
 pytestmark = [
@@ -59,12 +54,7 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
 }
 # In TF32, each by a kernel for which the layer is too small: what planners are told instead of their limits.
-NO_GAIN = {up_backward_planner: {"MIN_GAIN": inf}, unfold_planner: {"MIN_GAIN": inf}}
-ANY_GAIN = {"MIN_GAIN": dict.fromkeys(Pass, 0.0), "MIN_CHANNELS": 1, "MIN_POSITIONS": 1}
-LIMITS: dict[str, dict[ModuleType, dict[str, Any]]] = {
-    "up-convolution, gradients apart": {**NO_GAIN, up_grad_planner: ANY_GAIN},
-    "few positions": {unfold_planner: {"MIN_GAIN": 0.0}},
-}
+LIMITS = {"up-convolution, gradients apart": FAVOURED["up_grad"], "few positions": FAVOURED["unfold"]}
 BEFORE_HOPPER = replace(executor.EMULATED, capability=(8, 0))
 
 
@@ -81,15 +71,6 @@ def emulated(name: str) -> Iterator[None]:
     finally:
         torch.backends.cudnn.conv.fp32_precision, executor.EMULATED = before  # type: ignore[attr-defined]
         executor._tasks.clear()
-
-
-@contextlib.contextmanager
-def limited(limits: dict[ModuleType, dict[str, Any]]) -> Iterator[None]:
-    """Constants of planners, for a while."""
-    with contextlib.ExitStack() as stack:
-        for planner_of, constants in limits.items():
-            stack.enter_context(patch.multiple(planner_of, **constants))
-        yield
 
 
 def operands_of(name: str) -> list[Tensor]:

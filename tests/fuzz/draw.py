@@ -1,8 +1,8 @@
 """Draws a layer, and a few cases of it: what a kernel is compiled for changes rarely, all else in every case.
 
 Compiling takes most of the time, so that type, device, epilogue and memory layouts belong to a draw, and volume,
-batch, offsets, gaps between rows, wanted gradients and order of threads to each of its cases. Needs nothing but
-`random`: a seed and a number give the same cases everywhere.
+batch, offsets, gaps between rows, wanted gradients and order of threads to each of its cases. Chance comes from
+`random` alone: a seed and a number give the same cases everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import ITEM_BYTES
 
 from .case import DIMENSIONS, GRADIENTS, PLAIN, Case, Memory
+from .families import FAVOURED
 
 CASES = 12  # of one draw
 MOST_TAPS = 75  # of a kernel: more take seconds to compile
@@ -25,6 +26,7 @@ PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # at most of one pass: the emulat
 MOST_ELEMENTS = 150_000  # of input or output
 DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
 PLANS = ("H200", "A100", "RTX 4090")
+DENSE = 0.35  # of all draws have dense tensors of one layout at multiples of 16 bytes: some families take no others
 
 # Kernel, stride, padding, output padding, dilation of layers that networks have, equal in all dimensions.
 USUAL = (
@@ -50,6 +52,7 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
         layer,
         dtype=dtype,
         plans="" if here else random.choice(plans[1:]),
+        favoured=random.choice(("", *FAVOURED)),
         epilogue=epilogue,
         norm_groups=random.choice([n for n in range(1, layer.out_channels + 1) if layer.out_channels % n == 0]),
         affine=random.random() < 0.8,
@@ -59,8 +62,9 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
         tuple(n for n, b in zip(possible, bits, strict=True) if b) for bits in product((0, 1), repeat=len(possible))
     ]
     wanted = [(), tuple(possible), random.choice(subsets)]
-    views = [_views(random, dtype) for _ in range(2)]
-    return [_case(random, base, wanted, views) for _ in range(count)]
+    dense = random.random() < DENSE
+    views = [_dense_views(random) if dense else _views(random) for _ in range(2)]
+    return [_case(random, base, wanted, views, dense) for _ in range(count)]
 
 
 def has(case: Case, name: str) -> bool:
@@ -78,7 +82,7 @@ def _layer(random: Random) -> Layer:
     while True:
         axes = _axes(random)
         kernel, stride, padding, extra, dilation = zip(*axes, strict=True)
-        ins, outs, groups = _channels(random)
+        ins, outs, groups = _channels(random, kernel == stride)
         size: Triple = tuple(_least_size(*axis) for axis in axes)  # type: ignore[assignment]
         bias = random.random() < 0.7
         layer = Layer(ins, outs, size, kernel, stride, padding, extra, dilation, groups, 1, bias)  # type: ignore[arg-type]
@@ -109,14 +113,17 @@ def _axis(random: Random) -> Axis:
     return kernel, stride, padding, random.randrange(max(stride, dilation)), dilation
 
 
-def _channels(random: Random) -> tuple[int, int, int]:
-    """Input channels, output channels, groups."""
+def _channels(random: Random, up: bool) -> tuple[int, int, int]:
+    """Input channels, output channels, groups. Up-convolutions mostly have whole pieces of 16 bytes."""
     kind = random.random()
+    if up and kind < 0.6:
+        return 8 * random.randint(1, 10), 8 * random.randint(1, 10), 1
     if kind < 0.1:  # depthwise
         groups = random.choice((1, 2, 3, 5, 8, 16, 24, 32, 33))
         return groups, groups * random.choice((1, 1, 2, 3)), groups
-    if kind < 0.2:
-        groups, ins, outs = random.randint(2, 6), random.randint(1, 16), random.randint(1, 16)
+    if kind < 0.25:
+        most = random.choice((8, 16))
+        groups, ins, outs = random.randint(2, 6), random.randint(1, most), random.randint(1, most)
         return groups * ins, groups * outs, groups
     return _width(random), _width(random), 1
 
@@ -131,7 +138,14 @@ def _width(random: Random) -> int:
 # ---- how tensors lie in memory
 
 
-def _views(random: Random, dtype: str) -> dict[str, Memory]:
+def _dense_views(random: Random) -> dict[str, Memory]:
+    """Like `_views`, with one layout for all that a kernel moves."""
+    order = random.choice((DIMENSIONS, "ndhwc"))
+    weight = random.choice((DIMENSIONS, order))
+    return {"input": Memory(order), "weight": Memory(weight), "grad": Memory(order), "vectors": PLAIN}
+
+
+def _views(random: Random) -> dict[str, Memory]:
     """Of input, weight, gradient and vectors: what a kernel may be compiled for."""
     last = random.random() < 0.4
     found = {}
@@ -170,9 +184,13 @@ def _moved(random: Random, memory: Memory, dtype: str) -> Memory:
 # ---- the case
 
 
-def _case(random: Random, base: Case, wanted: list[tuple[str, ...]], views: list[dict[str, Memory]]) -> Case:
+def _case(
+    random: Random, base: Case, wanted: list[tuple[str, ...]], views: list[dict[str, Memory]], dense: bool
+) -> Case:
     chosen = random.choices(wanted, (2, 3, 3))[0]
-    memory = {name: _moved(random, each, base.dtype) for name, each in random.choice(views).items()}
+    memory = random.choice(views)
+    if not dense or random.random() < 0.2:
+        memory = {name: _moved(random, each, base.dtype) for name, each in memory.items()}
     case = replace(
         base,
         wanted=chosen,

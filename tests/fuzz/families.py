@@ -1,19 +1,47 @@
-"""Which kernel families planned something: a search that never reaches a family says nothing of it."""
+"""Which kernel families planned something: a search that never reaches a family says nothing of it.
+
+Some families take large volumes alone, because others are faster for small ones, and the emulator takes small volumes
+alone. Cases name such a family to have its limits lifted (`FAVOURED`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from math import inf
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+from tconv3d.families.unfold import planner as unfold_planner
+from tconv3d.families.up import backward as up_backward_planner
+from tconv3d.families.up import grad as up_grad_planner
 from tconv3d.planning import planner
-from tconv3d.planning.problem import Plan
+from tconv3d.planning.problem import Pass, Plan
+
+Limits = dict[ModuleType, dict[str, Any]]  # constants of planners
+NEVER = {"MIN_GAIN": inf}
+ANY_GAIN = {"MIN_GAIN": dict.fromkeys(Pass, 0.0), "MIN_CHANNELS": 1, "MIN_POSITIONS": 1}
+FAVOURED: dict[str, Limits] = {
+    "": {},
+    "unfold": {unfold_planner: {"MIN_GAIN": 0.0}},
+    "up_backward": {unfold_planner: NEVER, up_backward_planner: {"MIN_GAIN": 0.0}},  # and up_backward_last
+    "up_grad": {unfold_planner: NEVER, up_backward_planner: NEVER, up_grad_planner: ANY_GAIN},
+}
 
 
 def names() -> list[str]:
     return [name for name, _ in planner.FAMILIES]
+
+
+@contextlib.contextmanager
+def limited(limits: Limits) -> Iterator[None]:
+    """Constants of planners have these values for a while. What has been planned before stays planned."""
+    with contextlib.ExitStack() as stack:
+        for planner_of, constants in limits.items():
+            stack.enter_context(patch.multiple(planner_of, **constants))
+        yield
 
 
 @contextlib.contextmanager

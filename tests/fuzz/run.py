@@ -19,6 +19,7 @@ from tconv3d.tools.bench.precision import precision
 from tconv3d.torch_ops import executor, kept
 
 from .case import DIMENSIONS, Case, Memory
+from .families import FAVOURED, limited
 from .guards import Guards
 from .reference import EPS, expected, result_type
 
@@ -83,10 +84,11 @@ def _values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
 
 @contextlib.contextmanager
 def _settings(case: Case, device: str) -> Iterator[None]:
-    """PyTorch's precision, the machine to plan for, and the emulator's order of threads."""
+    """PyTorch's precision, the machine to plan for, limits of planners, and the emulator's order of threads."""
     gpu = GPUS[case.plans].device if case.plans else executor.EMULATED
     with (
         precision(case.dtype),
+        limited(FAVOURED[case.favoured]),
         patch.object(executor, "EMULATED", gpu),
         patch.dict(os.environ, {"TCONV3D_EMULATOR_ORDER": case.order}),
         tconv3d.use_backend("emulator" if device == "cpu" else "cuda"),

@@ -35,7 +35,7 @@ from tconv3d.runtime import compiler
 HOPPER = "sm_90a"
 OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")
 # Kernels that need wgmma, or run for one that does, by the beginning of their names.
-HOPPER_ONLY = ("halo", "hopper", "unfold", "up", "group_backward", "pack", "rows", "turn", "reduce_")
+HOPPER_ONLY = ("halo", "hopper", "unfold", "up", "group_backward", "pack", "turn", "reduce_")
 # Kernels whose launches overlap those before them, from Hopper on.
 FROM_HOPPER, BEFORE_HOPPER = ("fill", "norm_both", "norm_once"), ("sm_80", "sm_86", "sm_89")
 DIRECT_FAMILY = ("direct", "direct_weight_grad", "channel_sum", "reduce")

@@ -14,8 +14,9 @@ from typing import ClassVar, NamedTuple
 
 from ...planning.geometry import Geometry, Triple
 from ...planning.launch import Constants, Launch
-from ...planning.packing import divider, int32s, int64s, padded
+from ...planning.packing import int64s
 from ...planning.problem import Strides
+from ...planning.turning import channel_rows
 from ..direct.planner import INT32_MAX, SCALARS
 from .job import Job
 from .program import Program, Split, gather_program, programs
@@ -28,9 +29,6 @@ LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of 
 PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
 PACKING_BLOCKS = 600  # at least, if there is enough to pack: more than can run at once, each soon done
 PACKING_THREADS = 128
-ROW_PIECES = 8  # of 16 bytes, of a position, by a block that writes rows
-ROW_POSITIONS = 64
-ROW_THREADS = 128
 REGISTERS = 65536  # of a multiprocessor
 CONSUMER_REGISTERS = 80  # at least, beside the accumulators
 MANY_SUMS = 96  # of a consumer's thread, with which consumers beside two producer warpgroups
@@ -694,7 +692,8 @@ class Build:
             way = dense and (anywhere or job.item_bytes == 2) if self.joint else not anywhere
             return has_lines(job) and way and job.norm is None
         if self.in_registers:
-            return job.written_last and job.has_rows and job.norm is None
+            # Rows that a launch has written are rounded already, and rounding twice adds half a unit twice.
+            return job.written_last and job.has_rows and not job.rows and job.norm is None
         if self.portioned:  # parts are laid out like the result, and added as they are
             return job.dense and job.norm is None and job.activation == "tconv3d::Identity"
         if (self.divided or self.spread) and job.norm:
@@ -924,33 +923,8 @@ class Build:
 def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
     """Writes what a job reads, with these strides, as rows of channels. 16-bit types by eight positions if possible,
     or by two; what has rows of channels already by vectors."""
-    channels, (d, h, w) = job.geometry.in_channels, job.read_size
-    items, blocks = ROW_PIECES * 16 // job.item_bytes, ceil_div(d * h * w, ROW_POSITIONS)
-    n, c, *volume = read
-    dense = job.item_bytes == 2 and aligned and volume == [h * w, w, 1]
-    pairs, vectors = (dense and not any(v % positions for v in (d * h * w, n, c)) for positions in (2, 8))
-    shared_bytes = 16 * ROW_POSITIONS * ROW_PIECES if vectors else 4 * ROW_POSITIONS * (items + 1)
     already = replace(job, read=read, aligned=aligned).has_rows
-    return Launch(
-        kernel="rows",
-        constants=(
-            ("kThreads", ROW_THREADS),
-            ("kMinBlocks", 1),
-            ("Scalar", SCALARS[job.dtype]),
-            ("kAllChannels", channels),
-            ("kPositions", ROW_POSITIONS),
-            ("kPairs", pairs),
-            ("kVectors", vectors),
-            ("kAlready", already),
-            ("kSharedBytes", shared_bytes),
-        ),
-        grid=(job.batch * blocks * ceil_div(channels, items), 1, 1),
-        threads=ROW_THREADS,
-        shared_bytes=shared_bytes,
-        pointers=("x", "rows"),
-        scalars=padded(int64s(*read, d * h * w), int32s(blocks), divider(w), divider(h)),
-        overlaps=True,
-    )
+    return channel_rows(job.dtype, job.batch, job.geometry.in_channels, job.read_size, read, aligned, already)
 
 
 def moment_band(build: Build, job: Job) -> int:

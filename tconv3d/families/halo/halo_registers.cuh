@@ -24,6 +24,7 @@ struct HaloRegisters {
   static constexpr int kColumns = Layout::kUnitColumns;
   static constexpr int kSets = Config::kOperandSets;  // one is loaded while the others multiply
   static constexpr int kShifts = Layout::first_shift(0, Config::kPatterns);
+  static_assert(!Config::kOperands || !Config::kInRegisters, "nothing is rounded twice");
   struct Operands {
     unsigned at[Config::kSlabs][Layout::kPartSteps][4];
   };

@@ -15,7 +15,8 @@
 //
 // Copies are asynchronous: a step (kRows rows of taps of a chunk) is asked for kStages - 1 steps before it is
 // multiplied, a halo together with the first step that reads it. TF32 numbers are rounded to nearest on
-// their way from shared memory to the tensor cores; weights were when they were packed.
+// their way from shared memory to the tensor cores (kRounds), unless x was when it was written as rows of
+// channels; weights were when they were packed.
 #pragma once
 
 #include "mma_copies.cuh"
@@ -36,6 +37,7 @@ struct Mma {
   static constexpr int kTableInts = (C::kMostRows * C::kWindows + 3) / 4 * 4;
   static constexpr bool kThroughRegisters = Copies::kByHalves;
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
+  static_assert(!C::kRounds || sizeof(Scalar) == 4, "only TF32 numbers are rounded");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
 
   // One step of the loop over chunks, sources and rows of taps, with its buffers.
@@ -178,7 +180,7 @@ struct Mma {
 #pragma unroll
     for (int i = 0; i < kFragments; ++i) {
       ptx::load_matrices(a[i], base + offset + i * Tile::kSlotBytes + 32 * kStep);
-      if constexpr (sizeof(Scalar) == 4) {
+      if constexpr (C::kRounds) {
 #pragma unroll
         for (int k = 0; k < 4; ++k) a[i][k] = OperandOf<float>::bits(ptx::bits_to_float(a[i][k]));
       }

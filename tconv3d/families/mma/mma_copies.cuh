@@ -34,23 +34,26 @@ struct MmaCopies {
   int count;  // items
 
   __device__ __forceinline__ MmaCopies(const Tile& tile, const MmaItem* items)
-      : tile(tile), items(items), count(tile.args.halo.d * tile.args.halo.h * tile.args.halo.w) {}
+      : tile(tile),
+        items(items),
+        count(tile.args.tile_n * tile.args.halo.d * tile.args.halo.h * tile.args.halo.w) {}
 
   __device__ __forceinline__ void list_items(MmaItem* to) const {
     const Args& args = tile.args;
     for (int i = threadIdx.x; i < count; i += C::kThreads) {
-      const int line = divide(i, args.halo_w), d = divide(line, args.halo_h);
-      const int h = line - d * args.halo.h, w = i - line * args.halo.w;
-      unsigned place = static_cast<unsigned>(tile.slot(d, h, w)) / 16u;
+      const int line = divide(i, args.halo_w), sheet = divide(line, args.halo_h);
+      const int n = divide(sheet, args.halo_d), d = sheet - n * args.halo.d;
+      const int h = line - sheet * args.halo.h, w = i - line * args.halo.w;
+      unsigned place = static_cast<unsigned>(tile.slot(sheet, h, w)) / 16u;
       for (int source = 0; source < tile.sources; ++source) {
         const Extent start = tile.start(source);
         const int x_d = start.d + d * C::kLineStepD, x_h = start.h + h * C::kLineStepH, x_w = start.w + w;
-        const bool inside = x_d >= 0 && x_d < args.x_size.d && x_h >= 0 && x_h < args.x_size.h && x_w >= 0 &&
-                            x_w < args.x_size.w;
+        const bool inside = tile.n + n < args.batch && x_d >= 0 && x_d < args.x_size.d && x_h >= 0 &&
+                            x_h < args.x_size.h && x_w >= 0 && x_w < args.x_size.w;
         place |= static_cast<unsigned>(inside) << (16 + source);
       }
-      const long long from =
-          d * C::kLineStepD * args.x_strides.d + h * C::kLineStepH * args.x_strides.h + w * args.x_strides.w;
+      const long long from = n * args.x_strides.n + d * C::kLineStepD * args.x_strides.d +
+                             h * C::kLineStepH * args.x_strides.h + w * args.x_strides.w;
       to[i] = {static_cast<int>(from), place};
     }
   }

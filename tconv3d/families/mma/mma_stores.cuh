@@ -45,8 +45,7 @@ struct MmaStores {
   __device__ __forceinline__ void store_rows(const Sums& sums) const {
     const Strides& strides = tile.args.y_strides;
     const int first = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8;
-    Scalar* const y = static_cast<Scalar*>(tile.args.y) + tile.n * strides.n +
-                      static_cast<long long>(tile.group) * C::kOuts;
+    Scalar* const y = static_cast<Scalar*>(tile.args.y) + static_cast<long long>(tile.group) * C::kOuts;
 #pragma unroll
     for (int m = 0; m < C::kTilesM; ++m) {
 #pragma unroll
@@ -56,7 +55,7 @@ struct MmaStores {
         for (int f = 0; f < C::kPhases; ++f) {
           const auto to = tile.output(at, f);
           if (!to.exists) continue;
-          Scalar* const row = y + to.d * strides.d + to.h * strides.h + to.w * strides.w;
+          Scalar* const row = y + to.n * strides.n + to.d * strides.d + to.h * strides.h + to.w * strides.w;
 #pragma unroll
           for (int j = 0; j < C::kTilesN; j += 2) {
             const float (&left)[4] = sums[f][m][j];
@@ -91,7 +90,7 @@ struct MmaStores {
 
   template <int kFirst>
   __device__ __forceinline__ void put_together(const Sums& sums, Scalar* staged) const {
-    const int lines = tile.args.tile.d * tile.args.tile.h;
+    const int lines = tile.args.tile_n * tile.args.tile.d * tile.args.tile.h;
     const auto first = tile.position(warp_m, lane / 4, 0), second = tile.position(warp_m, lane / 4 + 8, 0);
     static_for<C::kStoreTiles>([&](auto i) {
       constexpr int kTile = kFirst + decltype(i)::value;
@@ -102,8 +101,10 @@ struct MmaStores {
         for (int e = 0; e < 4; ++e) {
           const auto& at = e < 2 ? first : second;
           if (!at.exists) continue;
-          Scalar* const line = to + e % 2 * tile.args.store_pitch +
-                               (at.d * tile.args.tile.h + at.h) * tile.args.store_line + at.w * kPhasesW;
+          Scalar* const line =
+              to + e % 2 * tile.args.store_pitch +
+              ((at.n * tile.args.tile.d + at.d) * tile.args.tile.h + at.h) * tile.args.store_line +
+              at.w * kPhasesW;
 #pragma unroll
           for (int f = 0; f < kOuter; ++f) {
 #pragma unroll
@@ -143,16 +144,16 @@ struct MmaStores {
 
   __device__ __forceinline__ void store_columns(const Scalar* staged, int first_tile) const {
     const Args& args = tile.args;
-    const int lines = args.tile.d * args.tile.h, warp = threadIdx.x / 32, group_lanes = args.store_lanes;
+    const int lines = args.tile_n * args.tile.d * args.tile.h, warp = threadIdx.x / 32,
+              group_lanes = args.store_lanes;
     const int own = lane & (group_lanes - 1), group = lane / group_lanes, groups = 32 / group_lanes;
     const int whole = args.tile.w * kPhasesW;
     for (int i = warp; i < lines * kOuter; i += C::kThreads / 32) {
       const int f = kOuter == 1 ? 0 : i / lines * kPhasesW, line = kOuter == 1 ? i : i % lines;
-      const int d = divide(line, args.tile_h);
-      const auto at = tile.output({d, line - d * args.tile.h, 0, true}, f);
+      const auto at = tile.output(tile.on_line(line, 0), f);
       if (!at.exists) continue;
       const int left = (args.y_size.w - at.w + kStepW - 1) / kStepW, length = left < whole ? left : whole;
-      Scalar* const y = static_cast<Scalar*>(args.y) + tile.n * args.y_strides.n +
+      Scalar* const y = static_cast<Scalar*>(args.y) + at.n * args.y_strides.n +
                         static_cast<long long>(tile.group) * C::kOuts * args.y_strides.c +
                         at.d * args.y_strides.d + at.h * args.y_strides.h + at.w;
       const Scalar* const from = staged + i * args.store_line;

@@ -25,17 +25,18 @@ struct Args {
   void* y;
   Strides x_strides, y_strides;
   Extent x_size, y_size;
-  Extent tile;             // positions q of a block
-  Extent halo;             // positions of x that a source has
+  int batch, tile_n;       // batch items, and those of a block
+  Extent tile;             // positions q of a block, of each of its batch items
+  Extent halo;             // positions of x that a source has, likewise
   int plane, line, sheet;  // slots of a plane of a line, from line to line along h, and along d
   int slots;               // of the halo
   int store_line;          // elements from line to line of y in shared memory
   int store_pitch;         // and from column to column
   int store_lanes;         // lanes that share a line of y: a power of two, at most 32
   Divider tiles_d, tiles_h, tiles_w;
-  Divider tile_h;
+  Divider tile_d, tile_h;
   Divider blocks_w;  // of kTilesM positions, that a tile has along w
-  Divider halo_h, halo_w;
+  Divider halo_d, halo_h, halo_w;
 };
 
 template <class C>
@@ -59,7 +60,7 @@ struct MmaTile {
   static_assert(kSlotBytes / 16 % 2 == 1, "an odd number of 16 bytes");
 
   const Args& args;
-  int n, group, slice;
+  int n, group, slice;            // n: the first batch item
   int first_d, first_h, first_w;  // position q that the tile begins with
   int phase_d, phase_h, phase_w;  // the block's, along dimensions that are not unrolled
   int first_source, sources;      // of the block
@@ -74,10 +75,11 @@ struct MmaTile {
     group = block % C::kGroups;
     block /= C::kGroups;
     const int rest_w = divide(block, args.tiles_w), rest_h = divide(rest_w, args.tiles_h);
-    n = divide(rest_h, args.tiles_d);
+    const int rest_d = divide(rest_h, args.tiles_d);
     first_w = (block - rest_w * static_cast<int>(args.tiles_w.divisor)) * args.tile.w;
     first_h = (rest_w - rest_h * static_cast<int>(args.tiles_h.divisor)) * args.tile.h;
-    first_d = (rest_h - n * static_cast<int>(args.tiles_d.divisor)) * args.tile.d;
+    first_d = (rest_h - rest_d * static_cast<int>(args.tiles_d.divisor)) * args.tile.d;
+    n = rest_d * args.tile_n;
 
     phase_w = phase % kBlockPhasesW;
     phase_h = phase / kBlockPhasesW % kBlockPhasesH;
@@ -96,7 +98,7 @@ struct MmaTile {
             first_h * C::kInputStepH + C::kLeastH(first_source + source),
             first_w * C::kInputStepW + C::kLeastW(first_source + source)};
   }
-  // Its offset in x, of the group's first channel.
+  // Its offset in x, of the first batch item and the group's first channel.
   __device__ __forceinline__ long long origin(int source) const {
     const Extent at = start(source);
     return n * args.x_strides.n + static_cast<long long>(group) * C::kReduced * args.x_strides.c +
@@ -124,33 +126,37 @@ struct MmaTile {
   // ---- Positions.
 
   // A position of the tile by its warp, its row among the 16 of the warp's tiles, and the tile. Of rows that
-  // the box has not, the first line.
+  // the box has not, the first line. n counts from the tile's first batch item.
   struct Position {
-    int d, h, w;
+    int n, d, h, w;
     bool exists;
   };
+  __device__ __forceinline__ Position on_line(int line, int w) const {
+    const int sheet = divide(line, args.tile_h), item = divide(sheet, args.tile_d);
+    if (item >= args.tile_n) return {0, 0, 0, w, false};
+    return {item, sheet - item * args.tile.d, line - sheet * args.tile.h, w, n + item < args.batch};
+  }
   __device__ __forceinline__ Position position(int warp_m, int row, int m) const {
     const int lines = divide(warp_m, args.blocks_w);
     const int w = (warp_m - lines * static_cast<int>(args.blocks_w.divisor)) * C::kTilesM + m;
-    const int line = lines * 16 + row, sheet = divide(line, args.tile_h);
-    if (sheet >= args.tile.d) return {0, 0, w, false};
-    return {sheet, line - sheet * args.tile.h, w, true};
+    return on_line(lines * 16 + row, w);
   }
   // What a position of the tile reads begins here, in bytes from the halo's beginning.
   __device__ __forceinline__ int base(const Position& at) const {
-    return (at.d * kHaloStepD * args.sheet + at.h * kHaloStepH * args.line + at.w) * kSlotBytes;
+    return ((at.n * args.halo.d + at.d * kHaloStepD) * args.sheet + at.h * kHaloStepH * args.line + at.w) *
+           kSlotBytes;
   }
 
   // The output of phase f at a position of the tile, and whether there is one.
   struct Output {
-    int d, h, w;
+    int n, d, h, w;
     bool exists;
   };
   __device__ __forceinline__ Output output(const Position& at, int f) const {
     const int d = (first_d + at.d) * C::kOutputStepD + (kUnrollD ? C::kPhaseD(f) : phase_d);
     const int h = (first_h + at.h) * C::kOutputStepH + (kUnrollH ? C::kPhaseH(f) : phase_h);
     const int w = (first_w + at.w) * C::kOutputStepW + (kUnrollW ? C::kPhaseW(f) : phase_w);
-    return {d, h, w, at.exists && d < args.y_size.d && h < args.y_size.h && w < args.y_size.w};
+    return {n + at.n, d, h, w, at.exists && d < args.y_size.d && h < args.y_size.h && w < args.y_size.w};
   }
 };
 

@@ -20,29 +20,37 @@ MULTIPLY_CYCLES = 2.0  # one matrix instruction, when all four schedulers issue 
 SHARED_BYTES_PER_CYCLE = 128.0
 L2_BYTES_PER_CYCLE = 24.0  # that a multiprocessor gets when all of them read
 MEMORY_BYTES_PER_CYCLE = 16.0  # that a multiprocessor can write to memory when all of them do
+ROWS_BYTES_PER_CYCLE = 12.0  # that a multiprocessor reads and writes when x is written as rows of channels
+LAUNCH_CYCLES = 5000.0  # from the end of a launch to the next one's first block, and its last block's
 ISSUE_PER_CYCLE = 4.0  # instructions, one of each scheduler
-COPY_INSTRUCTIONS = 14.0  # of a warp, to ask for one copy of each lane
+COPY_INSTRUCTIONS = 8.0  # of a warp, to ask for one copy of each lane
 ROUND_INSTRUCTIONS = 2.0  # that round a word to TF32
 STORE_INSTRUCTIONS = 12.0  # of a warp, for one store of each lane
 STEP_CYCLES = 60.0  # a barrier
 ROW_CYCLES = 90.0  # that a warp waits for the first fragments of a row of taps
-BLOCK_CYCLES = 3000.0  # from a block's start to its first product, and its last stores
+BLOCK_CYCLES = 2500.0  # from a block's start to its first product, and until its last store is done
 TORN_STORES = 2.0  # times the memory cycles, where neighbours in memory are stored by different blocks
-OVERLAP = 0.2  # of the shorter parts of a block's time is not hidden behind the longest
+TOGETHER = 3.0  # exponent of the norm that joins parts which overlap: two equal ones take 1.26 times as long as one
+OVERLAP = 0.1  # of the shorter of waiting and working is not hidden behind the longer
+LAST_ROUND = 0.7  # of a round that the last one takes, however few blocks it has
 
 SLOT_PAD = 16  # bytes after the channels of a slot
 K_STEP = 32  # bytes of channels
 REGISTERS = 65536  # of a multiprocessor
 OTHER_REGISTERS = 56  # of a thread, for addresses and counters
 JOB_REGISTERS = 12  # of a thread, for what comes through registers
+STORE_BYTES = 49152  # of shared memory that stores are put together in, or one tile's, if that is more
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block
 MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
 SAFE_SUMS = 128  # accumulators of a thread
+MAX_BLOCKS = 5  # of a multiprocessor
 MAX_REGISTERS = 244  # of a thread, by the estimate
 BOX_ITEM = 0.3  # of the time of a position's products, that an item of the halo takes
 BOX_LINE = 4.0  # items that the ends of a line in memory take, whose sectors are not whole
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # of a block, along positions and channels
-STAGES = ((1, 3), (1, 4), (2, 3), (4, 3))  # rows of taps of a stage, and stages
+ROWS = (1, 2, 4)  # of taps, of a stage
+FEW_TILES, MANY_POSITIONS = 6, 8192  # a warp has so many tiles, or all channels, where there are so many positions
+STAGES = 3
 MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
 
 
@@ -216,25 +224,42 @@ class Work:
 class Box:
     """The positions of a block: run-time values, chosen for the volume."""
 
-    tile: Triple
+    items: int  # batch items
+    tile: Triple  # positions of each of them
     halo: Triple
     plane: int  # slots of a plane of a line of the halo
     line: int  # slots from line to line along h
     sheet: int  # slots from line to line along d
     slots: int
-    tiles: Triple  # how many boxes there are along d, h, w
+    tiles: tuple[int, ...]  # how many boxes there are along n, d, h, w
 
     @classmethod
-    def of(cls, work: Work, tile: Triple) -> Box:
-        steps, grid = work.halo_steps, work.side.grid
+    def of(cls, work: Work, items: int, tile: Triple) -> Box:
+        steps, whole = work.halo_steps, (work.side.problem.batch, *work.side.grid)
         halo = tuple((t - 1) * s + r + 1 for t, s, r in zip(tile, steps, work.reach, strict=True))
         plane = -(-halo[2] // steps[2])
         line = plane * steps[2] | 1
         sheet = halo[1] * line
         if tile[1] < 8:  # lines of several sheets make 8 rows: they lie in different banks
             sheet += (_power_of_two_up(tile[1]) - sheet) % 8
-        tiles = tuple(-(-extent // t) for extent, t in zip(grid, tile, strict=True))
-        return cls(tile, halo, plane, line, sheet, halo[0] * sheet, tiles)
+        tiles = tuple(-(-extent // t) for extent, t in zip(whole, (items, *tile), strict=True))
+        return cls(items, tile, halo, plane, line, sheet, items * halo[0] * sheet, tiles)
+
+    @property
+    def positions(self) -> int:
+        return self.items * prod(self.tile)
+
+    @property
+    def lines(self) -> int:
+        return self.items * self.tile[0] * self.tile[1]
+
+    @property
+    def halo_items(self) -> int:
+        return self.items * prod(self.halo)
+
+    @property
+    def halo_lines(self) -> int:
+        return self.items * self.halo[0] * self.halo[1]
 
 
 def _power_of_two_up(value: int) -> int:
@@ -252,15 +277,17 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
         lines = 16 * warps_m // warps_w
         for h in sorted({min(lines, height, e) for e in (1, 2, 4, 8, 16, 32, 64, 128)} | _even_parts(height, lines)):
             parts = -(-depth // min(depth, lines // h))
-            found.append(Box.of(work, (-(-depth // parts), h, warps_w * tiles_m)))
+            box = Box.of(work, 1, (-(-depth // parts), h, warps_w * tiles_m))
+            found.append(box)
+            if parts == 1 and lines >= 2 * box.lines:  # there is room for several batch items
+                found.append(Box.of(work, min(work.side.problem.batch, lines // box.lines), box.tile))
 
     def cost(box: Box) -> float:
-        items, lines = prod(box.halo), box.halo[0] * box.halo[1]
-        read = items + (BOX_LINE * lines if work.side.x[4] == 1 else 0.0)
-        written = BOX_LINE * box.tile[0] * box.tile[1] if work.side.y[4] == 1 else 0.0
+        read = box.halo_items + (BOX_LINE * box.halo_lines if work.side.x[4] == 1 else 0.0)
+        written = BOX_LINE * box.lines if work.side.y[4] == 1 else 0.0
         return prod(box.tiles) * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
 
-    return tuple(sorted(found, key=cost)[:3])
+    return tuple(sorted(dict.fromkeys(found), key=cost)[:4])
 
 
 def _even_parts(size: int, most: int) -> set[int]:
@@ -277,6 +304,12 @@ class Candidate:
     box: Box
     copy: int  # how the halo comes: kCopy of mma_copies.cuh
     item_bytes: int
+    rows: bool = False  # x is written as rows of channels first
+
+    @property
+    def rounds(self) -> bool:
+        """Whether TF32 numbers are rounded where they are multiplied."""
+        return self.item_bytes == 4 and not self.rows
 
     @property
     def chunk(self) -> int:
@@ -321,14 +354,14 @@ class Candidate:
     def store_pitch(self) -> int:
         """Elements from column to column: likewise."""
         phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
-        lines = self.box.tile[0] * self.box.tile[1] * (len(self.work.inner.phases) // phases)
+        lines = self.box.lines * (len(self.work.inner.phases) // phases)
         return (lines * self.store_line * self.item_bytes // 16 | 1) * 16 // self.item_bytes
 
     @property
     def store_tiles(self) -> int:
-        """Tiles of 8 columns of a warp that are put together at a time: what fits the room of the copies."""
-        each = 8 * self.build.warps_n * self.store_pitch * self.item_bytes
-        return max(1, min(self.build.tiles_n, self.copy_bytes // each))
+        """Tiles of 8 columns of a warp that are put together at a time: the same for all boxes."""
+        each = 8 * self.build.warps_n * self.build.positions * len(self.work.inner.phases) * self.item_bytes
+        return max(1, min(self.build.tiles_n, STORE_BYTES // each))
 
     @property
     def store_bytes(self) -> int:
@@ -346,38 +379,51 @@ class Candidate:
     def shared_bytes(self) -> int:
         return max(self.copy_bytes, self.store_bytes)
 
+    def blocks_that_fit(self, device: Device) -> int:
+        """Of a multiprocessor, by shared memory: a block's limit leaves out what the system takes of each block."""
+        return (device.shared_bytes + BLOCK_OVERHEAD) // (self.shared_bytes + BLOCK_OVERHEAD)
+
     @property
     def grid(self) -> int:
         g = self.work.side.problem.geometry
-        tiles = self.work.side.problem.batch * prod(self.box.tiles)
-        return tiles * g.groups * self.slices * len(self.work.phases)
+        return prod(self.box.tiles) * g.groups * self.slices * len(self.work.phases)
 
     def cycles(self, device: Device) -> float:
-        """Predicted for the whole launch."""
-        b = self.build
-        resident = b.blocks * device.multiprocessors
-        rounds = -(-self.grid // resident)
+        """Predicted for the whole launch.
+
+        Blocks that share a multiprocessor are limited by what is busiest, and hide each other's waiting. A block
+        that has one for itself takes as long as everything that it does after another.
+        """
+        resident = self.build.blocks * device.multiprocessors
         whole = self.grid / resident
         # The last round is seldom full, and its blocks have more of their multiprocessor to themselves.
-        rounds_cost = whole + 0.7 * (rounds - whole) if rounds > 1 else 1.0
-        sharing = min(b.blocks, -(-self.grid // device.multiprocessors))
-        parts = [part * sharing for part in self._parts()]
-        longest = max(parts)
-        rows = self.chunks * len(self.work.rows) / len(self.work.phases)
-        serial = (STEP_CYCLES * self._steps + ROW_CYCLES * rows) / min(4.0, self._warps_of_scheduler(sharing))
-        serial += BLOCK_CYCLES / sharing
-        return rounds_cost * (longest + OVERLAP * (sum(parts) - longest) + serial)
+        rounds = whole + LAST_ROUND * (-(-self.grid // resident) - whole) if whole > 1 else 1.0
+        sharing = min(self.build.blocks, -(-self.grid // device.multiprocessors))
+        *inner, storing = self._parts()
+        alone = _together(inner) + self._waiting + storing
+        busy = sharing * _together([*inner[:-1], inner[-1] + storing])
+        return rounds * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
 
-    def _warps_of_scheduler(self, blocks: int) -> float:
-        return max(1.0, blocks * self.build.threads / 128)
+    def _writing_rows(self, device: Device) -> float:
+        """Cycles of the launch that writes x as rows of channels."""
+        if not self.rows:
+            return 0.0
+        side = self.work.side
+        elements = side.problem.batch * side.reduced * side.problem.geometry.groups * prod(side.x_size)
+        moved = 2 * elements * self.item_bytes
+        return LAUNCH_CYCLES + moved / (ROWS_BYTES_PER_CYCLE * device.multiprocessors)
 
     @property
-    def _steps(self) -> float:
+    def _waiting(self) -> float:
+        """Cycles of a block in which nothing is done, if no other block shares its multiprocessor."""
         steps = sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources)
-        return self.chunks * steps / len(self.work.phases)
+        rows = len(self.work.rows)
+        warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
+        each = STEP_CYCLES * steps + ROW_CYCLES * rows / warps_of_scheduler
+        return BLOCK_CYCLES + each * self.chunks / len(self.work.phases)
 
     def _parts(self) -> tuple[float, ...]:
-        """Cycles of tensor cores, shared memory, issuing and memory, of an average block that has it alone."""
+        """Cycles of tensor cores, shared memory, issuing, loads and stores, of an average block, each alone."""
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
@@ -388,23 +434,19 @@ class Candidate:
         a_loads = warps * k_steps * fragments
         b_bytes = warps * k_steps * taps * b.tiles_n * 256
         weight_bytes = self.chunks * taps * self.tap_bytes
-        halo_items = sources * prod(self.box.halo)
-        halo_bytes = halo_items * self.chunks * self.chunk * self.item_bytes
+        halo_bytes = sources * self.box.halo_items * self.chunks * self.chunk * self.item_bytes
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
-        rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.item_bytes == 4 else 0.0
-        per_copy = (16, 4, 2)[self.copy]
-        copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 64 + halo_bytes / per_copy)
-        stored = b.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
-        storing = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
-        issue = multiplies + a_loads + b_bytes / 512 + rounding + copying + storing
+        rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
+        copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 16 + halo_bytes / (16, 4, 2)[self.copy])
+        stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
+        issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
         torn = 1.0 if self.work.dense_w or side.y[4] != 1 else TORN_STORES
-        sector = self._sector_waste
         return (
             MULTIPLY_CYCLES * multiplies,
             shared / SHARED_BYTES_PER_CYCLE,
-            issue / ISSUE_PER_CYCLE,
-            (weight_bytes + halo_bytes * sector) / L2_BYTES_PER_CYCLE
-            + torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE,
+            (multiplies + a_loads + b_bytes / 512 + rounding + copying) / ISSUE_PER_CYCLE,
+            (weight_bytes + halo_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
+            max(torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
         )
 
     @property
@@ -417,10 +459,15 @@ class Candidate:
         return max(1.0, 32.0 / run)
 
 
-def _registers(work: Work, build: Build, copy: int) -> int:
-    sums = 4 * len(work.inner.phases) * build.tiles_m * build.tiles_n
-    window = 4 * (build.tiles_m + max(window.span for window in work.windows))
-    return sums + window + 2 * build.tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
+def _together(parts: list[float]) -> float:
+    """Cycles of parts that overlap: little more than the longest alone, unless others are nearly as long."""
+    return sum(part**TOGETHER for part in parts) ** (1 / TOGETHER)
+
+
+def _registers(work: Work, sums: int, tiles_m: int, tiles_n: int, copy: int) -> int:
+    """Of a thread, estimated."""
+    window = 4 * (tiles_m + max(window.span for window in work.windows))
+    return sums + window + 2 * tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
 
 
 def works(side: Side) -> Iterator[Work]:
@@ -436,12 +483,14 @@ def works(side: Side) -> Iterator[Work]:
 
 
 def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
-    """Every build worth a look."""
-    side = work.side
+    """Every build worth a look, with as many blocks to a multiprocessor as registers allow."""
+    side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
-    for tiles_m, tiles_n in product((1, 2, 4, 8), (1, 2, 3, 4, 6, 8)):
-        sums = 4 * len(work.inner.phases) * tiles_m * tiles_n
-        if sums > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
+    for tiles_m, tiles_n in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8)):
+        tiles = phases * tiles_m * tiles_n
+        if 4 * tiles > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
+            continue
+        if tiles < FEW_TILES and 8 * tiles_n < side.outs and side.positions >= MANY_POSITIONS:
             continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:
@@ -450,26 +499,32 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
                 continue
             if copy and warps_m * warps_n % (2 * steps):
                 continue  # 8 positions of every word of a slot are copied at a time
-            shape = Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, 1, 3, 1)
-            needed = _registers(work, shape, copy)
-            if needed > MAX_REGISTERS:
-                continue
-            room = REGISTERS // (shape.threads * needed)
-            for blocks, (rows, stages) in product(sorted({1, room // 2, room} & set(range(1, 7))), STAGES):
-                if rows <= max(1, work.most_rows):
-                    yield replace(shape, rows=rows, stages=stages, blocks=blocks)
+            needed = _registers(work, 4 * phases * tiles_m * tiles_n, tiles_m, tiles_n, copy)
+            blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
+            for rows in ROWS:
+                if needed <= MAX_REGISTERS and rows <= max(1, work.most_rows):
+                    yield Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, STAGES, blocks)
 
 
-def shared_bytes_of_multiprocessor(device: Device) -> int:
-    """The limit of a block, and what the system takes of it."""
-    return device.shared_bytes + BLOCK_OVERHEAD
-
-
-def candidates(side: Side, copy: int, item_bytes: int, device: Device) -> Iterator[Candidate]:
-    """Every build that fits the device, with its boxes."""
+def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:
+    """Every build that fits the device, with its boxes. `rows`: the side reads rows of channels, written first."""
     for work in works(side):
         for build in builds(work, copy, item_bytes):
             for box in boxes(work, build.tiles_m, build.warps_m):
-                found = Candidate(work, build, box, copy, item_bytes)
-                if build.blocks * (found.shared_bytes + BLOCK_OVERHEAD) <= shared_bytes_of_multiprocessor(device):
+                found = Candidate(work, build, box, copy, item_bytes, rows)
+                fit = found.blocks_that_fit(device)
+                if fit >= build.blocks:
                     yield found
+                elif fit > 0:
+                    yield replace(found, build=replace(build, blocks=fit))
+
+
+def candidates_of(
+    build: Build, side: Side, copy: int, item_bytes: int, device: Device, rows: bool
+) -> Iterator[Candidate]:
+    """One build with its boxes, where it fits."""
+    work = Work(side, build.unrolled)
+    for box in boxes(work, build.tiles_m, build.warps_m):
+        found = Candidate(work, build, box, copy, item_bytes, rows)
+        if found.blocks_that_fit(device) >= build.blocks:
+            yield found

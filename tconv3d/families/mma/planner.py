@@ -6,20 +6,27 @@ halo comes into shared memory, takes the build that the model predicts to be fas
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
+from math import inf, prod
 
 from ...planning import tensor_cores
+from ...planning.geometry import Triple
 from ...planning.launch import Constants, Launch
 from ...planning.packing import divider, int32s, int64s, padded
-from ...planning.problem import Device, Pass, Plan, Problem, last_offset
+from ...planning.problem import Device, Pass, Plan, Problem, channels_last_strides, contiguous_strides
+from ...planning.repertoire import TYPICAL, Repertoire, nearest, searched
+from ...planning.turning import channel_rows
 from ..direct.planner import INT32_MAX, SCALARS, Side
-from .model import Build, Candidate, Work, candidates
+from .model import Build, Candidate, Work, candidates, candidates_of
 
 HAS_EPILOGUE = True
 MIN_CHANNELS = 4  # of a group, on both sides: fewer leave most of a tile of 8 idle
 MAX_TAPS = 1024  # that the tables of a kernel hold
 PACK_THREADS = 256
+ALIGN = 256  # bytes to which a region of the workspace is aligned
 PACK_ELEMENTS = 8192  # that a block which packs has in shared memory
 PIECES, WORDS, HALVES = range(3)  # kCopy of mma_copies.cuh
 
@@ -39,12 +46,11 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return f"fewer than {MIN_CHANNELS} channels per group leave tensor cores idle"
     if g.taps > MAX_TAPS:
         return f"{g.taps} taps are more than the tables hold"
-    side = Side.of(problem)
-    if _halo_span(side) > INT32_MAX:
-        return "the offsets of a tile leave 32 bits"
     found = _chosen(problem, device)
     if found is None:
         return "no tile and its halo fit accumulators and shared memory"
+    if _halo_span(found) > INT32_MAX:
+        return "the offsets of a tile leave 32 bits"
     if found.grid > INT32_MAX:
         return "there are more blocks than a launch can have"
     return None
@@ -58,17 +64,40 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_of(found: Candidate, problem: Problem) -> Plan:
-    packed = _packed_bytes(found)
-    launches = (_pack(found), _main(found))
-    tile = f"{found.build}; boxes of {' x '.join(map(str, found.box.tile))} positions"
+    packed, rows = _packed_bytes(found), -(-_packed_bytes(found) // ALIGN) * ALIGN
+    launches = [_pack(found), *([_rows(problem)] if found.rows else []), _main(found)]
+    if problem.which is Pass.INPUT_GRAD:
+        names = {"x": "dy", "bias": "null", "y": "dx"}
+        launches = [replace(each, pointers=tuple(names.get(p, p) for p in each.pointers)) for each in launches]
+    items = f"{found.box.items} batch items x " if found.box.items > 1 else ""
+    tile = f"{found.build}; boxes of {items}{' x '.join(map(str, found.box.tile))} positions"
     return Plan(
         "mma",
-        "tensor cores, any setting",
-        launches,
-        packed,
+        "tensor cores, any setting" + (", of rows of channels that are written first" if found.rows else ""),
+        tuple(launches),
+        rows + _rows_bytes(problem) if found.rows else packed,
         tile,
+        regions=(("rows", rows),) if found.rows else (),
         packed_bytes=packed if problem.which is Pass.FORWARD else 0,  # an input gradient's weight is never kept
-        preparing=1,
+        preparing=2 if found.rows else 1,
+    )
+
+
+def _read(problem: Problem) -> tuple[int, ...]:
+    """The shape of what is read: x, or dy."""
+    side = Side.of(problem)
+    return (problem.batch, side.reduced * problem.geometry.groups, *side.x_size)
+
+
+def _rows_bytes(problem: Problem) -> int:
+    return prod(_read(problem)) * problem.item_bytes
+
+
+def _rows(problem: Problem) -> Launch:
+    batch, channels, *size = _read(problem)
+    side = Side.of(problem)
+    return channel_rows(
+        problem.dtype, batch, channels, tuple(size), side.x, problem.aligned, already=False, hopper=False
     )
 
 
@@ -82,27 +111,101 @@ def copy_of(side: Side) -> int:
     return WORDS if p.item_bytes == 4 else HALVES
 
 
-def _halo_span(side: Side) -> int:
-    """The largest offset in x from the beginning of a halo, in elements, if a tile were a whole batch item."""
-    return last_offset((1, 1, *side.x_size), side.x)
+def _halo_span(found: Candidate) -> int:
+    """The largest offset in x from the beginning of a halo, in elements."""
+    lines = (step * (extent - 1) for step, extent in zip(found.work.line_steps, found.box.halo, strict=True))
+    places = (found.box.items - 1, 0, *lines)
+    return sum(place * stride for place, stride in zip(places, found.work.side.x, strict=True))
+
+
+# ---- which build
+
+Choice = tuple[Build, bool]  # what is compiled, and whether x is written as rows of channels first
+_repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
+
+
+def forget() -> None:
+    """The next volume of every layer is its first."""
+    _repertoire.forget()
+
+
+def _chosen(problem: Problem, device: Device) -> Candidate | None:
+    """A build of the layer's repertoire, so that a new volume does not recompile, with its best box."""
+    kind = (problem.which, problem.geometry, problem.dtype, problem.relu, problem.input[1] == 1)
+    choice = _repertoire.choose(
+        (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device),
+        (problem.batch, problem.input_size),
+        lambda: _own(problem, device),
+        lambda: (found for each in _typical(problem) if (found := _own(each, device)) is not None),
+        lambda choice, _: best.cycles(device) if (best := _best(problem, device, choice)) else inf,
+    )
+    return None if choice is None else _best(problem, device, choice)
+
+
+def _typical(problem: Problem) -> list[Problem]:
+    """The layer's pass over typical volumes, the nearest in size first."""
+    g, found = problem.geometry, []
+    for batch, edge in TYPICAL:
+        size = (edge, edge, edge)
+        if min(g.output_size(size)) < 1:
+            continue
+        x, y = (batch, g.in_channels, *size), (batch, g.out_channels, *g.output_size(size))
+        strides = (
+            channels_last_strides(shape) if given[1] == 1 else contiguous_strides(shape)
+            for shape, given in ((x, problem.input), (y, problem.output))
+        )
+        input, output = strides
+        found.append(replace(problem, batch=batch, input_size=size, input=input, output=output))
+    positions = problem.batch * prod(problem.input_size)
+    return nearest(positions, ((each.batch * prod(each.input_size), each) for each in found))
 
 
 @lru_cache(maxsize=1024)
-def _chosen(problem: Problem, device: Device) -> Candidate | None:
-    """The build that the model predicts to be fastest."""
-    side = Side.of(problem)
-    found = candidates(side, copy_of(side), problem.item_bytes, device)
-    return min(found, key=lambda candidate: candidate.cycles(device), default=None)
+def _own(problem: Problem, device: Device) -> Choice | None:
+    """The build that the model predicts to be fastest for this volume."""
+    settings = (problem, replace(device, name=""))
+    found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
+    return found
+
+
+def _fastest(problem: Problem, device: Device) -> Choice | None:
+    found = min(_all(problem, device), key=lambda candidate: candidate.cycles(device), default=None)
+    return None if found is None else (found.build, found.rows)
+
+
+@lru_cache(maxsize=4096)
+def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
+    """A build with the box that suits the volume best, if one fits."""
+    build, rows = choice
+    for side, copy, of_rows in _sides(problem, device):
+        if of_rows == rows:
+            found = candidates_of(build, side, copy, problem.item_bytes, device, rows)
+            return min(found, key=lambda candidate: candidate.cycles(device), default=None)
+    return None
+
+
+def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]:
+    """What may be read: x as it is, and x written as rows of channels, where that can be."""
+    side, item = Side.of(problem), 16 // problem.item_bytes
+    copy = copy_of(side)
+    yield side, copy, False
+    if copy != PIECES and side.reduced % item == 0 and prod(side.x_size) <= INT32_MAX and device.workspace_bytes:
+        yield replace(side, x=channels_last_strides(_read(problem))), PIECES, True
+
+
+def _all(problem: Problem, device: Device) -> Iterator[Candidate]:
+    """Whatever can be built."""
+    for side, copy, rows in _sides(problem, device):
+        yield from candidates(side, copy, problem.item_bytes, device, rows)
 
 
 def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:
     """The best builds by the model, each with the better of its boxes."""
-    side = Side.of(problem)
-    best: dict[Build, Candidate] = {}
-    for each in candidates(side, copy_of(side), problem.item_bytes, device):
-        other = best.get(each.build)
+    best: dict[tuple[Build, bool], Candidate] = {}
+    for each in _all(problem, device):
+        other = best.get((each.build, each.rows))
         if other is None or each.cycles(device) < other.cycles(device):
-            best[each.build] = each
+            best[each.build, each.rows] = each
     return sorted(best.values(), key=lambda each: each.cycles(device))[:most]
 
 
@@ -230,6 +333,7 @@ def _main(found: Candidate) -> Launch:
         ("kStages", build.stages),
         ("kHaloBuffers", found.halo_buffers),
         ("kCopy", found.copy),
+        ("kRounds", found.rounds),
         ("kUnitC", side.x[1] == 1),
         ("kLastOut", side.y[4] != 1),
         ("kVectorStores", vector_stores),
@@ -243,18 +347,18 @@ def _main(found: Candidate) -> Launch:
             for name, attribute in (("Phases", "phases"), ("InputStep", "input_step"), ("OutputStep", "output_step"))
         ),
     )
-    forward = p.which is Pass.FORWARD
     return Launch(
         kernel="mma",
         constants=constants,
         grid=(found.grid, 1, 1),
         threads=build.threads,
         shared_bytes=found.shared_bytes,
-        pointers=("x", "workspace", "bias", "y") if forward else ("dy", "workspace", "null", "dx"),
+        pointers=("rows" if found.rows else "x", "workspace", "bias", "y"),
         scalars=padded(
             int64s(*side.x, *side.y),
-            int32s(*side.x_size, *side.y_size, *box.tile, *box.halo, box.plane, box.line, box.sheet, box.slots),
+            int32s(*side.x_size, *side.y_size, p.batch, box.items, *box.tile, *box.halo),
+            int32s(box.plane, box.line, box.sheet, box.slots),
             int32s(found.store_line, found.store_pitch, _store_lanes(found)),
-            *(divider(n) for n in (*box.tiles, box.tile[1], box.tile[2] // build.tiles_m, *box.halo[1:])),
+            *(divider(n) for n in (*box.tiles[1:], *box.tile[:2], box.tile[2] // build.tiles_m, *box.halo)),
         ),
     )

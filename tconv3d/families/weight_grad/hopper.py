@@ -344,7 +344,20 @@ class Layer:
         # Lines, if all that lies side by side in memory is of use. Small vectors may begin closer to the first tap.
         if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) == axis.stride:
             return self.lines(taps)
-        return Planes(Rows.of(axis, taps, 1 if self.elements_y else self.per_word), self.per_word, axis.stride)
+        return Planes(Rows.of(axis, taps, self.plane_start), self.per_word, axis.stride)
+
+    @property
+    def plane_start(self) -> int:
+        """Elements of dy that the first position of a plane is a multiple of, where positions are neighbours."""
+        return 1 if self.elements_y else self.per_word
+
+    def takes(self, piece: Words) -> bool:
+        """Whether x and dy can be copied the way that a tiling's taps along w read them."""
+        if piece.at_once != self.at_once:
+            return False
+        if piece.lines:
+            return piece.vector <= self.vector_y
+        return self.geometry.stride[2] > 1 or not any(start % self.plane_start for start in piece.offsets)
 
 
 @dataclass(frozen=True)
@@ -1060,7 +1073,9 @@ def forget() -> None:
 
 
 def _tiling_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, device: Device) -> float:
-    """Predicted; infinite if shared memory has no room for any box."""
+    """Predicted; infinite if the layer's tensors cannot be copied so, or if shared memory has no room for any box."""
+    if not all(layer.takes(piece) for piece in tiling.pieces):
+        return inf
     made = best_buffers(layer, tiling, size, device.shared_bytes)
     if made is None:
         return inf

@@ -49,6 +49,7 @@ LAYERS = {
     "padding crops whole taps": Layer(4, 4, (3, 3, 3), (5, 5, 5), T1, (3, 3, 3), batch=1),
     "many channels": Layer(72, 70, (2, 2, 4), (2, 2, 2), T1, batch=1, bias=False),
     "single voxel": Layer(4, 4, T1, T3, (2, 2, 2)),
+    "several batch items to a tile": Layer(16, 8, (2, 2, 3), T3, (2, 2, 2), T1, batch=7),
 }
 
 
@@ -65,6 +66,7 @@ def on_ampere(device: Device = AMPERE, precision: str = "tf32") -> Iterator[None
     executor.EMULATED, planner.FAMILIES = device, families()
     torch.backends.cudnn.conv.fp32_precision = precision
     executor.forget()
+    mma_planner.forget()
     try:
         with tconv3d.use_backend("emulator"):
             yield
@@ -114,6 +116,20 @@ def test_views_that_begin_anywhere(dtype: torch.dtype, memory_format: torch.memo
     with on_ampere():
         for each in (view, apart):
             checked(layer, dtype, [each, *rest])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_input_that_is_written_as_rows_of_channels_first(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mma_model, "LAUNCH_CYCLES", -1e9)  # as if it took no time
+    monkeypatch.setattr(mma_planner, "searched", lambda name, settings, search: search())
+    monkeypatch.setattr(mma_planner, "_own", mma_planner._own.__wrapped__)
+    layer = Layer(16, 24, (3, 3, 5), T3, (2, 2, 2), T1)
+    plans: list[str] = []
+    plan_of = mma_planner.plan_of
+    monkeypatch.setattr(mma_planner, "plan_of", lambda *given: plans.append(plan_of(*given).why) or plan_of(*given))
+    with on_ampere():
+        checked(layer, dtype, operands_of(layer, dtype, CONTIGUOUS))
+    assert len(plans) == 2 and all("written first" in why for why in plans)
 
 
 @pytest.mark.parametrize("shared_bytes", [49152, 101376, 166912, 232448])
@@ -189,6 +205,26 @@ def test_refusals_say_why() -> None:
         (replace(problem, input=(2**40, 1, 2**31, 2**30, 8)), a100, "32 bits"),
     ):
         assert words in (mma_planner.why_not(refused, device) or ""), words
+
+
+def test_a_new_volume_does_not_recompile() -> None:
+    """What is compiled for a layer's first volume and two typical ones is what other volumes get."""
+    planner.forget()
+    a100 = gpus.GPUS["A100"].device
+    first = problem_of("monai_64_16_32", Pass.FORWARD, "float32", last=False)
+    found = set()
+    for size in ((32, 32, 32), (30, 31, 33), (34, 36, 30), (28, 28, 28), (40, 33, 29)):
+        x, y = (4, 64, *size), (4, 16, *first.geometry.output_size(size))
+        input, output = contiguous_strides(x), contiguous_strides(y)
+        plan = planner.plan(replace(first, input_size=size, input=input, output=output), a100)
+        found.add(plan.launches[-1].constants)
+    assert plan.kernel == "mma" and len(found) <= 3
+    planner.forget()
+
+
+def test_small_volumes_share_a_tile() -> None:
+    problem = problem_of("gan_512_256_4", Pass.FORWARD, "float32", last=False)
+    assert "batch items" in mma_planner.plan(problem, gpus.GPUS["A100"].device).tile
 
 
 def test_an_input_gradient_has_a_source_for_each_phase_of_dy() -> None:
