@@ -48,6 +48,14 @@ KEPT: dict[str, list[Case]] = {
             weight=Memory("ndhwc", offset=1),
         )
     ],
+    "a turn that passes before all lanes of a warp have seen it": [
+        Case(
+            Layer(64, 48, (8, 7, 7), (1, 1, 1), bias=False),
+            input=Memory("ndhwc"),
+            order="reversed",
+        ),
+        Case(Layer(64, 8, (6, 9, 32), (1, 1, 1), batch=1, bias=False), dtype="float16", order="reversed"),
+    ],
     "a weight gradient's build of another volume": [
         Case(
             Layer(8, 16, size, (5, 5, 2), (2, 3, 1), (0, 0, 0), (1, 2, 0), (1, 2, 1), batch=1, bias=False),
