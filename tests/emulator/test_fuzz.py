@@ -15,6 +15,7 @@ import pytest
 import torch
 from fuzz import draw, shrink
 from fuzz.case import GRADIENTS, Case, Memory, line, parse
+from fuzz.families import FAVOURED
 from fuzz.guards import PAGE, Guards
 from fuzz.search import Search
 from fuzz.workers import Worker
@@ -47,6 +48,14 @@ KEPT: dict[str, list[Case]] = {
             Layer(40, 16, (1, 3, 7), (7, 3, 2), (1, 2, 2), output_padding=(0, 0, 1), batch=1, bias=False),
             weight=Memory("ndhwc", offset=1),
         )
+    ],
+    "a turn that passes before all lanes of a warp have seen it": [
+        Case(
+            Layer(64, 48, (8, 7, 7), (1, 1, 1), bias=False),
+            input=Memory("ndhwc"),
+            order="reversed",
+        ),
+        Case(Layer(64, 8, (6, 9, 32), (1, 1, 1), batch=1, bias=False), dtype="float16", order="reversed"),
     ],
     "a weight gradient's build of another volume": [
         Case(
@@ -125,6 +134,17 @@ def test_draws_reach_what_they_are_for() -> None:
     assert 0.3 < forced < 0.4
     assert {case.plans for case in cases} == {"", *draw.PLANS}
     assert {case.dtype for case in cases} == set(draw.DTYPES)
+    assert {case.favoured for case in cases} == set(FAVOURED)
+    dense = [case.layer for case in cases if case.input == case.grad == Memory("ndhwc") and case.weight.offset == 0]
+    assert {"up", "groups"} == {
+        kind
+        for layer in dense
+        for kind, met in (
+            ("up", layer.kernel == layer.stride and layer.in_channels % 8 == layer.out_channels % 8 == 0),
+            ("groups", layer.groups > 1 and layer.in_channels // layer.groups in range(2, 9) and layer.size[2] >= 12),
+        )
+        if met
+    }
     assert {case.layer.batch for case in cases} == {0, 1, 2, 3, 5}
     assert {name for case in cases for name in case.wanted} == set(GRADIENTS)
     assert {case.input.offset for case in cases if case.dtype == "float16"} == set(range(8))

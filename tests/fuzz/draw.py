@@ -26,7 +26,10 @@ PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # at most of one pass: the emulat
 MOST_ELEMENTS = 150_000  # of input or output
 DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
 PLANS = ("H200", "A100", "RTX 4090")
-DENSE = 0.35  # of all draws have dense tensors of one layout at multiples of 16 bytes: some families take no others
+# Draws of any layer, and of two kinds that some families are for: up-convolutions and small groups, mostly of dense
+# tensors of one layout at multiples of 16 bytes. Numbers are how often they come.
+KINDS = {"any": 14, "up": 4, "groups": 2}
+WIDTH = 12  # of small groups' lines at least: shorter ones go to other families
 
 # Kernel, stride, padding, output padding, dilation of layers that networks have, equal in all dimensions.
 USUAL = (
@@ -45,14 +48,15 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     """The cases of draw `number`. `plans`: those of the device at hand (""), and of GPUs for a third of the draws."""
     random = Random(f"{seed}:{number}")
     here = len(plans) == 1 or random.random() < 0.64
-    dtype = random.choice(DTYPES)
-    layer = _layer(random)
+    kind = random.choices(list(KINDS), list(KINDS.values()))[0]
+    dtype = random.choice(DTYPES if kind == "any" else DTYPES[:4])
+    layer = _layer(random, kind)
     epilogue = random.choices(("", "relu", "norm"), (6, 2, 2))[0]
     base = Case(
         layer,
         dtype=dtype,
         plans="" if here else random.choice(plans[1:]),
-        favoured=random.choice(("", *FAVOURED)),
+        favoured=random.choice(list(FAVOURED)),
         epilogue=epilogue,
         norm_groups=random.choice([n for n in range(1, layer.out_channels + 1) if layer.out_channels % n == 0]),
         affine=random.random() < 0.8,
@@ -62,9 +66,8 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
         tuple(n for n, b in zip(possible, bits, strict=True) if b) for bits in product((0, 1), repeat=len(possible))
     ]
     wanted = [(), tuple(possible), random.choice(subsets)]
-    dense = random.random() < DENSE
-    views = [_dense_views(random) if dense else _views(random) for _ in range(2)]
-    return [_case(random, base, wanted, views, dense) for _ in range(count)]
+    views = [_views(random) if kind == "any" else _dense_views(random) for _ in range(2)]
+    return [_case(random, base, wanted, views, kind != "any") for _ in range(count)]
 
 
 def has(case: Case, name: str) -> bool:
@@ -77,13 +80,14 @@ def has(case: Case, name: str) -> bool:
 # ---- the layer
 
 
-def _layer(random: Random) -> Layer:
+def _layer(random: Random, of: str) -> Layer:
     """With the smallest volume that it takes: size and batch are drawn with each case."""
     while True:
-        axes = _axes(random)
+        axes = _axes(random, of)
         kernel, stride, padding, extra, dilation = zip(*axes, strict=True)
-        ins, outs, groups = _channels(random, kernel == stride)
-        size: Triple = tuple(_least_size(*axis) for axis in axes)  # type: ignore[assignment]
+        ins, outs, groups = _channels(random, of)
+        d, h, w = (_least_size(*axis) for axis in axes)
+        size = (d, h, max(w, WIDTH) if of == "groups" else w)
         bias = random.random() < 0.7
         layer = Layer(ins, outs, size, kernel, stride, padding, extra, dilation, groups, 1, bias)  # type: ignore[arg-type]
         if prod(kernel) <= MOST_TAPS and fits(Case(layer), min(PRODUCTS)):
@@ -95,12 +99,12 @@ def _least_size(kernel: int, stride: int, padding: int, extra: int, dilation: in
     return max(1, 1 + -(-(1 + 2 * padding - dilation * (kernel - 1) - extra) // stride))
 
 
-def _axes(random: Random) -> list[Axis]:
+def _axes(random: Random, of: str) -> list[Axis]:
     kind = random.random()
-    if kind < 0.35:
+    if of == "up" or (of == "any" and kind < 0.1):  # every output has one tap
+        return [(size, size, 0, 0, 1) for size in (*random.choices((1, 2, 3, 4), k=2), random.choice((2, 2, 1, 3)))]
+    if of == "groups" or kind < 0.45:
         return [random.choice(USUAL)] * 3
-    if kind < 0.5:  # up-convolutions, where every output has one tap
-        return [(size, size, 0, 0, 1) for size in random.choices((1, 2, 2, 2, 3, 4), k=3)]
     return [_axis(random) for _ in range(3)]
 
 
@@ -113,17 +117,19 @@ def _axis(random: Random) -> Axis:
     return kernel, stride, padding, random.randrange(max(stride, dilation)), dilation
 
 
-def _channels(random: Random, up: bool) -> tuple[int, int, int]:
-    """Input channels, output channels, groups. Up-convolutions mostly have whole pieces of 16 bytes."""
-    kind = random.random()
-    if up and kind < 0.6:
+def _channels(random: Random, of: str) -> tuple[int, int, int]:
+    """Input channels, output channels, groups."""
+    if of == "up":
         return 8 * random.randint(1, 10), 8 * random.randint(1, 10), 1
+    if of == "groups":
+        groups = 2 * random.randint(1, 4)
+        return groups * random.choice((2, 3, 4, 8)), groups * random.choice((2, 4, 5, 8)), groups
+    kind = random.random()
     if kind < 0.1:  # depthwise
         groups = random.choice((1, 2, 3, 5, 8, 16, 24, 32, 33))
         return groups, groups * random.choice((1, 1, 2, 3)), groups
-    if kind < 0.25:
-        most = random.choice((8, 16))
-        groups, ins, outs = random.randint(2, 6), random.randint(1, most), random.randint(1, most)
+    if kind < 0.2:
+        groups, ins, outs = random.randint(2, 6), random.randint(1, 16), random.randint(1, 16)
         return groups * ins, groups * outs, groups
     return _width(random), _width(random), 1
 

@@ -427,6 +427,7 @@ inline void matrix_commit() {
   auto& issued = emulator::thread_state<EmulatedMultiplies>();
   if (issued.groups == 16) emulator::fail("more than 16 groups of matrix instructions at once");
   issued.committed[issued.groups++] = issued.size;
+  __syncwarp();  // Matrix instructions wait until all lanes of the warp execute them.
 }
 
 template <int kPending>

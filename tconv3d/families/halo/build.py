@@ -499,24 +499,18 @@ class Build:
         return self.stage_rows * self.program.parts
 
     @cached_property
-    def _depth_shifts(self) -> Counter[tuple[int, int]]:
+    def _depth_shifts(self) -> tuple[tuple[tuple[int, int], int], ...]:
         """How many panels read so many planes further on, and of which phase along d."""
         found: Counter[tuple[int, int]] = Counter()
         p = self.program
         for i, shifts in enumerate(p.shifts):
             source = i // len(p.patterns)
             found.update((p.sources[source][0].origin + d, p.phases[source][0]) for d, *_ in shifts)
-        return found
+        return tuple(found.items())
 
     def needed_panels(self, planes: range, size: int) -> float:
         """Of all, those by which some of these planes of positions read an input of so many."""
-        step = self.program.read_step[0]
-        needed = (
-            count
-            for (shift, phase), count in self._depth_shifts.items()
-            if any(0 <= (q + shift) * step + phase < size for q in planes)
-        )
-        return sum(needed) / sum(self._depth_shifts.values())
+        return _needed_panels(self._depth_shifts, self.program.read_step[0], planes, size)
 
     @property
     def skips(self) -> bool:
@@ -918,6 +912,12 @@ class Build:
             pointers=PACK.pointers(weight="weight", packed="workspace"),
             scalars=PACK.pack(stride=job.weight, group=job.weight_group, tap=job.weight_tap),
         )
+
+
+@lru_cache(maxsize=4096)  # A search asks for the same planes with hundreds of builds.
+def _needed_panels(shifts: tuple[tuple[tuple[int, int], int], ...], step: int, planes: range, size: int) -> float:
+    needed = (n for (shift, phase), n in shifts if any(0 <= (q + shift) * step + phase < size for q in planes))
+    return sum(needed) / sum(n for _, n in shifts)
 
 
 def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:

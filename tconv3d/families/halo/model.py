@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import inf, prod
 
 from ...planning.geometry import Axis
-from .build import SLAB, STEP_BYTES, Build, Tiling, VariantKind, ceil_div, tilings
+from .build import CHUNK, SLAB, STEP_BYTES, Build, Tiling, VariantKind, ceil_div, tilings
 from .job import Job
 
 
@@ -427,6 +427,9 @@ class Least:
             multiply += kind.panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
         return multiply + kind.panels / build.turns * min(costs.panel, costs.supplied, costs.streamed)
 
+    def _rounds(self, tiling: Tiling) -> float:
+        return ceil_div(tiling.slabs, self.build.round_slabs) * tiling.portion(self.build)
+
     def exceeds(self, tiling: Tiling, multiprocessors: int, most: float) -> bool:
         """Whether the tiling takes longer than that."""
         build, costs, p = self.build, self.costs, self.costs.overlap
@@ -435,12 +438,15 @@ class Least:
         if build.march:
             times = _planes(build, tiling, self.job, multiprocessors, costs)
         elif build.spread:
+            # No chunk costs less than the part of it that is never left out: most tilings end here.
+            if CHUNK * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
+                return True
             times = tiling.spread(build, self.job, multiprocessors).busiest / build.chunks
         elif build.own_shifts:
             times = tiling.work(build) / tiling.blocks(build, multiprocessors)
         else:
             times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
-        rounds = ceil_div(tiling.slabs, build.round_slabs) * tiling.portion(build)
+        rounds = self._rounds(tiling)
         if times * rounds * self.products > most:  # even where some are left out
             return True
         work = times * (rounds * self.round + of_a_tile)

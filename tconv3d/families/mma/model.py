@@ -27,6 +27,8 @@ COPY_INSTRUCTIONS = 8.0  # of a warp, to ask for one copy of each lane
 ROUND_INSTRUCTIONS = 2.0  # that round a word to TF32
 STORE_INSTRUCTIONS = 12.0  # of a warp, for one store of each lane
 STEP_CYCLES = 60.0  # a barrier
+JOB_CYCLES = 700.0  # from the loads of a job through registers until its words are in shared memory
+JOB_WORDS = 4  # of a thread, of a job: kJobWords of kernels/mma_copies.cuh
 ROW_CYCLES = 90.0  # that a warp waits for the first fragments of a row of taps
 BLOCK_CYCLES = 2500.0  # from a block's start to its first product, and until its last store is done
 TORN_STORES = 2.0  # times the memory cycles, where neighbours in memory are stored by different blocks
@@ -420,6 +422,9 @@ class Candidate:
         rows = len(self.work.rows)
         warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
         each = STEP_CYCLES * steps + ROW_CYCLES * rows / warps_of_scheduler
+        if self.copy == 2:  # a job is hidden behind each row of taps, the others are not
+            jobs = -(-self.box.halo_items * 8 * self.build.steps // (JOB_WORDS * self.build.threads))
+            each += JOB_CYCLES * sum(max(0, jobs - len(source.rows)) for source in self.work.sources)
         return BLOCK_CYCLES + each * self.chunks / len(self.work.phases)
 
     def _parts(self) -> tuple[float, ...]:

@@ -320,7 +320,10 @@ struct Up {
           sums, steps[kChunk % 2], stage, ptx::advance(b, kChunk * kChunkBytes), kChunk);
       stage.advance(C::kStages);
     });
-    if constexpr (kAhead == kChunks) ptx::barrier_wait(turn(who), parity);
+    if constexpr (kAhead == kChunks) {
+      ptx::barrier_wait(turn(who), parity);
+      __syncwarp();  // A lane that has not seen its turn before the other consumer is done would miss it.
+    }
     if (lane == 0) ptx::barrier_arrive(turn(1 - who));
     skip_tile(stage);
     ptx::matrix_wait<0>();
