@@ -358,8 +358,9 @@ struct HaloStores {
       const bool line = to.exists && deep(args, at, to.d + Config::kField(field, 0)) && h < args.output.h;
       const int output = me.lane % kLanes * kVector, phase = output % kWidth;  // phase of the first output
       const bool exists = line && w + phase < args.output.w;
+      // A vector ends inside its row of outputs, or rows are contiguous in memory.
       TCONV3D_ASSUME(!exists || w + phase + kVector <= args.output.w ||
-                     (Config::kStrideH == 1 && args.y_stride.h == args.output.w));  // rows may form one contiguous line
+                     (Config::kStrideH == 1 && args.y_stride.h == args.output.w));
       const int row = me.lane / kLanes, own = channel_of(row);
       Scalar* y = static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) + phase +
                   own * args.y_stride.c;

@@ -1,15 +1,15 @@
-// The halo kernel's arguments, and what a block works at: a tile of positions and a column tile, and the
-// slabs that consumers cut the tile into.
+// The halo kernel's arguments, and the work of a block: a tile of positions with a column tile, and the slabs
+// into which consumers cut the tile.
 #pragma once
 
 #include "halo_layout.cuh"
 
 namespace tconv3d {
 
-// Neighbours in a sequence of chunks that cost the same.
+// Consecutive chunks of a sequence that have the same cost.
 struct Stretch {
-  int chunks;  // how many they are
-  int cost;    // of each, whatever the unit
+  int chunks;  // number of chunks
+  int cost;    // cost of each chunk, in the unit of Args::share_cost
 };
 
 struct Args {
@@ -17,87 +17,89 @@ struct Args {
   const void* packed;
   const void* bias;
   void* y;
-  void* left;  // for another launch: moments, or sums of pieces (kSpread); null: nothing
+  void* left;  // memory for another launch: moments, or sums of pieces (kSpread), or null
   Strides x_stride, y_stride;
   Extent input, output;
   int batch;
 
   // The tile, chosen for this volume.
-  Extent tile;       // positions per dimension (marching: all of depth)
-  Extent halo;       // rows per dimension
-  int items;         // batch items in a tile
-  int near;          // of these, whose rows of a position are neighbours; others have lines of their own
-  int near_bits;     // of the number of items (at most 8) that neighbouring lanes load
-  int rows;          // of the halo: the product
-  int slabs;         // of 64 positions
-  int sheets;        // marching: batch items whose lines follow each other
-  int step_h;        // positions from tile to tile along h; runs: none,
-  int step_rows;     // but rows
-  int group_rows;    // from one group of 8 rows of a slab to the next
-  int run;           // rows of a run that slabs along w cut into pieces: rows past its end belong to nobody
+  Extent tile;     // positions per dimension (marching: all of depth)
+  Extent halo;     // rows per dimension
+  int items;       // batch items in a tile
+  int near;        // batch items whose rows of a position are neighbours; the others have lines of their own
+  int near_bits;   // log2 of the number of batch items (at most 8) that neighbouring lanes load
+  int rows;        // rows of the whole halo
+  int slabs;       // slabs of 64 positions in a tile
+  int sheets;      // marching: batch items whose lines form one run
+  int step_h;      // positions from tile to tile along h, or 0 for runs
+  int step_rows;   // rows from tile to tile of runs, or 0
+  int group_rows;  // rows from one group of 8 rows of a slab to the next
+  int run;         // rows that slabs along w divide; rows of a slab past this number have no outputs
   Extent slab_step;  // rows from slab to slab
-  int flat_slabs;    // whether a slab has positions of one sheet
-  int passes;        // of the consumers over the slabs
-  int work;          // tiles times column tiles; marching: planes of all tiles that blocks side by side share
-  int vector;        // neighbouring outputs that a store takes (contiguous along w): 1, 2 or 4, or 16 bytes
-  int vectors;       // of 16 bytes along w that the halo touches; none: it is loaded by positions
-  int whole_lines;   // whether every tile has whole lines: then what lies beside the input is not loaded:
-  int pairs;         // whether positions are loaded by two along w
-  int gaps;          // the same of runs, whose rows beside the input are cleared for every tile
-  int first_column;  // of the halo's columns those from this one on are,
-  int loaded;        // which makes so many positions (not vectors)
+  int flat_slabs;    // whether every slab has positions of one sheet only
+  int passes;        // passes of the consumers over the slabs of a tile
+  int work;  // tiles times column tiles (times portions); marching: planes of all tiles in a block's sequence
+  int vector;   // neighbouring outputs along w that a store takes: 1, 2, 4, or 16 bytes' worth
+  int vectors;  // 16-byte vectors along w that the halo touches, or 0 if it is loaded by positions
+  // Whether rows beside the input are the same in all halos: they are cleared once and not loaded.
+  int whole_lines;
+  int pairs;  // whether two neighbouring positions along w are loaded at once
+  int gaps;   // whether a run is loaded by vectors: rows beside the input are then cleared for every tile
+  int first_column;  // first column of the halo that is loaded
+  int loaded;        // positions of the halo that are loaded, if it is loaded by positions
   Divider by_columns;
   Divider slabs_w, slabs_h, tiles_w, tiles_h, tiles_d, halo_w, halo_h, halo_d, by_near, by_far, by_vectors;
 
-  // Marching: the planes of positions of all tiles are one sequence. Of its first part, blocks take whole
-  // tiles in turn; the rest they divide into equal shares, wherever a tile ends.
+  // Marching: the planes of positions of all tiles are one sequence. In its first part, blocks take whole
+  // tiles in turn; the rest is divided into equal shares, wherever a tile ends.
   int even;         // planes of the first part
   int share;        // planes of a share
   int beside;       // column tiles that neighbouring blocks compute
-  int pieces;       // into which shares cut a tile, at the most
-  int item_tiles;   // that touch a batch item, at the most
+  int pieces;       // largest number of pieces into which shares cut a tile
+  int item_tiles;   // largest number of tiles that touch a batch item
   Divider in_turn;  // column tiles that a block computes one after the other
 
-  long long moment_slots;  // moments of each band of channels that all tiles leave (halo_moments.cuh)
+  long long moment_slots;  // moments of each band of channels that all tiles store (halo_moments.cuh)
 
-  // kPortioned: a tile's chunks are divided among blocks, and y are the sums of each portion.
-  long long portion_pitch;  // of y, from portion to portion
+  // kPortioned: blocks divide a tile's chunks, and y holds the partial sums of each portion.
+  long long portion_pitch;  // elements of y from portion to portion
   int portions;
 
-  // kSpread: the chunks of all tiles are one sequence, the tiles at the ends of depth last, which have less
-  // to multiply. Of its first part (`even` chunks), blocks take whole tiles in turn; the rest they divide
-  // into shares that cost the same, wherever a tile ends.
+  // kSpread: the chunks of all tiles are one sequence. The tiles at the ends of depth, which have fewer
+  // products, come last. In the first part (`even` chunks), blocks take whole tiles in turn; the rest is
+  // divided into shares of equal cost, wherever a tile ends.
   int share_cost;
   int shares;
-  int first_tile;  // along d, or of the runs, the one that comes first; those before it are last
-  int sheet_rows;  // of the halo, from one plane to the next
+  // First tile of the sequence, along d or in the order of runs; the tiles before it come last.
+  int first_tile;
+  int sheet_rows;  // rows of the halo from one plane to the next
   Divider by_sheet, tiles_n;
-  Stretch first, second, third, fourth;  // of the rest
+  Stretch first, second, third, fourth;  // stretches of the rest of the sequence
 };
 
 template <class Config>
 struct HaloTile {
   using Layout = HaloLayout<Config>;
-  using Offset = typename IndexType<Config::kWide>::type;  // inside one channel's volume
+  using Offset = typename IndexType<Config::kWide>::type;  // offset inside one channel's volume
 
-  // What a block works at: a tile of positions and a column tile; marching: some planes of the tile.
+  // The current work of a block: a tile of positions and a column tile; marching: some planes of the tile.
   struct Place {
     int column_tile;
-    int n, d, h, w;  // the tile's first batch item and position (marching: d is the first output plane)
-    int first_plane, planes;  // steps of the march; one if there is none
+    int n, d, h, w;  // first batch item and position of the tile (marching: d is the first output plane)
+    int first_plane, planes;  // steps of the march; one step if there is none
     int last_output;          // marching: one past the last output plane
-    int tile;                 // its place among those of a batch item
-    int piece;                // marching: of the tile
-    int start;                // of a run: its first row
-    int portion, portions;    // of the tile's chunks
-    int from, to;             // kSpread: these chunks of the tile
+    int tile;                 // index of the tile among those of a batch item
+    int piece;                // marching: index of the piece of the tile
+    int start;                // first row of a run
+    int portion, portions;    // index and number of the portions of the tile's chunks
+    int from, to;             // kSpread: range of chunks of the tile
     int depths;               // kSpread: planes of positions that the tile touches
-    int share;                // whose piece it is
+    int share;                // kSpread: share that the piece belongs to
     __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
 
-    // Portions of a tile follow each other. Returns the number of the tile.
+    // Sets the portion of a unit of work and returns the tile; portions of a tile follow each other.
     __device__ __forceinline__ int take_portion(const Args& args, int unit) {
       if constexpr (!Config::kPortioned) return unit;
       const int tile = unit / args.portions;
@@ -105,7 +107,7 @@ struct HaloTile {
       portions = args.portions;
       return tile;
     }
-    // The portion's chunks are those from the first to before the end.
+    // The place has the chunks from first_chunk() to before end_chunk().
     __device__ __forceinline__ int first_chunk() const {
       if constexpr (Config::kSpread) return from;
       return Config::kPortioned ? portion * Layout::kChunks / portions : 0;
@@ -114,17 +116,19 @@ struct HaloTile {
       if constexpr (Config::kSpread) return to;
       return Config::kPortioned ? (portion + 1) * Layout::kChunks / portions : Layout::kChunks;
     }
-    // Whether it has all chunks of the tile; whether its sums are those that the others are added to.
+    // whole(): whether the place has all chunks of the tile. leads(): whether the other sums are added to its
+    // sums, so that they start from the bias.
     __device__ __forceinline__ bool whole() const { return !Config::kSpread || to - from == Layout::kChunks; }
     __device__ __forceinline__ bool leads() const {
       if constexpr (Config::kSpread) return from == 0;
       return !Config::kPortioned || portion == 0;
     }
-    // A share has at most one piece that does not begin its tile, its first; and one that does, its last.
+    // Returns where the partial sums of a piece go. A share has at most one piece that does not begin its
+    // tile, its first, and at most one that begins but does not end its tile, its last.
     __device__ __forceinline__ int slot() const { return 2 * share + (from == 0 ? 1 : 0); }
   };
 
-  // kSpread: where a share begins in the sequence.
+  // kSpread: returns where a share begins in the sequence of chunks.
   static __device__ __forceinline__ int share_start(const Args& args, int share) {
     int left = share * args.share_cost, start = args.even;
 #pragma unroll
@@ -138,13 +142,13 @@ struct HaloTile {
     return start;
   }
 
-  // The places of a block, one after the other. Blocks that march through whole tiles side by side meet in
-  // the cache: what they load and where their lines end. Shares of the rest let all of them end at the same
-  // time: where a share begins inside of a tile, the window's first planes are computed by two blocks.
+  // The sequence of places of a block. Blocks that march through neighbouring whole tiles at the same time
+  // share cache lines of the input and at the ends of output lines. Shares of the rest let all blocks end at
+  // the same time: where a share begins inside a tile, two blocks compute the window's first planes.
   struct Work {
-    int next;      // tile, or plane of positions, or chunk (kSpread)
-    int from = 0;  // kSpread: of the share, where it begins,
-    int to = 0;    // and ends
+    int next;      // next tile, or plane of positions (kMarch), or chunk (kSpread)
+    int from = 0;  // kSpread: first chunk of the share
+    int to = 0;    // kSpread: one past the last chunk of the share
 
     static __device__ __forceinline__ Work of_block(const Args& args) {
       if constexpr (Config::kSpread) {
@@ -160,8 +164,8 @@ struct HaloTile {
       if constexpr (Config::kSpread) return next < args.even || next < to;
       return turn() < end(args);
     }
-    // Variants with shifts of their own take different times: those that take longest come first, and the
-    // blocks that were first in one round are last in the next.
+    // Variants with their own shifts take different times: the longest come first, and the blocks that were
+    // first in one round are last in the next.
     __device__ __forceinline__ int turn() const {
       if constexpr (!Config::kOwnShifts) return next;
       const int blocks = static_cast<int>(gridDim.x), round = next / blocks;
@@ -185,7 +189,7 @@ struct HaloTile {
       }
     }
 
-    // Marching: which share is this block's, and planes of a tile.
+    // Marching: the index of this block's share, and the number of planes of a tile.
     static __device__ __forceinline__ int share(const Args& args) {
       return static_cast<int>(blockIdx.x) / args.beside;
     }
@@ -256,8 +260,8 @@ struct HaloTile {
       at.planes = 1;
       at.last_output = 0;
       if constexpr (Config::kMarch) {
-        // Plane i completes outputs [i*stride - padding, (i+1)*stride - padding), and feeds kWindow planes
-        // from there.
+        // Plane i completes outputs [i*stride - padding, (i+1)*stride - padding), and feeds kWindow output
+        // planes from i*stride - padding on.
         at.d = d * Config::kStrideD;
         const int last = at.d + (end(args) - next) * Config::kStrideD;
         at.last_output = last < args.output.d ? last : args.output.d;
@@ -275,7 +279,8 @@ struct HaloTile {
       const int count = static_cast<int>(tiles.divisor);
       return tile + first < count ? tile + first : tile + first - count;
     }
-    // kSpread: a tile that is a run of all lines of a batch item, wherever lines and planes end.
+    // kSpread: returns the place of a tile that is a run of all lines of a batch item, wherever lines and
+    // planes end.
     static __device__ __forceinline__ Place run_place(const Args& args, Place at, int tile) {
       const int run = divide(tile, args.tiles_n);
       at.n = tile - run * static_cast<int>(args.tiles_n.divisor);
@@ -290,14 +295,15 @@ struct HaloTile {
     }
   };
 
-  // Planes of a march that have input; those after them only complete outputs.
+  // Returns how many planes of a march have input; later planes only complete outputs.
   static __device__ __forceinline__ int fed_planes(const Args& args, const Place& at) {
     if constexpr (!Config::kMarch) return 1;
     const int left = (args.input.d + Config::kReadStepD - 1) / Config::kReadStepD - at.first_plane;
     return left < at.planes ? (left < 0 ? 0 : left) : at.planes;
   }
 
-  // Rows of a stage lie in this order: lines (sheets, then h), batch items that are not near, w, near items.
+  // Rows of a stage lie in this order: lines (sheets, then h), batch items that are not near, w, near batch
+  // items.
   struct RowPlace {
     int line, item, w;
   };
@@ -308,16 +314,18 @@ struct HaloTile {
     return {line, far * args.near + near, position - far_line * args.halo.w};
   }
 
-  // kSpread: the shifts of a pattern, in a source, by which some positions of a tile at this depth read
-  // planes of the input, or one; nobody loads or multiplies the panels of others. They are neighbours, for a
-  // pattern's shifts are in the order of d.
+  // kSpread: the shifts of a pattern in a source by which some positions of a tile at this depth read planes
+  // inside the input, or one shift if there are none. Panels of other shifts are neither loaded nor
+  // multiplied. The shifts are a range, because a pattern's shifts are in the order of d.
   struct Shifts {
     int first, end;
     static __device__ __forceinline__ Shifts of(const Args& args, int depth, int depths, int variant,
                                                 int source, int pattern) {
       const int start = Layout::first_shift(source, pattern);
       Shifts found{start, start + Layout::own_shifts(variant, source, pattern)};
-      const int origin = depth + Config::kOrigin(variant + source, 0);  // either has more than one
+      // Origins are indexed by variant or by source: a build has several variants or several sources, never
+      // both.
+      const int origin = depth + Config::kOrigin(variant + source, 0);
       const int left = args.input.d - Config::kReadPhase(source, 0) + Config::kReadStepD - 1;
       const int planes = left < 0 ? 0 : left / Config::kReadStepD;
       while (found.end - found.first > 1 && plane(variant, found.end - 1) + origin >= planes) --found.end;
@@ -329,13 +337,13 @@ struct HaloTile {
     }
   };
 
-  // The input that a row of the halo of a run has (kSpread), and whether somebody multiplies with its sheet.
+  // kSpread: the input coordinates of a row of a run's halo, and whether a product uses its sheet.
   struct RunInput {
     int d, h, w;
     bool inside, used;
   };
   static __device__ __forceinline__ RunInput run_input(const Args& args, const Place& at, int row) {
-    // Dilation leaves out planes: a run has sheets of every kSheetStep-th only.
+    // Dilation skips planes: a run has a sheet for every kSheetStep-th plane only.
     const int shift = divide(row, args.by_sheet) * Config::kSheetStep;
     const int place = row - shift * args.sheet_rows + at.start;
     const int line = divide(place, args.halo_w), sheet = divide(line, args.halo_h);
@@ -355,17 +363,17 @@ struct HaloTile {
     return found;
   }
 
-  // The plane of positions that the rows of a tile are counted from: those of a run (kSpread) from the first.
+  // Returns the plane of positions from which the rows of a tile are counted: plane 0 for a run (kSpread).
   static __device__ __forceinline__ int first_sheet(const Args& args, const Place& at) {
     return Config::kSpread && args.step_rows > 0 ? 0 : at.d;
   }
 
-  // 64 positions of a tile, the rows of one matrix instruction.
+  // A slab is 64 positions of a tile, the rows of one matrix instruction.
   struct Slab {
     bool exists;
-    int first;  // place of its first row in the run
-    int row;    // its first row in the stage
-    int sheet;  // the (first) sheet of the tile that it has positions of
+    int first;  // index of the slab's first row in the run
+    int row;    // first row of the slab in the stage
+    int sheet;  // (first) sheet of the tile that the slab has positions of
   };
   static __device__ __forceinline__ Slab slab(const Args& args, int index) {
     const int line = divide(index, args.slabs_w), w = index - line * static_cast<int>(args.slabs_w.divisor);
