@@ -1,4 +1,5 @@
-// All ones, for words that mean something only when they have been written.
+// Fills memory with all-ones words. Blocks of the next launch read all ones as "not written yet", and
+// counters start from them at -1.
 #pragma once
 
 #include "common.cuh"
@@ -6,7 +7,7 @@
 namespace tconv3d {
 
 struct Args {
-  void* words;  // of 16 bytes
+  void* words;  // words of 16 bytes
   long long count;
 };
 

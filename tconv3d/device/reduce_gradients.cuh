@@ -1,7 +1,7 @@
-// Adds the parts that a kernel leaves of several gradients, always in the same order, and writes the
-// gradients. Parts of one gradient lie side by side, each laid out like the result.
+// Adds the partial sums that a kernel stored for several gradients, always in the same order, and writes the
+// gradients. The parts of one gradient lie one after the other, each laid out like the result.
 //
-// A lane has four neighbouring elements. Of the eight warps of a block, `slices` share the parts of 128
+// A lane has four neighbouring elements. `slices` of the eight warps of a block share the parts of 128
 // elements.
 #pragma once
 
@@ -10,8 +10,8 @@
 namespace tconv3d {
 
 struct Gradient {
-  long long count;  // of elements
-  long long pitch;  // from part to part: a multiple of four
+  long long count;  // number of elements
+  long long pitch;  // elements from part to part: a multiple of four
   int parts, slices;
   int first_block, blocks;
 };
@@ -19,10 +19,10 @@ struct Gradient {
 struct Args {
   const void *first_parts, *second_parts, *third_parts;
   void *first_result, *second_result, *third_result;
-  Gradient first, second, third;  // those that there are not have no blocks
+  Gradient first, second, third;  // a gradient that is not wanted has no blocks
 };
 
-// One of three.
+// Returns one of three values, chosen at compile time.
 template <int kWhich, class T>
 __device__ __forceinline__ const T& choose(const T& first, const T& second, const T& third) {
   if constexpr (kWhich == 0) return first;
