@@ -49,9 +49,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return larger;
 }
 
-// Computes total += scale * term and sets `term` to the rounding error of the addition. If the error is NaN
-// or infinite, `term` becomes finite, so that an infinite total stays infinite. One block of assembly keeps
-// few registers live.
+// Computes total += scale * term and sets `term` to the rounding error, limited to finite values, so that an
+// infinite total stays infinite. One block of assembly keeps few registers live.
 __device__ __forceinline__ void add_keeping_rest(float& total, float& term, float scale) {
   asm volatile(
       "{ .reg .f32 sum, rest;\n"
@@ -124,8 +123,8 @@ __device__ __forceinline__ unsigned shifted(unsigned word, unsigned after, unsig
   return result;
 }
 
-// Stores four transposed 8x8 matrices of 16-bit numbers. Lane 4*c + q has rows 2*q and 2*q + 1 of column c,
-// of matrix m in word m; row r of matrix m is written to the 16-byte aligned address of lane 8*m + r.
+// Stores four transposed 8x8 matrices of 16-bit numbers. Lane 4*c + q has rows 2*q and 2*q + 1 of column c of
+// matrix m in word m; row r of matrix m goes to the 16-byte aligned address that lane 8*m + r gives.
 __device__ __forceinline__ void store_transposed(unsigned address, uint4 words) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                :
@@ -180,8 +179,7 @@ __device__ __forceinline__ void store_global_if(bool condition, void* address, u
       : "l"(__cvta_generic_to_global(address)), "r"(value), "r"(condition ? 1u : 0u));
 }
 
-// ---- Streaming accesses to global memory (.cs), for data that is not needed again soon: caches evict it
-// first.
+// ---- Streaming accesses to global memory (.cs) for data not needed again soon: caches evict it first.
 
 __device__ __forceinline__ void store_passing(void* address, uint4 value) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};"
@@ -229,8 +227,7 @@ __device__ __forceinline__ unsigned take_turn(unsigned* turns) {
   return before + 1;
 }
 
-// Adds one to a counter and returns its new value if fewer than `end` turns have been taken; otherwise
-// returns `end`.
+// Takes a turn as take_turn does if fewer than `end` turns have been taken; otherwise returns `end`.
 __device__ __forceinline__ unsigned take_turn_below(unsigned* turns, unsigned end) {
   unsigned last = *static_cast<volatile unsigned*>(turns);
   while (last + 1 < end) {
@@ -370,8 +367,7 @@ __device__ __forceinline__ bool elected(int) {
   return own != 0;
 }
 
-// The copy engine copies `bytes` (a multiple of 16) from global to shared memory and counts them at a
-// barrier.
+// The copy engine copies `bytes` (a multiple of 16) from global to shared memory, counted at a barrier.
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -379,9 +375,8 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
       : "memory");
 }
 
-// The copy engine copies `bytes` (a multiple of 16) from shared to global memory. bulk_commit() makes a group
-// of the thread's copies since the last commit; bulk_wait_read() waits until all groups have been read from
-// shared memory.
+// The copy engine copies `bytes` (a multiple of 16) from shared to global memory. bulk_commit() groups the
+// copies since the last commit; bulk_wait_read() waits until the sources of all groups have been read.
 __device__ __forceinline__ void bulk_store(void* to, unsigned from, unsigned bytes) {
   asm volatile(
       "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
@@ -393,8 +388,7 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// Synchronizes the 128 threads of a warpgroup: writes before it are visible after it. `which` is the number
-// of a hardware barrier, 1 to 15.
+// Synchronizes the 128 threads of a warpgroup, with their writes. `which`: hardware barrier 1 to 15.
 __device__ __forceinline__ void warpgroup_sync(int which) {
   asm volatile("bar.sync %0, 128;" ::"r"(which) : "memory");
 }
@@ -404,8 +398,7 @@ __device__ __forceinline__ void warpgroup_sync(int which) {
 // The next launch, if it may overlap, begins when all blocks have called this or have ended.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// Waits until the previous launch has ended and its writes are visible. Returns at once if this launch does
-// not overlap it.
+// Waits until the previous launch, if this one overlaps it, has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_launch() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -459,11 +452,10 @@ __device__ __forceinline__ void matrix_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// MatrixMultiply<N>::issue<operand>(sums, a, b) multiplies 64 rows of A with N rows of B, 32 bytes of each,
-// and adds to `sums`. A thread has N / 2 sums: 4 for every 8 columns, at rows lane/4 and lane/4 + 8 of the
-// warp's 16 and columns 2*(lane%4) and 2*(lane%4) + 1. A is a descriptor, or four words per lane in
-// registers, laid out as in warp_multiply for the warp's 16 rows; these registers must not change before
-// matrix_wait.
+// MatrixMultiply<N>::issue<operand>(sums, a, b) adds 64 rows of A times N rows of B, 32 bytes of each, to
+// `sums`. A thread has N / 2 sums: 4 for every 8 columns, at rows lane/4 and lane/4 + 8 of the warp's 16,
+// columns 2*(lane%4) and the next. A is a descriptor, or four words per lane in registers, laid out as in
+// warp_multiply for the warp's 16 rows; these registers must not change before matrix_wait.
 template <int kColumns>
 struct MatrixMultiply;
 
@@ -639,8 +631,7 @@ __device__ __forceinline__ void call_into_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// Loads 16 bytes that the kernel does not write and whose neighbours are read soon: 256 bytes are prefetched
-// into L2.
+// Loads 16 bytes that the kernel does not write, and prefetches 256 bytes around them into L2.
 __device__ __forceinline__ uint4 load_calling(const void* address) {
   uint4 value;
   asm volatile("ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -649,8 +640,7 @@ __device__ __forceinline__ uint4 load_calling(const void* address) {
   return value;
 }
 
-// ---- Asynchronous copies (cp.async, sm_80): 1, 2 or 4 words from global to shared memory, without
-// registers.
+// ---- Asynchronous copies (cp.async, sm_80): 1, 2 or 4 words from global to shared memory.
 
 // Copies words, or writes zeros if not `inside`; `from` must be a valid address even then.
 template <int kWords>
@@ -673,8 +663,7 @@ __device__ __forceinline__ void copy_words_once(void* to, const void* from, bool
   }
 }
 
-// Copies words whose neighbours are read soon, or writes zeros if not `inside`: copies of 16 bytes prefetch
-// their 128-byte line into L2.
+// Copies words, or writes zeros if not `inside`: copies of 16 bytes prefetch their 128-byte line into L2.
 template <int kWords>
 __device__ __forceinline__ void copy_words_of_line(void* to, const void* from, bool inside) {
   if constexpr (kWords == 4) {
@@ -706,8 +695,7 @@ __device__ __forceinline__ void copy_word(unsigned to, const void* from, bool in
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Arrives at a barrier in shared memory when all asynchronous copies that this thread has issued are
-// complete.
+// Arrives at a barrier in shared memory when all copies that this thread has issued are complete.
 __device__ __forceinline__ void copy_arrive(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }

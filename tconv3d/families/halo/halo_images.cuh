@@ -1,13 +1,13 @@
 // How the halo kernel's consumers store rows of outputs that begin at any address (kBuffers > 0).
 //
 // A row of outputs whose length is no multiple of 16 bytes has no aligned vectors that a warp could store
-// directly from its registers, and stores of single outputs are many and write partial sectors. So a consumer
-// that has a line of positions, or a part of one, first writes its sums of all rows of an output plane, for
-// every channel, to images in shared memory. An image is a copy of a row. The row's first aligned vector in
-// global memory lies 16 bytes after the beginning of its image, so that vectors of the image are aligned as
-// well. Two neighbouring phases are written together at a multiple of their joint size, so an image may lie
-// one output further on: it is moved. The warps read vectors out of the images, move them back by one output
-// where needed, and store them; single lanes store the few outputs at the two ends of a row.
+// directly from its registers, and stores of single outputs are many and write partial sectors. Each
+// consumer has a line of positions, or a part of one. It first writes its sums of all rows of an output
+// plane, for every channel, to images in shared memory. An image is a copy of a row. The row's first aligned
+// vector in global memory lies 16 bytes after the beginning of its image, so that vectors of the image are
+// aligned as well. Two neighbouring phases are written together at a multiple of their joint size, so an
+// image may lie one output further on: it is moved. The warps read vectors out of the images, move them back
+// by one output where needed, and store them; single lanes store the few outputs at the two ends of a row.
 //
 // There are two buffers of images: while a warp reads one, others fill the next, and one barrier of the
 // consumer for each plane keeps them apart.

@@ -1,5 +1,6 @@
-// How rows of outputs that begin at any address leave a block as few long runs (kJoint). This is for builds
-// that take input lines as they lie in memory (halo_lines.cuh), whose producers have few loads to issue.
+// How rows of outputs that begin at any address leave a block as few long runs (kJoint). Such
+// builds take input lines as they lie in memory (halo_lines.cuh), so that their producers have few loads to
+// issue.
 //
 // A tile has whole lines, so that all rows of a channel in a plane of outputs are one run of memory,
 // whichever consumer computes which part of it. Consumers write their sums to an image of the run in shared

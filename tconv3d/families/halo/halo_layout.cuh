@@ -72,11 +72,13 @@ struct HaloLayout {
   static_assert(Config::kFields % Config::kUnitFields == 0 && kUnitColumns <= 256,
                 "columns of an instruction");
 
-  // Maps the output channels of a field to its columns. Of every 8 columns, the accumulators of a lane hold
-  // two. For channels-last outputs (kLaneChannels > 2) the channels of a block of columns are dealt out so
-  // that each lane has neighbouring channels; blocks are as large as still fit the field. With kLaneChannels
-  // == 1 a lane has every fourth channel, as the images of long runs need it (halo_joint.cuh).
-  // Returns how many neighbouring channels a lane has in the block that begins at column `first`.
+  // The output channels of a field are mapped to its columns as follows. A lane's accumulators hold two of
+  // every 8 columns. For channels-last outputs (kLaneChannels > 2) each lane gets neighbouring channels of a
+  // block of columns; blocks are as large as still fit the field. For kLaneChannels == 1 a lane has every
+  // fourth channel, as the images of long runs need it (halo_joint.cuh).
+  //
+  // block_channels() returns how many neighbouring channels a lane has in the block that begins at column
+  // `first`.
   static __device__ constexpr int block_channels(int first) {
     int own = Config::kLaneChannels;
     while (4 * own > Config::kOutTile - first) own /= 2;

@@ -87,10 +87,9 @@ struct HaloLines {
     return false;
   }
 
-  // ---- One warp of the producers copies.
-  // With kOneAsks one lane issues the bulk copies of all channels, otherwise each lane those of its channel.
-  // Chosen by measurement on an H200: for 16-bit types one lane takes a third of the time; for float32 one
-  // lane is 9% faster on one layer and 4% slower on another.
+  // ---- One warp of the producers copies. With kOneAsks one lane issues the bulk copies of all channels,
+  // otherwise each lane those of one channel. One lane takes a third of the time. Only 16-bit types use it:
+  // in float32 it saves up to 9% of the time of some layers and costs 4% of others on an H200.
   static constexpr bool kOneAsks = kItem == 2;
 
   static __device__ __forceinline__ void copy(const Args& args, const Shared& shared, int lane) {
@@ -174,7 +173,7 @@ struct HaloLines {
   // channels in a step.
   static constexpr int kWords = kHaloWords.count() + Config::kReadStepW;
   // kAtOnce is the number of steps whose loads are in flight together. kSets is the number of register sets
-  // of operands: matrix instructions that read one set are in flight while the next is loaded.
+  // for operands: one set is loaded while matrix instructions read the others.
   static constexpr int kAtOnce = Config::kStepsAtOnce, kSets = Config::kOperandSets;
   // With 16-bit types a lane loads kPairWords words from kFirstWord on, which cover its four positions, for
   // each of its four channels in a step.

@@ -113,7 +113,7 @@ struct HaloPositions {
 };
 
 // A batch of input contiguous along w (or with any strides): a lane has one position, and gathers pieces of
-// its channels, each channel from all parts, which are neighbours in memory.
+// channels, each channel from all parts, which are neighbours in memory.
 template <class Config>
 struct BatchByPosition {
   using Positions = HaloPositions<Config>;

@@ -94,8 +94,7 @@ struct HaloShared {
     return barrier(2 * Config::kStages + Config::kSlots + i);
   }
 
-  // Consumers arrive at image_full() when they have filled an image, producers at image_empty() when they
-  // have stored it.
+  // Consumers arrive at image_full() after filling an image, producers at image_empty() after storing it.
   __device__ __forceinline__ unsigned image_full(unsigned i) const { return barrier(kRingBarriers + 2 + i); }
   __device__ __forceinline__ unsigned image_empty(unsigned i) const {
     return barrier(kRingBarriers + 2 + kJointBuffers + i);

@@ -62,8 +62,8 @@ struct HaloStores {
            static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
            static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w);
   }
-  // Returns the offset, in elements, from phase 0 of a position in the tile's first channel to a field of one
-  // of the tile's groups.
+  // Returns the offset, in elements, of a field of one of the tile's groups from phase 0 of a position in the
+  // tile's first channel.
   static __device__ __forceinline__ long long field_start(const Args& args, int group, int field) {
     return group * Config::kOut * args.y_stride.c +
            offset(args, Config::kField(field, 0), Config::kField(field, 1), Config::kField(field, 2));
@@ -176,8 +176,8 @@ struct HaloStores {
                                    Config::kPartner(0) >= 0;
   // A warp has two lines of positions. If these are near each other in memory (kExchanges), lanes exchange
   // half of their words, so that an access covers both lines of two channels instead of one line of four
-  // channels: the time of an access grows with the number of cache lines it writes.
-  // Bytes between the two lines up to which the exchange is faster, by measurement on an H200.
+  // channels: the time of an access grows with the number of cache lines it writes. kNear is the distance in
+  // bytes up to which the exchange is faster, by measurement on an H200.
   static constexpr int kNear = 128;
   template <bool kExchanges>
   static __device__ __forceinline__ void store_in_place(const Args& args, const Place& at, const Writer& me,

@@ -27,8 +27,8 @@ struct HaloSums {
   }
 
   // Returns a zero that the compiler cannot know to be one. Adding it to an initial value makes a new value.
-  // A mere copy would be one value in two registers, for which the compiler serializes matrix instructions
-  // that could overlap.
+  // A mere copy would be one value in two registers, and then the compiler would serialize matrix
+  // instructions that could overlap.
   static __device__ __forceinline__ float nothing(const Args& args) {
     return ptx::bits_to_float(static_cast<unsigned>(args.batch >> 31));
   }
@@ -54,12 +54,12 @@ struct HaloSums {
       return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));
     }
   };
-  // Where there are few channels, a lane keeps the bias of all tiles in registers, two channels to a word. A
-  // load at the beginning of a tile would wait for the stores of the previous tile.
+  // Where there are few channels, a lane keeps the bias of all tiles in registers, two channels to a word;
+  // more than two consumers leave too few registers. A load at the beginning of a tile would wait for the
+  // stores of the previous tile.
   static constexpr bool kKeepsBias =
       Config::kBias && Config::kCopied && !Config::kResident && sizeof(Scalar) == 2 && Config::kGroups == 1 &&
       Config::kOutTiles * Config::kOutTile <= 256 && !Config::kMarch && !Config::kPortioned &&
-      // More consumers leave too few registers.
       !Config::kSpread && !Config::kDivided && Config::kConsumers == 2;
   struct Kept {
     static constexpr int kWords = Config::kOutTile / 8;

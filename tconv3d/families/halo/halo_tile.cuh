@@ -142,9 +142,9 @@ struct HaloTile {
     return start;
   }
 
-  // The sequence of places of a block. Blocks that march through neighbouring whole tiles at the same time
-  // share cache lines of the input and at the ends of output lines. Shares of the rest let all blocks end at
-  // the same time: where a share begins inside a tile, two blocks compute the window's first planes.
+  // The sequence of places of a block. Blocks that march through neighbouring whole tiles in parallel share
+  // cache lines of the input and at the ends of output lines. Shares of the rest let all blocks end together:
+  // where a share begins inside a tile, two blocks compute the window's first planes.
   struct Work {
     int next;      // next tile, or plane of positions (kMarch), or chunk (kSpread)
     int from = 0;  // kSpread: first chunk of the share
