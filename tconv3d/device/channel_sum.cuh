@@ -1,6 +1,6 @@
-// The bias gradient: the sum of dy over batch and volume for every channel.
+// Computes the bias gradient: the sum of dy over batch and volume for every channel.
 //
-// A warp works alone on one part of the positions. Its lanes are 32 neighbouring positions of one channel, in
+// A warp sums one part of the positions alone. Its lanes take 32 neighbouring positions of one channel, in
 // vectors of 16 bytes where the volume of a channel is one contiguous run (kDense), or, for channels-last
 // tensors, one position of 32 neighbouring channels. reduce.cuh adds the parts in a fixed order.
 #pragma once

@@ -1,12 +1,13 @@
-// Words that all kernels share: storage types, strided views, vectors, compile-time loops.
+// Definitions that all kernels share: storage types, strided views, vectors, compile-time loops.
 #pragma once
 
 #include "ptx.cuh"
 
 namespace tconv3d {
 
-// States what a kernel relies on where no access shows it. The emulator checks it, and so do kernels that are
-// compiled with the environment variable TCONV3D_CHECKED (compiler.py); elsewhere nothing is computed.
+// States an assumption of a kernel that no memory access would reveal. The emulator checks it, and so do
+// kernels compiled with the environment variable TCONV3D_CHECKED (compiler.py); elsewhere it generates no
+// code.
 #ifdef TCONV3D_EMULATOR
 #define TCONV3D_ASSUME(condition) \
   if (!(condition)) emulator::trap({#condition " does not hold", __FILE__, __LINE__})
@@ -68,8 +69,8 @@ struct Narrow<BFloat16> {
   }
 };
 
-// N neighbours in memory, moved by as few and as wide accesses as N and the type allow (16 bytes at the
-// most).
+// N neighbours in memory, moved by as few and as wide accesses as N and the type allow (at most 16 bytes
+// each).
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   static_assert((N & (N - 1)) == 0, "a vector has a power of two elements");
@@ -80,8 +81,8 @@ __device__ __forceinline__ Vector<T, N> load_vector(const T* address) {
   return *reinterpret_cast<const Vector<T, N>*>(address);
 }
 
-// To global memory, by one access: left to itself the compiler stores many a vector element by element, and
-// each of these stores fills a part of every sector.
+// Stores a vector to global memory by one access. The compiler by itself stores many vectors element by
+// element, and each of these stores writes partial sectors.
 template <class T, int N>
 __device__ __forceinline__ void store_vector(T* address, const Vector<T, N>& vector) {
   if constexpr (sizeof(vector) == 16) {
@@ -95,7 +96,8 @@ __device__ __forceinline__ void store_vector(T* address, const Vector<T, N>& vec
   }
 }
 
-// Two neighbours, or only the first. kAligned: always two, whose address is a multiple of their size.
+// Stores two neighbours, or only the first. kAligned: always two, at an address that is a multiple of their
+// size.
 template <bool kAligned, class Scalar>
 __device__ __forceinline__ void store_pair(Scalar* to, const Vector<Scalar, 2>& both, bool second) {
   if (kAligned || (second && reinterpret_cast<unsigned long long>(to) % sizeof(both) == 0)) {
@@ -106,8 +108,8 @@ __device__ __forceinline__ void store_pair(Scalar* to, const Vector<Scalar, 2>& 
   }
 }
 
-// The strides of a 5-D tensor in elements. Always 64 bits here: kernels narrow them when the planner has
-// proved that every offset fits 32 bits.
+// The strides of a 5-D tensor in elements. They are always 64-bit here: kernels narrow them when the planner
+// has proved that every offset fits 32 bits.
 struct Strides {
   long long n, c, d, h, w;
 };
@@ -116,7 +118,8 @@ struct Extent {
   int d, h, w;
 };
 
-// Division of n < 2^31 by an invariant: a multiplication and a shift (the planner makes the factors).
+// Divides n < 2^31 by a divisor that is constant for a launch, by a multiplication and a shift (the planner
+// computes the factors).
 struct Divider {
   unsigned divisor, multiplier, shift;
 };
@@ -127,7 +130,7 @@ __device__ __forceinline__ int divide(int n, const Divider& by) {
 }
 __device__ __forceinline__ long long divide(long long n, const Divider& by) { return n / by.divisor; }
 
-// 32-bit or 64-bit offsets.
+// The type of offsets: 32 or 64 bits.
 template <bool kWide>
 struct IndexType {
   using type = int;

@@ -5,8 +5,8 @@
 
 namespace tconv3d {
 
-// The walk's bounds and its step, written as digits in the base of the volume's size (each digit below its
-// size).
+// The bounds and the step of a walk. The step is written as digits (n, d, h, w) in the mixed base of the
+// volume's size, so that each digit is below its size.
 struct Walk {
   Extent size;
   Extent step;
@@ -47,7 +47,7 @@ struct Cursor {
   }
 };
 
-// The part [begin, end) of `total` that split `split` of `splits` has.
+// The part [begin, end) of `total` that belongs to split `split` of `splits`.
 template <class Index>
 struct Part {
   Index begin, end;
@@ -59,7 +59,7 @@ struct Part {
   }
 };
 
-// The sum over the lanes of a warp, in every lane, always added in the same order.
+// Returns the sum over the lanes of a warp to every lane, always added in the same order.
 template <class Acc>
 __device__ __forceinline__ Acc warp_sum(Acc value) {
 #pragma unroll

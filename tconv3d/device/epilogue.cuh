@@ -1,9 +1,9 @@
-// What happens to a finished sum before it is rounded and stored: the kernels of the forward pass take one of
-// these as Config::Epilogue.
+// Epilogues: operations on a finished sum before it is rounded and stored. The kernels of the forward pass
+// take one of these structs as Config::Epilogue.
 //
-// An epilogue is an activation (`apply`), and says whether the kernel also leaves the moments of what it
-// stores (moments.cuh): a norm that follows needs them, and here they cost no pass over memory. Another
-// activation is another struct.
+// An epilogue is an activation (`apply`), and says whether the kernel also stores the moments of its outputs
+// (moments.cuh) for a norm layer that follows, which saves a pass over memory. A new activation is a new
+// struct.
 #pragma once
 
 #include "common.cuh"

@@ -1,4 +1,5 @@
-// All ones, for words that mean something only when they have been written.
+// Fills memory with all-ones words. Blocks of the next launch read all ones as "not written yet", and
+// counters start from them at -1.
 #pragma once
 
 #include "common.cuh"

@@ -1,4 +1,4 @@
-// The moments of some values: how many there are, and their sums relative to a shift close to their mean.
+// The moments of some values: their number, and their sums relative to a shift close to their mean.
 //
 // A plain sum of squares loses the variance of values whose mean is large. Deviations from a shift near the
 // mean do not, and neither does any combination of moments with different shifts (statistics.cuh).
@@ -11,9 +11,9 @@ namespace tconv3d {
 template <class Acc>
 struct alignas(16) Moments {
   Acc count, shift;
-  Acc sum, squares;  // of value - shift
+  Acc sum, squares;  // sums of value - shift and of its square
 
-  // Adds moments of other values, whose shift is another: value - shift == (value - other.shift) + step.
+  // Adds moments of other values, which have another shift: value - shift == (value - other.shift) + step.
   __device__ __forceinline__ void add(const Moments& other) {
     if (count == 0) shift = other.shift;
     const Acc step = other.shift - shift;

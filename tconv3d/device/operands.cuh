@@ -1,28 +1,29 @@
-// Values on their way from memory to tensor cores.
+// Conversion of values from memory to operands of tensor cores.
 #pragma once
 
 #include "common.cuh"
 
 namespace tconv3d {
 
-// The bits that a matrix instruction takes for a number.
+// OperandOf<Scalar>::bits returns the bits that a matrix instruction takes for a number.
 template <class Scalar>
 struct OperandOf;
 template <>
 struct OperandOf<float> {
   static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
-  // Tensor cores take the upper 19 bits, so half a unit of the last of these rounds to nearest, ties away
-  // from zero: two instructions, where the conversion takes four. Infinities and NaN stay what they are.
+  // Tensor cores read the upper 19 bits, so adding half a unit of the last of these bits rounds to nearest,
+  // ties away from zero. This takes two instructions, where the conversion instruction takes four. Infinities
+  // and NaN are unchanged.
   static __device__ __forceinline__ unsigned bits(float value) {
     const float power = ptx::bits_to_float(ptx::float_to_bits(value) & 0xFF800000u);
     return ptx::float_to_bits(power * 0x1p-11f + value);
   }
 };
-// A float as a sum of two TF32 numbers, to the last bit or two. The high half is never infinite: what is
-// infinite is so in the low half alone, or infinity minus infinity would be NaN.
+// A float as a sum of two TF32 numbers, exact up to the last bit or two. The high half is never infinite: an
+// infinite value is infinite in the low half alone, because infinity minus infinity would be NaN.
 struct Halves {
   static __device__ __forceinline__ unsigned high(float value) {
-    constexpr float kLargest = 0x1.FFCp127f;  // TF32
+    constexpr float kLargest = 0x1.FFCp127f;  // largest finite TF32 number
     return OperandOf<float>::bits(value > kLargest ? kLargest : value < -kLargest ? -kLargest : value);
   }
   static __device__ __forceinline__ unsigned low(float value) {
@@ -40,7 +41,7 @@ struct OperandOf<BFloat16> {
   static __device__ __forceinline__ unsigned bits(BFloat16 value) { return value.bits; }
 };
 
-// A load of memory that nobody writes while the kernel runs.
+// Loads memory that nobody writes while the kernel runs.
 __device__ __forceinline__ float load_constant(const float* address) { return __ldg(address); }
 template <class Scalar>
 __device__ __forceinline__ Scalar load_constant(const Scalar* address) {

@@ -29,7 +29,7 @@ __device__ __forceinline__ unsigned short float_to_bfloat16(float value) {
   return bits;
 }
 
-// Two at once, the first in the low half.
+// Converts two floats to two 16-bit numbers in one word, the first in its low half.
 __device__ __forceinline__ unsigned floats_to_halves(float first, float second) {
   unsigned bits;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
@@ -42,28 +42,28 @@ __device__ __forceinline__ unsigned floats_to_bfloat16s(float first, float secon
   return bits;
 }
 
-// The larger one, or NaN if either is.
+// Returns the larger number, or NaN if either is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
 }
 
-// total += scale * term, after which `term` is what the addition rounded off; something finite, if that is
-// not a number, so that an infinite total stays infinite. As one block, so that few registers are in use.
+// Computes total += scale * term and sets `term` to the rounding error, limited to finite values, so that an
+// infinite total stays infinite. One block of assembly keeps few registers live.
 __device__ __forceinline__ void add_keeping_rest(float& total, float& term, float scale) {
   asm volatile(
       "{ .reg .f32 sum, rest;\n"
       "fma.rn.f32 sum, %1, %2, %0;\n"
       "sub.rn.f32 rest, %0, sum;\n"
       "fma.rn.f32 rest, %1, %2, rest;\n"
-      "min.xorsign.abs.f32 %1, rest, 0f73800000;\n"  // 2^104
+      "min.xorsign.abs.f32 %1, rest, 0f73800000;\n"  // 2^104 limits the rounding error
       "mov.f32 %0, sum; }"
       : "+f"(total), "+f"(term)
       : "f"(scale));
 }
 
-// ---- Shared memory as PTX addresses it.
+// ---- Shared memory, by addresses in the shared state space.
 
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
@@ -84,7 +84,7 @@ __device__ __forceinline__ void store_shared(unsigned address, uint4 value) {
                : "memory");
 }
 
-// Without a branch.
+// Stores if the condition holds, without a branch.
 __device__ __forceinline__ void store_shared_if(bool condition, unsigned address, unsigned value) {
   asm volatile(
       "{ .reg .pred condition;\n"
@@ -104,7 +104,7 @@ __device__ __forceinline__ void store_shared_if(bool condition, unsigned address
       : "memory");
 }
 
-// Of two words the low halves, or the high ones.
+// Returns the low halves of two words, or the high halves, as one word.
 __device__ __forceinline__ unsigned low_halves(unsigned first, unsigned second) {
   unsigned result;
   asm("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(result) : "r"(first), "r"(second));
@@ -116,15 +116,15 @@ __device__ __forceinline__ unsigned high_halves(unsigned first, unsigned second)
   return result;
 }
 
-// A word without its first bits, so many (at most 32), but with as many of the word after it.
+// Drops the lowest `bits` bits (at most 32) of a word and fills up with the lowest bits of the word after it.
 __device__ __forceinline__ unsigned shifted(unsigned word, unsigned after, unsigned bits) {
   unsigned result;
   asm("shf.r.clamp.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(word), "r"(after), "r"(bits));
   return result;
 }
 
-// Four 8x8 matrices of 16-bit items, transposed: lane 4*c + q has items 2*q and 2*q + 1 of column c, of
-// matrix m in word m; row r of it is written to the (16-byte) address that lane 8*m + r gives.
+// Stores four transposed 8x8 matrices of 16-bit numbers. Lane 4*c + q has rows 2*q and 2*q + 1 of column c of
+// matrix m in word m; row r of matrix m goes to the 16-byte aligned address that lane 8*m + r gives.
 __device__ __forceinline__ void store_transposed(unsigned address, uint4 words) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                :
@@ -132,7 +132,7 @@ __device__ __forceinline__ void store_transposed(unsigned address, uint4 words) 
                : "memory");
 }
 
-// ---- Global memory. What is written so is not read again by the kernel.
+// ---- Stores to global memory. The kernel must not read what it has written by these functions.
 
 __device__ __forceinline__ void store_global(void* address, uint4 value) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
@@ -152,7 +152,7 @@ __device__ __forceinline__ void store_global(void* address, unsigned short value
   asm volatile("st.global.b16 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "h"(value));
 }
 
-// Without a branch.
+// Stores if the condition holds, without a branch.
 __device__ __forceinline__ void store_global_if(bool condition, void* address, uint4 value) {
   asm volatile(
       "{ .reg .pred condition;\n"
@@ -179,7 +179,7 @@ __device__ __forceinline__ void store_global_if(bool condition, void* address, u
       : "l"(__cvta_generic_to_global(address)), "r"(value), "r"(condition ? 1u : 0u));
 }
 
-// ---- The same, and loads, of what is not needed again soon: it leaves the caches before anything else does.
+// ---- Streaming accesses to global memory (.cs) for data not needed again soon: caches evict it first.
 
 __device__ __forceinline__ void store_passing(void* address, uint4 value) {
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};"
@@ -216,9 +216,9 @@ __device__ __forceinline__ void load_passing(const void* address, unsigned short
   asm volatile("ld.global.cs.b16 %0, [%1];" : "=h"(value) : "l"(__cvta_generic_to_global(address)));
 }
 
-// ---- Words in global memory by which blocks speak to each other. They were all ones before.
+// ---- Words in global memory by which blocks communicate. All of them are all ones before the launch.
 
-// Adds one; returns what is there then: 0 for the first.
+// Adds one to a counter and returns its new value: 0 for the first caller.
 __device__ __forceinline__ unsigned take_turn(unsigned* turns) {
   unsigned before;
   asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], 1;"
@@ -227,7 +227,7 @@ __device__ __forceinline__ unsigned take_turn(unsigned* turns) {
   return before + 1;
 }
 
-// The same, if fewer than `end` turns have been taken; else returns `end`.
+// Takes a turn as take_turn does if fewer than `end` turns have been taken; otherwise returns `end`.
 __device__ __forceinline__ unsigned take_turn_below(unsigned* turns, unsigned end) {
   unsigned last = *static_cast<volatile unsigned*>(turns);
   while (last + 1 < end) {
@@ -247,7 +247,7 @@ __device__ __forceinline__ unsigned turns_taken(const unsigned* turns) {
   return last + 1;
 }
 
-// One word is written and read as a whole, so that nothing else need be in order.
+// A word is written and read as a whole, so that no other memory access needs an order.
 __device__ __forceinline__ void write_word(void* address, unsigned long long word) {
   asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" : : "l"(__cvta_generic_to_global(address)), "l"(word));
 }
@@ -264,7 +264,7 @@ __device__ __forceinline__ unsigned long long read_when_written(const void* addr
   return word;
 }
 
-// ---- A number in shared memory that a thread of the block writes and another looks at, again and again.
+// ---- A number in shared memory that one thread of the block writes and another polls.
 
 __device__ __forceinline__ void write_shared(int* address, int value) {
   *static_cast<volatile int*>(address) = value;
@@ -273,20 +273,20 @@ __device__ __forceinline__ int read_shared(const int* address) {
   return *static_cast<const volatile int*>(address);
 }
 
-// What this thread wrote to shared memory by ordinary stores becomes visible to tensor cores and the copy
-// engine (after a barrier between the threads).
+// Makes this thread's ordinary stores to shared memory visible to tensor cores and the copy engine (after a
+// barrier between the threads).
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- Barriers in shared memory (mbarrier): `count` arrivals and all announced bytes complete a phase; the
-// parity of the completed phase is what a waiter asks for.
+// ---- Barriers in shared memory (mbarrier). `count` arrivals and all expected bytes complete a phase; a
+// waiter names the parity of the phase that it waits for.
 
 __device__ __forceinline__ void barrier_init(unsigned barrier, unsigned count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// After all barrier_init, before the barriers are used by others (a __syncthreads must follow).
+// Must be called after all barrier_init, before other threads use the barriers; a __syncthreads must follow.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -314,7 +314,7 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, unsigned parity) 
       : "memory");
 }
 
-// Whether a phase is complete.
+// Returns whether the phase with this parity is complete, without waiting.
 __device__ __forceinline__ bool barrier_complete(unsigned barrier, unsigned parity) {
   unsigned done;
   asm volatile(
@@ -329,7 +329,7 @@ __device__ __forceinline__ bool barrier_complete(unsigned barrier, unsigned pari
   return done != 0;
 }
 
-// Until one of two phases is complete: whether the first is.
+// Waits until one of two phases is complete, and returns whether it is the first.
 __device__ __forceinline__ bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned second,
                                                     unsigned second_parity) {
   unsigned which;
@@ -343,7 +343,7 @@ __device__ __forceinline__ bool barrier_wait_either(unsigned first, unsigned fir
       "mov.u32 %0, 0;\n"
       "mbarrier.test_wait.parity.shared::cta.b64 done, [%3], %4;\n"
       "@done bra finished;\n"
-      "nanosleep.u32 40;\n"  // leaves the scheduler to those that have something to do
+      "nanosleep.u32 40;\n"  // leaves the scheduler to other warps for 40 ns
       "bra again;\n"
       "finished:\n"
       "}"
@@ -353,8 +353,8 @@ __device__ __forceinline__ bool barrier_wait_either(unsigned first, unsigned fir
   return which != 0;
 }
 
-// One lane of a warp, all of whose lanes are here. The compiler knows that it is one: what it asks the copy
-// engine for takes no loop over lanes.
+// Returns true in one lane of a converged warp. The compiler knows that it is one lane, and makes no loop
+// over lanes for its bulk copies.
 __device__ __forceinline__ bool elected(int) {
   unsigned own;
   asm volatile(
@@ -367,7 +367,7 @@ __device__ __forceinline__ bool elected(int) {
   return own != 0;
 }
 
-// The copy engine: `bytes` (a multiple of 16) from global to shared memory, announced on a barrier.
+// The copy engine copies `bytes` (a multiple of 16) from global to shared memory, counted at a barrier.
 __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
@@ -375,8 +375,8 @@ __device__ __forceinline__ void bulk_copy(unsigned to, const void* from, unsigne
       : "memory");
 }
 
-// The same from shared to global memory. Copies that a thread asked for since its last commit are a group;
-// it may wait until the copy engine has read all that its groups bring.
+// The copy engine copies `bytes` (a multiple of 16) from shared to global memory. bulk_commit() groups the
+// copies since the last commit; bulk_wait_read() waits until the sources of all groups have been read.
 __device__ __forceinline__ void bulk_store(void* to, unsigned from, unsigned bytes) {
   asm volatile(
       "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(to)),
@@ -388,22 +388,22 @@ __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
-// The 128 threads of a warpgroup meet: what they wrote before is visible after. `which`: 1 to 15.
+// Synchronizes the 128 threads of a warpgroup, with their writes. `which`: hardware barrier 1 to 15.
 __device__ __forceinline__ void warpgroup_sync(int which) {
   asm volatile("bar.sync %0, 128;" ::"r"(which) : "memory");
 }
 
-// ---- Launches that overlap (compute capability 9.0 and up).
+// ---- Programmatic dependent launch (compute capability 9.0 and up).
 
-// The next launch, if it is one that overlaps, may begin when all blocks have said this, or have ended.
+// The next launch, if it may overlap, begins when all blocks have called this or have ended.
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// Until the launch before has ended and what it wrote is visible. At once if this launch does not overlap it.
+// Waits until the previous launch, if this one overlaps it, has ended and its writes are visible.
 __device__ __forceinline__ void wait_for_previous_launch() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// ---- Registers move between warpgroups: every warp of a warpgroup must call it.
+// ---- Registers move between warpgroups: every warp of a warpgroup must call these functions.
 
 template <int kRegisters>
 __device__ __forceinline__ void keep_registers() {
@@ -418,8 +418,8 @@ __device__ __forceinline__ void claim_registers() {
 
 enum class Operand { kTf32, kFloat16, kBFloat16 };
 
-// Where an operand lies in shared memory: rows of kRowBytes, K running along the row, swizzled as a function
-// of the address; 8 rows follow each other, the next 8 are `group_bytes` further.
+// Describes an operand in shared memory: rows of kRowBytes with K along the row, swizzled as a function of
+// the address. Groups of 8 contiguous rows are `group_bytes` apart.
 template <int kRowBytes>
 __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address, unsigned group_bytes) {
   static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "swizzles exist for these rows");
@@ -428,12 +428,12 @@ __device__ __forceinline__ unsigned long long matrix_descriptor(unsigned address
          static_cast<unsigned long long>(group_bytes >> 4) << 32 | kSwizzle << 62;
 }
 
-// The same operand `bytes` further on.
+// Returns the descriptor of the operand `bytes` further on.
 __device__ __forceinline__ unsigned long long advance(unsigned long long descriptor, unsigned bytes) {
   return descriptor + (bytes >> 4);
 }
 
-// The value is in a register here: neither computed later nor copied from elsewhere.
+// Forces a value into a register at this point: it is neither computed later nor copied from elsewhere.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 __device__ __forceinline__ void pin(unsigned& value) { asm volatile("" : "+r"(value)::"memory"); }
 template <class T>
@@ -452,10 +452,10 @@ __device__ __forceinline__ void matrix_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// MatrixMultiply<N>::issue<operand>(sums, a, b): 64 rows of A times N rows of B, 32 bytes of each, added to
-// `sums` (N / 2 registers per thread: 4 for every 8 columns, rows lane/4 and lane/4 + 8 of the warp's 16,
-// columns 2*(lane%4) and the next). Instead of a descriptor, A may be four words per lane in registers, laid
-// out as in warp_multiply for the warp's 16 rows: they must stay as they are until the product is waited for.
+// MatrixMultiply<N>::issue<operand>(sums, a, b) adds 64 rows of A times N rows of B, 32 bytes of each, to
+// `sums`. A thread has N / 2 sums: 4 for every 8 columns, at rows lane/4 and lane/4 + 8 of the warp's 16,
+// columns 2*(lane%4) and the next. A is a descriptor, or four words per lane in registers, laid out as in
+// warp_multiply for the warp's 16 rows; these registers must not change before matrix_wait.
 template <int kColumns>
 struct MatrixMultiply;
 
@@ -589,8 +589,8 @@ TCONV3D_MATRIX_MULTIPLY(256, 128, 129, 130, 131, 132);
 
 // ---- Warp matrix instructions (sm_80).
 
-// Four matrices of 8 rows of 16 bytes out of shared memory: row r of matrix m lies at the (16-byte) address
-// that lane 8*m + r gives. Lane 4*r + t gets word t of row r of each matrix, of matrix m in words[m].
+// Loads four matrices of 8 rows of 16 bytes from shared memory: row r of matrix m lies at the 16-byte aligned
+// address of lane 8*m + r. Lane 4*r + t gets word t of row r of matrix m in words[m].
 __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -598,10 +598,10 @@ __device__ __forceinline__ void load_matrices(unsigned (&words)[4], unsigned add
                : "memory");
 }
 
-// 16 rows of A times 8 columns of B, 32 bytes of K, added to `sum`. With g = lane/4 and t = lane%4, a lane
-// has of A rows g and g + 8 (a[0], a[1]; a[2], a[3] are 4 words further along K) at word t, of B column g at
-// words t and t + 4, of the sums rows g and g + 8 at columns 2t and 2t + 1. A word is a TF32 number or two
-// 16-bit ones.
+// Multiplies 16 rows of A with 8 columns of B over 32 bytes of K, and adds to `sum`. With g = lane/4 and t =
+// lane%4, a lane has rows g and g + 8 of A at word t of K (a[0], a[1]) and at word t + 4 (a[2], a[3]), column
+// g of B at words t and t + 4, and the sums of rows g and g + 8 at columns 2t and 2t + 1. A word is a TF32
+// number or two 16-bit numbers.
 template <Operand kOperand>
 __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&a)[4],
                                               const unsigned (&b)[2]) {
@@ -623,15 +623,15 @@ __device__ __forceinline__ void warp_multiply(float (&sum)[4], const unsigned (&
   }
 }
 
-// ---- The compiler keeps this value in a register, instead of loading it again where it is needed.
+// Makes the compiler keep a value in a register, instead of loading it again where it is needed.
 __device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value)); }
 
-// ---- A hint: the line at this address will be needed soon.
+// Prefetches the cache line at this address into L2.
 __device__ __forceinline__ void call_into_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
-// 16 bytes of what the kernel does not write, whose neighbours are read soon: 256 bytes are called into L2.
+// Loads 16 bytes that the kernel does not write, and prefetches 256 bytes around them into L2.
 __device__ __forceinline__ uint4 load_calling(const void* address) {
   uint4 value;
   asm volatile("ld.global.nc.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -640,9 +640,9 @@ __device__ __forceinline__ uint4 load_calling(const void* address) {
   return value;
 }
 
-// ---- The asynchronous copy (sm_80): 1, 2 or 4 words from global to shared memory past the registers.
+// ---- Asynchronous copies (cp.async, sm_80): 1, 2 or 4 words from global to shared memory.
 
-// `from` must be a valid address even when not `inside`: then zeros are written.
+// Copies words, or writes zeros if not `inside`; `from` must be a valid address even then.
 template <int kWords>
 __device__ __forceinline__ void copy_words(void* to, const void* from, bool inside) {
   static_assert(kWords == 1 || kWords == 2 || kWords == 4);
@@ -651,7 +651,7 @@ __device__ __forceinline__ void copy_words(void* to, const void* from, bool insi
                : "memory");
 }
 
-// The same for what is read only once: vectors of 16 bytes need no room in L1 while they are on their way.
+// Copies words that are read only once, or writes zeros if not `inside`: copies of 16 bytes bypass L1.
 template <int kWords>
 __device__ __forceinline__ void copy_words_once(void* to, const void* from, bool inside) {
   if constexpr (kWords == 4) {
@@ -663,7 +663,7 @@ __device__ __forceinline__ void copy_words_once(void* to, const void* from, bool
   }
 }
 
-// The same where neighbours of the 16 bytes are read soon: all of their line is called into L2.
+// Copies words, or writes zeros if not `inside`: copies of 16 bytes prefetch their 128-byte line into L2.
 template <int kWords>
 __device__ __forceinline__ void copy_words_of_line(void* to, const void* from, bool inside) {
   if constexpr (kWords == 4) {
@@ -675,7 +675,7 @@ __device__ __forceinline__ void copy_words_of_line(void* to, const void* from, b
   }
 }
 
-// 16 bytes, or zeros if not `inside`: then nothing is read, and `from` may be any address.
+// Copies 16 bytes, or writes zeros if not `inside`: then nothing is read, and `from` may be any address.
 __device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool inside) {
   asm volatile(
       "{ .reg .pred outside; setp.eq.u32 outside, %2, 0; cp.async.cg.shared.global [%0], [%1], 16, outside; "
@@ -684,7 +684,7 @@ __device__ __forceinline__ void copy_piece(unsigned to, const void* from, bool i
       : "memory");
 }
 
-// 4 bytes, or zero if not `inside`: likewise.
+// Copies 4 bytes, or writes zero if not `inside`: then nothing is read, and `from` may be any address.
 __device__ __forceinline__ void copy_word(unsigned to, const void* from, bool inside) {
   asm volatile(
       "{ .reg .pred outside; setp.eq.u32 outside, %2, 0; cp.async.ca.shared.global [%0], [%1], 4, outside; "
@@ -695,12 +695,12 @@ __device__ __forceinline__ void copy_word(unsigned to, const void* from, bool in
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Arrives at a barrier in shared memory when all copies that this thread has begun are done.
+// Arrives at a barrier in shared memory when all copies that this thread has issued are complete.
 __device__ __forceinline__ void copy_arrive(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waits until at most kPending committed groups of this thread's copies are unfinished.
+// Waits until at most kPending committed groups of this thread's asynchronous copies are in flight.
 template <int kPending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,6 +1,6 @@
-// Adds the parts that split kernels leave, always in the same order, and writes the result in the caller's
-// format. kLanes threads share one element, where there are many parts and few elements; neighbouring threads
-// have neighbouring elements all the same.
+// Adds the partial sums of split kernels, always in the same order, and writes the result in the caller's
+// format. Where there are many parts and few elements, kLanes threads share one element; neighbouring threads
+// always have neighbouring elements.
 #pragma once
 
 #include "cursor.cuh"
@@ -11,7 +11,7 @@ template <class C>
 __device__ void run(const Args& args) {
   using Acc = typename C::Acc;
   static_assert(C::kThreads % C::kLanes == 0, "every element has its lanes");
-  constexpr int kElements = C::kThreads / C::kLanes;  // of a block
+  constexpr int kElements = C::kThreads / C::kLanes;  // elements of a block
   const int lane = static_cast<int>(threadIdx.x) / kElements;
   const long long element = static_cast<long long>(blockIdx.x) * kElements + threadIdx.x % kElements;
   const Acc* part = static_cast<const Acc*>(args.parts) + element;

@@ -1,7 +1,7 @@
-// Adds the parts that a kernel leaves of several gradients, always in the same order, and writes the
-// gradients. Parts of one gradient lie side by side, each laid out like the result.
+// Adds the partial sums that a kernel stored for several gradients, always in the same order, and writes the
+// gradients. The parts of one gradient lie one after the other, each laid out like the result.
 //
-// A lane has four neighbouring elements. Of the eight warps of a block, `slices` share the parts of 128
+// A lane has four neighbouring elements. `slices` of the eight warps of a block share the parts of 128
 // elements.
 #pragma once
 

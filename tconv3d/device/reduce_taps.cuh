@@ -1,7 +1,7 @@
-// Adds the parts that split kernels leave as [taps][out][in], always in the same order, and writes them as a
-// weight, [in][out][taps]. A row is one (out, tap), in the weight's order: a block turns a tile of rows and
-// input channels in shared memory, so that reading and writing are both contiguous. kSlices warps share the
-// parts of a row. kBias: the last blocks add the parts of the bias's gradient.
+// Adds the partial sums of split kernels, laid out as [taps][out][in], always in the same order, and writes
+// them as a weight, [in][out][taps]. A row is one (out, tap), in the weight's order: a block transposes a
+// tile of rows and input channels in shared memory, so that reads and writes are both contiguous. kSlices
+// warps share the parts of a row. With kBias the last blocks add the partial sums of the bias gradient.
 #pragma once
 
 #include "common.cuh"
@@ -35,10 +35,12 @@ __device__ __forceinline__ void sum_bias(const Args& args, int block, float* sum
 
 template <class C>
 __device__ void run(const Args& args) {
-  constexpr int kLanes = 32, kWarps = C::kThreads / kLanes / C::kSlices;  // that share the rows of a tile
+  // Warps that share the rows of a tile.
+  constexpr int kLanes = 32, kWarps = C::kThreads / kLanes / C::kSlices;
   static_assert(C::kRows % kWarps == 0 && C::kThreads % C::kRows == 0);
   static_assert(C::kSlices * C::kRows >= 8, "room for the sums of a bias");
-  __shared__ float tile[C::kSlices][C::kRows][kLanes + 1];  // one word more: turning meets no bank twice
+  // One extra word per row avoids bank conflicts of the transpose.
+  __shared__ float tile[C::kSlices][C::kRows][kLanes + 1];
   const int rows = args.out * args.taps;
   const int row_tiles = (rows + C::kRows - 1) / C::kRows;
   const int first_row = static_cast<int>(blockIdx.x) % row_tiles * C::kRows;
@@ -54,7 +56,7 @@ __device__ void run(const Args& args) {
   }
   const int warp = static_cast<int>(threadIdx.x) / kLanes, lane = static_cast<int>(threadIdx.x) % kLanes;
   const int slice = warp % C::kSlices, own_row = warp / C::kSlices;
-  // A warp's rows side by side, so that many loads are on their way.
+  // A warp adds several rows at a time, so that many loads are in flight.
   constexpr int kOwn = C::kRows / kWarps;
   const int in = first_in + lane;
   const float* parts[kOwn];

@@ -1,9 +1,9 @@
-// A ring of stages in shared memory, as one of its users walks through it.
+// A position in a ring of stages in shared memory.
 #pragma once
 
 namespace tconv3d {
 
-// The stage that is next, and the parity of its barriers in this round.
+// The index of the next stage, and the parity of the current phase of its barriers.
 struct Ring {
   int index = 0;
   unsigned parity = 0;

@@ -1,10 +1,11 @@
-// Writes a tensor as rows of channels, one for each position, in the order of the volume and as tensor cores
-// want the values: what the halo kernel can copy past its registers.
+// Writes a tensor as rows of channels, one row for each position in the order of the volume, with values
+// rounded to operands of tensor cores. The halo kernel can copy such rows to shared memory without passing
+// them through registers.
 //
 // A block has 128 bytes of the channels of some positions. Neighbouring threads read neighbouring positions
-// and write neighbouring channels; in between they pass through shared memory. Where 16-bit types lie so that
-// 8 positions of a channel can be loaded at once, they are transposed on the way there. A tensor that has
-// rows of channels already is only rounded.
+// and write neighbouring channels; in between the values pass through shared memory. If 16-bit types are
+// aligned so that 8 positions of a channel can be loaded at once, the store to shared memory transposes them.
+// A tensor that has rows of channels already is only rounded.
 #pragma once
 
 #include "operands.cuh"
@@ -15,9 +16,10 @@ template <class Config>
 struct Rows {
   using Scalar = typename Config::Scalar;
   static constexpr int kThreads = Config::kThreads;
-  static constexpr int kItems = 16 / static_cast<int>(sizeof(Scalar));  // of a piece
+  static constexpr int kItems = 16 / static_cast<int>(sizeof(Scalar));  // elements of a 16-byte piece
   static constexpr int kChannels = 8 * kItems, kPositions = Config::kPositions;
-  static constexpr int kPitch = kChannels + 1;  // of a position: neither way meets itself in a bank
+  // Words from position to position, odd to avoid bank conflicts.
+  static constexpr int kPitch = kChannels + 1;
   static constexpr int kTiles = (Config::kAllChannels + kChannels - 1) / kChannels;
   static constexpr int kAtOnce = Config::kPairs ? 2 : 1;
   static constexpr int kLoads = kChannels * kPositions / kThreads / kAtOnce;
@@ -33,7 +35,8 @@ struct Rows {
     return sheet * args.stride.d + h * args.stride.h + w * args.stride.w;
   }
 
-  // Values as bits, by position and channel. A thread loads kAtOnce neighbouring positions of some channels.
+  // Reads values into shared memory as operand bits, by position and channel. A thread loads kAtOnce
+  // neighbouring positions of some channels.
   static __device__ __forceinline__ void read(const Args& args, unsigned* staged, int n, long long first,
                                               int first_channel) {
     constexpr int kOwn = kPositions / kAtOnce;  // threads of a channel
@@ -73,9 +76,10 @@ struct Rows {
                    piece);
     }
   }
-  // Vectors of 8 positions of a channel. A warp loads those of 8 channels and 32 positions at a time: lane
-  // 4*c + q has positions 8*q to 8*q + 7 of channel c, two in a word. So word k of all lanes is a matrix of
-  // the positions 2*k and 2*k + 1 of each 8, by channels, and is written to rows of 8 pieces.
+  // Reads vectors of 8 positions of a channel. A warp loads 8 channels and 32 positions at a time: lane 4*c +
+  // q has positions 8*q to 8*q + 7 of channel c, two in a word. So word k of all lanes is a matrix of the
+  // positions 2*k and 2*k + 1 of each 8, by channels, and the transposing store writes it to rows of 8
+  // pieces.
   static constexpr int kTurns = kChannels / 8 * (kPositions / 32), kWarps = kThreads / 32;
   static __device__ __forceinline__ void read_vectors(const Args& args, int n, long long first,
                                                       int first_channel) {
@@ -93,14 +97,15 @@ struct Rows {
         vectors[i] = *reinterpret_cast<const uint4*>(x + (first_channel + channel) * args.stride.c);
       }
     }
-    const int own = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;  // whose row this lane points at
+    const int own = lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;  // position whose row this lane addresses
 #pragma unroll
     for (int i = 0; i < kTurns / kWarps; ++i) {
       const int turn = i * kWarps + warp, position = turn / (kChannels / 8) * 32 + own;
       ptx::store_transposed(staged + place(position, turn % (kChannels / 8)), vectors[i]);
     }
   }
-  // Of a piece of a position's row, in bytes: so that neither way meets itself in a bank.
+  // Returns where a piece of a position's row lies, in bytes; the swizzle avoids bank conflicts of both reads
+  // and writes.
   static __device__ __forceinline__ int place(int position, int piece) {
     return 128 * position + 16 * (piece ^ (position / 8 % 4 * 2 + position % 2));
   }
@@ -118,7 +123,7 @@ struct Rows {
     }
   }
 
-  // What has rows of channels already, piece by piece.
+  // Rounds a tensor that has rows of channels already, piece by piece.
   static __device__ __forceinline__ void round(const Args& args, int n, long long first, int first_channel) {
     constexpr int kPieces = 8 * kPositions / kThreads;
     const Scalar* x = static_cast<const Scalar*>(args.x) + n * args.stride.n;
@@ -168,7 +173,8 @@ __device__ void run(const Args& args) {
     __syncthreads();
     Tile::write(args, staged, n, first, first_channel);
   }
-  // What waits for this launch also needs the one before it.
+  // Ending after the previous launch lets a kernel that waits for this launch also read the previous launch's
+  // results.
   if constexpr (Config::kOverlaps) ptx::wait_for_previous_launch();
 }
 

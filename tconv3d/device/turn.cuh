@@ -1,9 +1,9 @@
-// Writes channels-last tensors as contiguous ones, or the other way round: up to three tensors in a launch,
-// each some matrices, of which every one is transposed.
+// Transposes channels-last tensors to contiguous ones, or contiguous ones to channels-last: up to three
+// tensors in a launch, each a batch of matrices that are transposed one by one.
 //
 // A block has a tile of one matrix: neighbouring threads read neighbouring columns and write neighbouring
-// rows, in between values pass through shared memory, whose rows are an odd number of words apart. Elements
-// of 16 bits go two by two where both sides are even.
+// rows. In between the values pass through shared memory, whose rows are an odd number of words apart to
+// avoid bank conflicts. Elements of 16 bits are moved in pairs if both sides of the matrices are even.
 #pragma once
 
 #include "common.cuh"
@@ -13,11 +13,11 @@ namespace tconv3d {
 template <class C>
 struct Turn {
   static constexpr int kThreads = C::kThreads;
-  static constexpr int kWords = C::kTileWords, kOwn = kWords / kThreads;  // of a tile, of a thread
+  static constexpr int kWords = C::kTileWords, kOwn = kWords / kThreads;  // words of a tile and of a thread
   static_assert(kWords % (2 * kThreads) == 0, "even shares");
 
   struct Tile {
-    long long read, written;  // where the matrix starts
+    long long read, written;  // offsets of the matrix in elements
     long long row, column;
   };
   static __device__ __forceinline__ Tile tile_at(const Matrices& m, int block) {
@@ -28,7 +28,7 @@ struct Turn {
                 static_cast<long long>(block % m.tiles_of_columns) << m.log_columns};
   }
 
-  // Elements of a word each, or of half a word.
+  // Transposes a tile of elements of 32 or 16 bits, one element to a word of shared memory.
   template <class Bits>
   static __device__ __forceinline__ void turn(const Matrices& m, int block, const void* from, void* to,
                                               unsigned* staged) {
@@ -62,7 +62,8 @@ struct Turn {
     }
   }
 
-  // Words of two elements: two columns of a row are read, two rows of a column written.
+  // Transposes a tile of words of two 16-bit elements: reads two columns of a row, and writes two rows of a
+  // column.
   static __device__ __forceinline__ void turn_pairs(const Matrices& m, int block, const void* from, void* to,
                                                     unsigned* staged) {
     const Tile tile = tile_at(m, block);

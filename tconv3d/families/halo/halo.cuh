@@ -11,44 +11,53 @@
 //   write stride*q + phase for all phases
 //
 // A displacement costs nothing: tensor cores read the rows in place, through a descriptor moved by whole
-// rows. 64 positions, a slab, are 8 rows, and 8 such groups at any one pitch: 8 neighbours along w on 8
-// lines, or 64 rows in sequence. Which, and how large the tile is, are run-time numbers: a new volume never
-// recompiles.
+// rows. A slab is 64 positions, the rows of one matrix instruction: 8 groups of 8 rows, any one pitch apart.
+// A slab is therefore 8 neighbours along w on each of 8 lines, or 64 rows in sequence. The shape of slabs and
+// the size of the tile are run-time numbers: a new volume never recompiles.
 //
 // Marching (kMarch): the tile is flat, and its block walks along depth. The phases along depth become a
 // window of output planes: input plane i feeds output planes i*stride - padding + tap*dilation through one
 // wide instruction per in-plane shift, after which the window's first `stride` planes are complete and the
-// window moves. This makes wide instructions out of few output channels, and reads each input plane once.
-// A marching tile may be a run: the lines of all planes of that depth lie one after the other, and a tile is
-// so many rows in sequence, wherever lines end. Then no slab is partly empty because a line is short.
+// window moves. This makes wide instructions out of few output channels, and reads each input plane once. A
+// marching tile may be a run: the lines of all planes of one depth (one plane per batch item) form one
+// sequence of rows, and a tile is a fixed number of rows in sequence, wherever lines end. Then no slab is
+// partly empty because a line is short.
 //
 // Input gradient: the sources are the phase planes of dy, a position has one field, and the loops are
 //
 //   for each source, for each chunk: load the halo; for each of the source's shifts: the products
 //
-// Portions (kPortioned): a small volume has fewer tiles than the GPU multiprocessors. Then blocks also divide
-// the chunks of a tile, and each leaves its sums, in the order of y, for the launch that adds them up
-// (reduce_gradients.cuh).
+// Portions (kPortioned) are split-K for small volumes, which have fewer tiles than the GPU has
+// multiprocessors. Blocks divide the chunks of a tile, and each stores partial sums, in the order of y, for
+// the launch that adds them up (reduce_gradients.cuh).
 //
-// Spread (kSpread): tiles seldom fill whole rounds of all multiprocessors. Then blocks take as many whole
-// tiles as all can have, and divide the chunks of the rest into shares that cost the same. Who has a piece of
-// a tile leaves its sums for the launch that adds them up and stores them (halo_add.cuh).
+// Spread (kSpread) is split-K for the last wave only, because tiles seldom fill whole waves of all
+// multiprocessors. Every block first takes the same number of whole tiles; the chunks of the remaining tiles
+// are divided into shares of equal cost. A block whose share covers only a piece of a tile stores its partial
+// sums for the launch that adds them up and writes the outputs (halo_add.cuh).
 //
-// Who does what in a block: producers (the first warpgroups) fill a ring of halo stages, one warp of them a
-// ring of weight panels with the copy engine (or, if all panels of the column tile fit, loads them once:
-// kResident); consumers multiply and store. Blocks are persistent: while consumers store a tile, producers
-// are at the next.
+// Roles in a block: producers (the first warpgroups) fill a ring of halo stages; one producer warp fills a
+// ring of weight panels with the copy engine or, if all panels of the column tile fit (kResident), one
+// producer thread loads them once; consumers multiply and store. Blocks are persistent: while consumers store
+// a tile, producers load the next.
 //
-// The words (field, unit, panel, pattern, chunk, column tile) are explained in halo_layout.cuh. This file has
-// the consumers' loops; the others, from the outside in: halo_tile.cuh (what a block works at),
-// halo_shared.cuh (what is where in shared memory), halo_loaders.cuh (the producers' loop, with
-// halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for what a lane loads), halo_panels.cuh (weights),
-// halo_lines.cuh (another way to load, multiply and store: input as it lies in memory), halo_registers.cuh
-// (another way to multiply: rows of channels through registers),
-// halo_consumer.cuh (places in the rings), halo_divided.cuh (two consumers for one tile), halo_pieces.cuh
-// and halo_add.cuh (tiles that blocks divide), halo_products.cuh
-// (matrix instructions), halo_sums.cuh (accumulators), halo_stores.cuh, halo_images.cuh, halo_words.cuh,
-// halo_joint.cuh and halo_moments.cuh (what becomes of them).
+// The terms field, unit, panel, pattern, chunk and column tile are explained in halo_layout.cuh. This file
+// has the consumers' loops. The other files, from the outside in:
+//
+// - halo_tile.cuh: the part of the problem that a block works on
+// - halo_shared.cuh: the layout of shared memory
+// - halo_loaders.cuh: the producers' loop, with halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for
+//   the loads of one lane
+// - halo_panels.cuh: loading of weights
+// - halo_lines.cuh: builds that load, multiply and store the input as it lies in memory
+// - halo_registers.cuh: builds that multiply rows of channels out of registers
+// - halo_consumer.cuh: a consumer's state, with its positions in the rings
+// - halo_divided.cuh: two consumers for one tile
+// - halo_pieces.cuh and halo_add.cuh: tiles whose chunks several blocks divide
+// - halo_products.cuh: matrix instructions
+// - halo_sums.cuh: accumulators
+// - halo_stores.cuh, halo_images.cuh, halo_words.cuh and halo_joint.cuh: stores of outputs
+// - halo_moments.cuh: moments of the outputs for a norm layer
 #pragma once
 
 #include "halo_add.cuh"
@@ -81,19 +90,24 @@ struct Halo {
   using Joint = HaloJoint<Config>;
   using AllMoments = HaloMoments<Config>;
   static constexpr bool kStrict = Config::kHalves == 2;
-  // Shifts whose loop is unrolled: where stores are quick it gains 1 to 4%, elsewhere it lost (measured).
+  // The loop over shifts is unrolled where stores are short: this saves 1 to 4% of the time on an H200, and
+  // costs time in other builds.
   static constexpr bool kShort = Config::kCopied && Config::kResident && !Config::kMarch;
   static constexpr int kUnrolled = Config::kBuffers > 0 || kShort ? 16 : Config::kUnrolledShifts;
-  // Whether products with planes above or below the input, all zero, are left out: not where there are few.
+  // Whether products with planes above or below the input, which are all zero, are skipped. Builds with few
+  // such products do not test for them.
   static constexpr bool kSkips =
       Config::kSpread || (Config::kCopied && !Config::kResident && !Config::kMarch);
 
-  // The slabs of which a shift along d reads planes of the input: bit m is slab m's.
+  // Returns the slabs for which a shift along d reads planes inside the input, as a mask: bit m stands for
+  // slab m.
   static __device__ __forceinline__ unsigned inside_slabs(const Args& args, const Consumer& me,
                                                           const Slab (&slabs)[Config::kSlabs], int source,
                                                           int shift) {
     unsigned which = 0;
-    const int first = me.depth + Config::kOrigin(me.variant + source, 0) + shift;  // either has more than one
+    // Origins are indexed by variant or by source: a build has several variants or several sources, never
+    // both.
+    const int first = me.depth + Config::kOrigin(me.variant + source, 0) + shift;
 #pragma unroll
     for (int m = 0; m < Config::kSlabs; ++m) {
       const int d = (first + slabs[m].sheet) * Config::kReadStepD + Config::kReadPhase(source, 0);
@@ -102,8 +116,8 @@ struct Halo {
     return which;
   }
 
-  // Where the panel of a pattern's shift lies, as soon as it is there: resident ones are, others come in
-  // turn.
+  // Returns the address of the panel of a pattern's shift. Resident panels are already loaded; streamed
+  // panels are waited for.
   template <int kPattern>
   static __device__ __forceinline__ unsigned panel_of(const Consumer& me, int source, int chunk, int shift) {
     if constexpr (Config::kResident) {
@@ -117,7 +131,7 @@ struct Halo {
     }
   }
 
-  // Strict float32: adds the shifts of a pattern to the totals, kPanelsAtOnce of them at a time.
+  // Adds the shifts of a pattern to the totals in strict float32, kPanelsAtOnce shifts at a time.
   template <int kPattern, int kSteps>
   static __device__ __forceinline__ void multiply_shifts(const Args& args, Consumer& me, Sums& totals,
                                                          Sums& sums,
@@ -171,8 +185,9 @@ struct Halo {
     }
   }
 
-  // Adds chunks of a source, of so many steps, to the sums. The last panel's products may be unfinished in
-  // the end. Strict float32: to the totals, which are other registers.
+  // Adds the chunks from `first` to before `end` of a source to the sums; each chunk has kSteps steps of K.
+  // The products of the last panel may still be in flight on return. Strict float32 adds to the totals, which
+  // are separate registers.
   template <int kSteps>
   static __device__ __forceinline__ void multiply_chunks(const Args& args, Consumer& me, Sums& totals,
                                                          Sums& sums, const Slab (&slabs)[Config::kSlabs],
@@ -187,7 +202,9 @@ struct Halo {
     }
     for (int chunk = first; chunk < end; ++chunk, me.stages.advance()) {
       ptx::barrier_wait(me.shared.stage_full(me.stages.index), me.stages.parity);
-      if constexpr (Shared::kCopiesArrive) ptx::fence_async_proxy();  // nobody has, for what was copied
+      // Asynchronous copies that arrive at the barrier by themselves have no thread that fences them for
+      // tensor cores.
+      if constexpr (Shared::kCopiesArrive) ptx::fence_async_proxy();
       const unsigned stage = me.shared.stage(me.stages.index);
       unsigned long long a[Config::kSlabs];
 #pragma unroll
@@ -236,14 +253,15 @@ struct Halo {
         }
       });
       if (last_pass) me.finished.stage = me.stages.index;
-      if constexpr (Config::kDivided) {  // it may have no panel in the next chunk
+      if constexpr (Config::kDivided) {  // A consumer that divides K may have no panel in the next chunk, so
+                                         // it releases the stage here.
         ptx::matrix_wait<0>();
         me.release();
       }
     }
   }
 
-  // Adds all chunks of the tile (of the plane, when marching) to the totals.
+  // Adds all chunks of the tile (when marching, of the plane) to the totals.
   static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& totals,
                                                   const Slab (&slabs)[Config::kSlabs], const Place& at,
                                                   bool last_pass) {
@@ -321,7 +339,7 @@ struct Halo {
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
           moments.start(args, at, slabs, warp, lane);
         }
-        typename Joint::Waiting waiting;  // kJoint: outputs of the step before
+        typename Joint::Waiting waiting;  // kJoint: outputs of the previous step that are not written yet
         for (int plane = 0; plane < at.planes; ++plane) {
           if constexpr (Config::kLines) {
             if (plane < fed) {
@@ -383,11 +401,13 @@ template <class Config>
 __device__ __forceinline__ void run_roles(const Args& args) {
   using Shared = HaloShared<Config>;
   const Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
-  // Lane 0's, so that the compiler knows it to be the same for all lanes: what follows from it, above all
-  // where operands lie, then is in uniform registers, as matrix instructions want it.
+  // The shuffle broadcasts lane 0's value, so that the compiler knows the warp index to be warp-uniform.
+  // Values derived from it, above all operand addresses, then live in uniform registers, as matrix
+  // instructions need them.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // What adds up portions, pieces or moments waits for them.
+  // The next launch, which adds up portions, pieces or moments, may begin now: it waits for this launch
+  // before it reads them.
   if constexpr (Config::kPortioned || Config::kSpread || Config::Epilogue::kLeavesMoments)
     ptx::launch_dependents();
   if (threadIdx.x == 0) shared.start_barriers();

@@ -1,8 +1,8 @@
-// Adds up the pieces that blocks of the halo kernel have left of the tiles that they divided (kSpread), in
-// the order of their chunks, and stores the outputs as that kernel would have.
+// Adds up the pieces of tiles that blocks of the halo kernel divided among them (kSpread), in the order of
+// their chunks, and stores the outputs as the halo kernel would have.
 //
-// Blocks for every two neighbouring shares, one for each slab: they have the tile that the first of these
-// shares begins and does not end.
+// The grid has one block for every share but the last (blockIdx.x) and every slab (blockIdx.y). A block takes
+// the tile that its share begins and does not end.
 #pragma once
 
 #include "halo_pieces.cuh"
@@ -25,7 +25,7 @@ struct HaloAdding {
     const int end = Tile::share_start(args, share + 1), tile = end / Layout::kChunks;
     const int first = tile * Layout::kChunks, last = first + Layout::kChunks;
     ptx::wait_for_previous_launch();
-    // Nothing is divided here, or it is another share that begins the tile.
+    // A block returns if its share ends at the end of a tile, or if an earlier share began the tile.
     if (end == first || Tile::share_start(args, share) > first) return;
 
     typename Accumulators::Sums sums;

@@ -1,5 +1,6 @@
-// A consumer of the halo kernel: a warpgroup that multiplies and stores. Where it is in the rings of stages
-// and slots, what it gives back to the producers, and how two of them keep apart.
+// A consumer of the halo kernel is a warpgroup that multiplies and stores. This file has its positions in the
+// rings of stages and slots, the release of buffers to the producers, and the lead of the first consumer over
+// the second.
 #pragma once
 
 #include "halo_shared.cuh"
@@ -16,12 +17,12 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   Ring<Config::kStages> stages;
   Ring<Config::kResident ? 1 : Config::kSlots> slots;
   Ring<Shared::kJointBuffers> images;
-  int variant;  // of this tile
-  int depth;    // its first position along d
-  int depths;   // and how many (kSpread)
-  int panel;    // of this tile (of this plane, when marching)
+  int variant;  // variant of the tile at hand
+  int depth;    // first position of the tile along d
+  int depths;   // kSpread: planes of positions that the tile touches
+  int panel;    // panels multiplied so far in this tile (when marching, in this plane)
   unsigned lead_parity = 0, join_parity = 0;
-  int turn = 0;  // panels so far
+  int turn = 0;  // panels seen by this consumer since the kernel began
 
   static __device__ __forceinline__ HaloConsumer make(const Shared& shared, int index, int warp, int lane) {
     HaloConsumer me;
@@ -35,7 +36,7 @@ struct HaloConsumer : HaloStores<Config>::Writer {
     return me;
   }
 
-  // Which buffers the matrix instructions before the last committed group have finished with.
+  // Buffers that the matrix instructions before the last committed group have finished reading.
   struct Finished {
     static constexpr unsigned kNone = 0xFFFFFFFFu;
     unsigned slot = kNone, stage = kNone;
@@ -50,26 +51,28 @@ struct HaloConsumer : HaloStores<Config>::Writer {
     finished = {};
   }
 
-  // The second consumer begins a tile (or plane) when the first is kLead panels into it: so that one stores
-  // while the other multiplies, where both would store at the same time, and leave the tensor cores idle.
+  // The second consumer begins a tile (or plane) when the first is kLead panels into it, so that one stores
+  // while the other multiplies. Otherwise both would store at the same time, and the tensor cores would be
+  // idle.
   __device__ __forceinline__ void keep_behind() {
     panel = 0;
     if (Config::kLead == 0 || index == 0) return;
     ptx::barrier_wait(shared.ahead(), lead_parity);
     lead_parity ^= 1;
-    __syncwarp();  // all lanes have passed: what follows lets the barrier move on
+    __syncwarp();  // All lanes must pass the wait before the arrival lets the barrier begin its next phase.
     if (this->lane == 0) ptx::barrier_arrive(shared.seen());
   }
   __device__ __forceinline__ void announce_lead() {
     if (Config::kLead == 0 || index != 0 || ++panel != Config::kLead) return;
     announce();
   }
-  // A piece of a tile may have fewer panels than that.
+  // Announces the lead at the end of a piece of a tile that has fewer than kLead panels.
   __device__ __forceinline__ void end_lead() {
     if (Config::kLead > 0 && index == 0 && panel < Config::kLead) announce();
   }
   __device__ __forceinline__ void announce() {
-    ptx::barrier_wait(shared.seen(), lead_parity ^ 1);  // the lead before this
+    // The second consumer must have seen the previous lead.
+    ptx::barrier_wait(shared.seen(), lead_parity ^ 1);
     lead_parity ^= 1;
     __syncwarp();
     if (this->lane == 0) ptx::barrier_arrive(shared.ahead());

@@ -1,13 +1,14 @@
-// How the halo kernel's loaders bring rows of channels to a stage past the registers: 16 bytes of a position
-// at a time, by asynchronous copies.
+// How the halo kernel's loaders bring rows of channels to a stage past the registers: by asynchronous copies
+// (cp.async) of 16 bytes of a position.
 //
-// All copies of a stage are on their way at once, without a register for what they bring, so that a few warps
-// suffice and consumers have the registers. What is copied are operands (kOperands: 16-bit types, or a
-// tensor that the launch before this has rounded), or floats, which are rounded where they have arrived, or
-// by consumers on their way to the instructions (kInRegisters).
+// All copies of a stage are in flight at once and take no registers for their data, so that a few warps
+// suffice and consumers get the registers. The copied data are operands as tensor cores take them (kOperands:
+// 16-bit types, or a tensor that the previous launch has rounded), or float32 values. Loaders round float32
+// values in shared memory after they have arrived; with kInRegisters consumers round them on the way to the
+// matrix instructions.
 //
-// In a turn, a warp takes 32 rows, and kLanes neighbouring lanes one of them. Where a row comes from is
-// looked up; where it goes to follows from the lane but for a number that is the same for all.
+// In one turn, a warp takes 32 rows, and kLanes neighbouring lanes copy one row. The source of a row is
+// looked up in a table; its target is a constant of the lane plus an offset that is the same for all lanes.
 #pragma once
 
 #include "halo_shared.cuh"
@@ -24,14 +25,15 @@ struct HaloCopies {
   using Offset = typename Tile::Offset;
 
   static constexpr int kShares = 1, kTurns = 1, kRows = 32;
-  static constexpr int kLanes = Layout::kRowPieces, kAtOnce = 32 / kLanes;  // rows of a copy
+  // kLanes lanes copy a row, and a warp copies kAtOnce rows by one instruction.
+  static constexpr int kLanes = Layout::kRowPieces, kAtOnce = 32 / kLanes;
   static_assert(Layout::kDense || !Config::kCopied, "slots of a row are neighbouring channels");
   static_assert(Config::kStageRows % kRows == 0 || !Config::kCopied, "whole turns");
 
-  // Where a row of the halo comes from.
+  // The source of a row of the halo.
   struct Source {
-    unsigned pieces;  // of 16 bytes, from the tile's first plane and channel
-    int parts;        // that are inside: those from the first on
+    unsigned pieces;  // offset in pieces of 16 bytes from the tile's first plane and channel
+    int parts;        // number of parts inside the input, counted from the first
   };
   static __device__ __forceinline__ Source* table() {
     return reinterpret_cast<Source*>(dynamic_shared<unsigned char>() + HaloShared<Config>::kTableStart);
@@ -50,7 +52,9 @@ struct HaloCopies {
     const int w = in.w, line = in.line, item = in.item;
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
     const int n = at.n + (Config::kMarch ? item + sheet : item);
-    const int origin = at.variant() + source;  // either has more than one
+    // Origins are indexed by variant or by source: a build has several variants or several sources, never
+    // both.
+    const int origin = at.variant() + source;
     const int x_d = Config::kMarch ? 0
                                    : (at.d + Config::kOrigin(origin, 0) + sheet) * Config::kReadStepD +
                                          Config::kReadPhase(source, 0);
@@ -84,8 +88,8 @@ struct HaloCopies {
     return {static_cast<unsigned>(offset / Layout::kPieceItems), 1};
   }
 
-  // A lane's place in the rows of a copy: where its piece goes in a turn, from the turn's first row on, for
-  // even and odd copies: the swizzle repeats after 8 rows.
+  // A lane's targets in a turn, relative to the turn's first row: start[0] for copies with an even number and
+  // start[1] for odd ones, since the swizzle repeats after 8 rows.
   struct Lane {
     int part, in_part;
     unsigned start[2];
@@ -100,19 +104,20 @@ struct HaloCopies {
       }
       return found;
     }
-    // Of copy i.
+    // Returns the offset of the lane's target in copy i, in bytes from the turn's first row.
     __device__ __forceinline__ unsigned to(int i) const {
       return start[i % 2] + i / 2 * (2 * kAtOnce * Config::kRowBytes);
     }
   };
   static_assert(2 * kAtOnce * Config::kRowBytes % 1024 == 0, "the swizzle repeats");
 
-  // `x`: the plane and the chunk; `stage`: its place in shared memory.
+  // Copies a turn's rows. `x` points at the plane and the chunk; `stage` is an address in shared memory.
   static __device__ __forceinline__ void copy(const Args& args, const unsigned char* x, int chunk,
                                               unsigned stage, unsigned turn, const Lane& own, int lane) {
     static_assert(Config::kVectorInput, "a piece is whole or empty, and aligned");
     const bool exists = Layout::kWholeParts || Layout::channels(chunk, own.in_part).count > 0;
-    const int part = exists ? own.part : Config::kUsedParts;  // one that is not inside
+    // kUsedParts stands for a part outside the input.
+    const int part = exists ? own.part : Config::kUsedParts;
     if constexpr (Config::kParts > 1) x += own.part * args.x_stride.w * static_cast<int>(sizeof(Scalar));
     x += 16 * own.in_part;
     const Source* from = table() + turn * kRows + lane / kLanes;
@@ -127,7 +132,7 @@ struct HaloCopies {
     }
   }
 
-  // Rounds what this lane has copied.
+  // Rounds the values that this lane has copied to operands, in place.
   static __device__ __forceinline__ void round(unsigned stage, unsigned turn, const Lane& own) {
     const unsigned to = stage + turn * (kRows * Config::kRowBytes);
     uint4 words[kLanes];

@@ -1,6 +1,6 @@
-// Two consumers of the halo kernel that divide K (kDivided): both have the same slabs, and take turns at the
-// panels. In the end the second gives its sums to the first, which stores. For layers with few positions:
-// twice as many tiles, each in half the time.
+// Split-K between the two consumers of a block of the halo kernel (kDivided): both have the same slabs, and
+// take turns at the panels. At the end the second hands its sums to the first, which stores. For layers with
+// few positions this makes twice as many tiles, each in half the time.
 #pragma once
 
 #include "halo_consumer.cuh"
@@ -15,8 +15,8 @@ struct HaloDivided {
   using Sums = typename Accumulators::Sums;
   using Consumer = HaloConsumer<Config>;
 
-  // Whether the next panel is this consumer's. If not, its slot is passed by. Of an even number of slots a
-  // consumer has every other one, so that no phase of their barriers escapes it.
+  // Returns whether the next panel is this consumer's; if not, its slot is skipped. The number of slots is
+  // even, so that a consumer always uses the same slots and sees every phase of their barriers.
   static __device__ __forceinline__ bool own_panel(Consumer& me) {
     static_assert(Config::kResident || (Config::kSlots % 2 == 0 && Config::kSlots > 2),
                   "slots of a consumer");
@@ -25,8 +25,8 @@ struct HaloDivided {
     return false;
   }
 
-  // Thread by thread, so that every lane says what it has done: a warp gives to the warp of its number. True
-  // for the consumer that has all sums then.
+  // Adds the second consumer's sums to the first's, each warp to the warp of the same index. Every thread
+  // arrives at the barriers for its own accesses. Returns true for the consumer that then has all sums.
   static __device__ __forceinline__ bool join(Consumer& me, Sums& sums) {
     static_assert(Config::kConsumers == 2, "one gives, one takes");
     const int thread = 32 * me.warp + me.lane;

@@ -1,12 +1,13 @@
-// How the halo kernel's consumers store rows of outputs that begin anywhere.
+// How the halo kernel's consumers store rows of outputs that begin at any address (kBuffers > 0).
 //
-// A row of outputs that is no multiple of 16 bytes has no vectors that a warp could store as it computes
-// them, and stores of single outputs are many, and tear sectors. So where a consumer has a line of positions,
-// or a part of one, it writes its sums of all rows of a plane, of every channel, to shared memory: images.
-// The first whole vector that the row has in memory begins 16 bytes after an image does. But neighbouring
-// phases are written together, at a multiple of their size, so that many an image lies one output further on
-// (it is moved). The warps read vectors out of the images, move them back, and store them; lanes store the
-// few outputs that are left at the ends of a row.
+// A row of outputs whose length is no multiple of 16 bytes has no aligned vectors that a warp could store
+// directly from its registers, and stores of single outputs are many and write partial sectors. Each
+// consumer has a line of positions, or a part of one. It first writes its sums of all rows of an output
+// plane, for every channel, to images in shared memory. An image is a copy of a row. The row's first aligned
+// vector in global memory lies 16 bytes after the beginning of its image, so that vectors of the image are
+// aligned as well. Two neighbouring phases are written together at a multiple of their joint size, so an
+// image may lie one output further on: it is moved. The warps read vectors out of the images, move them back
+// by one output where needed, and store them; single lanes store the few outputs at the two ends of a row.
 //
 // There are two buffers of images: while a warp reads one, others fill the next, and one barrier of the
 // consumer for each plane keeps them apart.
@@ -29,31 +30,35 @@ struct HaloImages {
 
   static constexpr int kItem = sizeof(Scalar);
   static constexpr int kVector = 16 / kItem;
-  static constexpr int kPhases = Config::kStrideW;            // of a position, neighbours in memory
-  static constexpr int kTogether = kPhases % 2 == 0 ? 2 : 1;  // of these, written at once
+  static constexpr int kPhases = Config::kStrideW;  // phases along w of a position, neighbours in memory
+  // Phases that are written by one store to shared memory.
+  static constexpr int kTogether = kPhases % 2 == 0 ? 2 : 1;
   static constexpr int kRows = Config::kImageRows;
   static constexpr int kPiece = Config::kSlabs * 64 * kPhases;  // outputs of a row that a consumer has
 
-  // Vectors: a warp has one image, or two, in each of its loads.
-  static constexpr int kVectors = kPiece / kVector;       // of an image
-  static constexpr int kLanes = kVectors < 32 ? 16 : 32;  // that an image has
-  static constexpr int kAtOnce = 32 / kLanes;             // images
+  // A load of a warp covers one image, or two if images have fewer than 32 vectors.
+  static constexpr int kVectors = kPiece / kVector;       // vectors of 16 bytes in an image
+  static constexpr int kLanes = kVectors < 32 ? 16 : 32;  // lanes that read one image
+  static constexpr int kAtOnce = 32 / kLanes;             // images that a warp reads by one load
   static constexpr int kTurns = (kVectors + kLanes - 1) / kLanes;
-  static constexpr int kBlocks = Config::kOutTile / (4 * kAtOnce);  // of channels
+  // Blocks of 4 * kAtOnce channels: the four warps read one block by one load each.
+  static constexpr int kBlocks = Config::kOutTile / (4 * kAtOnce);
   static constexpr int kLoads = kRows * kBlocks * kTurns;
-  static constexpr int kBatch = kTurns < 3 ? 4 : kTurns;  // on their way at once: whole images
-  // Ends: an image has as many lanes as a vector outputs.
+  static constexpr int kBatch = kTurns < 3 ? 4 : kTurns;  // loads in flight at once: whole images
+  // The ends of an image are stored by kVector lanes, as many as a vector has outputs.
   static constexpr int kImages = Config::kOutTile * kRows;
   static constexpr int kEndTurns = (kImages * kVector + 127) / 128;
 
-  // What a consumer has of a tile: a part of a line of positions. And what a lane has of that, found once.
+  // A consumer's part of a line of positions in a tile, with the addresses of the lane, computed once per
+  // tile.
   struct Rows {
     bool exists;
-    int d, h;                             // of the first outputs
-    int bytes;                            // of its part of a row
-    unsigned before;                      // bytes from the row of the first column to some multiple of 16
-    unsigned char* vector;                // 15 bytes behind the lane's part of the first row
-    int least;                            // which must be so far from a multiple of 16 to have a vector
+    int d, h;               // coordinates of the first outputs
+    int bytes;              // bytes of the consumer's part of a row
+    unsigned before;        // negated low 32 bits of the address of the first row in the lane's first channel
+    unsigned char* vector;  // address of the lane's part of the first row plus 15; rounded down to 16 bytes
+                            // it is the lane's first vector
+    int least;              // a vector is whole if `vector` is at least this many bytes past a multiple of 16
     unsigned char* end_start[kEndTurns];  // rows whose ends the lane stores
   };
   static __device__ __forceinline__ Rows rows(const Args& args, const Place& at, const Slab& first,
@@ -83,7 +88,7 @@ struct HaloImages {
     return rows;
   }
 
-  // A plane of positions, so many after the first.
+  // Stores the outputs of the plane of positions that is `plane` planes after the first.
   static __device__ __forceinline__ void store(const Args& args, const Place& at, Writer& me,
                                                const Sums& sums, const Rows& rows, int plane) {
     if (!rows.exists) return;
@@ -113,8 +118,8 @@ struct HaloImages {
     return static_cast<unsigned>(reinterpret_cast<unsigned long long>(address));
   }
 
-  // The rows of a plane of outputs, of all channels, so many bytes after the first of the tile: kField is the
-  // first phase of the first row.
+  // Stores the rows of a plane of outputs, for all channels, `further` bytes after the tile's first row.
+  // kField is the first phase of the plane's first row.
   template <int kGroup, int kField>
   static __device__ __forceinline__ void store_plane(const Args& args, const Place& at, Writer& me,
                                                      const Sums& sums, const Rows& rows, long long further) {
@@ -131,7 +136,7 @@ struct HaloImages {
     store_vectors(args, me, rows, images, further, channels);
     store_ends(args, me, rows, images, further, channels);
   }
-  // The first phase of the row so many further on in the same plane.
+  // Returns the first phase of the row that is `rows` rows further on in the same plane.
   static __device__ constexpr int row_further(int field, int rows) {
     return field_of(Config::kField(field, 0), Config::kField(field, 1) + rows, 0);
   }
@@ -142,7 +147,7 @@ struct HaloImages {
     return -1;
   }
 
-  // A lane's sums of one row: kField is its first phase.
+  // Writes a lane's sums of one row to the images. kField is the row's first phase.
   template <int kGroup, int kField, int kRow>
   static __device__ __forceinline__ void write(const Args& args, const Writer& me, const Sums& sums,
                                                const Rows& rows, unsigned char* images, long long further) {
@@ -150,7 +155,8 @@ struct HaloImages {
     unsigned char* own = images + Accumulators::first_column(me.lane) * Shared::kImagePitch +
                          (16 * me.warp + me.lane / 4) * kPhases * kItem;
     static_for<Config::kOutTile / 4>([&](auto i) {
-      constexpr int kNext = decltype(i)::value / 2 * 8 + decltype(i)::value % 2;  // channels further
+      // Channels from the lane's first one.
+      constexpr int kNext = decltype(i)::value / 2 * 8 + decltype(i)::value % 2;
       constexpr int kSum = kFirst + decltype(i)::value / 2 * 4 + decltype(i)::value % 2;
       constexpr int kStart = kNext * Shared::kImagePitch + kRow * Shared::kRowPitch + 16;
       const unsigned before =
@@ -182,7 +188,8 @@ struct HaloImages {
     }
   }
 
-  // A vector as the tensor has it, out of one of an image. `after`: the word behind it; `start`: of the row.
+  // Returns a vector as it lies in the tensor, from a vector of an image. `after` is the word behind it in
+  // the image, `start` the low bits of the row's address.
   static __device__ __forceinline__ uint4 moved_back(uint4 w, unsigned after, unsigned start) {
     const unsigned bits = 8 * (start & kItem);
     return make_uint4(ptx::shifted(w.x, w.y, bits), ptx::shifted(w.y, w.z, bits),
@@ -212,7 +219,8 @@ struct HaloImages {
         const bool exists = whole && (channels == 0 || first + block * 4 * kAtOnce < channels);
         uint4 vector = vectors[i - done];
         if constexpr (kTogether == 2) {
-          // The next lane's first word; after the last lane's vector comes the first lane's of the next turn.
+          // Each lane needs the next lane's first word; the last lane needs the first lane's word of the next
+          // turn.
           const bool wraps = turn + 1 < kTurns && place == 0;
           const unsigned word = wraps ? vectors[(i - done + 1) % kBatch].x : vector.x;
           const unsigned after = __shfl_sync(0xFFFFFFFFu, word, (me.lane + 1) % kLanes, kLanes);
@@ -223,8 +231,8 @@ struct HaloImages {
     }
   }
 
-  // The outputs that whole vectors leave: some at the beginning of a row, some at its end; mostly not more
-  // than a vector has.
+  // Single lanes store the outputs before the first and after the last whole vector of a row, mostly no more
+  // than one vector has.
   static __device__ __forceinline__ int end_image(const Writer& me, int turn) {
     return (turn * 128 + 32 * me.warp + me.lane) / kVector;
   }
@@ -236,7 +244,7 @@ struct HaloImages {
       const int image = end_image(me, i), row = image / Config::kOutTile;
       const int channel = image - row * Config::kOutTile;
       unsigned char* start = rows.end_start[i] + further;
-      const int before = static_cast<int>(0u - low(start)) & 15;  // the first vector
+      const int before = static_cast<int>(0u - low(start)) & 15;  // bytes before the first vector
       const int head = before < rows.bytes ? before : rows.bytes;
       const int ends = head + ((rows.bytes - head) & 15);
       const int moved = kTogether == 2 ? before & kItem : 0;

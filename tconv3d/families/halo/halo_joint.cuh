@@ -1,14 +1,16 @@
-// How rows of outputs that begin anywhere leave a block as few long runs (kJoint): builds that take lines as
-// they are in memory (halo_lines.cuh), whose producers have next to nothing to do.
+// How rows of outputs that begin at any address leave a block as few long runs (kJoint). Such
+// builds take input lines as they lie in memory (halo_lines.cuh), so that their producers have few loads to
+// issue.
 //
-// A tile has whole lines, so that of a channel all rows of a plane of outputs are one run of memory,
-// whichever consumer has which part of them. Consumers write their sums to an image of that run in shared
-// memory, as far behind a multiple of 16 bytes as it is in memory. The copy engine takes the whole vectors of
-// 16 bytes of it; what is left at its ends is stored by lanes of the producers, all of an end at once. What
-// costs memory most are ends of runs, which fill a part of a sector: a run has two, where rows and parts of
-// rows by themselves would have eight.
+// A tile has whole lines, so that all rows of a channel in a plane of outputs are one run of memory,
+// whichever consumer computes which part of it. Consumers write their sums to an image of the run in shared
+// memory, which begins as many bytes past a multiple of 16 as the run does in global memory. The copy engine
+// stores the whole 16-byte vectors of the image; lanes of the producers store the outputs at its two ends.
+// The ends of runs are the most expensive for memory, because they write partial sectors: a run has two ends,
+// whereas rows and parts of rows stored one by one would have eight.
 //
-// A buffer has the images of all channels of a plane. While one is emptied, another is filled.
+// A buffer has the images of all channels of a plane. While producers empty one buffer, consumers fill
+// another.
 #pragma once
 
 #include "halo_consumer.cuh"
@@ -30,9 +32,9 @@ struct HaloJoint {
   static constexpr int kItem = sizeof(Scalar), kItems = 16 / kItem;
   static constexpr int kPitch = Config::kJointPitch;  // bytes from image to image
   static constexpr int kWarps = Shared::kJointWarps;
-  static constexpr int kEnds = 2 * kItems;  // lanes that have the ends of a run
+  static constexpr int kEnds = 2 * kItems;  // lanes that store the ends of one run
 
-  // The run of the tile's first channel, in plane 0.
+  // Returns the address of the run of the tile's first channel in output plane 0.
   static __device__ __forceinline__ unsigned char* first_run(const Args& args, const Place& at) {
     const int channel = at.first_group() * Config::kOut + at.first_out();
     return reinterpret_cast<unsigned char*>(static_cast<Scalar*>(args.y) + at.n * args.y_stride.n +
@@ -43,24 +45,24 @@ struct HaloJoint {
     return static_cast<unsigned>(reinterpret_cast<unsigned long long>(address));
   }
 
-  // ---- Consumers.
+  // ---- Consumers write images.
 
-  static constexpr int kPlanes = Config::kStrideD;  // of outputs that are complete after a step
+  static constexpr int kPlanes = Config::kStrideD;  // planes of outputs that are complete after a step
   static constexpr int kVectors =
-      Config::kJoint ? Words::kPieces * Words::kVectors : 1;  // of a lane and plane
+      Config::kJoint ? Words::kPieces * Words::kVectors : 1;  // 16-byte vectors of a lane in a plane
 
-  // In 16 bits, where rows and channels have an odd number of outputs, these begin at words and in the middle
-  // of words in turns: whether the first one does says all.
+  // With 16-bit outputs and odd lengths of rows and channels, rows and channels begin alternately at a 4-byte
+  // word and in the middle of one, so that the first one decides for all.
   static constexpr bool kTwoKinds = kItem == 2 && Config::kStrideH % 2 == 0;
   static constexpr int kAnywhere = -1;
 
-  // What is complete, but not written yet. In 16 bits it is written while the products of the next step are
-  // on their way, if registers suffice.
+  // Outputs that are complete but not written yet. With 16-bit outputs they are written while the products of
+  // the next step are in flight, if they fit into registers together with the sums: at most 160 registers.
   static constexpr int kKept = Config::kSlabs * HaloSums<Config>::kSums + kPlanes * kVectors * 4;
   static constexpr bool kLater = Config::kJoint && kItem == 2 && kKept <= 160;
   struct Waiting {
     uint4 words[kPlanes][kVectors];
-    unsigned run[kPlanes];  // the low bits of where the first channel's begins
+    unsigned run[kPlanes];  // low address bits of the run of the first channel
     bool exists[kPlanes] = {};
   };
   static __device__ __forceinline__ void take(const Args& args, const Place& at, const Sums& sums, int plane,
@@ -76,7 +78,7 @@ struct HaloJoint {
         constexpr int kPiece = decltype(i)::value / Words::kVectors;
         uint4& words = waiting.words[kPhase][i];
         words = Words::template words<kPhase, decltype(i)::value % Words::kVectors, kPiece>(sums);
-        if constexpr (kLater) {  // now, and not when they are written
+        if constexpr (kLater) {  // The outputs are rounded here, not when they are written.
           ptx::pin(words.x);
           ptx::pin(words.y);
           ptx::pin(words.z);
@@ -86,7 +88,8 @@ struct HaloJoint {
     });
   }
 
-  // A plane of outputs. `pairs`: of the slabs (halo_lines.cuh).
+  // Writes a plane of outputs to its images. `pairs` are the pairs of positions of the slabs
+  // (halo_lines.cuh).
   template <int kPhase, class Pairs>
   static __device__ __forceinline__ void write(const Args& args, Consumer& me, const Pairs& pairs,
                                                const Waiting& waiting) {
@@ -123,7 +126,7 @@ struct HaloJoint {
       waiting.exists[phase] = false;
     });
   }
-  // What is written after one of so many turns of a step's products.
+  // Writes the planes that are due after turn kTurn of the kTurns turns of a step's products.
   template <int kTurn, int kTurns, class Pairs>
   static __device__ __forceinline__ void write_between(const Args& args, Consumer& me, const Pairs& pairs,
                                                        Waiting& waiting) {
@@ -133,7 +136,7 @@ struct HaloJoint {
     });
   }
 
-  // ---- Warps of the producers: each has some channels.
+  // ---- Producer warps store images: each warp has some channels.
 
   static __device__ __forceinline__ void store(const Args& args, const Shared& shared, int warp, int lane) {
     Ring<Shared::kJointBuffers> images;
@@ -171,19 +174,20 @@ struct HaloJoint {
   }
 
  private:
-  // A lane's outputs of a row, of all its channels. kOdd: whether the run begins in the middle of a word;
-  // then and only then do rows and channels in turns.
+  // Writes a lane's outputs of a row, for all its channels. kOdd is 1 if the run begins in the middle of a
+  // 4-byte word and 0 if not; rows and channels then alternate. kAnywhere leaves the alignment to run time.
   template <int kPhase, int kRow, int kPiece, int kOdd, class Pair>
   static __device__ __forceinline__ void write_row(const Args& args, const Consumer& me,
                                                    const Waiting& waiting, const Pair& pair, unsigned image) {
     const int own = HaloLayout<Config>::channel_of(0, 0, me.lane);
     const int place = (pair.h * Config::kStrideH + kRow) * args.output.w + 2 * pair.w;
-    const bool whole = args.output.w - 2 * pair.w >= kItems;  // or the last is missing
+    // Whether no output of the vector lies past the end of the row.
+    const bool whole = args.output.w - 2 * pair.w >= kItems;
     const unsigned channel_bytes = static_cast<unsigned>(args.y_stride.c) * kItem;
     const unsigned run = waiting.run[kPhase] + own * channel_bytes;
     image += own * kPitch + place * kItem;
     static_for<Words::kChannels>([&](auto i) {
-      // Where the channels' volumes are odd, lanes of a warp write to banks of their own.
+      // If channels have odd volumes, the lanes of a warp write to different banks.
       constexpr int kChannel = decltype(i)::value;
       constexpr int kOut = kChannel / 2 * 8 + kChannel % 2 * (kItem == 4 ? 4 : 1);
       constexpr int kOwn = kOdd == kAnywhere ? kAnywhere : (kOdd + kRow + kOut) % 2;
@@ -192,7 +196,7 @@ struct HaloJoint {
           waiting.words[kPhase][kPiece * Words::kVectors + kRow * Words::kChannels + kChannel], whole);
     });
   }
-  // The outputs of a vector, at any multiple of their size, without branches.
+  // Writes the outputs of a vector to shared memory, at any multiple of an output's size, without branches.
   template <int kOdd>
   static __device__ __forceinline__ void write_outputs(unsigned to, const uint4& vector, bool whole) {
     if constexpr (kItem == 4) {
@@ -225,14 +229,14 @@ struct HaloJoint {
     }
   }
 
-  // The whole vectors of a run.
+  // Stores the whole 16-byte vectors of a run.
   static __device__ __forceinline__ void copy_vectors(unsigned char* run, const unsigned char* image,
                                                       int bytes) {
     const int before = static_cast<int>(low(run) % 16), first = (before + 15) / 16 * 16;
     const int last = (before + bytes) / 16 * 16;
     if (first < last) ptx::bulk_store(run - before + first, ptx::shared_address(image + first), last - first);
   }
-  // One of the outputs before and behind them.
+  // Stores one of the outputs before the first or after the last whole vector of a run.
   static __device__ __forceinline__ void store_end(unsigned char* run, const unsigned char* image, int bytes,
                                                    int number) {
     const int before = static_cast<int>(low(run) % 16), end = before + bytes, last = end / 16 * 16;

@@ -1,21 +1,21 @@
-// The halo kernel with what it reads as it lies in memory (kLines): marches over contiguous tensors.
+// The halo kernel on input as it lies in memory (kLines): marches over contiguous tensors.
 //
 // A tile has whole lines, so that its halo is one run of memory for every channel and plane, which the copy
 // engine brings to a stage: [channel][line, w], channels a pitch apart. No warp transposes it. Consumers load
-// the first operand out of it into registers, whatever the shift, and round it there. Rows of an operand in
-// registers may be any positions: a lane takes two neighbours, so that its sums are neighbouring outputs of a
-// channel (with both phases along w: four), which it stores at once, past no scratch (or, where rows of
-// outputs begin anywhere, as halo_joint.cuh says). Words that several shifts along w read are loaded once,
-// and all units of these shifts multiply out of the same registers.
+// the first operand out of the stage into registers, at any shift, and round it there. Rows of an operand in
+// registers may be any positions: a lane takes a pair of neighbours, so that its sums are neighbouring
+// outputs of a channel (four with both phases along w), which it stores directly without scratch (or, where
+// rows of outputs begin at any address, as halo_joint.cuh says). Words that several shifts along w read are
+// loaded once, and all units of these shifts multiply out of the same registers.
 //
-// In 16 bits a word of a stage has two neighbouring positions of a channel, where an operand wants one
-// position of two channels: a lane loads the words of four positions and four channels, and takes them apart.
-// Two slabs are woven for it: of every four positions in sequence each has two.
+// With 16-bit types a word of a stage has two neighbouring positions of a channel, whereas an operand needs
+// one position of two channels: a lane loads the words of four positions and four channels, and regroups
+// their halves. Two slabs are woven for this: of every four positions in sequence, each slab has two.
 //
 // The input gradient marches too: a step takes the planes of dy of all phases along depth, one stage each. A
 // plane feeds several planes of dx, the fields of the window, of which the first is complete after the step.
 //
-// What lies beside the input is not copied: lanes take zeros for it.
+// Positions outside the input are not copied: lanes take zeros for them.
 #pragma once
 
 #include "halo_consumer.cuh"
@@ -38,20 +38,21 @@ struct HaloLines {
 
   static constexpr int kUnitColumns = Layout::kUnitColumns;
   static constexpr int kItem = sizeof(Scalar), kWordItems = 4 / kItem;
-  static constexpr int kWoven = Shared::kWoven;  // slabs whose positions take turns
+  static constexpr int kWoven = Shared::kWoven;  // slabs that share every 2 * kWoven positions in sequence
   static_assert(!Config::kLines || kItem == 4 || (Config::kSlabs % 2 == 0 && !Config::kGather),
                 "16 bits march forward, two slabs at a time");
   static_assert(!Config::kLines || (Config::kReadStepW & (Config::kReadStepW - 1)) == 0,
                 "two positions read from a multiple of the vectors that load() takes");
 
-  // Words from channel to channel of a stage: 8 more than a multiple of 32, so that the four channels of a
-  // warp's load lie in banks of their own; in 16 bits, where every second channel is another load's, 4 more.
+  // Returns the pitch of channels in a stage in 32-bit words: a multiple of 32 plus 8, so that the four
+  // channels of a warp's load lie in different banks; with 16-bit types, where a load reads every second
+  // channel, a multiple of 32 plus 4.
   static __device__ __forceinline__ int pitch(const Args& args) {
     constexpr int kBeside = 8 / kWordItems;
     return (args.rows / kWordItems + 31 - kBeside) / 32 * 32 + kBeside;
   }
 
-  // Where a shift reads, from stride times the position on: which line, which word of it.
+  // Return the line and the word that a shift reads, relative to the position times the read step.
   static __device__ constexpr int line_of(int source, int shift) {
     return (Config::kShift(shift, 1) + Config::kOrigin(source, 1)) * Config::kReadStepH +
            Config::kReadPhase(source, 1);
@@ -60,7 +61,7 @@ struct HaloLines {
     return (Config::kShift(shift, 2) + Config::kOrigin(source, 2)) * Config::kReadStepW +
            Config::kReadPhase(source, 2) + Config::kShift(shift, 3);
   }
-  // The first and the last of all shifts.
+  // The first and the last line, or word, that any shift reads.
   struct Range {
     int first, last;
     __device__ constexpr int count() const { return last - first + 1; }
@@ -77,7 +78,7 @@ struct HaloLines {
     return all;
   }
   static constexpr Range kHaloLines = range(true), kHaloWords = range(false);
-  // Phases of the planes of a step. One without taps is not read.
+  // Phases along depth of the planes of a step. A phase without taps is not read.
   static constexpr int kPhases = Config::kReadStepD;
   static __device__ constexpr bool is_read(int phase) {
     for (int source = 0; source < Config::kSources; ++source) {
@@ -86,8 +87,9 @@ struct HaloLines {
     return false;
   }
 
-  // ---- A warp of the producers: a lane asks for the lines of a channel, or one for all, which takes a third
-  // of the time. In float32 that gained random_1_48 9% and cost grouped_strided_g1 4% (measured).
+  // ---- One warp of the producers copies. With kOneAsks one lane issues the bulk copies of all channels,
+  // otherwise each lane those of one channel. One lane takes a third of the time. Only 16-bit types use it:
+  // in float32 it was 9% faster on one measured layer and 4% slower on another.
   static constexpr bool kOneAsks = kItem == 2;
 
   static __device__ __forceinline__ void copy(const Args& args, const Shared& shared, int lane) {
@@ -136,13 +138,14 @@ struct HaloLines {
     }
   }
 
-  // ---- Consumers.
+  // ---- Consumers multiply and store.
 
   // Two neighbouring positions of a slab, whose sums a lane has.
   struct Pair {
     bool exists;
-    int h, w;  // of the first, in the tile
-    int word;  // where the first line and word that it may read lie in a stage, of a lane's first channel
+    int h, w;  // coordinates of the first position in the tile
+    int word;  // word of a stage that holds the first line and word that the pair may read, in the lane's
+               // first channel
   };
   using Pairs = Pair[Config::kSlabs];
   static __device__ __forceinline__ void find(const Args& args, const Slab (&slabs)[Config::kSlabs], int warp,
@@ -166,23 +169,25 @@ struct HaloLines {
     }
   }
 
-  // The words of a line that feed a pair, for all shifts along w, of the two channels of a step that a lane
-  // has.
+  // Number of words of a line that feed a pair through all shifts along w, for each of the lane's two
+  // channels in a step.
   static constexpr int kWords = kHaloWords.count() + Config::kReadStepW;
-  // Steps whose words are on their way together, and sets of operands: with two, products wait for what is
-  // loaded.
+  // kAtOnce is the number of steps whose loads are in flight together. kSets is the number of register sets
+  // for operands: one set is loaded while matrix instructions read the others.
   static constexpr int kAtOnce = Config::kStepsAtOnce, kSets = Config::kOperandSets;
-  // In 16 bits: of four positions and the four channels of a step that a lane has, from kFirstWord on.
+  // With 16-bit types a lane loads kPairWords words from kFirstWord on, which cover its four positions, for
+  // each of its four channels in a step.
   static constexpr int kFirstWord = (kHaloWords.first + 64) / 2 - 32;
   static constexpr int kPairWords = (kHaloWords.last + 3 + 64) / 2 - 32 - kFirstWord + 1;
   static_assert(kHaloWords.first > -64, "rounded down");
   struct Operands {
     unsigned words[Config::kSlabs][kAtOnce][2][kItem == 4 ? kWords : kPairWords];
-    unsigned at[Config::kSlabs][kAtOnce][kHaloWords.count()][4];  // of each shift along w, the same words
+    // Fragments of each shift along w, made of `words`.
+    unsigned at[Config::kSlabs][kAtOnce][kHaloWords.count()][4];
   };
 
-  // How many words a load brings, from this one on: none, if another has brought it. A vector lies inside of
-  // the input, or outside.
+  // Returns how many words one load brings from this word on, or 0 if an earlier load brings it. A vector
+  // lies either inside or outside the input as a whole.
   static __device__ constexpr int brought(int word) {
     constexpr int kMost = 2 * Config::kReadStepW < 4 ? 2 : 4;
     for (int vector = kMost; vector > 1; vector /= 2) {
@@ -193,7 +198,8 @@ struct HaloLines {
     return 1;
   }
 
-  // Words of 8 channels, from `stage` on, of a line. `plane`: whether it is one of the input's.
+  // Loads the words of 8 channels of a line, from `stage` on. `plane` says whether the plane lies inside the
+  // input.
   template <int kStep>
   static __device__ __forceinline__ void load(const Args& args, const Place& at, const Pairs& pairs,
                                               const float* stage, int line, bool plane, Operands& to) {
@@ -218,7 +224,8 @@ struct HaloLines {
     });
   }
 
-  // The same of 16 channels in 16 bits, where a word has two positions.
+  // Returns how many words, of two 16-bit positions each, one load brings from this word on, or 0 if an
+  // earlier load brings it.
   static __device__ constexpr int pair_brought(int word) {
     const int place = (kFirstWord + word + 64) % 2, first = word - place;
     if (first >= 0 && first + 2 <= kPairWords) return place == 0 ? 2 : 0;
@@ -269,8 +276,8 @@ struct HaloLines {
     });
   }
 
-  // Until here: instructions read their operands some time after they were issued, which the compiler does
-  // not know.
+  // Keeps the registers of operands alive up to this point: matrix instructions read them some time after
+  // they were issued, which the compiler does not know.
   static __device__ __forceinline__ void keep(Operands& own) {
     if constexpr (kItem == 2) {
       static_for<Config::kSlabs * kAtOnce * kHaloWords.count()>([&](auto i) {
@@ -282,7 +289,7 @@ struct HaloLines {
     }
   }
 
-  // The words of each shift, once they are there.
+  // Makes the fragments of each shift out of the loaded words.
   template <int kCount>
   static __device__ __forceinline__ void share(Operands& own) {
     static_for<Config::kSlabs * kCount>([&](auto i) {
@@ -297,7 +304,7 @@ struct HaloLines {
     });
   }
 
-  // The products of a step: of every shift that reads this line of a plane of this phase.
+  // Issues the products of a step, for every shift that reads line kLine of a plane of phase kPhase.
   template <int kPhase, int kLine, int kStep>
   static __device__ __forceinline__ void issue(Sums& sums, const Operands& from, unsigned panels, int chunk) {
     static_for<Config::kSources * Config::kPatterns>([&](auto i) {
@@ -325,7 +332,7 @@ struct HaloLines {
   template <int kSource, int kPattern, int kShift, int kPlace, int kStep>
   static __device__ __forceinline__ void multiply_unit(Sums& sums, const Operands& from,
                                                        unsigned long long b) {
-    // A plane of dy that a shift finds further on belongs to an earlier plane of dx.
+    // A shift towards later planes of dy adds to an earlier plane of dx.
     constexpr int kEarlier = Config::kShift(kShift, 0) + Config::kOrigin(kSource, 0);
     constexpr int kUnit = Config::kGather ? Config::kPaddingD - kEarlier
                                           : Config::kUnit(Config::kPatternUnit(kPattern) + kPlace);
@@ -336,9 +343,9 @@ struct HaloLines {
     });
   }
 
-  // The products of one stage: lines of the halo one after the other, some steps at a time, which makes so
-  // many turns. While some words are multiplied, the next are loaded into other registers: kBefore turns of
-  // this march's step came before.
+  // Multiplies one stage: lines of the halo one after the other, kAtOnce steps at a time, each of which is a
+  // turn. While matrix instructions read one set of registers, the next turn is loaded into another. kBefore
+  // is the number of turns of the march's step before this stage.
   static __device__ constexpr int turns(int steps) {
     return (steps + kAtOnce - 1) / kAtOnce * kHaloLines.count();
   }
@@ -356,7 +363,8 @@ struct HaloLines {
       constexpr int kFirst = kTurn % kTurns * kAtOnce;
       constexpr int kCount = kSteps - kFirst < kAtOnce ? kSteps - kFirst : kAtOnce;
       Operands& own = operands[(kBefore + kTurn) % kSets];
-      ptx::matrix_wait<kSets - 1>();  // these registers are free
+      // The matrix instructions that read this set of registers must have finished.
+      ptx::matrix_wait<kSets - 1>();
       if constexpr (kBefore + kTurn >= kSets) keep(own);
       static_for<kCount>([&](auto step) {
         constexpr int kStep = decltype(step)::value;
@@ -390,7 +398,7 @@ struct HaloLines {
     me.stages.advance();
   }
 
-  // Adds all chunks of the planes of a step to the sums. After each turn `between` may do something else.
+  // Adds all chunks of the planes of a step to the sums. `between` is called after each turn.
   static constexpr int kStepTurns =
       kPhases * ((Layout::kChunks - 1) * turns(Layout::kPartSteps) + turns(Layout::kLastSteps));
   template <class Between>
@@ -418,8 +426,8 @@ struct HaloLines {
     Accumulators::pin(sums);
   }
 
-  // The outputs of two positions at a time, with both phases if there are two. Every line of outputs is
-  // whole.
+  // Stores the outputs of two positions at a time, with both phases along w if there are two. A tile has
+  // whole lines of outputs.
   static __device__ __forceinline__ void store(const Args& args, const Place& at, const Consumer& me,
                                                const Sums& sums, const Pairs& pairs, int plane) {
     static_assert(Config::kStrideW <= 2, "one phase or two of two positions");

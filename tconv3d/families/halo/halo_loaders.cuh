@@ -1,5 +1,5 @@
 // The halo kernel's loaders: producer warps that fill the ring of halo stages, batch after batch, across
-// chunks, planes and tiles.
+// chunks, planes and tiles. A batch is the set of loads that a lane has in flight (halo_positions.cuh).
 #pragma once
 
 #include "halo_copies.cuh"
@@ -19,15 +19,17 @@ struct HaloLoaders {
   using Batch = typename Choose<
       Config::kCopied, Copies,
       typename Choose<Config::kUnitC, BatchByChannel<Config>, BatchByPosition<Config>>::type>::type;
-  // Whether the input may be such that vectors can be loaded. Vectors of 32-bit items lost (measured).
+  // Whether the build may load the input by 16-byte vectors along w; args.vectors says whether a launch does.
+  // Float32 input is loaded position by position, which is faster on an H200.
   static constexpr bool kMayHaveVectors =
       sizeof(Scalar) == 2 && !Config::kUnitC && !Config::kCopied && Config::kReadStepW == Config::kParts;
 
-  // The same of loads of two positions.
+  // Whether the build may load two neighbouring positions at once; args.pairs says whether a launch does.
   static constexpr bool kMayHavePairs = sizeof(Scalar) == 2 && !Config::kUnitC && !Config::kCopied &&
                                         Config::kParts == 1 && Config::kReadStepW == 1 && Layout::kDense;
 
-  static constexpr bool kPartly = Config::kPortioned || Config::kSpread;  // a place may have some chunks
+  // Whether a place may have a part of the chunks only.
+  static constexpr bool kPartly = Config::kPortioned || Config::kSpread;
 
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
@@ -35,17 +37,17 @@ struct HaloLoaders {
       Shared::kTableStart + (kTurns + kRound - 1) / kRound * kRound * Batch::kRows * 8;
   static_assert(kSharedBytes <= Config::kSharedBytes, "the planner asked for too little shared memory");
 
-  // What a loader warp does, one batch after the other, across chunks, planes and tiles.
+  // The sequence of batches of a loader warp, across chunks, planes and tiles.
   template <class Batch>
   struct Course {
     int warp, lane, batches;
     typename Tile::Work work;
     int plane, source, chunk, batch, planes;
-    int first_chunk = 0, end_chunk = Layout::kChunks;  // of the place
-    int run;                                           // its first row, if it is one
-    const unsigned char *plane_start, *x;              // of the plane's first chunk, of the chunk
+    int first_chunk = 0, end_chunk = Layout::kChunks;  // chunks of the place
+    int run;                                           // first row of the place, if it is a run
+    const unsigned char *plane_start, *x;  // addresses of the plane's first chunk and of the current chunk
 
-    // At the present place, or the next one that has input.
+    // Begins at the current place, or at the next one that has input. Returns false if there is none.
     __device__ __forceinline__ bool start(const Args& args) {
       plane = source = batch = 0;
       for (; work.left(args); work.advance(args)) {
@@ -57,10 +59,10 @@ struct HaloLoaders {
       }
       return false;
     }
-    // Where the turns of this warp read and write.
+    // Fills the table of sources and targets for the turns of this warp.
     __device__ __forceinline__ void find(const Args& args) {
       const Place at = work.place(args);
-      __syncwarp();  // lanes that share an entry have read the last tile's
+      __syncwarp();  // Lanes that share a table entry must have read the previous tile's.
 #pragma unroll 1
       for (int turn = warp; turn < batches * Batch::kTurns * Shared::kLoaderWarps;
            turn += Shared::kLoaderWarps) {
@@ -112,10 +114,10 @@ struct HaloLoaders {
     course.batches = (Batch::turns(args) + kAtOnce - 1) / kAtOnce;
     course.work = Tile::Work::of_block(args);
     if (!course.start(args)) return;
-    // Loads the next batch, then stores the present one. False: there is no next.
+    // Loads the next batch, then stores the current one. Returns false if there is no next batch.
     const auto step = [&](const Batch& present, Batch& next) {
       const bool first = course.batch == 0, last = course.batch == course.batches - 1;
-      if constexpr (Batch::kClears) {  // the stages that a tile begins with
+      if constexpr (Batch::kClears) {  // Only the first stages of a tile are cleared.
         if (first && args.gaps && course.plane * Layout::kChunks + course.chunk < Config::kStages) {
           ptx::barrier_wait(shared.stage_empty(ring.index), ring.parity ^ 1);
           HaloVectors<Config>::clear(args, course.run, shared.stage(ring.index), 32 * warp + lane);
@@ -133,13 +135,15 @@ struct HaloLoaders {
       }
       return more;
     };
-    Batch even, odd;  // two names, so that nothing is copied while it is on its way
+    // Two named batches instead of a copy, because a copy would wait for the loads in flight.
+    Batch even, odd;
     course.load(args, even);
     while (step(even, odd) && step(odd, even)) {
     }
   }
-  // All copies of a stage are on their way at once, and those of the next one as soon as it is free: they
-  // arrive at its barrier by themselves, unless something has to be rounded first.
+  // Copies asynchronously: all copies of a stage are in flight at once, and copies of the next stage are
+  // issued as soon as it is free. Copies arrive at the stage's barrier by themselves, unless the values have
+  // to be rounded first.
   static __device__ __forceinline__ void copy(const Args& args, const Shared& shared, int warp, int lane) {
     if constexpr (Config::kAfterRows) ptx::wait_for_previous_launch();
     Ring<Config::kStages> ring;

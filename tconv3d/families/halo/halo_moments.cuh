@@ -1,12 +1,12 @@
-// The moments of what the halo kernel stores, for a norm that follows: taken of the accumulators, in
-// registers.
+// The moments of the outputs that the halo kernel stores, for a norm layer that follows. They are computed
+// from the accumulators, in registers.
 //
 // A band is kBand neighbouring output channels of one norm group. When a pass over a tile (or a march) is
-// complete, each warp leaves the moments of every band over its own positions, all slabs and fields. Their
-// shift is one of the values themselves, the same for all lanes: so a value costs three instructions, lanes
-// only add, and what the subtraction of squares may lose is bounded by the number of values, whatever the
-// mean. Where the moments go follows from the tile, never from timing: [batch][bands][slots], so that those
-// of a norm group are neighbours.
+// complete, each warp stores the moments of every band over its own positions, all slabs and fields. The
+// shift of the moments is one of the values themselves, the same for all lanes, so that a value costs three
+// instructions and lanes only add. The cancellation in the subtraction of squares is then bounded by the
+// number of values, whatever their mean. The address of the moments depends on the tile, never on timing:
+// [batch][bands][slots], so that moments of a norm group are neighbours.
 #pragma once
 
 #include "halo_stores.cuh"
@@ -24,23 +24,24 @@ struct HaloMoments {
   using Sums = typename Stores::Sums;
 
   static constexpr int kBand = Config::kMomentBand;
-  static constexpr int kBands = Config::kGroups * Config::kOut / kBand;  // of all channels
-  // A lane has two columns of every 8: of one band, or of two.
+  static constexpr int kBands = Config::kGroups * Config::kOut / kBand;  // bands of all channels
+  // Bands of which a lane has columns. A lane has two columns of every 8, which belong to one band or to two.
   static constexpr int kLaneBands = Config::kOutTile / (kBand == 1 ? 4 : kBand < 8 ? 8 : kBand);
   static constexpr int kBandSums = kBand == 1 ? 1 : kBand < 8 ? 2 : kBand / 4;  // columns of a band in a lane
   static_assert(kBand == 1 || kBand == 2 || kBand == 4 || kBand % 8 == 0, "a part of 8 columns, or whole 8s");
   static_assert(Config::kOut % kBand == 0 && Config::kOutTile % kBand == 0, "bands do not cross tiles");
 
-  static constexpr int kTileBands = Config::kGroupsPerTile * kLaneBands;  // of a lane
+  static constexpr int kTileBands = Config::kGroupsPerTile * kLaneBands;  // bands of a lane in a tile
 
-  // Bit (2 * slab + half) * kFields + field: whether the lane stores that output, of the tile's `item`th
-  // batch item. Along depth a march has to ask for each plane anew.
+  // Bit (2 * slab + half) * kFields + field of a mask says whether the lane stores this output, for one batch
+  // item of the tile. A march tests the depth of an output for each plane.
   static constexpr int kBits = 2 * Config::kSlabs * Config::kFields;
   static_assert(kBits <= 64, "outputs of a lane's channel fit a mask");
   using Mask = typename Choose<(kBits > 32), unsigned long long, unsigned>::type;
   static constexpr unsigned kAll = 0xFFFFFFFFu;
 
-  // Each lane asks for one position of 32, and all hear the answers.
+  // Returns the mask of a lane's outputs. Each lane tests one of 32 positions, and a ballot tells the results
+  // to all.
   static __device__ __forceinline__ Mask outputs(const Args& args, const Place& at,
                                                  const Slab (&slabs)[Config::kSlabs], int plane, int item,
                                                  int warp, int lane) {
@@ -78,7 +79,7 @@ struct HaloMoments {
     return mask;
   }
 
-  // The lane's `i`th value of an output: kBandSums of every band.
+  // Returns the lane's `i`th value of an output; a lane has kBandSums values of every band.
   template <int kBit>
   static __device__ __forceinline__ float value(const Sums& sums, int i) {
     constexpr int kHalfSlab = kBit / Config::kFields, kField = kBit % Config::kFields;
@@ -87,22 +88,23 @@ struct HaloMoments {
     return sums[kHalfSlab / 2][field / 2 + column / 2 * 4 + kHalfSlab % 2 * 2 + column % 2];
   }
 
-  // What a lane has seen of its bands.
+  // The running moments of a lane's bands.
   struct Kept {
     Mask outputs = 0;
-    int count = 0;  // of each channel
+    int count = 0;  // values of each channel
     bool shifted = false;
     float shift[kTileBands] = {}, sum[kTileBands] = {}, squares[kTileBands] = {};
   };
 
-  // The shifts: of every band a value that some lane stores, if there is one.
+  // Chooses the shift of every band: a value that some lane stores, if there is one.
   template <int kBit = 0>
   static __device__ __forceinline__ void choose_shifts(const Sums& sums, Mask mask, int lane, Kept& kept) {
     if constexpr (kBit < kBits) {
       if constexpr (Accumulators::complete(kBit % Config::kFields)) {
         const unsigned lanes = __ballot_sync(kAll, static_cast<int>(mask >> kBit & 1));
         if (lanes != 0) {
-          const int own = kBand < 4 ? lane % 4 : kBand == 4 ? lane % 4 / 2 * 2 : 0;  // column of the band
+          // First lane of each four that holds columns of this lane's band.
+          const int own = kBand < 4 ? lane % 4 : kBand == 4 ? lane % 4 / 2 * 2 : 0;
           const int source = (__ffs(static_cast<int>(lanes)) - 1) / 4 * 4 + own;
 #pragma unroll
           for (int i = 0; i < kTileBands; ++i) {
@@ -116,7 +118,7 @@ struct HaloMoments {
     }
   }
 
-  // Adds what a warp stores of kept.outputs, in one pass or plane.
+  // Adds the values of a warp in kept.outputs, of one pass or plane.
   static __device__ __forceinline__ void add(const Args& args, const Place& at, const Sums& sums, int plane,
                                              int lane, Kept& kept) {
     const Mask mask = Config::kMarch ? kept.outputs & outputs_of_plane(args, at, plane) : kept.outputs;
@@ -137,11 +139,11 @@ struct HaloMoments {
     });
   }
 
-  // Adds up the lanes that share bands: those of other positions, and of a band's other columns. In each step
-  // two lanes divide their bands, as long as that works out, so that each adds up half of them.
+  // Adds up the moments of lanes that share bands: lanes with other positions, and with other columns of a
+  // band. In each step two lanes divide their bands if the number is even, so that each adds up half of them.
   struct Share {
-    int first = 0;       // of the bands that are left to this lane
-    bool speaks = true;  // whether it is this lane that stores them
+    int first = 0;       // first of the bands that this lane adds up
+    bool speaks = true;  // whether this lane stores the sums
   };
   static constexpr bool adds(int distance) { return distance >= 4 || 2 * distance < kBand; }
   template <int kCount, int kDistance>
@@ -165,13 +167,13 @@ struct HaloMoments {
       }
     }
   }
-  // Keeps the upper or the lower of two sums, and adds the other lane's.
+  // Takes the upper or the lower of two sums, and adds the other lane's.
   static __device__ __forceinline__ void halve(float& lower, float upper, bool keep_upper, int distance) {
     const float given = keep_upper ? lower : upper;
     lower = (keep_upper ? upper : lower) + __shfl_xor_sync(kAll, given, distance);
   }
 
-  // The moments of everything that was added.
+  // Adds up the lanes' running moments and stores them.
   template <int kCount = kTileBands, int kDistance = 16>
   static __device__ __forceinline__ void store(const Args& args, const Place& at, int n, long long slot,
                                                int lane, Kept& kept, Share share = {}) {
@@ -205,7 +207,7 @@ struct HaloMoments {
     }
   }
 
-  // Of a pass that is complete in itself.
+  // Stores the moments of a pass over a tile that does not march.
   static __device__ __forceinline__ void leave(const Args& args, const Place& at, const Sums& sums,
                                                const Slab (&slabs)[Config::kSlabs], long long slot, int warp,
                                                int lane) {
@@ -217,8 +219,8 @@ struct HaloMoments {
     }
   }
 
-  // A march keeps the moments of every batch item that its tile touches: one, or two if it is a run through
-  // the batch. Few warps have outputs of both.
+  // A march has running moments for every batch item that its tile touches: one, or two if the tile is a run
+  // across batch items. Few warps have outputs of both.
   struct Marching {
     Kept kept[2];
 
@@ -255,14 +257,14 @@ struct HaloMoments {
     const bool two = args.sheets > 1 && (first + 1) * args.halo.h * args.halo.w < at.start + args.step_rows;
     return two && at.n + first + 1 < args.batch ? 2 : 1;
   }
-  // The tile's place among those that touch the item.
+  // Returns the tile's index among the tiles that touch the batch item.
   static __device__ __forceinline__ int tile_of_item(const Args& args, const Place& at, int item) {
     return args.sheets > 1 ? at.tile - item * args.halo.h * args.halo.w / args.step_rows : at.tile;
   }
 
-  // Items have different numbers of tiles, and shares cut tiles into different numbers of pieces. For those
-  // that there are not, a loader warp of the block that marches through the end of the last tile (or piece)
-  // leaves moments of nothing.
+  // Stores empty moments in unused slots. Batch items have different numbers of tiles, and shares cut tiles
+  // into different numbers of pieces, so that some slots have no warp. A loader warp of the block that
+  // marches through the end of the last tile (or piece) fills them.
   static __device__ __forceinline__ void leave_nothing(const Args& args, int lane) {
     using Work = typename HaloTile<Config>::Work;
     for (Work work = Work::of_block(args); work.left(args); work.advance(args)) {
@@ -294,7 +296,8 @@ struct HaloMoments {
     }
   }
 
-  // Where a warp's moments of a tile go; the passes over it follow each other. A march has one.
+  // Returns the slot of a warp's moments of a tile; the passes over a tile have neighbouring slots. A march
+  // has one pass.
   static __device__ __forceinline__ long long slot(const Args& args, const Place& at, int tile, int pass,
                                                    int warp) {
     const long long place = Config::kMarch ? static_cast<long long>(tile) * args.pieces + at.piece : tile;

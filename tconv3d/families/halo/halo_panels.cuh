@@ -1,8 +1,8 @@
-// The halo kernel's weights: one thread of the producers copies panels to shared memory, all of them once, or
+// The halo kernel's weights: one producer thread copies panels to shared memory, either all of them once, or
 // one after the other through a ring of slots.
 //
-// Panels are what the launch before has packed, and all that this kernel needs of it: halos are loaded
-// without waiting for it. Every block has a thread here, so this launch ends after that one.
+// The previous launch packs the panels, and this kernel needs nothing else from it: halos are loaded without
+// waiting for it. Every block has a thread here that waits, so that this launch ends after the previous one.
 #pragma once
 
 #include "halo_shared.cuh"
@@ -20,7 +20,7 @@ struct HaloPanels {
     return static_cast<const unsigned char*>(args.packed) + Layout::tile_start(column_tile);
   }
 
-  // All panels of the column tile, which is the same for all work of this block.
+  // Loads all panels of the column tile, which is the same for all tiles of this block.
   static __device__ __forceinline__ void load_all(const Args& args, const Shared& shared) {
     constexpr int kCopy = 32 * 1024;
     const unsigned char* from = packed(args, static_cast<int>(blockIdx.x) % Layout::kColumnTiles);
@@ -32,7 +32,7 @@ struct HaloPanels {
     }
   }
 
-  // All panels of a chunk that a variant has.
+  // Returns the size in bytes of all panels of a chunk in a variant.
   static __device__ __forceinline__ unsigned own_bytes(int variant, int source) {
     unsigned bytes = 0;
     for (int p = 0; p < Config::kPatterns; ++p) {

@@ -1,5 +1,6 @@
-// Pieces of tiles (kSpread): the sums of some chunks of a tile, which a block of the halo kernel leaves as
-// its lanes have them, slab by slab, and which another launch adds up and stores (halo_add.cuh).
+// Pieces of tiles (kSpread): the partial sums over some chunks of a tile. A block of the halo kernel stores
+// them in the order of its lanes' accumulators, slab by slab, and another launch adds them up and stores the
+// outputs (halo_add.cuh).
 #pragma once
 
 #include "halo_sums.cuh"
@@ -11,15 +12,15 @@ struct HaloPieces {
   using Accumulators = HaloSums<Config>;
   using Sums = typename Accumulators::Sums;
   using Four = Vector<float, 4>;
-  static constexpr int kFours = Accumulators::kSums / 4;  // of a lane, of a slab
+  static constexpr int kFours = Accumulators::kSums / 4;  // vectors of four sums that a lane has in a slab
   static_assert(Accumulators::kSums % 4 == 0, "whole vectors");
 
-  // Where the sums of a thread of a consumer begin: those of neighbouring threads are neighbours.
+  // Returns where the sums of a consumer's thread begin; neighbouring threads have neighbouring vectors.
   static __device__ __forceinline__ Four* place(const Args& args, int slab, int thread) {
     return static_cast<Four*>(args.left) + static_cast<long long>(slab) * (kFours * 128) + thread;
   }
 
-  // `slab`: the first of the consumer's, among those of all pieces.
+  // Stores the sums of a piece. `slab` is the consumer's first slab, counted over all pieces.
   static __device__ __forceinline__ void leave(const Args& args, int slab, int thread, const Sums& sums) {
 #pragma unroll
     for (int m = 0; m < Config::kSlabs; ++m) {
@@ -32,7 +33,7 @@ struct HaloPieces {
     }
   }
 
-  // Adds a slab to the sums of one, or makes them its own.
+  // Adds a stored slab to the sums, or overwrites them with it (kAdds == false).
   template <bool kAdds>
   static __device__ __forceinline__ void take(const Args& args, int slab, int thread, Sums& sums) {
     static_assert(Config::kSlabs == 1, "one at a time");

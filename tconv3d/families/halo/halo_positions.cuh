@@ -1,9 +1,9 @@
 // How the halo kernel's loaders bring input to a stage, position by position.
 //
-// A batch is what a lane has in flight: some pieces of the halo, as they are in memory. While one batch is on
-// its way, the one before it is converted and stored. In a turn, a warp takes kRows positions; a batch has
-// kTurns, and kShares batches take all channels of a chunk. Which batches there are, and in which order a
-// warp takes them, is in halo_loaders.cuh.
+// A batch is the set of loads that a lane has in flight: some pieces of the halo, as they lie in memory.
+// While one batch is in flight, the previous one is converted and stored. In one turn, a warp takes kRows
+// positions; a batch has kTurns turns, and kShares batches take all channels of a chunk. The kinds of
+// batches, and the order in which a warp takes them, are in halo_loaders.cuh.
 #pragma once
 
 #include "halo_shared.cuh"
@@ -19,25 +19,25 @@ struct HaloPositions {
   using Place = typename Tile::Place;
   using Offset = typename Tile::Offset;
 
-  // An input position of the halo: its row in the stage, and where it lies in memory (in bytes from the
-  // tile's first plane and channel; negative: outside of the input, zero). Dividing its index into
-  // coordinates takes longer than loading, so each lane does it once per tile, and keeps its positions in
-  // shared memory.
+  // An input position of the halo: its row in the stage, and its offset in memory in bytes from the tile's
+  // first plane and channel. A negative offset is a position outside the input, which is zero. Dividing an
+  // index into coordinates takes longer than loading, so each lane does it once per tile, and stores its
+  // positions in shared memory.
   using Position = long long;
   static constexpr Position kNowhere = -1;
   static constexpr int kNoRow = 0x1FFF;
   static __device__ __forceinline__ int row_of(Position position) {
     return static_cast<int>(position) & kNoRow;
   }
-  // How many of the parts are inside: those from the first on.
+  // Returns how many parts are inside the input, counted from the first.
   static __device__ __forceinline__ int parts_of(Position position) {
     if constexpr (Config::kParts == 1) return position >= 0;
     return position < 0 ? 0 : static_cast<int>(position) >> 13 & 7;
   }
   static __device__ __forceinline__ long long bytes_of(Position position) { return position >> 16; }
 
-  // By the position's index, w fastest: but for 8 batch items whose rows are neighbours, so that neighbouring
-  // lanes store to different banks.
+  // Returns the position of an index, w fastest. Up to 8 batch items whose rows are neighbours run even
+  // faster, so that neighbouring lanes store to different banks.
   static __device__ __forceinline__ Position position(const Args& args, const Place& at, int source,
                                                       int index) {
     if constexpr (Config::kSpread) {
@@ -49,7 +49,9 @@ struct HaloPositions {
     const int sheet = divide(line, args.halo_h), h = line - sheet * args.halo.h;
     const int far = divide(sheet, args.halo_d), d = sheet - far * args.halo.d;
     const int n = (far << args.near_bits) + near;
-    const int origin = at.variant() + source;  // either has more than one
+    // Origins are indexed by variant or by source: a build has several variants or several sources, never
+    // both.
+    const int origin = at.variant() + source;
     const int x_d = Config::kMarch ? 0
                                    : (at.d + Config::kOrigin(origin, 0) + d) * Config::kReadStepD +
                                          Config::kReadPhase(source, 0);
@@ -74,8 +76,8 @@ struct HaloPositions {
     return items * static_cast<long long>(sizeof(Scalar)) * 65536 + (parts << 13 | row);
   }
 
-  // Of a run that crosses planes (kSpread): the halo has a sheet for every displacement along d, the same
-  // rows so many planes further on.
+  // Returns a position of a run that crosses planes (kSpread): the halo has a sheet for every displacement
+  // along d, which holds the run's rows displaced by this number of planes.
   static __device__ __forceinline__ Position position_of_run(const Args& args, const Place& at, int index) {
     if (index >= args.loaded) return kNowhere;
     const auto from = Tile::run_input(args, at, index);
@@ -88,7 +90,7 @@ struct HaloPositions {
     return items * static_cast<long long>(sizeof(Scalar)) * 65536 + (1 << 13 | index);
   }
 
-  // The positions of all warps, by turn: a warp reads what itself wrote.
+  // The table of positions of all warps, by turn. A warp reads only entries that it wrote itself.
   static __device__ __forceinline__ Position* table() {
     return reinterpret_cast<Position*>(dynamic_shared<unsigned char>() + HaloShared<Config>::kTableStart);
   }
@@ -104,14 +106,14 @@ struct HaloPositions {
     return (args.loaded + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   }
 
-  // Where a row of the stage begins; piece i of it is at this address ^ 16 * i.
+  // Returns where a row of the stage begins; piece i of the row is at this address ^ 16 * i.
   static __device__ __forceinline__ unsigned row_start(unsigned stage, int row) {
     return stage + Layout::template swizzle<Layout::kRowPieces>(row * Config::kRowBytes);
   }
 };
 
-// Contiguous along w (or any strides): a lane has a position, and gathers pieces of its channels: the same
-// channels of all parts, which are neighbours in memory.
+// A batch of input contiguous along w (or with any strides): a lane has one position, and gathers pieces of
+// channels, each channel from all parts, which are neighbours in memory.
 template <class Config>
 struct BatchByPosition {
   using Positions = HaloPositions<Config>;
@@ -139,7 +141,7 @@ struct BatchByPosition {
                                               int lane) {
     Positions::template find_positions<BatchByPosition>(args, at, source, turn, lane);
   }
-  // `x`: the plane and the chunk. `turn` counts those of all warps.
+  // Loads a batch. `x` points at the plane and the chunk. `turn` counts the turns of all warps.
   __device__ __forceinline__ void load(const Args& args, const unsigned char* x, int chunk, unsigned turn,
                                        int lane) {
     const auto from = Positions::table()[turn * kRows + lane];
@@ -166,7 +168,7 @@ struct BatchByPosition {
   }
   static __device__ __forceinline__ Parts gather(const Args& args, const Scalar* x, int parts) {
     Parts found{};
-    if constexpr (Config::kVectorParts) {  // all or none, and aligned
+    if constexpr (Config::kVectorParts) {  // all parts or none are inside, and aligned
       if (parts > 0) {
         const auto all = load_vector<Config::kUsedParts>(x);
 #pragma unroll
@@ -202,8 +204,8 @@ struct BatchByPosition {
   }
 };
 
-// The same of 16-bit items whose lines have even numbers of them: a lane has two neighbouring positions, and
-// gathers both by one load.
+// A batch of 16-bit input whose lines have an even length: a lane has two neighbouring positions, and gathers
+// both by one 32-bit load.
 template <class Config>
 struct BatchByPair {
   using Positions = HaloPositions<Config>;
@@ -242,7 +244,7 @@ struct BatchByPair {
       }
     }
   }
-  // Every other four lanes store their second position first, so that 8 lanes have rows in all banks.
+  // Every other four lanes store their second position first, so that 8 lanes write to all banks.
   __device__ __forceinline__ void store(unsigned stage, int lane) const {
     if (first_row == Positions::kNoRow) return;
 #pragma unroll
@@ -258,13 +260,13 @@ struct BatchByPair {
       }
     }
   }
-  // Of two channels the items of the first or of the second position.
+  // Returns the values of two channels at the first or at the second position.
   static __device__ __forceinline__ unsigned two(unsigned first, unsigned next, int second) {
     return second ? first >> 16 | (next & 0xFFFF0000u) : (first & 0xFFFFu) | next << 16;
   }
 };
 
-// Contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
+// A batch of input contiguous along channels: neighbouring lanes have neighbouring pieces of a position.
 template <class Config>
 struct BatchByChannel {
   using Positions = HaloPositions<Config>;
@@ -315,7 +317,7 @@ struct BatchByChannel {
       return *reinterpret_cast<const uint4*>(&items);
     }
   }
-  // 16 bytes as they are in memory -> as tensor cores want them.
+  // Converts 16 bytes from memory to the operands that tensor cores take.
   static __device__ __forceinline__ uint4 to_operands(uint4 raw, int half) {
     if constexpr (sizeof(Scalar) == 4) {
       raw.x = Layout::operand(ptx::bits_to_float(raw.x), half);

@@ -12,7 +12,7 @@ struct HaloProducts {
   using Scalar = typename Config::Scalar;
   using Sums = typename HaloSums<Config>::Sums;
 
-  // The products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
+  // Issues the products of one panel: all units that its shift feeds, all slabs, all steps of the chunk.
   template <int kPattern, int kSteps, int kFirstSlab = 0, int kOwnSlabs = Config::kSlabs>
   static __device__ __forceinline__ void multiply_panel(Sums& sums,
                                                         const unsigned long long (&a)[Config::kSlabs],
@@ -27,7 +27,7 @@ struct HaloProducts {
       for (int step = 0; step < kGroupSteps; ++step) {
         const unsigned k = 32 * (kFirstStep + step);
         static_for<Layout::units(kPattern)>([&](auto u) {
-          constexpr int kPlace = decltype(u)::value;  // of the unit in the panel
+          constexpr int kPlace = decltype(u)::value;  // index of the unit in the panel
           constexpr int kUnit = Config::kUnit(Config::kPatternUnit(kPattern) + kPlace);
           constexpr int kFirst = kGroup * Layout::kGroupColumns + kUnit * Layout::kUnitColumns;
           const unsigned long long panel =
@@ -42,7 +42,7 @@ struct HaloProducts {
     });
   }
 
-  // The same of some slabs: bit m of `which` is slab m's.
+  // Issues and commits the products of one panel for some slabs: bit m of `which` stands for slab m.
   template <int kPattern, int kSteps>
   static __device__ __forceinline__ void multiply_slabs(Sums& sums,
                                                         const unsigned long long (&a)[Config::kSlabs],
@@ -53,8 +53,8 @@ struct HaloProducts {
       multiply_panel<kPattern, kSteps>(sums, a, b, displacement);
       ptx::matrix_commit();
     } else if constexpr (Config::kSlabs == 2) {
-      // Each way has a group of its own: where ways meet inside of a group, the compiler makes several of it,
-      // and waiting for all but the last of these is waiting for all.
+      // Each branch commits a group of its own. If branches joined inside a group, the compiler would split
+      // it into several groups, and waiting for all groups but the last would wait for all products.
       if (which == 1) {
         ptx::matrix_fence();
         multiply_panel<kPattern, kSteps, 0, 1>(sums, a, b, displacement);
@@ -77,7 +77,7 @@ struct HaloProducts {
     }
   }
 
-  // Strict float32: the three products of one or two panels, all small ones first.
+  // Issues the three products of one or two panels in strict float32, all small products first.
   template <int kPattern, int kSteps, int kPanels>
   static __device__ __forceinline__ void multiply_halves(Sums& sums,
                                                          const unsigned long long (&a)[Config::kSlabs],
@@ -93,10 +93,11 @@ struct HaloProducts {
     for (int i = 0; i < kPanels; ++i) multiply_panel<kPattern, kSteps>(sums, a, b[i], displacement[i]);
   }
 
-  // Tensor cores round every sum towards zero, so that a long chain of products drifts. Strict float32 adds
-  // the sums of one or two panels, of the units they feed, to totals, by additions that round to nearest.
-  // What they round off is what the sums of the next panel start from. What 32 channels and more lose to
-  // rounding is about a unit of the last place, on the average (measured): it is added again.
+  // Tensor cores round every sum towards zero, so that a long chain of products drifts. Strict float32
+  // therefore adds the sums of one or two panels to totals, by additions that round to nearest; the rounding
+  // errors of these additions are the values that the sums of the next panel start from. Sums over 32
+  // channels and more lose about one unit in the last place on average, which a factor of 1 + 2^-23
+  // compensates.
   template <int kPattern, int kSteps>
   static __device__ __forceinline__ void add_to_totals(Sums& totals, Sums& sums) {
     constexpr float kScale =

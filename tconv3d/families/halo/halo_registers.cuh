@@ -1,11 +1,12 @@
 // The halo kernel with a first operand that passes through the consumers' registers (kInRegisters): marches
-// over rows of channels in TF32.
+// over channels-last input in TF32.
 //
-// Floats that are copied past the producers' registers have to be rounded somewhere. In place, that is a wait
-// for every stage's arrival and two passes over shared memory, by few warps. Consumers that load the operand
-// themselves round it on its way, and their instructions no longer read it out of shared memory, so that
-// small ones are not bound by that. A lane loads four neighbouring channels of a row at once. Which of the 16
-// channels that four lanes have are which of two steps' K does not matter, if panels agree (pack.cuh).
+// Float32 values that asynchronous copies bring past the producers' registers have to be rounded somewhere.
+// In-place rounding would wait for every stage to arrive and pass over shared memory twice, in few warps.
+// Here consumers load the operand themselves and round it in registers. Their matrix instructions then read
+// only panels from shared memory, so that small instructions are not bound by its bandwidth. A lane loads
+// four neighbouring channels of a row at once. Which of the 16 channels of four lanes stands for which K
+// index of two steps does not matter, as long as panels have the same order (pack.cuh).
 #pragma once
 
 #include "halo_consumer.cuh"
@@ -22,7 +23,8 @@ struct HaloRegisters {
   using Consumer = HaloConsumer<Config>;
 
   static constexpr int kColumns = Layout::kUnitColumns;
-  static constexpr int kSets = Config::kOperandSets;  // one is loaded while the others multiply
+  // Sets of registers: one is loaded while the others multiply.
+  static constexpr int kSets = Config::kOperandSets;
   static constexpr int kShifts = Layout::first_shift(0, Config::kPatterns);
   static_assert(!Config::kOperands || !Config::kInRegisters, "nothing is rounded twice");
   struct Operands {
@@ -35,7 +37,7 @@ struct HaloRegisters {
     return pattern;
   }
 
-  // The rows of a slab that a lane has, displaced by a shift, of all channels of a stage.
+  // Loads and rounds a lane's rows of all slabs, displaced by a shift, for all channels of a stage.
   template <int kSteps>
   static __device__ __forceinline__ void load(const Args& args, const Consumer& me,
                                               const Slab (&slabs)[Config::kSlabs], int displacement,
@@ -61,7 +63,7 @@ struct HaloRegisters {
     });
   }
 
-  // The products of one shift.
+  // Issues the products of one shift.
   template <int kShift, int kSteps>
   static __device__ __forceinline__ void issue(Sums& sums, const Operands& from, unsigned panels) {
     constexpr int kPattern = pattern_of(kShift);
@@ -80,7 +82,8 @@ struct HaloRegisters {
     });
   }
 
-  // Adds a chunk of a plane to the sums. `kBefore` turns of this plane came before.
+  // Adds a chunk of a plane to the sums. `kBefore` is the number of shifts of this plane that were multiplied
+  // before.
   template <int kSteps, int kBefore>
   static __device__ __forceinline__ void multiply_stage(const Args& args, Consumer& me, Sums& sums,
                                                         const Slab (&slabs)[Config::kSlabs],
@@ -91,7 +94,8 @@ struct HaloRegisters {
     static_for<kShifts>([&](auto shift) {
       constexpr int kShift = decltype(shift)::value;
       Operands& own = operands[(kBefore + kShift) % kSets];
-      ptx::matrix_wait<kSets - 1>();  // these registers are free
+      // The matrix instructions that read this set of registers must have finished.
+      ptx::matrix_wait<kSets - 1>();
       load<kSteps>(args, me, slabs, Config::kShift(kShift, 1) * line + Config::kShift(kShift, 2) * args.near,
                    own);
       ptx::matrix_fence();

@@ -1,12 +1,12 @@
-// A block of the halo kernel: which warps it has, and what its shared memory holds: halo stages, panels,
-// barriers, the consumers' scratch, and last the loaders' tables (halo_loaders.cuh).
+// A block of the halo kernel: its warps, and the layout of its shared memory: halo stages, panels, barriers,
+// the consumers' scratch, and at the end the loaders' tables (halo_loaders.cuh).
 #pragma once
 
 #include "halo_layout.cuh"
 
 namespace tconv3d {
 
-// A position in a ring of buffers, and the parity of its barriers' phase.
+// A position in a ring of buffers, and the parity of the current phase of its barriers.
 template <int kCount>
 struct Ring {
   unsigned index = 0, parity = 0;
@@ -25,11 +25,11 @@ struct HaloShared {
   static constexpr int kProducerThreads = 128 * Config::kProducers;
   static constexpr int kLoaderWarps = 4 * Config::kProducers - (Config::kResident ? 0 : 1);
   static constexpr int kConsumerWarps = 4 * Config::kConsumers;
-  static constexpr int kSlotWarps = Config::kDivided ? 4 : kConsumerWarps;  // that use a slot
-  // At the barrier of a stage, by themselves.
+  static constexpr int kSlotWarps = Config::kDivided ? 4 : kConsumerWarps;  // consumer warps that use a slot
+  // Whether asynchronous copies arrive at the barrier of a stage by themselves.
   static constexpr bool kCopiesArrive = Config::kCopied && (Config::kOperands || Config::kInRegisters);
-  // Consumers' lanes read a stage themselves, and every one says when it has: as quick as one for its warp,
-  // and a tool that looks for races sees it.
+  // Whether consumers' lanes read a stage themselves. Then every lane arrives at the barrier of the empty
+  // stage: this is as fast as one arrival per warp, and race checkers see it.
   static constexpr bool kLanesRelease = Config::kLines || Config::kInRegisters;
   static_assert(Config::kThreads == kProducerThreads + 128 * Config::kConsumers, "whole warpgroups");
 
@@ -39,16 +39,16 @@ struct HaloShared {
       Config::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
   static constexpr int kRingBarriers = 2 * Config::kStages + (Config::kResident ? 1 : 2 * Config::kSlots);
   static constexpr int kJointBuffers = Config::kJointBuffers;
-  static constexpr int kJointWarps = 3;  // of the producers, that store: all but the one that copies
+  static constexpr int kJointWarps = 3;  // producer warps that store; the fourth one copies
   static constexpr int kBarriers =
       kRingBarriers + 2 + (Config::kDivided ? 8 : 0) + (Config::kJoint ? 2 * kJointBuffers : 0);
 
-  // A warp's sums pass through scratch on their way to contiguous lines: 32 outputs of 8 channels, or 16 of
-  // 16.
-  static constexpr int kScratch = 256;  // floats of a warp
-  // Or (kBuffers > 0) the sums of a plane's rows lie in a buffer nearly as they will in memory
-  // (halo_images.cuh), channel by channel and row by row, each with 32 bytes to spare for where it begins and
-  // ends. The pitch spreads the stores of a warp over the banks.
+  // A warp's sums pass through scratch to become contiguous lines: 32 outputs of 8 channels, or 16 outputs of
+  // 16 channels.
+  static constexpr int kScratch = 256;  // floats per warp
+  // With kBuffers > 0 the sums of a plane's rows lie in a buffer almost as in global memory
+  // (halo_images.cuh), channel by channel and row by row, each row with 32 spare bytes for its alignment. The
+  // pitch spreads the stores of a warp over the banks.
   static constexpr int kRowPitch =
       Config::kSlabs * 64 * Config::kStrideW * static_cast<int>(sizeof(typename Config::Scalar)) + 32;
   static constexpr int kImagePitch = (Config::kImageRows * kRowPitch + 63) / 64 * 64 + 16;
@@ -56,14 +56,16 @@ struct HaloShared {
   static constexpr int kScratchBytes = Config::kBuffers > 0 ? Config::kBuffers * kBufferBytes
                                        : Config::kOutputUnitC || Config::kLines
                                            ? 0
-                                           : 4 * kScratch * 4;  // of a consumer
-  // Slabs whose positions a lane has in turn, where lines are taken as they are in memory.
+                                           : 4 * kScratch * 4;  // bytes per consumer
+  // Slabs that share every 2 * kWoven positions in sequence, in builds that take input lines as they lie in
+  // memory (halo_lines.cuh).
   static constexpr int kWoven = 4 / static_cast<int>(sizeof(typename Config::Scalar));
-  // Or (kJoint) all consumers write to images of runs, as these will lie in memory (halo_joint.cuh).
+  // With kJoint all consumers write to images of runs, laid out as in global memory (halo_joint.cuh).
   static constexpr int kJointBytes = Config::kOutTile * Config::kJointPitch;
   static constexpr int kScratchStart =
       Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
-  // Sums of the second of two consumers that divide K, on their way to the first (halo_divided.cuh).
+  // The second of two consumers that divide K hands its sums to the first through this memory
+  // (halo_divided.cuh).
   static constexpr int kPartStart = kScratchStart + Config::kConsumers * kScratchBytes;
   static constexpr int kPartBytes = Config::kDivided ? Config::kSlabs * Layout::kColumns * 64 * 4 : 0;
   static constexpr int kTableStart =
@@ -71,7 +73,7 @@ struct HaloShared {
   static_assert(kHalfBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kResident || Config::kSlotBytes % 1024 == 0, "swizzles start at multiples of 1024");
 
-  // Addresses.
+  // The shared-memory address at which the layout begins.
   unsigned base;
   __device__ __forceinline__ unsigned stage(unsigned i) const { return base + i * kStageBytes; }
   __device__ __forceinline__ unsigned panels() const { return base + Config::kStages * kStageBytes; }
@@ -79,10 +81,11 @@ struct HaloShared {
   __device__ __forceinline__ unsigned barrier(unsigned i) const { return panels() + kPanelBytes + 8 * i; }
   __device__ __forceinline__ unsigned stage_full(unsigned i) const { return barrier(i); }
   __device__ __forceinline__ unsigned stage_empty(unsigned i) const { return barrier(Config::kStages + i); }
-  // The first consumer is ahead, the second has seen it.
+  // The first consumer announces its lead at ahead(), and the second confirms at seen().
   __device__ __forceinline__ unsigned ahead() const { return barrier(kRingBarriers); }
   __device__ __forceinline__ unsigned seen() const { return barrier(kRingBarriers + 1); }
-  // A warp of the second consumer has given its sums, one of the first has taken them.
+  // A warp of the second consumer has stored its sums at given(), and a warp of the first has read them at
+  // taken().
   __device__ __forceinline__ unsigned given(int warp) const { return barrier(kRingBarriers + 2 + warp); }
   __device__ __forceinline__ unsigned taken(int warp) const { return barrier(kRingBarriers + 6 + warp); }
   __device__ __forceinline__ unsigned panels_full() const { return barrier(2 * Config::kStages); }
@@ -91,7 +94,7 @@ struct HaloShared {
     return barrier(2 * Config::kStages + Config::kSlots + i);
   }
 
-  // Consumers have filled an image, producers have emptied it.
+  // Consumers arrive at image_full() after filling an image, producers at image_empty() after storing it.
   __device__ __forceinline__ unsigned image_full(unsigned i) const { return barrier(kRingBarriers + 2 + i); }
   __device__ __forceinline__ unsigned image_empty(unsigned i) const {
     return barrier(kRingBarriers + 2 + kJointBuffers + i);
@@ -100,17 +103,17 @@ struct HaloShared {
     return dynamic_shared<unsigned char>() + kPartStart + i * kJointBytes;
   }
 
-  // Of a consumer.
+  // Returns the image buffers of a consumer.
   __device__ __forceinline__ unsigned char* buffers(int consumer) const {
     return dynamic_shared<unsigned char>() + kScratchStart + consumer * kScratchBytes;
   }
-  // Of a warp of a consumer.
+  // Returns the scratch of a consumer's warp.
   __device__ __forceinline__ float* scratch(int consumer, int warp) const {
     return reinterpret_cast<float*>(dynamic_shared<unsigned char>() + kScratchStart +
                                     consumer * kScratchBytes + warp * (kScratchBytes / 4));
   }
 
-  // By all threads, before anybody uses the stages.
+  // Fills all stages with zeros. All threads call it before anybody uses the stages.
   __device__ __forceinline__ void clear_stages() const {
     constexpr int kBytes = Config::kStages * kStageBytes;
     for (int i = 16 * static_cast<int>(threadIdx.x); i < kBytes; i += 16 * Config::kThreads) {
@@ -119,7 +122,7 @@ struct HaloShared {
     ptx::fence_async_proxy();
   }
 
-  // By one thread, before anybody uses them.
+  // Initializes all barriers. One thread calls it before anybody uses them.
   __device__ __forceinline__ void start_barriers() const {
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::barrier_init(stage_full(i), Config::kLines ? 1 : kLoaderWarps * (kCopiesArrive ? 32 : 1));

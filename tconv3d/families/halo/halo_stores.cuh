@@ -1,5 +1,5 @@
-// How the halo kernel's consumers store what they have summed up: where the outputs of a position lie, and
-// the ways to write them, along channels or, through scratch, along w.
+// How the halo kernel's consumers store their sums: the addresses of the outputs of a position, and the ways
+// to write them, along channels or, through scratch, along w.
 #pragma once
 
 #include "halo_shared.cuh"
@@ -18,21 +18,21 @@ struct HaloStores {
   using Accumulators = HaloSums<Config>;
   using Sums = typename Accumulators::Sums;
 
-  // A warp that stores.
+  // The state of a warp that stores.
   struct Writer {
-    int warp, lane;  // warp of the warpgroup
-    float* scratch;  // of the warp
+    int warp, lane;  // index of the warp in its warpgroup
+    float* scratch;  // scratch of the warp
     int consumer;
-    unsigned char* buffers;  // of the consumer
-    int buffer = 0;          // the next that is filled
+    unsigned char* buffers;  // image buffers of the consumer
+    int buffer = 0;          // image buffer that is filled next
   };
 
-  // The outputs of one position of a slab: which, and where phase 0 of them lies.
+  // The outputs of one position of a slab: their coordinates, and the offset of phase 0.
   struct Target {
     bool exists;
-    int n;  // of the tile's batch items
+    int n;  // index among the tile's batch items
     int d, h, w;
-    long long start;  // in the tile's first channel
+    long long start;  // offset of phase 0 in the tile's first channel, in elements
   };
   static __device__ __forceinline__ Target target(const Args& args, const Place& at, const Slab& slab,
                                                   int plane, int row_of_slab) {
@@ -62,13 +62,15 @@ struct HaloStores {
            static_cast<Offset>(h) * static_cast<Offset>(args.y_stride.h) +
            static_cast<Offset>(w) * static_cast<Offset>(args.y_stride.w);
   }
-  // From phase 0 of a position in the tile's first channel to a field of one of the tile's groups.
+  // Returns the offset, in elements, of a field of one of the tile's groups from phase 0 of a position in the
+  // tile's first channel.
   static __device__ __forceinline__ long long field_start(const Args& args, int group, int field) {
     return group * Config::kOut * args.y_stride.c +
            offset(args, Config::kField(field, 0), Config::kField(field, 1), Config::kField(field, 2));
   }
 
-  // Whether the output of a field is one, and this tile's to store: along depth, and otherwise.
+  // deep() and flat() return whether an output of a field exists and is this tile's to store: deep() along
+  // depth, flat() along h and w.
   static __device__ __forceinline__ bool deep(const Args& args, const Place& at, int d) {
     return Config::kMarch ? d >= at.d && d < at.last_output : d < args.output.d;
   }
@@ -77,7 +79,7 @@ struct HaloStores {
            to.w + Config::kField(field, 2) < args.output.w;
   }
 
-  // Two neighbours in memory, by one access if the address allows it.
+  // Stores two neighbours in memory, by one access if the address is aligned.
   static __device__ __forceinline__ void store_pair(Scalar* address, float first, float second, bool both) {
     using Pair = Vector<Scalar, 2>;
     if (both && reinterpret_cast<unsigned long long>(address) % sizeof(Pair) == 0) {
@@ -91,7 +93,7 @@ struct HaloStores {
     }
   }
 
-  // So many neighbouring channels of a lane: two of every 8 columns.
+  // Stores kCount neighbouring channels of a lane, which has two of every 8 columns, if the condition holds.
   template <int kCount>
   static __device__ __forceinline__ void store_channels_if(bool condition, Scalar* y, const float* sums) {
     constexpr int kWords = kCount * static_cast<int>(sizeof(Scalar)) / 4;
@@ -114,11 +116,11 @@ struct HaloStores {
     }
   }
 
-  // One field of one position, whose phase 0 lies at `y`: a lane's channels, block by block.
+  // Stores one field of one position, whose phase 0 lies at `y`: a lane's channels, block by block.
   static __device__ __forceinline__ void store_field(const Args& args, const Place& at, const Target& to,
                                                      int lane, int group, int field, const float* sums,
                                                      Scalar* y) {
-    // Not &&, which the compiler takes for branches.
+    // Bitwise & avoids the branches that the compiler makes of &&.
     const bool exists = to.exists & deep(args, at, to.d + Config::kField(field, 0)) &
                         (to.h + Config::kField(field, 1) < args.output.h) &
                         (to.w + Config::kField(field, 2) < args.output.w);
@@ -139,7 +141,7 @@ struct HaloStores {
     });
   }
 
-  // Contiguous along channels: a lane stores its neighbouring channels where they are.
+  // Stores outputs contiguous along channels: a lane stores its neighbouring channels directly.
   static __device__ __forceinline__ void store_by_channel(const Args& args, const Place& at, const Sums& sums,
                                                           const Slab (&slabs)[Config::kSlabs], int plane,
                                                           int warp, int lane) {
@@ -150,7 +152,7 @@ struct HaloStores {
         const Target to =
             target(args, at, slabs[kSlab], plane, 16 * warp + 8 * kHalf + Accumulators::row_of(lane));
         Scalar* y = static_cast<Scalar*>(args.y) + to.start + lane % 4 * Config::kLaneChannels;
-        ptx::pin(y);  // else the compiler begins at args.y for every store
+        ptx::pin(y);  // Without this the compiler computes every address from args.y.
         static_for<Config::kGroupsPerTile>([&](auto group) {
           constexpr int kGroup = decltype(group)::value;
           constexpr int kFirst = kGroup * Layout::kGroupColumns / 2 + 2 * kHalf;
@@ -166,22 +168,23 @@ struct HaloStores {
     });
   }
 
-  // Two phases along w of 16-bit outputs, where rows have an even number of them: a lane has both phases of
-  // its channels in one word each, and 8 lanes have 8 neighbouring positions. So they are stored where they
-  // are: 32 bytes of a channel, which is a sector.
+  // Two phases along w of 16-bit outputs, where rows have an even length: a lane has both phases of a channel
+  // in one 32-bit word, and 8 lanes have 8 neighbouring positions. They are stored directly: 32 bytes of a
+  // channel, which is a sector.
   static constexpr bool kInPlace = Config::kCopied && !Config::kMarch && !Config::kOutputUnitC &&
                                    sizeof(Scalar) == 2 && Config::kPairs && Config::kStrideW == 2 &&
                                    Config::kPartner(0) >= 0;
-  // A warp has two lines of positions. Where these are near each other in memory (kExchanges), lanes hand
-  // each other a half of their words, so that an access has both lines of two channels, not one of four: it
-  // takes as long as it has cache lines to write to.
-  static constexpr int kNear = 128;  // bytes: further away it lost (measured)
+  // A warp has two lines of positions. If these are near each other in memory (kExchanges), lanes exchange
+  // half of their words, so that an access covers both lines of two channels instead of one line of four
+  // channels: the time of an access grows with the number of cache lines it writes. kNear is the distance in
+  // bytes up to which the exchange is faster, by measurement on an H200.
+  static constexpr int kNear = 128;
   template <bool kExchanges>
   static __device__ __forceinline__ void store_in_place(const Args& args, const Place& at, const Writer& me,
                                                         const Sums& sums, const Slab (&slabs)[Config::kSlabs],
                                                         int plane) {
     constexpr bool kAll = Config::kOut % Config::kOutTile == 0;
-    constexpr int kLines = kExchanges ? 1 : 2;  // that a lane stores
+    constexpr int kLines = kExchanges ? 1 : 2;  // lines that a lane stores
     const int own = kExchanges ? me.lane % 4 / 2 * 4 : Accumulators::first_column(me.lane);
     const int left = Config::kOut - at.first_out() - own;
     static_for<kLines * Config::kSlabs>([&](auto i) {
@@ -194,7 +197,7 @@ struct HaloStores {
           const bool exists = deep(args, at, to.d + Config::kField(kField, 0)) && flat(args, to, kField);
           Scalar* y =
               static_cast<Scalar*>(args.y) + to.start + field_start(args, 0, kField) + own * args.y_stride.c;
-          ptx::pin(y);  // else the compiler begins at args.y for every store
+          ptx::pin(y);  // Without this the compiler computes every address from args.y.
           const float* first = &sums[kSlab][kField * Config::kOutTile / 2 + 2 * kHalf];
           const float* second = &sums[kSlab][kPartner * Config::kOutTile / 2 + 2 * kHalf];
           const auto store = [&](int channel, unsigned word) {
@@ -208,7 +211,7 @@ struct HaloStores {
               const unsigned below = Narrow<Scalar>::two(first[sum + 2], second[sum + 2]);
               const unsigned handed = __shfl_xor_sync(0xFFFFFFFFu, line == 0 ? below : word, 1);
               store(channel, line == 0 ? word : handed);
-              store(channel + 2, line == 0 ? handed : below);  // the next lane's
+              store(channel + 2, line == 0 ? handed : below);  // the neighbouring lane's channel
             } else {
               store(channel, word);
             }
@@ -218,10 +221,10 @@ struct HaloStores {
     });
   }
 
-  // Contiguous along w: through scratch, so that a store covers neighbours along w. The two phases of a
-  // warp's 16 positions are 32 neighbours of 8 channels. Where no field has a partner, two slabs are stored
-  // together: 32 positions of 8 channels, neighbours if the slabs are woven (build.py); one slab alone
-  // is 16 positions of 16 channels.
+  // Stores outputs contiguous along w through scratch, so that a store covers neighbours along w. The two
+  // phases of a warp's 16 positions are 32 neighbours of 8 channels. If no field has a partner, two slabs are
+  // stored together: 32 positions of 8 channels, neighbours if the slabs are woven, 8 rows of one after 8
+  // rows of the other (build.py). One slab alone is 16 positions of 16 channels.
   template <int kVector>
   static __device__ __forceinline__ void store_by_position(const Args& args, const Place& at,
                                                            const Writer& me, const Sums& sums,
@@ -261,9 +264,9 @@ struct HaloStores {
     return false;
   }
 
-  // Lines of kWidth outputs for each of 16 positions of kTogether slabs, stored kVector at a time. In scratch
-  // a line is a row, and its outputs are swizzled so that neither writing nor reading meets itself. Lines of
-  // 32 outputs of 16 bits are packed there, others are floats.
+  // Lines of kWidth outputs for each of 16 positions of kTogether slabs, stored kVector at a time. A line is
+  // a row of scratch, and its outputs are swizzled so that neither writes nor reads have bank conflicts.
+  // Lines of 32 outputs of 16 bits are packed in scratch, others are floats.
   template <int kWidth, int kVector, int kTogether>
   struct Lines {
     static constexpr int kLength = 16 * kWidth * kTogether;
@@ -271,19 +274,23 @@ struct HaloStores {
     static_assert(kLong || kLength == 16, "swizzled lines");
     static constexpr int kRowBytes = kLength * (kPacked ? 2 : 4);
     static constexpr int kRows = HaloShared<Config>::kScratch * 4 / kRowBytes;
-    static constexpr int kChannels = kRows < Config::kOutTile ? kRows : Config::kOutTile;  // at a time
-    static constexpr int kLanes = kLength / kVector;  // that store a channel
-    static constexpr int kAtOnce = 32 / kLanes;       // channels
+    // Channels in scratch at a time.
+    static constexpr int kChannels = kRows < Config::kOutTile ? kRows : Config::kOutTile;
+    static constexpr int kLanes = kLength / kVector;  // lanes that store a channel
+    static constexpr int kAtOnce = 32 / kLanes;       // channels that a warp stores by one access
 
-    // The (first) position, of the warp's 16 or 32, whose outputs a lane stores. Every 8 are of one slab.
+    // Returns the (first) position, of the warp's 16 or 32, whose outputs a lane stores. Every 8 positions
+    // belong to one slab.
     static __device__ __forceinline__ int position(int lane) { return lane % kLanes * kVector / kWidth; }
 
-    // Lines of 32: in the order of the channels. Lines of 16: of every 8 channels the even ones first.
+    // Returns the channel of a row. Lines of 32 are in the order of channels; of every 8 lines of 16 the even
+    // channels come first.
     static __device__ constexpr int channel_of(int row) {
       return kLong ? row : row / 8 * 8 + row % 4 * 2 + row / 4 % 2;
     }
 
-    // Where an output of a row lies, in bytes. Outputs that a vector or a matrix has stay together.
+    // Returns where an output of a row lies, in bytes. Outputs of one vector, or of one row of a matrix, stay
+    // neighbours.
     static __device__ __forceinline__ int place(int row, int output) {
       if constexpr (kPacked) {  // two rows are 128 bytes
         const int half = (row ^ row / 2) % 2, piece = output / 8 ^ row / 2 % 4;
@@ -297,8 +304,8 @@ struct HaloStores {
       return reinterpret_cast<T*>(reinterpret_cast<unsigned char*>(scratch) + place(row, output));
     }
 
-    // A lane's sums of 8 channels, from row 8 * to on, and two positions of each slab. `second`: the
-    // partner's, or the next slab's.
+    // Writes a lane's sums of 8 channels, from row 8 * to on, at two positions of each slab. `second` holds
+    // the partner's sums, or the next slab's.
     static __device__ __forceinline__ void write(float* scratch, int lane, int to, const float* first,
                                                  const float* second) {
       if constexpr (kPacked && kTogether == 2) {  // four matrices of 8 positions x 8 channels, transposed
@@ -308,7 +315,7 @@ struct HaloStores {
                               make_uint4(Two::two(first[0], first[1]), Two::two(second[0], second[1]),
                                          Two::two(first[2], first[3]), Two::two(second[2], second[3])));
       } else {
-        const int row = 8 * to + (kLong ? Accumulators::first_column(lane) : lane % 4);  // of e == 0
+        const int row = 8 * to + (kLong ? Accumulators::first_column(lane) : lane % 4);  // row of e == 0
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int output = (8 * half * kTogether + lane / 4) * kWidth;
@@ -349,14 +356,15 @@ struct HaloStores {
                                                  const float* second) {
       const int h = to.h + Config::kField(field, 1), w = to.w + Config::kField(field, 2);
       const bool line = to.exists && deep(args, at, to.d + Config::kField(field, 0)) && h < args.output.h;
-      const int output = me.lane % kLanes * kVector, phase = output % kWidth;  // of the first output
+      const int output = me.lane % kLanes * kVector, phase = output % kWidth;  // phase of the first output
       const bool exists = line && w + phase < args.output.w;
+      // A vector ends inside its row of outputs, or rows are contiguous in memory.
       TCONV3D_ASSUME(!exists || w + phase + kVector <= args.output.w ||
-                     (Config::kStrideH == 1 && args.y_stride.h == args.output.w));  // or rows are one line
+                     (Config::kStrideH == 1 && args.y_stride.h == args.output.w));
       const int row = me.lane / kLanes, own = channel_of(row);
       Scalar* y = static_cast<Scalar*>(args.y) + to.start + field_start(args, group, field) + phase +
                   own * args.y_stride.c;
-      ptx::pin(y);  // else the compiler begins at args.y for every store
+      ptx::pin(y);  // Without this the compiler computes every address from args.y.
 #pragma unroll
       for (int done = 0; done < Config::kOutTile; done += kChannels) {
         const int out = Config::kOut % Config::kOutTile == 0 ? 0 : Config::kOut - at.first_out();
@@ -372,19 +380,21 @@ struct HaloStores {
         Vector<Scalar, kVector> vectors[kStores];
 #pragma unroll
         for (int i = 0; i < kStores; ++i) vectors[i] = read(me.scratch, row + i * kAtOnce, output);
-        __syncwarp();  // the next lines may be written
+        __syncwarp();  // The next lines may overwrite scratch now.
         if (!exists) continue;
 #pragma unroll
         for (int i = 0; i < kStores; ++i) {
           const int channel = channel_of(i * kAtOnce);
-          const bool all = left >= kChannels && kChannels % kAtOnce == 0;  // for whole tiles: at compile time
+          // Known at compile time for whole tiles.
+          const bool all = left >= kChannels && kChannels % kAtOnce == 0;
           if (all || own + channel < left) store_vector(further(args, y, done + channel), vectors[i]);
         }
       }
     }
   };
 
-  // The same output so many channels further on: where 32 bits hold a channel's volume, by one instruction.
+  // Returns the address of the output `channels` channels further on. If a channel's volume fits 32 bits,
+  // this is one instruction.
   static __device__ __forceinline__ Scalar* further(const Args& args, Scalar* y, int channels) {
     if constexpr (Config::kWide) return y + channels * args.y_stride.c;
     const unsigned long long stride = static_cast<unsigned>(args.y_stride.c);
@@ -392,8 +402,8 @@ struct HaloStores {
                                      stride * (channels * sizeof(Scalar)));
   }
 
-  // Where there are four ways to store, what follows from the lane is found anew for every plane in those
-  // that are rarely taken: registers do not suffice to keep it for all.
+  // A build with four ways to store recomputes values derived from the lane index for every plane in the
+  // rarely used ways, because there are too few registers to hold them for all.
   static __device__ __forceinline__ Writer anew(const Writer& me) {
     unsigned lane = static_cast<unsigned>(me.lane);
     if constexpr (Config::kFours) ptx::pin(lane);
@@ -408,7 +418,8 @@ struct HaloStores {
     constexpr int kPair = Config::kPairs ? 2 : 1;
     if constexpr (kInPlace) {
       if (args.vector == 2) {
-        // Of more slabs a second copy of the stores cost more than it gained (measured).
+        // Builds with more than two slabs have the direct stores once: a second copy costs more time than the
+        // exchange saves.
         if constexpr (Config::kSlabs <= 2) {
           const auto apart = Config::kStrideH * args.y_stride.h * static_cast<int>(sizeof(Scalar));
           if (apart <= kNear && args.items == 1) {

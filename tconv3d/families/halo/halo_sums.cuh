@@ -1,5 +1,5 @@
-// The accumulators of a consumer of the halo kernel, outside of the matrix instructions: what they start
-// from, the window of a march, the activation.
+// The accumulators of a consumer of the halo kernel, outside of the matrix instructions: their initial
+// values, the window of a march, the activation.
 #pragma once
 
 #include "epilogue.cuh"
@@ -13,26 +13,27 @@ struct HaloSums {
   using Scalar = typename Config::Scalar;
   using Place = typename HaloTile<Config>::Place;
 
-  static constexpr int kSums = Layout::kColumns / 2;  // registers of one slab
+  static constexpr int kSums = Layout::kColumns / 2;  // accumulators of one slab per thread
   using Sums = float[Config::kSlabs][kSums];
 
-  // A lane's columns of a field: 2*(lane%4) and the next, in every 8.
+  // A lane has columns 2 * (lane % 4) and 2 * (lane % 4) + 1 of every 8 columns of a field.
   static __device__ __forceinline__ int first_column(int lane) { return lane % 4 * 2; }
 
-  // A lane's row of every 8. Where lanes load rows of 128 bytes themselves, those that load at the same time
-  // are four rows apart, so that the swizzle keeps them in banks of their own.
+  // Returns a lane's row of every 8. Where lanes load rows of 128 bytes themselves, lanes that load at the
+  // same time are four rows apart, so that the swizzle puts them into different banks.
   static __device__ __forceinline__ int row_of(int lane) {
     const int row = lane / 4;
     return Config::kInRegisters && Config::kRowBytes == 128 ? row % 2 * 4 + row / 2 : row;
   }
 
-  // A zero that the compiler cannot know, to add to a value that becomes a sum. Of a mere copy it thinks that
-  // it is one value in two places, and then keeps matrix instructions apart that could overlap.
+  // Returns a zero that the compiler cannot know to be one. Adding it to an initial value makes a new value.
+  // A mere copy would be one value in two registers, and then the compiler would serialize matrix
+  // instructions that could overlap.
   static __device__ __forceinline__ float nothing(const Args& args) {
     return ptx::bits_to_float(static_cast<unsigned>(args.batch >> 31));
   }
 
-  // What sums start from: the bias of a lane's channels, loaded once for a tile.
+  // The initial values of sums: the bias of a lane's channels, loaded once per tile.
   struct Start {
     float at[Config::kGroupsPerTile][Config::kOutTile / 8][2];
 
@@ -53,12 +54,13 @@ struct HaloSums {
       return widen<float>(load_constant(static_cast<const Scalar*>(args.bias) + channel));
     }
   };
-  // The same of all tiles, where there are few channels: two to a word. A load at the beginning of a tile
-  // would wait until the stores of the one before have gone.
+  // Where there are few channels, a lane keeps the bias of all tiles in registers, two channels to a word;
+  // more than two consumers leave too few registers. A load at the beginning of a tile would wait for the
+  // stores of the previous tile.
   static constexpr bool kKeepsBias =
       Config::kBias && Config::kCopied && !Config::kResident && sizeof(Scalar) == 2 && Config::kGroups == 1 &&
       Config::kOutTiles * Config::kOutTile <= 256 && !Config::kMarch && !Config::kPortioned &&
-      !Config::kSpread && !Config::kDivided && Config::kConsumers == 2;  // more leave too few registers
+      !Config::kSpread && !Config::kDivided && Config::kConsumers == 2;
   struct Kept {
     static constexpr int kWords = Config::kOutTile / 8;
     unsigned words[Config::kOutTiles][kWords];
@@ -108,7 +110,8 @@ struct HaloSums {
       for (int m = 0; m < Config::kSlabs; ++m) {
         sums[m][column / 2 + e] = value;
         sums[m][column / 2 + 2 + e] = value;
-        if constexpr (Config::kBuffers > 0) {  // now, and not once more when it is needed
+        // The value is computed now, and not once more when it is needed.
+        if constexpr (Config::kBuffers > 0) {
           ptx::pin(sums[m][column / 2 + e]);
           ptx::pin(sums[m][column / 2 + 2 + e]);
         }
@@ -116,8 +119,9 @@ struct HaloSums {
     }
   }
 
-  // After a plane of a march: its first output planes are stored, the window moves on. Every field takes the
-  // sums of the one that many planes further, the first planes before those that they take from.
+  // Moves the window after a plane of a march, whose first output planes are stored. Every field takes the
+  // sums of the field kStrideD planes further on; earlier planes come first, so that sums are read before
+  // they are overwritten.
   static __device__ __forceinline__ void move_window(const Args& args, const Start& start, Sums& sums) {
     static_assert(Config::kGroupsPerTile == 1, "a march has one group");
     static_for<Config::kWindow * Config::kFields>([&](auto turn) {
@@ -137,7 +141,8 @@ struct HaloSums {
       }
     });
   }
-  // The field that becomes this one when the window moves; negative: none is in the window yet.
+  // Returns the field that becomes this one when the window moves, or -1 if the new field is not in the
+  // window yet.
   static __device__ constexpr int further(int field) {
     for (int i = 0; i < Config::kFields; ++i) {
       if (Config::kField(i, 0) == Config::kField(field, 0) + Config::kStrideD &&
@@ -148,7 +153,7 @@ struct HaloSums {
     return -1;
   }
 
-  // A march stores the window's first planes.
+  // Whether the sums of a field are complete: a march stores the window's first kStrideD planes.
   static __device__ constexpr bool complete(int field) {
     return !Config::kMarch || Config::kField(field, 0) < Config::kStrideD;
   }
@@ -171,7 +176,7 @@ struct HaloSums {
     });
   }
 
-  // The compiler must not move what happens to the sums into the matrix instructions' way.
+  // Keeps the compiler from moving operations on the sums between matrix instructions in flight.
   static __device__ __forceinline__ void pin(Sums& sums) {
 #pragma unroll
     for (int m = 0; m < Config::kSlabs; ++m) {

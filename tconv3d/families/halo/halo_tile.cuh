@@ -9,26 +9,26 @@ namespace tconv3d {
 template <class Config>
 struct HaloTile {
   using Layout = HaloLayout<Config>;
-  using Offset = typename IndexType<Config::kWide>::type;  // inside one channel's volume
+  using Offset = typename IndexType<Config::kWide>::type;  // offset inside one channel's volume
 
-  // What a block works at: a tile of positions and a column tile; marching: some planes of the tile.
+  // The current work of a block: a tile of positions and a column tile; marching: some planes of the tile.
   struct Place {
     int column_tile;
-    int n, d, h, w;  // the tile's first batch item and position (marching: d is the first output plane)
-    int first_plane, planes;  // steps of the march; one if there is none
+    int n, d, h, w;  // first batch item and position of the tile (marching: d is the first output plane)
+    int first_plane, planes;  // steps of the march; one step if there is none
     int last_output;          // marching: one past the last output plane
-    int tile;                 // its place among those of a batch item
-    int piece;                // marching: of the tile
-    int start;                // of a run: its first row
-    int portion, portions;    // of the tile's chunks
-    int from, to;             // kSpread: these chunks of the tile
+    int tile;                 // index of the tile among those of a batch item
+    int piece;                // marching: index of the piece of the tile
+    int start;                // first row of a run
+    int portion, portions;    // index and number of the portions of the tile's chunks
+    int from, to;             // kSpread: range of chunks of the tile
     int depths;               // kSpread: planes of positions that the tile touches
-    int share;                // whose piece it is
+    int share;                // kSpread: share that the piece belongs to
     __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
 
-    // Portions of a tile follow each other. Returns the number of the tile.
+    // Sets the portion of a unit of work and returns the tile; portions of a tile follow each other.
     __device__ __forceinline__ int take_portion(const Args& args, int unit) {
       if constexpr (!Config::kPortioned) return unit;
       const int tile = unit / args.portions;
@@ -36,7 +36,7 @@ struct HaloTile {
       portions = args.portions;
       return tile;
     }
-    // The portion's chunks are those from the first to before the end.
+    // The place has the chunks from first_chunk() to before end_chunk().
     __device__ __forceinline__ int first_chunk() const {
       if constexpr (Config::kSpread) return from;
       return Config::kPortioned ? portion * Layout::kChunks / portions : 0;
@@ -45,17 +45,19 @@ struct HaloTile {
       if constexpr (Config::kSpread) return to;
       return Config::kPortioned ? (portion + 1) * Layout::kChunks / portions : Layout::kChunks;
     }
-    // Whether it has all chunks of the tile; whether its sums are those that the others are added to.
+    // whole(): whether the place has all chunks of the tile. leads(): whether the other sums are added to its
+    // sums, so that they start from the bias.
     __device__ __forceinline__ bool whole() const { return !Config::kSpread || to - from == Layout::kChunks; }
     __device__ __forceinline__ bool leads() const {
       if constexpr (Config::kSpread) return from == 0;
       return !Config::kPortioned || portion == 0;
     }
-    // A share has at most one piece that does not begin its tile, its first; and one that does, its last.
+    // Returns where the partial sums of a piece go. A share has at most one piece that does not begin its
+    // tile, its first, and at most one that begins but does not end its tile, its last.
     __device__ __forceinline__ int slot() const { return 2 * share + (from == 0 ? 1 : 0); }
   };
 
-  // kSpread: where a share begins in the sequence.
+  // kSpread: returns where a share begins in the sequence of chunks.
   static __device__ __forceinline__ int share_start(const Args& args, int share) {
     int left = share * args.share_cost, start = args.even;
 #pragma unroll
@@ -69,13 +71,13 @@ struct HaloTile {
     return start;
   }
 
-  // The places of a block, one after the other. Blocks that march through whole tiles side by side meet in
-  // the cache: what they load and where their lines end. Shares of the rest let all of them end at the same
-  // time: where a share begins inside of a tile, the window's first planes are computed by two blocks.
+  // The sequence of places of a block. Blocks that march through neighbouring whole tiles in parallel share
+  // cache lines of the input and at the ends of output lines. Shares of the rest let all blocks end together:
+  // where a share begins inside a tile, two blocks compute the window's first planes.
   struct Work {
-    int next;      // tile, or plane of positions, or chunk (kSpread)
-    int from = 0;  // kSpread: of the share, where it begins,
-    int to = 0;    // and ends
+    int next;      // next tile, or plane of positions (kMarch), or chunk (kSpread)
+    int from = 0;  // kSpread: first chunk of the share
+    int to = 0;    // kSpread: one past the last chunk of the share
 
     static __device__ __forceinline__ Work of_block(const Args& args) {
       if constexpr (Config::kSpread) {
@@ -91,8 +93,8 @@ struct HaloTile {
       if constexpr (Config::kSpread) return next < args.even || next < to;
       return turn() < end(args);
     }
-    // Variants with shifts of their own take different times: those that take longest come first, and the
-    // blocks that were first in one round are last in the next.
+    // Variants with their own shifts take different times: the longest come first, and the blocks that were
+    // first in one round are last in the next.
     __device__ __forceinline__ int turn() const {
       if constexpr (!Config::kOwnShifts) return next;
       const int blocks = static_cast<int>(gridDim.x), round = next / blocks;
@@ -116,7 +118,7 @@ struct HaloTile {
       }
     }
 
-    // Marching: which share is this block's, and planes of a tile.
+    // Marching: the index of this block's share, and the number of planes of a tile.
     static __device__ __forceinline__ int share(const Args& args) {
       return static_cast<int>(blockIdx.x) / args.beside;
     }
@@ -187,8 +189,8 @@ struct HaloTile {
       at.planes = 1;
       at.last_output = 0;
       if constexpr (Config::kMarch) {
-        // Plane i completes outputs [i*stride - padding, (i+1)*stride - padding), and feeds kWindow planes
-        // from there.
+        // Plane i completes outputs [i*stride - padding, (i+1)*stride - padding), and feeds kWindow output
+        // planes from i*stride - padding on.
         at.d = d * Config::kStrideD;
         const int last = at.d + (end(args) - next) * Config::kStrideD;
         at.last_output = last < args.output.d ? last : args.output.d;
@@ -206,7 +208,8 @@ struct HaloTile {
       const int count = static_cast<int>(tiles.divisor);
       return tile + first < count ? tile + first : tile + first - count;
     }
-    // kSpread: a tile that is a run of all lines of a batch item, wherever lines and planes end.
+    // kSpread: returns the place of a tile that is a run of all lines of a batch item, wherever lines and
+    // planes end.
     static __device__ __forceinline__ Place run_place(const Args& args, Place at, int tile) {
       const int run = divide(tile, args.tiles_n);
       at.n = tile - run * static_cast<int>(args.tiles_n.divisor);
@@ -221,14 +224,15 @@ struct HaloTile {
     }
   };
 
-  // Planes of a march that have input; those after them only complete outputs.
+  // Returns how many planes of a march have input; later planes only complete outputs.
   static __device__ __forceinline__ int fed_planes(const Args& args, const Place& at) {
     if constexpr (!Config::kMarch) return 1;
     const int left = (args.input.d + Config::kReadStepD - 1) / Config::kReadStepD - at.first_plane;
     return left < at.planes ? (left < 0 ? 0 : left) : at.planes;
   }
 
-  // Rows of a stage lie in this order: lines (sheets, then h), batch items that are not near, w, near items.
+  // Rows of a stage lie in this order: lines (sheets, then h), batch items that are not near, w, near batch
+  // items.
   struct RowPlace {
     int line, item, w;
   };
@@ -239,16 +243,18 @@ struct HaloTile {
     return {line, far * args.near + near, position - far_line * args.halo.w};
   }
 
-  // kSpread: the shifts of a pattern, in a source, by which some positions of a tile at this depth read
-  // planes of the input, or one; nobody loads or multiplies the panels of others. They are neighbours, for a
-  // pattern's shifts are in the order of d.
+  // kSpread: the shifts of a pattern in a source by which some positions of a tile at this depth read planes
+  // inside the input, or one shift if there are none. Panels of other shifts are neither loaded nor
+  // multiplied. The shifts are a range, because a pattern's shifts are in the order of d.
   struct Shifts {
     int first, end;
     static __device__ __forceinline__ Shifts of(const Args& args, int depth, int depths, int variant,
                                                 int source, int pattern) {
       const int start = Layout::first_shift(source, pattern);
       Shifts found{start, start + Layout::own_shifts(variant, source, pattern)};
-      const int origin = depth + Config::kOrigin(variant + source, 0);  // either has more than one
+      // Origins are indexed by variant or by source: a build has several variants or several sources, never
+      // both.
+      const int origin = depth + Config::kOrigin(variant + source, 0);
       const int left = args.input.d - Config::kReadPhase(source, 0) + Config::kReadStepD - 1;
       const int planes = left < 0 ? 0 : left / Config::kReadStepD;
       while (found.end - found.first > 1 && plane(variant, found.end - 1) + origin >= planes) --found.end;
@@ -260,13 +266,13 @@ struct HaloTile {
     }
   };
 
-  // The input that a row of the halo of a run has (kSpread), and whether somebody multiplies with its sheet.
+  // kSpread: the input coordinates of a row of a run's halo, and whether a product uses its sheet.
   struct RunInput {
     int d, h, w;
     bool inside, used;
   };
   static __device__ __forceinline__ RunInput run_input(const Args& args, const Place& at, int row) {
-    // Dilation leaves out planes: a run has sheets of every kSheetStep-th only.
+    // Dilation skips planes: a run has a sheet for every kSheetStep-th plane only.
     const int shift = divide(row, args.by_sheet) * Config::kSheetStep;
     const int place = row - shift * args.sheet_rows + at.start;
     const int line = divide(place, args.halo_w), sheet = divide(line, args.halo_h);
@@ -286,17 +292,17 @@ struct HaloTile {
     return found;
   }
 
-  // The plane of positions that the rows of a tile are counted from: those of a run (kSpread) from the first.
+  // Returns the plane of positions from which the rows of a tile are counted: plane 0 for a run (kSpread).
   static __device__ __forceinline__ int first_sheet(const Args& args, const Place& at) {
     return Config::kSpread && args.step_rows > 0 ? 0 : at.d;
   }
 
-  // 64 positions of a tile, the rows of one matrix instruction.
+  // A slab is 64 positions of a tile, the rows of one matrix instruction.
   struct Slab {
     bool exists;
-    int first;  // place of its first row in the run
-    int row;    // its first row in the stage
-    int sheet;  // the (first) sheet of the tile that it has positions of
+    int first;  // index of the slab's first row in the run
+    int row;    // first row of the slab in the stage
+    int sheet;  // (first) sheet of the tile that the slab has positions of
   };
   static __device__ __forceinline__ Slab slab(const Args& args, int index) {
     const int line = divide(index, args.slabs_w), w = index - line * static_cast<int>(args.slabs_w.divisor);

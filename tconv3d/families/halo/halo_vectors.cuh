@@ -1,16 +1,17 @@
-// How the halo kernel's loaders bring 16-bit input to a stage by vectors along w, which the store transposes.
+// How the halo kernel's loaders bring 16-bit input to a stage by vectors along w, which the store to shared
+// memory transposes.
 #pragma once
 
 #include "halo_positions.cuh"
 
 namespace tconv3d {
 
-// Rows of 16-bit items that begin and end at multiples of 16 bytes are loaded by vectors of 16 bytes, on
-// such boundaries: items beside the halo come along, and are dropped. Where every tile has whole lines, rows
-// left and right of the input are the same for all tiles: they are zero from the beginning, and nobody writes
-// to them. Those of a run are the same for all planes of a tile: they are cleared when it begins (`clear`).
-// A run takes the vectors of its lines in sequence, from the first that it touches on. `place`: of the first
-// item in the halo's line.
+// Input rows of 16-bit values that begin and end at multiples of 16 bytes are loaded by aligned vectors of 16
+// bytes; values beside the halo are loaded too, and dropped. Where every tile has whole lines, rows of a
+// stage left and right of the input are the same for all tiles: they are cleared at the start of the kernel,
+// and nobody writes to them. In a run these rows are the same for all planes of a tile: they are cleared when
+// the tile begins (`clear`). A run takes the vectors of its lines in sequence, from the first that it touches
+// on. `place` is the index of a vector's first value in the halo's line.
 template <class Config>
 struct HaloVectors {
   using Layout = HaloLayout<Config>;
@@ -21,12 +22,12 @@ struct HaloVectors {
   using Positions = HaloPositions<Config>;
 
   static constexpr int kVectorItems = Layout::kPieceItems;
-  // Vectors that are stored together: in one line, if lines have multiples of so many. Their rows then lie in
-  // different banks.
+  // Vectors that are stored together. They belong to one line if the vectors of a line are a multiple of this
+  // number; their rows then lie in different banks.
   static constexpr int kTogether = 4;
   static_assert((Config::kReadStepW & (Config::kReadStepW - 1)) == 0, "whole vectors of phases");
   struct InputVector {
-    long long from;  // in bytes, as of a position
+    long long from;  // offset in bytes, as in a Position
     int first_row, place, end;
   };
   static __device__ __forceinline__ InputVector input_vector(const Args& args, const Place& at, int source,
@@ -35,7 +36,7 @@ struct HaloVectors {
     const int origin = at.variant() + source;
     const int start = (at.w + Config::kOrigin(origin, 2)) * Config::kReadStepW;
     const int first_w = (args.whole_lines || args.gaps) && start < 0 ? 0 : start & -kVectorItems;
-    const int before = Config::kMarch ? divide(at.start, args.halo_w) : 0;  // lines
+    const int before = Config::kMarch ? divide(at.start, args.halo_w) : 0;  // lines before the run's first
     const int behind = (at.start - before * args.halo.w + start - first_w) / kVectorItems;
     const int in_each = static_cast<int>(args.by_vectors.divisor);
     const int first = behind < 0 ? 0 : behind < in_each ? behind : in_each;
@@ -60,8 +61,9 @@ struct HaloVectors {
     v.from = read ? (n * args.x_stride.n + offset) * static_cast<int>(sizeof(Scalar)) : Positions::kNowhere;
     return v;
   }
-  // Where an item of a vector begins in a stage. If it is not in the halo: in 128 bytes from `beside` on, in
-  // the banks that it would have in the stage, so that rows of a matrix do not meet there.
+  // Returns where a value of a vector begins in a stage. A value outside the halo goes to the 128 bytes from
+  // `beside` on, into the banks that it would have in the stage, so that rows of a matrix have no bank
+  // conflict.
   static __device__ __forceinline__ unsigned item_start(const Args& args, const InputVector& v, int item,
                                                         unsigned beside) {
     const int place = v.place + item;
@@ -70,7 +72,8 @@ struct HaloVectors {
         Positions::row_start(0, row) ^ 16 * (place & (Config::kReadStepW - 1)) * Layout::kPartPieces;
     return Tile::inside(place, v.end) && Tile::inside(row, args.rows) ? start : beside + start % 128;
   }
-  // Rows of a stage that lie between the lines of a run, where there is no input. By all loaders.
+  // Clears the rows of a stage that lie between the lines of a run, where there is no input. All loaders call
+  // it.
   static __device__ __forceinline__ void clear(const Args& args, int start, unsigned stage, int thread) {
 #pragma unroll 1
     for (int row = thread; row < args.rows; row += 32 * HaloShared<Config>::kLoaderWarps) {
@@ -84,12 +87,14 @@ struct HaloVectors {
     }
     __syncwarp();
   }
-  // Pieces that tensor cores read: only these are loaded. And whether all of their items are channels.
+  // Number of pieces that tensor cores read; only these are loaded. kWholePieces says whether all of their
+  // values are channels.
   static constexpr int kUsedPieces = Layout::kChunks > 1 ? Layout::kPartPieces : 2 * Layout::kLastSteps;
   static constexpr bool kWholePieces =
       Layout::kDense &&
       Layout::kSlots % (Layout::kChunks > 1 ? Layout::kPartItems : Layout::kPieceItems * kUsedPieces) == 0;
-  // From a vector of channel 0 of the chunk to that of item `c` of a piece, and whether there is one.
+  // The offset from a vector of channel 0 of the chunk to the vector of item `c` of a piece, and whether this
+  // channel exists.
   struct ChannelOffset {
     long long bytes;
     bool exists;
@@ -105,14 +110,16 @@ struct HaloVectors {
   }
 };
 
-// Of 16-bit items: the store transposes. In a turn, lane 4*c + q has channel c of a piece in vector q of
-// the turn's four, two items to a register. The store takes a register of every lane for a matrix whose
-// rows, two from each vector, may lie anywhere: it writes 8 channels of a position to each. Which register
-// a vector gives to which matrix is such that the rows of a matrix lie in different banks.
-// A batch may have two turns, 128 bytes of a line or of two. 8 lanes that are served at a time have two
-// channels: of the one they load half a cache line, of the other its other half, so that these come out of
-// different banks of L1. What odd channels have of one turn belongs to the other. (48 channels gain 8% by it;
-// 32 and 64, which have four pieces in a turn, lost up to 10%.)
+// A batch of 16-bit values, which the store transposes. In a turn, lane 4*c + q has channel c of a piece in
+// vector q of the turn's four, two values to a register. A transposing store takes one register of every lane
+// as a matrix whose rows, two from each vector, may lie anywhere; it writes 8 channels of a position to each
+// row. Vectors give their registers to matrices in such an order that the rows of a matrix lie in different
+// banks.
+// A batch may have two turns, 128 bytes of a line or of two lines. The hardware serves 8 lanes at a time,
+// which have two channels: they load one half of a cache line for one channel and the other half for the
+// other, so that the halves come out of different banks of L1. Odd channels thus load the values of one turn
+// in the other. Layers with 48 channels are 8% faster by this on an H200; 32 or 64 channels, which have four
+// pieces in a turn, are up to 10% faster with one turn.
 template <class Config>
 struct BatchTransposed {
   using Vectors = HaloVectors<Config>;
@@ -128,12 +135,13 @@ struct BatchTransposed {
   unsigned target[kTurns];
   int first_piece;
 
-  // What a turn reads and writes; of each lane the row of a matrix that it addresses.
+  // The sources and targets of a turn; target[lane] is the row of a matrix that the lane addresses.
   struct Turn {
     unsigned target[32];
     long long from[4];
   };
-  static constexpr unsigned kAbsolute = 0x80000000u;  // not in the stage: for items beside the halo
+  // Marks an absolute address, for values beside the halo, instead of one relative to the stage.
+  static constexpr unsigned kAbsolute = 0x80000000u;
   static constexpr int kBesideStart = (Shared::kTableStart + 127) / 128 * 128;  // 128 bytes of each warp
   static __device__ __forceinline__ Turn* table() {
     return reinterpret_cast<Turn*>(dynamic_shared<unsigned char>() + kBesideStart +
@@ -143,7 +151,7 @@ struct BatchTransposed {
   static __device__ __forceinline__ int turns(const Args& args) {
     return (args.vectors + kVectors - 1) / kVectors * kTurns * kShares;
   }
-  // Of all batches of a stage that one, by its first turn.
+  // Returns the index of a batch among all batches of a stage, from its first turn.
   static __device__ __forceinline__ int batch_of(int turn, int warp) {
     return turn / (kTurns * Shared::kLoaderWarps) * Shared::kLoaderWarps + warp;
   }
@@ -151,7 +159,7 @@ struct BatchTransposed {
   static __device__ __forceinline__ void find(const Args& args, const Place& at, int source, int turn,
                                               int warp, int lane) {
     unsigned own = lane;
-    ptx::pin(own);  // nothing of this is kept in registers from tile to tile
+    ptx::pin(own);  // keeps the compiler from holding derived values in registers from tile to tile
     const int q = own % 8 / 2, item = 2 * (own / 8 ^ q) + own % 2;
     const int first = batch_of(turn, warp) / kShares * kVectors;
     const int in_batch = turn / Shared::kLoaderWarps % kTurns * Vectors::kTogether;
@@ -188,7 +196,7 @@ struct BatchTransposed {
       }
     }
   }
-  // Matrix m gets register m ^ q.
+  // Returns the registers in the order of matrices: matrix m gets register m ^ q.
   static __device__ __forceinline__ uint4 by_matrix(uint4 raw, int lane) {
     const uint4 near = lane & 1 ? make_uint4(raw.y, raw.x, raw.w, raw.z) : raw;
     return lane & 2 ? make_uint4(near.z, near.w, near.x, near.y) : near;

@@ -1,6 +1,6 @@
-// What the halo kernel's lanes have of rows of outputs, in builds that take lines as they are in memory
-// (halo_lines.cuh): 16 bytes in sequence of a row and channel. Two neighbouring positions with both phases
-// along w, in 16 bits those of two slabs.
+// A lane's part of rows of outputs, in builds that take input lines as they lie in memory (halo_lines.cuh):
+// 16 contiguous bytes of a row and channel. They hold two neighbouring positions with both phases along w;
+// with 16-bit types, two such pairs of positions from two slabs.
 #pragma once
 
 #include "halo_shared.cuh"
@@ -21,11 +21,11 @@ struct HaloWords {
   static constexpr int kItem = sizeof(Scalar), kItems = 16 / kItem;
   static constexpr int kWoven = Shared::kWoven;  // slabs of a lane's vector
   static constexpr int kPieces = Config::kSlabs / kWoven;
-  static constexpr int kChannels = Config::kOutTile / 4;           // of a lane
-  static constexpr int kVectors = Config::kImageRows * kChannels;  // of a lane, of a plane of outputs
+  static constexpr int kChannels = Config::kOutTile / 4;           // channels of a lane
+  static constexpr int kVectors = Config::kImageRows * kChannels;  // vectors of a lane in a plane of outputs
 
-  // Stores those of a plane of positions, where rows begin and end at multiples of 16 bytes. `pairs`: of the
-  // slabs (halo_lines.cuh).
+  // Stores the outputs of a plane of positions, where rows begin and end at multiples of 16 bytes. `pairs`
+  // are the pairs of positions of the slabs (halo_lines.cuh).
   template <class Pairs>
   static __device__ __forceinline__ void store(const Args& args, const Place& at, const Writer& me,
                                                const Sums& sums, const Pairs& pairs, int plane) {
@@ -53,7 +53,7 @@ struct HaloWords {
     });
   }
 
-  // The phases along depth that are complete and this tile's.
+  // Calls `body` with each phase along depth that is complete and this tile's to store.
   template <class Body>
   static __device__ __forceinline__ void for_each_plane(const Args& args, const Place& at, int d,
                                                         Body&& body) {
@@ -62,7 +62,7 @@ struct HaloWords {
     });
   }
 
-  // A lane's 16 bytes of one row and channel.
+  // Returns a lane's 16 bytes of one row and channel.
   template <int kPhase, int kVector, int kPiece>
   static __device__ __forceinline__ uint4 words(const Sums& sums) {
     constexpr int kField = field_of(kPhase, kVector), kChannel = kVector % kChannels;
@@ -82,7 +82,7 @@ struct HaloWords {
   }
 
  private:
-  // The first phase of a vector's row.
+  // Returns the first phase of a vector's row.
   static __device__ constexpr int field_of(int phase, int vector) {
     for (int i = 0; i < Config::kFields; ++i) {
       if (Config::kField(i, 0) == phase && Config::kField(i, 1) == vector / kChannels &&

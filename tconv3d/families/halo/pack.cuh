@@ -2,10 +2,11 @@
 // the operand type, swizzled, zero where there is no channel. The layout is in halo_layout.cuh.
 //
 // In the weight, taps are neighbours (or output channels, if it is channels-last); in a panel, input channels
-// are. So a block takes a chunk of input channels, kColumns output channels and kTapsAtOnce taps: it reads
-// them as they lie into shared memory, a warp a run of neighbours, and writes them channel by channel, for
-// every variant and panel that wants them. It takes few, so that many blocks share a multiprocessor: while
-// some wait for what they read, others write. Hardly anything is computed for each element.
+// are. So a block takes a chunk of input channels, kColumns output channels and kTapsAtOnce taps. It reads
+// them into shared memory in the order of global memory, each warp a run of neighbours, and writes them
+// channel by channel, for every variant and panel that needs them. A block takes few weights, so that many
+// blocks share a multiprocessor: while some wait for loads, others write. Little is computed for each
+// element.
 #pragma once
 
 #include "halo_layout.cuh"
@@ -19,21 +20,23 @@ struct Pack {
   static constexpr int kThreads = Config::kThreads;
   static constexpr int kTaps = Config::kKernelD * Config::kKernelH * Config::kKernelW;
   static constexpr int kColumns = Config::kColumnsAtOnce;
-  // From tap to tap, and from column to column: neither writing (a tap after the other) nor reading (pieces
-  // of several columns) meets itself in a bank.
+  // kPitch is the pitch of taps and kColumnPitch the pitch of columns in shared memory, in words. They avoid
+  // bank conflicts both when taps are written one after the other and when pieces of several columns are
+  // read.
   static constexpr int kTapsAtOnce = Config::kTapsAtOnce, kTapParts = (kTaps + kTapsAtOnce - 1) / kTapsAtOnce;
   static constexpr int kPitch = Layout::kPartItems + 1;
   static constexpr int kColumnPitch = (kTapsAtOnce * kPitch + 30) / 32 * 32 + 1;
   // Columns that are neighbours in memory, and aligned, are copied 16 bytes at a time, and lie in shared
-  // memory as they did: by tap, channel and column.
+  // memory in the same order: by tap, channel and column.
   static constexpr bool kVectors = Config::kColumnVectors;
   using Staged = typename Choose<kVectors, Scalar, unsigned>::type;  // elements, or their bits
   static constexpr int kVector = 16 / static_cast<int>(sizeof(Scalar)), kVectorPitch = kColumns + kVector;
   static constexpr int kStaged =
       kVectors ? kTapsAtOnce * Layout::kPartItems * kVectorPitch * static_cast<int>(sizeof(Scalar)) / 4
                : kColumns * kColumnPitch;
-  // Where lanes load four neighbouring channels of a row (halo_registers.cuh), these are the first of each
-  // half of a step's K, then the first of the next step's: of every 16 channels a piece has every fourth.
+  // Where lanes load four neighbouring channels of a row (halo_registers.cuh), these four stand for the same
+  // lane's K index in the two halves of one step and then of the next. A piece of a panel therefore holds
+  // every fourth of 16 channels.
   static constexpr bool kWoven = Config::kInRegisters;
   static_assert(!kWoven || (sizeof(Scalar) == 4 && Layout::kPartItems % 16 == 0), "blocks of 16 floats");
   static constexpr int kVariantLines = Layout::kRows / Config::kOutTile;
@@ -42,8 +45,9 @@ struct Pack {
   static_assert(Config::kOutTile % kColumns == 0, "whole parts of a column tile");
   static_assert(Config::kSharedBytes >= 4 * (kStaged + 2 * kLines + 1), "room for the taps and the lines");
 
-  // What lies in a run of memory, kLength items of it: taps of neighbouring columns or channels, columns, or
-  // channels. Otherwise a run has the taps of one column and channel, wherever they lie.
+  // The contents of a run of kLength neighbours in memory: taps of neighbouring columns or of neighbouring
+  // channels, columns, or channels. With kOfTaps a run has the taps of one column and channel, at any
+  // strides.
   static constexpr int kOfTaps = 0, kColumnTaps = 1, kChannelTaps = 2, kOfColumns = 3, kOfChannels = 4;
   static constexpr int kRun = Config::kRun;
   static_assert(kTapParts == 1 || kRun == kOfColumns, "all taps of a run");
@@ -56,14 +60,14 @@ struct Pack {
                                  : kRun == kOfChannels  ? Layout::kPartItems
                                                         : kTaps;
   static constexpr int kRuns = kColumns * kTapsAtOnce * Layout::kPartItems / kLength;
-  static constexpr int kUnits = kRuns * ((kLength + 31) / 32);  // 32 items of a run
+  static constexpr int kUnits = kRuns * ((kLength + 31) / 32);  // units of up to 32 elements of a run
   static constexpr int kWarps = kThreads / 32, kInFlight = 8;
 
   const Args& args;
-  Staged* staged;   // [column][tap][input channel, of the part's]; vectors: [tap][channel][column]
-  int* line_tap;    // of every line of panel rows: the tap (and half) it has, or a negative number for zeros
-  int* line_start;  // and where it lies, in 16 bytes from the panels of the first variant on
-  int* lines;       // how many lines take taps of this block
+  Staged* staged;  // [column][tap][input channel of the part]; vectors: [tap][channel][column]
+  int* line_tap;  // for every line of panel rows: the tap (and half) it holds, or a negative number for zeros
+  int* line_start;  // for every line: its offset in 16 bytes from the panels of the first variant
+  int* lines;       // number of lines that take taps of this block
   int tile, chunk, first_column, first_tap;
 
   __device__ __forceinline__ Pack(const Args& args, unsigned* shared, int tile, int chunk, int first_column,
@@ -84,9 +88,9 @@ struct Pack {
     return kd * args.stride.d + kh * args.stride.h + kw * args.stride.w;
   }
 
-  // An item of a run.
+  // An element of a run.
   struct Item {
-    int column, slot, tap;  // the tap: of those at once
+    int column, slot, tap;  // tap is counted from the block's first
   };
   static __device__ __forceinline__ Item item(int run, int place) {
     if constexpr (kRun == kColumnTaps) return {place / kTaps, run, in_order(place % kTaps)};
@@ -95,12 +99,13 @@ struct Pack {
     if constexpr (kRun == kOfChannels) return {run / kTapsAtOnce, place, run % kTapsAtOnce};
     return {run % kColumns, run / kColumns, place};
   }
-  // The input gradient may take taps in reverse: then the last of them is the first in memory.
+  // Returns the tap at a place in memory. The input gradient may take taps in reverse: then the last tap is
+  // the first in memory.
   static __device__ __forceinline__ int in_order(int tap) {
     return Config::kReversed ? kTaps - 1 - tap : tap;
   }
 
-  // This lane's item of 32 of a run: where it comes from, and whether there is one.
+  // The address of this lane's element among 32 of a run, and whether it exists.
   struct From {
     const Scalar* address;
     bool exists;
@@ -111,13 +116,13 @@ struct Pack {
     const auto channels = Layout::channels(chunk, first.slot / Layout::kPieceItems);
     const int of_piece = first.slot % Layout::kPieceItems, out = Layout::first_out(tile) + first_column;
     const int columns = Config::kOut - out - first.column;
-    const int left = Config::kIn - channels.first - of_piece;  // of one group
+    const int left = Config::kIn - channels.first - of_piece;  // channels of one group
     const int room = kRun == kColumnTaps    ? columns * kTaps
                      : kRun == kChannelTaps ? left * kTaps
                      : kRun == kOfColumns   ? columns
                      : kRun == kOfChannels  ? left
                                             : kTaps;
-    // A group may be several of the layer's, with nothing between them.
+    // A group may merge kMerged groups of the layer: weights between channels of different groups are zero.
     constexpr int kOwnIn = Config::kIn / Config::kMerged, kOwnOut = Config::kOut / Config::kMerged;
     const int channel = channels.first + of_piece, column = out + first.column;
     const bool between = Config::kMerged > 1 && channel / kOwnIn != column / kOwnOut;
@@ -141,7 +146,8 @@ struct Pack {
     return kLength % 32 == 0 || unit / kRuns * 32 + lane < kLength;
   }
 
-  // Floats are copied past registers, all of them at once, and rounded when they are written.
+  // Floats are copied past the registers by asynchronous copies, all at once, and rounded when they are
+  // written.
   static constexpr bool kCopied = sizeof(Scalar) == 4;
   static __device__ __forceinline__ unsigned written_bits(Staged staged, int half) {
     if constexpr (kVectors) {
@@ -169,9 +175,10 @@ struct Pack {
     }
   }
 
-  // The panels' lines are described while the first weights are on their way.
+  // Stages the block's weights in shared memory. The panels' lines are described while the first loads are in
+  // flight.
   __device__ __forceinline__ void stage() {
-    // Lane 0's, so that the compiler knows that what follows from it is the same for all lanes.
+    // The shuffle broadcasts lane 0's value, so that the compiler knows the warp index to be warp-uniform.
     const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if constexpr (kVectors) {
@@ -208,7 +215,8 @@ struct Pack {
     }
   }
 
-  // The lines that take taps of this block: all, if it has all taps. Else one warp finds them.
+  // Finds the lines that take taps of this block: all lines if it has all taps, otherwise one warp selects
+  // them.
   __device__ __forceinline__ void find_lines(int warp, int lane) {
     if constexpr (kTapParts == 1) {
       for (int i = threadIdx.x; i < kLines; i += kThreads) describe_line(i, line_tap[i], line_start[i]);
@@ -239,7 +247,7 @@ struct Pack {
     const int variant = i / kVariantLines, line = i % kVariantLines;
     int shift = 0, place = 0, row = line * Config::kOutTile, fields_of_half = 1;
     if constexpr (Config::kSources == 1) {
-      int before = 0;  // rows of this variant's patterns before
+      int before = 0;  // rows of this variant's earlier patterns
 #pragma unroll
       for (int p = 0; p < Config::kPatterns; ++p) {
         const int fields = Layout::panel_rows(p) / Config::kOutTile;
@@ -268,12 +276,13 @@ struct Pack {
     start = row * (Layout::kPartBytes / 16);
   }
 
-  // A thread has the same piece of the same column in every line, so that it always has the same swizzle.
+  // A thread has the same piece of the same column in every line, and therefore always the same swizzle.
   __device__ __forceinline__ void write() const {
-    constexpr int kPieces = kColumns * Layout::kPartPieces;  // of a line
+    constexpr int kPieces = kColumns * Layout::kPartPieces;  // pieces of a line
     constexpr int kAtOnce = kPieces < kThreads ? kThreads / kPieces : 1;
     for (int i = threadIdx.x % (kAtOnce * kPieces); i < kAtOnce * kPieces; i += kThreads) {
-      // Vectors of columns are read along columns, and a warp still writes whole sectors.
+      // With kVectors neighbouring threads read neighbouring columns, at most 16, so that a warp still writes
+      // whole sectors.
       [[maybe_unused]] constexpr int kNear = kColumns < 16 ? kColumns : 16;
       [[maybe_unused]] const int of_line = i % kPieces;
       const int piece = kVectors ? of_line / kNear % Layout::kPartPieces : i % Layout::kPartPieces;
