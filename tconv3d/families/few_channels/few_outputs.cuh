@@ -496,7 +496,7 @@ struct FewOutputs {
     const int last_plane = (last_output - 1 + C::kPaddingD) / C::kStrideD;
     int stage = 0;
     for (int plane = first_plane; plane <= last_plane; ++plane) {
-      // The outputs of the previous plane are still to be gathered.
+      // Tells whether the outputs of the previous plane are still to be gathered.
       const bool waiting = plane > first_plane;
       if (plane < args.x_size.d) {
         for (int chunk = 0; chunk < kChunks; ++chunk) {

@@ -58,9 +58,8 @@ struct FewWeightGrad {
 
   // Shared memory holds the offset in s of every run of positions, then two buffers of m and two of s.
   static constexpr int kRuns = C::kRows / kRun;
-  static constexpr int kBuffers = (kRuns + 3) / 4 * 4;  // 32-bit words before the buffers
-  static constexpr int kManyWords =
-      kBlockMany * C::kChannelPitch / kWordItems;  // 32-bit words of one buffer of m
+  static constexpr int kBuffers = (kRuns + 3) / 4 * 4;                           // words before the buffers
+  static constexpr int kManyWords = kBlockMany * C::kChannelPitch / kWordItems;  // words per buffer of m
 
   static_assert(kWarps % C::kSets == 0);
   static_assert(C::kRows % kGroup == 0);
