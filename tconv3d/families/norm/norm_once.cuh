@@ -113,8 +113,8 @@ struct NormOnce {
     Ring ring;
     for (int issued = 0;; ++issued, ring.advance(args.stages)) {
       const int stage = ring.index;
-      // A stage whose coefficients are known becomes empty without further help, so that it is safe to take a
-      // turn.
+      // A stage whose coefficients are known becomes empty without further help, so that the turn can be
+      // taken now.
       if (issued >= args.stages) ptx::barrier_wait(at(shared.known[stage]), ring.parity ^ 1u);
       const Chunk chunk = Chunk::of(args, ptx::take_turn(static_cast<unsigned*>(args.turns)));
       if (issued >= args.stages) ptx::barrier_wait(at(shared.empty[stage]), ring.parity ^ 1u);

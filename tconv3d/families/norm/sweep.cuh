@@ -5,7 +5,7 @@
 //   vectors. A channel's volume may start at any address, so that a strip may have single items before and
 //   behind its vectors.
 // - channels-last: a block has a range of positions of one batch item; a thread has kVector neighbouring
-//   channels, at a position of every group of positions that the block processes at once.
+//   channels, and goes over the positions of the range with a fixed stride.
 // The sums of a strip, added over its threads in a fixed order, go to one slot of the channel.
 #pragma once
 
