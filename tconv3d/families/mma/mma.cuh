@@ -64,8 +64,8 @@ struct Mma {
   const Shared& shared;
   const Copies& copies;
   int warp_m, warp_n, lane, halo_bytes;
-  unsigned base;  // shared-memory address that this lane's row of the first tile reads at offset 0 of the
-                  // first halo
+  // Shared-memory address that this lane's row of the first tile reads at offset 0 of the first halo.
+  unsigned base;
   float sums[C::kPhases][C::kTilesM][C::kTilesN][4];
   typename Copies::Jobs jobs;
 
