@@ -47,9 +47,8 @@ struct StateNode {
 
 // ---- Contexts: the saved state of a fiber that does not run.
 //
-// switch_context(from, to) pushes the callee-saved registers onto the running stack, saves the stack pointer
-// in `from`, and continues at the stack pointer saved in `to`. Caller-saved registers are dead at a call, so
-// that nothing else needs to be saved.
+// switch_context(from, to) pushes the callee-saved registers, saves the stack pointer in `from`, and
+// continues at the stack pointer saved in `to`. Caller-saved registers are dead at a call.
 
 #if defined(__x86_64__) && defined(__ELF__) && !defined(EMULATOR_UCONTEXT)
 
@@ -279,8 +278,7 @@ Fiber* new_fiber() {
   if (memory == MAP_FAILED) fail("no memory for the stack of another thread");
   mprotect(memory, kGuardBytes, PROT_NONE);  // a stack overflow faults instead of corrupting another stack
   auto* stack = static_cast<unsigned char*>(memory) + kGuardBytes;
-  // Stacks end at different offsets within a page, so that their frames do not compete for the same cache
-  // sets.
+  // Stacks end at different offsets within a page, so that their frames use different cache sets.
   static size_t count = 0;
   const size_t bytes = kStackBytes - count++ % 64 * 192;
   auto* fiber = new (stack + bytes) Fiber();
@@ -314,8 +312,7 @@ struct Span {
 Span static_shared;
 
 #ifdef __linux__
-// The thread-local segment exists in an OS thread once a variable in it has been touched: `anchor` serves
-// this.
+// The thread-local segment exists in an OS thread once a variable in it, here `anchor`, has been touched.
 thread_local volatile unsigned char anchor;
 
 int find_segment(dl_phdr_info* info, size_t, void* result) {
@@ -341,8 +338,7 @@ Span find_static_shared() {
 Span find_static_shared() { return {}; }
 #endif
 
-// The block whose static shared memory is in the thread-local segment. swap_in() brings in the static shared
-// memory of a block before a thread of the block runs.
+// The block whose static shared memory is the live one; swap_in() changes it before a thread is resumed.
 Block* static_shared_owner = nullptr;
 
 void swap_in(Block* block) {
@@ -412,8 +408,7 @@ class SignalGuard {
     for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i) {
       struct sigaction now;
       sigaction(kSignals[i], nullptr, &now);
-      // Another kernel's launch may have installed its handler in between: then this one stays below and
-      // passes on.
+      // Another kernel's launch may have replaced the handler: then this handler stays below and passes on.
       if (now.sa_sigaction == on_signal) sigaction(kSignals[i], &previous_actions[i], nullptr);
     }
     sigaltstack(&previous_stack_, nullptr);
@@ -434,7 +429,7 @@ struct Scheduling {
   Order order = Order::kForward;
   unsigned long long random = 0;
 
-  unsigned next(unsigned below) {  // splitmix64
+  unsigned next(unsigned below) {  // splitmix64 generator
     random += 0x9E3779B97F4A7C15ull;
     unsigned long long z = random;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -517,8 +512,7 @@ std::string describe_deadlock(const std::vector<Thread>& threads) {
 // The launch counts as deadlocked after so many passes over the threads in which they only polled memory.
 constexpr int kPollingPasses = 100000;
 
-// Runs the threads of a cluster to their end, in the order of `turns`. It owns nothing, because fail() may
-// jump out.
+// Runs the threads of a cluster to their end, in the order of `turns`. Owns nothing: fail() may jump out.
 void run_threads(std::vector<Thread>& threads, std::vector<unsigned>& turns, Scheduling& scheduling) {
   int polling_passes = 0;
   while (!turns.empty()) {
@@ -575,8 +569,7 @@ void start_block(Block& block, Warp* warps, Thread* threads, unsigned shared_byt
 void end_thread(Thread& thread) {
   destroy_states(thread.states);
   if (!thread.fiber) return;
-  // The frames of an abandoned stack never returned, and are still poisoned.
-  unpoison(thread.fiber->stack, kStackBytes);
+  unpoison(thread.fiber->stack, kStackBytes);  // frames of an abandoned stack are still poisoned
   give_back(thread.fiber);
 }
 
@@ -664,8 +657,7 @@ int sync_block(int vote, Where where) {
   const unsigned generation = block.generation;
   block.votes[generation % 2] += vote;
   block.arrived += 1;
-  // Threads that have returned do not count, as on a GPU, so that a barrier may also open when a thread
-  // returns.
+  // Threads that have returned do not count, as on a GPU: a barrier may also open when a thread returns.
   const auto open = [&block, generation] {
     if (block.generation == generation && block.arrived == block.live) {
       block.arrived = 0;
@@ -788,8 +780,7 @@ struct Request {
   unsigned long long seed;
 };
 
-// Returns why a GPU's driver would refuse the launch, or how the launch contradicts the kernel; empty if all
-// is well.
+// Returns why a GPU's driver or the compiled kernel refuses the launch; empty if all is well.
 std::string complaint(const Request& request) {
   const Kernel& kernel = emulated_kernel;
   const unsigned* grid = request.grid;
@@ -838,9 +829,8 @@ void run(const Request& request) {
 
 #include "compiler_checks.h"
 
-// The function that Python calls. It returns 0, or 1 with a message in `error`. `stacks` is a list of free
-// stacks that earlier launches of any kernel have left; the launch takes stacks from it and leaves the list
-// for the next launch.
+// The function that Python calls. It returns 0, or 1 with a message in `error`. `stacks` is the list of free
+// stacks, which launches of all kernels take from and give back to.
 #define EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
 EMULATOR_EXPORT int emulator_launch(const void* args, unsigned args_bytes, const unsigned* grid,
                                     unsigned threads, unsigned shared_bytes, int order,

@@ -1,4 +1,4 @@
-// CUDA's language, as far as this project's kernels use it, for a host C++ compiler.
+// The part of CUDA's language that this project's kernels use, for a host C++ compiler.
 //
 // The emulator compiles a kernel's own source with this header force-included (-include), and links it
 // with runtime.cpp, which is compiled once. How a launch runs:
@@ -10,7 +10,7 @@
 // - A fiber blocks in one place only, `emulator::wait_until(predicate)`. The scheduler goes over the
 //   fibers in turn and resumes those whose predicate has become true. When nothing is left that can
 //   run, the launch has deadlocked, and fails with a list of who waits where. Barriers, shuffles, and
-//   everything that emulated_ptx.h adds are predicates over a few counters.
+//   all functions of emulated_ptx.h that wait are predicates over a few counters.
 // - The blocks of one cluster run together, each with its own shared memory; clusters run one after
 //   the other. A kernel says its cluster size with the constant kClusterSize; without it a cluster is
 //   one block.
@@ -115,7 +115,7 @@ struct Block {
   unsigned live;                       // threads that have not returned
   unsigned arrived;                    // threads waiting at __syncthreads
   unsigned generation;                 // how many times __syncthreads has let the block through
-  Where barrier;                       // the __syncthreads the waiting threads are at
+  Where barrier;                       // place of the __syncthreads at which threads wait
   int votes[2];                        // sums of __syncthreads_count, by parity of the generation
   Warp* warps;
   StateNode* states;

@@ -493,8 +493,8 @@ inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigne
   __syncwarp();
 }
 
-// ---- Asynchronous copies. They are executed as late as possible, when a wait says that they are done, so
-// that data that is read too early or overwritten too early gives wrong results.
+// ---- Asynchronous copies. They are executed as late as possible, when a wait says that they are done,
+// so that data that is read too early or overwritten too early gives wrong results.
 
 struct EmulatedCopies {
   struct Copy {

@@ -56,8 +56,8 @@ struct FewInputs {
   static_assert(C::kPhases % C::kTogether == 0 && (C::kTogether == 1 || C::kOutputStepW == C::kTogether),
                 "phases that are computed together are all those along w");
 
-  // Shared memory holds the weights as [step][column tile][lane][2], the offset of every K index in the part
-  // of x, the bias, and two buffers for parts.
+  // Shared memory holds the weights as [step][column tile][lane][2], the offset of every K index in the
+  // part of x, the bias, and two buffers for parts.
   static constexpr int kPlaces = kSteps * kTiles * kLanes * 2;
   static constexpr int kBias = kPlaces + kSteps * kStepItems;
   static constexpr int kParts = (kBias + C::kBlockOut + 3) / 4 * 4;

@@ -9,15 +9,15 @@
 // A block owns a tile of kTileH x kTileW positions q and walks along depth. Input plane i feeds output planes
 // i*stride - padding + tap*dilation, a window of kWindow planes. The columns of c are (plane of the window,
 // tap within the plane, co), and the accumulators hold the whole window, so that the matrix instruction
-// itself sums the contributions of successive input planes. After every input plane the first `stride` planes
-// of the window are complete. Their columns go to shared memory as [column][position], each thread adds up
-// the taps of its positions and stores the sums, and the window moves on by `stride` planes.
+// itself sums the contributions of successive input planes. After every input plane the first `stride`
+// planes of the window are complete. Their columns go to shared memory as [column][position], each thread
+// adds up the taps of its positions and stores the sums, and the window moves on by `stride` planes.
 //
 // A warp has kRowTiles * 16 rows of the product, neighbours in the tile's lines. It copies these rows itself,
 // in chunks of channels, into a ring of its own, and prefetches kStages - 1 chunks, across planes. The block
 // therefore synchronizes only where columns pass through shared memory, twice per plane. Each warp gathers
-// and stores its share of the outputs between chunks of the next plane. Warps do so at different times, so
-// that some store while others multiply.
+// and stores its share of the outputs between chunks of the next plane. Warps do so at different times,
+// so that some store while others multiply.
 //
 // Strict float32 (kHalves == 2) computes every product as three TF32 products of split values (`Halves`); x
 // and the weights are split when they are loaded. Tensor cores round sums towards zero, so the products of

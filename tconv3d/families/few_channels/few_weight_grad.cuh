@@ -8,10 +8,10 @@
 // This is a matrix product with K = positions, a row for every channel of m, and a column for every pair of
 // tap and channel of s: the taps fill columns that the few channels alone would leave idle.
 //
-// A block owns up to 16*kRowTiles rows and some tiles of 8 columns, and loops over tiles of positions (boxes
-// of the volume). m is read once, in the caller's layout, straight into shared memory as [channel][phase]
-// [position]; s is read as the small part that a tile's taps need (few_channels.cuh). Both are
-// double-buffered, so that the copies of the next tile are in flight while a tile is multiplied. K may be
+// A block owns up to 16*kRowTiles rows and some tiles of 8 columns, and loops over tiles of positions
+// (boxes of the volume). m is read once, in the caller's layout, straight into shared memory as
+// [channel][phase] [position]; s is read as the small part that a tile's taps need (few_channels.cuh). Both
+// are double-buffered, so that the copies of the next tile are in flight while a tile is multiplied. K may be
 // permuted if both operands agree: a lane loads 16 bytes of neighbouring positions of m, and the matching
 // positions of s shifted by its column's tap.
 //

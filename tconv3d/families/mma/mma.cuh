@@ -10,9 +10,9 @@
 // one or more phases, each with accumulators of its own. For a chunk of input channels it copies the halo of
 // x that all its taps need to shared memory once, as slots: the chunk's channels of one position. For a tap,
 // a warp's rows are the slots at the tap's offset: ldmatrix takes an address per row, so that any shift,
-// stride, dilation or line end costs one addition. A window of fragments along w feeds every tap and phase
-// that needs it (mma_tile.cuh). Weights are packed in the order of use (mma_layout.cuh), and are copied a few
-// rows of taps at a time.
+// stride, dilation or line end costs one addition. A window of fragments along w feeds every tap and
+// phase that needs it (mma_tile.cuh). Weights are packed in the order of use (mma_layout.cuh), and are copied
+// a few rows of taps at a time.
 //
 // Copies are asynchronous: the copies of a step (kRows rows of taps of a chunk) are issued kStages - 1 steps
 // before its products, and a halo together with the first step that reads it. TF32 operands are rounded to
@@ -229,8 +229,8 @@ struct Mma {
         const bool begins = kThroughRegisters && begins_halo(current);
         if (begins) finish_jobs();
         ptx::copy_wait<C::kStages - 2>();
-        // The operands of this step are visible to all threads from here on, and no thread still reads those
-        // of the previous step.
+        // The operands of this step are visible to all threads from here on, and no thread still
+        // reads those of the previous step.
         __syncthreads();
         if (begins) begin_jobs(next_halo(current));
         ask_for(ahead);

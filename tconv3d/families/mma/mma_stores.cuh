@@ -1,8 +1,9 @@
 // Stores the sums of the kernel on mma.sync (mma.cuh): epilogue, rounding, and stores to y.
 //
-// Where y is channels-last, a lane holds four neighbouring channels of a pair of tiles and stores them from
-// its registers. Where y is contiguous along w, the lines of outputs, with the phases along w interleaved,
-// are assembled in shared memory and stored by neighbouring lanes, at whatever address a line begins.
+// Where y is channels-last, a lane holds four neighbouring channels of a pair of tiles and stores them
+// from its registers. Where y is contiguous along w, the lines of outputs, with the phases along w
+// interleaved, are assembled in shared memory and stored by neighbouring lanes, at whatever address a line
+// begins.
 #pragma once
 
 #include "mma_tile.cuh"

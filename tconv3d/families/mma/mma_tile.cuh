@@ -1,5 +1,5 @@
-// A block of the kernel on mma.sync (mma.cuh): its positions, channels, phases and taps, and the halo of x
-// that they need.
+// A block of the kernel on mma.sync (mma.cuh): its positions, channels, phases and taps, and the halo of
+// x that they need.
 //
 // Along the innermost kUnrolled dimensions (none, w, hw or dhw) a block has all phases, and all taps are
 // known at compile time. Along the other dimensions a block has one phase, and the taps are rows: one tap

@@ -13,7 +13,7 @@ struct Args {
   const void* bias;        // per channel; null: zero
   void* y;
   Strips strips;
-  int groups, per_group;  // norm groups, and channels of each
+  int groups, per_group;  // number of norm groups, and channels per norm group
 };
 
 template <class C>
