@@ -4,23 +4,23 @@
     run((x.data_ptr(), w.data_ptr()))   # addresses of launch.pointers
 
 The host's C++ compiler builds the same translation unit that NVRTC gets, with `include/cuda_emulator.h`
-included before it; that header explains how a launch runs. A deadlock, a diverged barrier, a memory fault, an access
+included before it; the header explains how a launch runs. A deadlock, a diverged barrier, a memory fault, an access
 that a GPU refuses (a misaligned vector, shared memory past its end) and whatever `emulator::fail` says become a
 RuntimeError.
 
 Environment:
-    CXX                         the compiler (else g++, c++ or clang++, the first there is)
+    CXX                         the compiler (default: the first found of g++, c++ and clang++)
     TCONV3D_EMULATOR_ORDER      the order in which threads and blocks take turns: `forward`, `reversed`, or
-                                `shuffled:<seed>`. A kernel whose result depends on it has a race
+                                `shuffled:<seed>`. A kernel whose result depends on the order has a race
     TCONV3D_EMULATOR_SANITIZE   `address,undefined`, or one of them. A finding ends the process with a report.
-                                AddressSanitizer must be there from the start, so that tensors too have red
-                                zones around them:
+                                AddressSanitizer must be loaded when Python starts, so that tensors, too, have
+                                red zones around them:
         LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libstdc++.so)" \\
         ASAN_OPTIONS=detect_leaks=0 python ...
     TCONV3D_EMULATOR_DEBUG      1: no optimization and debug information, to step through a kernel:
         gdb --args python ..., then `break direct.cuh:40`
 
-Knows nothing of tensors, of geometry, or of which kernel is for what.
+The emulator knows nothing of tensors, of geometry, or of which kernel is for what.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ _INCLUDE = _HERE / "include"
 _HEADER = _INCLUDE / "cuda_emulator.h"
 _RUNTIME = _HERE / "runtime.cpp"
 
-# Hidden: a template's static shared memory must not become one object of all libraries in the process.
-# No strict aliasing: kernels read vectors out of scalars. No contraction: the same result on every CPU.
+# Symbols are hidden because a template's static shared memory must not become one object of all libraries in the
+# process. Strict aliasing is off because kernels read vectors out of arrays of scalars. Contraction to fused
+# multiply-adds is off so that every CPU gives the same result.
 _FLAGS = (
     "-std=c++20",
     "-fPIC",
@@ -55,14 +56,14 @@ _FLAGS = (
     "-fno-strict-aliasing",
     "-ffp-contract=off",
 )
-# A GPU faults where the address of a vector is no multiple of its size, and CPUs do not: the compiler puts a check
-# before every access whose type wants more than a byte, and before every index of an array whose length it knows
-# (static shared memory). runtime.cpp has what the checks call.
+# A GPU faults where the address of a vector is no multiple of its size, and CPUs do not. The compiler therefore puts
+# a check before every access whose type has an alignment above one byte, and before every index into an array of
+# known length (static shared memory). compiler_checks.h has the handlers.
 _CHECKS = ("-fsanitize=alignment,bounds", "-fno-sanitize-recover=alignment,bounds")
 _ORDERS = {"forward": 0, "reversed": 1, "shuffled": 2}
 _ERROR_BYTES = 16384
 
-# The kernel as the runtime sees it, after the unit that NVRTC compiles.
+# This description of the kernel for the runtime follows the translation unit that NVRTC compiles.
 _EPILOGUE = """
 emulator::Kernel emulated_kernel = {{
     "{kernel}",
@@ -72,16 +73,16 @@ emulator::Kernel emulated_kernel = {{
 
 
 def available() -> bool:
-    """Whether this machine has a C++ compiler."""
+    """Returns whether this machine has a C++ compiler."""
     return _find_compiler() is not None
 
 
 def prepare(
     launch: Launch, order: str | None = None, kernels: Path | None = None
 ) -> Callable[[tuple[int, ...]], None]:
-    """Compiles the launch's kernel; returns what runs it on the addresses of `launch.pointers`.
+    """Compiles the kernel of a launch, and returns a function that runs it on the addresses of `launch.pointers`.
 
-    `order` replaces TCONV3D_EMULATOR_ORDER, `kernels`, one directory with all headers, replaces `sources.KERNELS`.
+    `order` replaces TCONV3D_EMULATOR_ORDER; `kernels`, one directory with all headers, replaces `sources.KERNELS`.
     """
     unit = compiler.translation_unit(launch.kernel, launch.constants) + _EPILOGUE.format(
         kernel=launch.kernel, entry=compiler.ENTRY
@@ -105,14 +106,14 @@ def prepare(
     return run
 
 
-_stacks: list[int | None] = []  # lists of fibers' stacks that no launch uses now; making them anew is slow
+_stacks: list[int | None] = []  # free lists of fiber stacks, reused because mapping new ones is slow
 
 
 @contextlib.contextmanager
 def _borrowed_stacks() -> Iterator[ctypes.c_void_p]:
     try:
         stacks = ctypes.c_void_p(_stacks.pop())
-    except IndexError:  # as many launches are running as there are lists
+    except IndexError:  # running launches use all lists
         stacks = ctypes.c_void_p(None)
     yield stacks
     _stacks.append(stacks.value)
@@ -153,7 +154,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def _build(kernel: str, unit: str, places: tuple[Path, ...], cxx: str, flags: tuple[str, ...]) -> bytes:
-    """A shared library of one kernel and the runtime."""
+    """Returns the bytes of a shared library with one kernel and the runtime."""
     with tempfile.TemporaryDirectory(prefix="tconv3d-emulator-") as name:
         directory = Path(name)
         source, compiled, runtime = (directory / name for name in (f"{kernel}.cpp", "kernel.o", "runtime.o"))
@@ -162,13 +163,13 @@ def _build(kernel: str, unit: str, places: tuple[Path, ...], cxx: str, flags: tu
         runtime.write_bytes(_runtime(cxx))
         includes: list[str | Path] = [*(f"-I{place}" for place in places), "-include", _HEADER]
         _run(cxx, *flags, *_CHECKS, *includes, "-c", "-o", compiled, source)
-        # Linked without the checks' flag, which would bring in a library with handlers of its own.
+        # The flags of the checks are left out here, because they would link a library with handlers of its own.
         _run(cxx, *flags, "-shared", "-o", library, compiled, runtime, "-lm")
         return library.read_bytes()
 
 
 def _runtime(cxx: str) -> bytes:
-    """The object file of runtime.cpp. It is not sanitized itself, but tells AddressSanitizer of its stacks."""
+    """Returns the object file of runtime.cpp, which is not sanitized but tells AddressSanitizer of its stacks."""
     defined = {"address": "-DEMULATOR_ASAN", "undefined": "-DEMULATOR_UBSAN"}
     flags = (*_FLAGS, "-O1", *(defined[name] for name in _sanitizers() if name in defined))
     files = sources.included(_HEADER.name, (_INCLUDE,)) | sources.included(_RUNTIME.name, (_HERE, _INCLUDE))
@@ -198,9 +199,9 @@ def _sanitizers() -> list[str]:
 def _flags() -> tuple[str, ...]:
     sanitizers = _sanitizers()
     debug = os.environ.get("TCONV3D_EMULATOR_DEBUG", "") not in ("", "0")
-    # Compiling takes longer than running: -Og compiles in two thirds of the time of -O1, and runs as fast.
+    # Compiling takes longer than running: -Og compiles in two thirds of the time of -O1, and kernels run as fast.
     flags = [*_FLAGS, *(("-O0", "-g3") if debug else ("-Og",))]
-    if shutil.which("ld.gold"):  # links in 0.03 s instead of 0.08: a small kernel compiles in 0.2
+    if shutil.which("ld.gold"):  # links in 0.03 s instead of 0.08 s; a small kernel compiles in 0.2 s
         flags.append("-fuse-ld=gold")
     if sanitizers:
         flags += [f"-fsanitize={','.join(sanitizers)}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]

@@ -1,8 +1,9 @@
-// What the checks call that the host's compiler puts before accesses (-fsanitize=alignment,bounds): each ends
-// the launch with a message. A GPU faults at a vector whose address is no multiple of its size; CPUs do not.
+// Handlers of the checks that the host's compiler puts before accesses (-fsanitize=alignment,bounds): each
+// ends the launch with a message. A GPU faults at a vector whose address is no multiple of its size; CPUs do
+// not.
 //
-// The compiler lays out the data, and knows these functions by name. UndefinedBehaviorSanitizer brings its
-// own. Included by runtime.cpp alone.
+// The compiler defines the layout of the data and the names of the functions. UndefinedBehaviorSanitizer has
+// handlers of its own. Only runtime.cpp includes this file.
 #pragma once
 
 #ifndef EMULATOR_UBSAN

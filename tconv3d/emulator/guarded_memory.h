@@ -1,6 +1,7 @@
-// Memory for a block's dynamic shared memory that ends where a page begins that may not be touched, as nearly
-// as its alignment of 1024 bytes allows; the few bytes between are filled, and compared when the block ends.
-// AddressSanitizer sees every byte past the end of memory out of the heap, so that it gets such.
+// Memory for a block's dynamic shared memory. It ends at a page that may not be touched, as nearly as its
+// alignment of 1024 bytes allows; the few bytes between are filled with a known value, which is compared when
+// the block ends. Under AddressSanitizer the memory comes from the heap, where every access past the end is
+// detected.
 #pragma once
 
 #include <stdlib.h>
@@ -29,7 +30,7 @@ bool past_end_has_only(int, const unsigned char*, unsigned) { return true; }
 size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 size_t page_bytes() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
 
-// With a page before and one behind that may not be touched.
+// Returns the bytes of all pages, with an inaccessible page before the memory and one behind it.
 size_t all_pages(unsigned bytes) {
   return round_up(round_up(bytes, kGuardedAlignment), page_bytes()) + 2 * page_bytes();
 }

@@ -1,9 +1,9 @@
 // The emulator's scheduler: fibers, barriers, shuffles, and the launch. cuda_emulator.h explains the idea.
 //
-// Compiled once and linked into every emulated kernel's library, and once more with EMULATOR_ASAN for
-// kernels that AddressSanitizer watches. It must not have thread_local state: the library's thread-local
-// segment is the kernel's static shared memory. It throws nothing: a failed launch leaves its stacks by a
-// jump and drops them.
+// This file is compiled once and linked into every emulated kernel's library, and is compiled once more with
+// EMULATOR_ASAN for kernels that run under AddressSanitizer. It must not have thread_local state of its own
+// (`anchor` is an unused byte), because the library's thread-local segment is the kernel's static shared
+// memory. It throws nothing: a failed launch leaves its stacks by a jump and abandons them.
 
 #include <pthread.h>
 #include <setjmp.h>
@@ -45,10 +45,10 @@ struct StateNode {
   StateNode* next;
 };
 
-// ---- Contexts: what is kept of a fiber that does not run.
+// ---- Contexts: the saved state of a fiber that does not run.
 //
-// switch_context(from, to) saves the callee-saved registers on the running stack, stores its pointer in
-// *from, and continues where `to` was stored. The caller-saved ones are dead at a call: that is all there is.
+// switch_context(from, to) pushes the callee-saved registers, saves the stack pointer in `from`, and
+// continues at the stack pointer saved in `to`. Caller-saved registers are dead at a call.
 
 #if defined(__x86_64__) && defined(__ELF__) && !defined(EMULATOR_UCONTEXT)
 
@@ -85,7 +85,7 @@ void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_po
 
 void make_context(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
   void** top = reinterpret_cast<void**>(stack + bytes);
-  *--top = nullptr;  // where `entry` would return to: ends a debugger's backtrace
+  *--top = nullptr;  // null return address of `entry`, which ends a debugger's backtrace
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < 6; ++i) *--top = nullptr;
   context.stack_pointer = top;
@@ -164,27 +164,27 @@ void make_context(Context& context, unsigned char* stack, size_t bytes, void (*e
 
 #endif
 
-// A stack and what is saved of the thread that is on it. Lies right above its stack.
+// A stack, and the saved context of the CUDA thread that runs on it. A Fiber lies right above its stack.
 struct Fiber {
-  Fiber* next;  // in the list of free ones
+  Fiber* next;  // next fiber in the list of free fibers
   unsigned char* stack;
   size_t stack_bytes;
-  void* fake_stack;  // AddressSanitizer's
+  void* fake_stack;  // AddressSanitizer's fake stack
   Context context;
 };
 
 namespace {
 
-// The memory of a fiber: a guard, the stack (frames are several times larger without optimization or under a
-// sanitizer), and the Fiber.
+// The memory of a fiber is a guard region, the stack, and the Fiber. The stack is large because frames are
+// several times larger without optimization or under a sanitizer.
 constexpr size_t kGuardBytes = 64 * 1024;
 constexpr size_t kStackBytes = 512 * 1024;
 constexpr size_t kFiberBytes = 4096;
 static_assert(sizeof(Fiber) <= kFiberBytes, "a Fiber fits above its stack");
 constexpr unsigned kMostSharedBytes = 227 * 1024;
 constexpr unsigned kMostStaticSharedBytes = 48 * 1024;
-constexpr unsigned kMostClusterSize = 8;   // that every GPU with clusters has
-constexpr unsigned kMostArgsBytes = 4096;  // CUDA's own limit for most architectures
+constexpr unsigned kMostClusterSize = 8;   // largest cluster that every GPU with clusters can run
+constexpr unsigned kMostArgsBytes = 4096;  // CUDA's limit for the arguments of a kernel on most architectures
 
 pthread_mutex_t launch_lock = PTHREAD_MUTEX_INITIALIZER;
 std::string failure;
@@ -192,10 +192,10 @@ bool failed = false;
 const void* kernel_args = nullptr;
 Context scheduler;
 bool on_fiber = false;
-jmp_buf failed_predicate;  // where fail() goes from the scheduler's own stack
+jmp_buf failed_predicate;  // where fail() jumps to from the scheduler's own stack
 Fiber* free_fibers = nullptr;
 
-// AddressSanitizer must know which stack is in use.
+// AddressSanitizer must be told which stack is in use.
 #ifdef EMULATOR_ASAN
 void* scheduler_fake_stack = nullptr;
 const void* scheduler_stack = nullptr;
@@ -243,7 +243,7 @@ const char* file_name(const char* path) {
 }
 
 void set_failure(std::string message) {
-  if (failed) return;  // the first is the cause
+  if (failed) return;  // the first failure is the cause of all others
   failed = true;
   failure = std::move(message);
   if (current)
@@ -253,11 +253,11 @@ void set_failure(std::string message) {
 
 // ---- Fibers.
 
-// Goes back to the scheduler for good.
+// Returns to the scheduler for good.
 [[noreturn]] void leave_fiber(Fiber* fiber) {
   before_leave(fiber, true);
   switch_context(fiber->context, scheduler);
-  abort();  // nobody resumes a fiber that ended
+  abort();  // the scheduler never resumes a fiber that has ended
 }
 
 void thread_main() {
@@ -276,9 +276,9 @@ Fiber* new_fiber() {
   void* memory = mmap(nullptr, kGuardBytes + kStackBytes + kFiberBytes, PROT_READ | PROT_WRITE,
                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (memory == MAP_FAILED) fail("no memory for the stack of another thread");
-  mprotect(memory, kGuardBytes, PROT_NONE);  // a stack that overflows faults instead of corrupting another
+  mprotect(memory, kGuardBytes, PROT_NONE);  // a stack overflow faults instead of corrupting another stack
   auto* stack = static_cast<unsigned char*>(memory) + kGuardBytes;
-  // Stacks end at different distances from a page's border, so that their frames do not share cache lines.
+  // Stacks end at different offsets within a page, so that their frames use different cache sets.
   static size_t count = 0;
   const size_t bytes = kStackBytes - count++ % 64 * 192;
   auto* fiber = new (stack + bytes) Fiber();
@@ -312,7 +312,7 @@ struct Span {
 Span static_shared;
 
 #ifdef __linux__
-// The segment exists in an OS thread once a variable in it was touched: this one is.
+// The thread-local segment exists in an OS thread once a variable in it, here `anchor`, has been touched.
 thread_local volatile unsigned char anchor;
 
 int find_segment(dl_phdr_info* info, size_t, void* result) {
@@ -338,7 +338,7 @@ Span find_static_shared() {
 Span find_static_shared() { return {}; }
 #endif
 
-// Before a thread of this block runs, its static shared memory must be the live one.
+// The block whose static shared memory is the live one; swap_in() changes it before a thread is resumed.
 Block* static_shared_owner = nullptr;
 
 void swap_in(Block* block) {
@@ -382,7 +382,7 @@ void on_signal(int number, siginfo_t* info, void*) {
   if (!on_fiber || !pthread_equal(pthread_self(), launch_thread)) {
     for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i)
       if (kSignals[i] == number) sigaction(number, &previous_actions[i], nullptr);
-    return;  // the instruction is tried again and faults again, now for whoever was there before us
+    return;  // the instruction is executed again and faults again, now with the previous handler
   }
   set_failure(format_text("%s at address %p", signal_name(number), info->si_addr));
   leave_fiber(current->fiber);
@@ -391,7 +391,7 @@ void on_signal(int number, siginfo_t* info, void*) {
 class SignalGuard {
  public:
   SignalGuard() {
-#ifndef EMULATOR_ASAN  // which reports them itself
+#ifndef EMULATOR_ASAN  // AddressSanitizer reports these signals itself
     launch_thread = pthread_self();
     stack_.ss_sp = malloc(kSignalStackBytes);
     stack_.ss_size = kSignalStackBytes;
@@ -408,7 +408,7 @@ class SignalGuard {
     for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i) {
       struct sigaction now;
       sigaction(kSignals[i], nullptr, &now);
-      // Another kernel's launch may have come in between: then ours stays below its handler, and passes on.
+      // Another kernel's launch may have replaced the handler: then this handler stays below and passes on.
       if (now.sa_sigaction == on_signal) sigaction(kSignals[i], &previous_actions[i], nullptr);
     }
     sigaltstack(&previous_stack_, nullptr);
@@ -429,7 +429,7 @@ struct Scheduling {
   Order order = Order::kForward;
   unsigned long long random = 0;
 
-  unsigned next(unsigned below) {  // splitmix64
+  unsigned next(unsigned below) {  // splitmix64 generator
     random += 0x9E3779B97F4A7C15ull;
     unsigned long long z = random;
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -462,7 +462,7 @@ void resume(Thread& thread) {
   if (thread.ended) give_back(fiber);
 }
 
-// "threads 0-31, 64": ranks in ascending order.
+// Formats ascending ranks as text, for example "threads 0-31, 64".
 std::string ranges(const std::vector<unsigned>& ranks) {
   std::string text = ranks.size() == 1 ? "thread " : "threads ";
   for (size_t i = 0; i < ranks.size();) {
@@ -509,7 +509,7 @@ std::string describe_deadlock(const std::vector<Thread>& threads) {
   return text;
 }
 
-// Passes over the threads in which they only polled memory, before the launch counts as stuck.
+// The launch counts as deadlocked after so many passes over the threads in which they only polled memory.
 constexpr int kPollingPasses = 100000;
 
 // Runs the threads of a cluster to their end, in the order of `turns`. Owns nothing: fail() may jump out.
@@ -548,7 +548,7 @@ void destroy_states(StateNode*& list) {
   }
 }
 
-// A block before its first thread runs. `warps` and `threads` are its own.
+// Prepares a block before its first thread runs. `warps` and `threads` are those of the block.
 void start_block(Block& block, Warp* warps, Thread* threads, unsigned shared_bytes) {
   const unsigned count = blockDim.x;
   block.live = count;
@@ -569,7 +569,7 @@ void start_block(Block& block, Warp* warps, Thread* threads, unsigned shared_byt
 void end_thread(Thread& thread) {
   destroy_states(thread.states);
   if (!thread.fiber) return;
-  unpoison(thread.fiber->stack, kStackBytes);  // the frames of an abandoned stack never returned
+  unpoison(thread.fiber->stack, kStackBytes);  // frames of an abandoned stack are still poisoned
   give_back(thread.fiber);
 }
 
@@ -585,7 +585,7 @@ void end_block(Block& block) {
   free(block.saved_static_shared);
 }
 
-// Runs the blocks first, first + 1, ... along x, which are one cluster.
+// Runs one cluster: blocks first, first + 1, ... along x.
 void run_cluster(uint3 first, unsigned shared_bytes, Scheduling& scheduling) {
   const unsigned size = cluster.size, count = blockDim.x;
   const unsigned warp_count = (count + 31) / 32;
@@ -620,7 +620,7 @@ void run_grid(unsigned shared_bytes, Scheduling& scheduling) {
 
 }  // namespace
 
-// ---- What cuda_emulator.h declares.
+// ---- Functions that cuda_emulator.h declares.
 
 void fail(const char* format, ...) {
   va_list arguments;
@@ -657,7 +657,7 @@ int sync_block(int vote, Where where) {
   const unsigned generation = block.generation;
   block.votes[generation % 2] += vote;
   block.arrived += 1;
-  // Threads that have returned no longer count, as on a GPU, so a barrier may open when a thread returns.
+  // Threads that have returned do not count, as on a GPU: a barrier may also open when a thread returns.
   const auto open = [&block, generation] {
     if (block.generation == generation && block.arrived == block.live) {
       block.arrived = 0;
@@ -672,7 +672,7 @@ int sync_block(int vote, Where where) {
 
 namespace {
 
-// If all lanes that the mask names have come, hands each its result.
+// Gives each lane its result, if all lanes of the mask have arrived.
 void match_lanes(Warp& warp, unsigned mask, const Where& where) {
   const unsigned present = mask & ~warp.ended;
   if ((warp.arrived & present) != present) return;
@@ -690,7 +690,7 @@ void match_lanes(Warp& warp, unsigned mask, const Where& where) {
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!(present >> lane & 1u)) continue;
     const int source = warp.source[lane];
-    // A value from a lane that takes no part is undefined.
+    // The value of a lane that takes no part is undefined on a GPU, and is all ones here.
     warp.result[lane] = present >> source & 1u ? warp.value[source] : ~0ull;
     warp.ballot[lane] = ballot;
   }
@@ -720,7 +720,7 @@ Exchanged exchange(unsigned mask, unsigned long long value, int source, Where wh
 
 namespace {
 
-// Where static shared memory begins in a rank's window.
+// Offset at which static shared memory begins in the address window of a block.
 constexpr unsigned kStaticOffset = 1u << (kRankShift - 1);
 
 }  // namespace
@@ -780,12 +780,12 @@ struct Request {
   unsigned long long seed;
 };
 
-// What a GPU's driver refuses, and what the launcher cannot know; empty if all is well.
+// Returns why a GPU's driver or the compiled kernel refuses the launch; empty if all is well.
 std::string complaint(const Request& request) {
   const Kernel& kernel = emulated_kernel;
   const unsigned* grid = request.grid;
-  // The struct may end in padding that the packed bytes do not have.
   if (kernel.args_bytes > kMostArgsBytes) return format_text("Args has %u bytes", kernel.args_bytes);
+  // The struct Args may end in padding that the packed bytes do not have.
   if (request.args_bytes > kernel.args_bytes ||
       request.args_bytes + kernel.args_alignment <= kernel.args_bytes)
     return format_text("Args has %u bytes, the launch gives %u", kernel.args_bytes, request.args_bytes);
@@ -829,8 +829,8 @@ void run(const Request& request) {
 
 #include "compiler_checks.h"
 
-// What Python calls. Returns 0, or 1 with a message in `error`. `stacks` is a list of stacks that earlier
-// launches, of this kernel or another, have left, and is left for the next one.
+// The function that Python calls. It returns 0, or 1 with a message in `error`. `stacks` is the list of free
+// stacks, which launches of all kernels take from and give back to.
 #define EMULATOR_EXPORT extern "C" __attribute__((visibility("default")))
 EMULATOR_EXPORT int emulator_launch(const void* args, unsigned args_bytes, const unsigned* grid,
                                     unsigned threads, unsigned shared_bytes, int order,

@@ -1,4 +1,4 @@
-// CUDA's language, as far as this project's kernels use it, for a host C++ compiler.
+// The part of CUDA's language that this project's kernels use, for a host C++ compiler.
 //
 // The emulator compiles a kernel's own source with this header force-included (-include), and links it
 // with runtime.cpp, which is compiled once. How a launch runs:
@@ -10,7 +10,7 @@
 // - A fiber blocks in one place only, `emulator::wait_until(predicate)`. The scheduler goes over the
 //   fibers in turn and resumes those whose predicate has become true. When nothing is left that can
 //   run, the launch has deadlocked, and fails with a list of who waits where. Barriers, shuffles, and
-//   everything that emulated_ptx.h adds are predicates over a few counters.
+//   all functions of emulated_ptx.h that wait are predicates over a few counters.
 // - The blocks of one cluster run together, each with its own shared memory; clusters run one after
 //   the other. A kernel says its cluster size with the constant kClusterSize; without it a cluster is
 //   one block.
@@ -74,7 +74,7 @@ struct dim3 {
   unsigned x = 1, y = 1, z = 1;
 };
 
-// Where a thread is. The scheduler sets these before it resumes a fiber.
+// The indices of the running thread. The scheduler sets them before it resumes a fiber.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
@@ -85,7 +85,7 @@ namespace emulator {
 
 constexpr unsigned kPoison = 0xFFu;
 
-// A place in a kernel, for messages.
+// A place in a kernel, for error messages.
 struct Where {
   const char* what;
   const char* file;
@@ -94,16 +94,16 @@ struct Where {
 
 struct StateNode;
 
-// What a warp's lanes agree on in a shuffle, a vote or a __syncwarp.
+// The state of a warp whose lanes meet in a shuffle, a vote or a __syncwarp.
 struct Warp {
   unsigned arrived = 0;           // lanes waiting to be matched
   unsigned ended = 0;             // lanes whose threads have returned, or which the block does not have
-  unsigned mask[32];              // per waiting lane: the mask it was called with
-  const char* what[32];           // per waiting lane: the intrinsic
-  int source[32];                 // per waiting lane: whose value it wants
-  unsigned long long value[32];   // per waiting lane: what it gives
-  unsigned long long result[32];  // per matched lane: what it gets
-  unsigned ballot[32];            // per matched lane: which lanes gave a non-zero value
+  unsigned mask[32];              // per waiting lane: the mask of its call
+  const char* what[32];           // per waiting lane: the name of the intrinsic
+  int source[32];                 // per waiting lane: the lane whose value it wants
+  unsigned long long value[32];   // per waiting lane: the value it gives
+  unsigned long long result[32];  // per matched lane: the value it gets
+  unsigned ballot[32];            // per matched lane: the lanes that gave a non-zero value
 };
 
 struct Block {
@@ -115,7 +115,7 @@ struct Block {
   unsigned live;                       // threads that have not returned
   unsigned arrived;                    // threads waiting at __syncthreads
   unsigned generation;                 // how many times __syncthreads has let the block through
-  Where barrier;                       // the __syncthreads the waiting threads are at
+  Where barrier;                       // place of the __syncthreads at which threads wait
   int votes[2];                        // sums of __syncthreads_count, by parity of the generation
   Warp* warps;
   StateNode* states;
@@ -123,7 +123,7 @@ struct Block {
 
 struct Cluster {
   unsigned size;
-  Block* blocks;  // by rank
+  Block* blocks;  // by rank in the cluster
   StateNode* states;
 };
 
@@ -132,10 +132,10 @@ struct Thread {
   uint3 index;
   Block* block;
   StateNode* states;
-  bool (*ready)(void* predicate);  // null unless waiting
+  bool (*ready)(void* predicate);  // null unless the thread waits
   void* predicate;
   Where where;
-  struct Fiber* fiber;  // null before the start and after the end
+  struct Fiber* fiber;  // null before the thread starts and after it ends
   bool ended;
 };
 
@@ -147,16 +147,16 @@ inline unsigned lane() { return current->rank % 32u; }
 inline Block& block() { return *current->block; }
 inline Warp& warp() { return current->block->warps[current->rank / 32u]; }
 
-// Ends the launch with a message: printf's format. From a fiber or from a predicate.
+// Ends the launch with a message in printf's format. It may be called from a fiber or from a predicate.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 [[noreturn]] void trap(Where where);
 
-// Blocks the running fiber until ready(predicate) is true. Use wait_until.
+// Blocks the running fiber until ready(predicate) is true. Other code calls wait_until instead.
 void block_fiber(bool (*ready)(void*), void* predicate, Where where);
 
-// Blocks the running thread until the predicate is true; it is true when this returns. The scheduler
-// evaluates the predicate (with `current` set) on its own stack, so a predicate must not block. It may change
-// state, as it is not evaluated again once it was true.
+// Blocks the running thread until the predicate is true. The scheduler evaluates the predicate (with
+// `current` set) on its own stack, so a predicate must not block. It may change state, because it is not
+// evaluated again once it was true.
 template <class Predicate>
 inline void wait_until(Predicate&& predicate, const char* what = "wait_until",
                        const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
@@ -167,8 +167,8 @@ inline void wait_until(Predicate&& predicate, const char* what = "wait_until",
               const_cast<void*>(static_cast<const void*>(address)), Where{what, file, line});
 }
 
-// Lets every other thread that can run do so first: for a loop that polls memory. When all that threads do
-// for long is to poll, the launch fails.
+// Lets every other thread that can run do so first, for a loop that polls memory. If threads do nothing but
+// poll for long, the launch fails.
 inline constexpr char kPolling[] = "yield";
 inline void yield(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
   block_fiber([](void*) -> bool { return true; }, nullptr, Where{kPolling, file, line});
@@ -177,9 +177,9 @@ inline void yield(const char* file = __builtin_FILE(), int line = __builtin_LINE
 // The block's dynamic shared memory, aligned to 1024 bytes.
 inline unsigned char* dynamic_shared() { return current->block->dynamic_shared; }
 
-// 32-bit addresses of shared memory, as PTX has them: (rank in the cluster) << 24 | offset, the same in every
-// block of the cluster. Dynamic shared memory begins at offset 0. A pointer to another block's static shared
-// memory is good until the thread blocks.
+// 32-bit addresses of shared memory, as in PTX: (rank in the cluster) << 24 | offset, equal in every block of
+// the cluster. Dynamic shared memory begins at offset 0. A pointer to another block's static shared memory is
+// valid until the thread blocks.
 constexpr unsigned kRankShift = 24;
 unsigned shared_address(const void* pointer);
 void* shared_pointer(unsigned address, unsigned bytes);  // fails past the end, or if the block has ended
@@ -188,7 +188,7 @@ inline unsigned map_shared_rank(unsigned address, unsigned rank) {
 }
 
 // State that the emulation of an instruction needs: one T() per thread, block or cluster, made at first use,
-// destroyed when its owner's cluster has run.
+// and destroyed when the cluster of its owner has run.
 StateNode*& thread_states();
 StateNode*& block_states();
 StateNode*& cluster_states();
@@ -212,10 +212,10 @@ inline T& cluster_state() {
   return state<T>(cluster_states());
 }
 
-// __syncthreads; returns the sum of `vote` over the block.
+// Executes __syncthreads, and returns the sum of `vote` over the block.
 int sync_block(int vote, Where where);
 
-// Waits for the lanes of `mask`, gives `value`, gets the value of lane `source`.
+// exchange() waits for the lanes of `mask`, gives them `value`, and returns the value of lane `source`.
 struct Exchanged {
   unsigned long long value;
   unsigned ballot;  // lanes that gave a non-zero value
@@ -375,7 +375,8 @@ inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 
-// As in CUDA: of two integers the result is unsigned if either is, and a float beside a double is a double.
+// As in CUDA, the result for two integers is unsigned if either is, and a float beside a double gives a
+// double.
 #define EMULATOR_MIN_MAX(result, a_type, b_type)                                     \
   constexpr result min(a_type a, b_type b) {                                         \
     return static_cast<result>(a) < static_cast<result>(b) ? static_cast<result>(a)  \
@@ -428,7 +429,7 @@ inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b)
   return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
 }
 
-// Loads and stores with cache hints: the hint has no meaning here.
+// Loads and stores with cache hints ignore the hint.
 template <class T>
 inline T __ldg(const T* address) {
   return *address;
@@ -457,7 +458,7 @@ inline cuda_size_t __cvta_generic_to_shared(const void* pointer) { return emulat
 
 namespace emulator {
 
-// kClusterSize of the kernel's Config, 1 without it.
+// Returns kClusterSize of the kernel's Config, or 1 if it has none.
 template <class Config>
 constexpr auto cluster_size(int) -> decltype(static_cast<unsigned>(Config::kClusterSize)) {
   return static_cast<unsigned>(Config::kClusterSize);
@@ -467,16 +468,17 @@ constexpr unsigned cluster_size(...) {
   return 1;
 }
 
-// What the last lines of an emulated translation unit tell the runtime.
+// The description of a kernel that the last lines of an emulated translation unit give to the runtime.
 struct Kernel {
   const char* name;
-  void (*thread)(const void* args);  // one CUDA thread
+  void (*thread)(const void* args);  // runs one CUDA thread
   unsigned args_bytes, args_alignment;
-  unsigned threads;  // the most that a block may have
+  unsigned threads;  // largest number of threads per block
   unsigned cluster_size;
 };
 
 }  // namespace emulator
 
-extern emulator::Kernel
-    emulated_kernel;  // not const: a program of several kernels says which one it launches
+// The kernel of this library. It is not const, so that a program of several kernels can say which one it
+// launches.
+extern emulator::Kernel emulated_kernel;

@@ -1,4 +1,4 @@
-// What device/ptx.cuh provides on a GPU, in plain C++ for the emulator: same names, same results.
+// The functions of device/ptx.cuh in plain C++ for the emulator, with the same names and results.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,7 @@ inline float half_to_float(unsigned short bits) {
   return sign ? -subnormal : subnormal;
 }
 
-// Round to nearest even, as cvt.rn does.
+// Rounds to nearest even, as cvt.rn does.
 inline unsigned short float_to_half(float value) {
   const std::uint32_t bits = float_to_bits(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
@@ -65,7 +65,7 @@ inline float max_or_nan(float a, float b) {
 inline void add_keeping_rest(float& total, float& term, float scale) {
   const float most = 0x1p104f, sum = __builtin_fmaf(term, scale, total),
               rest = __builtin_fmaf(term, scale, total - sum);
-  term = rest < -most ? -most : rest < most ? rest : most;  // of a NaN, too, as min does
+  term = rest < -most ? -most : rest < most ? rest : most;  // NaN becomes `most`, as with min
   total = sum;
 }
 
@@ -84,11 +84,11 @@ inline void store_shared(unsigned address, uint4 value) {
   std::memcpy(emulator::shared_pointer(address, sizeof value), &value, sizeof value);
 }
 
-// Launches never overlap here.
+// Launches never overlap in the emulator.
 inline void launch_dependents() {}
 inline void wait_for_previous_launch() {}
 
-// What the lanes of each warp of a block have put on the table.
+// The registers that the lanes of each warp of a block pass to each other in a matrix instruction.
 struct EmulatedFragments {
   std::uint32_t a[32][32][4];
   std::uint32_t b[32][32][2];
@@ -182,10 +182,10 @@ inline void fence_barrier_init() {}
 // ---- Barriers in shared memory.
 
 struct EmulatedBarrier {
-  std::uint16_t count;    // arrivals that a phase takes
-  std::uint16_t missing;  // arrivals that this phase still misses: at most 2^15
+  std::uint16_t count;    // arrivals per phase
+  std::uint16_t missing;  // arrivals that the current phase still lacks: at most 2^15
   std::int32_t bytes : 31;
-  std::uint32_t parity : 1;  // of the phase under way
+  std::uint32_t parity : 1;  // parity of the current phase
 };
 static_assert(sizeof(EmulatedBarrier) == 8, "an mbarrier has 8 bytes");
 
@@ -245,7 +245,7 @@ inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned ad
   complete_phase_if_done(barrier);
 }
 
-// Executed as late as they may be: when a wait says that shared memory has been read.
+// Bulk stores are executed as late as possible, when a wait says that shared memory has been read.
 struct EmulatedBulkStores {
   struct Store {
     void* to;
@@ -296,8 +296,8 @@ inline void keep_registers() {}
 template <int kRegisters>
 inline void claim_registers() {}
 
-// ---- Warpgroup matrix instructions: executed as late as they may be, when a wait says that they are done.
-// An operand that is overwritten too early and a sum that is read too early give wrong results.
+// ---- Warpgroup matrix instructions. They are executed as late as possible, when a wait says that they are
+// done, so that an operand that is overwritten too early or a sum that is read too early gives wrong results.
 
 enum class Operand { kTf32, kFloat16, kBFloat16 };
 
@@ -317,13 +317,13 @@ inline unsigned long long advance(unsigned long long descriptor, unsigned bytes)
 
 struct EmulatedMultiply {
   float* sums;
-  const unsigned* fragment;  // A in registers; null: it is where the descriptor says
+  const unsigned* fragment;  // A in registers; null: A is in shared memory at descriptor `a`
   unsigned long long a, b;
   int columns;
   Operand operand;
 };
 
-// The multiplications a thread has issued and not waited for, oldest first.
+// The matrix instructions that a thread has issued and not waited for, oldest first.
 struct EmulatedMultiplies {
   EmulatedMultiply* queue = nullptr;
   unsigned size = 0, capacity = 0;
@@ -346,7 +346,8 @@ struct EmulatedMultiplies {
   }
 };
 
-// 32 bytes of a row of an operand as numbers. Tensor cores see the upper 19 bits of a TF32.
+// Reads 32 bytes of a row of an operand as numbers, and returns how many they are. Tensor cores read the
+// upper 19 bits of a TF32 number.
 inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand operand,
                             float (&values)[16]) {
   const auto layout = static_cast<unsigned>(descriptor >> 62);
@@ -374,14 +375,14 @@ inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand
   return count;
 }
 
-// Part `item` of a word of operands. Tensor cores see the upper 19 bits of a TF32.
+// Returns number `item` of a word of operands. Tensor cores read the upper 19 bits of a TF32 number.
 inline float operand_of_word(std::uint32_t word, unsigned item, Operand operand) {
   if (operand == Operand::kTf32) return bits_to_float(word & 0xFFFFE000u);
   const auto bits = static_cast<unsigned short>(word >> (16u * item));
   return operand == Operand::kFloat16 ? half_to_float(bits) : bits_to_float(std::uint32_t{bits} << 16);
 }
 
-// Rows lane/4 and lane/4 + 8 of a warp's 16, out of the registers of the lanes that share them.
+// Reads rows lane/4 and lane/4 + 8 of a warp's 16 rows from the registers of the lanes that hold them.
 inline void read_fragment_rows(const unsigned* fragment, Operand operand, float (&rows)[2][16]) {
   auto& table = emulator::block_state<EmulatedFragments>();
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
@@ -427,7 +428,7 @@ inline void matrix_commit() {
   auto& issued = emulator::thread_state<EmulatedMultiplies>();
   if (issued.groups == 16) emulator::fail("more than 16 groups of matrix instructions at once");
   issued.committed[issued.groups++] = issued.size;
-  __syncwarp();  // Matrix instructions wait until all lanes of the warp execute them.
+  __syncwarp();  // matrix instructions wait until all lanes of the warp execute them
 }
 
 template <int kPending>
@@ -441,7 +442,7 @@ inline void matrix_wait() {
   for (unsigned i = finished; i < issued.groups; ++i)
     issued.committed[i - finished] = issued.committed[i] - end;
   issued.groups -= finished;
-  __syncwarp();  // .sync.aligned: a lane that goes on speaks for its warp
+  __syncwarp();  // .sync.aligned: all lanes of the warp wait together
 }
 
 template <int kColumns>
@@ -492,13 +493,13 @@ inline void warp_multiply(float (&sum)[4], const unsigned (&a)[4], const unsigne
   __syncwarp();
 }
 
-// ---- The asynchronous copy: done as late as it may be, when a wait says that it is. What is
-// read too early, or overwritten too early, gives wrong results.
+// ---- Asynchronous copies. They are executed as late as possible, when a wait says that they are done,
+// so that data that is read too early or overwritten too early gives wrong results.
 
 struct EmulatedCopies {
   struct Copy {
     std::uint32_t* to;
-    const void* from;  // null: zero
+    const void* from;  // null: the copy writes zero
   };
   Copy* queue = nullptr;
   unsigned size = 0, capacity = 0;
@@ -524,7 +525,7 @@ inline void queue_copy(std::uint32_t* to, const void* from) {
 
 inline void keep(float&) {}
 
-// Reads the address, so that sanitizers see it: a hint may not leave its tensor either.
+// A prefetch reads the address, so that sanitizers see it: a prefetch may not leave its tensor either.
 inline void call_into_l2(const void* address) { (void)*static_cast<const volatile char*>(address); }
 inline uint4 load_calling(const void* address) { return *static_cast<const uint4*>(address); }
 
@@ -534,7 +535,7 @@ inline void copy_words(void* to, const void* from, bool inside) {
   constexpr unsigned kBytes = 4u * kWords;
   if (reinterpret_cast<std::uintptr_t>(to) % kBytes || reinterpret_cast<std::uintptr_t>(from) % kBytes)
     emulator::fail("an asynchronous copy of %u bytes that is not aligned", kBytes);
-  emulator::shared_pointer(emulator::shared_address(to), kBytes);  // that this is shared memory, to its end
+  emulator::shared_pointer(emulator::shared_address(to), kBytes);  // fails outside of shared memory
   for (int i = 0; i < kWords; ++i)
     queue_copy(static_cast<std::uint32_t*>(to) + i,
                inside ? static_cast<const char*>(from) + 4 * i : nullptr);

@@ -1,9 +1,10 @@
-// Depthwise layers (one channel in, one out, per group): forward pass and input gradient, by multiply-adds.
+// Forward pass and input gradient of depthwise layers (one input and one output channel per group), by
+// multiply-adds.
 //
-// A thread owns one channel, one position within the plane, and walks along depth (march.cuh). Its weights
-// wait in registers, all of them; so do the sums of the positions along depth that the planes at hand feed, a
-// window that moves by one position every step. So a value of x is loaded once for all taps along depth, and
-// shared memory is not needed. Neighbouring threads are neighbours along w, or, channels-last, neighbouring
+// A thread owns one channel and one position within the plane, and walks along depth (march.cuh). Registers
+// hold all weights of the channel, and the sums of the positions along depth that the current planes feed: a
+// window that moves on by one position per step. A value of x is therefore loaded once for all taps along
+// depth, without shared memory. Neighbouring threads are neighbours along w, or, channels-last, neighbouring
 // channels.
 #pragma once
 
@@ -20,9 +21,9 @@ struct Depthwise {
   const Args& args;
   const Marcher<C> at;
   float weight[C::kTaps];
-  float start;         // of a sum: the bias
+  float start;         // initial value of a sum: the bias, or zero
   Scalar* y;           // the thread's channel, at its first output within a plane
-  int left_h, left_w;  // of the plane, from there; 0: the thread stores nothing
+  int left_h, left_w;  // remaining outputs of the plane from `y` on; 0: the thread stores nothing
   float sum[C::kSlots][C::kPhasesD][C::kPhases];
 
   __device__ __forceinline__ float load_weight(int channel, int t) const {
@@ -32,8 +33,8 @@ struct Depthwise {
                                            C::kTapH(t) * strides.h + C::kTapW(t) * strides.w]);
   }
 
-  // Neighbouring threads have different channels: each of their loads would be of a line of its own. So
-  // weights pass through shared memory, read tap after tap.
+  // Loads the weights where neighbouring threads have different channels, so that direct loads would not
+  // coalesce. The weights pass through shared memory, which is filled in memory order (taps innermost).
   __device__ __forceinline__ void load_weights_of_channels(float* shared) {
     constexpr int kLanes = C::kChannelLanes > 0 ? C::kChannelLanes : 1, kPitch = C::kTaps | 1;
     const int first = at.block % channel_chunks<C>() * kLanes;
@@ -90,7 +91,7 @@ struct Depthwise {
     return Narrow<Scalar>::from(C::Epilogue::apply(total));
   }
 
-  // The outputs that a step completes: of every phase along depth, the first of its window.
+  // Stores the outputs that a step completes: for every phase along depth, the first position of its window.
   __device__ __forceinline__ void store(int step) const {
 #pragma unroll
     for (int f = 0; f < C::kPhasesD * C::kPhases; f += C::kPairs ? 2 : 1) {
@@ -101,7 +102,7 @@ struct Depthwise {
       const Index stride_w = C::kStrideY > 0 ? Index(C::kStrideY) : static_cast<Index>(args.y_strides.w);
       Scalar* to = y + d * args.y_strides.d + h * static_cast<Index>(args.y_strides.h) + w * stride_w;
       const float* values = &sum[0][f / C::kPhases][f % C::kPhases];
-      if constexpr (C::kPairs) {  // two phases along w, contiguous: neighbours
+      if constexpr (C::kPairs) {  // the outputs of two phases along w are neighbours in memory
         const Vector<Scalar, 2> both{result(values[0]), result(values[1])};
         store_pair<C::kAligned>(to, both, w + 1 < left_w);
       } else {
@@ -122,12 +123,12 @@ struct Depthwise {
 
   __device__ __forceinline__ void compute() {
     prepare();
-    // Position q is fed by steps q + lag, from the least lag, kFirstLag, to the largest, kEndLag.
-    Scalar values[2][C::kLoads];  // of one plane, and of the next, on its way
+    // Position q is fed by steps q + lag, where the lag runs from kFirstLag to kEndLag.
+    Scalar values[2][C::kLoads];  // values of the current plane, and of the next one in flight
     int step = at.first + C::kFirstLag;
     at.load(step * C::kInputStepD, values[0]);
     for (int i = 1; i < C::kAhead; ++i) at.call(step * C::kInputStepD + i);
-#pragma unroll 1  // registers are for weights and sums
+#pragma unroll 1  // leaves the registers to weights and sums
     for (; step < at.end + C::kEndLag; ++step) {
       static_for<C::kInputStepD>([&](auto plane) {
         at.load(step * C::kInputStepD + plane + 1, values[1]);

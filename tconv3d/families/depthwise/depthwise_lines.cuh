@@ -1,15 +1,16 @@
-// Depthwise layers (one channel in, one out, per group) of channels-last tensors: the forward pass, by
+// Forward pass of depthwise layers (one input and one output channel per group) on channels-last tensors, by
 // multiply-adds.
 //
 // A thread owns kVector neighbouring channels of one line of outputs, and walks along w. Column i of x feeds
-// outputs i*stride - padding + tap*dilation, a window of kWindow outputs whose sums wait in registers; after
-// each column the window's first `stride` outputs are complete, are stored, and the window moves. The lines
-// of x that feed a line of outputs are those of its phases along d and h: as many as the phase with most
-// taps has, the same for all threads, and those that a line has not are nothing. Only the weights of these
-// lines are the thread's own, so that vectors of them fit its registers.
+// outputs i*stride - padding + tap*dilation, a window of kWindow outputs whose sums are in registers. After
+// each column the first `stride` outputs of the window are complete and are stored, and the window moves on.
+// The phases of a line of outputs along d and h decide which lines of x feed it. All threads have kRows such
+// lines, as many as the phase with most taps needs, and skip those that their own phase lacks. A thread holds
+// the weights of its own lines only, so that vectors of weights fit the registers.
 //
-// Blocks stay: they have the weights of their channels in shared memory, and take one tile of lines after the
-// other. Lines of a tile are neighbours along d and h, so that they share most of what they load.
+// Blocks are persistent: a block stages the weights of its channels in shared memory once and processes one
+// tile of lines after another. Lines of a tile are neighbours along d and h, so that they share most of their
+// loads.
 #pragma once
 
 #include "epilogue.cuh"
@@ -37,30 +38,31 @@ struct DepthwiseLines {
   using Scalar = typename C::Scalar;
   using Floats = Vector<float, C::kVector>;
   static constexpr int kWords = C::kVector * static_cast<int>(sizeof(Scalar)) / 4;
-  using Values = Vector<unsigned, kWords>;  // of a thread's channels, as they are in memory
+  using Values = Vector<unsigned, kWords>;  // numbers of a thread's channels, in memory format
 
   static constexpr int kRows = C::kRowsD * C::kRowsH;  // lines of x that feed a line of outputs
   static constexpr unsigned kAllRows = kRows < 32 ? (1u << kRows) - 1 : ~0u;
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
-  static constexpr int kChannels = C::kLanes * C::kVector;  // of a block
+  static constexpr int kChannels = C::kLanes * C::kVector;  // channels per block
   static constexpr int kChunks = (C::kGroups + kChannels - 1) / kChannels;
   static constexpr int kReach = C::kDilationW * (C::kKernelW - 1);
   static constexpr int kWindow = kReach + 1 > C::kStrideW ? kReach + 1 : C::kStrideW;
-  static constexpr int kPitch = kChannels + 4;  // of a tap's weights in shared memory
-  static constexpr int kCalledItems = 32 / static_cast<int>(sizeof(Scalar));  // by one thread
+  static constexpr int kPitch = kChannels + 4;  // floats from tap to tap of the weights in shared memory
+  // One thread prefetches a sector of 32 bytes.
+  static constexpr int kCalledItems = 32 / static_cast<int>(sizeof(Scalar));
   static_assert(C::kGroups % C::kVector == 0 && kPitch % C::kVector == 0, "whole vectors");
   static_assert(C::kLanes * C::kTileD * C::kTileH <= C::kThreads, "a thread has one line");
   static_assert(kRows <= 32, "lines fit a mask");
 
   const Args& args;
-  float* weights;          // in shared memory: [tap][kPitch]
-  int chunk, lane, own;    // which channels of the block's, which line of the tile
-  const Scalar* x[kRows];  // the lines that feed the thread's, from its channels on
-  unsigned inside;         // bit r: line r is there
-  const Scalar* called;    // the line that this thread calls into L2; null: none
-  Scalar* y;               // the line of outputs
-  int first, end;          // of the thread's outputs along w; none, if there is nothing to do
-  Floats start;            // of sums: the bias
+  float* weights;          // shared memory, [tap][kPitch]
+  int chunk, lane, own;    // chunk of channels, vector of the chunk, line of the tile
+  const Scalar* x[kRows];  // lines of x that feed the thread's line, at the thread's channels
+  unsigned inside;         // bit r: line r lies inside x
+  const Scalar* called;    // line of x that this thread prefetches into L2; null: none
+  Scalar* y;               // line of outputs, at the thread's channels
+  int first, end;          // range of the thread's outputs along w, empty if there is nothing to do
+  Floats start;            // initial value of the sums: the bias, or zero
   Floats weight[kRows][C::kKernelW];
   Floats sum[kWindow];
 
@@ -93,7 +95,8 @@ struct DepthwiseLines {
     return out;
   }
 
-  // Tap after tap, as they lie in memory; they are read channel after channel.
+  // Loads the weights of the block's channels into shared memory and the bias into registers. Global memory
+  // is read in memory order (taps innermost); shared memory has channels innermost.
   __device__ __forceinline__ void stage_weights() {
     const Scalar* w = static_cast<const Scalar*>(args.w);
     for (int i = threadIdx.x; i < kChannels * kTaps; i += C::kThreads) {
@@ -112,7 +115,7 @@ struct DepthwiseLines {
       start.at[v] = exists ? widen<float>(bias[first_channel() + v]) : 0.0f;
   }
 
-  // The thread's line of outputs.
+  // Finds the thread's line of outputs, and the lines of x that feed it, for one unit of work.
   __device__ __forceinline__ void locate(int unit) {
     int next = divide(unit, args.parts);
     const int part = unit - next * static_cast<int>(args.parts.divisor);
@@ -133,7 +136,7 @@ struct DepthwiseLines {
     find_lines(n, d, h, exists);
   }
 
-  // The lines of x that feed it, and their weights.
+  // Finds the lines of x that feed output line (d, h), and loads their weights.
   __device__ __forceinline__ void find_lines(int n, int d, int h, bool exists) {
     const int q_d = d / C::kStrideD, phase_d = d % C::kStrideD;
     const int q_h = h / C::kStrideH, phase_h = h % C::kStrideH;
@@ -164,8 +167,8 @@ struct DepthwiseLines {
     }
   }
 
-  // What a column of x has for the thread, so many columns behind where the lines' pointers are. kWhole: the
-  // column exists, and so do all lines.
+  // Loads `column` of every line, which lies `behind` columns after the lines' pointers. kWhole promises that
+  // the column and all lines exist.
   template <bool kWhole>
   __device__ __forceinline__ void load(int column, int behind, Values (&values)[kRows]) const {
 #pragma unroll
@@ -191,8 +194,8 @@ struct DepthwiseLines {
     }
   }
 
-  // The outputs that a column completes, the first of which is `w`; the window moves on. kWhole: all are the
-  // thread's.
+  // Stores the `stride` outputs that a column completes, from output `w` on, and moves the window on. kWhole
+  // promises that all of these outputs are the thread's.
   template <bool kWhole>
   __device__ __forceinline__ void store(Scalar* to, int w) {
 #pragma unroll
@@ -205,7 +208,7 @@ struct DepthwiseLines {
       sum[s] = s + C::kStrideW < kWindow ? sum[s + C::kStrideW < kWindow ? s + C::kStrideW : 0] : start;
   }
 
-  // kAhead columns, whose values are there; those of the next are loaded.
+  // Processes kAhead columns, whose values are in registers, and loads the following kAhead columns.
   template <bool kWhole>
   __device__ __forceinline__ void step(int column, Scalar* to, Values (&values)[C::kAhead][kRows]) {
     static_for<C::kAhead>([&](auto i) {
@@ -218,16 +221,18 @@ struct DepthwiseLines {
     for (int r = 0; r < kRows; ++r) x[r] += C::kAhead * stride_x();
   }
 
-  // Outputs w need columns i with i*stride - padding <= w <= i*stride - padding + kReach, and are stored with
-  // the last i that has i*stride - padding <= w, whether that feeds them or not.
+  // Output w sums columns i with i*stride - padding <= w <= i*stride - padding + kReach. It is stored after
+  // the last column i with i*stride - padding <= w, even if no tap leads from i to w.
   __device__ __forceinline__ void walk() {
     const int reach = first + C::kPaddingW - kReach;
     const int storing = (first + C::kPaddingW) / C::kStrideW;
     const int feeding = reach > 0 ? (reach + C::kStrideW - 1) / C::kStrideW : 0;
     int column = feeding < storing ? feeding : storing;
     const int last = end > first ? (end - 1 + C::kPaddingW) / C::kStrideW : -1;
-    const int whole = (first + C::kPaddingW + C::kStrideW - 1) / C::kStrideW;  // all of its outputs are ours
-    int last_whole = (end + C::kPaddingW) / C::kStrideW - C::kAhead;  // the last with as many behind it
+    // A step that begins at a column from `whole` to `last_whole` needs no bounds checks: all of its outputs
+    // are the thread's, and all of its loads lie inside x.
+    const int whole = (first + C::kPaddingW + C::kStrideW - 1) / C::kStrideW;
+    int last_whole = (end + C::kPaddingW) / C::kStrideW - C::kAhead;
     if (last_whole > args.x_size.w - 2 * C::kAhead) last_whole = args.x_size.w - 2 * C::kAhead;
     if (inside != kAllRows) last_whole = -1;
     Values values[C::kAhead][kRows];

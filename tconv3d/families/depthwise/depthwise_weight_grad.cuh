@@ -1,12 +1,13 @@
-// The weight gradient of depthwise layers (one channel in, one out, per group), by multiply-adds:
+// Weight gradient of depthwise layers (one input and one output channel per group), by multiply-adds:
 //   dw[c][t] = sum over n, i of  x[n][c][i] * dy[n][c][stride*i + t*dilation - padding]
 //
-// A thread owns one channel, one position i within the plane, and walks along depth (march.cuh) with all
-// taps' sums in registers, and the last few values of x: what is loaded of dy serves every tap along depth.
-// The block's sums are added in a fixed order and written as one part; reduce.cuh adds the parts. A block has
-// one channel, or, channels-last, as many as neighbouring threads have, at several positions; then it goes on
-// to further patches of positions with the same channels, so that there are fewer parts. kBias: of dy itself
-// the outputs of the position's own taps are added up, too.
+// A thread owns one channel and one position i within the plane, and walks along depth (march.cuh). Registers
+// hold the sums of all taps and the last few values of x, so that a loaded value of dy serves every tap along
+// depth. The sums of a block are added in a fixed order and written as one partial sum; reduce.cuh adds the
+// partial sums. A block has one channel, or, channels-last, the neighbouring channels of neighbouring threads
+// at several positions. Channels-last blocks go on to further patches of positions with the same channels,
+// which leaves fewer partial sums. With kBias the kernel also sums dy for the bias gradient: a position adds
+// the outputs of its own taps (kTapOwn).
 #pragma once
 
 #include "cursor.cuh"
@@ -23,7 +24,7 @@ struct DepthwiseWeightGrad {
 
   const Args& args;
   float sum[kValues];
-  float window[C::kSlots];  // x at the positions that the step's planes of dy belong to
+  float window[C::kSlots];  // values of x at the positions that the current planes of dy belong to
   float bias;
 
   __device__ __forceinline__ float load_x(const Marcher<C>& at, int q) const {
@@ -41,7 +42,8 @@ struct DepthwiseWeightGrad {
     });
   }
 
-  // The outputs of a plane that position `step` has, if it is one of the thread's.
+  // Adds the outputs of plane kPlane that belong to position `step` to the bias gradient, if the position is
+  // in the thread's range.
   template <int kPlane>
   __device__ __forceinline__ void add_own(const Marcher<C>& at, const Scalar (&values)[C::kLoads], int step) {
     if constexpr (C::kBias) {
@@ -54,8 +56,8 @@ struct DepthwiseWeightGrad {
     }
   }
 
-  // Adds the lanes' sums: a lane keeps half of its values and sends the other half, five times. It ends up
-  // with kValues / 32 totals, beginning with the one that is returned.
+  // Sums over the lanes of a warp: in each of five rounds a lane keeps one half of its values and sends the
+  // other half. A lane ends up with kValues / 32 totals; the function returns the index of the first.
   __device__ __forceinline__ int add_lanes() {
     const int lane = threadIdx.x % kLanes;
     int first = 0;
@@ -75,7 +77,7 @@ struct DepthwiseWeightGrad {
     return first;
   }
 
-  // One channel in all threads.
+  // Stores the sums of a block whose threads all have one channel.
   __device__ __forceinline__ void store_channel(float* totals) {  // [warp][kValues]
     const int first = add_lanes();
 #pragma unroll
@@ -107,13 +109,13 @@ struct DepthwiseWeightGrad {
     static_cast<float*>(args.bias_parts)[split * C::kGroups + channel] = total;
   }
 
-  // Neighbouring channels in neighbouring threads.
-  __device__ __forceinline__ void store_channels(float* totals) {  // [tap, and bias][kThreads + 1]
+  // Stores the sums of a block whose neighbouring threads have neighbouring channels.
+  __device__ __forceinline__ void store_channels(float* totals) {  // [taps, then bias][kThreads + 1]
 #pragma unroll
     for (int t = 0; t < C::kTaps; ++t) totals[t * (C::kThreads + 1) + threadIdx.x] = sum[t];
     if constexpr (C::kBias) totals[C::kTaps * (C::kThreads + 1) + threadIdx.x] = bias;
     __syncthreads();
-    constexpr int kSums = C::kTaps + (C::kBias ? 1 : 0);  // of a channel
+    constexpr int kSums = C::kTaps + (C::kBias ? 1 : 0);  // sums per channel
     constexpr int kChunks = channel_chunks<C>();
     const int split = blockIdx.x / kChunks, first = blockIdx.x % kChunks * C::kChannelLanes;
     float* const parts =
@@ -135,14 +137,14 @@ struct DepthwiseWeightGrad {
   }
 
   __device__ __forceinline__ void walk(const Marcher<C>& at) {
-    Scalar values[2][C::kLoads];  // of one plane, and of the next, on its way
+    Scalar values[2][C::kLoads];  // values of the current plane, and of the next one in flight
     int step = at.first + C::kFirstLag;
     at.load(step * C::kInputStepD, values[0]);
     for (int i = 1; i < C::kAhead; ++i) at.call(step * C::kInputStepD + i);
     // Slot s of the window belongs to position step - kEndLag + s.
 #pragma unroll
     for (int slot = 0; slot < C::kSlots; ++slot) window[slot] = load_x(at, step - C::kEndLag + slot);
-#pragma unroll 1  // registers are for sums
+#pragma unroll 1  // leaves the registers to the sums
     for (; step < at.end + C::kEndLag; ++step) {
       const float next = load_x(at, step + 1 - C::kFirstLag);
       static_for<C::kInputStepD>([&](auto plane) {

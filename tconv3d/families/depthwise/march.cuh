@@ -1,11 +1,12 @@
-// What the depthwise kernels share: threads that own a position within a plane and walk along depth.
+// Code that the depthwise kernels share: threads that own a position within a plane and walk along depth.
 //
-// Position q and a tap read plane step_in*q + offset(tap) of x (geometry.py, Gather). With
-// offset = step_in*lag + plane, step j of the walk loads planes step_in*j + plane, 0 <= plane < step_in,
-// once, and uses each for every tap along depth that reads it: for position q = j - lag.
+// Position q and a tap read plane step_in*q + offset(tap) of x (geometry.py, Gather). With offset =
+// step_in*lag + plane, step j of the walk loads planes step_in*j + plane, 0 <= plane < step_in, once, and
+// uses each for every tap along depth that reads it: for position q = j - lag.
 //
-// Few threads fit a multiprocessor, with that many registers each, and a thread has one plane on its way: too
-// little to hide memory's latency. So what lies kAhead planes further is called into L2 meanwhile.
+// Threads need many registers, so that occupancy is low, and a thread has the loads of only one plane in
+// flight: too little to hide the latency of memory. A thread therefore also prefetches the plane kAhead
+// planes further into L2 (`call`).
 #pragma once
 
 #include "common.cuh"
@@ -18,9 +19,9 @@ constexpr int channel_chunks() {
   return C::kChannelLanes > 0 ? (C::kGroups + C::kChannelLanes - 1) / C::kChannelLanes : 1;
 }
 
-// C: Scalar, kWide, kThreads, kGroups, kChannelLanes (neighbouring threads that have neighbouring channels;
-// 0: neighbours along w) and kPatchW, kAhead, kInputStep, kStrideX (of x along w, 0: unknown), kLoads with
-// their offsets kLoadH and kLoadW.
+// C has Scalar, kWide, kThreads, kGroups, kChannelLanes (neighbouring threads that have neighbouring
+// channels; 0: threads are neighbours along w), kPatchW, kAhead, kInputStep, kStrideX (stride of x along w;
+// 0: known at run time only), and kLoads with the offsets kLoadH and kLoadW.
 template <class C>
 struct Marcher {
   using Scalar = typename C::Scalar;
@@ -30,11 +31,11 @@ struct Marcher {
   const March& march;
   const Scalar* x;                     // the thread's channel, at the first plane and the thread's position
   unsigned inside;                     // bit i: load i lies inside the plane
-  int n, channel, qh, qw, first, end;  // of the thread: where it is, and which positions along depth it has
+  int n, channel, qh, qw, first, end;  // location of the thread, and its range of positions along depth
   int block, part;
   bool exists;
 
-  // `unit`: which batch item, part along depth, and channel or patch.
+  // `unit` numbers the batch item, the part along depth, and the channel or patch.
   __device__ __forceinline__ Marcher(const March& march, const void* tensor, int unit) : march(march) {
     const int rest = divide(unit, march.by_blocks);
     block = unit - rest * static_cast<int>(march.by_blocks.divisor);
@@ -65,7 +66,7 @@ struct Marcher {
     if (exists) x += h * march.x_strides.h + w * march.x_strides.w;
   }
 
-  // A block has some channels and a patch of positions, so that it shares most of what it loads.
+  // Locates a thread of a block that has several channels and a patch of positions, whose loads overlap.
   __device__ __forceinline__ void locate_in_patch() {
     constexpr int kChunks = channel_chunks<C>();
     constexpr int kPatchH = C::kThreads / C::kChannelLanes / C::kPatchW;
@@ -83,7 +84,7 @@ struct Marcher {
     return C::kStrideX > 0 ? Index(C::kStrideX) : static_cast<Index>(march.x_strides.w);
   }
 
-  // Calls a plane of x into L2: those of the loads that no other thread calls.
+  // Prefetches a plane of x into L2, except for the loads that another thread prefetches.
   __device__ __forceinline__ void call(int plane) const {
     if (plane < 0 || plane >= march.x_size.d) return;
     const Scalar* from = x + plane * march.x_strides.d;
@@ -94,8 +95,8 @@ struct Marcher {
     });
   }
 
-  // The values of one plane that the thread's taps read, as they are in memory: a conversion would wait for
-  // them.
+  // Loads the values of one plane that the thread's taps read. The values stay in memory format, because a
+  // conversion would wait for the loads.
   __device__ __forceinline__ void load(int plane, Scalar (&values)[C::kLoads]) const {
     const bool there = plane >= 0 && plane < march.x_size.d;
     const Scalar* from = x + (there ? plane * march.x_strides.d : 0);

@@ -1,21 +1,21 @@
-// The direct kernel: forward pass and input gradient by plain multiply-adds, for every setting and type.
+// The direct kernel: forward pass and input gradient by plain multiply-adds, for every geometry and type.
 //
 // Both passes gather: output step_out*q + phase is the sum over channels r and taps j of
 //   x[step_in*q + first_offset(phase) + j*offset_step] * w[tap]
-// (geometry.py, Gather: the forward pass has `stride` phases, the input gradient has one and steps by
+// (geometry.py, Gather: the forward pass has `stride` phases; the input gradient has one phase and steps by
 // `stride`).
 //
 // A thread owns kPositions positions q and kTile output channels. Along the innermost kUnrolled dimensions
-// (none, w, hw or dhw) it owns all phases, and all taps are known at compile time, so that one value of x,
-// loaded once, feeds every tap that wants it. Along the other dimensions the phase is the block's and the
-// taps are a loop over rows. Weights wait in shared memory as [row][channel r][tap][output channel] and are
-// read as vectors; one such vector serves kPositions positions, which is what keeps shared memory out of the
-// way of the multiply-adds. Neighbouring threads are neighbours along w, or, for channels-last tensors
-// (kTilesPerBlock > 1), neighbouring tiles of output channels, so that loads and stores coalesce in either
-// format. Small volumes get smaller blocks: the number of threads is a run-time matter, kThreads its maximum.
+// (none, w, hw or dhw) it owns all phases, and all taps are known at compile time, so that a value of x is
+// loaded once for all taps that need it. Along the other dimensions a block has one phase, and the taps are a
+// loop over rows. Weights are staged in shared memory as [row][channel r][tap][output channel] and are read
+// as vectors; one vector serves kPositions positions, so that shared memory does not limit the multiply-adds.
+// Neighbouring threads are neighbours along w, or, for channels-last tensors (kTilesPerBlock > 1),
+// neighbouring tiles of output channels, so that loads and stores coalesce in either format. Small volumes
+// get smaller blocks: the number of threads is a run-time argument with the maximum kThreads.
 //
-// Strict float32 keeps the error of a long sum small (kChain > 0): every so many channels the sums are added
-// to totals and start anew; if there are few (kKeepsRest), from what those additions rounded off
+// Strict float32 keeps the error of a long sum small (kChain > 0): after every kChain channels the sums are
+// added to totals and start again from zero or, with kKeepsRest, from the rounding error of that addition
 // (compensated summation).
 #pragma once
 
@@ -46,18 +46,18 @@ struct Direct {
   static constexpr int kBlockPhasesH = kUnrollH ? 1 : C::kPhasesH;
   static constexpr int kBlockPhasesW = kUnrollW ? 1 : C::kPhasesW;
   static constexpr int kBlockPhases = kBlockPhasesD * kBlockPhasesH * kBlockPhasesW;
-  static constexpr int kTapStride = C::kTilesPerBlock * C::kTile;  // of weights in shared memory
+  static constexpr int kTapStride = C::kTilesPerBlock * C::kTile;  // from tap to tap in shared memory
   static constexpr int kChannelStride = C::kTaps * kTapStride;
   static constexpr int kRowStride = C::kStageChannels * kChannelStride;
   static_assert(C::kStageChannels % C::kVector == 0, "a stage holds whole vectors of channels");
 
   const Args& args;
-  Acc* weights;                   // in shared memory
-  int phase_d, phase_h, phase_w;  // the block's, along dimensions that are not unrolled
-  int rows_d, rows_h, rows_w;     // taps along those dimensions
+  Acc* weights;                   // shared memory, [row][channel r][tap][output channel]
+  int phase_d, phase_h, phase_w;  // phases of the block along dimensions that are not unrolled
+  int rows_d, rows_h, rows_w;     // numbers of taps along dimensions that are not unrolled
   int block_tile;                 // first tile of the block
-  int tile, group, out;    // this thread's tile in the block, its group, first output channel in the group
-  Index n[C::kPositions];  // batch index; -1: no such position
+  int tile, group, out;           // tile within the block, group, first output channel within the group
+  Index n[C::kPositions];         // batch index; -1: no such position
   int qd[C::kPositions], qh[C::kPositions], qw[C::kPositions];
   Acc sum[C::kPositions][C::kPhases][C::kTile];
 
@@ -65,7 +65,7 @@ struct Direct {
   static_assert(!kChained || C::kChain % C::kVector == 0 || C::kVector % C::kChain == 0,
                 "sums go to the totals after whole vectors, or after equal parts of one");
   Acc total[kChained ? C::kPositions : 1][C::kPhases][C::kTile];
-  int chained;  // channels in the sums
+  int chained;  // channels in `sum` since the last addition to `total`
 
   __device__ __forceinline__ Index x_stride_w() const {
     return C::kUnitW ? 1 : static_cast<Index>(args.x_strides.w);
@@ -136,14 +136,14 @@ struct Direct {
           const Acc before = total[p][f][o];
           total[p][f][o] += sum[p][f][o];
           const Acc rest = (before - total[p][f][o]) + sum[p][f][o];
-          sum[p][f][o] = C::kKeepsRest && fabsf(rest) < 0x1p104f ? rest : 0.0f;  // an infinite total stays so
+          // A rest that is huge, infinite or NaN is dropped, so that an infinite total stays infinite.
+          sum[p][f][o] = C::kKeepsRest && fabsf(rest) < 0x1p104f ? rest : 0.0f;
         }
       }
     }
   }
 
-  // A row is one tap along each dimension that is not unrolled. Its place among the rows of the block's
-  // phase:
+  // A row is one tap along each dimension that is not unrolled, counted among the taps of the block's phase.
   struct Row {
     int d, h, w;
   };
@@ -151,7 +151,8 @@ struct Direct {
     return {index / (rows_w * rows_h), index / rows_w % rows_h, index % rows_w};
   }
 
-  // Rows [first_row, first_row + rows) and channels [first_r, first_r + kStageChannels).
+  // Stages the weights of rows [first_row, first_row + rows) and channels [first_r, first_r + kStageChannels)
+  // in shared memory.
   __device__ __forceinline__ void stage_weights(int first_row, int rows, int first_r) {
     const Scalar* w = static_cast<const Scalar*>(args.w);
     for (int i = threadIdx.x; i < rows * kRowStride; i += blockDim.x) {
@@ -173,10 +174,10 @@ struct Direct {
   using Mask = typename MaskType<(C::kLoads > 32)>::type;
   static_assert(C::kLoads <= 64, "the loads of a row fit a mask");
 
-  // One row's lines of x at a thread's positions: where they start, and which of the loads lie inside x.
+  // The lines of x that a row reads at a thread's positions: where they start, and which loads lie inside x.
   struct Lines {
     const Scalar* at[C::kPositions];
-    Mask inside[C::kPositions];  // bit i: load i
+    Mask inside[C::kPositions];  // bit i: load i lies inside x
   };
   __device__ __forceinline__ Lines lines_of(const Row& row, int first_r) const {
     Lines lines;
@@ -199,13 +200,13 @@ struct Direct {
       const Index at = n[p] * static_cast<Index>(args.x_strides.n) + channel * x_stride_c() +
                        d * static_cast<Index>(args.x_strides.d) + h * static_cast<Index>(args.x_strides.h) +
                        w * x_stride_w();
-      // Of positions without a load inside x nothing is read; keep their addresses inside.
+      // A position without a load inside x reads nothing, and its address stays inside the tensor.
       lines.at[p] = static_cast<const Scalar*>(args.x) + (lines.inside[p] ? at : Index(0));
     }
     return lines;
   }
 
-  // One vector of channels of one row.
+  // Accumulates one vector of channels of one row.
   __device__ __forceinline__ void accumulate(const Lines& lines, const Acc* w) {
     Acc value[C::kPositions][C::kLoads][C::kVector];
 #pragma unroll
@@ -237,7 +238,7 @@ struct Direct {
     }
   }
 
-  // All staged channels of one row.
+  // Accumulates all staged channels of one row.
   __device__ __forceinline__ void accumulate_row(int row, int first_r, const Acc* w) {
     Lines lines = lines_of(row_at(row), first_r);
     const int rest = C::kReducedPerGroup - first_r;
@@ -258,8 +259,8 @@ struct Direct {
     return Narrow<Scalar>::from(C::Epilogue::apply(kChained ? total[kChained ? p : 0][f][o] : sum[p][f][o]));
   }
 
-  // The outputs of one position and one phase pair or phase: kPair neighbours along w, of every channel of
-  // the tile.
+  // Stores the outputs of one position, for every channel of the tile: of phase f (kPair == 1), or of phases
+  // f and f + 1, which are neighbours along w (kPair == 2).
   template <int kPair>
   __device__ __forceinline__ void store_phase(int p, int f) {
     const int d = qd[p] * C::kOutputStepD + (kUnrollD ? C::kPhaseD(f) : phase_d);
@@ -296,7 +297,8 @@ struct Direct {
   __device__ __forceinline__ void store() {
 #pragma unroll
     for (int p = 0; p < C::kPositions; ++p) {
-      // With two phases along w and w contiguous, the phases' outputs are neighbours: one store for both.
+      // Two phases along w of a tensor that is contiguous along w are neighbours in memory, and are stored as
+      // a vector.
       constexpr int kPair = C::kPairs ? 2 : 1;
 #pragma unroll
       for (int f = 0; f < C::kPhases; f += kPair) store_phase<kPair>(p, f);
@@ -311,7 +313,7 @@ struct Direct {
     for (int first_r = 0; first_r < C::kReducedPerGroup; first_r += C::kStageChannels) {
       for (int first_row = 0; first_row < rows; first_row += C::kStageRows) {
         const int staged = rows - first_row < C::kStageRows ? rows - first_row : C::kStageRows;
-        __syncthreads();  // the last stage has been read
+        __syncthreads();  // all threads have read the previous stage
         stage_weights(first_row, staged, first_r);
         __syncthreads();
         for (int row = 0; row < staged; ++row) {

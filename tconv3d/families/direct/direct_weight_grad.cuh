@@ -1,11 +1,12 @@
-// The weight gradient by plain multiply-adds, for every setting and type:
+// Weight gradient by plain multiply-adds, for every geometry and type:
 //   dw[ci][co][t] = sum over n, i of  x[n][ci][i] * dy[n][co][stride*i + t*dilation - padding]
 //
 // A warp works alone. It owns one row of taps (t_d, t_h and kTapsW taps along w) and a tile of kTileIn x
-// kTileOut channels, kept in registers, and walks over its part of the positions i. Its 32 lanes are 32
-// neighbouring positions (a sum over the lanes ends the walk), or, for channels-last tensors, 32 neighbouring
-// channel tiles that walk together. Warps of a block share their positions and differ in their taps, so that
-// L1 serves what they share. Parts are written side by side and added by reduce.cuh in a fixed order.
+// kTileOut channels, whose sums are in registers, and loops over its part of the positions i. The 32 lanes
+// are 32 neighbouring positions (a sum over the lanes ends the loop), or, for channels-last tensors, 32
+// neighbouring channel tiles at one position. Warps of a block share their positions and differ in their
+// taps, so that L1 serves their common loads. Every split writes a partial sum (split-K), and reduce.cuh adds
+// the partial sums in a fixed order.
 #pragma once
 
 #include "cursor.cuh"
@@ -28,7 +29,7 @@ struct WeightGrad {
 
   const Args& args;
   int lane, split, tap_d, tap_h, tap_w;
-  int tile, group, in, out;  // first channels within the group
+  int tile, group, in, out;  // channel tile, group, first channels within the group
   Acc sum[C::kTileIn][C::kTileOut][C::kTapsW];
 
   __device__ __forceinline__ bool locate() {
@@ -43,8 +44,8 @@ struct WeightGrad {
     tap_h = row / kPiecesW % C::kKernelH;
     tap_d = row / kPiecesW / C::kKernelH;
     tile = C::kLanesArePositions ? unit : unit * kLanes + lane;
-    const int known =
-        tile < kTiles ? tile : kTiles - 1;  // lanes past the last tile work along and write nothing
+    // Lanes past the last tile repeat the last tile and write nothing.
+    const int known = tile < kTiles ? tile : kTiles - 1;
     out = known % kTilesOut * C::kTileOut;
     in = known / kTilesOut % kTilesIn * C::kTileIn;
     group = known / (kTilesOut * kTilesIn);
@@ -69,7 +70,7 @@ struct WeightGrad {
                        d * static_cast<Index>(args.dy_strides.d) + h * static_cast<Index>(args.dy_strides.h) +
                        first_w * dy_step_w;
     Acc x_value[C::kTileIn], dy_value[C::kTileOut][C::kTapsW];
-    // Channels past the group's last read the last one again: their sums are never written.
+    // Channels past the group's last channel read the last one again, and their sums are never written.
 #pragma unroll
     for (int a = 0; a < C::kTileIn; ++a) {
       const int channel = group * C::kInPerGroup + at_most(in + a, C::kInPerGroup - 1);

@@ -1,9 +1,10 @@
-// What the kernels for few channels share: tiles of positions q, and the part of the tensor with few channels
-// that the taps of a tile read, copied to shared memory.
+// Code that the kernels for layers with few channels share: tiles of positions q, and the "part", the box of
+// the few-channel tensor that the taps of one tile read, which is copied to shared memory.
 //
-// Position q and a tap read element step_in*q + offset(tap) of that tensor (geometry.py, Gather). In the copy
-// the place of an element is the place of the position plus the place of (channel, tap), so both can be found
-// once for all tiles. What lies outside the tensor is zero in the copy.
+// Position q and a tap read element step_in*q + offset(tap) of the few-channel tensor (geometry.py, Gather).
+// In the part, the index of an element is the index of its position (position_place) plus the index of its
+// tap and channel (tap_place), so that both are computed once for all tiles. Elements of the part outside the
+// tensor are zero.
 #pragma once
 
 #include "operands.cuh"
@@ -11,7 +12,7 @@
 namespace tconv3d {
 
 struct TileOrigin {
-  int n, d, h, w;  // batch index and first position
+  int n, d, h, w;  // batch index, and the tile's first position
 };
 __device__ __forceinline__ TileOrigin tile_at(int index, const Tiles& tiles) {
   const int rest_w = divide(index, tiles.by_w), rest_h = divide(rest_w, tiles.by_h);
@@ -21,29 +22,30 @@ __device__ __forceinline__ TileOrigin tile_at(int index, const Tiles& tiles) {
                     (index - rest_w * static_cast<int>(tiles.by_w.divisor)) * tiles.tile.w};
 }
 
-// C: Scalar, kThreads, kWide, kReduced (the few channels), kInputStep, kOrigin (the first element that
-// position 0 reads) and, for each tap of every phase, kOffset from there; kPartVector elements that one copy
-// moves (0: elements pass through registers one by one), which tiles and lines of the tensor are multiples
-// of.
+// C has Scalar, kThreads, kWide, kReduced (the number of few channels), kInputStep, kOrigin (the first
+// element that position 0 reads), kOffset of every tap of every phase counted from kOrigin, and kPartVector,
+// the elements per copy: tiles and lines of the tensor are multiples of it, and 0 means that elements pass
+// through registers one by one.
 template <class C>
 struct FewPart {
   using Scalar = typename C::Scalar;
   using Operand = OperandOf<Scalar>;
   using Index = typename IndexType<C::kWide>::type;
   static constexpr int kVector = C::kPartVector > 0 ? C::kPartVector : 1;
-  static constexpr int kLead = ((C::kOriginW % kVector) + kVector) % kVector;  // from a vector's beginning
+  // A part's lines begin kLead elements before the origin, at a vector boundary of the tensor.
+  static constexpr int kLead = ((C::kOriginW % kVector) + kVector) % kVector;
   static_assert(C::kPartVector == 0 || kVector * sizeof(Scalar) % 4 == 0, "asynchronous copies move words");
 
   const Tiles& tiles;
-  const Extent& size;      // of the tensor
-  const Strides& strides;  // likewise
-  const Scalar* group;     // the first channel of the block's group
+  const Extent& size;      // size of the few-channel tensor
+  const Strides& strides;  // strides of the few-channel tensor
+  const Scalar* group;     // first channel of the block's group
 
   __device__ __forceinline__ int items() const {
     return C::kReduced * tiles.part.d * tiles.part.h * tiles.line_pitch;
   }
 
-  // Where the first tap's element of a position lies, given the position within the tile.
+  // Returns the index in the part that a position of the tile contributes; tap_place has the rest.
   __device__ __forceinline__ int position_place(int d, int h, int w) const {
     return (d * C::kInputStepD * tiles.part.h + h * C::kInputStepH) * tiles.line_pitch + w * C::kInputStepW;
   }
@@ -52,7 +54,7 @@ struct FewPart {
     return line * tiles.line_pitch + kLead + C::kOffsetW(tap);
   }
 
-  // body(line, vector of the line) for everything this thread copies.
+  // Calls body(line, vector of the line) for every vector that this thread copies.
   template <class Body>
   __device__ __forceinline__ void for_each_vector(Body&& body) const {
     const int vectors = C::kReduced * tiles.part.d * tiles.part.h * tiles.line_vectors;
@@ -85,7 +87,8 @@ struct FewPart {
     });
   }
 
-  // Rounds what this thread has copied to what tensor cores take, after its copies have finished.
+  // Rounds the elements that this thread has copied to the operand type of the tensor cores. All copies of
+  // the thread must have completed.
   __device__ __forceinline__ void round(Scalar* part) const {
     if constexpr (sizeof(Scalar) == 4) {
       for_each_vector([&](int line, int vector) {
@@ -99,8 +102,8 @@ struct FewPart {
     }
   }
 
-  // The operands at one or two places, as a register of a fragment. Where it is checked, places below zero
-  // hold zeros.
+  // Loads the operands at one index (32-bit types) or two indices (16-bit types) into one register of a
+  // fragment. With kChecked, an index below zero stands for a zero operand.
   template <bool kChecked = false>
   static __device__ __forceinline__ unsigned operand(const Scalar* first, const int* places) {
     if constexpr (sizeof(Scalar) == 4) {

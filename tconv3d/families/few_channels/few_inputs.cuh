@@ -1,20 +1,22 @@
-// Few channels in, many out, on tensor cores: the forward pass of layers with few input channels, and the
-// input gradient of layers with few output channels.
+// Forward pass of layers with few input channels, and input gradient of layers with few output channels, on
+// tensor cores.
 //
-// Both gather (geometry.py, Gather): output step_out*q + phase is the sum over channels r and the phase's
-// taps of x[step_in*q + offset(tap)][r] * w[tap][r]. A matrix product with one row for every position q, one
-// column for every output channel, and K = (tap, channel r): few channels times all taps are enough of K.
+// Both passes gather (geometry.py, Gather): output step_out*q + phase is the sum over channels r and the
+// phase's taps of x[step_in*q + offset(tap)][r] * w[tap][r]. This is a matrix product with one row per
+// position q, one column per output channel, and K = (tap, channel r). K is long enough for tensor cores
+// because it runs over all taps of the phase.
 //
-// The result is what takes the time, so it must be written once and at the speed of memory. A block owns a
-// tile of positions (a box of the volume, its shape a run-time matter) and up to kBlockOut output channels,
-// and walks from tile to tile. The part of x that a tile needs is small: it is copied to shared memory, and
-// while one tile is computed the next one is on its way. Fragments of the first operand are gathered out of
-// that copy: the address of a word is the place of its row plus the place of its K, and both are known before
-// the walk. Fragments of the weights wait in shared memory, as the instruction wants them.
+// Writing the result dominates the time, so every output is written once, in whole sectors. A block owns a
+// tile of positions (a box of the volume whose shape is a run-time argument) and up to kBlockOut output
+// channels, and loops over tiles. The part of x that a tile reads (few_channels.cuh) is small. It is
+// double-buffered in shared memory, so that the copy of the next part is in flight while a tile is computed.
+// Fragments of the A operand are gathered from the part: the address of a word is the offset of its row plus
+// the offset of its K index, and both are computed before the loop over tiles. Weights are staged in shared
+// memory in fragment order.
 //
-// A lane's two rows of a fragment are neighbours along w, and with two phases along w they are computed
-// together: a lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors. Where channels
-// are what is contiguous, two tiles of columns share 16 channels so that a lane has 4 neighbours of them.
+// The two fragment rows of a lane are neighbours along w, and two phases along w are computed together: a
+// lane stores 2 or 4 neighbouring outputs at once, and 8 lanes fill whole sectors. For channels-last outputs,
+// two column tiles share 16 channels so that a lane holds 4 neighbouring channels.
 #pragma once
 
 #include "epilogue.cuh"
@@ -31,26 +33,26 @@ struct FewInputs {
   static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
   static constexpr int kRows = kWarps * C::kRowTiles * 16;
   static constexpr int kItemBytes = static_cast<int>(sizeof(Scalar));
-  static constexpr int kWordItems = 4 / kItemBytes;   // operands in a register
-  static constexpr int kStepItems = 32 / kItemBytes;  // K of one instruction
+  static constexpr int kWordItems = 4 / kItemBytes;   // operands per 32-bit register
+  static constexpr int kStepItems = 32 / kItemBytes;  // K of one mma instruction
   static constexpr int kSteps = C::kFirstStep(C::kPhases);
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kBlockOut - 1) / C::kBlockOut;
-  static constexpr int kKinds = C::kGroups * kBlocksOut;  // blocks that differ in their output channels
-  static constexpr int kTiles = C::kBlockOut / 8;         // of columns
+  static constexpr int kKinds = C::kGroups * kBlocksOut;  // distinct sets of output channels that blocks have
+  static constexpr int kTiles = C::kBlockOut / 8;         // column tiles of 8 output channels
   static constexpr int kPasses = kTiles / C::kPassTiles;
   static_assert(C::kBlockOut % (8 * C::kPassTiles) == 0, "whole passes");
   static_assert(C::kPhases % C::kTogether == 0 && (C::kTogether == 1 || C::kOutputStepW == C::kTogether),
                 "phases that are computed together are all those along w");
 
-  // Shared memory: the weights as [step][column tile][lane][2], where each K lies in the copied part of x,
-  // the bias, and two copies of parts.
+  // Shared memory holds the weights as [step][column tile][lane][2], the offset of every K index in the
+  // part of x, the bias, and two buffers for parts.
   static constexpr int kPlaces = kSteps * kTiles * kLanes * 2;
   static constexpr int kBias = kPlaces + kSteps * kStepItems;
   static constexpr int kParts = (kBias + C::kBlockOut + 3) / 4 * 4;
 
   static_assert(!C::kPairedTiles || C::kPassTiles % 2 == 0, "a pass has both tiles of a pair");
 
-  // The output channel, from the block's first, of a column of a tile.
+  // Returns the output channel, counted from the block's first, of a column of a column tile.
   static __device__ __forceinline__ int channel_of(int tile, int column) {
     return C::kPairedTiles ? tile / 2 * 16 + column / 2 * 4 + tile % 2 * 2 + column % 2 : tile * 8 + column;
   }
@@ -58,8 +60,9 @@ struct FewInputs {
   const Args& args;
   unsigned* shared;
   int lane, warp, group, first_out;
-  int row_place[C::kRowTiles];  // of the first of this lane's two rows in the part of x
-  int row_d[C::kRowTiles], row_h[C::kRowTiles], row_w[C::kRowTiles];  // in the tile; d < 0: no such row
+  int row_place[C::kRowTiles];  // offset in the part of the first of this lane's two rows
+  // Positions of the lane's first rows in the tile; row_d < 0 marks a row that does not exist.
+  int row_d[C::kRowTiles], row_h[C::kRowTiles], row_w[C::kRowTiles];
   float sum[C::kTogether][C::kRowTiles][C::kPassTiles][4];
 
   __device__ __forceinline__ FewPart<C> part() const {
@@ -88,10 +91,10 @@ struct FewInputs {
     }
   }
 
-  // ---- What the walk needs of the layer.
+  // ---- Weights, offsets of K indices, and bias in shared memory.
 
-  // The weight of tap and channel k of phase f, `w` being that of the output channel. Something is loaded in
-  // any case: without a branch, many loads are on their way at once.
+  // Returns the operand bits of K index k (tap and channel r) of phase f, where `w` points to the weights of
+  // the output channel. The load is unconditional, so that many loads are in flight at once.
   __device__ __forceinline__ unsigned weight_bits(const Scalar* w, int f, int k, bool exists) const {
     const int last = C::kFirstTap(f + 1) - 1, own = C::kFirstTap(f) + k / C::kReduced;
     const int tap = min(own, last), r = k % C::kReduced;
@@ -103,7 +106,7 @@ struct FewInputs {
   __device__ __forceinline__ void stage_weights() {
     const Scalar* w = static_cast<const Scalar*>(args.w) + group * args.w_group_stride;
     constexpr int kSharers =
-        kTiles < kWarps ? kWarps / kTiles : 1;  // warps that take turns at a tile's steps
+        kTiles < kWarps ? kWarps / kTiles : 1;  // warps that share the K steps of a column tile
     for (int f = 0; f < C::kPhases; ++f) {
       const int first = C::kFirstStep(f), steps = C::kFirstStep(f + 1) - first;
       for (int i = warp; i < kTiles * kSharers; i += kWarps) {
@@ -141,14 +144,14 @@ struct FewInputs {
 
   // ---- The product.
 
-  // Adds one step of K to the sums of a phase, for the columns of one pass.
+  // Adds one K step to the sums of a phase, for the columns of one pass.
   template <bool kChecked>
   __device__ __forceinline__ void multiply_step(const Scalar* part, int step, int pass,
                                                 float (&total)[C::kRowTiles][C::kPassTiles][4]) {
     unsigned a[C::kRowTiles][4];
     const int* places = reinterpret_cast<const int*>(shared) + kPlaces + step * kStepItems;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {  // K: lane%4, in words, and 4 words further
+    for (int half = 0; half < 2; ++half) {  // half 0 is K word lane%4, half 1 is K word lane%4 + 4
       const auto k = load_vector<kWordItems>(places + (lane % 4 + 4 * half) * kWordItems);
 #pragma unroll
       for (int m = 0; m < C::kRowTiles; ++m) {
@@ -167,7 +170,8 @@ struct FewInputs {
     }
   }
 
-  // Adds phase f to its sums. Only the last step of a phase can have places without a tap.
+  // Adds all K steps of phase f to `total`. Only the last step of a phase can have K indices without a tap,
+  // so that only the last step is checked.
   __device__ __forceinline__ void multiply(const Scalar* part, int f, int pass,
                                            float (&total)[C::kRowTiles][C::kPassTiles][4]) {
     const int items = (C::kFirstTap(f + 1) - C::kFirstTap(f)) * C::kReduced;
@@ -199,7 +203,8 @@ struct FewInputs {
     return Narrow<Scalar>::from(C::Epilogue::apply(total));
   }
 
-  // kRun neighbouring outputs of a channel: together, or as many as there are one by one.
+  // Stores kRun neighbouring outputs of a channel: as one vector if `whole`, else the first `count` of them
+  // one by one.
   template <int kRun>
   static __device__ __forceinline__ void store_run(Scalar* y, const Vector<Scalar, kRun>& values, bool whole,
                                                    int count) {
@@ -213,7 +218,8 @@ struct FewInputs {
     }
   }
 
-  // Two rows (neighbours along w) of one tile of rows, phases f to f + kTogether, the channels of a pass.
+  // Stores the outputs of this lane's two neighbouring positions in row tile m, for phases f to f + kTogether
+  // - 1 and the channels of one pass.
   __device__ __forceinline__ void store_rows(const TileOrigin& tile, int m, int f, int pass) {
     constexpr int kPhasesHW = C::kOutputStepH * C::kOutputStepW;
     const int d = (tile.d + row_d[m]) * C::kOutputStepD + f / kPhasesHW;
@@ -232,7 +238,8 @@ struct FewInputs {
     }
   }
 
-  // Outputs are contiguous along w, and there is one phase along w or all are together.
+  // Stores outputs that are contiguous along w. There is one phase along w, or all phases along w are
+  // computed together.
   __device__ __forceinline__ void store_along_w(Scalar* y, int m, int channels, int room) {
     constexpr int kRun = 2 * C::kTogether;
     const Index step_c = static_cast<Index>(args.y_strides.c);
@@ -252,7 +259,7 @@ struct FewInputs {
     }
   }
 
-  // Otherwise: two neighbouring channels at a time, or four, out of a pair of tiles.
+  // Stores two neighbouring channels at a time, or four out of a pair of column tiles.
   __device__ __forceinline__ void store_along_c(Scalar* y, int m, int channels, int room) {
     constexpr int kTilesAtOnce = C::kPairedTiles ? 2 : 1, kRun = 2 * kTilesAtOnce;
     const Index step_c = static_cast<Index>(args.y_strides.c), step_w = static_cast<Index>(args.y_strides.w);
@@ -299,7 +306,8 @@ struct FewInputs {
       const Scalar* copied = part_at(buffer);
       ptx::copy_wait<0>();
       part().round(part_at(buffer));
-      __syncthreads();  // the part is there for all, and all have left the other one
+      // The part is visible to all threads from here on, and no thread still reads the other buffer.
+      __syncthreads();
       buffer ^= 1;
       if (index + step < args.tiles.count) copy(index + step, buffer);
       for (int f = 0; f < C::kPhases; f += C::kTogether) {

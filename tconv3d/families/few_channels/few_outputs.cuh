@@ -1,27 +1,28 @@
-// Forward pass with few output channels, on tensor cores: products first, shifts afterwards.
+// Forward pass of layers with few output channels, on tensor cores: products first, shifts afterwards.
 //
-// With one output channel a matrix product over input channels has one column, and tensor cores would idle.
-// But the product of x with the weights of all taps at once has a column for every tap:
+// With one output channel, a matrix product over input channels has one column and leaves tensor cores idle.
+// The product of x with the weights of all taps at once has a column for every tap:
 //
 //   c[position][tap, co]             = sum over ci of  x[position][ci] * w[ci][co][tap]
 //   y[stride*q + phase][co]          = bias + sum over the phase's taps of  c[q - shift(tap)][tap, co]
 //
 // A block owns a tile of kTileH x kTileW positions q and walks along depth. Input plane i feeds output planes
 // i*stride - padding + tap*dilation, a window of kWindow planes. The columns of c are (plane of the window,
-// tap within the plane, co), so the accumulators of the product are that window: what an input plane adds to
-// an output plane is added by the matrix instruction itself. After every input plane the window's first
-// `stride` planes are complete. Their columns go to shared memory as [column][position], each thread adds up
-// what its positions need and stores it, and the window moves.
+// tap within the plane, co), and the accumulators hold the whole window, so that the matrix instruction
+// itself sums the contributions of successive input planes. After every input plane the first `stride`
+// planes of the window are complete. Their columns go to shared memory as [column][position], each thread
+// adds up the taps of its positions and stores the sums, and the window moves on by `stride` planes.
 //
-// A warp has kRowTiles * 16 rows of the product, neighbours in the tile's lines, and copies them itself, in
-// chunks of channels, into a ring of its own: kStages - 1 chunks ahead of the products, across planes. So the
-// block meets only where columns change hands, twice a plane, and between the chunks of the next plane each
-// warp gathers and stores its share of the outputs, at different times, so that some store while others
-// multiply.
+// A warp has kRowTiles * 16 rows of the product, neighbours in the tile's lines. It copies these rows itself,
+// in chunks of channels, into a ring of its own, and prefetches kStages - 1 chunks, across planes. The block
+// therefore synchronizes only where columns pass through shared memory, twice per plane. Each warp gathers
+// and stores its share of the outputs between chunks of the next plane. Warps do so at different times,
+// so that some store while others multiply.
 //
-// Strict float32 (kHalves == 2) has three TF32 products of every pair of values, which are split where they
-// are loaded (`Halves`). Tensor cores round sums towards zero, so those of one step, the small products
-// first, are added to the window by additions that round to nearest.
+// Strict float32 (kHalves == 2) computes every product as three TF32 products of split values (`Halves`); x
+// and the weights are split when they are loaded. Tensor cores round sums towards zero, so the products of
+// one step are summed on their own, the small ones first, and are added to the window by additions that round
+// to nearest.
 #pragma once
 
 #include "epilogue.cuh"
@@ -38,12 +39,12 @@ struct FewOutputs {
   static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
   static constexpr int kPhases = C::kStrideH * C::kStrideW;
   static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
-  static constexpr int kPlaneColumns = kPlaneTaps * C::kOut;  // of one output plane
+  static constexpr int kPlaneColumns = kPlaneTaps * C::kOut;  // columns of one output plane
   static constexpr int kPositions = C::kTileH * C::kTileW;
   static constexpr int kWarpRows = C::kRowTiles * 16;
   static constexpr int kRows = kWarps * kWarpRows;
 
-  // The window's columns in groups of `stride` planes: a step of the walk completes the first group.
+  // The window's columns form groups of `stride` planes, and every input plane completes the first group.
   static constexpr int kGroupColumns = C::kStrideD * kPlaneColumns;
   static constexpr int kGroupTiles = (kGroupColumns + 7) / 8;
   static constexpr int kGroups = (C::kWindow + C::kStrideD - 1) / C::kStrideD;
@@ -51,39 +52,42 @@ struct FewOutputs {
   static constexpr int kTiles = (kGroups - 1) * kGroupTiles + (kRestPlanes * kPlaneColumns + 7) / 8;
 
   static constexpr int kItemBytes = static_cast<int>(sizeof(Scalar));
-  static constexpr int kWordItems = 4 / kItemBytes;   // operands in a register
-  static constexpr int kStepItems = 32 / kItemBytes;  // input channels of one instruction
+  static constexpr int kWordItems = 4 / kItemBytes;   // operands per 32-bit register
+  static constexpr int kStepItems = 32 / kItemBytes;  // input channels of one mma instruction
   static constexpr int kChunkSteps = C::kChunk / kStepItems;
   static constexpr int kChunks = (C::kIn + C::kChunk - 1) / C::kChunk;
   static constexpr int kSteps = kChunks * kChunkSteps;
-  static constexpr int kPairWords = 2 * C::kHalves;  // of the weights, of a lane and an instruction
+  static constexpr int kPairWords = 2 * C::kHalves;  // 32-bit words of weights per lane and instruction
 
-  // A stage of a warp's ring: [channel][row], or, channels-last, [row][channel]. A vector is what one copy
-  // moves; where kVector is 0, elements pass through registers one by one.
+  // A stage of a warp's ring is [channel][row], or [row][channel] for channels-last tensors. One copy moves
+  // kVector elements; if C::kVector is 0, elements pass through registers one by one.
   static constexpr int kVector = C::kVector > 0 ? C::kVector : 1;
   static constexpr int kCopies = C::kChunk * kWarpRows / kVector / kLanes;
   static constexpr int kStageItems = (C::kChannelsLast ? kWarpRows : C::kChunk) * C::kItemPitch;
-  // Steps whose fragments are loaded together, and words of a row that a lane then has.
+  // Fragments of kStepsAtOnce K steps are loaded together, and a lane then holds kLaneWords words of a row.
   static constexpr int kStepsAtOnce = C::kChannelsLast ? 1 : kChunkSteps;
   static constexpr int kLaneWords = 2 * kStepsAtOnce;
-  // Channels-last, a load takes 32 bytes of each of four neighbouring rows, which are to lie in banks of
-  // their own: of every four rows of two steps, the last two have these the other way round.
+  // Channels-last, a fragment load reads 32 bytes from each of four neighbouring rows, which must lie in
+  // different banks. Where a row has two K steps, the last two of every four rows therefore have their
+  // 32-byte halves exchanged.
   static __device__ __forceinline__ int swizzle(int row) {
     return kChunkSteps == 2 ? row / 2 % 2 * kStepItems : 0;
   }
   static_assert(kChunkSteps == 1 || kChunkSteps == 2, "swizzled rows");
 
-  // A line of columns: C::kLine positions, and C::kGap zeros before it, between lines and behind the last.
+  // A column in shared memory consists of lines of C::kLine positions, with C::kGap zeros before the first
+  // line, between lines and behind the last line.
   static constexpr int kColumnLine = C::kLine + C::kGap;
 
-  // Rounds in which the block's threads gather the outputs of a plane.
+  // The block's threads gather the outputs of the completed planes in kRounds rounds.
   static constexpr int kRounds = (C::kStrideD * kPositions + C::kThreads - 1) / C::kThreads;
 
-  // What a lane copies of a chunk: found once where the registers allow, else every time.
+  // A lane computes the addresses of its copies once if it has at most 8 per chunk, else for every chunk,
+  // which saves registers.
   static constexpr int kKeptCopies = kCopies <= 8 ? kCopies : 0;
   struct Copy {
-    Index from;  // offset in a chunk of a plane of x; -1: zeros
-    int to;      // in a stage
+    Index from;  // offset within a chunk of a plane of x; -1: write zeros
+    int to;      // index in a stage
   };
 
   static_assert(C::kThreads % kLanes == 0, "whole warps");
@@ -101,14 +105,14 @@ struct FewOutputs {
   static_assert(C::kStages >= 2);
 
   const Args& args;
-  unsigned* weights;  // in shared memory: [step][column tile][lane][half][2], as the instruction wants them
-  float* columns;     // in shared memory: [column][kPitch]
-  Scalar* ring;       // in shared memory, of the warp: [kStages][kStageItems]
-  const Scalar* x;    // the first plane of the block's input
+  unsigned* weights;  // shared memory, [step][column tile][lane][half][2], in fragment order
+  float* columns;     // shared memory, [column][kPitch]
+  Scalar* ring;       // shared memory of this warp, [kStages][kStageItems]
+  const Scalar* x;    // first input plane of the block
   int n, group, tile_h, tile_w, first_output, last_output, first_plane;
   int lane, warp;
   Copy kept[kKeptCopies > 0 ? kKeptCopies : 1];
-  int copy_stage, copy_chunk, copy_plane;  // of the next copy
+  int copy_stage, copy_chunk, copy_plane;  // stage, chunk and plane of the next copy
   float sum[C::kRowTiles][kTiles][4];
 
   __device__ __forceinline__ void locate() {
@@ -126,8 +130,9 @@ struct FewOutputs {
     last_output = args.y_size.d - first_output < args.planes ? args.y_size.d : first_output + args.planes;
     n = next % args.batch;
     group = next / args.batch;
-    // Output d needs planes i with i*stride - padding <= d <= i*stride - padding + dilation*(kernel - 1), and
-    // is stored with the last plane i that has i*stride - padding <= d, whether that feeds it or not.
+    // Output plane d sums input planes i with i*stride - padding <= d <= i*stride - padding +
+    // dilation*(kernel - 1). It is stored after the last plane i with i*stride - padding <= d, even if no tap
+    // leads from i to d.
     const int reach = first_output + C::kPaddingD - C::kDilationD * (C::kKernelD - 1);
     const int storing = (first_output + C::kPaddingD) / C::kStrideD;
     const int feeding = reach > 0 ? (reach + C::kStrideD - 1) / C::kStrideD : 0;
@@ -136,12 +141,13 @@ struct FewOutputs {
         static_cast<long long>(group) * C::kIn * args.x_strides.c + first_plane * args.x_strides.d;
   }
 
-  // ---- The ring.
+  // ---- The ring of copied chunks.
 
-  static constexpr int kAcross = (C::kChannelsLast ? C::kChunk : kWarpRows) / kVector;  // vectors in a row
+  // A row of a stage consists of kAcross vectors.
+  static constexpr int kAcross = (C::kChannelsLast ? C::kChunk : kWarpRows) / kVector;
 
-  // This lane's i-th vector: its channel, within its chunk, and its row, of the warp's. Channels-last, a copy
-  // by all lanes moves whole rows, and a lane always has the same channel.
+  // The channel (within the chunk) and the row (within the warp's rows) of this lane's i-th vector.
+  // Channels-last, one copy by all lanes moves whole rows, and a lane has one channel for all i.
   __device__ __forceinline__ int copy_channel(int i) const {
     return C::kChannelsLast ? lane % kAcross * kVector : (lane + i * kLanes) / kAcross;
   }
@@ -153,7 +159,8 @@ struct FewOutputs {
 
   __device__ __forceinline__ int copy_to(int i) const {
     if constexpr (!C::kChannelsLast) return copy_channel(i) * C::kItemPitch + copy_row(i);
-    // Rows a multiple of four apart are swizzled alike: what is found for the first copy serves all.
+    // Rows that are a multiple of four apart have one swizzle, so that the offset of the first copy serves
+    // all.
     constexpr bool kAlike = kChunkSteps == 1 || kLanes / kAcross % 4 == 0;
     const int own = copy_row(0) * C::kItemPitch + (copy_channel(0) ^ swizzle(copy_row(kAlike ? 0 : i)));
     return own + i * (kLanes / kAcross) * C::kItemPitch;
@@ -176,7 +183,7 @@ struct FewOutputs {
     for (int i = 0; i < kKeptCopies; ++i) kept[i] = copy_of(i);
   }
 
-  // Copies the next chunk, if there is one. Every call is one group of copies.
+  // Copies the next chunk, if there is one. Every call commits exactly one group of asynchronous copies.
   __device__ __forceinline__ void copy_next() {
     if (first_plane + copy_plane < args.x_size.d) {
       const Scalar* chunk = x + copy_plane * args.x_strides.d +
@@ -188,7 +195,8 @@ struct FewOutputs {
         const Copy copy = kKeptCopies > 0 ? kept[kKeptCopies > 0 ? i : 0] : copy_of(i);
         const bool inside = copy.from >= 0 && exists;
         const Scalar* address = chunk + (inside ? copy.from : Index(0));
-        Scalar* const to = stage + (C::kChannelsLast ? copy_to(i) : copy.to);  // quickly found, or kept
+        // Channels-last, the target index is cheaper to recompute than to hold in a register.
+        Scalar* const to = stage + (C::kChannelsLast ? copy_to(i) : copy.to);
         if constexpr (C::kVector > 0) {
           ptx::copy_words_of_line<kVector * kItemBytes / 4>(to, address, inside);
         } else {
@@ -206,16 +214,16 @@ struct FewOutputs {
 
   // ---- The products.
 
-  // The first channel that this lane has of a step's fragments, in their first or second part along K. Which
-  // is which does not matter as long as x and the weights agree: channels-last, a lane's words are
-  // neighbours.
+  // Returns the first channel that this lane holds of a step's fragments, in the first or second part along
+  // K. K may be permuted as long as x and the weights agree, so that channels-last a lane's words are
+  // neighbours in memory.
   __device__ __forceinline__ int channel_of(int step, int part) const {
     const int word = C::kChannelsLast ? lane % 4 * kLaneWords + step % kStepsAtOnce * 2 + part
                                       : step % kStepsAtOnce * 8 + lane % 4 + 4 * part;
     return (step / kStepsAtOnce * (8 * kStepsAtOnce) + word) * kWordItems;
   }
 
-  // The tap along depth that feeds a plane of the window, -1 if none does.
+  // Returns the tap along depth that feeds a plane of the window, or -1 if none does.
   static __device__ __forceinline__ int depth_tap(int plane) {
     return plane % C::kDilationD == 0 && plane / C::kDilationD < C::kKernelD ? plane / C::kDilationD : -1;
   }
@@ -223,7 +231,7 @@ struct FewOutputs {
   __device__ __forceinline__ void stage_weights() {
     const Scalar* w =
         static_cast<const Scalar*>(args.w) + static_cast<long long>(group) * C::kIn * args.w_strides.n;
-#pragma unroll 4  // loads wait for each other otherwise
+#pragma unroll 4  // keeps four iterations' loads in flight
     for (int i = warp; i < kSteps * kTiles; i += kWarps) {
       const int step = i / kTiles, tile = i % kTiles;
       const int column = tile % kGroupTiles * 8 + lane / 4;
@@ -254,7 +262,7 @@ struct FewOutputs {
     }
   }
 
-  // The bits that tensor cores take for a value, or for a half of it: the high one is 0.
+  // Returns the operand bits of a value or, in strict float32, of its high (0) or low (1) half.
   static __device__ __forceinline__ unsigned operand(Scalar value, int half) {
     if constexpr (C::kHalves == 2) {
       return half == 0 ? Halves::high(value) : Halves::low(value);
@@ -263,9 +271,9 @@ struct FewOutputs {
     }
   }
 
-  // The words of the lane's fragments in its row from the stage's row `first_row` on, from a step on: [step]
-  // [part along K]. Channels-last, where its own row lies is the same for all that are whole 8 rows apart.
-  // Strict float32: as they are in memory.
+  // Loads the words of this lane's fragments, [step][part along K], from row first_row + lane/4 of a stage,
+  // beginning with K step first_step. Channels-last, rows that are a multiple of 8 apart have one swizzle. In
+  // strict float32 the words are the unsplit values.
   __device__ __forceinline__ void load_row(const Scalar* stage, int first_row, int first_step,
                                            unsigned (&words)[kLaneWords]) const {
     const int row = first_row + lane / 4;
@@ -295,7 +303,7 @@ struct FewOutputs {
     }
   }
 
-  // Adds a chunk of channels to the window.
+  // Adds the products of one chunk of channels to the window.
   __device__ __forceinline__ void multiply(const Scalar* stage, int chunk) {
     const unsigned* chunk_weights = weights + chunk * (kChunkSteps * kTiles * kLanes * kPairWords);
 #pragma unroll
@@ -338,7 +346,7 @@ struct FewOutputs {
     }
   }
 
-  // Strict float32: three products.
+  // Adds the product of strict float32 values as three TF32 products, the small ones first.
   static __device__ __forceinline__ void multiply_halves(float (&total)[4], const unsigned (&high)[4],
                                                          const unsigned (&low)[4],
                                                          const Vector<unsigned, 4>& b) {
@@ -351,7 +359,7 @@ struct FewOutputs {
     for (int i = 0; i < 4; ++i) total[i] += part[i];
   }
 
-  // Where this lane's first or second row of the warp's m-th tile of 16 rows lies in a column.
+  // Returns where this lane's row of half `half` of the warp's m-th tile of 16 rows lies in a column.
   __device__ __forceinline__ int place_of(int m, int half) const {
     const int row = warp * kWarpRows + m * 16 + half * 8 + lane / 4;
     return C::kGap > 0 ? row + (row / C::kLine + 1) * C::kGap : row;
@@ -361,7 +369,7 @@ struct FewOutputs {
     for (int i = threadIdx.x; i < kGroupTiles * 8 * C::kPitch; i += C::kThreads) columns[i] = 0.0f;
   }
 
-  // The columns of the complete planes go to shared memory, and the window moves on.
+  // Writes the columns of the completed planes to shared memory and moves the window on by `stride` planes.
   __device__ __forceinline__ void exchange() {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
@@ -386,7 +394,8 @@ struct FewOutputs {
 
   // ---- The outputs.
 
-  // One position of one complete plane: the sums of its taps, for all phases within the plane, stored.
+  // Sums the taps of one position of one completed plane, for all phases within the plane, and stores the
+  // outputs.
   __device__ __forceinline__ void gather(int item, int plane) {
     const int j = item / kPositions, position = item % kPositions;
     const int qh = position / C::kTileW, qw = position % C::kTileW;
@@ -413,7 +422,8 @@ struct FewOutputs {
     return Narrow<Scalar>::from(C::Epilogue::apply(total));
   }
 
-  // Outputs of a line that lie side by side: one, two phases along w, or, channels-last, all of a position.
+  // A store writes kJoined neighbouring outputs: one output, all phases along w of a channel, or,
+  // channels-last, all phases along w and channels of a position.
   static constexpr bool kPoints = C::kJoined > C::kStrideW || C::kOut == 1;
   static constexpr int kRuns = C::kStrideW * C::kOut / C::kJoined;
   static_assert(C::kJoined == 1 || C::kJoined == C::kStrideW || C::kJoined == C::kStrideW * C::kOut);
@@ -468,25 +478,26 @@ struct FewOutputs {
       }
     }
     __syncthreads();
-    // Warps of one scheduler, which are four apart, gather at different times.
+    // Warps of one scheduler, whose indices are four apart, gather at different times.
     const int gather_chunk = warp / 4 * kChunks / ((kWarps + 3) / 4);
     const int last_plane = (last_output - 1 + C::kPaddingD) / C::kStrideD;
     int stage = 0;
     for (int plane = first_plane; plane <= last_plane; ++plane) {
-      const bool waiting = plane > first_plane;  // the outputs of the plane before are still to be gathered
+      // Tells whether the outputs of the previous plane are still to be gathered.
+      const bool waiting = plane > first_plane;
       if (plane < args.x_size.d) {
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           ptx::copy_wait<C::kStages - 2>();
-          __syncwarp();  // the stage is there for all lanes, and all have left the one before
+          __syncwarp();  // the stage is visible to all lanes, and no lane still reads the previous one
           copy_next();
           multiply(ring + stage * kStageItems, chunk);
           stage = stage + 1 < C::kStages ? stage + 1 : 0;
           if (waiting && chunk == gather_chunk) gather_all(plane - 1);
         }
-      } else if (waiting) {  // planes past the input only complete outputs
+      } else if (waiting) {  // planes behind the end of the input only complete outputs
         gather_all(plane - 1);
       }
-      __syncthreads();  // all have gathered
+      __syncthreads();  // all threads have gathered their outputs
       exchange();
       __syncthreads();
     }

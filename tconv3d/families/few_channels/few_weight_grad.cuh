@@ -1,21 +1,23 @@
-// The weight gradient of layers with few input or few output channels, on tensor cores.
+// Weight gradient of layers with few input or few output channels, on tensor cores.
 //
-// One of the two tensors has many channels, the other few. Seen from positions q (geometry.py, Gather), the
-// first is read at step_out*q + phase, the second at step_in*q + offset(tap), for each tap of that phase:
+// One of the tensors x and dy has many channels (m), the other has few (s). Position q (geometry.py, Gather)
+// reads m at step_out*q + phase and s at step_in*q + offset(tap), for every tap of the phase:
 //
 //   dw[many][few, tap] = sum over q of  m[step_out*q + phase(tap)][many] * s[step_in*q + offset(tap)][few]
 //
-// A matrix product with K = positions, a row for every channel of the tensor with many, and a column for
-// every tap and channel of the tensor with few: taps fill the columns that channels alone would leave idle.
+// This is a matrix product with K = positions, a row for every channel of m, and a column for every pair of
+// tap and channel of s: the taps fill columns that the few channels alone would leave idle.
 //
-// A block owns up to 16*kRowTiles rows and some tiles of 8 columns, and walks over tiles of positions (boxes
-// of the volume). m is read once, in the caller's layout, straight into shared memory as [channel][phase]
-// [position]; of s, the small part that a tile's taps read. While one tile is multiplied the next one is on
-// its way. K may be permuted at will if both operands are: a lane takes 16 bytes of neighbouring positions of
-// m, and the same positions of s at the place of its column's tap.
+// A block owns up to 16*kRowTiles rows and some tiles of 8 columns, and loops over tiles of positions
+// (boxes of the volume). m is read once, in the caller's layout, straight into shared memory as
+// [channel][phase] [position]; s is read as the small part that a tile's taps need (few_channels.cuh). Both
+// are double-buffered, so that the copies of the next tile are in flight while a tile is multiplied. K may be
+// permuted if both operands agree: a lane loads 16 bytes of neighbouring positions of m, and the matching
+// positions of s shifted by its column's tap.
 //
-// Warps differ in their columns (kSets) or in their positions (kSlices, added at the end in a fixed order).
-// Parts are written side by side and added by reduce.cuh in a fixed order.
+// Warps differ in their columns (kSets) or in their positions (kSlices, summed at the end in a fixed order).
+// Every block writes a partial sum of its own (split-K), and reduce.cuh adds the partial sums in a fixed
+// order.
 #pragma once
 
 #include "few_channels.cuh"
@@ -31,20 +33,20 @@ struct FewWeightGrad {
   static constexpr int kLanes = 32, kWarps = C::kThreads / kLanes;
   static constexpr int kSlices = kWarps / C::kSets;
   static constexpr int kItemBytes = static_cast<int>(sizeof(Scalar));
-  static constexpr int kWordItems = 4 / kItemBytes;  // operands in a register
-  static constexpr int kRun = 16 / kItemBytes;       // neighbouring positions of a lane
-  static constexpr int kGroup = 4 * kRun;            // positions that two instructions use up
+  static constexpr int kWordItems = 4 / kItemBytes;  // operands per 32-bit register
+  static constexpr int kRun = 16 / kItemBytes;       // neighbouring positions per lane
+  static constexpr int kGroup = 4 * kRun;            // positions (K) of two mma instructions
   static constexpr int kBlockMany = 16 * C::kRowTiles;
   static constexpr int kBlocksMany = (C::kManyPerGroup + kBlockMany - 1) / kBlockMany;
   static constexpr int kBlockTiles = C::kSets * C::kWarpTiles;
   static constexpr int kBlocksColumns = (C::kTiles + kBlockTiles - 1) / kBlockTiles;
   static constexpr int kKinds = C::kGroups * kBlocksMany * kBlocksColumns;
-  static constexpr int kVector = C::kVector > 0 ? C::kVector : 1;  // elements of a copy of m
+  static constexpr int kVector = C::kVector > 0 ? C::kVector : 1;  // elements per copy of m
 
-  // Shared memory: where each run of positions reads s, then two buffers of m and of s.
+  // Shared memory holds the offset in s of every run of positions, then two buffers of m and two of s.
   static constexpr int kRuns = C::kRows / kRun;
-  static constexpr int kBuffers = (kRuns + 3) / 4 * 4;                           // words
-  static constexpr int kManyWords = kBlockMany * C::kChannelPitch / kWordItems;  // of a buffer
+  static constexpr int kBuffers = (kRuns + 3) / 4 * 4;                           // words before the buffers
+  static constexpr int kManyWords = kBlockMany * C::kChannelPitch / kWordItems;  // words per buffer of m
 
   static_assert(kWarps % C::kSets == 0);
   static_assert(C::kRows % kGroup == 0);
@@ -59,8 +61,8 @@ struct FewWeightGrad {
   unsigned* shared;
   int lane, warp, set, slice;
   int group, first_many, first_tile;
-  int column_place[C::kWarpTiles];  // of this lane's column in the part of s
-  int phase_place[C::kWarpTiles];   // of its phase in a channel of m
+  int column_place[C::kWarpTiles];  // offset of this lane's column in the part of s
+  int phase_place[C::kWarpTiles];   // offset of the column's phase in a channel of m
   float sum[C::kRowTiles][C::kWarpTiles][4];
 
   __device__ __forceinline__ FewPart<C> part() const {
@@ -75,7 +77,8 @@ struct FewWeightGrad {
     return reinterpret_cast<Scalar*>(shared + kBuffers + 2 * kManyWords) + buffer * part().items();
   }
 
-  // The column of a lane: its tap and its channel of s; `tap` is the phase's end where there is no column.
+  // The phase, tap and channel of s of a matrix column. A column that does not exist has the first tap of its
+  // phase.
   struct Column {
     int phase, tap, few;
     bool exists;
@@ -102,14 +105,15 @@ struct FewWeightGrad {
     group = kind / kBlocksMany;
 #pragma unroll
     for (int j = 0; j < C::kWarpTiles; ++j) {
-      // Columns that do not exist repeat others, and are never written.
+      // Columns that do not exist read the data of other columns, and are never written.
       const Column column = column_of(first_tile + j, lane / 4);
       column_place[j] = part().tap_place(column.tap, column.few);
       phase_place[j] = column.phase * C::kPhasePitch;
     }
   }
 
-  // Where the positions of a tile read s, and zeros for positions of m that no tile has.
+  // Writes the offsets at which runs of positions read s, and zeros for the padding positions of m behind the
+  // tile.
   __device__ __forceinline__ void write_tables() {
     const Extent& tile = args.tiles.tile;
     const int used = tile.d * tile.h * tile.w;
@@ -127,14 +131,14 @@ struct FewWeightGrad {
     }
   }
 
-  // Copies one tile of m: a thread has one place (or a few) of the tile, in several channels.
+  // Copies one tile of m. A thread copies one vector position (or a few) of the tile, in several channels.
   __device__ __forceinline__ void copy_many(const TileOrigin& tile, Scalar* buffer) const {
     const Extent& shape = args.tiles.tile;
     const int lanes = 1 << args.copy_lanes_shift;
     const Scalar* sample =
         static_cast<const Scalar*>(args.many) + tile.n * args.many_strides.n +
         (static_cast<long long>(group) * C::kManyPerGroup + first_many) * args.many_strides.c;
-    // Neighbouring threads have neighbouring places, or, channels-last, neighbouring channels first.
+    // Neighbouring threads copy neighbouring positions, or, channels-last, neighbouring channels first.
     const int thread = static_cast<int>(threadIdx.x) / C::kChannelLanes;
     const int first_channel =
         (thread >> args.copy_lanes_shift) * C::kChannelLanes + threadIdx.x % C::kChannelLanes;
@@ -181,9 +185,9 @@ struct FewWeightGrad {
 
   // ---- The product.
 
-  using Run = Vector<unsigned, 4>;  // the words of kRun neighbouring positions
+  using Run = Vector<unsigned, 4>;  // words of kRun neighbouring positions
 
-  // This lane's rows (lane/4 and 8 further of every tile of rows), at its run of a group of positions.
+  // Loads this lane's rows (lane/4 and lane/4 + 8 of every row tile) at one run of positions.
   __device__ __forceinline__ void load_rows(const Scalar* many, int place, Run (&a)[C::kRowTiles][2]) const {
 #pragma unroll
     for (int m = 0; m < C::kRowTiles; ++m) {
@@ -240,7 +244,7 @@ struct FewWeightGrad {
 
   // ---- The result.
 
-  // Adds the slices' sums, one after the other.
+  // Adds up the sums of the slices, one slice after the other.
   __device__ __forceinline__ void add_slices() {
     float* const scratch = reinterpret_cast<float*>(shared + kBuffers) + (set * kLanes + lane) * kSums;
     float* const own = &sum[0][0][0];
@@ -293,7 +297,8 @@ struct FewWeightGrad {
     for (; index < args.tiles.count; index += step) {
       ptx::copy_wait<0>();
       part().round(part_at(buffer));
-      __syncthreads();  // the tile is there for all, and all have left the other one
+      // The tile is visible to all threads from here on, and no thread still reads the other buffer.
+      __syncthreads();
       if (index + step < args.tiles.count) copy(index + step, buffer ^ 1);
       multiply(many_at(buffer), part_at(buffer));
       buffer ^= 1;

@@ -7,16 +7,17 @@
 // `stride`).
 //
 // A block owns a box of positions q (the rows of its matrix), a slice of output channels (the columns) and
-// one or more phases, each with sums of its own. For a chunk of input channels it brings the halo of x that
-// all its taps need into shared memory once, as slots of channels. For a tap, a warp's rows are the slots
-// at the tap's offset: ldmatrix takes an address per row, so that any shift, stride, dilation or line end
-// costs an addition. A window of fragments along w feeds every tap and phase that wants it (mma_tile.cuh).
-// Weights come packed in the order of use (mma_layout.cuh), a few rows of taps at a time.
+// one or more phases, each with accumulators of its own. For a chunk of input channels it copies the halo of
+// x that all its taps need to shared memory once, as slots: the chunk's channels of one position. For a tap,
+// a warp's rows are the slots at the tap's offset: ldmatrix takes an address per row, so that any shift,
+// stride, dilation or line end costs one addition. A window of fragments along w feeds every tap and
+// phase that needs it (mma_tile.cuh). Weights are packed in the order of use (mma_layout.cuh), and are copied
+// a few rows of taps at a time.
 //
-// Copies are asynchronous: a step (kRows rows of taps of a chunk) is asked for kStages - 1 steps before it is
-// multiplied, a halo together with the first step that reads it. TF32 numbers are rounded to nearest on
-// their way from shared memory to the tensor cores (kRounds), unless x was when it was written as rows of
-// channels; weights were when they were packed.
+// Copies are asynchronous: the copies of a step (kRows rows of taps of a chunk) are issued kStages - 1 steps
+// before its products, and a halo together with the first step that reads it. TF32 operands are rounded to
+// nearest between shared memory and the tensor cores (kRounds), unless x was already rounded when it was
+// rewritten as rows of channels; weights are rounded when they are packed.
 #pragma once
 
 #include "mma_copies.cuh"
@@ -40,16 +41,16 @@ struct Mma {
   static_assert(!C::kRounds || sizeof(Scalar) == 4, "only TF32 numbers are rounded");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
 
-  // One step of the loop over chunks, sources and rows of taps, with its buffers.
+  // One step of the loop over chunks, sources and rows of taps, with the indices of its buffers.
   struct Step {
     int chunk, source, row, stage, halo;
   };
 
-  // Shared memory.
+  // Pointers to the parts of the block's shared memory.
   struct Shared {
-    int* table;           // where the windows of each row of taps lie in the halo
-    unsigned* weights;    // kStages stages
-    MmaItem* items;       // of a halo
+    int* table;           // offset in a halo of every window of every row of taps
+    unsigned* weights;    // kStages stages of packed weights
+    MmaItem* items;       // list of the items of a halo
     unsigned char* halo;  // kHaloBuffers halos
 
     __device__ __forceinline__ explicit Shared(int slots)
@@ -63,7 +64,8 @@ struct Mma {
   const Shared& shared;
   const Copies& copies;
   int warp_m, warp_n, lane, halo_bytes;
-  unsigned base;  // where what this lane's row of the first tile reads lies in the first halo
+  // Shared-memory address that this lane's row of the first tile reads at offset 0 of the first halo.
+  unsigned base;
   float sums[C::kPhases][C::kTilesM][C::kTilesN][4];
   typename Copies::Jobs jobs;
 
@@ -121,7 +123,7 @@ struct Mma {
     return left < C::kRows ? left : C::kRows;
   }
 
-  // What a step needs is asked for.
+  // Issues the copies of a step, and commits them as one group.
   __device__ __forceinline__ void ask_for(const Step& step) {
     if (step.chunk < Layout::kChunks) {
       copies.copy_weights(shared.weights + step.stage * kStageWords, step.chunk, step.row, rows_of(step));
@@ -130,7 +132,7 @@ struct Mma {
     }
     ptx::copy_commit();
   }
-  // Through registers, a halo comes while the one before it is multiplied.
+  // Starts the copy of a halo through registers, which proceeds while the previous halo is multiplied.
   __device__ __forceinline__ void begin_jobs(const Step& step) {
     if constexpr (kThroughRegisters) {
       if (step.chunk < Layout::kChunks)
@@ -172,7 +174,7 @@ struct Mma {
     }
   }
 
-  // One K step of a window, with all taps that read it.
+  // Multiplies one K step of a window with all taps that read it.
   template <int kWindow, int kStep>
   __device__ __forceinline__ void multiply_window(unsigned offset, const unsigned* row) {
     constexpr int kFragments = C::kTilesM + C::kWindowSpan(kWindow);
@@ -213,8 +215,8 @@ struct Mma {
   __device__ __forceinline__ void compute() {
     prepare();
     start_from_bias();
-    __syncthreads();  // the tables are there
-    // A block phase without taps has the bias alone.
+    __syncthreads();  // the tables are visible to all threads
+    // A block phase without taps outputs the bias alone.
     if (tile.rows > 0) {
       Step ahead{0, 0, 0, 0, 0}, current{0, 0, 0, 0, 0};
       begin_jobs(current);
@@ -227,7 +229,9 @@ struct Mma {
         const bool begins = kThroughRegisters && begins_halo(current);
         if (begins) finish_jobs();
         ptx::copy_wait<C::kStages - 2>();
-        __syncthreads();  // this step's operands are there, and the last step's have been read
+        // The operands of this step are visible to all threads from here on, and no thread still
+        // reads those of the previous step.
+        __syncthreads();
         if (begins) begin_jobs(next_halo(current));
         ask_for(ahead);
         advance(ahead);

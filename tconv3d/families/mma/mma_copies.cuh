@@ -1,19 +1,19 @@
-// How operands come into shared memory for the kernel on mma.sync (mma.cuh): the weight as it was packed, and
-// the halo of x as slots of channels, whatever the layout of x is.
+// Copies operands to shared memory for the kernel on mma.sync (mma.cuh): the packed weight as it is, and the
+// halo of x as slots of channels, for any layout of x.
 //
-// Where a piece of 16 bytes of channels lies in memory as a whole, it is copied so. Otherwise single channels
-// are: words of 4 bytes asynchronously; numbers of 16 bits through registers, two channels to a word, a few
-// at a time between products, for no asynchronous copy moves 2 bytes.
+// Where 16 bytes of channels are contiguous in memory, one asynchronous copy moves them as a piece. Otherwise
+// channels are copied one by one: 4-byte numbers asynchronously, and 16-bit numbers through registers, two
+// channels to a word and a few words at a time between products, because no asynchronous copy moves 2 bytes.
 #pragma once
 
 #include "mma_tile.cuh"
 
 namespace tconv3d {
 
-// An item of a halo, in the order of x.
+// One position of a halo. Items are listed in the order of x.
 struct MmaItem {
-  int from;        // where it lies in x, counted from the halo's first position
-  unsigned place;  // low half: its slot, in units of 16 bytes; high half: a bit for each source that has it
+  int from;        // offset in x from the halo's first position, in elements
+  unsigned place;  // low 16 bits: slot, in units of 16 bytes; bit 16 + s: source s has the item inside x
 
   __device__ __forceinline__ unsigned slot() const { return (place & 0xFFFFu) * 16u; }
   __device__ __forceinline__ bool inside(int source) const { return place >> (16 + source) & 1u; }
@@ -31,7 +31,7 @@ struct MmaCopies {
 
   const Tile& tile;
   const MmaItem* items;
-  int count;  // items
+  int count;  // number of items
 
   __device__ __forceinline__ MmaCopies(const Tile& tile, const MmaItem* items)
       : tile(tile),
@@ -58,7 +58,8 @@ struct MmaCopies {
     }
   }
 
-  // Rows are counted from the block's first on.
+  // Copies the packed weights of `rows` rows of taps, from `row` on, which is counted from the block's first
+  // row.
   __device__ __forceinline__ void copy_weights(unsigned* to, int chunk, int row, int rows) const {
     const long long block = static_cast<long long>(tile.group) * Layout::kSlices + tile.slice;
     const long long tap = (block * Layout::kChunks + chunk) * C::kAllTaps + (tile.first_row + row) * C::kTaps;
@@ -69,16 +70,16 @@ struct MmaCopies {
       ptx::copy_words_once<4>(to + i, from + i, true);
   }
 
-  // ---- The halo, asynchronously.
+  // ---- The halo by asynchronous copies.
 
   __device__ __forceinline__ const Scalar* address(long long origin, int from, int channel) const {
     const long long along = C::kUnitC ? static_cast<long long>(channel) : channel * tile.args.x_strides.c;
     return static_cast<const Scalar*>(tile.args.x) + (origin + along + from);
   }
 
-  // A thread always has the same word of slots, of every kItemsAtOnce-th item: neighbouring threads have
-  // neighbouring channels where these are neighbours in memory; else 8 neighbouring positions of 4 words,
-  // which lie in different banks.
+  // A thread copies one fixed word of the slots of every kItemsAtOnce-th item. Neighbouring threads have
+  // neighbouring channels where these are contiguous in memory; else they have 8 neighbouring positions of 4
+  // words, which lie in different banks.
   static constexpr int kItemsAtOnce = C::kThreads / kWords;
   static_assert(C::kThreads % (8 * kWords) == 0 || C::kUnitC || kByPieces, "whole groups of 8 positions");
   static __device__ __forceinline__ int own_word() {
@@ -115,7 +116,7 @@ struct MmaCopies {
     }
   }
 
-  // ---- The halo through registers: jobs of a few words of each thread.
+  // ---- The halo through registers: a job is kJobWords words of each thread.
 
   static constexpr int kJobWords = 4;
   struct Jobs {
@@ -159,7 +160,7 @@ struct MmaCopies {
     jobs.count = (count + kAtOnce - 1) / kAtOnce;
     load_job(jobs);
   }
-  // One job done, the next one begun.
+  // Stores the words of the current job and starts the loads of the next one.
   __device__ __forceinline__ void advance(Jobs& jobs) const {
     if (jobs.next >= jobs.count) return;
     store_job(jobs);

@@ -1,14 +1,14 @@
-// How the kernel on mma.sync (mma.cuh) divides its work, and the layout of the weight that is packed for it
-// (mma_pack.cuh).
+// The division of the work of the kernel on mma.sync (mma.cuh), and the layout of the weight that is packed
+// for it (mma_pack.cuh).
 //
-// A K step is 32 bytes of channels: 8 words of 4 bytes, each one TF32 number or two numbers of 16 bits. A
-// chunk is kSteps K steps. A block owns kColumns output channels of one group (a slice), kTilesN tiles of 8
-// columns in each of kWarpsN warps.
+// A K step is 32 bytes of channels: 8 words of 4 bytes, each one TF32 number or two 16-bit numbers. A chunk
+// is kSteps K steps. A block owns kColumns output channels of one group (a slice): kTilesN tiles of 8 columns
+// in each of kWarpsN warps.
 //
 // The packed weight is [group][slice][chunk][tap][K step][warp][fragments], where the taps of a block phase
 // are neighbours in the order in which the kernel uses them. Two neighbouring tiles of columns are packed as
-// a pair: a lane loads its words of both, four of them, by one access. So that a lane also ends up with four
-// neighbouring output channels, a pair's 16 columns are dealt out to its tiles two by two.
+// a pair, so that a lane loads its four words of both tiles by one access. The 16 columns of a pair alternate
+// between its tiles two by two, so that a lane also ends up with four neighbouring output channels.
 #pragma once
 
 #include "operands.cuh"
@@ -20,22 +20,22 @@ struct MmaLayout {
   using Scalar = typename C::Scalar;
   static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));
   static constexpr int kChunkWords = 8 * C::kSteps;
-  static constexpr int kChunk = kChunkWords * kPerWord;  // channels
+  static constexpr int kChunk = kChunkWords * kPerWord;  // channels per chunk
   static constexpr int kChunks = (C::kReduced + kChunk - 1) / kChunk;
   static constexpr int kColumns = C::kWarpsN * C::kTilesN * 8;
   static constexpr int kSlices = (C::kOuts + kColumns - 1) / kColumns;
-  static constexpr int kStripWords = C::kTilesN * 64;  // of a K step of a warp
+  static constexpr int kStripWords = C::kTilesN * 64;  // words of one K step of one warp
   static constexpr int kTapWords = C::kSteps * C::kWarpsN * kStripWords;
   static_assert(sizeof(Scalar) <= 4, "a K step has TF32 numbers or numbers of 16 bits");
 
   static constexpr bool paired(int tile) { return tile / 2 * 2 + 1 < C::kTilesN; }
 
-  // Column `place` (0 to 7) of a warp's tile, counted from the warp's first column.
+  // Returns column `place` (0 to 7) of a warp's tile, counted from the warp's first column.
   static __device__ constexpr int column(int tile, int place) {
     return paired(tile) ? tile / 2 * 16 + place / 2 * 4 + tile % 2 * 2 + place % 2 : tile * 8 + place;
   }
 
-  // Where a lane's two words of a tile begin, counted from the strip's first word.
+  // Returns where a lane's two words of a tile begin, counted from the strip's first word.
   static __device__ constexpr int fragment(int tile, int lane) {
     return paired(tile) ? tile / 2 * 128 + lane * 4 + tile % 2 * 2 : tile * 64 + lane * 2;
   }

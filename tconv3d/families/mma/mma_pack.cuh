@@ -1,9 +1,9 @@
-// Packs a weight for the kernel on mma.sync: in the order in which warps load it as fragments, rounded to the
-// operand type, zero where there is no channel. The layout is in mma_layout.cuh.
+// Packs a weight for the kernel on mma.sync: in the order in which warps load it as fragments
+// (mma_layout.cuh), rounded to the operand type, with zeros where there is no channel.
 //
-// A block takes one chunk of input channels, the columns of one warp and kTapsAtOnce taps. In the weight the
-// taps are neighbours (or the output channels, if it is channels-last), in a fragment neither is, so elements
-// pass through shared memory: neighbouring threads read neighbours and write neighbours.
+// A block takes one chunk of input channels, the columns of one warp and kTapsAtOnce taps. Taps are
+// contiguous in the weight (or output channels, if it is channels-last), but not in a fragment. Elements
+// therefore pass through shared memory, so that global reads and writes both coalesce.
 #pragma once
 
 #include "mma_layout.cuh"
@@ -17,7 +17,7 @@ struct MmaPack {
   static constexpr int kStrip = C::kTilesN * 8, kTapsAtOnce = C::kTapsAtOnce;
   static constexpr int kPieces = (C::kAllTaps + kTapsAtOnce - 1) / kTapsAtOnce;
   static constexpr int kItems = Layout::kChunk * kStrip * kTapsAtOnce;
-  static constexpr int kTapPitch = Layout::kChunk * kStrip + 1;  // columns after channels after taps
+  static constexpr int kTapPitch = Layout::kChunk * kStrip + 1;  // elements from tap to tap in shared memory
   static_assert(C::kSharedBytes >= static_cast<int>(sizeof(Scalar)) * kTapPitch * kTapsAtOnce,
                 "room for the elements");
 
@@ -29,7 +29,7 @@ struct MmaPack {
     const Scalar* weight = static_cast<const Scalar*>(args.weight) + group * args.group;
 #pragma unroll 4
     for (int i = threadIdx.x; i < kItems; i += C::kThreads) {
-      // Taps are the fastest, or columns.
+      // Taps vary fastest (kTapsInner), or columns do.
       const int tap = C::kTapsInner ? i % kTapsAtOnce : i / (kStrip * Layout::kChunk);
       const int rest = C::kTapsInner ? i / kTapsAtOnce : i % (kStrip * Layout::kChunk);
       const int column = rest % kStrip, row = rest / kStrip;
@@ -48,7 +48,7 @@ struct MmaPack {
   }
 
   __device__ __forceinline__ void write(unsigned* strips) const {
-    constexpr int kWords = C::kSteps * Layout::kStripWords;  // of a tap
+    constexpr int kWords = C::kSteps * Layout::kStripWords;  // words per tap
 #pragma unroll 4
     for (int i = threadIdx.x; i < kWords * kTapsAtOnce; i += C::kThreads) {
       const int tap = i / kWords, step = i % kWords / Layout::kStripWords, word = i % Layout::kStripWords;
@@ -75,7 +75,7 @@ __device__ void run(const Args& args) {
   const int warp = block % Config::kWarpsN;
   block /= Config::kWarpsN;
   const int chunk = block % Layout::kChunks;
-  block /= Layout::kChunks;  // now: the slice, after the group
+  block /= Layout::kChunks;  // from here on, `block` is slice + kSlices * group
   const int slice = block % Layout::kSlices;
   const Pack pack{args,
                   dynamic_shared<typename Config::Scalar>(),

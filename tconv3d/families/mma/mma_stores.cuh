@@ -1,8 +1,9 @@
-// How the sums of the kernel on mma.sync (mma.cuh) leave: the epilogue, rounding, and stores to y.
+// Stores the sums of the kernel on mma.sync (mma.cuh): epilogue, rounding, and stores to y.
 //
-// Where y has rows of channels, a lane has four neighbouring ones of a pair of tiles and stores them from its
-// registers. Where y has lines along w, these are put together in shared memory, the phases of a line beside
-// each other, and are stored by neighbouring lanes, wherever a line begins.
+// Where y is channels-last, a lane holds four neighbouring channels of a pair of tiles and stores them
+// from its registers. Where y is contiguous along w, the lines of outputs, with the phases along w
+// interleaved, are assembled in shared memory and stored by neighbouring lanes, at whatever address a line
+// begins.
 #pragma once
 
 #include "mma_tile.cuh"
@@ -23,9 +24,9 @@ struct MmaStores {
     return Narrow<Scalar>::from(C::Epilogue::apply(sum));
   }
 
-  // ---- Rows of channels.
+  // ---- Channels-last outputs.
 
-  // Two or four neighbouring channels of an output.
+  // Stores two or four neighbouring channels of an output.
   template <int kCount>
   __device__ __forceinline__ void store_channels(Scalar* y, int channel, const float (&sums)[kCount]) const {
     if constexpr (C::kVectorStores) {
@@ -72,15 +73,16 @@ struct MmaStores {
     }
   }
 
-  // ---- Lines along w.
+  // ---- Outputs that are contiguous along w.
 
-  // Phases along w whose outputs lie beside each other in a line; from one output to the next of a line.
+  // A line in shared memory interleaves kPhasesW phases along w; neighbours in it lie kStepW outputs apart in
+  // y.
   static constexpr int kPhasesW = Tile::kUnrollW ? C::kPhasesW : 1;
   static constexpr int kStepW = C::kOutputStepW / kPhasesW;
   static constexpr int kOuter = C::kPhases / kPhasesW;
-  static constexpr int kAtOnce = C::kStoreTiles * C::kWarpsN * 8;  // columns in shared memory
+  static constexpr int kAtOnce = C::kStoreTiles * C::kWarpsN * 8;  // columns in shared memory at a time
 
-  // What a lane has of a line, and how much of that it writes at a time.
+  // A lane has kOwn neighbouring outputs of a line, and writes kVector of them to shared memory at a time.
   static constexpr int kOwn = C::kTilesM * kPhasesW;
   static constexpr int kMostVector = 16 / static_cast<int>(sizeof(Scalar));
   static constexpr int kVector = kOwn % kMostVector == 0 ? kMostVector
@@ -123,13 +125,13 @@ struct MmaStores {
     });
   }
 
-  // One line of one channel, by store_lanes lanes.
+  // Stores one line of one channel, by store_lanes lanes.
   __device__ __forceinline__ void store_line(Scalar* to, const Scalar* from, int length, int own) const {
     const int lanes = tile.args.store_lanes;
     if constexpr (Layout::kPerWord == 1 || kStepW > 1) {
       for (int i = own; i < length; i += lanes) to[i * kStepW] = from[i];
     } else {
-      // Two at a time, where they are one word of memory.
+      // Two 16-bit outputs are stored at once where they form one aligned word of memory.
       const int odd = static_cast<int>(reinterpret_cast<unsigned long long>(to) / sizeof(Scalar) % 2);
       for (int i = 2 * own - odd; i < length; i += 2 * lanes) {
         if (i >= 0 && i + 1 < length) {
@@ -171,7 +173,7 @@ struct MmaStores {
     Scalar* const staged = dynamic_shared<Scalar>();
     static_for<(C::kTilesN + C::kStoreTiles - 1) / C::kStoreTiles>([&](auto i) {
       constexpr int kFirst = decltype(i)::value * C::kStoreTiles;
-      __syncthreads();  // what was there has been read
+      __syncthreads();  // no thread still reads this shared memory
       put_together<kFirst>(sums, staged);
       __syncthreads();
       store_columns(staged, kFirst);

@@ -1,16 +1,18 @@
-// A block of the kernel on mma.sync (mma.cuh): which positions, channels, phases and taps it has, and the
-// halo of x that they need.
+// A block of the kernel on mma.sync (mma.cuh): its positions, channels, phases and taps, and the halo of
+// x that they need.
 //
 // Along the innermost kUnrolled dimensions (none, w, hw or dhw) a block has all phases, and all taps are
-// known at compile time. Along the others the phase is the block's, and the taps are rows: one tap along each
-// of these dimensions. Rows that read out of the same halo are a source. The forward pass has one source for
-// each block phase; the input gradient one for each phase of dy along d and h, whose halo has only the lines
-// of dy that lie kLineStepD and kLineStepH apart. The planner lists sources and rows (model.py).
+// known at compile time. Along the other dimensions a block has one phase, and the taps are rows: one tap
+// along each of these dimensions. Rows that read from one halo form a source. The forward pass has one source
+// for each block phase. The input gradient has one source for each phase of dy along d and h, whose halo has
+// only the lines of dy that lie kLineStepD and kLineStepH apart. The planner lists sources and rows
+// (model.py).
 //
-// The 16 rows of a warp's tile are 16 lines of the block's box at the same w, and its kTilesM tiles are
-// neighbours along w. So the fragments that one tap along w reads are, one tile further, those that the next
-// tap reads: they are loaded once, as a window. Along w, where neighbouring positions read x at a distance of
-// kInputStepW, lines of the halo are stored as kInputStepW planes, so that windows of any stride are dense.
+// The 16 rows of a warp's tile are 16 lines of the block's box at one w, and the warp's kTilesM tiles are
+// neighbours along w. The fragments that a tap reads for one tile are therefore those that the next tap along
+// w reads for a neighbouring tile, and are loaded once, as a window. Where neighbouring positions read x at a
+// distance of kInputStepW along w, lines of the halo are stored as kInputStepW planes, so that windows are
+// dense for any stride.
 #pragma once
 
 #include "epilogue.cuh"
@@ -29,21 +31,21 @@ struct MmaTile {
   static constexpr int kBlockPhasesH = kUnrollH ? 1 : C::kPhasesH;
   static constexpr int kBlockPhasesW = kUnrollW ? 1 : C::kPhasesW;
   static constexpr int kBlockPhases = kBlockPhasesD * kBlockPhasesH * kBlockPhasesW;
-  // From position to position of the tile, in lines of the halo.
+  // Distance between neighbouring positions of the tile, in lines of the halo.
   static constexpr int kHaloStepD = C::kInputStepD / C::kLineStepD;
   static constexpr int kHaloStepH = C::kInputStepH / C::kLineStepH;
 
-  // A slot has a chunk of channels of a position. Its length is an odd number of times 16 bytes, and so is
-  // the distance between lines, so that what ldmatrix reads of 8 lines lies in different banks.
+  // A slot holds a chunk of channels of one position. The length of a slot and the distance between lines are
+  // odd multiples of 16 bytes, so that the rows that ldmatrix reads from 8 lines lie in different banks.
   static constexpr int kSlotBytes = 4 * Layout::kChunkWords + 16;
   static_assert(kSlotBytes / 16 % 2 == 1, "an odd number of 16 bytes");
 
   const Args& args;
-  int n, group, slice;            // n: the first batch item
-  int first_d, first_h, first_w;  // position q that the tile begins with
-  int phase_d, phase_h, phase_w;  // the block's, along dimensions that are not unrolled
-  int first_source, sources;      // of the block
-  int first_row, rows;            // likewise
+  int n, group, slice;            // first batch item, group, slice of output channels
+  int first_d, first_h, first_w;  // first position q of the tile
+  int phase_d, phase_h, phase_w;  // phases of the block along dimensions that are not unrolled
+  int first_source, sources;      // first source and number of sources of the block
+  int first_row, rows;            // first row and number of rows of taps of the block
 
   __device__ __forceinline__ explicit MmaTile(const Args& args) : args(args) {
     int block = blockIdx.x;
@@ -69,33 +71,33 @@ struct MmaTile {
     rows = C::kFirstRow(first_source + sources) - first_row;
   }
 
-  // ---- Sources, counted from the block's first on.
+  // ---- Sources, counted from the block's first source.
 
-  // The position of x that a source's halo begins with. It may lie outside of x.
+  // Returns the position of x at which a source's halo begins. It may lie outside of x.
   __device__ __forceinline__ Extent start(int source) const {
     return {first_d * C::kInputStepD + C::kLeastD(first_source + source),
             first_h * C::kInputStepH + C::kLeastH(first_source + source),
             first_w * C::kInputStepW + C::kLeastW(first_source + source)};
   }
-  // Its offset in x, of the first batch item and the group's first channel.
+  // Returns the offset in x of a source's halo, for the first batch item and the group's first channel.
   __device__ __forceinline__ long long origin(int source) const {
     const Extent at = start(source);
     return n * args.x_strides.n + static_cast<long long>(group) * C::kReduced * args.x_strides.c +
            at.d * args.x_strides.d + at.h * args.x_strides.h + at.w * args.x_strides.w;
   }
-  // The row after a source's last, counted from the block's first on.
+  // Returns the row after a source's last row, counted from the block's first row.
   __device__ __forceinline__ int end_row(int source) const {
     return C::kFirstRow(first_source + source + 1) - first_row;
   }
 
   // ---- Slots.
 
-  // The place of position (d, h, w) of a halo, in bytes from its beginning.
+  // Returns the offset of position (d, h, w) of a halo, in bytes from the halo's start.
   __device__ __forceinline__ int slot(int d, int h, int w) const {
     return (d * args.sheet + h * args.line + w % C::kInputStepW * args.plane + w / C::kInputStepW) *
            kSlotBytes;
   }
-  // Where a window of a row of taps lies for the tile's first position.
+  // Returns the offset in bytes of a window of a row of taps, for the tile's first position.
   __device__ __forceinline__ int window_offset(int row, int window) const {
     return slot(C::kRowD(first_row + row) + C::kWindowD(window),
                 C::kRowH(first_row + row) + C::kWindowH(window),
@@ -104,8 +106,8 @@ struct MmaTile {
 
   // ---- Positions.
 
-  // A position of the tile by its warp, its row among the 16 of the warp's tiles, and the tile. Of rows that
-  // the box has not, the first line. n counts from the tile's first batch item.
+  // A position of the tile. n counts from the tile's first batch item. Lines that the box does not have are
+  // mapped to its first line, with `exists` false.
   struct Position {
     int n, d, h, w;
     bool exists;
@@ -115,18 +117,19 @@ struct MmaTile {
     if (item >= args.tile_n) return {0, 0, 0, w, false};
     return {item, sheet - item * args.tile.d, line - sheet * args.tile.h, w, n + item < args.batch};
   }
+  // Returns a position by its warp, its row among the 16 of the warp's tiles, and the tile m.
   __device__ __forceinline__ Position position(int warp_m, int row, int m) const {
     const int lines = divide(warp_m, args.blocks_w);
     const int w = (warp_m - lines * static_cast<int>(args.blocks_w.divisor)) * C::kTilesM + m;
     return on_line(lines * 16 + row, w);
   }
-  // What a position of the tile reads begins here, in bytes from the halo's beginning.
+  // Returns where the data that a position reads begins, in bytes from the halo's start.
   __device__ __forceinline__ int base(const Position& at) const {
     return ((at.n * args.halo.d + at.d * kHaloStepD) * args.sheet + at.h * kHaloStepH * args.line + at.w) *
            kSlotBytes;
   }
 
-  // The output of phase f at a position of the tile, and whether there is one.
+  // The output of phase f at a position of the tile, and whether y has it.
   struct Output {
     int n, d, h, w;
     bool exists;

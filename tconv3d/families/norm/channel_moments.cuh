@@ -1,8 +1,9 @@
-// The moments of every channel of an activation, strip by strip: for kernels that do not leave them
-// themselves.
+// Computes the moments of every channel of an activation, strip by strip (sweep.cuh), for layers whose
+// convolution kernel does not compute them itself.
 //
-// The shift of a strip is its first value of the channel: one of the values themselves, so that what the
-// subtraction of squares may lose is bounded by the strip's length, whatever the mean.
+// The shift of a strip is the strip's first value of the channel. Because the shift is one of the values
+// themselves, the cancellation in the subtraction of squares is bounded by the strip's length, whatever the
+// mean.
 #pragma once
 
 #include "moments.cuh"
@@ -15,9 +16,9 @@ struct ChannelMoments {
   using Scalar = typename C::Scalar;
   using Acc = typename C::Acc;
 
-  const Scalar* x;  // the strip's
+  const Scalar* x;  // start of the strip, at the thread's first channel
   Acc shift[Sweep<C>::kOwn];
-  Acc sums[Sweep<C>::kOwn][2];  // of deviations, of their squares
+  Acc sums[Sweep<C>::kOwn][2];  // sums of the deviations from the shift, and of their squares
 
   template <int kCount>
   __device__ __forceinline__ Vector<Scalar, kCount> load(int at) const {

@@ -1,13 +1,13 @@
-// Both passes of GroupNorm's gradient in one launch, so that the second finds dy and x in the L2 cache.
+// Both passes of GroupNorm's gradient in one launch, so that the second pass finds dy and x in the L2 cache.
 //
-// The passes of a norm group (of one batch item; `group` of all of them) are `units` blocks of work each, and
-// one more finds its coefficients. They are done in this order, groups counted from the last one: the first
-// passes of `lag` groups and their coefficients; then, block by block in turns, those of a group and the
-// second pass of the one `lag` before it. Whoever needs a number waits until it is there: hardly ever, if
-// `lag` groups are more than what runs at a time.
+// A norm group of one batch item (`group` counts over all batch items) has `units` blocks of work in each
+// pass, and one more block computes its coefficients. Norm groups are processed from the last to the first.
+// The first passes and the coefficients of `lag` groups come first; then blocks alternate between the first
+// pass of a group and the second pass of the group `lag` groups earlier. A block waits until the numbers that
+// it needs are written, which is rare if `lag` groups are more work than runs at a time.
 //
-// Blocks take turns in the order in which they start. So whatever a block waits for is the work of one that
-// has started, and waits for nothing later: however few blocks fit the GPU, they come to their end.
+// Blocks take turns in the order in which they start (an atomic counter). A block therefore waits only for
+// blocks that have started before it, and the launch completes however few blocks fit the GPU.
 #pragma once
 
 #include "norm_passes.cuh"
@@ -16,11 +16,11 @@ namespace tconv3d {
 
 // What a block is to do.
 struct Turn {
-  bool second;  // pass
+  bool second;  // second pass, else first
   int round, unit;
 
   __device__ __forceinline__ Turn(unsigned turn, unsigned units, unsigned lag) {
-    const unsigned ahead = lag * units;  // units of first passes before any of a second one
+    const unsigned ahead = lag * units;  // turns before any second pass
     second = turn >= ahead && (turn - ahead) % 2 != 0;
     const unsigned one_by_one = turn < ahead ? turn : (turn - ahead) / 2 + (second ? 0 : ahead);
     round = static_cast<int>(one_by_one / units);
@@ -40,7 +40,7 @@ __device__ void run(const Args& args) {
   const unsigned strips = static_cast<unsigned>(args.per_group) * args.strips.slots;
   const Sweep<C> sweep(args.strips, group * strips, strips, turn.unit);
   if (turn.unit == args.units) {
-    __syncthreads();  // `shared` has been read
+    __syncthreads();  // all threads have read `shared`
     if (!turn.second) find_coefficients<C, true>(args, group);
   } else if (turn.second) {
     grad_strip<C, true>(args, sweep);

@@ -1,4 +1,5 @@
-// Between the two passes of GroupNorm's gradient: a block has one norm group of one batch item.
+// Computes the coefficients between the two passes of GroupNorm's gradient. A block has one norm group of one
+// batch item.
 #pragma once
 
 #include "norm_passes.cuh"

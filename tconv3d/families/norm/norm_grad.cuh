@@ -1,4 +1,4 @@
-// Second pass of GroupNorm's gradient, and the ReLU's before it.
+// Second pass of GroupNorm's gradient, and the gradient of the ReLU before the norm.
 #pragma once
 
 #include "norm_passes.cuh"
@@ -7,7 +7,8 @@ namespace tconv3d {
 
 template <class C>
 __device__ void run(const Args& args) {
-  // From the end: what the first pass read last may still be in the cache.
+  // Blocks go from the end to the beginning, because the data that the first pass read last may still be in
+  // L2.
   grad_strip<C, false>(args, Sweep<C>(args.strips, gridDim.x - 1 - blockIdx.x));
 }
 

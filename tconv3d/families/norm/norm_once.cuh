@@ -1,21 +1,22 @@
-// GroupNorm's gradient, and the ReLU's before it, with dy and x read once: a block keeps what it has loaded
-// in shared memory until the sums of its norm group are known.
+// Gradient of GroupNorm, and of the ReLU before it, with dy and x read once: a block holds its loaded data in
+// shared memory until the sums of their norm group are known.
 //
-// A chunk is `length` positions of one channel (`units` of them are a norm group of one batch item). Blocks
-// take chunks one by one in turns, norm groups counted from the last one, each into a stage of its ring:
+// A chunk is `length` positions of one channel, and `units` chunks are a norm group of one batch item. Blocks
+// take chunks one by one from an atomic counter (take_turn), norm groups from the last to the first, and load
+// each chunk into a stage of a ring in shared memory:
 //
-//   producer    takes a turn when a stage is about to be empty, and has the copy engine load dy and x
-//   consumers   add up a chunk when it is there (first pass), and turn it into dz when they are told how
-//               (second pass); first passes, for which others wait, go first
-//   speaker     adds up the consumers' sums of a chunk and writes them where all blocks see them
-//   finder      waits for all sums of the oldest chunk's norm group, and tells the consumers slope and
-//               constant; it asks for those of the next chunk before that, so as not to wait for memory
+//   producer    takes a turn when a stage is about to be empty, and issues bulk copies of dy and x
+//   consumers   sum a chunk when it has arrived (first pass), and compute dz when its coefficients are known
+//               (second pass); first passes go first, because other blocks wait for their sums
+//   speaker     adds the consumers' sums of a chunk and writes them to global memory for all blocks
+//   finder      waits for all sums of the oldest chunk's norm group, and gives slope and constant to the
+//               consumers; it prefetches the sums for the next chunk to hide the latency of memory
 //
-// When there is nothing left to load, the producers add up the norm's parameters' gradients.
+// When there is nothing left to load, the producer warps sum the gradients of the norm's parameters.
 //
-// A first pass waits for nothing but memory. So a norm group's sums will be there if all its chunks have been
-// taken. Where so few blocks run that their rings are full before that, the finder helps: it takes the chunks
-// that are left, adds them up by itself, and reads them again for the second pass.
+// A first pass waits for nothing but memory, so that a norm group's sums arrive once all of its chunks have
+// been taken. Where so few blocks run that their rings are full before all chunks are taken, the finder
+// helps: it takes the remaining chunks, sums them by itself, and reads them again for the second pass.
 #pragma once
 
 #include "norm_passes.cuh"
@@ -36,11 +37,11 @@ struct NormOnce {
   static_assert(C::kThreads == 32 * (3 + kConsumers), "a producer, a speaker, a finder");
   static_assert(!C::kChannelsLast && sizeof(typename C::Acc) == 4, "chunks of a channel, summed as floats");
 
-  // A norm group is one of all batch items.
+  // A chunk of a norm group, where norm groups are counted over all batch items.
   struct Chunk {
     int n, group, first;  // batch item, norm group and its first channel
     int unit, channel, slot;
-    int items;  // 0: there are no more chunks
+    int items;  // positions; 0: there are no more chunks
     long long start;
 
     __device__ __forceinline__ static Chunk of(const Args& args, unsigned turn) {
@@ -60,7 +61,7 @@ struct NormOnce {
       chunk.start = row * args.strips.volume + before;
       return chunk;
     }
-    // The turn of its norm group's first chunk.
+    // Returns the turn of the first chunk of this chunk's norm group.
     __device__ __forceinline__ unsigned begin(const Args& args) const {
       return static_cast<unsigned>(args.strips.batch * args.groups - 1 - group) * args.per_group *
              args.strips.slots;
@@ -96,12 +97,13 @@ struct NormOnce {
     return reinterpret_cast<const Scalar*>(dy_of(stage) + args.strips.length);
   }
 
-  // One thread.
+  // Runs the producer, which is one thread.
   __device__ __forceinline__ void produce() {
     Ring ring;
     for (int issued = 0;; ++issued, ring.advance(args.stages)) {
       const int stage = ring.index;
-      // What is known will be empty without anybody's help: time enough to take a turn.
+      // A stage whose coefficients are known becomes empty without further help, so that the turn can be
+      // taken now.
       if (issued >= args.stages) ptx::barrier_wait(at(shared.known[stage]), ring.parity ^ 1u);
       const Chunk chunk = Chunk::of(args, ptx::take_turn(static_cast<unsigned*>(args.turns)));
       if (issued >= args.stages) ptx::barrier_wait(at(shared.empty[stage]), ring.parity ^ 1u);
@@ -124,7 +126,7 @@ struct NormOnce {
     ptx::copy_arrive(loaded);
   }
 
-  // Consumer `warp`'s part of a chunk. Two vectors are loaded before they are used.
+  // Applies `body` to consumer `warp`'s part of a chunk. Two vectors are loaded before they are used.
   template <class Body>
   __device__ __forceinline__ void sweep(Body& body, int items, int warp) const {
     int i = (32 * warp + lane) * kVector;
@@ -136,7 +138,7 @@ struct NormOnce {
     if (i < items) body.template use<kVector>(i, body.template load<kVector>(i));
   }
 
-  // What consumer `warp` has of a chunk's sums: of dy, of dy * (x - mean).
+  // Returns consumer `warp`'s share of a chunk's sums: of dy, and of dy * (x - mean).
   __device__ __forceinline__ Pair add_up(const Gradient* dy, const Scalar* x, int items, float mean,
                                          int warp) const {
     NormSums<C> body{dy, x, {mean}};
@@ -144,7 +146,7 @@ struct NormOnce {
     return {warp_sum(body.sums[0][0]), warp_sum(body.sums[0][1])};
   }
 
-  // dz of consumer `warp`'s part of a chunk.
+  // Computes dz for consumer `warp`'s part of a chunk.
   __device__ __forceinline__ void finish(const Gradient* dy, const Scalar* x, const Chunk& chunk,
                                          const Vector<float, 4>& how, int warp) const {
     if (args.dz == nullptr) return;
@@ -160,8 +162,8 @@ struct NormOnce {
   }
 
   __device__ __forceinline__ void consume(int warp) {
-    Ring first, second;  // passes
-    int begun = 0;       // chunks between the two
+    Ring first, second;  // stages of the next first pass and of the next second pass
+    int begun = 0;       // chunks after their first and before their second pass
     bool more = true;
     while (more || begun > 0) {
       const unsigned loaded = at(shared.loaded[first.index]), known = at(shared.known[second.index]);
@@ -198,7 +200,7 @@ struct NormOnce {
     return static_cast<Pair*>(args.sums) + static_cast<long long>(chunk.group) * units() + chunk.unit;
   }
 
-  // One thread.
+  // Runs the speaker, which is one thread.
   __device__ __forceinline__ void speak() {
     for (Ring ring;; ring.advance(args.stages)) {
       const int stage = ring.index;
@@ -220,15 +222,16 @@ struct NormOnce {
     return args.weight ? widen<float>(static_cast<const typename C::Parameter*>(args.weight)[channel]) : 1.0f;
   }
 
-  // Of a norm group: what turns dy and x into dz.
+  // The coefficients that a norm group's dz is computed with.
   struct Found {
     int group = -1;
     float mean, rstd, slope, constant;
-    unsigned helped;  // chunks that the finder has taken: of units 32 * lane and on, a bit for each
+    unsigned helped;  // bit i: the finder has taken the chunk of unit 32 * lane + i
   };
 
-  // What the finder has asked memory for, of a chunk and its norm group: sums and weights of the first units,
-  // a few for each lane. Asked for ahead, it comes while the chunk before is dealt with.
+  // Prefetched data of the finder for a chunk and its norm group: statistics, and the sums and weights of the
+  // group's first kUnitsSeen units, kSeen units per lane. The loads are in flight while the previous chunk is
+  // processed.
   static constexpr int kSeen = 4, kUnitsSeen = 32 * kSeen;
   struct Seen {
     Chunk chunk;
@@ -236,7 +239,8 @@ struct NormOnce {
     unsigned long long words[kSeen];
     float weights[kSeen];
   };
-  // `channels`: of the units that are looked at, counted from the norm group's first.
+  // Loads `seen` for the chunk of a stage. `channels` has the channels of the lane's units, counted from the
+  // norm group's first channel.
   __device__ __forceinline__ void look(Seen& seen, int stage, const int (&channels)[kSeen]) const {
     seen.chunk = shared.chunk[stage];
     if (seen.chunk.items == 0) return;
@@ -300,11 +304,11 @@ struct NormOnce {
     }
   }
 
-  // Adds up the sums of a norm group's chunks, as they come, in an order that depends on nothing but their
-  // number. `index`: of its oldest chunk in this block's.
+  // Adds the sums of a norm group's chunks as they arrive, in an order that depends on their number only.
+  // `index` counts this block's chunks before the oldest one of the group.
   __device__ __forceinline__ void add_group(Seen& seen, double (&sums)[2], unsigned& helped,
                                             int index) const {
-    bool taken = false;  // all chunks, for certain
+    bool taken = false;  // whether all chunks are known to be taken
     for (int begin = 0; begin < units(); begin += kUnitsSeen) {
       if (begin > 0) {
         int channels[kSeen];
@@ -332,14 +336,15 @@ struct NormOnce {
     }
   }
 
-  // Whether all chunks of a norm group have been taken. If not, and this block has no room for one, this warp
-  // takes one and adds it up. `begin`: the turn of the group's first. `index`: of the oldest in this block's.
+  // Returns whether all chunks of a norm group have been taken. If not, and the ring of this block is full,
+  // this warp takes one and sums it. `begin` is the turn of the group's first chunk; `index` counts this
+  // block's chunks before the oldest one of the group.
   __device__ __forceinline__ bool help(unsigned begin, int index, unsigned& helped) const {
     const unsigned end = begin + units();
     unsigned* turns = static_cast<unsigned*>(args.turns);
     unsigned taken = end;
     if (lane == 0 && ptx::turns_taken(turns) < end) {
-      // The producer takes them as long as there is room.
+      // The producer takes chunks as long as the ring has room.
       const bool full = ptx::read_shared(&shared.issued) == index + args.stages;
       taken = full ? ptx::take_turn_below(turns, end) : begin - 1;
     }
@@ -357,7 +362,7 @@ struct NormOnce {
     return false;
   }
 
-  // `begin`: the turn of the norm group's first chunk.
+  // Computes dz of the chunks that the finder has taken. `begin` is the turn of the norm group's first chunk.
   __device__ __forceinline__ void finish_helped(const Found& found, unsigned begin) const {
     for (int owner = 0; 32 * owner < units(); ++owner) {
       const unsigned bits = __shfl_sync(kAll, found.helped, owner);
@@ -374,8 +379,8 @@ struct NormOnce {
     }
   }
 
-  // The gradients of the norm's parameters: a channel's sums over all batch items, in a fixed order. Blocks
-  // have every so many of the channels, and come to them when there is nothing left to load.
+  // Sums the gradients of the norm's parameters, for each channel over all batch items in a fixed order.
+  // Block b has channels b, b + gridDim.x and so on, and sums them when there is nothing left to load.
   __device__ __forceinline__ void leave_parameters() const {
     using Parameter = typename C::Parameter;
     if (args.dparameters == nullptr) return;
@@ -404,7 +409,7 @@ __device__ void run(const Args& args) {
   using Kernel = NormOnce<C>;
   using Shared = typename Kernel::Shared;
   Shared& shared = *dynamic_shared<Shared>();
-  // As a shuffle says it, the compiler knows that a warp's lanes have one role.
+  // The shuffle tells the compiler that all lanes of a warp have one role.
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     shared.issued = 0;

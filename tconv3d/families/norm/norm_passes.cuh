@@ -1,39 +1,43 @@
-// GroupNorm's gradient, and the ReLU's before it, over strips: what its kernels share.
+// Code that the kernels of GroupNorm's gradient, and of the ReLU's before it, share. They process strips
+// (sweep.cuh).
 //
 //   dx = rstd * (dy * weight - S/M - xhat * T/M),   S = sum of weight * dy,  T = sum of weight * dy * xhat
 //      = dy * (rstd * weight) + (x - mean) * slope + constant
 //
-// with both sums over the M values of a norm group: a first pass over dy and x for the sums, something small
-// for slope and constant, and a second pass for dx. What went into the ReLU has the gradient dz = dx where
-// x > 0, else zero. Kernels' arguments have the same names everywhere:
+// Both sums run over the M values of a norm group. A first pass over dy and x computes the sums, a small step
+// computes slope and constant, and a second pass computes dx. The input of the ReLU has the gradient dz = dx
+// where x > 0, else zero. The arguments have the same names in all kernels:
 //
-//   dy, x, dz     dense activations; x is what was normalized
+//   dy, x, dz     dense activations; x is the input of the norm
 //   statistics    [2][batch][norm groups]: means, then reciprocal deviations
 //   weight        per channel; null: one
-//   sums          [batch][channels][slots] pairs: of dy, of dy * xhat
-//   by_channel    [batch][2][channels]: of dy * xhat (the weight's gradient), of dy (the bias's)
+//   sums          [batch][channels][slots] pairs: sum of dy, sum of dy * xhat
+//   by_channel    [batch][2][channels]: sum of dy * xhat (weight gradient), sum of dy (bias gradient)
 //   coefficients  [batch][norm groups] pairs: slope, constant
-//   bias_sums     [batch][slots][channels]: of dz, the gradient of a bias that was added to z; null: not
-//   wanted groups, per_group  norm groups, and channels of each
+//   bias_sums     [batch][slots][channels]: sum of dz, the gradient of a bias added to z; null: not wanted
+//   groups        number of norm groups
+//   per_group     channels per norm group
 #pragma once
 
 #include "sweep.cuh"
 
 namespace tconv3d {
 
-// A pair of sums or coefficients. kAtOnce: others wait for it (all ones, before it is written), or this
-// thread does.
+// Writes a pair of sums or coefficients. With kAtOnce, other blocks poll for the pair, whose bits are all
+// ones until it is written, so that it is written as one 64-bit word.
 template <bool kAtOnce, class Acc>
 __device__ __forceinline__ void write_pair(Vector<Acc, 2>* to, const Vector<Acc, 2>& pair) {
   if constexpr (kAtOnce) {
     static_assert(sizeof(Acc) == 4, "a pair is one word");
     const unsigned long long word = static_cast<unsigned long long>(ptx::float_to_bits(pair.at[1])) << 32 |
                                     ptx::float_to_bits(pair.at[0]);
-    ptx::write_word(to, word == ~0ull ? word >> 1 : word);  // two NaNs that would never arrive: two others
+    // Two NaNs whose bits are all ones would look as if not written, so that two other NaNs replace them.
+    ptx::write_word(to, word == ~0ull ? word >> 1 : word);
   } else {
     *to = pair;
   }
 }
+// Reads a pair of sums or coefficients. With kAtOnce, waits until it is written.
 template <bool kAtOnce, class Acc>
 __device__ __forceinline__ Vector<Acc, 2> read_pair(const Vector<Acc, 2>* from) {
   if constexpr (kAtOnce) {
@@ -51,17 +55,17 @@ struct NormItems {
   Vector<typename C::Scalar, kCount> x;
 };
 
-// The first pass, over the strip of a thread.
+// The first pass over the strip of a thread.
 template <class C>
 struct NormSums {
   using Scalar = typename C::Scalar;
   using Gradient = typename C::Gradient;
   using Acc = typename C::Acc;
 
-  const Gradient* dy;  // the strip's
+  const Gradient* dy;  // start of the strip, at the thread's first channel
   const Scalar* x;
   Acc mean[Sweep<C>::kOwn];
-  Acc sums[Sweep<C>::kOwn][2] = {};  // of dy, of dy * (x - mean)
+  Acc sums[Sweep<C>::kOwn][2] = {};  // sums of dy, and of dy * (x - mean)
 
   template <int kCount>
   __device__ __forceinline__ NormItems<C, kCount> load(int at) const {
@@ -79,7 +83,7 @@ struct NormSums {
   }
 };
 
-// Leaves the sums of this block's strips.
+// Computes and writes the sums of this block's strips.
 template <class C, bool kAtOnce, class Args>
 __device__ __forceinline__ void sum_strip(const Args& args, const Sweep<C>& sweep) {
   using Acc = typename C::Acc;
@@ -105,8 +109,8 @@ __device__ __forceinline__ void sum_strip(const Args& args, const Sweep<C>& swee
   }
 }
 
-// Between the passes: a block adds up the sums of a norm group's channels (of one batch item, `group` of all
-// of them), in an order that depends on nothing but their number, and leaves the coefficients.
+// Computes the coefficients between the passes: a block adds the sums of the channels of one norm group
+// (`group` counts over all batch items), in an order that depends on their number only.
 template <class C, bool kAtOnce, class Args>
 __device__ __forceinline__ void find_coefficients(const Args& args, int group) {
   using Acc = typename C::Acc;
@@ -116,7 +120,7 @@ __device__ __forceinline__ void find_coefficients(const Args& args, int group) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int n = group / args.groups, first = group % args.groups * args.per_group;
   Acc* by_channel = static_cast<Acc*>(args.by_channel) + static_cast<long long>(n) * 2 * strips.channels;
-  double all[2] = {0, 0};  // of this warp's channels
+  double all[2] = {0, 0};  // weighted sums of this warp's channels
   for (int channel = first + warp; channel < first + args.per_group; channel += kWarps) {
     const long long row = static_cast<long long>(n) * strips.channels + channel;
     const Vector<Acc, 2>* parts = static_cast<const Vector<Acc, 2>*>(args.sums) + row * strips.slots;
@@ -155,15 +159,16 @@ __device__ __forceinline__ void find_coefficients(const Args& args, int group) {
                                      static_cast<Acc>(-rstd * all[0] / values)});
 }
 
-// The second pass, over the strip of a thread. kAtOnce: while first passes go on, whose tensors are to stay
-// in the cache, instead of what this one has done with. kKept: dy and x are in shared memory.
+// The second pass over the strip of a thread. With kAtOnce, first passes run at the same time and their
+// tensors are to stay in L2, so that this pass loads and stores with streaming cache hints. With kKept, dy
+// and x are in shared memory.
 template <class C, bool kAtOnce, bool kKept = false>
 struct NormGrad {
   using Scalar = typename C::Scalar;
   using Gradient = typename C::Gradient;
   using Acc = typename C::Acc;
 
-  const Gradient* dy;  // the strip's
+  const Gradient* dy;  // start of the strip, at the thread's first channel
   const Scalar* x;
   Scalar* dz;
   Acc mean[Sweep<C>::kOwn], scale[Sweep<C>::kOwn], slope[Sweep<C>::kOwn], constant[Sweep<C>::kOwn];
@@ -202,7 +207,7 @@ struct NormGrad {
       const Acc value = widen<Acc>(items.x.at[i]);
       const Acc whole =
           widen<Acc>(items.dy.at[i]) * scale[own] + ((value - mean[own]) * slope[own] + constant[own]);
-      const Acc passed = value <= Acc(0) ? Acc(0) : whole;  // NaN passes, as in PyTorch
+      const Acc passed = value <= Acc(0) ? Acc(0) : whole;  // a NaN passes, as in PyTorch
       results.at[i] = Narrow<Scalar>::from(passed);
       sums[own][0] += passed;
     }
@@ -214,7 +219,7 @@ struct NormGrad {
   }
 };
 
-// Leaves dz of this block's strips, and its sums.
+// Computes and writes dz of this block's strips, and the sums of dz.
 template <class C, bool kAtOnce, class Args>
 __device__ __forceinline__ void grad_strip(const Args& args, const Sweep<C>& sweep) {
   using Acc = typename C::Acc;

@@ -1,5 +1,5 @@
-// First pass of GroupNorm's gradient: for every channel, strip by strip, the sums of dy and of dy times the
-// normalized x.
+// First pass of GroupNorm's gradient: the sums of dy and of dy times the normalized x, for every channel and
+// strip.
 #pragma once
 
 #include "norm_passes.cuh"

@@ -12,7 +12,7 @@ struct Normalize {
   using Result = typename C::Result;
   using Acc = typename C::Acc;
 
-  const Scalar* x;  // the strip's
+  const Scalar* x;  // start of the strip, at the thread's first channel
   Result* y;
   Acc mean[Sweep<C>::kOwn], scale[Sweep<C>::kOwn], bias[Sweep<C>::kOwn];
 
@@ -49,8 +49,8 @@ struct Normalize {
 
 template <class C>
 __device__ void run(const Args& args) {
-  // In place from the end: what was written last may still be in the cache. Else the end comes last, because
-  // the gradient begins there.
+  // In place, blocks go from the end to the beginning, because the data that was written last may still be in
+  // L2. Otherwise the end comes last, because the gradient begins there.
   const int unit = args.x == args.y ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const Sweep<C> sweep(args.strips, unit);
   if (!sweep.exists) return;

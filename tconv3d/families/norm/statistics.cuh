@@ -1,8 +1,9 @@
-// Moments -> mean and reciprocal deviation of every norm group of every batch item. A block has one of them.
+// Computes mean and reciprocal deviation of every norm group of every batch item from moments. A block has
+// one norm group of one batch item.
 //
-// Two passes over the moments (the mean first, then the squares about it), in float64, each sum in an order
-// that depends on nothing but the number of moments: as exact as their own rounding, and bitwise the same
-// from run to run.
+// Two passes over the moments (the mean first, then the squares about it) sum in float64, in an order that
+// depends on the number of moments only. The result is as exact as the rounding of the moments, and bitwise
+// reproducible.
 #pragma once
 
 #include "moments.cuh"
@@ -29,7 +30,8 @@ __device__ __forceinline__ void block_sum(double (&values)[kCount], double (*sha
   }
 }
 
-// body(part) for the moments that this thread adds up. Several are on their way at a time.
+// Calls body(part) for the moments that this thread sums. The loads of kFlight moments are in flight at a
+// time.
 template <class C, class Acc, class Body>
 __device__ __forceinline__ void for_own(const Moments<Acc>* moments, int count, const Body& body) {
   constexpr int kFlight = 4;
@@ -52,7 +54,7 @@ __device__ void run(const Args& args) {
   __shared__ double first[C::kThreads / 32][2], second[C::kThreads / 32][1];
   const Moments<Acc>* moments =
       static_cast<const Moments<Acc>*>(args.moments) + static_cast<long long>(blockIdx.x) * args.count;
-  double sums[2] = {0, 0};  // how many values, and their sum
+  double sums[2] = {0, 0};  // number of values, and their sum
   if constexpr (C::kOverlaps) ptx::wait_for_previous_launch();
   for_own<C>(moments, args.count, [&](const Moments<Acc>& part) {
     const double count = part.count;
@@ -68,7 +70,7 @@ __device__ void run(const Args& args) {
   });
   block_sum<C>(squares, second);
   if (threadIdx.x != 0) return;
-  const double variance = squares[0] < 0 ? 0 : squares[0] / sums[0];  // NaN stays NaN
+  const double variance = squares[0] < 0 ? 0 : squares[0] / sums[0];  // a NaN stays a NaN
   Acc* result = static_cast<Acc*>(args.statistics);
   result[blockIdx.x] = static_cast<Acc>(mean);
   result[gridDim.x + blockIdx.x] = static_cast<Acc>(1 / sqrt(variance + args.eps));

@@ -1,19 +1,19 @@
-// A pass over dense activations of one shape and format, in vectors of 16 bytes where addresses allow it.
+// A pass over dense activations of one shape and layout, in vectors of 16 bytes where addresses allow it.
 //
-// A strip is what a thread goes over without changing its channels:
-// - contiguous: a warp has a piece of one channel's volume; a thread's vectors are neighbours along it. A
-//   channel's volume may start anywhere, so the first and the last vector of a strip may belong to it in
-//   part.
-// - channels-last: a block has a range of one batch item's positions; a thread has kVector neighbouring
-//   channels, and every so many of the positions.
-// A strip's sums, added over its threads in a fixed order, go to a slot of its channel.
+// A strip is the part of a tensor that a thread passes over without changing its channels:
+// - contiguous: a warp has a piece of one channel's volume, and neighbouring threads have neighbouring
+//   vectors. A channel's volume may start at any address, so that a strip may have single items before and
+//   behind its vectors.
+// - channels-last: a block has a range of positions of one batch item; a thread has kVector neighbouring
+//   channels, and goes over the positions of the range with a fixed stride.
+// The sums of a strip, added over its threads in a fixed order, go to one slot of the channel.
 #pragma once
 
 #include "cursor.cuh"
 
 namespace tconv3d {
 
-// The widest word that a vector is made of.
+// The widest word type that a vector of kBytes bytes is made of.
 template <int kBytes>
 struct Word {
   using type = uint4;
@@ -31,7 +31,7 @@ struct Word<2> {
   using type = unsigned short;
 };
 
-// A vector that is not needed again soon.
+// Loads a vector with the cache hint that it is not needed again soon.
 template <int N, class T>
 __device__ __forceinline__ Vector<T, N> load_passing(const T* address) {
   using Part = typename Word<sizeof(Vector<T, N>)>::type;
@@ -43,6 +43,7 @@ __device__ __forceinline__ Vector<T, N> load_passing(const T* address) {
   }
   return vector;
 }
+// Stores a vector with the cache hint that it is not needed again soon.
 template <class T, int N>
 __device__ __forceinline__ void store_passing(T* address, const Vector<T, N>& vector) {
   using Part = typename Word<sizeof(vector)>::type;
@@ -56,18 +57,20 @@ __device__ __forceinline__ void store_passing(T* address, const Vector<T, N>& ve
 template <class C>
 struct Sweep {
   static constexpr int kVector = C::kVector;
-  static constexpr int kOwn = C::kChannelsLast ? kVector : 1;  // channels of a thread
-  static constexpr int kFlight = 4;                            // vectors on their way at a time
+  static constexpr int kOwn = C::kChannelsLast ? kVector : 1;  // channels per thread
+  static constexpr int kFlight = 4;                            // vectors whose loads are in flight at a time
 
-  int n, channel, slot;   // of the strip; `channel` is the first of this thread
-  bool exists;            // whether the thread has anything to do
-  bool speaks;            // whether it reports the strip's sums
-  long long start;        // the strip's first item, or its first of the thread's channels
-  int first, step, last;  // items from there: a thread's first vector, from one to the next, the vectors' end
-  int head, tail;         // contiguous: single items before the vectors, and behind them
-  int across;             // channels-last: threads of a position
+  int n, channel, slot;  // location of the strip; `channel` is the thread's first
+  bool exists;           // whether the thread has anything to do
+  bool speaks;           // whether the thread writes the strip's sums
+  long long start;       // index of the strip's first item, at the thread's first channel
+  // Items counted from `start`: the thread's first vector, the distance to its next one, the end of the
+  // vectors.
+  int first, step, last;
+  int head, tail;  // contiguous: single items before and behind the vectors
+  int across;      // channels-last: threads per position
 
-  // `unit` is the block, counted from either end.
+  // `unit` is the block, counted from either end of the grid.
   __device__ __forceinline__ Sweep(const Strips& strips, int unit) {
     if constexpr (C::kChannelsLast) {
       by_position(strips, unit);
@@ -77,7 +80,7 @@ struct Sweep {
     if (!exists) first = last = head = tail = 0;
   }
 
-  // Contiguous: block `unit` of those that `count` strips take, the first of which is `begin` of all.
+  // Contiguous tensors only: block `unit` of the blocks that process `count` strips from strip `begin` on.
   __device__ __forceinline__ Sweep(const Strips& strips, unsigned begin, unsigned count, unsigned unit) {
     static_assert(!C::kChannelsLast, "a strip would belong to several channels");
     by_channel(strips, begin, count, unit);
@@ -85,7 +88,7 @@ struct Sweep {
   }
 
   __device__ __forceinline__ void by_position(const Strips& strips, int unit) {
-    const int vectors = (strips.channels + kVector - 1) / kVector;  // of a position
+    const int vectors = (strips.channels + kVector - 1) / kVector;  // vectors per position
     across = vectors < C::kThreads ? vectors : C::kThreads;
     const int blocks = (vectors + across - 1) / across, lanes = C::kThreads / across;
     const int place = threadIdx.x % across + unit % blocks * across, lane = threadIdx.x / across;
@@ -121,14 +124,15 @@ struct Sweep {
     across = 0;
   }
 
-  // Of the strip.
+  // Returns the number of positions of the strip.
   __device__ __forceinline__ int positions(const Strips& strips) const {
     const long long left = strips.volume - static_cast<long long>(slot) * strips.length;
     return left < strips.length ? static_cast<int>(left) : strips.length;
   }
 
-  // For every vector of the strip, and every single item: Body has `load<kCount>(at)`, which returns items,
-  // and `use<kCount>(at, items)`. Loads of several vectors come before their use: x and y may be one tensor.
+  // Calls `load<kCount>(at)`, which returns items, and `use<kCount>(at, items)` of Body for every vector of
+  // the strip and every single item. Several vectors are loaded before they are used. x and y may be one
+  // tensor.
   template <class Body>
   __device__ __forceinline__ void run(Body& body) const {
     using Items = decltype(body.template load<kVector>(0));
@@ -150,8 +154,8 @@ struct Sweep {
     }
   }
 
-  // The sum of a strip's threads, of kSums numbers for each of their channels: in the thread that speaks.
-  // `shared` has room for as many of every thread of the block. All threads must call it.
+  // Sums kSums numbers per channel over the threads of a strip, into the thread that `speaks`. `shared` has
+  // room for the numbers of every thread of the block. All threads of the block must call it.
   template <int kSums, class Acc>
   __device__ __forceinline__ void add_up(Acc (&sums)[kOwn][kSums], Acc* shared) const {
     if constexpr (C::kChannelsLast) {
