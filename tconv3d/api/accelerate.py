@@ -170,7 +170,7 @@ def why_left(layer: nn.Module) -> str | None:
 
 
 def rebased(kind: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class `kind`, which is `old` or a subclass that PyTorch made at run time, derived from `new` instead.
+    """Returns `kind`, which is `old` or a subclass that PyTorch made at run time, derived from `new` instead.
 
     PyTorch makes such subclasses for one module or for all modules of a class: `parametrize` to compute a weight,
     `fully_shard` to gather it. A new class is made here, because copies or other modules may share `kind`.

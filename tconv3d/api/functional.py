@@ -1,4 +1,4 @@
-"""Functions with the names, arguments and meaning of `torch.nn.functional`, and functions that fuse several of them."""
+"""Functions with the names, arguments and meaning of `torch.nn.functional`, and functions that fuse several."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from .modules import ConvTranspose3d, convolve_relu_group_norm
 
 
 def triples(sequence: nn.Module, kinds: tuple[type[nn.Module], ...] = (ConvTranspose3d,)) -> list[nn.Module]:
-    """Returns the convolutions of a sequence whose class is in `kinds` and which a plain ReLU and GroupNorm follow."""
+    """Returns the convolutions of a sequence with a class in `kinds` which a plain ReLU and GroupNorm follow."""
     if type(sequence) not in _SEQUENCES or not has_own_forward(sequence):
         return []  # a subclass, or a replaced forward, may do anything between the layers
     layers: list[Any] = list(sequence._modules.values())

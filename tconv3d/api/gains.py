@@ -36,7 +36,7 @@ class Gain:
 
 
 def features(layer: Mapping[str, Any]) -> tuple[float, ...]:
-    """Returns, in octaves, what decides the speed of a layer: channels, groups, stride, taps per output, positions."""
+    """Returns what decides a layer's speed, in octaves: channels, groups, stride, taps per output, positions."""
     groups, stride, kernel = layer["groups"], layer["stride"], layer["kernel"]
     return (
         log2(layer["in_channels"] / groups),

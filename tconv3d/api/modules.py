@@ -68,7 +68,7 @@ def convolve_relu_group_norm(
     input: Tensor,
     output_size: list[int] | None = None,
 ) -> Tensor:
-    """Runs convolution, ReLU and GroupNorm in two passes over memory, with the parameters and settings of two layers."""
+    """Runs convolution, ReLU and GroupNorm in two passes over memory, with the parameters of two layers."""
     weight, bias, *settings = arguments(convolution, input, output_size)
     return conv_transpose3d_relu_group_norm(
         input, weight, bias, norm.num_groups, norm.weight, norm.bias, norm.eps, *settings

@@ -53,7 +53,7 @@ def input_shapes(model: nn.Module, example_input: Any) -> dict[nn.Module, tuple[
 
 
 def _listen(model: nn.Module) -> dict[nn.Module, list[Shape]]:
-    """Returns a dictionary that hooks fill with the input shapes of each transposed convolution when the model runs."""
+    """Returns a dictionary that hooks fill, when the model runs, with each transposed convolution's input shapes."""
     seen: dict[nn.Module, list[Shape]] = {}
 
     def remember(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -67,7 +67,7 @@ def _listen(model: nn.Module) -> dict[nn.Module, list[Shape]]:
 
 
 def call_arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns positional and keyword arguments for a tensor, a tuple of arguments or a mapping of keyword arguments."""
+    """Returns positional and keyword arguments, given a tensor, a tuple of arguments or a mapping of keywords."""
     if isinstance(example_input, Mapping):
         return (), dict(example_input)
     if isinstance(example_input, (tuple, list)):

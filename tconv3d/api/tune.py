@@ -31,7 +31,8 @@ from .explain import call_of, problems_of
 from .modules import ConvTranspose3dReLUGroupNorm
 
 FASTER = 1.03  # minimum speedup of a new build: smaller ones may be noise, and the present build is already compiled
-TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # maximum error relative to the largest result: builds sum in different orders
+# Maximum error of a build, relative to the largest result: builds add products in different orders.
+TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
 BUDGET_S = 0.1  # seconds for one timing
 
 MakeTask = Callable[..., executor.Task]
@@ -154,7 +155,7 @@ def tune_pass(
 
 
 def contenders(problem: Problem, device: Device, most: int) -> list[HaloPlan]:
-    """Returns the present build and the best others by the model, each with its best tiling; none unless halo runs."""
+    """Returns the present build and the best others by the model, with their best tilings; none unless halo runs."""
     if planner.plan(problem, device).kernel != "halo":
         return []
     job = job_of(problem)
@@ -224,7 +225,7 @@ class Bench:
         task.launch(self.like, self.operands)
 
     def check(self, task: executor.Task, tolerance: float) -> None:
-        """Raises unless the largest difference from the first task's result is within `tolerance` of the largest result."""
+        """Raises if a result differs from the first task's by more than `tolerance` times the largest result."""
         self.result.fill_(float("nan"))  # elements that the task does not write must not match by chance
         self.run(task)
         if self.reference is None:
