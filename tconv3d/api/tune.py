@@ -86,7 +86,7 @@ def tune(
 
     Tuning takes some seconds for each pass. The values of tensors do not matter: random tensors of the same shape,
     type and layout are used, in the type that `torch.autocast` casts to if it is enabled. A tuned build applies to
-    all volumes of the same kind (`tconv3d.planning.problem.KINDS`), so tune with a typical volume. `tconv3d.explain`
+    all volumes of one size class (`tconv3d.planning.problem.KINDS`), so tune with a typical volume. `tconv3d.explain`
     says what was tuned; `tconv3d cache clear` and a new version of this library discard it.
 
     Tuning can change which build runs, so results before and after may differ in their last bits. Between two calls

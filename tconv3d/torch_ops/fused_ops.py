@@ -47,8 +47,8 @@ for _schema in (
     f"conv_transpose3d_relu({_OPERANDS}, {_SETTINGS}) -> Tensor",
     f"conv_transpose3d_relu_group_norm({_OPERANDS}, {_NORM}, int num_groups, float eps, ScalarType dtype, "
     f"{_SETTINGS}) -> Tensor",
-    # The next two operators are the steps of the block. Statistics are means and reciprocal standard deviations,
-    # [2, N, groups].
+    # conv_transpose3d_relu_statistics and normalize are the two steps of conv_transpose3d_relu_group_norm. Statistics
+    # are means and reciprocal standard deviations, [2, N, groups].
     f"conv_transpose3d_relu_statistics({_OPERANDS}, int num_groups, float eps, {_SETTINGS}) -> (Tensor, Tensor)",
     f"normalize(Tensor input, Tensor statistics, {_NORM}, ScalarType dtype) -> Tensor",
     # relu_group_norm_grad returns the gradients of the ReLU's input, of norm_weight and norm_bias as one tensor
@@ -304,7 +304,7 @@ def _differentiable_gradient(
     # `bias - bias.detach()` is zero but links the bias to the graph: gradients of any order pass the ReLU's mask and
     # reach the bias.
     source = input if bias is None else input + (bias - bias.detach())[:, None, None, None]
-    kind = grad.dtype  # promoted below: parameters may be float32 after a convolution in 16 bits
+    kind = grad.dtype  # widened to the type of the parameters, which may be float32 after a convolution in 16 bits
     for tensor in (weight, norm_bias):
         kind = kind if tensor is None else torch.promote_types(kind, tensor.dtype)
     masked = (source * (input.detach() > 0)).to(kind)

@@ -176,8 +176,8 @@ def _gradients(
 ) -> Sequence[Tensor | None]:
     """Returns the wanted gradients of input, weight and bias.
 
-    One call computes them together, unless a dispatcher mode must see each operator or a graph is recorded. An active
-    profiler does not change which kernels run.
+    One call of the executor computes them together if this library's kernels run, nothing but autograd can change the
+    call, and no graph is recorded. An active profiler does not change which kernels run.
     """
     size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     together = any(wanted) and _unchanged(grad, input, weight) and not torch.is_grad_enabled()

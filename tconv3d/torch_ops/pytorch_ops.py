@@ -40,7 +40,7 @@ def forward(
 def forward_with_statistics(
     input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
 ) -> tuple[Tensor, Tensor]:
-    """Returns the forward pass's ReLU and its means and reciprocal standard deviations as one tensor [2, N, groups]."""
+    """Returns the ReLU of the forward pass, and means and reciprocal standard deviations [2, N, groups]."""
     result = forward(input, weight, bias, convolution, relu=True)
     values = result.to(statistics_dtype(result.dtype)).reshape(result.shape[0], groups, -1)
     variance, mean = torch.var_mean(values, 2, correction=0)
