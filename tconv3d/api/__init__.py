@@ -1,1 +1,1 @@
-"""What users import: functions, modules, `accelerate`, `explain`, `tune` and compiling before the first call."""
+"""Holds what users import: functions, modules, `accelerate`, `explain`, `tune` and `compile_ahead`."""

@@ -1,7 +1,7 @@
-"""`accelerate` and `restore`: the transposed convolutions of an existing model on this library's kernels, and back.
+"""`accelerate` moves the transposed convolutions of an existing model to this library's kernels; `restore` undoes it.
 
-A swap changes the class of the layer object and nothing else. So parameters, buffers, hooks, device, training mode
-and every reference to the layer (an optimizer's, a hook's, a second place that shares it) stay what they are.
+A swap changes the class of the layer object and nothing else. Parameters, buffers, hooks, device, training mode and
+every reference to the layer (from an optimizer, a hook, or a second place in the model) stay valid.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from .survey import Shape
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# On a swapped layer; it travels with copies and pickles, so they too can be restored. A layer that was built as
-# `tconv3d.ConvTranspose3d` does not have it, and stays.
+# `accelerate` sets this attribute on every swapped layer. Copies and pickles carry the attribute along, so `restore`
+# works on them too. Layers that were built as `tconv3d.ConvTranspose3d` lack it, and `restore` leaves them alone.
 _MARK = "_swapped_by_tconv3d"
 
 
 @dataclass(frozen=True)
 class LayerSwap:
-    """One transposed convolution: what becomes of it, and why."""
+    """Says what `accelerate` does to one transposed convolution of a model, and why."""
 
-    places: tuple[str, ...]  # its names in the model; "" is the model itself
+    places: tuple[str, ...]  # names of the layer in the model; "" is the model itself
     layer: str
     swapped: bool
-    fused: bool  # with the ReLU and the GroupNorm that follow it
-    reason: str  # why it is left alone; "" if it is swapped
-    input_shapes: tuple[Shape, ...]  # none where no example input was given
+    fused: bool  # whether the layer runs fused with the ReLU and the GroupNorm that follow it
+    reason: str  # why the layer is not swapped; "" if it is
+    input_shapes: tuple[Shape, ...]  # empty if no example input was given
     gain: Gain | None
 
     def __str__(self) -> str:
@@ -50,10 +50,10 @@ class LayerSwap:
 
 @dataclass(frozen=True)
 class SwapReport:
-    """What `accelerate` does to a model. `str()` of it is for people, `as_dict()` for programs."""
+    """Says what `accelerate` does to a model: `str()` for people, `as_dict()` for programs."""
 
     layers: tuple[LayerSwap, ...]
-    note: str = ""  # why there is no prediction, where one was asked for
+    note: str = ""  # why no gain is predicted although an example input was given
 
     @property
     def swapped(self) -> tuple[LayerSwap, ...]:
@@ -79,8 +79,8 @@ def accelerate(
     """Swaps every `nn.ConvTranspose3d` of the model for this library's, in place, and returns the model.
 
     ConvTranspose3d -> ReLU -> GroupNorm inside `nn.Sequential` become the fused block. `report` is called with a
-    `SwapReport` (`report=print` prints it). With an `example_input` (a tensor, a tuple of arguments or a dictionary
-    of keywords) the report predicts the gain of each layer. `restore` undoes all of it.
+    `SwapReport` (`report=print` prints it). If an `example_input` is given (a tensor, a tuple of arguments or a
+    dictionary of keyword arguments), the report predicts the gain of each layer. `restore` undoes all changes.
     """
     checks.check_model(model, "accelerate")
     checks.check_callable(report, "report", "accelerate")
@@ -98,10 +98,10 @@ def accelerate(
 
 
 def restore(model: Model) -> Model:
-    """Undoes `accelerate`, in place, and returns the model. Layers built as ours in the first place stay.
+    """Undoes `accelerate`, in place, and returns the model. Layers that were built as tconv3d's stay.
 
-    Where another library has given a swapped module a class of its own that cannot be made again over PyTorch's,
-    this is an error that names the class, and nothing has changed.
+    If another library has replaced the class of a swapped module, and the class cannot be rebuilt on PyTorch's, an
+    error names the class and the model is unchanged.
     """
     checks.check_model(model, "restore")
     bases: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
@@ -118,14 +118,14 @@ def restore(model: Model) -> Model:
 
 
 def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
-    """What `accelerate` would do. Changes nothing."""
+    """Returns what `accelerate` would do to the model, without changing it."""
     checks.check_model(model, "plan_swaps")
     shapes: dict[nn.Module, tuple[Shape, ...]] = {}
     note = ""
     if example_input is not None:
         try:
             shapes = survey.input_shapes(model, example_input)
-        except Exception as error:  # whatever a user's model raises when its tensors have no data
+        except Exception as error:  # a user's model may raise anything when its tensors have no data
             note = f"no gain is predicted: the model does not run on fake tensors ({type(error).__name__}: {error})"
     fused = _to_be_fused(model)
     layers = []
@@ -147,7 +147,7 @@ def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
 
 
 def why_left(layer: nn.Module) -> str | None:
-    """Why a transposed convolution is not swapped; None if it is."""
+    """Returns why a transposed convolution is not swapped, or None if it is."""
     if isinstance(layer, torch.jit.ScriptModule):
         return "TorchScript has compiled it"
     if type(layer).__module__.startswith("torch.ao."):
@@ -170,10 +170,10 @@ def why_left(layer: nn.Module) -> str | None:
 
 
 def rebased(kind: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
-    """The class `kind`, which is `old` or was made from it by PyTorch while the program ran, over `new` instead.
+    """Returns `kind`, which is `old` or a subclass that PyTorch made at run time, derived from `new` instead.
 
-    PyTorch makes such classes for one module or for all of a class: `parametrize` to compute a weight, `fully_shard`
-    to gather it. They are made again here, because a copy or another module may share the present one.
+    PyTorch makes such subclasses for one module or for all modules of a class: `parametrize` to compute a weight,
+    `fully_shard` to gather it. A new class is made here, because copies or other modules may share `kind`.
     """
     if kind is old:
         return new
@@ -196,7 +196,7 @@ def _name(layer: nn.Module) -> str:
 
 
 def _gain(layer: nn.Module, shapes: tuple[Shape, ...]) -> Gain | None:
-    """The predicted gain for the largest input that the layer gets."""
+    """Returns the predicted gain for the largest input that the layer gets, or None if there is no prediction."""
     batched = [shape for shape in shapes if len(shape) == 5]
     if not batched or not isinstance(layer, nn.ConvTranspose3d):
         return None

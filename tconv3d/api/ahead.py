@@ -1,8 +1,9 @@
-"""`compile_ahead`: kernels that calls to come will need, compiled before anybody waits for them.
+"""`compile_ahead` compiles the kernels that future calls will launch, before the first call.
 
-Plans the calls as they will be planned, and compiles what is not in the cache in several processes. No GPU is needed.
+The calls are planned exactly as the executor will plan them, and kernels that are not in the disk cache are compiled
+in several processes. No GPU is needed.
 
-Knows nothing of what a plan is for.
+This module knows nothing of what a plan computes.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ def compile_ahead(
     gradients: bool = True,
     gpu: str | None = None,
 ) -> int:
-    """Compiles what a layer will launch for these inputs, and says how many kernels that are.
+    """Compiles the kernels that a layer will launch for these inputs, and returns their number.
 
     >>> tconv3d.compile_ahead(layer, (2, 64, 32, 32, 32), (1, 64, 160, 160, 160))
 
-    An input is a tensor, on the meta device if you like, or its shape. What the first volume of a layer in a process
-    needs is chosen for that volume, and others choose from that and a few more builds. So name the input that comes
-    first before the others.
+    An input is a tensor, possibly on the meta device, or a shape. The first volume of a layer in a process gets a
+    build chosen for itself; all later volumes choose between this build and a few typical ones. Therefore pass the
+    input of the first call first.
 
-    gradients: the backward passes too. gpu: a name (`tconv3d.gpus.GPUS`) or a compute capability, to fill a cache for
-    another machine; the present GPU if there is one.
+    gradients: also compile the backward passes. gpu: a name (`tconv3d.gpus.GPUS`) or a compute capability, to fill
+    the cache for another machine; None means the GPU of this machine.
     """
     convolution = checked_layer(layer)
     if not inputs:
@@ -57,16 +58,18 @@ def compile_ahead(
     return fill_cache(needed, device)
 
 
-# NVRTC compiles one kernel at a time in a process. Not `multiprocessing`: its processes would begin with the
-# caller's script, which need not be prepared for that.
+# NVRTC compiles one kernel at a time per process, so several processes run this program. `multiprocessing` is not
+# used, because its processes import the caller's script, which may lack a `__main__` guard.
 _PROGRAM = "import sys; from tconv3d.api.ahead import compile_described; compile_described(sys.stdin.read())"
 
 Kernels = tuple[tuple[str, Constants], ...]
 
 
 def fill_cache(launches: Iterable[Launch], device: Device) -> int:
-    """Compiles what launches need, in several processes, and says how many kernels that are. What fails here fails
-    again where it is launched, and says so there."""
+    """Compiles the kernels of launches, in several processes, and returns their number.
+
+    Compile errors are ignored here: the same kernel fails again, with a message, when it is launched.
+    """
     kernels = tuple(dict.fromkeys((launch.kernel, launch.constants) for launch in launches))
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(kernels))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -96,7 +99,7 @@ def fill_cache(launches: Iterable[Launch], device: Device) -> int:
 
 
 def compile_described(text: str) -> None:
-    """In a process that `fill_cache` started."""
+    """Compiles the kernels that a JSON text describes, in a process that `fill_cache` started."""
     compile_all(*plain.loads(text, tuple[Kernels, str]))
 
 

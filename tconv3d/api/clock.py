@@ -1,4 +1,4 @@
-"""The clock: what a call takes on the GPU. Imports nothing of the package."""
+"""`Clock` measures the time of a call on the GPU. This module imports nothing of the package."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, Protocol
 
 import torch
 
-L2_FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
-FLUSH_S = 50e-6  # less than a flush takes on any GPU
+L2_FLUSH_BYTES = 256 << 20  # bytes that one flush writes, more than the L2 cache of any GPU holds
+FLUSH_S = 50e-6  # seconds, less than one flush takes on any GPU
 MAX_FLUSHES = 20
 
 
 class Timer(Protocol):
-    """Milliseconds of one call of a function, as a median of several."""
+    """Returns the milliseconds that one call of a function takes, as the median of several calls."""
 
     def __call__(self, run: Callable[[], Any]) -> float: ...
 
 
 class Clock:
-    """Median time by CUDA events, with the L2 cache flushed before every run.
+    """Measures the median time between CUDA events, with the L2 cache flushed before every run.
 
-    Flushing also gives the host a head start, so that what is timed is the GPU's work and not the launching of it:
-    the cache is flushed as often as that takes.
+    The flushes also keep the GPU busy while the host launches the run, so that the events time the GPU's work and
+    not the host's launches. The number of flushes covers twice the measured launch time, with at most `MAX_FLUSHES`.
     """
 
     def __init__(self, budget_s: float = 0.15, device: str = "cuda") -> None:
@@ -33,7 +33,7 @@ class Clock:
         self.budget_s = budget_s
 
     def __call__(self, run: Callable[[], Any]) -> float:
-        for _ in range(2):  # these compile, choose algorithms and fill the allocator
+        for _ in range(2):  # warm-up runs compile kernels, choose algorithms and fill the allocator
             run()
         torch.cuda.synchronize()
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The functions, with `torch.nn.functional`'s names, arguments and meaning; and those that fuse several of them."""
+"""Functions with the names, arguments and meaning of `torch.nn.functional`, and functions that fuse several."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def conv_transpose3d(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
-    """`torch.nn.functional.conv_transpose3d` on this library's kernels.
+    """Computes `torch.nn.functional.conv_transpose3d` on this library's kernels.
 
     input: (N, C_in, D, H, W) or (C_in, D, H, W). weight: (C_in, C_out / groups, kD, kH, kW). bias: (C_out).
     Tuples are (depth, height, width).
@@ -47,7 +47,7 @@ def conv_transpose3d_relu(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
-    """`torch.relu(conv_transpose3d(...))` in one kernel. The arguments are those of `conv_transpose3d`."""
+    """Computes `torch.relu(conv_transpose3d(...))` in one kernel, with the arguments of `conv_transpose3d`."""
     check_tensors(input, weight, bias)
     if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
@@ -73,15 +73,15 @@ def conv_transpose3d_relu_group_norm(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
-    """`group_norm(relu(conv_transpose3d(...)), num_groups, norm_weight, norm_bias, eps)` of torch.nn.functional.
+    """Computes `group_norm(relu(conv_transpose3d(...)), num_groups, norm_weight, norm_bias, eps)`.
 
-    `groups` is the convolution's, `num_groups` the norm's. norm_weight and norm_bias: (C_out).
+    `groups` belongs to the convolution, `num_groups` to the norm. norm_weight and norm_bias: (C_out).
     """
     check_tensors(input, weight, bias)
     if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return F.group_norm(torch.relu(result), num_groups, norm_weight, norm_bias, eps)
-    if input.dim() == 4:  # PyTorch's GroupNorm takes the first dimension for the batch, whatever it is
+    if input.dim() == 4:  # PyTorch's GroupNorm treats the first dimension as the batch, even of an unbatched input
         result = conv_transpose3d_relu(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return F.group_norm(result, num_groups, norm_weight, norm_bias, eps)
     convolution = convolution_of(stride, padding, output_padding, groups, dilation)

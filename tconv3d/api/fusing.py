@@ -1,8 +1,8 @@
-"""ConvTranspose3d -> ReLU -> GroupNorm inside `nn.Sequential`, run as the fused block.
+"""Runs ConvTranspose3d -> ReLU -> GroupNorm inside `nn.Sequential` as the fused block.
 
-The three layers stay where they are: names, parameters, `state_dict` and hooks keep their place, and only the
-sequence's class changes. At every call a triple runs fused only while its layers do nothing but what their classes
-say: a layer with a hook, a replaced `forward` or a class of its own is called as itself, as before.
+The three layers (a triple) stay in the model with their names, parameters, `state_dict` and hooks; only the class of
+the sequence changes. Every call checks the triple again: if one of the layers has a hook, a replaced `forward` or
+another class, the three layers are called one by one.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from .modules import ConvTranspose3d, convolve_relu_group_norm
 
 
 def triples(sequence: nn.Module, kinds: tuple[type[nn.Module], ...] = (ConvTranspose3d,)) -> list[nn.Module]:
-    """The convolutions of a sequence, of these very classes, that a plain ReLU and a plain GroupNorm follow."""
+    """Returns the convolutions of a sequence with a class in `kinds` which a plain ReLU and GroupNorm follow."""
     if type(sequence) not in _SEQUENCES or not has_own_forward(sequence):
-        return []  # a subclass, or another forward, may do anything in between
+        return []  # a subclass, or a replaced forward, may do anything between the layers
     layers: list[Any] = list(sequence._modules.values())
     found = (layers[i : i + 3] for i, layer in enumerate(layers) if type(layer) in kinds)
     return [triple[0] for triple in found if _fit(triple) and all(map(has_own_forward, triple))]
 
 
 def fuse(sequence: nn.Sequential) -> None:
-    """Makes the sequence run its triples as fused blocks. Does nothing where there are none."""
+    """Makes the sequence run its triples as fused blocks, and does nothing if it has no triple."""
     if triples(sequence):
         sequence.__class__ = FusedSequential
 
 
 class FusedSequential(nn.Sequential):
-    """A sequence that runs plain triples of layers as one block each."""
+    """Runs every plain triple of layers in a sequence as one fused block."""
 
     def forward(self, input: Tensor) -> Tensor:
         if forward_is_replaced(nn.Sequential):
@@ -51,13 +51,13 @@ class FusedSequential(nn.Sequential):
 
 
 def as_defined(kind: type[nn.Module], name: str) -> Callable[..., Any] | None:
-    """A method as the class's own source file defines it; None if somebody has replaced it on the class."""
+    """Returns a method as the source file of the class defines it, or None if it has been replaced on the class."""
     method: Callable[..., Any] = getattr(kind, name)
     return method if getattr(method, "__globals__", None) is vars(sys.modules[kind.__module__]) else None
 
 
-# The layers that take part, and what calling one runs. Who replaces `__call__` (torch.fx, while it traces) listens
-# to every layer.
+# Classes that take part in fusing, with their original `forward`, and the methods that calling a layer runs. Layers
+# run unfused while one of these methods is replaced: torch.fx, for example, replaces `__call__` to trace every layer.
 _KINDS: tuple[type[nn.Module], ...] = (nn.ConvTranspose3d, ConvTranspose3d, nn.ReLU, nn.GroupNorm)
 _SEQUENCES: tuple[type[nn.Module], ...] = (nn.Sequential, FusedSequential)
 _FORWARDS = {kind: as_defined(kind, "forward") for kind in _KINDS + _SEQUENCES}
@@ -65,12 +65,12 @@ _CALL, _CALL_IMPL = as_defined(nn.Module, "_wrapped_call_impl"), as_defined(nn.M
 
 
 def _runs_fused(layers: Sequence[Any]) -> bool:
-    """Whether these are three layers that do nothing but what their classes say, and nobody listens to them."""
+    """Tells whether three layers form a triple that has no hooks and no replaced methods."""
     return _fit(layers) and not module_hooks._has_any_global_hook() and all(map(_is_plain, layers))
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether calling the layer runs its class's `forward` and nothing else."""
+    """Tells whether calling the layer runs the `forward` of its class and nothing else."""
     kind, own = type(layer), layer.__dict__
     return (
         has_own_forward(layer)
@@ -86,17 +86,17 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def has_own_forward(layer: nn.Module) -> bool:
-    """Whether a layer's `forward` is the one of its class, and its class's the one of its source file."""
+    """Tells whether a layer's `forward` is replaced neither on the object nor on its class."""
     return "forward" not in layer.__dict__ and not forward_is_replaced(type(layer))
 
 
 def forward_is_replaced(kind: type[nn.Module]) -> bool:
-    """Whether somebody has replaced the `forward` of one of the classes here."""
+    """Tells whether the `forward` of one of the classes in `_FORWARDS` has been replaced."""
     return kind.forward is not _FORWARDS[kind]
 
 
 def _fit(layers: Sequence[Any]) -> bool:
-    """Whether these are a convolution, a ReLU and a GroupNorm for as many channels."""
+    """Tells whether a ReLU and a GroupNorm over the convolution's output channels follow the convolution."""
     if len(layers) != 3:
         return False
     convolution, relu, norm = layers

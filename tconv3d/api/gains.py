@@ -1,8 +1,8 @@
-"""What a layer is likely to gain: as much as the most similar layer that has been measured.
+"""Predicts the gain of a layer over PyTorch: the gain of the most similar layer that has been measured.
 
-`measured.json`, where the package has one, is made from a benchmark's results by `distil`; a prediction names the
-layer it comes from. No model of PyTorch's operator is assumed: its time follows no simple rule, so a layer that
-resembles none of the measured ones has no prediction.
+`distil` makes `measured.json` from the results of a benchmark; a package without the file predicts nothing. A
+prediction names the measured layer. PyTorch's time follows no simple model, so a layer that resembles no measured
+layer gets no prediction.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import Any
 
 MEASURED = Path(__file__).with_name("measured.json")
-# Two layers are similar when the features below differ by no more than this, in octaves (Euclidean).
+# Two layers are similar if their `features` are at most this far apart (Euclidean distance, in octaves).
 REACH = 3.0
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Gain:
-    """PyTorch's time, as it comes, over ours."""
+    """Holds PyTorch's time with default settings divided by this library's time, for each pass."""
 
     forward: float
     backward: float | None
-    like: str  # the measured layer
+    like: str  # name of the measured layer
     gpu: str
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Gain:
 
 
 def features(layer: Mapping[str, Any]) -> tuple[float, ...]:
-    """What decides the speed of a layer, in octaves: channels, groups, work per output, amount of output."""
+    """Returns what decides a layer's speed, in octaves: channels, groups, stride, taps per output, positions."""
     groups, stride, kernel = layer["groups"], layer["stride"], layer["kernel"]
     return (
         log2(layer["in_channels"] / groups),
@@ -49,7 +49,7 @@ def features(layer: Mapping[str, Any]) -> tuple[float, ...]:
 
 
 def predict(layer: Mapping[str, Any], dtype: str, layout: str) -> Gain | None:
-    """The gain of the measured layer most similar to this one, if one is similar at all."""
+    """Returns the gain of the most similar measured layer, or None if no measured layer is similar."""
     rows = [row for row in measured()["rows"] if row["dtype"] == dtype and row["layout"] == layout]
     wanted = features(layer)
     nearest = min(rows, key=lambda row: dist(features(row["shape"]), wanted), default=None)
@@ -60,7 +60,7 @@ def predict(layer: Mapping[str, Any], dtype: str, layout: str) -> Gain | None:
 
 @functools.cache
 def measured() -> dict[str, Any]:
-    """The measurements that came with the package."""
+    """Returns the measurements that the package contains."""
     if not MEASURED.exists():
         return {"gpu": "", "rows": []}
     found: dict[str, Any] = json.loads(MEASURED.read_text())
@@ -68,7 +68,7 @@ def measured() -> dict[str, Any]:
 
 
 def distil(results: Mapping[str, Any]) -> dict[str, Any]:
-    """What `measured.json` holds, out of the results that `tconv3d bench --json` writes."""
+    """Returns the content of `measured.json`, given the results that `tconv3d bench --json` writes."""
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in results["rows"]:
         if row.get("ours_ms") is None or "default" not in row["torch_ms"] or row["follow"]:

@@ -1,9 +1,8 @@
-"""`nn.Module` drop-ins: subclasses of PyTorch's own, with the arithmetic replaced, and a block of several.
+"""`nn.Module` drop-ins: subclasses of PyTorch's layers with the arithmetic replaced, and a block of several layers.
 
-Constructor, parameters, initialisation, `state_dict` and `extra_repr` are inherited, so a checkpoint or a
-model definition cannot tell the difference. The block has PyTorch's layers as its children, for the same reason.
-Knows nothing of kernels, devices or plans: it calls
-`functional`.
+Constructor, parameters, initialisation, `state_dict` and `extra_repr` are inherited, so checkpoints and model
+definitions work unchanged. The block's children are layers for the same reason. This module calls `functional` and
+knows nothing of kernels, devices or plans.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3
 def resolved_output_padding(
     layer: torch.nn.ConvTranspose3d, input: Tensor, output_size: list[int] | None
 ) -> tuple[int, ...]:
-    """The layer's own output padding, or the one that gives `output_size`: one of those the stride allows."""
+    """Returns the layer's output padding, or the output padding that gives `output_size` if the stride allows it."""
     if output_size is None:
         return layer.output_padding
     sizes: list[Any] = [layer.stride, layer.padding, layer.kernel_size, 3, layer.dilation]
@@ -29,7 +28,7 @@ def resolved_output_padding(
 
 
 def arguments(layer: torch.nn.ConvTranspose3d, input: Tensor, output_size: list[int] | None) -> tuple[Any, ...]:
-    """What a layer adds to its input when it calls a function: parameters and settings."""
+    """Returns the arguments after `input` of a call of `functional`: the layer's parameters and settings."""
     if layer.padding_mode != "zeros":
         raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
     output_padding = resolved_output_padding(layer, input, output_size)
@@ -40,24 +39,26 @@ _Layer = TypeVar("_Layer", bound="ConvTranspose3d")
 
 
 class ConvTranspose3d(torch.nn.ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` on this library's kernels: same constructor and parameters."""
+    """Runs `torch.nn.ConvTranspose3d` on this library's kernels, with the same constructor and parameters."""
 
     def train(self: _Layer, mode: bool = True) -> _Layer:
-        """Also forgets packed weights, of this layer and of all others: who begins to evaluate may have written
-        weights in ways that leave no trace (see `kept`)."""
+        """Switches between training and evaluation, and drops the packed weights of all layers.
+
+        A training step may have written weights in ways that PyTorch's version counter misses (see `kept`).
+        """
         kept.forget()
         return super().train(mode)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: one of those the stride allows."""
+        """Takes an input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: a size that the stride allows."""
         return conv_transpose3d(input, *arguments(self, input, output_size))
 
 
 class ConvTranspose3dReLU(ConvTranspose3d):
-    """`torch.nn.ConvTranspose3d` and the ReLU of its result in one kernel: same constructor and parameters."""
+    """Runs `torch.nn.ConvTranspose3d` and a ReLU in one kernel, with the same constructor and parameters."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: one of those the stride allows."""
+        """Takes an input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: a size that the stride allows."""
         return conv_transpose3d_relu(input, *arguments(self, input, output_size))
 
 
@@ -67,7 +68,7 @@ def convolve_relu_group_norm(
     input: Tensor,
     output_size: list[int] | None = None,
 ) -> Tensor:
-    """The convolution, ReLU and the norm in two passes over memory, with the settings of two layers."""
+    """Runs convolution, ReLU and GroupNorm in two passes over memory, with the parameters of two layers."""
     weight, bias, *settings = arguments(convolution, input, output_size)
     return conv_transpose3d_relu_group_norm(
         input, weight, bias, norm.num_groups, norm.weight, norm.bias, norm.eps, *settings
@@ -75,12 +76,12 @@ def convolve_relu_group_norm(
 
 
 class ConvTranspose3dReLUGroupNorm(torch.nn.Module):
-    """ConvTranspose3d, ReLU and GroupNorm in two passes over memory.
+    """Runs ConvTranspose3d, ReLU and GroupNorm in two passes over memory.
 
     The children `conv_transpose` and `group_norm` hold parameters and settings, so the `state_dict` is that of a
-    model with these two layers. They are not called: a hook on them does not run.
+    model with these two layers. The children are not called, so hooks on them do not run.
 
-    `groups` is the convolution's, `num_groups` the norm's.
+    `groups` belongs to the convolution, `num_groups` to the norm.
     """
 
     def __init__(
@@ -107,5 +108,5 @@ class ConvTranspose3dReLUGroupNorm(torch.nn.Module):
         self.group_norm = torch.nn.GroupNorm(num_groups, out_channels, eps, affine, device=device, dtype=dtype)
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        """Input (N, C_in, D, H, W). `output_size`: one of those the stride allows."""
+        """Takes an input (N, C_in, D, H, W). `output_size`: a size that the stride allows."""
         return convolve_relu_group_norm(self.conv_transpose, self.group_norm, input, output_size)

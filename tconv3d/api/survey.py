@@ -1,6 +1,6 @@
-"""The transposed convolutions of a model: where they are, and the inputs they get.
+"""Finds the transposed convolutions of a model, their places in it, and the shapes of their inputs.
 
-Reads models, never changes them. Knows nothing of kernels, plans or speed.
+This module reads models and never changes them. It knows nothing of kernels, plans or speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 def transposed_convolutions(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """Every transposed 3D convolution, with all the places it is used in (more than one where it is shared)."""
+    """Returns every transposed 3D convolution with all its names in the model (several if the layer is shared)."""
     found: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if is_transposed_convolution(module):
@@ -27,7 +27,7 @@ def transposed_convolutions(model: nn.Module) -> dict[nn.Module, tuple[str, ...]
 
 
 def is_transposed_convolution(module: nn.Module) -> bool:
-    """Also those that only answer to the name: quantized ones, and what TorchScript made of one."""
+    """Tells whether a module is a ConvTranspose3d, including quantized layers and layers compiled by TorchScript."""
     if isinstance(module, torch.jit.ScriptModule):
         return str(getattr(module, "original_name", "")) == "ConvTranspose3d"
     kind = type(module)
@@ -36,14 +36,14 @@ def is_transposed_convolution(module: nn.Module) -> bool:
 
 
 def input_shapes(model: nn.Module, example_input: Any) -> dict[nn.Module, tuple[Shape, ...]]:
-    """The input shapes that each transposed convolution gets when the model is called with `example_input`.
+    """Returns the input shapes that each transposed convolution gets when the model is called with `example_input`.
 
-    A tensor, a tuple of arguments or a mapping of keywords. What runs is a copy of the model whose tensors have a
-    shape and no data: nothing is computed, no statistic of the model is updated, no random number drawn.
+    `example_input` is a tensor, a tuple of arguments or a mapping of keyword arguments. The call runs on a copy of
+    the model with fake tensors: nothing is computed, no statistic of the model is updated, no random number is drawn.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         with FakeCopyMode(mode):
-            # A copy, because a model keeps what passes through it: in buffers, in attributes.
+            # The model is copied, because a call may store tensors in its buffers and attributes.
             fake = copy.deepcopy(model)
         seen = _listen(fake)
         arguments, keywords = call_arguments(_pytree.tree_map_only(Tensor, mode.from_tensor, example_input))
@@ -53,7 +53,7 @@ def input_shapes(model: nn.Module, example_input: Any) -> dict[nn.Module, tuple[
 
 
 def _listen(model: nn.Module) -> dict[nn.Module, list[Shape]]:
-    """A dictionary that will hold the input shapes of each transposed convolution of the model."""
+    """Returns a dictionary that hooks fill, when the model runs, with each transposed convolution's input shapes."""
     seen: dict[nn.Module, list[Shape]] = {}
 
     def remember(module: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -67,7 +67,7 @@ def _listen(model: nn.Module) -> dict[nn.Module, list[Shape]]:
 
 
 def call_arguments(example_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments out of a tensor, a tuple of arguments or a mapping of keywords."""
+    """Returns positional and keyword arguments, given a tensor, a tuple of arguments or a mapping of keywords."""
     if isinstance(example_input, Mapping):
         return (), dict(example_input)
     if isinstance(example_input, (tuple, list)):

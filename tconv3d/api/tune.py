@@ -1,10 +1,10 @@
-"""`tune`: measures builds of a layer's kernels on the GPU at hand, and keeps the fastest beside the compiled kernels.
+"""`tune` measures builds of a layer's kernels on the present GPU, and stores the fastest build in the disk cache.
 
-The halo kernel is compiled in one of many builds, and the planner chooses by a model of the hardware. Here the
-builds that the model likes best are run, checked against the present one and timed. What is kept is the planner's
-choice from then on, in this process and in all that share the cache.
+The halo kernel can be compiled in many builds, and the planner chooses a build by a model of the hardware. `tune`
+runs the builds that the model ranks best, checks them against the present build and times them. The planner uses the
+stored build from then on, in this process and in all processes that share the cache.
 
-Knows which kernel has builds to choose from; nothing of what a build is.
+This module knows which kernel has several builds, but not what a build is.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ from .clock import Clock, Timer
 from .explain import call_of, problems_of
 from .modules import ConvTranspose3dReLUGroupNorm
 
-FASTER = 1.03  # times: less may be noise, and a build that is compiled already is worth something
-TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}  # of the largest result: sums in another order
-BUDGET_S = 0.1  # for one timing
+FASTER = 1.03  # minimum speedup of a new build: smaller ones may be noise, and the present build is already compiled
+# Maximum error of a build, relative to the largest result: builds add products in different orders.
+TOLERANCE = {"float32": 1e-3, "float16": 2e-3, "bfloat16": 1e-2}
+BUDGET_S = 0.1  # seconds for one timing
 
 MakeTask = Callable[..., executor.Task]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One build, run once to be checked and then timed."""
+    """Holds the result of one build, which is run once to check its result and is then timed."""
 
     build: str
     ms: float | None
-    why_not: str = ""  # it was not timed
+    why_not: str = ""  # why the build was not timed
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `tune` found for one pass. `str()` of it is for people."""
+    """Holds what `tune` found for one pass; `str()` describes it in words."""
 
     name: str
     kernel: str
-    trials: tuple[Trial, ...] = ()  # the present build first; none where there is nothing to choose from
+    trials: tuple[Trial, ...] = ()  # the present build first; empty if the kernel has a single build
     before_ms: float | None = None
     ms: float | None = None
     changed: bool = False
@@ -79,21 +80,22 @@ def tune(
     clock: Timer | None = None,
     **keywords: Any,
 ) -> list[Tuned]:
-    """Measures builds of a layer's kernels on this GPU and keeps the fastest for this and all later processes.
+    """Measures builds of a layer's kernels on this GPU and stores the fastest for this and all later processes.
 
     >>> tconv3d.tune(layer, input)                       # a layer; the input as a tensor or as its shape
     >>> tconv3d.tune(input, weight, bias, stride=2)      # the arguments of conv_transpose3d
 
-    Takes some seconds for each pass. Values do not matter: tensors of the same shape, type and layout are made up,
-    and under `torch.autocast` of the type that it casts to. A layer has one build for all small, one for all medium
-    and one for all large volumes, so tune with a volume that is typical. `tconv3d.explain` says what was tuned;
-    `tconv3d cache clear` forgets it, and so does a new version of this library.
+    Tuning takes some seconds for each pass. The values of tensors do not matter: random tensors of the same shape,
+    type and layout are used, in the type that `torch.autocast` casts to if it is enabled. A tuned build applies to
+    all volumes of one size class (`tconv3d.planning.problem.KINDS`), so tune with a typical volume. `tconv3d.explain`
+    says what was tuned; `tconv3d cache clear` and a new version of this library discard it.
 
     Tuning can change which build runs, so results before and after may differ in their last bits. Between two calls
-    of `tune` they are as reproducible as ever.
+    of `tune` results are as reproducible as without tuning.
 
-    gradients: the backward passes too. candidates: builds that are tried beside the present one. report: called with
-    what was found for each pass. clock: milliseconds of a call; the default takes the median with a cold L2 cache.
+    gradients: also tune the backward passes. candidates: number of builds that are tried besides the present one.
+    report: called with a `Tuned` for each pass. clock: returns the milliseconds of a call; the default takes the
+    median with a cold L2 cache.
     """
     checks.check_callable(report, "report", "tune")
     if checks.integer(candidates, "candidates", "tune") < 0:
@@ -119,7 +121,7 @@ def tune(
 
 
 def _under_autocast(tensor: Any, kind: str) -> Any:
-    """An operand as the kernels get it: where autocast would cast it, a stand-in without values."""
+    """Returns an operand in the type that autocast gives it: a meta tensor if autocast would cast it."""
     if tensor is None or tensor.dtype is torch.float64 or not torch.is_autocast_enabled(kind):
         return tensor
     return tensor.to("meta", torch.get_autocast_dtype(kind))
@@ -128,7 +130,7 @@ def _under_autocast(tensor: Any, kind: str) -> Any:
 def tune_pass(
     problem: Problem, like: Tensor, most: int, clock: Timer, make_task: MakeTask = executor.make_task
 ) -> Tuned:
-    """Tunes one pass. `like` has the type and the device of its tensors."""
+    """Tunes one pass. `like` has the type and the device of the pass's tensors."""
     device = executor.device_of(like)
     name, kernel = problem.which.value, planner.plan(problem, device).kernel
     plans = contenders(problem, device, most)
@@ -139,7 +141,7 @@ def tune_pass(
     trials = measure(problem, plans, like, clock, make_task)
     best = min(range(len(plans)), key=lambda i: trials[i].ms or inf)
     before = after = trials[0].ms or inf
-    if best > 0:  # once more, side by side: a GPU's clock rate changes while it works
+    if best > 0:  # both builds are timed again in a row, because a GPU's clock rate drifts
         before, after = (
             trial.ms or inf for trial in measure(problem, [plans[0], plans[best]], like, clock, make_task)
         )
@@ -154,7 +156,7 @@ def tune_pass(
 
 
 def contenders(problem: Problem, device: Device, most: int) -> list[HaloPlan]:
-    """The present build and the best others by the model, each with its best tiling; none if another kernel runs."""
+    """Returns the present build and the best others by the model, with their best tilings; none unless halo runs."""
     if planner.plan(problem, device).kernel != "halo":
         return []
     job = job_of(problem)
@@ -171,9 +173,10 @@ def measure(
     clock: Timer,
     make_task: MakeTask = executor.make_task,
 ) -> list[Trial]:
-    """Times plans of one problem. The first is trusted; the others' results must be as the first one's.
+    """Times plans of one problem. The first plan is trusted; the results of the others must match its result.
 
-    One that fails or is wrong is not timed. What makes the GPU unusable, or the first plan fail, is an error.
+    A plan that fails or gives a wrong result is not timed. An error is raised if the first plan fails, or if a plan
+    leaves the GPU unusable.
     """
     bench = Bench(problem, like)
     names = executor.OPERANDS[problem.which]
@@ -184,18 +187,18 @@ def measure(
             task = make_task(halo_planner.plan_of(plan, problem), names, (), like)
             bench.check(task, TOLERANCE[problem.dtype])
             trials.append(Trial(build, clock(partial(bench.run, task))))
-        except RuntimeError as error:  # it is wrong, does not compile, or does not fit the memory
+        except RuntimeError as error:  # a wrong result, a compile error, or too little memory
             if not trials:
                 raise
             trials.append(Trial(build, None, str(error).partition("\n")[0][:200]))
             if like.is_cuda:
                 torch.cuda.empty_cache()
-                torch.cuda.synchronize()  # raises if nothing can run any more
+                torch.cuda.synchronize()  # raises if the GPU has become unusable
     return trials
 
 
 class Bench:
-    """The operands of a pass, of random values, and room for its result."""
+    """Holds the operands of a pass, with random values, and the tensor for its result."""
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
         g, forward = problem.geometry, problem.which is Pass.FORWARD
@@ -223,13 +226,13 @@ class Bench:
         task.launch(self.like, self.operands)
 
     def check(self, task: executor.Task, tolerance: float) -> None:
-        """The largest difference from the first task's result must be a small part of the largest result."""
-        self.result.fill_(float("nan"))  # else what a task does not write would be the one before's
+        """Raises if a result differs from the first task's by more than `tolerance` times the largest result."""
+        self.result.fill_(float("nan"))  # elements that the task does not write must not match by chance
         self.run(task)
         if self.reference is None:
             self.reference = self.result.clone()
-        pairs = zip(self.result, self.reference, strict=True)  # one batch item at a time: they are large
+        pairs = zip(self.result, self.reference, strict=True)  # one batch item at a time, to save memory
         largest = torch.stack([torch.stack([(a - b).abs().max(), b.abs().max()]) for a, b in pairs])
         difference, scale = largest.float().amax(0).tolist()
-        if not difference <= tolerance * scale:  # or NaN
+        if not difference <= tolerance * scale:  # also catches NaN
             raise RuntimeError(f"its result is wrong: {difference:.1e} off where the largest is {scale:.1e}")

@@ -1,8 +1,8 @@
-"""The arithmetic of a transposed 3D convolution: sizes, taps, phases, shifts. The one source of truth.
+"""Defines the arithmetic of a transposed 3D convolution: sizes, taps, phases, shifts.
 
 Per dimension, kernel position (tap) `t` has one phase `(t*dilation - padding) mod stride` and one shift
 `floor((t*dilation - padding) / stride)`: it adds `w[t] * x[q - shift]` to output `stride*q + phase`.
-Kernels never derive this again: they are compiled with the tables made here. Imports nothing of the package and
+Kernels are compiled with the tables made here and never derive them. This module imports nothing of the package and
 knows nothing of tensors, kernels or GPUs.
 """
 
@@ -17,7 +17,7 @@ Triple = tuple[int, ...]  # (depth, height, width)
 
 @dataclass(frozen=True)
 class Axis:
-    """One of the three dimensions of a transposed convolution."""
+    """Describes one of the three dimensions of a transposed convolution."""
 
     kernel: int
     stride: int = 1
@@ -36,7 +36,7 @@ class Axis:
         return (tap * self.dilation - self.padding) // self.stride
 
     def taps(self, phase: int) -> tuple[int, ...]:
-        """The taps that feed the outputs of one phase, in ascending order (none, if gcd(stride, dilation) > 1)."""
+        """Returns the taps that feed the outputs of one phase, in ascending order. A phase may have no tap."""
         return self.taps_by_phase[phase]
 
     @cached_property
@@ -47,29 +47,31 @@ class Axis:
         return tuple(tuple(taps) for taps in found)
 
     def is_own(self, tap: int) -> bool:
-        """Whether position i of the input and this tap meet in one of the outputs from stride*i to stride*(i + 1)."""
+        """Tells whether the tap adds input position i to one of the outputs from stride*i to stride*(i + 1) - 1."""
         return self.shift(tap) == 0
 
     @cached_property
     def own_taps(self) -> tuple[int, ...]:
-        """Of each phase its own tap, if all have one and every output belongs to a position: then positions and own
-        taps meet in every output once, whatever the size. Else none."""
+        """The taps with shift 0, one for each phase, if they reach every output of any size exactly once; else none.
+
+        A loop over positions and own taps then visits every output once.
+        """
         own = tuple(tap for phase in range(self.stride) for tap in self.taps(phase) if self.is_own(tap))
         return own if len(own) == self.stride and self.output_size(1) <= self.stride else ()
 
     def positions(self, output_size: int) -> int:
-        """How many positions q the largest phase plane has: outputs stride*q + phase < output_size."""
+        """Returns the number of positions q of the largest phase: outputs stride*q + phase < output_size."""
         return -(-output_size // self.stride)
 
     def meetings(self, size: int) -> int:
-        """How many pairs of a position and a tap meet in an output that exists: counted for each of the fewer."""
+        """Returns how many pairs of an input position and a tap reach an output inside the tensor."""
         (count, step), (other, width) = sorted(((size, self.stride), (self.kernel, self.dilation)))
         bound = self.output_size(size)
         return sum(len(valid_range(step * i - self.padding, width, other, bound)) for i in range(count))
 
     @cached_property
     def scatter(self) -> Gather:
-        """Output stride*q + phase gathers x[q - shift(tap)]: the forward pass."""
+        """The forward pass: output stride*q + phase gathers x[q - shift(tap)]."""
         common = gcd(self.stride, self.dilation)
         taps = self.taps_by_phase
         return Gather(
@@ -84,7 +86,7 @@ class Axis:
 
     @cached_property
     def gather(self) -> Gather:
-        """Position i of the input gradient gathers dy[stride*i + tap*dilation - padding]: a single phase."""
+        """The input gradient: position i gathers dy[stride*i + tap*dilation - padding], in a single phase."""
         return Gather(
             input_step=self.stride,
             output_step=1,
@@ -98,7 +100,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Gather:
-    """One dimension of a pass that computes each output from the inputs it needs.
+    """Describes one dimension of a pass that computes each output from the inputs it needs.
 
     Output `output_step*q + phase` is the sum over `j < count[phase]` of input
     `input_step*q + first_offset[phase] + j*offset_step` times tap `first_tap[phase] + j*tap_step`.
@@ -124,14 +126,14 @@ class Gather:
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """The first and the last input that position 0 reads."""
+        """The first and the last index of the inputs that position 0 reads."""
         ends = [self.offset(f, j) for f, count in enumerate(self.count) if count for j in (0, count - 1)]
         return min(ends), max(ends)
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A transposed 3D convolution without its volume and batch: what a kernel is compiled for."""
+    """Describes a transposed 3D convolution without its volume and batch size: what a kernel is compiled for."""
 
     in_channels: int
     out_channels: int
@@ -158,7 +160,7 @@ class Geometry:
 
     @cached_property
     def _hash(self) -> int:
-        """Said once: planners look up by it thousands of times."""
+        """The hash, computed once because planners use it thousands of times as a key."""
         return hash((self.in_channels, self.out_channels, self.groups, self.axes))
 
     @property
@@ -189,7 +191,7 @@ class Geometry:
 
     @property
     def empty_phases(self) -> int:
-        """Phases without a tap: their outputs are the bias alone."""
+        """The number of phases without a tap, whose outputs are the bias alone."""
         fed = prod(min(axis.kernel, axis.stride // gcd(axis.stride, axis.dilation)) for axis in self.axes)
         return self.phases - fed
 
@@ -198,7 +200,7 @@ class Geometry:
 
     @cached_property
     def own_taps_cover(self) -> bool:
-        """Whether positions and own taps meet in every output, and in each once."""
+        """Tells whether positions and own taps (`Axis.own_taps`) reach every output exactly once."""
         return all(axis.own_taps for axis in self.axes)
 
     def output_size(self, input_size: Triple) -> Triple:
@@ -206,13 +208,13 @@ class Geometry:
         return d, h, w
 
     def multiplications(self, batch: int, input_size: Triple) -> int:
-        """Multiply-adds of one pass, those with an index outside the output left out."""
+        """Returns the multiply-adds of one pass without products that fall outside the output."""
         used = prod(axis.meetings(size) for axis, size in zip(self.axes, input_size, strict=True))
         return batch * self.in_channels * self.out_per_group * used
 
 
 def valid_range(offset: int, step: int, size: int, bound: int) -> range:
-    """The positions i < size for which 0 <= step*i + offset < bound."""
+    """Returns the positions i < size for which 0 <= step*i + offset < bound."""
     first = max(0, -(offset // step))
     last = min(size - 1, (bound - 1 - offset) // step)
     return range(first, max(first, last + 1))

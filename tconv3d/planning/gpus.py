@@ -1,4 +1,4 @@
-"""GPUs that `explain` knows by name, what they can do at best, and plans for one of them made on another."""
+"""Lists GPUs by name with their peak rates, and lets plans be made for one GPU on another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .problem import Device, Pass, Problem
 
 @dataclass(frozen=True)
 class Gpu:
-    """A device with its ceilings: memory in TB/s, products in TFLOP/s."""
+    """Describes a device with its peak rates: `copy` in TB/s of memory traffic, the others in TFLOP/s."""
 
     device: Device
     copy: float
@@ -21,7 +21,7 @@ class Gpu:
     source: str
 
     def floor_ms(self, problem: Problem) -> float:
-        """The larger of moving every tensor once and doing the arithmetic at the rate of the precision in force."""
+        """Returns the larger of the times for moving every tensor once and for the arithmetic at peak rate."""
         moving = problem.bytes / (self.copy * 1e12)
         return 1e3 * max(moving, problem.flops / (self.rate(problem) * 1e12))
 
@@ -31,16 +31,18 @@ class Gpu:
         if problem.which is Pass.BIAS_GRAD:
             return self.float32
         if problem.dtype == "float32":
-            return self.tf32 if problem.tf32 else max(self.float32, self.tf32 / 3)  # three TF32 products make one
+            # Strict float32 takes multiply-adds, or three TF32 products for each product.
+            return self.tf32 if problem.tf32 else max(self.float32, self.tf32 / 3)
         return self.half
 
 
 GPUS = {
     gpu.device.name: gpu
     for gpu in (
-        # Measured: device-to-device copy, and matrix products of 8192^3 (float64: the data sheet).
+        # Rates of the H200 were measured with a device-to-device copy and matrix products of 8192^3, except float64,
+        # which is from the data sheet.
         Gpu(Device("H200", (9, 0), 132, 232448), 4.27, 51.3, 389.0, 789.0, 67.0, "measured"),
-        # Data sheets, dense rates; nobody has measured the ceilings for this project.
+        # Rates of the other GPUs are dense rates from data sheets.
         Gpu(Device("H100", (9, 0), 132, 232448), 3.35, 67.0, 494.0, 989.0, 67.0, "data sheet"),
         Gpu(Device("A100", (8, 0), 108, 166912), 2.04, 19.5, 156.0, 312.0, 19.5, "data sheet"),
         Gpu(Device("L40S", (8, 9), 142, 101376), 0.86, 91.6, 183.0, 362.0, 1.4, "data sheet"),
@@ -56,7 +58,7 @@ AS = "TCONV3D_AS"  # the environment variable that names the GPU to plan for
 
 
 def find(name: str) -> Gpu:
-    """The GPU of a name, in capitals or not, or the first of a compute capability ("9.0")."""
+    """Returns the GPU with a name, whatever its case, or the first GPU with a compute capability ("9.0")."""
     if not isinstance(name, str):
         raise TypeError(
             f"expected gpu to be a name or a compute capability as text (gpu='H200', gpu='9.0'), but got {name!r} of "
@@ -70,13 +72,13 @@ def find(name: str) -> Gpu:
 
 
 def known(device: Device) -> Gpu | None:
-    """A device of the driver's name ("NVIDIA GeForce RTX 4090"), if it is listed here."""
+    """Returns the listed GPU with the driver's name of a device ("NVIDIA GeForce RTX 4090"), or None."""
     words = device.name.split()
     return next((gpu for key, gpu in GPUS.items() if key in words or _name(gpu) == _plain(device.name)), None)
 
 
 def names() -> str:
-    """What `find` takes, in words."""
+    """Lists in words the names and compute capabilities that `find` takes."""
     capabilities = sorted({gpu.device.capability for gpu in GPUS.values()})
     return ", ".join((*GPUS, *(f"{major}.{minor}" for major, minor in capabilities)))
 
@@ -91,17 +93,17 @@ def _capability(gpu: Gpu) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name without capitals, gaps and the maker's: what people leave out or write differently."""
+    """Returns a name in lower case, without spaces, dashes, underscores, "nvidia" and "geforce"."""
     words = name.casefold().replace("-", " ").replace("_", " ").split()
     return "".join(word for word in words if word not in ("nvidia", "geforce"))
 
 
 def as_told(device: Device) -> Device:
-    """The device that plans are made for: the given one, or the one that the environment variable TCONV3D_AS names.
+    """Returns the device to plan for: the given one, or the one that the environment variable TCONV3D_AS names.
 
-    TCONV3D_AS is a GPU's name or a compute capability, then perhaps a number of multiprocessors: "A100", "8.0",
-    "A100,108". Without that number the device's own multiprocessors count, so that plans fill the GPU at hand.
-    Kernels are always compiled for the GPU at hand, and a block never gets more shared memory than it has.
+    TCONV3D_AS is a GPU's name or a compute capability, optionally followed by a number of multiprocessors: "A100",
+    "8.0", "A100,108". The default is the number of multiprocessors of `device`, so that plans fill the present GPU.
+    Kernels are always compiled for the present GPU, and never use more shared memory per block than it has.
     """
     told = os.environ.get(AS, "")
     if not told:

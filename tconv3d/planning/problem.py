@@ -1,6 +1,6 @@
-"""What is asked of a kernel (`Problem`), of which machine (`Device`), and the answer (`Plan`).
+"""Defines what is to be computed (`Problem`), on which GPU (`Device`), and by which launches (`Plan`).
 
-Plain data that the planner's parts share. Knows sizes and strides, never tensors.
+All planners share this plain data. This module knows sizes and strides, never tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
 class Pass(Enum):
-    """The four computations of a layer. Each has the shape of a loop over taps, or of a sum."""
+    """Names the four computations of a layer: three loops over taps, and the sum for the bias gradient."""
 
     FORWARD = "forward"
     INPUT_GRAD = "input_grad"
@@ -28,14 +28,14 @@ class Pass(Enum):
 
 @dataclass(frozen=True)
 class Device:
-    """The machine a plan is for."""
+    """Describes the GPU that a plan is for."""
 
     name: str
     capability: tuple[int, int]
     multiprocessors: int
-    shared_bytes: int  # that one block can have
-    workspace_bytes: int = 64 * 1024 * 1024  # that partial sums may take
-    runs_on: tuple[int, int] | None = None  # the GPU's own capability, where plans are made for another GPU
+    shared_bytes: int  # maximum shared memory per block
+    workspace_bytes: int = 64 * 1024 * 1024  # maximum workspace for partial sums and for copies that save time
+    runs_on: tuple[int, int] | None = None  # capability of the present GPU if plans are made for another GPU
 
     @property
     def compiled_capability(self) -> tuple[int, int]:
@@ -44,13 +44,13 @@ class Device:
 
     @property
     def thrifty(self) -> Device:
-        """The same when memory is short: sums are not split, and nothing is copied only to be faster."""
+        """The device without optional workspace, for when memory is short: neither split-K nor copies for speed."""
         return replace(self, workspace_bytes=0)
 
 
 @dataclass(frozen=True)
 class Norm:
-    """A GroupNorm that follows, as far as its statistics go."""
+    """Holds the settings of a following GroupNorm that its statistics depend on."""
 
     groups: int
     eps: float
@@ -58,10 +58,10 @@ class Norm:
 
 @dataclass(frozen=True)
 class Problem:
-    """One pass of one layer over tensors of known size, type and strides.
+    """Describes one pass of one layer over tensors of known size, type and strides.
 
-    `input` are the strides of x or dx, `output` those of y or dy, `weight` those of w or dw: whichever of them
-    the pass reads or writes.
+    `input` has the strides of x or dx, `output` the strides of y or dy, `weight` the strides of w or dw, depending on
+    which of them the pass reads or writes.
     """
 
     which: Pass
@@ -74,14 +74,14 @@ class Problem:
     output: Strides
     bias: bool = False
     tf32: bool = False  # float32 products may be rounded to TF32
-    aligned: bool = True  # the addresses of x and dy, as far as they are read, are multiples of 16 bytes
+    aligned: bool = True  # addresses of the tensors among x and dy that the pass reads are multiples of 16 bytes
     weight_aligned: bool = True  # the address of the weight, if it is read, is a multiple of 16 bytes
-    relu: bool = False  # a forward pass that stores the ReLU of its result
-    norm: Norm | None = None  # a forward pass that also computes the statistics of what it stores
+    relu: bool = False  # the forward pass stores the ReLU of its result
+    norm: Norm | None = None  # the forward pass also computes the statistics of the values it stores
 
     @property
     def activation(self) -> str:
-        """The epilogue's name in device/epilogue.cuh."""
+        """The C++ name of the epilogue in device/epilogue.cuh."""
         return "tconv3d::Relu" if self.relu else "tconv3d::Identity"
 
     @property
@@ -100,7 +100,7 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Every tensor of the pass moved once."""
+        """The memory traffic in bytes if every tensor of the pass is moved once."""
         g = self.geometry
         x = self.batch * g.in_channels * prod(self.input_size)
         y = self.batch * g.out_channels * prod(self.output_size)
@@ -112,33 +112,34 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """The launches that solve a problem, in order, and the scratch memory they share."""
+    """Holds the launches that solve a problem, in order, and the size of the workspace they share."""
 
-    kernel: str  # the name a person sees
+    kernel: str  # the kernel family's name, shown to users
     why: str
     launches: tuple[Launch, ...]
     workspace_bytes: int = 0
     tile: str = ""
-    regions: tuple[tuple[str, int], ...] = ()  # names of places in the workspace, and where they start
-    packed_bytes: int = 0  # the first launch writes these at the workspace's start, from the weight and nothing else
-    moments: int = 0  # that the kernel leaves in region "moments" of each norm group of a batch item
-    passes: tuple[Pass, ...] = ()  # that its launches compute, if it is one of the plans of a backward pass
-    preparing: int = 0  # launches at its beginning that only prepare operands
-    kept: Plan | None = None  # another, for calls that keep the packed weight: without its first launch it takes less
+    regions: tuple[tuple[str, int], ...] = ()  # names of regions in the workspace, and their offsets in bytes
+    # The first launch writes a packed weight of this size at the workspace's start, and reads nothing but the weight.
+    packed_bytes: int = 0
+    moments: int = 0  # partial statistics per norm group and batch item, written to region "moments"
+    passes: tuple[Pass, ...] = ()  # passes that the launches compute, for a plan of a backward pass
+    preparing: int = 0  # number of launches at the beginning that only prepare operands
+    kept: Plan | None = None  # faster plan for calls that reuse a packed weight and skip the first launch
 
 
 def bias_grad_problem(batch: int, channels: int, size: Triple, dtype: str, output: Strides) -> Problem:
-    """The problem of a bias's gradient, which is the same for all layers with this output."""
+    """Returns the problem of a bias gradient, which depends on the output alone."""
     identity = Geometry.make(channels, channels, (1, 1, 1), groups=channels)
     none = (0, 0, 0, 0, 0)
     return Problem(Pass.BIAS_GRAD, identity, batch, size, dtype, none, none, output)
 
 
-KINDS = (1024, 8192, 300_000)  # positions in all from which a volume is of the next kind
+KINDS = (1024, 8192, 300_000)  # numbers of positions, batch included, at which a volume's kind changes
 
 
 def volume_kind(positions: int) -> int:
-    """What is worth a look, and what was tuned, differs between kinds of volume."""
+    """Returns a volume's kind by size, 0 to 3: searches and tuned builds are separate for each kind."""
     return sum(positions >= size for size in KINDS)
 
 
@@ -158,5 +159,5 @@ def channels_last_strides(shape: tuple[int, ...]) -> Strides:
 
 
 def last_offset(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """The offset of a tensor's last element, in elements."""
+    """Returns the offset of a tensor's last element, in elements."""
     return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))

@@ -1,12 +1,12 @@
-"""What is compiled of a layer for volumes of all sizes: a few builds, its repertoire.
+"""Chooses among a few builds of a layer's kernel, the layer's repertoire, for volumes of all sizes.
 
-The first volume of a layer that a process meets is planned for itself. Every other one gets, of the first one's build
-and those of the two typical volumes that are nearest in size, the one that the model likes best. So a build follows
-from the layer, the first volume and the volume at hand, and from nothing else: not from the order of other calls, not
-from what happens to be compiled. And builds are few, so that they can be compiled before they are needed
-(`background`).
+The first volume of a layer in a process gets the best build for itself. Every other volume gets the build with the
+least predicted time out of three: the first volume's build, and the builds of the two typical volumes nearest in
+size. A choice therefore depends on the layer, the first volume and the present volume alone, and not on the order of
+other calls or on what is already compiled. Builds are few, so that they can be compiled in the background before they
+are needed (`background`).
 
-Knows nothing of what a build is.
+This module knows nothing of what a build is.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any, Generic, TypeVar
 
 from ..runtime import cache, plain, sources
 
-# Batches and edges of typical volumes. By the models, volumes of 100 to 3 million positions take 2% longer with what
-# is best for these than with what is best for themselves.
+# Typical volumes are cubes, given as (batch size, edge in positions). By the planners' models, volumes of 100 to
+# 3 million positions take 2% longer with the builds of these volumes than with their own best builds.
 TYPICAL = ((1, 4), (8, 4), (1, 8), (1, 12), (1, 16), (2, 16), (8, 16), (1, 64), (16, 32), (1, 96))
-NEAREST = 2  # of them that a volume chooses from: one takes 16% longer, three are no better
-AS_GOOD = 1.03  # times the predicted time of the best: as good, as far as models can tell
+NEAREST = 2  # number of typical volumes to choose from: by the models, one takes 16% longer, three are no better
+AS_GOOD = 1.03  # ratio of predicted times up to which two builds count as equally fast
 
 Layer = TypeVar("Layer", bound=Hashable)
 Volume = TypeVar("Volume")
@@ -31,11 +31,11 @@ Choice = TypeVar("Choice", bound=Hashable)
 Found = TypeVar("Found")
 
 
-_remembered: list[dict[Any, Any]] = []  # all that depends on which volume came first
+_remembered: list[dict[Any, Any]] = []  # all tables that depend on which volume came first
 
 
 class Repertoire(Generic[Layer, Volume, Choice]):
-    """Of all layers of a kernel family."""
+    """Remembers, for every layer of a kernel family, the first volume and its build."""
 
     def __init__(self) -> None:
         self._first: dict[Layer, tuple[Volume, Choice]] = {}
@@ -49,8 +49,12 @@ class Repertoire(Generic[Layer, Volume, Choice]):
         typical: Callable[[], Iterable[Choice]],
         cost: Callable[[Choice, float], float],
     ) -> Choice | None:
-        """`own`: the best for this volume; `typical`: those of typical volumes, the nearest first; `cost`: for this
-        volume, or infinite, where a choice does not fit it or takes longer than the least so far."""
+        """Returns the build for a volume of a layer, or None if there is none.
+
+        `own` returns the best build for this volume; `typical` the builds of typical volumes, the nearest first.
+        `cost(choice, least)` is the predicted time for this volume, or infinite if the build does not fit the volume
+        or takes longer than `least`.
+        """
         first = None if _alone.get() else self._first.get(layer)
         if first is None and not _another.get():
             found = own()
@@ -72,11 +76,12 @@ class Repertoire(Generic[Layer, Volume, Choice]):
         return next(choice for choice in costs if costs[choice] <= AS_GOOD * least)
 
     def forget(self) -> None:
-        """The next volume of every layer is its first."""
+        """Forgets all first volumes, so that the next volume of every layer counts as the first."""
         self._first.clear()
 
 
-# Of a layer another family may have had the first volume: then this one's first is another volume.
+# First volume of each layer, whichever family took it. A family may get its own first volume of the layer later;
+# `_another` then tells it that this volume is not the first of the layer.
 _met: dict[Hashable, object] = {}
 _remembered.append(_met)
 _another: ContextVar[bool] = ContextVar("another volume than the first of its layer", default=False)
@@ -86,7 +91,7 @@ _alone: ContextVar[bool] = ContextVar("the nearest typical volume alone", defaul
 
 @contextmanager
 def meeting(layer: Hashable, volume: object) -> Iterator[None]:
-    """While a call is planned."""
+    """Tells planners, while a call is planned, whether its volume is the first of its layer."""
     token = _another.set(_alone.get() or _met.setdefault(layer, volume) != volume)
     try:
         yield
@@ -96,8 +101,10 @@ def meeting(layer: Hashable, volume: object) -> Iterator[None]:
 
 @contextmanager
 def typical_builds() -> Iterator[None]:
-    """While every volume gets the build of the nearest typical one. For those who want to see all builds; to be
-    forgotten afterwards."""
+    """Gives every volume the build of the nearest typical volume, for callers that want to see all typical builds.
+
+    Callers must call `planner.forget` afterwards.
+    """
     tokens = _another.set(True), _alone.set(True)
     try:
         yield
@@ -108,7 +115,7 @@ def typical_builds() -> Iterator[None]:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """While somebody only asks: a volume that is met meanwhile is no layer's first."""
+    """Restores all first volumes at the end, so that plans made only for information have no effect."""
     before = [dict(each) for each in _remembered]
     try:
         yield
@@ -119,20 +126,21 @@ def aside() -> Iterator[None]:
 
 
 def forget() -> None:
-    """The next volume of every layer is the first that planners meet."""
+    """Forgets the first volume of every layer; `Repertoire.forget` forgets the builds."""
     _met.clear()
 
 
 def nearest(positions: int, volumes: Iterable[tuple[int, Found]]) -> list[Found]:
-    """Volumes, each given with its number of positions, in the order of how near that is to so many."""
+    """Returns volumes, each given with its number of positions, sorted by the ratio of this number to `positions`."""
     near = sorted(volumes, key=lambda each: max(each[0], positions) / max(1, min(each[0], positions)))
     return [volume for _, volume in near]
 
 
 def searched(planner: str, settings: object, kind: Any, search: Callable[[], Choice]) -> Choice:
-    """What a search of a planner's module found, kept in the disk cache: a search takes 0.1 s and more.
+    """Returns the result of a planner's search, and stores it in the disk cache: a search takes 0.1 s or more.
 
-    `settings` are all that the search depends on beside the program; `kind` is the type of what it finds.
+    `planner` is the name of the module that searches, `settings` has everything else that the result depends on, and
+    `kind` is the type of the result.
     """
     key = cache.key("choice", sources.program(planner), repr(settings))
 
@@ -141,7 +149,7 @@ def searched(planner: str, settings: object, kind: Any, search: Callable[[], Cho
 
     try:
         found: Choice = plain.loads(cache.get(key, ".json", build), kind)
-    except ValueError:  # another version of the same planner stored it in another form
+    except ValueError:  # the entry does not describe a value of type `kind`
         cache.put(key, ".json", build())
         found = plain.loads(cache.get(key, ".json", build), kind)
     return found

@@ -1,22 +1,26 @@
-"""What tensor cores take: the first questions of every planner whose kernel multiplies on them.
+"""Decides whether tensor cores can compute a problem's products; every planner of a tensor-core kernel asks it.
 
-Knows types and devices. No kernel, no geometry.
+This module knows types and devices, but no kernels and no geometry.
 """
 
 from __future__ import annotations
 
 from .problem import Device, Problem
 
-OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # ptx::Operand
+OPERANDS = {"float32": 0, "float16": 1, "bfloat16": 2}  # values of the C++ enumeration ptx::Operand
 
-WARP, WARPGROUP = (8, 0), (9, 0)  # the compute capability that has the instructions
-STRICT_TERMS = 48  # of a sum from which three TF32 products have at most the error of multiply-adds (measured)
+# Lowest compute capabilities for kernels with mma (one warp) and wgmma (one warpgroup).
+WARP, WARPGROUP = (8, 0), (9, 0)
+# Strict float32 replaces every product by three TF32 products. From 48 terms per sum on, the error is at most that of
+# float32 multiply-adds (docs/numerics.md).
+STRICT_TERMS = 48
 
 
 def why_not(problem: Problem, device: Device, needed: tuple[int, int], in_halves: bool = False) -> str | None:
-    """Why the products cannot be done there, or nothing. What warpgroups have was there in one generation alone.
+    """Returns why tensor cores cannot compute the products, or None if they can.
 
-    `in_halves`: the kernel can split floats in two TF32 numbers, for strict float32.
+    `needed` is `WARP` or `WARPGROUP`; only compute capability 9.x has warpgroup instructions. `in_halves`: the kernel
+    can split float32 values into two TF32 values, for strict float32.
     """
     if problem.dtype not in OPERANDS:
         return f"{problem.dtype} has no matrix instruction here"
@@ -29,7 +33,7 @@ def why_not(problem: Problem, device: Device, needed: tuple[int, int], in_halves
 
 
 def why_not_halves(terms: float) -> str | None:
-    """Why a sum of so many products must not be one of three TF32 products each, or nothing."""
+    """Returns why sums of `terms` products must not use three TF32 products for each, or None if they may."""
     if terms < STRICT_TERMS:
         return f"the error of three TF32 products is above that of multiply-adds in sums of {terms:.0f} terms"
     return None

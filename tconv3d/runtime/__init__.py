@@ -1,1 +1,1 @@
-"""From a plan to a stream: compiler, disk cache, launcher, and compiling in the background."""
+"""Brings a plan to a CUDA stream: compiler, disk cache, launcher, and compiling in the background."""

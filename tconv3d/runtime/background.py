@@ -1,22 +1,22 @@
-"""Kernels that other volumes of a layer may need, compiled in the background.
+"""Compiles, in the background, the kernels that other volumes of a layer may need.
 
-    background.offer(problems, device)      # by the executor, when a call is planned
+    background.offer(problems, device)      # the executor calls this when it plans a call for the first time
 
-The first call of a layer compiles what its own volume needs. What volumes of other sizes may need (`repertoire`) is
-then made by another process, of the lowest priority, that plans calls with volumes of all sizes and compiles into the
-disk cache: a later call with one of them finds choice and cubin there. What is launched does not depend on it: a call
-that comes before the process is done plans and compiles the same.
+The first call of a layer compiles the kernels of its own volume. A process of the lowest priority then plans the call
+with volumes of all other sizes (`repertoire`) and compiles their kernels into the disk cache, where later calls find
+the planner's choice and the cubin. Which kernels are launched does not depend on the process: a call that comes early
+plans and compiles the same kernels itself.
 
-The work has a process of its own, because planning is Python and would hold up the caller's, and because a compiler
-must not be in the middle of something when the caller's process ends. The caller writes what is to be made into a
-pipe and has no thread that waits. While the caller is busy, the process works for `SHARE` of the time (`yielding`).
-It never touches a GPU and does not import PyTorch; it ends when it is done, and at once when the process that started
-it does. In a cache directory one works at a time. A layer that is done leaves an entry in the cache, and nobody
-begins it again. A process that was interrupted leaves what it had compiled, and the next one goes on.
+A separate process does the work, because planning in Python would hold the caller's GIL, and because no compiler must
+be active when the caller's process ends. The caller writes the work into a pipe and needs no waiting thread. While
+the caller is busy, the process works for the fraction `SHARE` of the time (`yielding`). The process never uses a GPU
+and does not import PyTorch. It ends when all work is done, and immediately when the caller's process ends. One
+process works per cache directory at a time. A finished layer leaves an entry in the cache, so that no process repeats
+it. Kernels compiled by an interrupted process stay in the cache, and the next process continues from there.
 
     TCONV3D_BACKGROUND      0: no such process is started.
 
-Knows nothing of tensors, nor of kernels.
+This module knows neither tensors nor kernels.
 """
 
 from __future__ import annotations
@@ -45,36 +45,38 @@ from . import cache, compiler, plain, sources
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: nothing is compiled in the background
+except ImportError:  # systems without POSIX locks compile nothing in the background
     fcntl = None  # type: ignore[assignment]
 
-Problems = tuple[Problem, ...]  # of one call: a forward pass, or the gradients of a backward pass
+Problems = tuple[Problem, ...]  # the problems of one call: a forward pass, or the gradients of a backward pass
 Work = tuple[Problems, Device]
 Kernel = tuple[str, Constants]
-Cubes = Sequence[tuple[int, int]]  # batches and edges
+Cubes = Sequence[tuple[int, int]]  # pairs of a batch size and an edge length in positions
 Layout = Callable[[tuple[int, ...]], Strides]
 
-LAYOUTS: tuple[Layout, ...] = (contiguous_strides, channels_last_strides, lambda shape: (0,) * 5)  # the last: of none
+# The last layout stands for a tensor that the pass does not use.
+LAYOUTS: tuple[Layout, ...] = (contiguous_strides, channels_last_strides, lambda shape: (0,) * 5)
 
-DELAY_S = 1.0  # seconds after the first offer: a program begins with several layers, and none of them is held up
-SHARE = 0.05  # of the time that the process works while its caller is busy; it works freely beside a quiet caller
+DELAY_S = 1.0  # seconds between an offer and the hand-over, so that the first calls of a program are not slowed down
+SHARE = 0.05  # fraction of the time that the process works while its caller is busy
+# The volumes that are planned have these edges (in positions) and batch sizes, and at most 2**22 positions in all.
 EDGES = (4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
 BATCHES = (1, 2, 4, 16, 64)
 MOST_POSITIONS = 2**22
-RESTS = (0, 1, 2, 4)  # of lines, beside whole pieces of 16 bytes
-LOCK, FAILURE = "background.lock", "background.log"  # in the cache directory
+RESTS = (0, 1, 2, 4)  # elements by which lines (w) vary, so that not all are multiples of 16 bytes
+LOCK, FAILURE = "background.lock", "background.log"  # file names in the cache directory
 
 
-# ---- in the caller's process -------------------------------------------------------------------------------------
+# ---- runs in the caller's process --------------------------------------------------------------------------------
 
 
 def offer(problems: Problems, device: Device) -> None:
-    """A call was planned for the first time. Returns at once, whatever happens."""
+    """Takes a call that was planned for the first time, and returns at once without raising."""
     layer = (*(_layer_of(problem) for problem in problems), device)
     if layer in _offered:
         return
     _offered.add(layer)
-    with contextlib.suppress(OSError, RuntimeError):  # there can be no more threads
+    with contextlib.suppress(OSError, RuntimeError):  # the system may refuse a new thread
         if _possible():
             _feeder.put((problems, device))
 
@@ -88,20 +90,20 @@ def _possible() -> bool:
     root = cache.place()
     if root is None or not os.access(root, os.W_OK):
         return False
-    # Where Python is a part of another program, that is what would be started.
+    # In a program that embeds Python, `sys.executable` may be the program itself, which must not be started.
     return Path(sys.executable or "").name.startswith("python") and not getattr(sys, "frozen", False)
 
 
 def _layer_of(problem: Problem) -> Problem:
-    """The same for all volumes."""
+    """Returns the problem without its volume, which is equal for all volumes of a layer."""
     none = (0,) * 5
     return replace(problem, batch=0, input_size=(0, 0, 0), input=none, output=none)
 
 
 class Feeder:
-    """Hands what was offered to a process, and starts one where there is none.
+    """Hands offered calls to the background process, and starts the process if there is none.
 
-    A thread does so `DELAY_S` after an offer and ends: while the process works, nothing of it runs in this one.
+    A thread does this `DELAY_S` after an offer and then ends, so that no thread waits while the process works.
     """
 
     def __init__(self) -> None:
@@ -132,7 +134,7 @@ class Feeder:
             time.sleep(DELAY_S)
             with self._lock:
                 found, self._offers = self._offers, []
-            with contextlib.suppress(Exception):  # no more processes, say: it costs time, never a result
+            with contextlib.suppress(Exception):  # a failure to start a process costs time, never a result
                 self._hand_over([work for work in found if not _is_done(work)])
             with self._lock:
                 if not self._offers:
@@ -140,7 +142,7 @@ class Feeder:
                     return
 
     def _hand_over(self, found: list[Work]) -> None:
-        """Writes to the process that is there; to a new one, if it has just ended or there is none."""
+        """Writes work to the running process, or to a new process if none runs or it has just ended."""
         text = "".join(f"{plain.dumps(work)}\n" for work in found).encode()
         for _ in range(2 if found else 0):
             with self._lock:
@@ -158,7 +160,7 @@ class Feeder:
                 process.wait()
 
     def end(self) -> None:
-        """Nothing is started any more, and what was is ended."""
+        """Ends the background process, and prevents that another one is started."""
         with self._lock:
             self._ended = True
             if self._process is not None and self._lives():
@@ -168,7 +170,7 @@ class Feeder:
                 self._process.wait(1.0)
 
 
-# The package's own `__init__` imports PyTorch, which takes longer than all else and is not needed.
+# The program replaces the package's `__init__`, because it imports PyTorch, which is slow and not needed here.
 _PROGRAM = (
     "import sys, types; package = types.ModuleType('tconv3d'); package.__path__ = sys.argv[1:2]; "
     "sys.modules['tconv3d'] = package; from tconv3d.runtime.yielding import run; run(sys.argv[2], float(sys.argv[3]))"
@@ -190,7 +192,7 @@ def start() -> subprocess.Popen[bytes]:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, **settings},
-        start_new_session=True,  # an interrupt from the keyboard is for the caller alone
+        start_new_session=True,  # an interrupt from the keyboard must only reach the caller
     )
 
 
@@ -203,7 +205,7 @@ def _end() -> None:
 
 
 def _after_fork() -> None:
-    """The process belongs to the parent."""
+    """Gives a forked child a feeder of its own, because the background process belongs to the parent."""
     global _feeder
     _feeder = Feeder()
 
@@ -213,12 +215,12 @@ if hasattr(os, "register_at_fork"):
 
 
 def busy() -> bool:
-    """Whether something that this process offered has not been made."""
+    """Tells whether work that this process offered is not finished."""
     return _feeder.busy
 
 
 def status() -> str:
-    """What is being made, or what went wrong, for people; nothing, if there is nothing to say."""
+    """Says in words what is being compiled or what went wrong; an empty text means neither."""
     root = cache.place()
     if root is None or fcntl is None:
         return ""
@@ -234,17 +236,17 @@ def status() -> str:
 
 
 def clear() -> None:
-    """What went wrong is forgotten."""
+    """Removes the report of the last failure."""
     if (root := cache.place()) is not None:
         with contextlib.suppress(OSError):
             (root / FAILURE).unlink()
 
 
-# ---- in the process in the background ----------------------------------------------------------------------------
+# ---- runs in the background process ------------------------------------------------------------------------------
 
 
 def main() -> None:
-    cache.LOCKING = False  # at this priority, nobody should have to wait for it
+    cache.LOCKING = False  # no process should wait for one of the lowest priority
     root = cache.place()
     assert root is not None, "offered without a cache"
     try:
@@ -252,27 +254,27 @@ def main() -> None:
             for work in _handed_over():
                 prepare(work, report)
         (root / FAILURE).unlink(missing_ok=True)
-    except Exception:  # nobody listens: left where `status` finds it
+    except Exception:  # `status` reads the report from the file
         with contextlib.suppress(OSError):
             (root / FAILURE).write_text(traceback.format_exc())
 
 
 def _handed_over() -> Iterator[Work]:
-    """What the caller writes to the standard input, one line each, until there is no more to do."""
-    rest, patience = b"", None  # the caller writes as soon as it has started this process
+    """Yields the work that the caller writes to the standard input, one line each, until no more is there."""
+    rest, patience = b"", None  # the first read waits: the caller writes as soon as it has started this process
     while select.select([0], [], [], patience)[0] and (data := os.read(0, 65536)):
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             yield plain.loads(line, Work)
         patience = 0.0
-    os.close(0)  # what the caller writes now fails, and it starts another process
+    os.close(0)  # later writes of the caller fail, and it starts another process
 
 
 @contextlib.contextmanager
 def _alone(root: Path) -> Iterator[Callable[[str], None]]:
-    """While this is the only one that works in a cache. Gives a function that says what is being done."""
+    """Holds the lock of a cache directory, where one process works at a time; yields a progress function."""
     with open(root / LOCK, "a+b") as file:
-        with contextlib.suppress(OSError):  # a file system without locks
+        with contextlib.suppress(OSError):  # the file system may not support locks
             fcntl.flock(file, fcntl.LOCK_EX)
 
         def report(text: str) -> None:
@@ -285,8 +287,8 @@ def _alone(root: Path) -> Iterator[Callable[[str], None]]:
 
 
 def prepare(work: Work, report: Callable[[str], None] = lambda text: None) -> None:
-    """Compiles what calls like this one may launch with volumes of other sizes."""
-    if _is_done(work):  # by another process, while this one waited
+    """Compiles the kernels that calls of the same layer with volumes of other sizes may launch."""
+    if _is_done(work):  # another process may have done it while this one waited
         return
     problems, device = work
     arch, seen = compiler.architecture(device.compiled_capability), set[Kernel]()
@@ -296,23 +298,23 @@ def prepare(work: Work, report: Callable[[str], None] = lambda text: None) -> No
             if kernel not in seen:
                 seen.add(kernel)
                 report(f"{_describe(problems)}, kernel {len(seen)}")
-                with contextlib.suppress(compiler.CompileError):  # it fails again where it is launched, and says so
+                with contextlib.suppress(compiler.CompileError):  # the launch fails again, with a message
                     compiler.compile(*kernel, arch)
 
     compile((problems, *others(problems)))
     planner.forget()
-    with repertoire.typical_builds():  # those too that none of these volumes chose
+    with repertoire.typical_builds():  # also compiles typical builds that none of the volumes chose
         compile(others(problems, TYPICAL))
     planner.forget()
     cache.put(_done_key(work), ".done", json.dumps(len(seen)).encode())
 
 
 def _kernels(problems: Problems, device: Device) -> Iterator[Kernel]:
-    """As the executor plans a call."""
+    """Yields the kernels of a call, planned as the executor plans it."""
     try:
         alone = len(problems) == 1
         plan = planner.plan(problems[0], device) if alone else planner.plan_gradients(problems, device)
-    except (NotImplementedError, ValueError):  # no kernel takes it
+    except (NotImplementedError, ValueError):  # no kernel takes the problem
         return
     for each in (plan, plan.kept):
         for launch in each.launches if each else ():
@@ -327,11 +329,11 @@ def _describe(problems: Problems) -> str:
 
 
 def others(problems: Problems, cubes: Cubes | None = None) -> Iterator[Problems]:
-    """The same call with volumes of all sizes, or of these."""
+    """Yields the call with volumes of all sizes, or with volumes like the given cubes."""
     if any(None in _layouts(problem) for problem in problems):
-        return  # tensors that are parts of others: nobody knows of what
+        return  # strides of a slice do not follow from another volume's size
     main = problems[0]
-    if main.which is Pass.BIAS_GRAD:  # the same kernel for all
+    if main.which is Pass.BIAS_GRAD:  # one kernel serves all volumes
         return
     found = volumes(main.batch, main.input_size, main.item_bytes)
     for batch, size in found if cubes is None else _like_cubes(cubes, main.item_bytes):
@@ -340,7 +342,7 @@ def others(problems: Problems, cubes: Cubes | None = None) -> Iterator[Problems]
 
 
 def volumes(batch: int, size: Triple, item_bytes: int) -> Iterator[tuple[int, Triple]]:
-    """Those that are likely first. Lines of them are multiples of 16 bytes, or not."""
+    """Yields batches and volumes, the likely ones first, with lines that are multiples of 16 bytes and others."""
     d, h, w = size
     found = [(each, size) for each in (1, 2, batch // 2, 2 * batch, 4, 8, 16) if each]
     found += [(each, (d, h, w - rest)) for rest in RESTS for each in (batch, 1) if w > rest]
@@ -349,7 +351,7 @@ def volumes(batch: int, size: Triple, item_bytes: int) -> Iterator[tuple[int, Tr
 
 
 def _like_cubes(cubes: Cubes, item_bytes: int) -> Iterator[tuple[int, Triple]]:
-    """Cubes, and flatter volumes of about as many positions."""
+    """Yields cubes, and flatter volumes with about as many positions."""
     for batch, edge in dict.fromkeys(cubes):
         wide = max(edge, 16 // item_bytes)
         yield from ((batch, (edge, edge, wide + rest)) for rest in RESTS if rest < 16 // item_bytes)
@@ -368,14 +370,14 @@ def _resized(problem: Problem, main: Problem, batch: int, size: Triple) -> Probl
 
 
 def _layouts(problem: Problem) -> list[Layout | None]:
-    """Of input and output, which must be one of PyTorch's two."""
+    """Returns the layouts of input and output: None if the layout is neither contiguous nor channels-last."""
     return [
         next((layout for layout in LAYOUTS if strides == layout(shape)), None) for shape, strides in _sides(problem)
     ]
 
 
 def _sides(problem: Problem) -> tuple[tuple[tuple[int, ...], Strides], ...]:
-    """Shapes and strides of input and output."""
+    """Returns the shapes and strides of input and output."""
     g = problem.geometry
     x = (problem.batch, g.in_channels, *problem.input_size), problem.input
     y = (problem.batch, g.out_channels, *problem.output_size), problem.output
@@ -387,6 +389,6 @@ def _is_done(work: Work) -> bool:
 
 
 def _done_key(work: Work) -> str:
-    """Any family may have planned the layer: so the key covers all headers, and all modules that plan."""
+    """Returns the cache key of a finished layer. Any family may plan it, so all headers and planners are covered."""
     headers = sources.digest(sources.all_headers())
     return cache.key("background", headers, sources.program(__name__), compiler.identity(), repr(work))

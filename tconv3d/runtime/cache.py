@@ -1,29 +1,29 @@
-"""The disk cache of compiled kernels: cubins of the compiler, shared objects of the emulator.
+"""Implements the disk cache of compiled kernels: cubins of the compiler, shared objects of the emulator.
 
     key = cache.key(sources.digest(files), unit, architecture, *options, compiler_version)
     cubin = cache.get(key, ".cubin", build)       # bytes
     library = cache.path(key, ".so", build)       # a file that can be dlopen'ed
-    cache.put(key, ".json", payload)              # over what is there
+    cache.put(key, ".json", payload)              # replaces an existing entry
 
-`build() -> bytes` is called when the entry is missing or damaged, and by one thread of one process at a
-time: the others wait for its result. What `build` raises reaches the caller and nothing is stored.
+`build() -> bytes` is called when the entry is missing or damaged, by one thread of one process at a time; the others
+wait for the result. An exception in `build` reaches the caller, and nothing is stored.
 
-An entry is one file, `<key><suffix>`: the payload followed by a trailer with its checksum (the loader of
-shared objects ignores what follows an ELF image, so `path` needs no second file). It is written under
-another name and renamed, so a reader sees all of it or nothing. Locks are flock()s, which the kernel drops
-when their holder dies; a holder that lives but does not finish is waited for `LOCK_TIMEOUT` seconds.
+An entry is one file, `<key><suffix>`: the payload, then a trailer with the payload's checksum. The loader of shared
+objects ignores bytes after an ELF image, so `path` needs no second file. An entry is written under a temporary name
+and renamed, so a reader sees all of it or nothing. Locks are flock()s, which the operating system releases when their
+holder dies; a holder that lives but does not finish is waited for `LOCK_TIMEOUT` seconds.
 
-The cache is never a reason to fail. Where it cannot be written (no home, read-only, full disk) there is one
-warning with the reason, and what was built lives in this process: in memory, or, for `path`, in a temporary
-directory removed at exit. A directory that is read-only but filled is still read.
+The cache is never a reason to fail. If it cannot be written (no home, read-only, full disk), one warning says why,
+and payloads stay in the memory of this process or, for `path`, in a temporary directory that is removed at exit. A
+read-only directory that has entries is still read.
 
-Entries are code that this process will run. So a directory or an entry that another user could have written
-(`trust`) is not read; a warning says what to do, and the user's own cache directory takes its place.
+Entries are code that this process will run. Therefore a directory or an entry that another user could have written
+(`trust`) is not read; a warning says what to do, and the user's own cache directory is used instead.
 
-Entries lie in a directory named after the layout of the cache (`LAYOUT`). Those of an older layout are never read:
+Entries lie in a directory named after the layout of the cache (`LAYOUT`). Entries of an older layout are never read:
 `outdated` counts them, and `clear` and `clear_outdated` remove them.
 
-Knows nothing of CUDA, of C++, or of what the payloads mean.
+This module knows nothing of CUDA, of C++, or of what the payloads mean.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ from . import trust
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system: no lock between processes, every one of them compiles
+except ImportError:  # without POSIX locks every process compiles for itself
     fcntl = None  # type: ignore[assignment]
 
-LOCK_TIMEOUT = 300.0  # seconds; longer than any compile, because only a stuck process is waited for so long
-LOCKING = True  # whether others wait for what this process builds; if not, they build it too
-LAYOUT = "v2"  # the directory of entries, inside the cache's; a new one whenever older entries cannot be read
-STALE_AFTER = 3600.0  # seconds after which a lock or temporary file belongs to nobody
+LOCK_TIMEOUT = 300.0  # seconds, longer than any compile takes, so that only a stuck process exceeds it
+LOCKING = True  # whether this process takes locks; if not, other processes may build the same entry
+LAYOUT = "v2"  # subdirectory that holds the entries, renamed whenever older entries cannot be read
+STALE_AFTER = 3600.0  # seconds after which a lock file or temporary file counts as abandoned
 
 _MAGIC = b"tconv3d1"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
-# Only files of this form are ever counted or removed: the directory may be one the user has other things in.
+# Only files with these names are counted or removed, because the directory may hold other files of the user.
 _ENTRY = re.compile(r"[0-9a-f]{64}\.\w+")
 _LEFTOVER = re.compile(r"[0-9a-f]{64}\.\w+\.(lock|[0-9a-f]+\.tmp)")
 
 
 class Size(NamedTuple):
-    """What the cache holds on disk."""
+    """Says how much the cache holds on disk."""
 
     entries: int
     bytes: int
 
 
 def directory() -> Path | None:
-    """The cache's directory: `TCONV3D_CACHE_DIR`, or `tconv3d` in the user's cache directory.
+    """Returns the cache's directory: `TCONV3D_CACHE_DIR`, or `tconv3d` in the user's cache directory.
 
-    None when there is no home directory to put it in. The directory need not exist, be writable or be trusted.
+    The result is None if there is no home directory. The directory need not exist, be writable or be trusted.
     """
     if chosen := os.environ.get("TCONV3D_CACHE_DIR"):
         return Path(os.path.abspath(os.path.expanduser(chosen)))
@@ -80,7 +80,7 @@ def directory() -> Path | None:
 
 def _users_own() -> Path | None:
     base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # unset, or relative, which its specification says to ignore
+    if not os.path.isabs(base):  # unset, or relative, which the XDG specification says to ignore
         home = os.path.expanduser("~")
         if not os.path.isabs(home):
             return None
@@ -89,9 +89,9 @@ def _users_own() -> Path | None:
 
 
 def place() -> Path | None:
-    """Where entries are: in `directory()`, or in the user's own where another user could have written to that one.
+    """Returns where entries are: in `directory()`, or in the user's own if another user could have written there.
 
-    None when neither can be used. The place need not exist or be writable.
+    The result is None if neither can be used. The place need not exist or be writable.
     """
     root, own = directory(), _users_own()
     if root is None:
@@ -121,7 +121,7 @@ def _distrust(entries: Path) -> str | None:
 
 
 def key(*parts: str | bytes) -> str:
-    """The name of an entry: a hash of everything its content depends on. The parts' borders count."""
+    """Returns the name of an entry: a hash of all parts that its content depends on, and of their lengths."""
     digest = hashlib.sha256()
     for part in parts:
         data = part.encode() if isinstance(part, str) else part
@@ -130,12 +130,12 @@ def key(*parts: str | bytes) -> str:
 
 
 def get(key: str, suffix: str, build: Callable[[], bytes]) -> bytes:
-    """The payload of an entry, built if it is missing."""
+    """Returns the payload of an entry, and builds it if it is missing."""
     return _fetch(key + suffix, build)[0]
 
 
 def path(key: str, suffix: str, build: Callable[[], bytes]) -> Path:
-    """A file that begins with the payload of an entry, built if it is missing. Valid in this process."""
+    """Returns a file, valid in this process, that begins with an entry's payload, and builds it if it is missing."""
     name = key + suffix
     payload, stored = _fetch(name, build)
     if stored is not None:
@@ -148,7 +148,7 @@ def path(key: str, suffix: str, build: Callable[[], bytes]) -> Path:
 
 
 def put(key: str, suffix: str, payload: bytes) -> None:
-    """Writes an entry over the one that may be there. Where `get` builds, this is for what was found otherwise."""
+    """Writes an entry, and replaces an existing one. For payloads that do not come from `get`'s `build`."""
     name, root = key + suffix, place()
     file = root / name if root is not None else None
     with _thread_lock(name), _process_lock(file):
@@ -157,30 +157,30 @@ def put(key: str, suffix: str, payload: bytes) -> None:
 
 
 def find(key: str, suffix: str) -> bytes | None:
-    """The payload of an entry if there is one."""
+    """Returns the payload of an entry, or None if there is no entry."""
     root = place()
     return _look_up(key + suffix, root / (key + suffix) if root is not None else None)
 
 
 def payloads(suffix: str) -> Iterator[bytes]:
-    """The payloads of all entries on disk with this suffix."""
+    """Yields the payloads of all entries on disk with this suffix."""
     for file in _files(place(), _ENTRY):
         if file.suffix == suffix and (payload := _read(file)) is not None:
             yield payload
 
 
 def size() -> Size:
-    """How much the cache holds on disk, in entries that this version can use."""
+    """Returns how much the cache holds on disk in entries that this version can use."""
     return _size(_files(place(), _ENTRY))
 
 
 def outdated() -> Size:
-    """How much the cache holds on disk in entries of an older layout, which nothing reads any more."""
+    """Returns how much the cache holds on disk in entries of older layouts, which are never read."""
     return _size(_outdated_files())
 
 
 def clear() -> Size:
-    """Removes every entry and all that interrupted processes left; says how many entries went."""
+    """Removes every entry and the leftover files of interrupted processes; returns how many entries were removed."""
     root = place()
     removed = _remove(_files(root, _ENTRY) + _outdated_files())
     _remove(_files(root, _LEFTOVER))
@@ -189,12 +189,12 @@ def clear() -> Size:
 
 
 def clear_outdated() -> Size:
-    """Removes the entries of older layouts; says how many went."""
+    """Removes the entries of older layouts; returns how many were removed."""
     return _remove(_outdated_files())
 
 
 def _outdated_files() -> list[Path]:
-    """Entries of the first layout lay in the cache's directory itself, those of a later one in `v<number>`."""
+    """Returns files of older layouts: the first used the cache's directory itself, later ones use `v<number>`."""
     root = directory()
     older = [f"v{number}" for number in range(2, int(LAYOUT[1:]))]
     places = [root, *(root / name for name in older)] if root is not None else []
@@ -214,7 +214,7 @@ def _remove(files: list[Path]) -> Size:
     return Size(before.entries - after.entries, before.bytes - after.bytes)
 
 
-# Below: one entry's way from disk, or from `build` to disk.
+# The functions below read one entry from disk, or build it and write it to disk.
 
 _unstored: dict[str, bytes] = {}  # payloads that could not be written
 _thread_locks: dict[str, threading.Lock] = {}
@@ -223,13 +223,13 @@ _swept: set[Path] = set()
 
 
 def _fetch(name: str, build: Callable[[], bytes]) -> tuple[bytes, Path | None]:
-    """An entry's payload, and its file unless it could not be stored."""
+    """Returns an entry's payload, and its file or None if the entry could not be stored."""
     root = place()
     file = root / name if root is not None else None
     if (payload := _look_up(name, file)) is not None:
         return payload, file if name not in _unstored else None
     with _thread_lock(name), _process_lock(file):
-        if (payload := _look_up(name, file)) is None:  # still: another may have built it while we waited
+        if (payload := _look_up(name, file)) is None:  # another process may have built it while this one waited
             payload = build()
             _store(name, file, payload)
         return payload, file if name not in _unstored else None
@@ -243,7 +243,7 @@ def _look_up(name: str, file: Path | None) -> bytes | None:
 
 def _store(name: str, file: Path | None, payload: bytes) -> None:
     try:
-        if file is None and directory() is not None:  # `place` has said why it is not used
+        if file is None and directory() is not None:  # `place` has already warned why the directory is not used
             _unstored[name] = payload
             return
         if file is None:
@@ -256,7 +256,7 @@ def _store(name: str, file: Path | None, payload: bytes) -> None:
 
 
 def _read(file: Path) -> bytes | None:
-    """The payload of an entry; None if it is missing, unreadable, truncated, damaged or could be another user's."""
+    """Returns an entry's payload; None if it is missing, unreadable, damaged or could be another user's."""
     try:
         with open(file, "rb") as stream:
             reason = trust.why_not_file(os.fstat(stream.fileno()))
@@ -272,7 +272,7 @@ def _read(file: Path) -> bytes | None:
 def _write(file: Path, payload: bytes) -> None:
     """Writes an entry under a temporary name, then renames it.
 
-    No fsync: after a power failure the checksum tells, and rebuilding costs less than syncing every entry.
+    There is no fsync: after a power failure the checksum detects damage, and a rebuild costs less than syncing.
     """
     temporary = file.with_name(f"{file.name}.{os.urandom(8).hex()}.tmp")
     try:
@@ -287,7 +287,7 @@ def _write(file: Path, payload: bytes) -> None:
 
 
 def _own_file(name: str, flags: int) -> int:
-    """Opens a file that nobody but this user can write, whatever the umask."""
+    """Opens a file that only this user can write, whatever the umask is."""
     return os.open(name, flags, 0o644)
 
 
@@ -299,23 +299,23 @@ def _thread_lock(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _process_lock(file: Path | None) -> Iterator[None]:
-    """Holds the entry's lock against other processes; without it where locking is impossible.
+    """Holds the entry's lock against other processes, or runs without a lock if locking is impossible.
 
-    The lock saves work, it does not protect data: entries are replaced atomically whoever writes them.
+    The lock only saves work: entries are replaced atomically, so data is safe without it.
     """
     descriptor = _acquire(file.with_name(file.name + ".lock")) if file is not None else None
     try:
         yield
     finally:
         if descriptor is not None and file is not None:
-            with contextlib.suppress(OSError):  # before unlocking: who comes now makes a new file
+            with contextlib.suppress(OSError):  # removed before unlocking, so that newcomers create a new file
                 os.unlink(file.with_name(file.name + ".lock"))
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicitly: a forked child may hold a copy open
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit, because a forked child may hold a copy open
             os.close(descriptor)
 
 
 def _acquire(lock: Path) -> int | None:
-    """A descriptor with the lock on this file, or None if it cannot be had."""
+    """Returns a descriptor that holds the lock on this file, or None if the lock cannot be taken."""
     if fcntl is None or not LOCKING:
         return None
     deadline, pause = time.monotonic() + LOCK_TIMEOUT, 0.001
@@ -329,13 +329,13 @@ def _acquire(lock: Path) -> int | None:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _same_file(descriptor, lock):
                     return descriptor
-                os.close(descriptor)  # the holder before us removed it: lock the file that is there now
+                os.close(descriptor)  # the previous holder removed the file: lock the present one
                 descriptor = None
             except BlockingIOError:
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
         _warn(f"another process has held {lock} for {LOCK_TIMEOUT:.0f} s: compiling beside it")
-    except OSError:  # read-only, full, or a file system without locks; `_store` says so if it matters
+    except OSError:  # read-only, full, or no support for locks; `_store` warns if necessary
         pass
     if descriptor is not None:
         os.close(descriptor)
@@ -350,10 +350,10 @@ def _same_file(descriptor: int, name: Path) -> bool:
 
 
 def _open_directory(root: Path) -> None:
-    """Makes the directory, and once per process removes what killed processes left in it."""
+    """Makes the directory, and once per process removes leftover files of killed processes."""
     for missing in reversed([each for each in (root, *root.parents) if not each.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
-    root.mkdir(exist_ok=True)  # raises if there is a file in its place
+    root.mkdir(exist_ok=True)  # raises if a file has this name
     if (reason := _distrust(root)) is not None:
         raise PermissionError(reason)
     if root in _swept:
@@ -375,25 +375,25 @@ def _files(root: Path | None, pattern: re.Pattern[str]) -> list[Path]:
 def _bytes_of(file: Path) -> int:
     try:
         return file.stat().st_size
-    except OSError:  # removed meanwhile
+    except OSError:  # another process may have removed the file
         return 0
 
 
 def _warn(message: str) -> None:
-    """Once per process and message kind: the first reason is the one to act on."""
+    """Warns once per process for each text before the first colon of a message."""
     kind = message.split(":")[0]
     if kind not in _warned:
         _warned.add(kind)
         warnings.warn("tconv3d: " + message, RuntimeWarning, stacklevel=2)
 
 
-_private: tuple[int, Path] | None = None  # the process it belongs to, and the temporary directory
+_private: tuple[int, Path] | None = None  # process id of the owner, and the temporary directory
 
 
 def _private_directory() -> Path:
-    """This process's own temporary directory, removed when it exits."""
+    """Returns a temporary directory of this process, which is removed at exit."""
     global _private
-    if _private is None or _private[0] != os.getpid():  # a forked child must not use what its parent removes
+    if _private is None or _private[0] != os.getpid():  # a forked child must not use its parent's directory
         _private = os.getpid(), Path(tempfile.mkdtemp(prefix="tconv3d-"))
     return _private[1]
 
@@ -405,7 +405,7 @@ def _remove_private_directory() -> None:
 
 
 def _after_fork() -> None:
-    _thread_locks.clear()  # their holders do not exist in the child
+    _thread_locks.clear()  # the threads that hold locks do not exist in the child
 
 
 if hasattr(os, "register_at_fork"):

@@ -1,11 +1,13 @@
-"""Kernel + constants -> cubin, with NVRTC through cuda-core. Needs no GPU, no CUDA toolkit, no host compiler.
+"""Compiles a kernel with its constants to a cubin, with NVRTC through cuda-core.
+
+Neither a GPU, nor a CUDA toolkit, nor a host compiler is needed.
 
 A translation unit is the arguments of one kernel as its planner declared them (`planning.arguments`), the kernel's
 header (`sources.KERNELS`), the constants as `struct Config`, and one `__global__` function, `ENTRY`. What was
 compiled is kept in the disk cache together with the compiler's log, so that the report of registers and spills is
 there for a cached cubin too. cuda is imported when first needed: the package imports without it.
 
-Knows nothing of tensors, devices or streams, nor of what the constants mean.
+This module knows nothing of tensors, devices or streams, nor of what the constants mean.
 """
 
 from __future__ import annotations
@@ -25,43 +27,43 @@ from . import cache, sources
 
 ENTRY = "tconv3d_kernel"
 
-# "-v" makes ptxas report registers and spills. No fast math: division, denormals and rounding are IEEE's.
-# Lambdas of device functions are device functions without saying so.
+# "-v" makes ptxas report registers and spills. Fast math is off: division, denormals and rounding follow IEEE 754.
+# `device_as_default_execution_space` makes lambdas in device functions device functions without an annotation.
 _OPTIONS: dict[str, object] = {"std": "c++20", "ptxas_options": "-v", "device_as_default_execution_space": True}
-# With the environment variable TCONV3D_CHECKED, kernels check what they assume (TCONV3D_ASSUME in common.cuh), and
-# tools see the lines of their sources. Such kernels have names of their own in the disk cache.
+# If the environment variable TCONV3D_CHECKED is set, kernels check their assumptions (TCONV3D_ASSUME in common.cuh)
+# and contain line information for tools. The options are part of the cache key, so both variants can be cached.
 _CHECKED: dict[str, object] = {"define_macro": "TCONV3D_CHECKED", "lineinfo": True}
 
-_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12", "13": "nvidia-cuda-nvrtc"}  # by the major version of cuda-bindings
+_WHEELS = {"12": "nvidia-cuda-nvrtc-cu12", "13": "nvidia-cuda-nvrtc"}  # the key is the major version of cuda-bindings
 
-_importing = threading.Lock()  # while one thread imports cuda.core for the first time, another finds half of it
+_importing = threading.Lock()  # cuda.core is not ready for a second thread while the first imports it
 
 
 class MissingCompilerError(ImportError):
-    """cuda-core or NVRTC is not installed."""
+    """Says that cuda-core or NVRTC is not installed."""
 
 
 class CompileError(RuntimeError):
-    """NVRTC refused a kernel: a fault of the kernel or of the planner, never of the user's arguments."""
+    """Says that NVRTC rejected a kernel, which is a bug of the kernel or the planner, never a user's mistake."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What ptxas says of a kernel. -1 where this version's log does not say it."""
+    """Holds what ptxas reports about a kernel; all fields are -1 if the log has no report."""
 
-    registers: int
-    spill_loads: int  # bytes
-    spill_stores: int  # bytes
-    shared_bytes: int  # static
-    stack_bytes: int
+    registers: int  # registers per thread
+    spill_loads: int  # bytes per thread
+    spill_stores: int  # bytes per thread
+    shared_bytes: int  # static shared memory per block, in bytes
+    stack_bytes: int  # stack per thread, in bytes
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel for one architecture."""
+    """Holds a kernel compiled for one architecture."""
 
     cubin: bytes
-    log: str  # the compiler's, warnings included
+    log: str  # the compiler's messages, warnings included
 
     @property
     def report(self) -> Report:
@@ -69,15 +71,17 @@ class Compiled:
 
     @property
     def serialized(self) -> str:
-        """What the compiler says where it lets each matrix instruction (wgmma) wait for the one before; else nothing.
-        Results are right, and take up to twice as long."""
+        """The compiler's warning that it serialized matrix instructions (wgmma), or "" if it did not.
+
+        Results of a serialized kernel are correct but take up to twice as long.
+        """
         return next((line for line in self.log.splitlines() if "wgmma" in line and "serialized" in line), "")
 
 
 def architecture(capability: tuple[int, int]) -> str:
-    """The name NVRTC has for a compute capability.
+    """Returns NVRTC's name for a compute capability.
 
-    From 9.0 to 11.x the tensor cores' own instructions exist only in the architecture-specific ("a") target.
+    From 9.0 to 11.x some tensor-core instructions exist only in the architecture-specific ("a") target.
     """
     major, minor = capability
     if major < 8:
@@ -86,7 +90,7 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def translation_unit(kernel: str, constants: Constants) -> str:
-    """The source of one kernel with its constants compiled in."""
+    """Returns the source of one kernel with its constants as `Config`."""
     definitions = [_define(name, value) for name, value in constants]
     taken = arguments.declared(kernel)
     return "\n".join(
@@ -105,7 +109,7 @@ def translation_unit(kernel: str, constants: Constants) -> str:
 
 
 def compile(kernel: str, constants: Constants, arch: str) -> Compiled:
-    """The cubin of a kernel, out of the disk cache or out of NVRTC."""
+    """Returns a compiled kernel from the disk cache or from NVRTC."""
     unit = translation_unit(kernel, constants)
     key = cache.key(sources.digest(sources.headers(kernel)), unit, arch, repr(options()), identity())
     entry = cache.get(key, ".cubin", lambda: _build(kernel, constants, unit, arch))
@@ -114,14 +118,16 @@ def compile(kernel: str, constants: Constants, arch: str) -> Compiled:
 
 
 def options() -> dict[str, object]:
-    """NVRTC's, but for the architecture."""
+    """Returns the options for NVRTC without the architecture."""
     return {**_OPTIONS, **(_CHECKED if os.environ.get("TCONV3D_CHECKED", "0") not in ("", "0") else {})}
 
 
 @functools.cache
 def identity() -> str:
-    """Which compiler it is, for the names of cached cubins: the version of its wheel, because loading it takes longer
-    than all else that a cached kernel needs. Without a wheel its own word."""
+    """Returns the compiler's version for cache keys, taken from its wheel, or from NVRTC itself if there is no wheel.
+
+    The wheel is asked first, because loading NVRTC takes longer than everything else that a cached kernel needs.
+    """
     try:
         major = metadata.version("cuda-bindings").split(".")[0]
         return f"NVRTC {metadata.version(_WHEELS[major])}"
@@ -131,7 +137,7 @@ def identity() -> str:
 
 @functools.cache
 def version() -> str:
-    """The compiler's name and version."""
+    """Returns the compiler's name and version."""
     try:
         from cuda.bindings import nvrtc
 
@@ -152,7 +158,7 @@ def report(log: str) -> Report:
     registers = numbers(r"Used (\d+) registers")
     if not registers:
         return Report(-1, -1, -1, -1, -1)
-    return Report(  # sums and maxima, because a function that was not inlined has lines of its own
+    return Report(  # sums and maxima, because every function that was not inlined has its own lines
         registers=max(registers),
         spill_loads=sum(numbers(r"(\d+) bytes spill loads")),
         spill_stores=sum(numbers(r"(\d+) bytes spill stores")),
@@ -162,12 +168,12 @@ def report(log: str) -> Report:
 
 
 def describe(kernel: str, constants: Constants) -> str:
-    """A kernel and its constants in one line, for errors."""
+    """Describes a kernel and its constants in one line, for error messages."""
     return f"{kernel}({', '.join(f'{name}={value}' for name, value in constants)})"
 
 
 def missing(error: Exception) -> MissingCompilerError:
-    """What to raise where cuda-core, its bindings or NVRTC cannot be imported."""
+    """Returns the error to raise if cuda-core, its bindings or NVRTC cannot be imported."""
     return MissingCompilerError(
         "tconv3d compiles its CUDA kernels with cuda-core and NVRTC, which are not installed: "
         "`pip install tconv3d[cu13]` (or `tconv3d[cu12]` for a driver of CUDA 12). "
@@ -176,8 +182,8 @@ def missing(error: Exception) -> MissingCompilerError:
 
 
 def _define(name: str, value: Constant) -> tuple[str, str]:
-    """One constant: what stands before `Config` (for a table; else nothing) and its member of `Config`."""
-    if isinstance(value, bool):  # before int: a bool is one
+    """Returns the text before `Config` (empty unless the constant is a table) and the member of `Config`."""
+    if isinstance(value, bool):  # tested before int, because bool is a subclass of int
         return "", f"static constexpr bool {name} = {str(value).lower()};"
     if isinstance(value, int):
         return "", f"static constexpr {_integer([value])} {name} = {value};"
@@ -197,9 +203,9 @@ def _define(name: str, value: Constant) -> tuple[str, str]:
 def _table(
     name: str, numbers: list[int], shape: tuple[int, ...], text: str, index: str, access: str
 ) -> tuple[str, str]:
-    """An indexed constant: an array in constant memory that can also be read at compile time."""
+    """Defines a table as an array in constant memory that can also be read at compile time."""
     integer = _integer(numbers)
-    extent = "".join(f"[{max(size, 1)}]" for size in shape)  # a table may be empty, an array may not
+    extent = "".join(f"[{max(size, 1)}]" for size in shape)  # an empty table becomes an array of one element
     return (
         f"__constant__ constexpr {integer} table_{name}{extent} = {text};",
         f"static __device__ constexpr {integer} {name}({index}) {{ return table_{name}{access}; }}",
@@ -215,8 +221,8 @@ def _integer(values: list[int]) -> str:
 
 
 def _build(kernel: str, constants: Constants, unit: str, arch: str) -> bytes:
-    """Runs NVRTC; the payload of a cache entry."""
-    version()  # raises if there is none
+    """Runs NVRTC and returns the payload of a cache entry."""
+    version()  # raises if NVRTC is missing
     try:
         with _importing:
             from cuda.core import Program, ProgramOptions

@@ -1,14 +1,14 @@
-"""Cubin + addresses -> the caller's stream, through the CUDA driver.
+"""Launches a cubin on the caller's stream, through the CUDA driver.
 
-    run = launcher.prepare(launch, device_index)     # compiles, loads: once per launch record
-    run((x.data_ptr(), w.data_ptr()), stream)        # a few microseconds of host time; nothing is rebuilt
+    run = launcher.prepare(launch, device_index)     # compiles and loads the kernel, once per launch record
+    run((x.data_ptr(), w.data_ptr()), stream)        # takes a few microseconds of host time
 
 A launch never synchronizes and allocates nothing on the device, so it may be captured into a CUDA graph; any
-thread may launch on any stream. Kernels are loaded without a context of their own (`CUkernel`): they run in the
-context that is current, which is PyTorch's, and where the current device is another one the launch makes the
-right one current and restores it afterwards.
+thread may launch on any stream. Kernels are loaded without a context of their own (`CUkernel`) and run in the current
+context, which is PyTorch's. If another device is current, the launch makes the right one current and restores the
+other afterwards.
 
-Knows nothing of tensors or of PyTorch: addresses and stream handles are integers.
+This module knows nothing of tensors or PyTorch: addresses and stream handles are integers.
 """
 
 from __future__ import annotations
@@ -27,44 +27,45 @@ from ..planning.launch import Constants, Launch
 from . import compiler
 
 Run: TypeAlias = Callable[[tuple[int, ...], int], None]
-Pick: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]  # of all addresses those of one launch
+# A Pick selects the addresses of one launch from the addresses of all operands.
+Pick: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]
 
-_PORTABLE_CLUSTER = 8  # blocks; a kernel must be allowed larger clusters one by one
-_CUDA_12_4 = 12040  # the first driver that can be asked for a kernel's parameters, and captures launches that overlap
+_PORTABLE_CLUSTER = 8  # blocks per cluster; larger clusters need an attribute on each kernel
+_CUDA_12_4 = 12040  # the first driver with cuKernelGetParamInfo, and with graph capture of overlapping launches
 
 
 class LaunchError(RuntimeError):
-    """The CUDA driver refused something; the message names the call, the reason and the kernel."""
+    """Says that a call of the CUDA driver failed, with the call, the reason and the kernel."""
 
 
 @dataclass(frozen=True)
 class DeviceProperties:
-    """What the choice of a kernel may depend on."""
+    """Holds the properties of a device that the choice of a kernel may depend on."""
 
     name: str
     capability: tuple[int, int]
     multiprocessors: int
-    shared_bytes: int  # that one block can have, if it asks
+    shared_bytes: int  # maximum shared memory per block, with opt-in
 
 
 @dataclass
 class _Kernel:
-    """A kernel loaded on a device."""
+    """Holds a kernel that is loaded on a device."""
 
-    handle: Any  # a CUkernel, as the CUfunction that launches take
+    handle: Any  # the CUkernel, cast to the CUfunction that cuLaunchKernelEx takes
     device: Any  # CUdevice
-    parameter_bytes: int | None  # the size of `Args`; None if the driver is too old to say
-    shared_bytes: int = 0  # the dynamic shared memory it is allowed so far
+    parameter_bytes: int | None  # the size of `Args`; None if the driver is too old to tell
+    shared_bytes: int = 0  # dynamic shared memory per block that is allowed so far
 
 
 class _Slot:
-    """The memory one launch in flight needs. Two threads never use one slot at the same time."""
+    """Holds the host memory of one launch call. Two threads never use one slot at the same time."""
 
     __slots__ = ("arguments", "config", "parameters", "parameters_at", "stream")
 
     def __init__(self, launch: Launch, cluster: int, overlap: bool) -> None:
         data = bytes(8 * len(launch.pointers)) + launch.scalars
-        # The driver copies sizeof(Args), which is rounded up to the alignment of its members.
+        # The driver copies sizeof(Args) bytes, a multiple of the struct's alignment, which is at most 16 bytes.
         self.arguments = ctypes.create_string_buffer(data, -(-len(data) // 16) * 16 or 16)
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))
         self.parameters_at = ctypes.addressof(self.parameters)
@@ -73,19 +74,19 @@ class _Slot:
 
 
 def prepare(launch: Launch, device_index: int) -> Run:
-    """Compiles and loads the launch's kernel; returns what launches it: `run(addresses, stream handle)`.
+    """Compiles and loads the kernel, and returns a function that launches it: `run(addresses, stream handle)`.
 
-    `addresses` are those of `launch.pointers`, in order. Nothing is launched for an empty grid.
+    `addresses` are the addresses of `launch.pointers`, in order. An empty grid launches nothing.
     """
     return _sequence([(launch, tuple)], device_index)
 
 
 def prepare_all(steps: Sequence[tuple[Launch, Sequence[int]]], device_index: int) -> Run:
-    """Several launches, one after another: `run(addresses, stream handle)`.
+    """Prepares several launches and returns a function that runs them in order: `run(addresses, stream handle)`.
 
-    `addresses` are those of all operands; a step is a launch and which operands its pointers are. A launch that
-    overlaps the one before it begins early, if the device can: the first one never does, for nobody knows what it
-    follows.
+    `addresses` are the addresses of all operands; a step is a launch and the indices of its pointers among the
+    operands. A launch with `overlaps` may begin before the previous one has ended, if the device supports it. The
+    first launch never overlaps, because the preceding work on the stream is unknown.
     """
     return _sequence([(launch, _picker(indices)) for launch, indices in steps], device_index)
 
@@ -97,14 +98,14 @@ def _picker(indices: Sequence[int]) -> Pick:
 
 
 def preload() -> None:
-    """Imports what a first launch needs and takes longest, if it is there. Starts nothing."""
+    """Imports the binding of the CUDA driver, the slowest part of a first launch, if it is installed."""
     with contextlib.suppress(ImportError, LaunchError):
         _driver()
 
 
 @functools.cache
 def device_properties(device_index: int) -> DeviceProperties:
-    """The properties of a device, by the index PyTorch and the driver have for it."""
+    """Returns the properties of a device, given its index in PyTorch and the driver."""
     driver, (device, _) = _driver(), _device(device_index)
     attributes = driver.CUdevice_attribute
 
@@ -122,7 +123,7 @@ def device_properties(device_index: int) -> DeviceProperties:
 
 
 def _sequence(steps: Sequence[tuple[Launch, Pick]], device_index: int) -> Run:
-    """The function that a repeated call runs. Which device is current is asked once."""
+    """Returns a function that runs all launches of a call, and asks once per call which device is current."""
     steps = [(launch, pick) for launch, pick in steps if 0 not in launch.grid]
     starts = [_starter(launch, pick, device_index, i > 0) for i, (launch, pick) in enumerate(steps)]
     if not starts:
@@ -144,7 +145,7 @@ def _sequence(steps: Sequence[tuple[Launch, Pick]], device_index: int) -> Run:
 
 
 def _starter(launch: Launch, pick: Pick, device_index: int, follows: bool) -> Run:
-    """What makes one launch on the current device: everything it needs is a local of this function."""
+    """Returns a function that makes one launch on the current device, with all it needs in local variables."""
     overlap = follows and launch.overlaps and _overlapping(device_index)
     cluster = _cluster_size(launch)
     kernel = _kernel(device_index, launch.kernel, launch.constants)
@@ -157,7 +158,7 @@ def _starter(launch: Launch, pick: Pick, device_index: int, follows: bool) -> Ru
 
     def start(addresses: tuple[int, ...], stream: int) -> None:
         try:
-            slot = slots.pop()  # popping and appending are atomic: no lock
+            slot = slots.pop()  # needs no lock, because pop and append of a list are atomic
         except IndexError:
             slot = _Slot(launch, cluster, overlap)
         write(slot.arguments, 0, *pick(addresses))
@@ -167,7 +168,7 @@ def _starter(launch: Launch, pick: Pick, device_index: int, follows: bool) -> Ru
         (status,) = launch_kernel(slot.config, handle, slot.parameters_at, 0)
         if status:
             raise _error("cuLaunchKernelEx", status, _describe(launch))
-        slots.append(slot)  # the driver has copied the arguments
+        slots.append(slot)  # reusable, because the driver has copied the arguments
 
     return start
 
@@ -199,13 +200,13 @@ def _config(launch: Launch, cluster: int, overlap: bool) -> Any:
 
 @functools.cache
 def _overlapping(device_index: int) -> bool:
-    """Whether launches can overlap: from compute capability 9.0 on, and in graphs too from CUDA 12.4 on."""
+    """Tells whether launches can overlap: compute capability 9.0 and, for graph capture, CUDA 12.4 are needed."""
     version = _check(_driver().cuDriverGetVersion(), "cuDriverGetVersion")
     return device_properties(device_index).capability >= (9, 0) and version >= _CUDA_12_4
 
 
 def _cluster_size(launch: Launch) -> int:
-    """The blocks of a cluster, which lie along the grid's first axis."""
+    """Returns the number of blocks in a cluster. Clusters lie along the grid's first axis."""
     cluster = dict(launch.constants).get("kClusterSize", 1)
     if not isinstance(cluster, int) or cluster < 1 or launch.grid[0] % cluster != 0:
         raise LaunchError(f"a grid of whole clusters of {cluster} blocks expected, got {_describe(launch)}")
@@ -213,10 +214,10 @@ def _cluster_size(launch: Launch) -> int:
 
 
 def _check_arguments(launch: Launch, kernel: _Kernel) -> None:
-    """What is packed must be what the kernel reads: anything else would read memory beyond the buffer."""
+    """Raises unless the packed arguments have the size of `Args`: the driver would read beyond the buffer."""
     packed = 8 * len(launch.pointers) + len(launch.scalars)
     expected = kernel.parameter_bytes
-    if expected is not None and not expected - 16 < packed <= expected:  # Args may end in padding
+    if expected is not None and not expected - 16 < packed <= expected:  # Args may end in up to 15 bytes of padding
         raise LaunchError(f"Args of {expected} bytes expected, got {packed} for {_describe(launch)}")
 
 
@@ -225,12 +226,12 @@ _kernels: dict[tuple[int, str, Constants], _Kernel] = {}
 
 
 def _kernel(device_index: int, name: str, constants: Constants) -> _Kernel:
-    """The kernel on a device: compiled and loaded at the first call."""
+    """Returns a kernel on a device, compiled and loaded at the first call."""
     key = (device_index, name, constants)
     if (kernel := _kernels.get(key)) is not None:
         return kernel
     arch = compiler.architecture(device_properties(device_index).capability)
-    cubin = compiler.compile(name, constants, arch).cubin  # outside the lock: others may compile meanwhile
+    cubin = compiler.compile(name, constants, arch).cubin  # outside the lock, so that other threads can compile
     with _lock:
         if key not in _kernels:
             _kernels[key] = _load(device_index, cubin, compiler.describe(name, constants))
@@ -238,7 +239,7 @@ def _kernel(device_index: int, name: str, constants: Constants) -> _Kernel:
 
 
 def _load(device_index: int, cubin: bytes, what: str) -> _Kernel:
-    """Puts a cubin on a device. Loads it whole: a launch under graph capture is no time for loading."""
+    """Loads a cubin on a device completely, because a launch under graph capture must not load code lazily."""
     driver, (device, context) = _driver(), _device(device_index)
     with _capture_allowed(), _current(context):
         result = driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
@@ -254,7 +255,7 @@ def _load(device_index: int, cubin: bytes, what: str) -> _Kernel:
 
 
 def _allow(launch: Launch, kernel: _Kernel, cluster: int) -> None:
-    """Raises the kernel's limits to what the launch needs: shared memory beyond 48 KB, large clusters."""
+    """Raises the kernel's limits to what the launch needs: dynamic shared memory, clusters of more than 8 blocks."""
     driver = _driver()
     attributes = driver.CUfunction_attribute
     wanted = []
@@ -272,7 +273,7 @@ def _allow(launch: Launch, kernel: _Kernel, cluster: int) -> None:
 
 @functools.cache
 def _device(index: int) -> tuple[Any, Any]:
-    """A device and its primary context, the one PyTorch works in. It is retained for good."""
+    """Returns a device and its primary context, which PyTorch uses too. The context is never released."""
     driver = _driver()
     _check(driver.cuInit(0), "cuInit")
     device = _check(driver.cuDeviceGet(index), "cuDeviceGet", f"device {index}")
@@ -281,7 +282,7 @@ def _device(index: int) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def _current(context: Any) -> Iterator[None]:
-    """Makes a context current for this thread, and restores the one before."""
+    """Makes a context current for this thread, and restores the previous context afterwards."""
     driver = _driver()
     _check(driver.cuCtxPushCurrent(context), "cuCtxPushCurrent")
     try:
@@ -292,7 +293,7 @@ def _current(context: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _capture_allowed() -> Iterator[None]:
-    """Lets this thread load a kernel while it captures a graph: loading does not belong to any stream."""
+    """Lets this thread load a kernel during graph capture, since loading belongs to no stream."""
     driver = _driver()
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     exchange = driver.cuThreadExchangeStreamCaptureMode
@@ -305,7 +306,7 @@ def _capture_allowed() -> Iterator[None]:
 
 @functools.cache
 def _driver() -> Any:
-    """The Python binding of the CUDA driver, imported when first needed."""
+    """Returns the Python binding of the CUDA driver, imported at first use."""
     try:
         from cuda.bindings import driver
 
@@ -318,7 +319,7 @@ def _driver() -> Any:
 
 
 def _check(result: tuple[Any, ...], call: str, what: str = "") -> Any:
-    """What a driver call returned, or its error."""
+    """Returns the results of a driver call without its status, and raises if the call failed."""
     if result[0]:
         raise _error(call, result[0], what)
     return result[1] if len(result) == 2 else result[1:]

@@ -1,12 +1,12 @@
-"""Plain data (dataclasses, named tuples, tuples, enumerations, numbers, strings) as JSON, and back.
+"""Converts plain data (dataclasses, named tuples, tuples, enumerations, numbers, strings) to JSON and back.
 
     text = plain.dumps(device)
     plain.loads(text, Device)      # equal to `device`; ValueError if the text does not describe one
 
-The reader names the type it expects, and the text only fills it in. So unlike a pickle, text that somebody else wrote
-can be wrong, but cannot run anything.
+The reader names the expected type, and the text only fills in the values. Unlike a pickle, text from another source
+may be wrong but cannot run code.
 
-Knows nothing of the package's own types.
+This module knows nothing of the package's own types.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def dumps(value: object) -> str:
-    """One line of JSON."""
+    """Returns one line of JSON that describes the value."""
     return json.dumps(_encoded(value), separators=(",", ":"))
 
 
 def loads(text: str | bytes, kind: Any) -> Any:
-    """The value that a text describes, of this type."""
+    """Returns the value of type `kind` that a text describes, and raises ValueError if there is none."""
     try:
         return _decoded(json.loads(text), kind)
     except (TypeError, KeyError, RecursionError) as error:
@@ -38,7 +38,7 @@ def _encoded(value: Any) -> Any:
         return {field.name: _encoded(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Enum):
         return _encoded(value.value)
-    if isinstance(value, tuple):  # a named tuple too
+    if isinstance(value, tuple):  # includes named tuples
         return [_encoded(each) for each in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

@@ -1,13 +1,13 @@
-"""Which source files a result is made from, so that its cache key covers these files and no others.
+"""Finds the source files that a cached result depends on, so that the cache key covers these files and no others.
 
-    sources.digest(sources.headers("halo"))            # a kernel: its header and every header it includes
-    sources.program("tconv3d.families.halo.planner")   # a choice: its planner and every module it imports
+    sources.digest(sources.headers("halo"))            # for a kernel: all headers it includes
+    sources.program("tconv3d.families.halo.planner")   # for a planner's choice: all modules it imports
 
-Includes and imports are read out of the text, so a file counts even where a condition leaves it out. A header is
-known by its name alone: a header that moves to another directory of `KERNELS` changes no key. A module that moves
-changes the import lines of its users, so choices are searched again; compiled kernels stay.
+Includes and imports are found in the text, so a file counts even if a condition excludes it. Headers are identified
+by name alone: moving a header to another directory of `KERNELS` changes no key. Moving a module changes the import
+lines of its users, so choices are searched again; compiled kernels stay valid.
 
-Knows how files name each other; nothing of what is in them.
+This module knows how files refer to each other, and nothing else of their content.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from typing import NamedTuple
 
 from . import cache, trust
 
-# Every directory with headers of kernels. File names are unique among them, because headers include each other by
-# name, and both compilers get all these directories as include paths.
+# KERNELS has every directory with headers of kernels. File names are unique among them, because headers include each
+# other by name, and both compilers (NVRTC and the emulator's) get all these directories as include paths.
 _ROOT = Path(__file__).parents[1]
 KERNELS: tuple[Path, ...] = (_ROOT / "device", *sorted({path.parent for path in _ROOT.glob("families/*/*.cuh")}))
 
-YOUNG_NS = 2_000_000_000  # 2 s, the coarsest clock of a file system in use
+YOUNG_NS = 2_000_000_000  # 2 s, the coarsest resolution of file times among common file systems
 
 _PACKAGE = __name__.split(".")[0]
-_STORAGE = frozenset({cache.__name__, trust.__name__, __name__})  # modules that keep choices and make none
+_STORAGE = frozenset({cache.__name__, trust.__name__, __name__})  # modules that only store choices
 
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"', re.MULTILINE)
 _FROM = re.compile(r"^[ \t]*from[ \t]+(\.*)([\w.]*)[ \t]+import[ \t]+(\([^)]*\)|[^\n(]*)", re.MULTILINE)
@@ -42,14 +42,14 @@ Files = dict[str, Path]
 
 
 class _Read(NamedTuple):
-    """A file's content as a hash, and the names that it mentions."""
+    """Holds the hash of a file's content, and the files or modules that it includes or imports."""
 
     hash: bytes
     mentions: tuple[str, ...]
 
 
 def digest(files: Mapping[str, Path]) -> str:
-    """A hash of the names and contents of files, for `cache.key`. A file is read again when it has changed."""
+    """Returns a hash of the names and contents of files, for `cache.key`. A changed file is read again."""
     return cache.key(*(part for name in sorted(files) for part in (name, _read(files[name]).hash)))
 
 
@@ -57,25 +57,25 @@ def digest(files: Mapping[str, Path]) -> str:
 
 
 def find(name: str, directories: Sequence[Path] | None = None) -> Path | None:
-    """The header of this name, in one of the directories (those of the package unless others are given)."""
+    """Returns the header of this name in one of the directories (by default the package's), or None."""
     return _index(tuple(KERNELS if directories is None else directories)).get(name)
 
 
 def all_headers(directories: Sequence[Path] | None = None) -> Files:
-    """Every header of these directories by its name."""
+    """Returns every header of the directories by its name."""
     return dict(_index(tuple(KERNELS if directories is None else directories)))
 
 
 def headers(kernel: str, directories: Sequence[Path] | None = None) -> Files:
-    """A kernel's header and those that it includes, directly or not, by their names.
+    """Returns a kernel's header and all headers that it includes, directly or indirectly, by their names.
 
-    A name that is in none of the directories is left out: it is a header of the system, or another compiler's.
+    Names that are in none of the directories are headers of the system or of another compiler, and are left out.
     """
     return included(f"{kernel}.cuh", directories)
 
 
 def included(header: str, directories: Sequence[Path] | None = None) -> Files:
-    """A header and those that it includes, directly or not, by their names."""
+    """Returns a header and all headers that it includes, directly or indirectly, by their names."""
     places = _index(tuple(KERNELS if directories is None else directories))
     return _closure(header, places.get, lambda _, path: _read(path).mentions)
 
@@ -87,9 +87,9 @@ def _index(directories: tuple[Path, ...]) -> Mapping[str, Path]:
 
 @functools.lru_cache(maxsize=64)
 def _listed(directories: tuple[Path, ...], changed: tuple[int, ...]) -> Mapping[str, Path]:
-    """Names and places of headers, listed again when a file came to a directory or left it."""
+    """Lists headers by name. `changed` (modification times) makes a changed directory a new cache key."""
     found: Files = {}
-    for directory in reversed(directories):  # the first directory has the last word, as for a compiler
+    for directory in reversed(directories):  # the first directory takes precedence, as for a compiler
         if directory.is_dir():
             found.update({path.name: path for path in directory.iterdir() if path.suffix in (".cuh", ".h", ".cpp")})
     return found
@@ -110,19 +110,21 @@ def _includes(data: bytes) -> Iterable[str]:
 
 
 def modules(name: str) -> Files:
-    """A module and those of the package that it imports, directly or not, by their full names."""
+    """Returns a module and the package's modules that it imports, directly or indirectly, by their full names."""
     return _closure(name, _module_file, lambda module, path: _imports(module, path, _read(path).mentions))
 
 
 @functools.cache
 def program(name: str) -> str:
-    """The digest of a module and those that it imports, as this process has loaded them: they are read once."""
+    """Returns the digest of a module and all modules that it imports, computed once per process."""
     return digest(modules(name))
 
 
 def _module_file(name: str) -> Path | None:
-    """The file of a module of this package. Modules that only store choices have no part in them, and the package's
-    own `__init__` imports the whole library."""
+    """Returns the file of a module of this package, or None if the module cannot affect a choice.
+
+    Modules that only store choices are left out, and so is the package's `__init__`, which imports the whole library.
+    """
     if not name.startswith(f"{_PACKAGE}.") or name in _STORAGE:
         return None
     path = _ROOT.joinpath(*name.split(".")[1:])
@@ -131,7 +133,7 @@ def _module_file(name: str) -> Path | None:
 
 
 def _statements(data: bytes) -> Iterable[str]:
-    """Import statements, each as the module that it names and, after a space, what it imports from there."""
+    """Yields import statements, each as the module and, after a space, the imported names."""
     text = data.decode()
     for dots, base, imported in _FROM.findall(text):
         yield f"{dots}{base} {','.join(_names(imported.strip('()')))}"
@@ -143,7 +145,7 @@ def _names(imported: str) -> list[str]:
 
 
 def _imports(module: str, path: Path, statements: Iterable[str]) -> Iterable[str]:
-    """Full names of what a module's import statements mention. What comes out of a plain module is no module."""
+    """Yields full names of the modules that import statements may mean. Only a package can contain modules."""
     package = (module if path.name == "__init__.py" else module.rpartition(".")[0]).split(".")
     for statement in statements:
         base, names = statement.split(" ")
@@ -156,7 +158,7 @@ def _imports(module: str, path: Path, statements: Iterable[str]) -> Iterable[str
             yield from (f"{full}.{name}" for name in filter(None, names.split(",")))
 
 
-# ---- both
+# ---- shared by headers and modules
 
 
 def _closure(first: str, locate: Callable[[str], Path | None], names: Callable[[str, Path], Iterable[str]]) -> Files:
@@ -177,7 +179,7 @@ def _read(path: Path) -> _Read:
 
 
 def _is_young(changed: int) -> bool:
-    """Whether a file may change once more and keep its time, because the file system's clock is coarse."""
+    """Tells whether a file is so new that a further change may leave its modification time the same."""
     return time.time_ns() - changed < YOUNG_NS
 
 

@@ -1,11 +1,11 @@
-"""Whether a file can only have been written by this user, or by the system's administrator.
+"""Tells whether only this user or the system's administrator can have written a file.
 
-What a cache holds is run: cubins on the GPU, shared libraries in this process. So a directory counts only if it, and
-every directory above it, belongs to this user or to root and cannot be written by others; the sticky bit, as on
-/tmp, is enough above the directory itself, because there nobody can rename what is not theirs. A group that has the
-user's name and no other member is the user alone.
+The content of a cache is executed: cubins on the GPU, shared libraries in this process. Therefore a directory is
+trusted only if it and every directory above it belong to this user or to root, and other users cannot write them. A
+directory above may be writable if it has the sticky bit, like /tmp, because then users can only rename files of their
+own. A group that has the user's name and no other member counts as the user.
 
-Knows nothing of what the files are for.
+This module knows nothing of what the files are for.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 try:
     import grp
     import pwd
-except ImportError:  # Windows: directories of other users are protected by access lists that this does not read
+except ImportError:  # Windows protects directories by access lists, which this module does not read
     grp = pwd = None  # type: ignore[assignment]
 
 
 def why_not_directory(directory: Path) -> str | None:
-    """Why somebody else could have put files into a directory, in words; None if nobody could, or it is not there."""
+    """Says why another user could have put files into a directory; None if nobody could, or it does not exist."""
     if pwd is None:
         return None
     for path in dict.fromkeys(
         (directory, *directory.parents, *directory.resolve().parents)
-    ):  # links have two ways up
+    ):  # a symbolic link has two chains of parents
         try:
             found = os.stat(path)
-        except OSError:  # it is not there, or nothing in it can be read
+        except OSError:  # the path does not exist, or this user cannot read it
             continue
         if path is not directory and found.st_mode & stat.S_ISVTX:
             found = _without_writers(found)
@@ -40,7 +40,7 @@ def why_not_directory(directory: Path) -> str | None:
 
 
 def why_not_file(found: os.stat_result) -> str | None:
-    """Why somebody else could have written a file with this `stat`, in words; None if nobody could."""
+    """Says why another user could have written a file with this `stat`; None if nobody could."""
     if pwd is None:
         return None
     me = os.geteuid()
@@ -54,12 +54,12 @@ def why_not_file(found: os.stat_result) -> str | None:
 
 
 def _without_writers(found: os.stat_result) -> os.stat_result:
-    """A directory with the sticky bit: others can add files to it, but not replace those of this user."""
+    """Returns the `stat` without write permissions of others: a sticky bit protects existing files of this user."""
     return os.stat_result((found.st_mode & ~(stat.S_IWGRP | stat.S_IWOTH), *found[1:]))
 
 
 def _is_private(group: int, user: int) -> bool:
-    """Whether a group is the user's own, as many systems make one for every user. Root's group is root's."""
+    """Tells whether a group has no member but the user, as many systems create for every user, or is root's group."""
     if group == 0:
         return True
     try:

@@ -1,15 +1,15 @@
-"""Work in a process that steps aside: free while its caller is quiet, in short slices while its caller is busy.
+"""Runs work in a process that yields to its caller: freely while the caller is idle, in slices while it is busy.
 
-    yielding.run(source, share)      # in a new process; executes `source` and returns when that has ended
+    yielding.run(source, share)      # in a new process; executes `source` and returns when it has ended
 
-The lowest priority is not enough to go unnoticed. It decides who waits for a CPU, but a process on another CPU still
-slows its caller down where both CPUs are threads of one core, or where a container counts the CPU time of all its
-processes together; a virtual machine shows neither. So the work is done by a child process, and this one looks at how
-much CPU time the caller takes: while that is more than `BUSY`, the child is stopped, except for slices of `SLICE_S`
-that add up to `share` of the time.
+The lowest priority alone does not keep the caller from slowing down. It decides which process waits for a CPU, but a
+process on another CPU still slows the caller if both CPUs are threads of one core, or if a container limits the CPU
+time of all its processes together; a virtual machine shows neither. Therefore a child process does the work, and its
+parent watches how much CPU time the caller takes. While the caller takes `BUSY` or more, the child is stopped, except
+for slices of `SLICE_S` that add up to the fraction `share` of the time.
 
-The child ends with its caller, also where the caller is killed. This module imports nothing of the package, and
-nothing that takes long, so that the child begins before there is anything to copy.
+The child ends with its caller, even if the caller is killed. This module imports nothing of the package and no slow
+module, so that the child is forked before there is much memory to copy.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import signal
 import time
 from collections.abc import Callable
 
-BUSY = 0.2  # CPU seconds that a caller takes in one second; from here on, it is busy
-SLICE_S = 0.02  # seconds that the child works at a time beside a busy caller: about four steps of a small network
-TICK_S = 0.05  # seconds between two looks at a quiet caller
+BUSY = 0.2  # CPU seconds per second from which on a caller counts as busy
+SLICE_S = 0.02  # seconds that the child works at a time while the caller is busy
+TICK_S = 0.05  # seconds between two checks of an idle caller
 
-_PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>
+_PR_SET_PDEATHSIG = 1  # constant from Linux's <sys/prctl.h>
 
 
 def run(source: str, share: float) -> None:
-    """Executes a program's text in a child of the lowest priority, beside the process that started this one."""
+    """Executes Python source in a child of the lowest priority, and yields to the parent of this process."""
     caller = os.getppid()
     os.nice(19)
     child = os.fork()
@@ -37,18 +37,18 @@ def run(source: str, share: float) -> None:
         _end_with_parent()
         exec(source, {"__name__": "__main__"})
     else:
-        os.close(0)  # the child alone reads: when it has ended, the caller finds the pipe broken
+        os.close(0)  # only the child reads: the caller's pipe breaks when the child has ended
         _oversee(child, caller, share)
 
 
 def _lowest_priority() -> None:
-    """Even below this process, which must be able to stop the child."""
-    with contextlib.suppress(AttributeError, OSError):  # Linux alone has it; reading and writing files then wait too
+    """Gives the child a lower priority than this process, which must be able to stop the child."""
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has it; I/O gets the lowest priority too
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _end_with_parent() -> None:
-    """Asks Linux to kill this process when its parent ends: a process that is stopped cannot end by itself."""
+    """Asks Linux to kill this process when its parent ends, because a stopped process cannot end by itself."""
     with contextlib.suppress(Exception):
         import ctypes
 
@@ -56,7 +56,7 @@ def _end_with_parent() -> None:
 
 
 def _oversee(child: int, caller: int, share: float) -> None:
-    """Returns when the child has ended, or when the caller has: then the child is killed."""
+    """Returns when the child has ended; kills the child and returns when the caller has ended."""
     is_busy = _meter(caller)
     while os.waitpid(child, os.WNOHANG)[0] == 0:
         if os.getppid() != caller:
@@ -72,7 +72,7 @@ def _oversee(child: int, caller: int, share: float) -> None:
 
 
 def _meter(process: int) -> Callable[[], bool]:
-    """A function that tells whether a process has been busy since it was last asked. It is, if nobody knows."""
+    """Returns a function that tells whether a process was busy since the last call; True if it is unknown."""
     before = time.monotonic(), cpu_seconds(process)
 
     def is_busy() -> bool:
@@ -85,7 +85,7 @@ def _meter(process: int) -> Callable[[], bool]:
 
 
 def cpu_seconds(process: int) -> float | None:
-    """CPU time that all threads of a process have taken; None where the system does not say."""
+    """Returns the CPU seconds of all threads of a process, or None if the system does not tell."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()

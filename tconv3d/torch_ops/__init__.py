@@ -1,1 +1,1 @@
-"""PyTorch's side of a call: operators with autograd, argument checks, the executor, packed weights."""
+"""Holds PyTorch's side of a call: operators with autograd, argument checks, the executor, packed weights."""

@@ -1,7 +1,7 @@
-"""Which implementation runs: `use_backend`, a function and a context manager.
+"""`use_backend`, a function and a context manager, chooses which implementation runs.
 
-The choice belongs to the calling thread, like PyTorch's grad mode, and a backward pass runs on the backend of its
-forward pass, whichever thread autograd runs it in.
+The choice belongs to the calling thread, like PyTorch's grad mode. A backward pass runs on the backend of its forward
+pass, whichever thread autograd uses.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ def current_backend() -> Backend:
 
 
 def _leave_compiled_code() -> None:
-    """A compiled function ends its graph here: operators before and after this run under different choices, and each
-    looks at the choice when it runs."""
+    """Ends the graph of a compiled function, because operators before and after this point use different backends.
+
+    Every operator looks up the backend when it runs.
+    """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg="tconv3d.use_backend() ends the graph of a compiled function")
 
 
 class use_backend:
-    """Choose what runs `conv_transpose3d` and the modules, for this thread.
+    """Chooses what runs `conv_transpose3d` and the modules, for this thread.
 
     - ``"auto"``: CUDA tensors run this library's kernels, CPU tensors PyTorch's operator.
     - ``"cuda"``: this library's kernels, or an error that says why not.

@@ -1,6 +1,6 @@
-"""Checks of a call's arguments: PyTorch's exception types, with what was expected and what came.
+"""Checks a call's arguments, and raises PyTorch's exception types with the expected and the actual value.
 
-The one place that rejects a call. Runs before anything is planned or launched, and only when a shape is new.
+No other module rejects a call. The checks run before anything is planned or launched, and only for new shapes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Convolution = tuple[Triple, Triple, Triple, int, Triple]  # stride, padding, out
 
 
 def integer(value: object, name: str, function: str = "conv_transpose3d") -> int:
-    """What PyTorch takes for an integer: also those of NumPy and tensors of one, but no bool and no float."""
+    """Returns an int for every value that PyTorch accepts as one: also NumPy's and tensors, no bool, no float."""
     if type(value) is int or isinstance(value, torch.SymInt):
         return value  # type: ignore[return-value]
     try:
@@ -29,14 +29,14 @@ def integer(value: object, name: str, function: str = "conv_transpose3d") -> int
 
 
 def number(value: object, name: str) -> float:
-    """What PyTorch takes for a float."""
+    """Returns the value if PyTorch accepts it as a float, and raises otherwise."""
     if isinstance(value, (float, int, torch.SymFloat)):
         return value  # type: ignore[return-value]
     raise TypeError(f"expected {name} to be a number, but got {name}={value!r}")
 
 
 def triple(value: int | Sequence[int], name: str) -> Triple:
-    """An integer for all three dimensions, or (depth, height, width)."""
+    """Returns (depth, height, width), given one integer for all three dimensions or a sequence of 1 or 3 integers."""
     if type(value) is tuple and len(value) == 3 and type(value[0]) is type(value[1]) is type(value[2]) is int:
         return value
     if not isinstance(value, (tuple, list)):
@@ -60,7 +60,7 @@ def convolution_of(
     groups: int,
     dilation: int | Sequence[int],
 ) -> Convolution:
-    """The settings of a call, each in full."""
+    """Returns the settings of a call, with a triple for each setting that has one value per dimension."""
     return (
         triple(stride, "stride"),
         triple(padding, "padding"),
@@ -71,7 +71,7 @@ def convolution_of(
 
 
 def kind_of(value: object) -> str:
-    """What came, in words."""
+    """Describes an argument in words, for an error message."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"
 
 
@@ -86,7 +86,7 @@ def check_callable(value: object, name: str, function: str) -> None:
 
 
 def check_tensors(input: object, weight: object, bias: object) -> None:
-    """Python's own arguments; the one check that every call makes."""
+    """Raises unless the operands are tensors. No other check runs in every call."""
     if isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)):
         return
     for name, value in (("input", input), ("weight", weight), ("bias", bias)):
@@ -146,7 +146,7 @@ def check_same_kind(first: Tensor, second: Tensor, first_name: str, second_name:
 
 
 def check_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Geometry:
-    """input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out]."""
+    """Checks a forward pass: input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out]."""
     check_rank(input, weight)
     check_settings(convolution)
     check_same_kind(input, weight, "Input", "weight")
@@ -201,7 +201,7 @@ def check_norm(
     num_groups: int,
     convolution: Convolution,
 ) -> None:
-    """A GroupNorm of the convolution's result. input [N, C_in, D, H, W], norm_weight and norm_bias [C_out]."""
+    """Checks a GroupNorm of the convolution's result: input [N, C_in, D, H, W], norm_weight and norm_bias [C_out]."""
     channels = weight.shape[1] * convolution[3]
     for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if tensor is None:
@@ -229,11 +229,11 @@ def check_norm(
 
 
 def check_norm_types(input: Tensor, norm_weight: Tensor | None, norm_bias: Tensor | None) -> None:
-    """As PyTorch's GroupNorm: parameters of the input's type, or of float32 where the input has 16 bits."""
+    """Requires, like PyTorch's GroupNorm, parameters of the input's type, or of float32 if the input has 16 bits."""
     device, normalized = input.device.type, input.dtype
     if torch.is_autocast_enabled(device):
         if device == "cuda":
-            return  # autocast makes float32 of all
+            return  # autocast runs GroupNorm in float32
         normalized = normalized if normalized is torch.float64 else torch.get_autocast_dtype(device)
     allowed = [normalized] + [torch.float32] * (normalized in (torch.float16, torch.bfloat16))
     for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
@@ -259,7 +259,7 @@ def check_norm_groups(channels: int, num_groups: int) -> None:
 def check_grad_output(
     geometry: Geometry, grad_output: Tensor, input_size: tuple[int, ...], batch: int | None = None
 ) -> None:
-    """grad_output [N, C_out, oD, oH, oW]; N is `batch` where another tensor says what it is."""
+    """Checks grad_output [N, C_out, oD, oH, oW]. N must be `batch`, unless `batch` is None."""
     expected = (geometry.out_channels, *geometry.output_size(input_size))
     if tuple(grad_output.shape[1:]) != expected or batch not in (None, grad_output.shape[0]):
         raise RuntimeError(

@@ -1,11 +1,11 @@
-"""The convolution with what follows it, as PyTorch knows it: operators beside those of `ops`, registered likewise.
+"""Registers the fused operators with PyTorch: the convolution with ReLU, and the convolution with ReLU and GroupNorm.
 
-- `conv_transpose3d_relu` is one kernel. Its derivative is the convolution's, of a gradient that a mask has passed.
-- `conv_transpose3d_relu_group_norm` is two steps: the convolution with ReLU and statistics, and normalizing. Without
-  gradients the second works in place. With them each step has its node in autograd's graph, so that what the second
-  has kept is free before the first computes its gradients.
+- `conv_transpose3d_relu` is one kernel. The backward pass masks the gradient, then runs the convolution's.
+- `conv_transpose3d_relu_group_norm` has two steps: the convolution with ReLU and statistics, then normalizing. If no
+  gradient is recorded, the second step works in place. Otherwise each step is a node of autograd's graph, so that the
+  tensors saved by the second step are freed before the first step computes gradients.
 
-Second derivatives of the norm are PyTorch's own formulas.
+Second derivatives of the norm use PyTorch's formulas.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .ops import (
 )
 from .pytorch_ops import statistics_dtype, with_strides
 
-Wants = tuple[bool, bool, bool]  # as `Wanted`
+Wants = tuple[bool, bool, bool]  # which gradients of the norm are wanted, with the fields of `Wanted` in order
 
 _OPERANDS = "Tensor input, Tensor weight, Tensor? bias"
 _NORM = "Tensor? norm_weight, Tensor? norm_bias"
@@ -47,10 +47,12 @@ for _schema in (
     f"conv_transpose3d_relu({_OPERANDS}, {_SETTINGS}) -> Tensor",
     f"conv_transpose3d_relu_group_norm({_OPERANDS}, {_NORM}, int num_groups, float eps, ScalarType dtype, "
     f"{_SETTINGS}) -> Tensor",
-    # The steps of it. Statistics are [2, N, groups]: means and reciprocal deviations.
+    # conv_transpose3d_relu_statistics and normalize are the two steps of conv_transpose3d_relu_group_norm. Statistics
+    # are means and reciprocal standard deviations, [2, N, groups].
     f"conv_transpose3d_relu_statistics({_OPERANDS}, int num_groups, float eps, {_SETTINGS}) -> (Tensor, Tensor)",
     f"normalize(Tensor input, Tensor statistics, {_NORM}, ScalarType dtype) -> Tensor",
-    # The gradients of what went into the ReLU, of norm_weight and norm_bias [2, C], of the convolution's bias [C].
+    # relu_group_norm_grad returns the gradients of the ReLU's input, of norm_weight and norm_bias as one tensor
+    # [2, C], and of the convolution's bias [C].
     "relu_group_norm_grad(Tensor grad_output, Tensor input, Tensor statistics, Tensor? norm_weight, "
     "ScalarType parameters, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
 ):
@@ -59,7 +61,7 @@ for _schema in (
 
 def _recording(*tensors: Tensor | None) -> bool:
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # a tangent is an error there
+    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # `Function.apply` rejects tensors with tangents
 
 
 # ---- ReLU
@@ -81,7 +83,7 @@ class _Relu(torch.autograd.Function):
         else:
             with torch._C._AutoDispatchBelowAutograd():
                 result = torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
-        # What a gradient does not need is not kept alive. The result is kept as the mask that it is.
+        # Only tensors that a wanted gradient needs are saved. The result is saved, because it is the ReLU's mask.
         kept = input if weight.requires_grad else None, weight if input.requires_grad else None
         ctx.save_for_backward(*kept, result)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
@@ -97,7 +99,7 @@ class _Relu(torch.autograd.Function):
 _register("conv_transpose3d_relu", _relu, _Relu, _fake_forward, tensors=3, extra=0)
 
 
-# ---- ReLU and GroupNorm: ours, or PyTorch's operators
+# ---- ReLU and GroupNorm by this library's kernels or by PyTorch's operators
 
 
 def _statistics(
@@ -157,7 +159,7 @@ def _block(
     dtype: torch.dtype,
     convolution: Convolution,
 ) -> Tensor:
-    """Without gradients."""
+    """Runs the whole block without recording gradients."""
     if why_not_ours(input) is None:
         return _ours(input, weight, bias, norm_weight, norm_bias, groups, eps, dtype, convolution)
     result, statistics = _statistics(input, weight, bias, groups, eps, convolution)
@@ -176,19 +178,20 @@ def _ours(
     convolution: Convolution,
     keep: bool = False,
 ) -> Tensor:
-    """What is normalized is not kept, so its memory becomes the result's."""
+    """Runs the block on this library's kernels without gradients, normalizing in place if the types allow it."""
     result, statistics = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution, keep)
     out = result if result.dtype is dtype else None
     return norm_executor.normalize(result, statistics, norm_weight, norm_bias, out, dtype)
 
 
-# ---- autograd: a node for each step
+# ---- autograd, with one node for each step
 
 
 class _Statistics(torch.autograd.Function):
-    """The convolution, its ReLU and the statistics.
+    """Computes the convolution, its ReLU and the statistics.
 
-    The gradient that comes back is that of what went into the ReLU: `_Normalize` has applied the mask already.
+    In the backward pass `_Normalize` has already applied the ReLU's mask, so the incoming gradient is that of the
+    ReLU's input.
     """
 
     @staticmethod
@@ -202,7 +205,7 @@ class _Statistics(torch.autograd.Function):
         eps: float,
         convolution: Convolution,
     ) -> tuple[Tensor, Tensor]:
-        # What a gradient does not need is not kept alive.
+        # Only tensors that a wanted gradient needs are saved.
         ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
         if alone:
@@ -221,14 +224,15 @@ class _Statistics(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         if grad is None:
             return (None,) * 7
-        wanted = (*_needed(ctx)[1:3], False)  # the bias's comes from `_Normalize`
+        wanted = (*_needed(ctx)[1:3], False)  # the gradient of the bias comes from `_Normalize`
         return None, *_gradients(grad, input, weight, wanted, *ctx.call), None, None, None
 
 
 class _Normalize(torch.autograd.Function):
-    """GroupNorm of a ReLU's result.
+    """Computes the GroupNorm of a ReLU's result.
 
-    `bias` was added before the ReLU: its gradient is a sum over a tensor that this node's backward pass writes.
+    `bias` is the convolution's bias, added before the ReLU. The gradient of `bias` is the sum over a tensor that the
+    backward pass of this node writes.
     """
 
     @staticmethod
@@ -244,7 +248,8 @@ class _Normalize(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.save_for_backward(input, statistics, weight)
-        # The values of a bias do not matter for its gradient, and may change until then, as in PyTorch.
+        # Biases are not saved by `save_for_backward`: first-order gradients do not depend on their values, which may
+        # therefore change before the backward pass, as in PyTorch.
         ctx.biases = norm_bias, bias
         ctx.call = eps, current_backend()
         if alone:
@@ -287,18 +292,19 @@ def _any_gradient(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _gradient(*arguments)
 
 
-Asked = tuple[Tensor | None, bool]  # a tensor, and whether its gradient is needed
+Asked = tuple[Tensor | None, bool]  # a tensor, and whether the gradient of the tensor is needed
 
 
 def _differentiable_gradient(
     grad: Tensor, groups: int, eps: float, of_input: Asked, of_weight: Asked, of_norm_bias: Asked, of_bias: Asked
 ) -> list[Tensor | None]:
-    """What `_gradient` computes, by operators that can be differentiated again."""
+    """Computes what `_gradient` does, by operators that can be differentiated again."""
     input, weight, norm_bias, bias = (asked[0] for asked in (of_input, of_weight, of_norm_bias, of_bias))
     assert input is not None
-    # All that flows back from here passes the ReLU's mask, and reaches the bias, in derivatives of any order.
+    # `bias - bias.detach()` is zero but links the bias to the graph: gradients of any order pass the ReLU's mask and
+    # reach the bias.
     source = input if bias is None else input + (bias - bias.detach())[:, None, None, None]
-    kind = grad.dtype  # or the parameters', which may be float32 behind a convolution of 16 bits
+    kind = grad.dtype  # widened to the type of the parameters, which may be float32 after a convolution in 16 bits
     for tensor in (weight, norm_bias):
         kind = kind if tensor is None else torch.promote_types(kind, tensor.dtype)
     masked = (source * (input.detach() > 0)).to(kind)
@@ -345,7 +351,7 @@ def _fake_gradient(
 
 
 def _register_step(name: str, implementation: Any, fake: Any, settings: bool) -> None:
-    """A step has no derivative of its own: it runs below autograd, or in a backward pass."""
+    """Registers one step without a derivative: steps run below autograd, or in a backward pass."""
 
     def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if not settings:
@@ -383,7 +389,7 @@ def _register_block() -> None:
             return below
 
     def autocast(device_type: str) -> Any:
-        """As PyTorch's autocast treats the layers: the norm runs in float32 on CUDA, as it comes on the CPU."""
+        """Casts as PyTorch's autocast does for the layers: the norm runs in float32 on CUDA, uncast on the CPU."""
 
         def cast(*arguments: Any) -> Tensor:
             lower = torch.get_autocast_dtype(device_type)
@@ -410,14 +416,15 @@ def _register_block() -> None:
 _register_block()
 
 
-# ---- the way in
+# ---- entry points
 
-# `apply` without what it does for torch.func in Python: `_alone` has ruled that out, and it takes 5 us.
+# `apply` of the C++ base class skips the Python code for torch.func in `Function.apply`, which takes 5 us per call.
+# Calls under torch.func never get here: `_unchanged` excludes them.
 _record_relu = super(torch.autograd.Function, _Relu).apply
 
 
 def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
-    """For tensors that our kernels take: see `ops.why_not_ours`."""
+    """Runs the operator for tensors that this library's kernels take (see `ops.why_not_ours`)."""
     if _unchanged(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
@@ -439,7 +446,7 @@ def conv_transpose3d_relu_group_norm(
     eps: float,
     convolution: Convolution,
 ) -> Tensor:
-    """For tensors that our kernels take: see `ops.why_not_ours`."""
+    """Runs the operator for tensors that this library's kernels take (see `ops.why_not_ours`)."""
     operands = input, weight, bias, norm_weight, norm_bias
     settings = groups, number(eps, "eps"), input.dtype
     if _unchanged(input, weight, bias) and all(each is None or _plain(each) for each in operands[3:]):
@@ -469,7 +476,7 @@ def _record_block(
     dtype: torch.dtype,
     convolution: Convolution,
 ) -> Tensor:
-    constant = None if bias is None else bias.detach()  # its gradient comes from the second step
+    constant = None if bias is None else bias.detach()  # the gradient of the bias comes from the second step
     steps = (_record_statistics, _record_normalize) if alone else (_Statistics.apply, _Normalize.apply)
     result, statistics = steps[0](alone, input, weight, constant, groups, eps, convolution)
     return steps[1](alone, result, statistics, norm_weight, norm_bias, bias, eps, dtype)

@@ -1,14 +1,15 @@
-"""Packed weights, kept between calls that want no gradient for as long as the weight is the same.
+"""Caches packed weights ("kept" packs) between calls without gradients, as long as the weight does not change.
 
-The same weight is the same tensor, over the same memory, in the same version: PyTorch counts what is written to a
-tensor. The first call with a version packs it for itself and is noted; the second packs into memory that is kept, so
-that a weight which is used once costs nothing. What is kept is used on the stream that packed it, and no other.
+A weight is unchanged if tensor object, address, storage and version counter are the same; PyTorch increments the
+counter with every write. The first call with a version packs the weight into the workspace and is noted. The second
+call packs into memory that is kept, so that a weight used once costs no memory. A kept pack is used only on the
+stream that packed it.
 
-Some writes PyTorch does not count: those through `.data`, those of fused optimizers, of CUDA graphs and of other
-libraries. So all is forgotten when an optimizer steps or a layer is switched between `train` and `eval`, a weight's
-when it is trained, and a weight that a graph was captured with is never kept.
+PyTorch does not count some writes: writes through `.data`, by fused optimizers, by CUDA graphs and by other
+libraries. Therefore all packs are dropped when an optimizer steps or a layer switches between `train` and `eval`, the
+packs of one weight when a call with gradients uses it, and a weight that was used during graph capture is never kept.
 
-Knows tensors and addresses, not what packs or why.
+This module knows tensors and addresses, but neither the kernels that pack nor their layouts.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-MOST_PACKS = 4  # of a weight: one for each stream, and for each layout that volumes of different sizes want
-MOST_NOTES = 4096  # a program whose weights are always new must not fill the memory
+MOST_PACKS = 4  # kept packs per weight: one for each stream and packed layout, which depends on the volume
+MOST_NOTES = 4096  # entries of `_noted`, limited because some programs never use a weight twice
 
-Place = tuple[int, int]  # the stream, and what packs
-State = tuple[int, int, int]  # of a weight: version, address, identity of its storage
-Pack = tuple[int, Tensor]  # its address, and what owns it
+Place = tuple[int, int]  # the stream handle, and the number of the packed layout (`executor.Packing`)
+State = tuple[int, int, int]  # a weight's version counter, address, and storage identity
+Pack = tuple[int, Tensor]  # the address of the packed weight, and the tensor that owns the memory
 
 
 class _Weight:
-    """What is kept of one state of a weight. The reference to its storage makes the identity unique."""
+    """Holds the packs of one state of a weight. The reference to the storage keeps its identity unique."""
 
     __slots__ = ("key", "packs", "reference", "state", "storage")
 
@@ -44,19 +45,19 @@ class _Weight:
         self.packs: dict[Place, Pack] = {}
 
 
-_kept: dict[int, _Weight] = {}  # by the weight's id
+_kept: dict[int, _Weight] = {}  # the key is the weight's id()
 _noted: dict[tuple[int, Place], State] = {}
-_captured: dict[int, StorageWeakRef] = {}  # storages that graphs may write, by identity
-_lock = threading.RLock()  # of what adds and what forgets; a call that finds needs none
-_forgotten = 0  # how often
+_captured: dict[int, StorageWeakRef] = {}  # storages that CUDA graphs may write; the key is the storage identity
+_lock = threading.RLock()  # held while packs are added or dropped; `find` needs no lock
+_forgotten = 0  # number of calls of `forget`
 _enabled = True
 
 
 def keep_weights(enabled: bool) -> None:
-    """Whether calls that want no gradient keep their packed weights, in all threads; they do unless told otherwise.
+    """Sets whether calls without gradients keep packed weights, in all threads. The default is True.
 
-    What has been kept is forgotten either way: also the remedy after a write that PyTorch does not count, such as
-    one through `weight.data`.
+    Both values drop all kept packs, so a call of this function is also the remedy after a write that PyTorch does not
+    count, such as a write through `weight.data`.
     """
     global _enabled
     if not isinstance(enabled, bool):
@@ -66,7 +67,7 @@ def keep_weights(enabled: bool) -> None:
 
 
 def forget() -> None:
-    """The next call with any weight packs it."""
+    """Drops all kept packs, so that the next call with any weight packs again."""
     global _forgotten
     with _lock:
         _forgotten += 1
@@ -75,7 +76,7 @@ def forget() -> None:
 
 
 def find(weight: Tensor, address: int, place: Place) -> Pack | None:
-    """What is kept of the weight as it is now, for a call that wants no gradient and is not captured."""
+    """Returns the kept pack of the weight's present state, or None. Not for calls with gradients or under capture."""
     found = _kept.get(id(weight))
     if found is None or found.reference() is not weight:
         return None
@@ -86,7 +87,7 @@ def find(weight: Tensor, address: int, place: Place) -> Pack | None:
 
 
 class Promise:
-    """Room for a pack that will be kept, once what packs it has been launched."""
+    """Holds the memory of a pack; the caller calls `keep` after it has launched the packing kernel."""
 
     __slots__ = ("forgotten", "pack", "place", "state", "weight")
 
@@ -107,8 +108,8 @@ class Promise:
 
 
 def promise(weight: Tensor, address: int, place: Place, size: int) -> Promise | None:
-    """Room for a call's pack, if it is to be kept: of the second call with the same state, and if that may be."""
-    if not _enabled or weight.is_inference():  # which has no version
+    """Allocates memory for a pack from the second call with the same state on; None if it must not be kept."""
+    if not _enabled or weight.is_inference():  # inference tensors have no version counter
         return None
     storage = weight.untyped_storage()
     state = weight._version, address, storage._cdata
@@ -118,8 +119,8 @@ def promise(weight: Tensor, address: int, place: Place, size: int) -> Promise | 
             _noted.clear()
         _noted[note] = state
         return None
-    # A part of a larger buffer is written through that, which has versions of its own. And where PyTorch swaps
-    # parameters on conversion, it insists that nobody has a reference to them, not even a weak one.
+    # A weight that is part of a larger buffer may be written through other tensors, which have version counters of
+    # their own. If PyTorch swaps parameters on conversion, it forbids weak references to them.
     apart = storage.nbytes() == weight.numel() * weight.element_size()
     if not apart or storage._cdata in _captured or torch.__future__.get_swap_module_params_on_conversion():
         return None
@@ -135,7 +136,7 @@ def _allocate(size: int, device: torch.device) -> Tensor:
 
 
 def captured(weight: Tensor, stream: int) -> bool:
-    """Whether a graph is being captured: then what is kept of the weight is forgotten for good."""
+    """Tells whether a graph is being captured on the stream; if so, the weight is never kept again."""
     if _capturing(weight, stream):
         _give_up(weight)
         return True
@@ -143,13 +144,13 @@ def captured(weight: Tensor, stream: int) -> bool:
 
 
 def packed_for_itself(weight: Tensor) -> None:
-    """In a call that keeps nothing, because a gradient is wanted: what trains a weight may not count versions."""
+    """Drops the weight's packs when a call with gradients uses it: the optimizer's writes may not be counted."""
     if _kept:
         _kept.pop(id(weight), None)
 
 
 def _capturing(weight: Tensor, stream: int) -> bool:
-    if not stream:  # the default stream captures nothing
+    if not stream:  # the default stream cannot be captured
         return False
     if torch._C._cuda_isCurrentStreamCapturing():
         return True
@@ -179,7 +180,7 @@ def _drop(found: _Weight) -> None:
 
 def _died(key: int, reference: weakref.ref[Tensor], kept: dict[int, _Weight] = _kept) -> None:
     found = kept.get(key)
-    if found is not None and found.reference is reference:  # not another tensor's, with the same id by now
+    if found is not None and found.reference is reference:  # a new tensor may have got the same id()
         kept.pop(key, None)
 
 

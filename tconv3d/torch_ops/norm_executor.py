@@ -1,7 +1,7 @@
-"""GroupNorm on tensors whose statistics are known, and its gradient with that of the ReLU before it.
+"""Runs GroupNorm with known statistics, and the backward pass of GroupNorm and the ReLU before it.
 
-Beside `executor`, which computes the convolution with the statistics: the same tasks under the same kind of keys.
-Arguments are the package's own, so nothing is checked here.
+`executor` computes the convolution with the statistics; this module stores prepared tasks in the executor's table.
+Only this package calls these functions, so arguments are not checked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GRADIENT = ("dy", "x", "statistics", "weight", "null", "dz", "dparameters", "dbi
 def normalize(
     x: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None, out: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """x, dense [N, C, D, H, W], normalized with statistics [2, N, groups]. `out`: x itself, or None for a new one."""
+    """Normalizes x, dense [N, C, D, H, W], with statistics [2, N, groups]. `out` is x, or None for a new tensor."""
     parameter = weight if weight is not None else bias
     y = torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device) if out is None else out
     aligned = x.data_ptr() % 16 == 0 and y.data_ptr() % 16 == 0
@@ -40,9 +40,9 @@ def normalize(
 def gradient(
     dy: Tensor, x: Tensor, statistics: Tensor, weight: Tensor | None, parameter: torch.dtype, wanted: Wanted
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what went into the ReLU whose result x is, of weight and bias [2, C], of a bias before it [C].
+    """Returns the gradients of the ReLU's input, of weight and bias [2, C], and of the convolution's bias [C].
 
-    dy has any strides. What is not wanted is empty.
+    x is the result of the ReLU, and dy may have any strides. Gradients that are not wanted are empty tensors.
     """
     if dy.stride() != x.stride():
         dy = torch.empty_strided(x.shape, x.stride(), dtype=dy.dtype, device=dy.device).copy_(dy)
@@ -86,7 +86,7 @@ def _problem(
 
 
 def _dense(tensor: Tensor | None, kind: torch.dtype | None) -> Tensor | None:
-    """A parameter as the kernel reads it: without gaps, of the type that it was compiled for."""
+    """Returns a parameter as the kernel reads it: contiguous, and of the type that the kernel is compiled for."""
     if tensor is None or (tensor.stride(0) == 1 and tensor.dtype is kind):
         return tensor
     return tensor.to(kind).contiguous()

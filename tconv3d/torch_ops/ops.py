@@ -1,8 +1,8 @@
-"""The operators as PyTorch knows them: schemas, CPU, CUDA, fake, autograd and autocast registrations.
+"""Registers the operators with PyTorch: schemas, CPU, CUDA, fake, autograd and autocast implementations.
 
-Four operators, closed under differentiation: the derivative of each is a combination of the others, so second
-derivatives run on the same kernels. The functions at the end are what the package calls: they skip the dispatcher
-when nobody but autograd could be listening, because the dispatcher's way through Python costs more than the launch.
+The four operators are closed under differentiation: the derivative of each is a combination of the others, so second
+derivatives run on the same kernels. The package calls the functions at the end of this file. They skip the dispatcher
+when nothing but autograd could observe the call, because dispatching through Python costs more than the launch.
 """
 
 from __future__ import annotations
@@ -37,11 +37,14 @@ def _convolution(settings: tuple[Any, ...]) -> Convolution:
     return (tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation))
 
 
-# ---- which implementation
+# ---- choice of the implementation
 
 
 def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
-    """Why PyTorch's operator does the work for this tensor under a backend, the present one; None if it does not."""
+    """Returns why PyTorch's operator runs for this tensor, or None if this library's kernels do.
+
+    `backend` is the current one by default.
+    """
     backend = backend or current_backend()
     if backend == "torch":
         return 'use_backend("torch")'
@@ -77,11 +80,11 @@ def _unsupported(tensor: Tensor) -> str | None:
 
 
 def _forward_mode() -> bool:
-    """Whether tensors may carry tangents, which our kernels would drop."""
+    """Tells whether tensors may carry tangents (forward-mode AD), which this library's kernels would drop."""
     return forward_ad._current_level >= 0
 
 
-# ---- implementations: ours, or PyTorch's operator
+# ---- implementations by this library's kernels or by PyTorch's operator
 
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
@@ -108,23 +111,24 @@ def _bias_grad(grad_output: Tensor) -> Tensor:
     return pytorch_ops.bias_grad(grad_output)
 
 
-# ---- autograd: each operator's derivative in terms of the others
+# ---- autograd, with each operator's derivative in terms of the others
 
 
 def _needed(ctx: Any) -> tuple[bool, ...]:
-    """Which gradients this backward pass is asked for. `autograd.grad` may want fewer than could be had."""
+    """Returns which gradients this backward pass must compute: `autograd.grad` may want only some of them."""
     needs: tuple[bool, ...] = ctx.needs_input_grad
     if sum(needs) < 2:
         return needs
-    nodes = iter([node for node, _ in ctx.next_functions if node is not None])  # of the arguments that need one
+    # One node belongs to each argument that requires a gradient.
+    nodes = iter([node for node, _ in ctx.next_functions if node is not None])
     return tuple([need and _runs(next(nodes)) for need in needs])
 
 
 def _wanted(ctx: Any) -> executor.Wanted:
-    """`_needed` of input, weight and bias.
+    """Returns which gradients of input, weight and bias this backward pass must compute.
 
-    A bias's gradient is little work beside the weight's, so with that one it is not asked for: where `autograd.grad`
-    names a leaf, PyTorch answers the question by raising an error, which takes 20 us.
+    If the weight's gradient is wanted, the bias's gradient is computed too without asking PyTorch: it is little extra
+    work, and asking about a leaf that `autograd.grad` names costs 20 us for an exception.
     """
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
     if not (needs_bias and needs_weight):
@@ -137,7 +141,7 @@ def _wanted(ctx: Any) -> executor.Wanted:
 def _runs(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # PyTorch does not say it of a leaf that `autograd.grad` names: that one is wanted
+    except RuntimeError:  # PyTorch raises for a leaf that `autograd.grad` names, whose gradient is wanted
         return True
 
 
@@ -146,7 +150,7 @@ class _Forward(torch.autograd.Function):
     def forward(
         ctx: Any, alone: bool, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution
     ) -> Tensor:
-        # What a gradient does not need is not kept alive.
+        # Only tensors that a wanted gradient needs are saved.
         ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
         if alone:
@@ -162,7 +166,7 @@ class _Forward(torch.autograd.Function):
 
 def _gradients(
     grad: Tensor,
-    input: Any,  # None, like the weight, if no gradient needs it
+    input: Any,  # Tensor, or None if no wanted gradient needs it; likewise `weight`
     weight: Any,
     wanted: executor.Wanted,
     input_shape: torch.Size,
@@ -170,8 +174,11 @@ def _gradients(
     convolution: Convolution,
     backend: Backend,
 ) -> Sequence[Tensor | None]:
-    """The wanted gradients of input, weight and bias: together, if nobody would change them and no derivative is
-    recorded. A profiler only watches: what it sees is what runs without it."""
+    """Returns the wanted gradients of input, weight and bias.
+
+    One call of the executor computes them together if this library's kernels run, nothing but autograd can change the
+    call, and no graph is recorded. An active profiler does not change which kernels run.
+    """
     size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     together = any(wanted) and _unchanged(grad, input, weight) and not torch.is_grad_enabled()
     if together and why_not_ours(grad, backend) is None:
@@ -257,7 +264,7 @@ class _BiasGrad(torch.autograd.Function):
 
 
 def _register(name: str, implementation: Any, function: Any, fake: Any, tensors: int, extra: int) -> None:
-    """One operator: `tensors` tensor arguments, `extra` arguments of its own, then the settings."""
+    """Registers one operator, which takes `tensors` tensors, `extra` further arguments and then the settings."""
     overload = getattr(torch.ops.tconv3d, name).default
 
     def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -271,7 +278,7 @@ def _register(name: str, implementation: Any, function: Any, fake: Any, tensors:
 
     def autograd(*arguments: Any) -> Tensor:
         wanted = any(a is not None and a.requires_grad for a in arguments[:tensors])
-        if (wanted and torch.is_grad_enabled()) or _forward_mode():  # a tangent is an error there
+        if (wanted and torch.is_grad_enabled()) or _forward_mode():  # `Function.apply` rejects tensors with tangents
             result: Tensor = function.apply(False, *split(arguments))
             return result
         with torch._C._AutoDispatchBelowAutograd():
@@ -299,7 +306,7 @@ def _register(name: str, implementation: Any, function: Any, fake: Any, tensors:
 
 
 def _cast(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor | None:
-    """As PyTorch's autocast casts the operands of a convolution: not doubles, not tensors of another device."""
+    """Casts an operand as PyTorch's autocast does for convolutions: not float64, nor tensors of another device."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(dtype) if tensor.device.type == device_type else tensor
@@ -330,7 +337,7 @@ _register("conv_transpose3d_weight_grad", _weight_grad, _WeightGrad, _fake_weigh
 _register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, tensors=1, extra=0)
 
 
-# ---- the way in
+# ---- entry points
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -338,18 +345,21 @@ _has_storage = torch._C._has_storage
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether the elements are what lies in memory: a tensor without storage (sparse, mkldnn, batched by vmap), with
-    the negative bit, or of zeros that take no memory is the dispatcher's business."""
+    """Tells whether a tensor's memory holds its elements, so that kernels can read it without the dispatcher.
+
+    The dispatcher handles tensors without storage (sparse, mkldnn, batched by vmap), with the negative bit, and zero
+    tensors without memory.
+    """
     return type(tensor) in _PLAIN and _has_storage(tensor) and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
 def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
-    """Whether nothing but autograd could be listening to a call: then the dispatcher has nothing to do."""
+    """Tells whether nothing but autograd could observe a call, so that the dispatcher can be skipped."""
     return _unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()
 
 
 def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
-    """Whether nothing but autograd could change what a call does."""
+    """Tells whether nothing but autograd could change what a call does. A profiler may observe the call."""
     return (
         not torch.compiler.is_compiling()
         and _plain(first)
@@ -364,15 +374,16 @@ def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None
 
 def _recording(first: Tensor, second: Tensor, third: Tensor | None = None) -> bool:
     wanted = first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
-    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # a tangent is an error there
+    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # `Function.apply` rejects tensors with tangents
 
 
-# `_Forward.apply` without what it does for torch.func in Python: `_alone` has ruled that out, and it takes 5 us.
+# `apply` of the C++ base class skips the Python code for torch.func in `Function.apply`, which takes 5 us per call.
+# Calls under torch.func never get here: `_unchanged` excludes them.
 _record_forward = super(torch.autograd.Function, _Forward).apply
 
 
 def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
-    """For tensors that our kernels take: see `why_not_ours`."""
+    """Runs the operator for tensors that this library's kernels take (see `why_not_ours`)."""
     if _unchanged(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
@@ -385,13 +396,13 @@ def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolu
 
 
 def _named(name: str, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """A call past the dispatcher that the profiler still sees under the operator's name."""
+    """Calls a function without the dispatcher, under the operator's name in the profiler."""
     with torch.profiler.record_function(f"tconv3d::{name}"):
         return function(*arguments)
 
 
 def _any_conv_transpose3d(input: Tensor, weight: Tensor, convolution: Convolution) -> Tensor:
-    """The forward pass for second derivatives, on the backend of the call they come from."""
+    """Runs the forward pass for second derivatives, on the backend of the original call."""
     if torch.compiler.is_compiling() or why_not_ours(input) is None:
         return conv_transpose3d(input, weight, None, convolution)
     stride, padding, output_padding, groups, dilation = convolution

@@ -1,6 +1,7 @@
-"""PyTorch's own operators in the place of our passes, for calls that are left to them.
+"""Runs PyTorch's operators for calls that this library's kernels do not take.
 
-Results have the strides that ours would have. Knows tensors and settings, not why a call is left.
+Results have the strides that this library's kernels would give them. This module knows tensors and settings, but not
+why a call is left to PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _warned: set[str] = set()
 
 
 def leave(reason: str, backend: Backend, stacklevel: int) -> None:
-    """Warns once that calls are left to PyTorch's operator, and why; raises where the user insists on our kernels."""
+    """Warns once for each reason that a call is left to PyTorch's operator; raises unless the backend is "auto"."""
     if backend != "auto":
         raise NotImplementedError(f"tconv3d has no kernel: {reason}")
     if reason not in _warned:
@@ -39,7 +40,7 @@ def forward(
 def forward_with_statistics(
     input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
 ) -> tuple[Tensor, Tensor]:
-    """The ReLU of the forward pass, and its statistics: [2, N, groups], means and reciprocal deviations."""
+    """Returns the ReLU of the forward pass, and means and reciprocal standard deviations [2, N, groups]."""
     result = forward(input, weight, bias, convolution, relu=True)
     values = result.to(statistics_dtype(result.dtype)).reshape(result.shape[0], groups, -1)
     variance, mean = torch.var_mean(values, 2, correction=0)
@@ -71,7 +72,7 @@ def backward(
     kernel: Triple,
     convolution: Convolution,
 ) -> list[Tensor | None]:
-    """The wanted gradients of input, weight and bias. A tensor that no wanted gradient needs may be None."""
+    """Returns the wanted gradients of input, weight and bias. A tensor that no wanted gradient needs may be None."""
     found: list[Tensor | None] = [None, None, None]
     if wanted[0]:
         assert weight is not None
@@ -94,12 +95,12 @@ def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, convolution: C
 
 
 def _shaped(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Stands for an operand whose values do not matter."""
+    """Returns a stand-in, with one element of memory, for an operand whose values do not matter."""
     return like.new_empty(1).expand(shape)
 
 
 def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """The tensor, copied if its strides are others."""
+    """Returns the tensor, copied if it has other strides."""
     if tensor.stride() == strides:
         return tensor
     return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
@@ -110,7 +111,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def suggests_channels_last(tensor: Tensor) -> bool:
-    """Whether PyTorch reads a tensor's strides as channels_last_3d: channels fastest, then w, h, d, n."""
+    """Tells whether PyTorch reads a tensor's strides as channels_last_3d: channels fastest, then w, h, d, n."""
     shape, strides = tensor.shape, tensor.stride()
     if strides[1] == 0:
         return False
@@ -123,7 +124,7 @@ def suggests_channels_last(tensor: Tensor) -> bool:
 
 
 def result_strides(shape: tuple[int, ...], *operands: Tensor) -> Strides:
-    """The format PyTorch chooses: channels-last if an operand is."""
+    """Returns the strides that PyTorch chooses: channels-last if an operand is channels-last, else contiguous."""
     if any(suggests_channels_last(operand) for operand in operands):
         return channels_last_strides(shape)
     return contiguous_strides(shape)
