@@ -270,8 +270,8 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
     The output gradient is taken to be a new tensor with the output's strides.
     """
     at = OperandAddresses(*(0 if tensor.is_meta else tensor.data_ptr() for tensor in (input, weight)))
-    input, weight = input.to("meta"), weight.to("meta")  # Strides stay, and a shape has no device of its own.
-    bias = None if bias is None else bias.to("meta")
+    input, weight = _on_meta(input), _on_meta(weight)  # A shape in place of a tensor has no device of its own.
+    bias = None if bias is None else _on_meta(bias)
     if input.dtype not in DTYPES:
         checks.check_forward(input, weight, bias, convolution)
         dtype = str(input.dtype).removeprefix("torch.")
@@ -285,6 +285,11 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
         *([] if bias is None else [problems.bias_grad(grad_output)]),
     ]
     return [forward, *(problem for problem, _ in asked)]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    """A tensor of the same strides: those of views with gaps, too, which `Tensor.to` would not keep."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _refusal(geometry: Geometry) -> str | None:

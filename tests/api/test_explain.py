@@ -151,6 +151,23 @@ def test_a_view_at_an_odd_address_is_explained_as_it_is_run(odd: str, monkeypatc
     assert [each.weight_aligned for each in found[:2]] == [odd == "input"] * 2
 
 
+VIEWS = {
+    "every second element": lambda x: x.repeat_interleave(2, 4)[..., ::2],
+    "one batch item for all": lambda x: x[:1].expand(x.shape),
+    "another order of dimensions": lambda x: x.permute(4, 2, 0, 3, 1).contiguous().permute(2, 4, 1, 3, 0),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_are_explained_with_their_strides(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = TABLE["plain"]
+    x, w, b = layer.operands(torch.float32, "cpu")
+    x, w = VIEWS[name](x), VIEWS[name](w)
+    found = problems_of(*call_of(x, w, b, *layer.settings))
+    assert (found[0].input, found[0].weight) == (x.stride(), w.stride())
+    assert found == asked_by_the_executor(x, w, b, layer.settings, monkeypatch)
+
+
 def operands_on_meta(layer: Layer, dtype: torch.dtype, layout: torch.memory_format) -> list[Tensor | None]:
     shapes = (layer.input_shape, layer.weight_shape)
     x, w = (torch.empty(shape, dtype=dtype, device="meta", memory_format=layout) for shape in shapes)

@@ -130,8 +130,8 @@ def offers_for(layer: Layer, dtype: torch.dtype, layout: torch.memory_format) ->
     b = torch.empty(layer.out_channels, dtype=dtype, device="meta")
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     asked = problems_of(*call_of(x, w, b, *layer.settings))
-    for problems in (asked[:1], asked[1:]):
-        answers = planner.answers({each.which: each for each in problems}, GPUS["H200"].device)
+    for wanted in (asked[:1], asked[1:]):
+        answers = planner.answers({each.which: each for each in wanted}, GPUS["H200"].device)
         yield from (answer for answer in answers if isinstance(answer, Offer))
 
 

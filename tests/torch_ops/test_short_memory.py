@@ -84,6 +84,6 @@ def test_large_layers_need_little() -> None:
     found = executor._wanted_problems(dy, x, w, (True, True, True), layer.size, layer.kernel, layer.settings)
     problems = tuple(each[0] for each in found if each is not None)
     device = GPUS["H200"].device
-    for which, needed in ((Pass.WEIGHT_GRAD, 0), (Pass.BIAS_GRAD, 4 * layer.out_channels)):
+    for which, part in ((Pass.WEIGHT_GRAD, 4 * w.numel()), (Pass.BIAS_GRAD, 4 * layer.out_channels)):
         plans = [planner.plan(next(p for p in problems if p.which is which), d) for d in (device, device.thrifty)]
-        assert plans[0].workspace_bytes > needed == plans[1].workspace_bytes
+        assert plans[0].workspace_bytes > part >= plans[1].workspace_bytes
