@@ -1,7 +1,7 @@
-"""Which kernel families planned something: a search that never reaches a family says nothing of it.
+"""Counts the plans of each kernel family, because a search that never reaches a family does not test it.
 
-Some families take large volumes alone, because others are faster for small ones, and the emulator takes small volumes
-alone. Cases name such a family to have its limits lifted (`FAVOURED`).
+Some families take only large volumes, because others are faster for small ones, but the emulator can run only small
+volumes. A case can name such a family to have its limits lifted (`FAVOURED`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tconv3d.families.up import grad as up_grad_planner
 from tconv3d.planning import planner
 from tconv3d.planning.problem import Pass, Plan
 
-Limits = dict[ModuleType, dict[str, Any]]  # constants of planners
+Limits = dict[ModuleType, dict[str, Any]]  # values of constants, by planner module
 NEVER = {"MIN_GAIN": inf}
 ANY_GAIN = {"MIN_GAIN": dict.fromkeys(Pass, 0.0), "MIN_CHANNELS": 1, "MIN_POSITIONS": 1}
 FAVOURED: dict[str, Limits] = {
     "": {},
     "unfold": {unfold_planner: {"MIN_GAIN": 0.0}},
-    "up_backward": {unfold_planner: NEVER, up_backward_planner: {"MIN_GAIN": 0.0}},  # and up_backward_last
+    "up_backward": {unfold_planner: NEVER, up_backward_planner: {"MIN_GAIN": 0.0}},  # also up_backward_last
     "up_grad": {unfold_planner: NEVER, up_backward_planner: NEVER, up_grad_planner: ANY_GAIN},
 }
 
@@ -37,7 +37,7 @@ def names() -> list[str]:
 
 @contextlib.contextmanager
 def limited(limits: Limits) -> Iterator[None]:
-    """Constants of planners have these values for a while. What has been planned before stays planned."""
+    """Gives constants of planners other values within the context; cached plans are not made again."""
     with contextlib.ExitStack() as stack:
         for planner_of, constants in limits.items():
             stack.enter_context(patch.multiple(planner_of, **constants))
@@ -46,7 +46,7 @@ def limited(limits: Limits) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """The plans that each family makes."""
+    """Yields a counter of the plans that each family makes within the context."""
     counts: Counter[str] = Counter()
 
     def counting(name: str, plan: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
