@@ -1,22 +1,22 @@
-"""What compiling in the background costs its caller: host time of a small U-Net before, during and after.
+"""Measures what compiling in the background costs its caller: host time of a small U-Net before, during and after.
 
-    python benchmarks/background_check.py       # on a GPU, in less than a minute; without one in the emulator
+    python benchmarks/background_check.py       # takes less than a minute; uses the emulator without a GPU
     python benchmarks/background_check.py --json background.json
 
-The network runs without gradients, and the host time of a step is the time until all its launches are queued on a GPU
-that has nothing to do. Phases:
+The network runs without gradients, and the host time of a step is the time until all its launches are queued on an
+idle GPU. The phases are:
 
     before          nothing runs in the background
-    during          the background process works as it does for users: it steps aside while its caller is busy
-    after           it has been ended
-    unrestrained    it works all the time, at the same lowest priority: what stepping aside saves
-    beside a loop   a process of the lowest priority counts and does nothing else: what any busy CPU costs here
-    at the end      nothing runs in the background once more: how much the machine itself has drifted
+    during          the background process works as it does for users: it pauses while its caller is busy
+    after           the background process has been ended
+    unrestrained    the background process never pauses, which shows what pausing saves; its priority is the lowest
+    beside a loop   a process of the lowest priority runs an endless loop, which shows what any busy CPU costs
+    at the end      nothing runs in the background, which shows how much the machine itself has drifted
 
-For each phase: the median, the mean and the 90th percentile of a step's host time, the CPU time of the calling
-thread in it, how often that thread lost its CPU, and the CPU time that the other process took. Host time that grows
-while the CPU time does not is time spent waiting for a CPU; CPU time that grows too is a CPU that has become slower,
-because another thread of its core is at work or because memory and caches are shared.
+The table has for each phase the median, the mean and the 90th percentile of a step's host time, the CPU time of the
+calling thread, how often that thread lost its CPU, and the CPU time that the other process took. Host time that grows
+without CPU time is time spent waiting for a CPU; CPU time that grows too is a CPU that has become slower, because
+another thread runs on its core or because memory and caches are shared.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COLUMNS = ("median_ms", "mean_ms", "p90_ms", "cpu_ms", "lost_cpu_per_s", "other_
 
 
 class UNet(nn.Module):
-    """A U-Net whose decoder upsamples by transposed convolutions of kernel 3 and stride 2."""
+    """Runs a U-Net whose decoder upsamples by transposed convolutions of kernel 3 and stride 2."""
 
     def __init__(self, channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class UNet(nn.Module):
 
 
 def measure(step: Callable[[], object], seconds: float, other: Callable[[], float]) -> dict[str, float]:
-    """Host times of a step that is repeated for so long. `other`: CPU seconds that the other process has taken."""
+    """Repeats a step for `seconds` and returns its host times; `other` gives the CPU seconds of the other process."""
     for _ in range(5):
         step()
     host, cpu = [], []
@@ -109,7 +109,7 @@ def _lost_cpu() -> int:
 
 
 def cpu_of_background() -> float:
-    """CPU seconds of the background process and its child; the child is the one whose parent is the other."""
+    """Returns the CPU seconds of the background process and of its child processes, which are found in /proc."""
     process = background._feeder._process
     if process is None or process.poll() is not None:
         return 0.0
@@ -159,7 +159,7 @@ def phases(step: Callable[[], object], works: list[background.Work], seconds: fl
 
 
 def network(cuda: bool) -> tuple[Callable[[], object], list[background.Work]]:
-    """A step of the network, after its first, and what its layers offered to the background."""
+    """Returns a step of the network, which has run once, and the work that its layers offered to the background."""
     works: list[background.Work] = []
     device = executor.device_of(torch.empty(0, device="cuda")) if cuda else GPUS["H200"].device
 

@@ -1,4 +1,4 @@
-"""Times every tile the planner of a family considers, beside its prediction: is the first one the best?
+"""Times every tile that the planner of a family considers, to see whether the tile predicted best is the fastest.
 
 python benchmarks/candidates.py grouped_strided depthwise_64 --dtype float32 [--input-grad]
 TCONV3D_AS=A100 python benchmarks/candidates.py gan_256_128_8 --family mma --dtype tf32 [--input-grad]
@@ -34,7 +34,7 @@ def problem_of(layer: Layer, x: Tensor, w: Tensor, tf32: bool) -> Problem:
 
 
 def plans_of(family: str, problem: Problem, device: Device, most: int) -> Iterator[tuple[str, Plan]]:
-    """What is predicted, and the plan."""
+    """Yields the predicted time of each candidate, as text, and its plan."""
     if family == "mma":
         for found in mma_planner.predicted(problem, device, most):
             yield f"{found.cycles(device) / 1e3:9.1f} kcycles", mma_planner.plan_of(found, problem)

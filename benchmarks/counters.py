@@ -1,10 +1,10 @@
-"""What binds the reference tasks on this GPU: counters of every kernel that their passes launch, by `ncu`.
+"""Reads hardware counters of every kernel of the reference tasks with `ncu`, to see what limits them on this GPU.
 
     python benchmarks/counters.py --out counters.txt
     python benchmarks/counters.py large_volume --kind bfloat16 --passes forward
 
-Caches are flushed before each kernel, as in the benchmarks; clocks are left as they are. `--seconds` is for how long
-passes are begun: each is launched once, and each of its kernels run as often as its counters take.
+Caches are flushed before each kernel, as in the benchmarks; clocks are not fixed. No pass is begun after `--seconds`
+seconds; each pass is launched once, and `ncu` replays each of its kernels until all counters are read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NAMES = ("grouped_strided", "large_volume", "asymmetric_kernel", "relu_group_nor
 KINDS = ("tf32", "bfloat16")
 PASSES = ("forward", "backward")
 
-# The counter, what it is called in the table, and what it is divided by.
+# Each entry is a counter of ncu, its heading in the table, and the number it is divided by.
 COUNTERS = (
     ("gpu__time_duration.sum", "us", 1e3),
     ("sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed", "tensor %", 1),
@@ -54,7 +54,7 @@ COUNTERS = (
 
 
 def record() -> list[str]:
-    """The kernels of all launches from now on, in order."""
+    """Returns a list to which every launch from now on appends the name of its kernel."""
     launched: list[str] = []
     original = launcher._starter
 
@@ -72,7 +72,7 @@ def record() -> list[str]:
 
 
 def watched(names: Sequence[str], kinds: Sequence[str], passes: Sequence[str], seconds: float, log: Path) -> None:
-    """Runs under `ncu`. Leaves which kernels belong to what."""
+    """Runs the passes under `ncu`, and writes to `log` which layer, type and pass each kernel belongs to."""
     launched = record()
     until = time.monotonic() + seconds
     profiler = torch.cuda.cudart()
@@ -84,7 +84,7 @@ def watched(names: Sequence[str], kinds: Sequence[str], passes: Sequence[str], s
                     return
                 with precision(kind):
                     run = prepared(name, kind, which)
-                    for _ in range(3):  # the second packs what is kept, the third finds it
+                    for _ in range(3):  # the second run packs the weight for later calls, the third reuses it
                         run()
                     torch.cuda.synchronize()
                     before = len(launched)
@@ -98,7 +98,7 @@ def watched(names: Sequence[str], kinds: Sequence[str], passes: Sequence[str], s
 
 
 def prepared(name: str, kind: str, which: str) -> Callable[[], object]:
-    """A pass of a layer, to be run as often as one likes."""
+    """Returns a call that runs one pass of a layer and can be repeated."""
     case = cases.build(LAYERS[name], kind, "contiguous", "cuda")
     if which == "forward":
         return torch.no_grad()(lambda: case.ours(case.x))
@@ -109,10 +109,10 @@ def prepared(name: str, kind: str, which: str) -> Callable[[], object]:
 
 
 def table(report: str, found: Sequence[Sequence[str]]) -> list[str]:
-    """A line for each kernel."""
+    """Returns a heading and one line for each kernel."""
     lines = report.splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith('"ID"'))
-    rows = [row for row in csv.DictReader(lines[first:]) if row["ID"]]  # without the line of units
+    rows = [row for row in csv.DictReader(lines[first:]) if row["ID"]]  # the line of units has no ID
     rows = [row for row in rows if row["Kernel Name"].startswith("tconv3d")]
     out = ["layer, type, pass, kernel | " + " | ".join(title for _, title, _ in COUNTERS)]
     for what, row in zip(found, rows, strict=False):

@@ -1,4 +1,4 @@
-"""Makes `tconv3d/api/measured.json`, out of which `tconv3d.accelerate` predicts gains, from a benchmark's results.
+"""Writes `tconv3d/api/measured.json`, from which `tconv3d.accelerate` predicts gains, from a benchmark's results.
 
 tconv3d bench --dtype tf32 float16 bfloat16 --backward --json benchmarks/results/h200.json
 python benchmarks/distil.py benchmarks/results/h200.json

@@ -1,13 +1,13 @@
-"""Launches every kernel on small layers, for tools that watch a program on the GPU.
+"""Launches every kernel on small layers, for tools such as compute-sanitizer.
 
 compute-sanitizer --launch-timeout 0 --target-processes application-only python benchmarks/every_kernel.py
 compute-sanitizer --launch-timeout 0 --target-processes application-only --tool racecheck \
     python benchmarks/every_kernel.py lines groups --multiprocessors 2 --kind tf32 strict
 
-Layers are all, or those named. What is not compiled yet is compiled first, all layers at once, in processes that no
-tool watches (a watched process then begins late, hence the time-out of 0: none). Planned for few multiprocessors, a
-block has several tiles of a small layer, and its buffers go round. Ends with the kernels launched, and those that
-none of these layers needs on this GPU.
+All layers run unless some are named. Missing kernels are compiled first, for all layers at once, in processes that
+the tool does not watch; the watched process therefore uses the GPU late, and `--launch-timeout 0` turns the tool's
+time-out off. Planned for few multiprocessors, a block has several tiles of a small layer, and its ring buffers wrap
+around. At the end the script prints the kernels that it launched, and those that it did not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tconv3d.planning.launch import Launch
 from tconv3d.runtime import launcher, sources
 from tconv3d.torch_ops import executor
 
-# name: input shape, weight shape, settings of conv_transpose3d
+# Each entry is a name with an input shape, a weight shape, and settings of conv_transpose3d.
 LAYERS = {
     "plain": ((2, 16, 5, 9, 11), (16, 24, 3, 3, 3), {}),
     "strided": ((2, 16, 4, 7, 9), (16, 16, 3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
@@ -43,7 +43,7 @@ LAYERS = {
     "upsample, many channels": ((2, 320, 16, 16, 16), (320, 160, 2, 2, 2), {"stride": 2}),
     "gan": ((3, 64, 4, 4, 4), (64, 32, 4, 4, 4), {"stride": 2, "padding": 1}),
     "wide": ((2, 384, 8, 8, 8), (384, 64, 3, 3, 3), {"stride": 2, "padding": 1}),
-    "last tiles divided": ((1, 192, 8, 4, 8), (192, 128, 3, 3, 3), {"padding": 1}),  # planned for 4 multiprocessors
+    "last tiles divided": ((1, 192, 8, 4, 8), (192, 128, 3, 3, 3), {"padding": 1}),  # use with --multiprocessors 4
     "few outputs": ((1, 16, 5, 9, 20), (16, 1, 4, 4, 4), {"stride": 2, "padding": 1}),
     "groups": ((2, 32, 4, 6, 9), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),
     "small groups": ((2, 32, 4, 6, 21), (32, 8, 3, 3, 3), {"stride": 2, "padding": 1, "groups": 4}),
@@ -56,7 +56,7 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.chan
 
 
 def watch() -> set[str]:
-    """The kernels of all launches from now on."""
+    """Returns a set to which every launch from now on adds the name of its kernel."""
     launched: set[str] = set()
     original = launcher.prepare_all
 
@@ -75,7 +75,7 @@ def run(
     dtype: torch.dtype,
     layout: torch.memory_format,
 ) -> None:
-    """The layer forward and backward, alone and with ReLU and GroupNorm after it; and with kept weights."""
+    """Runs a layer forward with a reused packed weight, then forward and backward, without and with a GroupNorm."""
     channels = w_shape[1] * settings.get("groups", 1)
 
     def random(*shape: int) -> Tensor:
@@ -85,7 +85,7 @@ def run(
     w, *vectors = (each.requires_grad_() for each in (random(*w_shape), *(random(channels) for _ in range(3))))
     norm_groups = 2 if channels % 2 == 0 else 1
     with torch.no_grad():
-        for _ in range(3):  # the second packs what is kept, the third finds it
+        for _ in range(3):  # the second call packs the weight for later calls, the third reuses it
             tconv3d.conv_transpose3d(x, w, vectors[0], **settings)
     for y in (
         tconv3d.conv_transpose3d(x, w, vectors[0], **settings),
@@ -95,7 +95,7 @@ def run(
 
 
 def plan_for(multiprocessors: int | None) -> None:
-    """Of a GPU with fewer than there are."""
+    """Makes planners assume this number of multiprocessors, unless it is None."""
     if multiprocessors:
         there = executor.device_of
         executor.device_of = lambda tensor: replace(there(tensor), multiprocessors=multiprocessors)

@@ -1,11 +1,11 @@
-"""Exported files beside the library, on a GPU: the same bits, and the same time.
+"""Checks on a GPU that exported files compute the library's results bit for bit, and times both.
 
     python benchmarks/export_check.py --json benchmarks/results/h200-export.json
     python benchmarks/export_check.py large_volume --dtype bfloat16 --layout channels_last_3d
 
-Each file is exported, compiled by `load_inline` as a user would (all at once, in processes of their own), and run on
-the task's whole batch with the library's parameters. The library's own results are compared with float64 first, so
-the same bits are right bits. Times are medians of turns, the file's and the library's by turns.
+Each file is exported, compiled by `load_inline` as a user would (all variants at once, each in a process of its own),
+and run on the task's whole batch with the library's parameters. The library's results are compared with float64
+first, so equal bits are right bits. Times are medians of several rounds, in which file and library alternate.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Row:
     task: str
     dtype: str
     layout: str
-    right: bool  # the library, against float64
-    same_bits: dict[str, bool]  # output, and every gradient
-    other_stream: bool  # the same bits when launched on a stream that is not the default one
-    forward_ms: tuple[float, float]  # the file's and the library's
+    right: bool  # whether the library agrees with float64
+    same_bits: dict[str, bool]  # keyed by tensor: the output and every gradient
+    other_stream: bool  # whether the output is equal, bit for bit, on a stream that is not the default one
+    forward_ms: tuple[float, float]  # milliseconds of the file and of the library
     backward_ms: tuple[float, float]
 
     @property
@@ -70,7 +70,7 @@ def load(path: Path) -> ModuleType:
 
 
 def compile_all(kinds: Sequence[Kind], folder: Path) -> None:
-    """Every variant in a process of its own; PyTorch keeps what they make."""
+    """Compiles every variant in a process of its own into the extension cache of PyTorch."""
     started = time.perf_counter()
     running = [
         subprocess.Popen([sys.executable, __file__, "--compile", str(folder / f"{task}.py"), dtype, layout])
@@ -109,7 +109,7 @@ def compare(model: nn.Module, case: Case) -> tuple[dict[str, bool], bool]:
     expected = accuracy.results(case.ours, case.x, grad)
     with accuracy.poisoned():
         found = accuracy.results(model, case.x, grad)
-    # Parameters may have other names in the task's model: their order is the same.
+    # Parameters may have other names in the task's model, but they come in equal order.
     same = {
         name: torch.equal(mine, theirs) for (name, mine), theirs in zip(found.items(), expected.values(), strict=True)
     }
@@ -133,7 +133,7 @@ def backward_times(model: nn.Module, case: Case, clock: Clock) -> tuple[float, f
 
 @torch.no_grad()
 def by_turns(runs: Sequence[Callable[[], Any]], clock: Clock) -> tuple[float, float]:
-    """By turns, so that clocks and temperature are the same for both."""
+    """Times both calls alternately, so that clocks and temperature are alike, and returns their medians."""
     mine, theirs = zip(*([clock(run) for run in runs] for _ in range(TURNS)), strict=True)
     return statistics.median(mine), statistics.median(theirs)
 

@@ -1,11 +1,12 @@
-"""Checks and times the fused block (ConvTranspose3d, ReLU, GroupNorm) beside PyTorch's layers; JSON for the docs.
+"""Checks and times the fused block (ConvTranspose3d, ReLU, GroupNorm) beside PyTorch's layers.
 
     python benchmarks/fused_check.py --json fused.json
     python benchmarks/fused_check.py --only checks task --no-torch
 
-Correctness first: varied layers against float64, gradients included. Then the reference task: forward, forward and
-backward, beside eager PyTorch and `torch.compile` in the same process, peak memory of a training step, the parts of
-it, and the convolution with ReLU beside the plain one. Medians of CUDA events, L2 flushed before each run.
+Various layers and their gradients are checked against float64 first. Then the reference task is timed, forward and as
+a training step, beside eager PyTorch and `torch.compile` in the same process, with the peak memory of a step, its
+parts, and the convolution with ReLU beside the plain one. Times are medians of CUDA events with a cold L2 cache. The
+documents' tables are filled from the JSON file.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tconv3d.tools.bench.results import describe_machine, write_json
 from tconv3d.torch_ops import executor, norm_executor
 
 SECTIONS = ("checks", "parts", "relu", "task")
-# Outputs of the convolution this close to zero, in deviations, may lie on its other side after rounding.
+# Outputs of the convolution closer to zero than this many standard deviations may change their sign by rounding.
 IN_DOUBT = 1e-4
 # Largest accepted relative error of a whole tensor against float64.
 TOLERANCE = {"tf32": 1e-3, "float16": 3e-3, "bfloat16": 2e-2, "float64": 1e-12}
@@ -74,7 +75,7 @@ CASES = {
 
 
 def set_precision(name: str) -> None:
-    """For all threads, and to stay."""
+    """Sets the precision of float32 convolutions for all threads, without restoring it."""
     torch.backends.cudnn.conv.fp32_precision = "tf32" if name == "tf32" else "ieee"  # type: ignore[attr-defined]
 
 
@@ -83,14 +84,14 @@ def relative_error(got: Tensor, exact: Tensor) -> float:
 
 
 def to_tf32(tensor: Tensor) -> Tensor:
-    """Products of the nearest TF32 numbers are exact, so that no output lies on another side of zero."""
+    """Rounds float32 to the nearest TF32 numbers, whose products are exact, so that no output changes its sign."""
     if tensor.dtype is not torch.float32:
         return tensor
     return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def layers(case: Case) -> tuple[nn.Module, nn.Sequential]:
-    """Ours, and PyTorch's in float64, with the same random parameters."""
+    """Returns our block and PyTorch's layers in float64, with equal random parameters."""
     settings: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
     sizes = case.shape[1], case.out_channels, case.kernel
     ours = tconv3d.ConvTranspose3dReLUGroupNorm(
@@ -113,7 +114,7 @@ def layers(case: Case) -> tuple[nn.Module, nn.Sequential]:
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Relative errors, and whether a second run gives the same bits."""
+    """Returns the relative errors, and whether repeated runs agree bit for bit."""
     ours, theirs = layers(case)
     x = to_tf32(torch.randn(case.shape, device="cuda").to(DTYPES[case.dtype]))
     if case.channels_last:
@@ -122,12 +123,12 @@ def check(case: Case) -> dict[str, Any]:
     before = theirs[0](exact)
     expected = theirs[1:](before)
     grad = torch.randn(expected.shape, device="cuda").to(x.dtype)
-    # Where the ReLU's mask is in doubt, nothing that matters may depend on it.
+    # The gradient is zero where rounding may change the ReLU's mask, so that no result depends on it there.
     grad[before.abs() < IN_DOUBT * before.std()] = 0
     expected.backward(grad.double())
     runs = []
     for _ in range(2):
-        torch.full((expected.numel(),), float("nan"), device="cuda")  # poison what the allocator hands out next
+        torch.full((expected.numel(),), float("nan"), device="cuda")  # poisons the memory that is allocated next
         y = ours(leaf)
         runs.append([y.detach(), *torch.autograd.grad(y, [leaf, *ours.parameters()], grad)])
     with torch.no_grad():
@@ -147,12 +148,12 @@ def check_all() -> dict[str, Any]:
             return {**asdict(case), "failed": f"{error!r:.500}", "right": False}
 
     set_precision("tf32")
-    with ThreadPoolExecutor(12) as pool:  # most of the time is compiling
+    with ThreadPoolExecutor(12) as pool:  # compiling takes most of the time
         return dict(zip(CASES, pool.map(safe, CASES.values()), strict=True))
 
 
 def large_mean() -> dict[str, float]:
-    """Inputs with mean 1e4 and deviation 1 into the norm: errors of ours and of PyTorch's float32."""
+    """Returns the errors of ours and of PyTorch's float32 for values of mean 1e4 and deviation 1 before the norm."""
     set_precision("float32")
     x = torch.randn(2, 8, 32, 32, 32, device="cuda") + 1e4
     weight = torch.zeros(8, 8, 1, 1, 1, device="cuda")
@@ -220,7 +221,7 @@ def time_task(dtype: str, clock: Clock, torch_too: bool, compiled: bool) -> dict
 
 
 def time_parts(dtype: str, clock: Clock) -> dict[str, float]:
-    """The passes of ours, one by one."""
+    """Returns the milliseconds of each part of our forward and backward pass."""
     task = tasks.load("relu_group_norm")
     set_precision(dtype)
     x = task.get_inputs()[0].to("cuda", DTYPES[dtype])
@@ -260,7 +261,7 @@ def relu_alone(dtype: str, clock: Clock) -> dict[str, dict[str, float]]:
         ways = {"plain_ms": tconv3d.conv_transpose3d, "relu_ms": tconv3d.conv_transpose3d_relu}
         times: dict[str, list[float]] = {way: [] for way in ways}
         with torch.no_grad():
-            for _ in range(5):  # in turns, because the GPU's clock changes while it works
+            for _ in range(5):  # the ways alternate, because the GPU's clock changes over time
                 for way, call in ways.items():
                     times[way].append(clock(lambda call=call, x=x, w=w, s=stride: call(x, w, stride=s)))
         found[name] = {way: statistics.median(several) for way, several in times.items()}

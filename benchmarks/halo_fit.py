@@ -2,8 +2,8 @@
 
     python benchmarks/halo_fit.py planner_7.json planner_8.json
 
-Prints the constants, the error of the model, and for every layer how much slower the build that the model likes best
-is than the fastest measured.
+It prints the constants, the error of the model, and for every layer how much slower the build with the least
+predicted time is than the fastest measured build.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GIGAHERTZ = 1.75
 
 @dataclass(frozen=True)
 class Sample:
-    """One measured build."""
+    """Holds one measured build of a layer."""
 
     layer: str
     build: Build
@@ -68,7 +68,7 @@ def job_of_layer(layer: Layer, dtype: str, channels_last: bool, which: str) -> J
 
 
 def _without_units(build: str) -> str:
-    """How columns are divided among instructions has changed since some tables were made."""
+    """Removes the instruction's unit from a build's name, because planners of other versions may choose another."""
     return re.sub(r" \(unit [^)]*\)", "", build)
 
 
@@ -78,7 +78,7 @@ def _builds(nominal: Nominal) -> list[Build]:
 
 
 def sample_of(name: str, job: Job, build: str, tiling: str, ms: float) -> Sample | None:
-    """A row of a table, if it is still a build that the planner considers."""
+    """Returns the sample of a table's row, or None if the planner no longer considers that build."""
     for made in _builds(Nominal.of(job)):
         if _without_units(describe(made)) == _without_units(build):
             merged = job.as_merged(made.merged)
@@ -97,7 +97,7 @@ def read(table: Path) -> list[Sample]:
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[str, Job, str, str, float]]:
-    """The builds that planner_check.py timed: layer, job, build, tiling, milliseconds."""
+    """Yields layer, job, build, tiling and milliseconds of each build that planner_check.py timed."""
     settings = found["settings"]
     layers = {str(layer): layer for layer in random_layers(settings["layers"], settings["seed"]).values()}
     dtype = "float32" if settings["dtype"] == "tf32" else settings["dtype"]
@@ -109,7 +109,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[str, Job, str, str, float]]:
 
 
 def loss(samples: list[Sample], costs: Costs, start: Costs) -> float:
-    """Mostly of the order within a layer, and of fast builds: that is what a choice depends on."""
+    """Rates a model mostly by the relative errors within a layer and by fast builds, on which a choice depends."""
     by_layer: dict[str, list[tuple[float, float]]] = {}
     for s in samples:
         by_layer.setdefault(s.layer, []).append((s.ms, log(s.model(costs) / s.ms)))
@@ -126,7 +126,7 @@ def loss(samples: list[Sample], costs: Costs, start: Costs) -> float:
 
 
 def fit(samples: list[Sample], start: Costs, steps: int, seed: int) -> Costs:
-    """Random steps of a few constants at a time, smaller and smaller."""
+    """Searches by random steps of a few constants at a time, whose size decreases."""
     draw = random.Random(seed)
     best, best_loss, size = start, loss(samples, start, start), 0.3
     for i in range(steps):

@@ -1,4 +1,4 @@
-"""Names of the halo kernel's builds and geometries of layers, for planner_check.py and halo_fit.py."""
+"""Makes names of the halo kernel's builds and geometries of layers, for planner_check.py and halo_fit.py."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""MONAI's 3D networks that upsample by transposed convolution, each with an input: for `tconv3d bench --model`.
+"""Builds MONAI's 3D networks with transposed convolutions, each with an input, for `tconv3d bench --model`.
 
     tconv3d bench --model benchmarks.monai_networks:dynunet
 
-Real sizes are those of the networks' own papers or tutorials; `tiny` ones are for tests in the emulator, and keep
-every kind of layer. Needs `pip install monai einops`.
+The sizes are those of the networks' papers or tutorials; `tiny` networks have every kind of layer and are for tests
+in the emulator. The networks need `pip install monai einops`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ Network = tuple[nn.Module, Tensor]
 
 
 def unet(tiny: bool = False) -> Network:
-    """Residual U-Net as in MONAI's spleen segmentation tutorial."""
+    """Builds a residual U-Net as in MONAI's spleen segmentation tutorial."""
     channels, strides = ((4, 6, 8), (2, 2)) if tiny else ((16, 32, 64, 128, 256), (2, 2, 2, 2))
     network = UNet(3, 1, 2, channels, strides, num_res_units=2)
     return network, volume(1, 1, 8, 8, 8) if tiny else volume(4, 1, 96, 96, 96)
 
 
 def vnet(tiny: bool = False) -> Network:
-    """V-Net; its channels cannot be chosen."""
+    """Builds a V-Net, whose channels are fixed."""
     return VNet(), volume(1, 1, 16, 16, 16) if tiny else volume(2, 1, 128, 128, 64)
 
 
 def dynunet(tiny: bool = False) -> Network:
-    """nnU-Net's architecture, with the plan that it makes for brain tumours."""
+    """Builds nnU-Net's architecture with its plan for brain tumours."""
     strides = [1, 2, 2] if tiny else [1, 2, 2, 2, 2, 2]
     filters = [4, 6, 8] if tiny else [32, 64, 128, 256, 320, 320]
     channels = (1, 2) if tiny else (4, 3)
@@ -41,7 +41,7 @@ def dynunet(tiny: bool = False) -> Network:
 
 
 def swin_unetr(tiny: bool = False) -> Network:
-    """Swin UNETR as in its paper on brain tumours (feature size 48)."""
+    """Builds a Swin UNETR as in its paper on brain tumours (feature size 48)."""
     if tiny:
         network = SwinUNETR(in_channels=1, out_channels=2, feature_size=12, depths=(1,) * 4, num_heads=(1,) * 4)
         return network, volume(1, 1, 64, 32, 32)
@@ -49,7 +49,7 @@ def swin_unetr(tiny: bool = False) -> Network:
 
 
 def mednext(tiny: bool = False) -> Network:
-    """MedNeXt-S: depthwise transposed convolutions."""
+    """Builds MedNeXt-S, which has depthwise transposed convolutions."""
     if tiny:
         network = MedNeXt(3, 4, 1, 2, kernel_size=3, blocks_down=(1, 1), blocks_bottleneck=1, blocks_up=(1, 1))
         return network, volume(1, 1, 8, 8, 8)

@@ -1,15 +1,15 @@
-"""Is the planner's choice the fastest? Checked on random layers against all builds worth a look, on a Hopper GPU.
+"""Checks on random layers and a Hopper GPU whether the planner's build is among the fastest of its candidates.
 
     python benchmarks/planner_check.py --layers 20 --seed 0 --json planner.json
 
-Planning and compiling take longer than measuring and need no GPU: they can come first, elsewhere, with one cache.
+Planning and compiling take longer than measuring and need no GPU: they can run before, elsewhere, with one cache.
 
     python benchmarks/planner_check.py --layers 20 --seed 0 --prepare plans.pickle
     python benchmarks/planner_check.py --prepared plans.pickle --json planner.json
 
-For every layer that the halo kernel runs, the planner's build and the others within twice the model's best time (the
-best of them, if there are many) are checked against each other and timed with a cold L2. The planner passes if its
-choice is within 10% of the fastest for at least 9 of 10. halo_fit.py reads what --json writes.
+For every layer that the halo kernel runs, the planner's build and the builds within twice the model's best time (at
+most `--most` of them) are checked against each other and timed with a cold L2 cache. The planner passes if its choice
+is within 10% of the fastest for at least 9 of 10 layers. halo_fit.py reads the file of `--json`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tconv3d.tools.bench.precision import DTYPES, LAYOUTS, in_layout, precision
 from tconv3d.tools.bench.results import describe_machine
 from tconv3d.torch_ops import executor
 
-CLOSE = 1.1  # times the fastest
-SHARE = 0.9  # of the layers that must be close
+CLOSE = 1.1  # largest time of a close choice, as a multiple of the fastest build's time
+SHARE = 0.9  # fraction of the layers for which the choice must be close
 PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One pass of one layer, and its compiled builds: the planner's first."""
+    """Holds one pass of one layer, and the plans of its compiled builds, the planner's choice first."""
 
     layer: str
     problem: Problem
@@ -65,12 +65,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Row:
-    """What was found for it."""
+    """Holds the timed builds of one pass of one layer, the planner's choice first."""
 
     layer: str
     which: str
     trials: list[Trial]
-    builds: list[str] = field(default_factory=list)  # of the trials, as halo_fit.py knows them
+    builds: list[str] = field(default_factory=list)  # names of the trials' builds, as halo_fit.py reads them
 
     @property
     def planned_ms(self) -> float:
@@ -82,12 +82,12 @@ class Row:
 
     @property
     def slower(self) -> float:
-        """The planner's choice than the fastest, times."""
+        """Returns the time of the planner's choice divided by that of the fastest build."""
         return self.planned_ms / (self.fastest.ms or 1.0)
 
 
 def prepare(layer: Layer, kind: tuple[str, str], device: Device, passes: Sequence[Pass], most: int) -> list[Work]:
-    """Plans and compiles, in a process that does not touch the GPU. Nothing where another kernel runs."""
+    """Plans and compiles a layer without using the GPU; passes that another kernel runs are left out."""
     dtype, layout = kind
     module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
     x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])

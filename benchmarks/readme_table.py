@@ -2,7 +2,7 @@
 
     python benchmarks/readme_table.py
 
-What stands between the marks of a table is replaced. A test makes every table again and compares.
+The text between the marks of a table is replaced. A test fills every table again and compares.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HALF = f"{FOLDER}/h200-16-bits.json"
 HALF_BACKWARD = f"{FOLDER}/h200-bf16.json"
 CHANNELS_LAST = f"{FOLDER}/h200-channels-last.json"
 STRICT = f"{FOLDER}/h200-fp32.json"
-RANDOM = {0: f"{FOLDER}/h200-random.json", 5: f"{FOLDER}/h200-random-5.json"}  # by seed
+RANDOM = {0: f"{FOLDER}/h200-random.json", 5: f"{FOLDER}/h200-random-5.json"}  # keyed by seed
 EXPORTS = f"{FOLDER}/h200-export.json"
 FUSED = f"{FOLDER}/h200-fused.json"
 NETWORKS = f"{FOLDER}/h200-monai.json"
@@ -46,7 +46,7 @@ def read_json(name: str) -> dict[str, Any]:
 
 
 def source(name: str, machine: dict[str, Any], command: str = "", interrupted: bool = False) -> str:
-    """Where a table comes from, in words."""
+    """Says which machine, commit, date, file and command a table comes from."""
     versions = [("driver", "driver"), ("CUDA", "cuda"), ("PyTorch", "torch")]
     words = [f"One {machine['gpu']}", *(f"{word} {machine[key]}" for word, key in versions if machine.get(key))]
     words += [
@@ -61,7 +61,7 @@ def source(name: str, machine: dict[str, Any], command: str = "", interrupted: b
 
 
 def _shortened(command: str) -> str:
-    """A command with a long list of layers is shown with their number."""
+    """Replaces a list of six or more layers in a command by their number."""
     return re.sub(r"(?<= bench)(?: [a-z]\w+){6,}", lambda names: f" <{len(names[0].split())} layers>", command)
 
 
@@ -90,7 +90,7 @@ def times() -> str:
 
 
 def half_times() -> str:
-    """This library alone, as multiples of the floor: forward in both types and layouts, backward in bfloat16."""
+    """Lists this library's times and multiples of the floor: forward in both types and layouts, backward in bf16."""
     head = ["layer", "bfloat16: floor", "contiguous", "x floor", "channels-last", "x floor"]
     head += ["float16: contiguous", "x floor", "channels-last", "x floor"]
     head += ["bfloat16, backward: floor", "ours", "x floor"]
@@ -105,7 +105,7 @@ def half_times() -> str:
     floors = (
         0,
         len(kinds) - 1,
-    )  # one column with the floor of all forward passes, one with that of the backward pass
+    )  # indices of the two columns that also show a floor: the first forward pass and the backward pass
     lines = [
         [layer, *(_over_floor(column[layer], floor=number in floors) for number, column in enumerate(columns))]
         for layer in columns[0]
@@ -118,7 +118,7 @@ def _kind(row: Row) -> tuple[str, str, str]:
 
 
 def _file_with(kind: tuple[str, str, str], names: Sequence[str]) -> str:
-    """The first of these files that has rows of this type, layout and pass."""
+    """Returns the first of the named files that has rows of this type, layout and pass."""
     return next(name for name in names if any(_kind(row) == kind for row in read(name).rows))
 
 
@@ -130,7 +130,7 @@ def _over_floor(row: Row, floor: bool = True) -> str:
 
 
 def _table(found: Results, dtype: str) -> list[str]:
-    """Contiguous tensors: forward and backward side by side, and the means."""
+    """Lists the times of contiguous tensors, forward and backward side by side, and the means."""
     rows = {(row.layer, row.which): row for row in found.rows if (row.dtype, row.layout) == (dtype, "contiguous")}
     head = ["layer", "kernel", "floor", "ours", "PyTorch", "best", "over best"]
     head += ["backward: floor", "ours", "PyTorch", "best", "over best"]
@@ -170,7 +170,7 @@ def _host(found: Results) -> str:
 
 
 def means() -> str:
-    """Geometric means over the benchmark's layers, by run, type, layout and pass."""
+    """Lists geometric means over the benchmark's layers, by run, type, layout and pass."""
     channels_last = _file_with(("tf32", "channels_last_3d", "forward"), (TIMES, CHANNELS_LAST))
     files = {name: read(name) for name in (TIMES, channels_last, STRICT)}
     numbered = list(enumerate(files.items(), 1))
@@ -180,7 +180,7 @@ def means() -> str:
 
 
 def random_layers() -> str:
-    """Geometric means over layers drawn at random, and the layer that PyTorch comes closest on."""
+    """Lists geometric means over random layers, and the layer with the least gain over PyTorch's best."""
     files = {name: read(name) for name in RANDOM.values()}
     head = ["seed", *SUMMARY, "closest to its best"]
     rows = [
@@ -204,7 +204,7 @@ def _summaries(found: Results) -> list[list[str]]:
 
 
 def _closest(found: Results) -> list[str]:
-    """For every summary of a file, the layer with the least gain over PyTorch's best."""
+    """Returns, for every summary of a file, the layer with the least gain over PyTorch's best."""
     closest = []
     for each in results.summarize(found.rows):
         kind = (each.dtype, each.layout, each.which)
@@ -215,7 +215,7 @@ def _closest(found: Results) -> list[str]:
 
 
 def errors() -> str:
-    """The largest errors by type, layout and pass; checks with the same type, layout and pass are taken together."""
+    """Lists the largest errors by type, layout and pass; checks of equal type, layout and pass are taken together."""
     halves = [_file_with(("bfloat16", "contiguous", which), (TIMES, HALF, HALF_BACKWARD)) for which in results.PASSES]
     files = {name: read(name) for name in (TIMES, *halves, STRICT, *RANDOM.values())}
     checked: dict[tuple[str, ...], list[tuple[float, float]]] = {}
@@ -249,7 +249,7 @@ def exports() -> str:
 
 
 def fused() -> str:
-    """The fused block beside PyTorch's three layers: eager (the best of its variants) and compiled."""
+    """Compares the fused block with PyTorch's three layers, eager (the best of its variants) and compiled."""
     found = read_json(FUSED)
     lines = []
     for dtype, rows in found["task"].items():
@@ -272,7 +272,7 @@ def fused() -> str:
 
 
 def networks() -> str:
-    """Whole networks before and after `accelerate`."""
+    """Lists the times of whole networks before and after `accelerate`."""
     found = read(NETWORKS)
     head = ["network", "layers swapped", "forward: PyTorch", "accelerated", "training step: PyTorch", "accelerated"]
     lines = []
@@ -284,7 +284,7 @@ def networks() -> str:
 
 
 def training() -> str:
-    """A training run with these layers beside one with PyTorch's."""
+    """Compares a training run with this library's layers to one with PyTorch's."""
     found = read_json(TRAINING)
     step, same = found["step_ms"], "yes" if found["bitwise"] else "no"
     lines = [
@@ -299,7 +299,7 @@ def training() -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A place in a document, and what fills it."""
+    """Names a place in a document, and the function that fills it."""
 
     document: str
     name: str

@@ -1,15 +1,15 @@
-"""How long a new layer takes to its first result: with nothing compiled, and in a new process that finds it compiled.
+"""Times the first call of a layer: with nothing compiled, and in a new process with the kernels in the disk cache.
 
     python benchmarks/start_check.py --json start.json
 
-Each layer starts in processes of its own with a cache of its own. PyTorch and its context are up before the clock
-starts; what is timed is the first call of the layer until its launches are queued (`ms`) and until the GPU has
-finished (`done`), and a first call with another batch and volume, which must not compile again.
+Each layer starts in processes of its own with a cache of its own. PyTorch and its CUDA context are initialized before
+the clock starts. The first call of the layer is timed until its launches are queued (`ms`) and until the GPU has
+finished (`done`), and so is a first call with another batch and volume, which must not compile again.
 
     python benchmarks/start_check.py --volumes monai_128_32_16 gan_512_256_4
 
-times first calls with volumes of many sizes, forward and backward, once what they need has been compiled in the
-background. `--prepare` is what the background process does, with the first volume, in this process.
+`--volumes` times first calls with volumes of many sizes, forward and backward, after their kernels have been compiled
+in the background. `--prepare` does the work of the background process for the first volume in this process.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def timed(run: Callable[[], object]) -> dict[str, float]:
 
 
 def start(name: str, dtype: str) -> dict[str, Any]:
-    """Called in a new process."""
+    """Times the first calls of a layer; it must be called in a new process."""
     with precision(dtype), torch.no_grad():
         case = cases.build(LAYERS[name], dtype, "contiguous", "cuda")
         x = case.x
@@ -60,7 +60,7 @@ def start(name: str, dtype: str) -> dict[str, Any]:
         return {"first": first, "again": timed(lambda: case.ours(x)), "other_volume": timed(lambda: case.ours(other))}
 
 
-# Of every kind, with lines of whole pieces of 16 bytes and others.
+# Each entry is a batch and a volume: small and large ones, with rows that are multiples of 16 bytes and others.
 VOLUMES = (
     (1, (4, 4, 4)), (32, (4, 4, 4)), (1, (8, 8, 8)), (3, (7, 6, 9)), (1, (16, 16, 16)), (2, (15, 13, 17)),
     (16, (8, 8, 8)), (2, (16, 20, 24)), (1, (33, 31, 30)), (4, (32, 32, 32)), (1, (64, 64, 64)), (2, (57, 61, 63)),
@@ -69,7 +69,7 @@ VOLUMES = (
 
 
 def step(case: cases.Case, x: torch.Tensor) -> dict[str, Any]:
-    """A first call, and the backward pass that follows."""
+    """Times a first call, and the backward pass that follows."""
     x = x.detach().requires_grad_()
     made: list[torch.Tensor] = []
     forward = timed(lambda: made.append(case.ours(x)))
@@ -78,7 +78,7 @@ def step(case: cases.Case, x: torch.Tensor) -> dict[str, Any]:
 
 
 def counted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """With the number of kernels that were compiled, and of searches for a build."""
+    """Adds to the results of a run the number of kernels it compiled, and of its searches for a build."""
     counts = {"compiled": 0, "searched": 0}
     patched = ((compiler, "_build", "compiled"), (halo_planner, "_search", "searched"))
     before = [(module, name, getattr(module, name)) for module, name, _ in patched]
@@ -97,10 +97,10 @@ def counted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def volumes(name: str, dtype: str, patience_s: float) -> None:
-    """First calls with volumes of other sizes, after what was compiled in the background."""
+    """Times first calls with volumes of many sizes, after the background process has compiled their kernels."""
     with precision(dtype):
         case = cases.build(LAYERS[name], dtype, "contiguous", "cuda")
-        torch.ones(1, device="cuda", requires_grad=True).backward(torch.ones(1, device="cuda"))  # PyTorch is ready
+        torch.ones(1, device="cuda", requires_grad=True).backward(torch.ones(1, device="cuda"))  # starts autograd
         print(name, "first", line(counted(lambda: step(case, case.x))), flush=True)
         started = time.monotonic()
         while background.busy() and time.monotonic() - started < patience_s:

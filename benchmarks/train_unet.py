@@ -1,10 +1,10 @@
-"""Trains a small 3D U-Net with this library's layers and with PyTorch's: the losses, and the time of a step.
+"""Trains a small 3D U-Net with this library's layers and with PyTorch's, and compares losses and step times.
 
     python benchmarks/train_unet.py --json benchmarks/results/h200-train.json
 
-Same seed, same parameters, same data (spheres in noise, made on the spot). Runs of the same network with the same
-layers must agree in every bit, with cuDNN's deterministic algorithms for all the rest. Between ours and PyTorch's the
-losses may differ by the noise of TF32; how large that is, PyTorch's own run in strict float32 says.
+All runs have equal seeds, parameters and data (generated spheres in noise). Two runs with this library's layers must
+agree in every bit, with cuDNN's deterministic algorithms for all other layers. Losses of ours and PyTorch's may
+differ by the noise of TF32, which is the difference between PyTorch's runs in TF32 and in strict float32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: cuBLAS is deterministic with it
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # makes cuBLAS deterministic, if set before CUDA starts
 
 import torch
 import torch.nn.functional as F
@@ -35,12 +35,12 @@ from tconv3d.tools.bench.results import describe_machine, write_json
 from tconv3d.tools.bench.rivals import cudnn_benchmark
 
 KINDS = {"ours": tconv3d.ConvTranspose3d, "torch": nn.ConvTranspose3d}
-NOISE = 3.0  # how many times the noise of TF32 the losses may differ by
+NOISE = 3.0  # largest accepted difference of the losses, as a multiple of the noise of TF32
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a training run."""
+    """Holds the settings of a training run."""
 
     size: int = 64
     batch: int = 2
@@ -52,7 +52,7 @@ class Settings:
 
 
 class UNet(nn.Module):
-    """Encoder of convolutions, decoder that goes up by transposed ones: kernel 2 and kernel 3 in turn, stride 2."""
+    """Runs a U-Net whose decoder has transposed convolutions of stride 2, with kernel 2 and kernel 3 alternately."""
 
     def __init__(self, channels: tuple[int, ...], up: type[nn.ConvTranspose3d]) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def block(in_channels: int, out_channels: int, stride: int = 1) -> nn.Module:
 
 
 def spheres(settings: Settings, device: str) -> tuple[Tensor, Tensor]:
-    """Volumes of noise with some brighter balls [samples, 1, D, H, W], and where the balls are."""
+    """Returns volumes of noise with four brighter balls each, and masks of the balls, as [samples, 1, D, H, W]."""
     draw = torch.Generator().manual_seed(settings.seed)
     axis = torch.arange(settings.size) / settings.size
     grid = torch.stack(torch.meshgrid(axis, axis, axis, indexing="ij"), dim=-1)
@@ -102,7 +102,7 @@ def batches(settings: Settings, device: str) -> list[tuple[Tensor, Tensor]]:
 
 
 class Training:
-    """A network with its optimizer and its data, one step at a time."""
+    """Trains a network with its optimizer and its data, one step at a time."""
 
     def __init__(self, kind: str, settings: Settings, device: str) -> None:
         torch.manual_seed(settings.seed)
@@ -122,7 +122,7 @@ class Training:
 
 
 def losses(kind: str, settings: Settings, device: str, dtype: str) -> list[float]:
-    """Of every step, with deterministic algorithms."""
+    """Returns the loss of every step of a training run with deterministic algorithms."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -134,7 +134,7 @@ def losses(kind: str, settings: Settings, device: str, dtype: str) -> list[float
 
 
 def step_ms(settings: Settings, device: str, dtype: str, steps: int = 30) -> dict[str, float]:
-    """Median milliseconds of a step, each algorithm the fastest that cuDNN finds; ours and PyTorch's in turn."""
+    """Returns median milliseconds of a step with `cudnn.benchmark`; steps of ours and PyTorch's alternate."""
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with precision(dtype), cudnn_benchmark(True):
         trainings = {kind: Training(kind, settings, device) for kind in KINDS}
@@ -144,7 +144,7 @@ def step_ms(settings: Settings, device: str, dtype: str, steps: int = 30) -> dic
                 started = time.perf_counter()
                 training.step()
                 synchronize(device)
-                if number >= 3:  # the first ones compile and choose
+                if number >= 3:  # the first three steps warm up: they compile and choose algorithms
                     times[kind].append(1e3 * (time.perf_counter() - started))
     return {kind: statistics.median(found) for kind, found in times.items()}
 
@@ -155,12 +155,12 @@ def synchronize(device: str) -> None:
 
 
 def difference(a: list[float], b: list[float]) -> float:
-    """Mean of the absolute differences, step by step."""
+    """Returns the mean over the steps of the absolute differences."""
     return statistics.mean(abs(x - y) for x, y in zip(a, b, strict=True))
 
 
 def compare(settings: Settings, device: str, dtype: str = "tf32", timed: bool = True) -> dict[str, Any]:
-    """All runs, and what they say of each other."""
+    """Runs all trainings, and compares their losses and step times."""
     runs = {
         "ours": losses("ours", settings, device, dtype),
         "ours again": losses("ours", settings, device, dtype),

@@ -2,8 +2,8 @@
 
     python docs/figures.py
 
-Nothing in a figure is written by hand that the geometry or a results file says. The same input gives the same file,
-byte for byte, and a test draws all of them again.
+All indices and times in a figure come from the geometry or a results file, none is written by hand. Drawing is
+reproducible byte for byte, and a test draws all figures again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tconv3d.tools.bench.drawing import FONT, Drawing
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"
 RESULTS = ROOT / "benchmarks" / "results"
-# Charts: the results file and the pass that is shown.
+# Each chart has a results file and the pass that it shows.
 CHARTS = {"forward": ("h200.json", "forward"), "backward": ("h200.json", "backward")}
 
 STYLE = (
@@ -54,7 +54,7 @@ def canvas(width: int, height: int) -> Drawing:
 
 
 def settings(axis: Axis) -> str:
-    """The settings of one dimension in words: those that differ from PyTorch's defaults."""
+    """Describes kernel, stride and all settings of one dimension that differ from PyTorch's defaults."""
     text = f"kernel {axis.kernel}, stride {axis.stride}"
     for name, usual in (("padding", 0), ("output_padding", 0), ("dilation", 1)):
         if getattr(axis, name) != usual:
@@ -63,7 +63,7 @@ def settings(axis: Axis) -> str:
 
 
 def gathered(axis: Axis, phase: int) -> str:
-    """What an output of a phase is, as a formula."""
+    """Returns the formula of an output of a phase."""
     terms = []
     for tap in axis.taps(phase):
         offset = -axis.shift(tap)
@@ -72,7 +72,7 @@ def gathered(axis: Axis, phase: int) -> str:
 
 
 def taps() -> str:
-    """One dimension: which inputs reach which outputs, and the same sorted by phase."""
+    """Draws for one dimension which inputs reach which outputs, and the outputs sorted by phase."""
     axis, size, cell = Axis(3, stride=2, padding=1, output_padding=1), 4, 58
     outputs = axis.output_size(size)
     drawing = canvas(40 + cell * outputs + 120, 330)
@@ -118,7 +118,7 @@ TABLES = (
 
 
 def phases() -> str:
-    """Tables of taps by phase and by the input they read, for the usual settings."""
+    """Draws tables of taps by phase and by the input they read, for the usual settings."""
     cell, columns = 40, 3
     drawing = canvas(860, 310)
     drawing.text(20, 30, "Taps of one dimension: a row for each phase, a column for each input that is read", "title")
@@ -140,7 +140,7 @@ def phases() -> str:
 
 
 def halo() -> str:
-    """A tile of positions, its input with the halo, and two taps' windows in it: as a plane and as rows of memory."""
+    """Draws a tile of positions with its halo, and the windows of two taps, as a plane and as rows of memory."""
     axis, side, cell = Axis(3, padding=1), 8, 26
     offsets = [-axis.shift(tap) for tap in range(axis.kernel)]
     before, after = -min(offsets), max(offsets)
@@ -180,7 +180,7 @@ def halo() -> str:
 
 
 def march() -> str:
-    """Input planes along depth, the output planes that each feeds, and which of them are then complete."""
+    """Draws input planes along depth, the output planes that each feeds, and which outputs are then complete."""
     drawing = canvas(860, 310)
     drawing.text(
         20, 30, "Marching along depth: each input plane is read once and feeds a window of output planes", "title"
@@ -223,7 +223,7 @@ def chart(name: str) -> str:
 
 
 def all_figures() -> dict[Path, str]:
-    """Every figure and its content."""
+    """Returns the content of every figure, keyed by its path."""
     return {FIGURES / f"{name}.svg": draw() for name, draw in DRAWN.items()} | {
         FIGURES / f"{name}.svg": chart(name) for name in CHARTS
     }

@@ -36,5 +36,5 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-if torch.version.cuda is not None:  # the first layer should not have to wait for imports
+if torch.version.cuda is not None:  # imports the launcher's modules now, not in the first call
     launcher.preload()

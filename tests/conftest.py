@@ -1,4 +1,4 @@
-"""Fixtures: where kernels run (the GPU if there is one, else the emulator), and a record of what was compiled."""
+"""Defines fixtures: kernels run on the GPU if there is one, else in the emulator, and launches can be recorded."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import tconv3d
 from tconv3d import emulator
 from tconv3d.planning.launch import Launch
 
-# The same geometries in every run: what was compiled for the emulator is compiled for the GPUs afterwards.
+# Every run draws equal geometries, so that the recorded kernels, which are compiled for GPUs later, do not change.
 hypothesis.settings.register_profile(
     "tests", derandomize=True, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), print_blob=True
 )
 hypothesis.settings.load_profile("tests")
 
-# There is a test process for each core: OpenMP's threads would mostly wait for each other's. The tests' children too.
+# Each core has a test process, so further OpenMP threads, in the processes that tests start too, would only compete.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Tests of what is compiled in the background start that themselves.
+# Compiling in the background is off; tests of it turn it on themselves.
 os.environ.setdefault("TCONV3D_BACKGROUND", "0")
 
-RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # a directory: the kernels this session ran in the emulator
+RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the kernels run in the emulator
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def device() -> str:
 
 @pytest.fixture
 def ours(device: str) -> Iterator[str]:
-    """Our kernels on the GPU, or in the emulator; strict float32, because the reference is float64."""
+    """Selects our kernels on the GPU or in the emulator, with strict float32, because the reference is float64."""
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     with tconv3d.use_backend("cuda" if device == "cuda" else "emulator"):
@@ -48,7 +48,7 @@ def ours(device: str) -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def restored_precision() -> Iterator[None]:
-    """PyTorch's switch for TF32 is the process's: a test that turns it must not turn it for the next."""
+    """Restores PyTorch's switch for TF32, which is global to the process, after every test."""
     before = torch.backends.cudnn.conv.fp32_precision
     yield
     torch.backends.cudnn.conv.fp32_precision = before
@@ -63,7 +63,7 @@ def record_launches() -> Iterator[None]:
     prepare = emulator.prepare
 
     def recording(launch: Launch, *arguments: object, **keywords: object) -> object:
-        if not arguments and not keywords:  # a kernel of the package, not one that a test wrote
+        if not arguments and not keywords:  # further arguments may name a test's own kernel
             seen.add((launch.kernel, launch.constants))
         return prepare(launch, *arguments, **keywords)  # type: ignore[arg-type]
 

@@ -1,1 +1,1 @@
-"""The command line: demo, reference tasks, benchmarks and exports."""
+"""Holds the command line: the demonstration, the reference tasks, the benchmarks and the exports."""

@@ -1,6 +1,6 @@
-"""Numbers on the command line, checked before anything runs: what was expected, and what came.
+"""Checks numbers on the command line before anything runs; messages say what was expected and what was given.
 
-Each function makes a `type` for argparse, which prints the message after the name of the flag.
+The functions are argparse types or return one; argparse prints their message after the name of the flag.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MOST_SEED = 2**64 - 1  # the largest seed that PyTorch's generators take
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """An integer within limits."""
+    """Returns an argparse type for an integer from `least` to `most`."""
 
     def parse(text: str) -> int:
         value = _whole(text)
@@ -25,7 +25,7 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def triple(least: int) -> Callable[[str], tuple[int, int, int]]:
-    """One integer for all three dimensions, or three separated by commas (or by x, as volumes are written)."""
+    """Returns an argparse type for one integer for all dimensions, or three integers separated by "," or "x"."""
 
     def parse(text: str) -> tuple[int, int, int]:
         values = _integers(text, least)
@@ -40,7 +40,7 @@ def triple(least: int) -> Callable[[str], tuple[int, int, int]]:
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """The shape of a tensor without an empty dimension."""
+    """Parses the shape of a tensor whose dimensions are all at least 1."""
     values = _integers(text, 1)
     if values is None:
         raise ArgumentTypeError(f"expected a shape of integers above 0, such as 1x1x96x96x96, got {text!r}")
@@ -48,7 +48,7 @@ def shape(text: str) -> tuple[int, ...]:
 
 
 def seconds(text: str) -> float:
-    """A time above zero."""
+    """Parses a finite number of seconds above zero."""
     try:
         value = float(text)
     except ValueError:

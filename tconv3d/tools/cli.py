@@ -1,8 +1,8 @@
-"""The command line: `tconv3d info | explain | demo | bench | verify | tune | report | export | cache`.
+"""Implements `tconv3d info | explain | demo | bench | verify | tune | report | export | cache`.
 
-Parses, calls the library as any user would, prints. Exit status: 0 done, 1 the library refused or a result was
-wrong, 2 the command was not understood, 130 interrupted. Nothing imports this module but the console script
-and `python -m tconv3d`.
+Each command parses its flags, calls the library as any user would, and prints. The exit status is 0 for success, 1 if
+the library refused or a result was wrong, 2 if the command was not understood, 130 if it was interrupted. Only the
+console script and `python -m tconv3d` import this module.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The commands and their flags."""
+    """Builds the argument parser with all commands and their flags."""
     parser = argparse.ArgumentParser(prog="tconv3d", description="ConvTranspose3d on its own CUDA kernels.")
     parser.add_argument("--version", action="version", version=f"tconv3d {tconv3d.__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -77,13 +77,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_layer(parser: argparse.ArgumentParser) -> None:
-    """The flags of `explain`: a layer, the input it gets, and the GPU to plan for."""
+    """Adds the flags of `explain`: a layer, the input it gets, and the GPU to plan for."""
     layer = parser.add_argument_group("layer", "a triple is one number, or depth,height,width")
     layer.add_argument("--in-channels", type=integer(1), required=True, metavar="N")
     layer.add_argument("--out-channels", type=integer(1), required=True, metavar="N")
     layer.add_argument("--kernel", type=triple(1), required=True, metavar="TRIPLE")
     for name, value in (("stride", 1), ("padding", 0), ("output-padding", 0), ("dilation", 1)):
-        least = triple(value)  # what is usual is the least that there can be
+        least = triple(value)  # PyTorch's default of each setting is also its smallest valid value
         layer.add_argument(f"--{name}", type=least, default=(value,) * 3, metavar="TRIPLE", help=f"default {value}")
     layer.add_argument("--groups", type=integer(1), default=1, metavar="N", help="default 1")
     layer.add_argument("--no-bias", action="store_true")
@@ -160,13 +160,13 @@ def _info(arguments: argparse.Namespace) -> int:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, Text(value))  # not markup: a message may say tconv3d[cu13]
+        table.add_row(name, Text(value))  # printed without rich markup, because a message may contain tconv3d[cu13]
     Console(soft_wrap=False).print(table)
     return 0
 
 
 def environment() -> dict[str, str]:
-    """What a bug report should say of the machine."""
+    """Describes the software and the GPUs of this machine for a bug report."""
     return {
         "tconv3d": tconv3d.__version__,
         "Python": platform.python_version(),

@@ -1,7 +1,7 @@
-"""The demonstration: the four reference tasks, checked against float64, with what ran where.
+"""Runs the four reference tasks, checks them against float64, and prints their kernels, times and errors.
 
-On a GPU at full size, with times beside PyTorch's; without one at reduced size through the emulator, which
-executes the same kernels. Uses the library from outside, as a user's program does.
+A GPU runs the tasks at full size, and PyTorch's times stand beside ours. Without a GPU the emulator executes the CUDA
+kernels on the CPU at reduced size. This module uses only the public interface of the library.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from torch import Tensor, nn
 import tconv3d
 from tconv3d.tools import tables, tasks
 
-# Largest error allowed, as a part of the largest value. TF32 rounds to 2^-11; a tap in the wrong place is off
-# by its whole size.
+# Largest error allowed, as a fraction of the tensor's largest absolute value. TF32 rounds with a relative error of up
+# to 2^-11, while a tap in a wrong place gives an error about as large as the values.
 TOLERANCE = 2e-3
 STEPS = ("forward", "backward")
 RUNS = 20
-L2_FLUSH_BYTES = 256 << 20  # more than the L2 cache of any GPU
+L2_FLUSH_BYTES = 256 << 20  # 256 MiB, more than the L2 cache of any GPU
 
 
 @dataclass(frozen=True)
 class Row:
-    """One pass of one task."""
+    """Holds what the demonstration found for one pass of one task."""
 
     task: str
     shape: tuple[int, ...]
     step: str
     kernels: str
     milliseconds: float
-    torch_milliseconds: float | None  # None where there is nothing to compare: the emulator is not a backend
+    torch_milliseconds: float | None  # None in the emulator, whose times cannot be compared
     error: float
 
     @property
     def right(self) -> bool:
-        return self.error <= TOLERANCE  # False for NaN
+        return self.error <= TOLERANCE  # comparing with NaN gives False
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A task with its tensors: PyTorch's model, ours with the same parameters, an input and a gradient."""
+    """Holds PyTorch's model of a task, ours with equal parameters, an input and an output gradient."""
 
     model: nn.Module
     new: nn.Module
@@ -58,7 +58,7 @@ class Problem:
 
 
 def run(names: Sequence[str] = tasks.NAMES, console: Console | None = None) -> bool:
-    """Runs the named tasks and prints the table. True if every result is right."""
+    """Runs the named tasks and prints the table. Returns True if every error is within the tolerance."""
     console = console or Console()
     gpu = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
     rows: list[Row] = []
@@ -78,7 +78,7 @@ def run(names: Sequence[str] = tasks.NAMES, console: Console | None = None) -> b
 
 
 def in_emulator(name: str) -> list[Row]:
-    """One task at reduced size: the CUDA kernels, executed on the CPU."""
+    """Runs one task at reduced size: the emulator executes the CUDA kernels on the CPU."""
     task = tasks.load(name)
     problem = _problem(task, task.REDUCED, "cpu")
     with tconv3d.use_backend("emulator"):
@@ -90,7 +90,7 @@ def in_emulator(name: str) -> list[Row]:
 
 
 def on_gpu(name: str) -> list[Row]:
-    """One task at full size: results first, then times beside PyTorch's on the same tensors."""
+    """Runs one task at full size: checks the results, then times our model and PyTorch's on equal tensors."""
     task = tasks.load(name)
     problem = _problem(task, task.SHAPE, "cuda")
     with tconv3d.use_backend("cuda"):
@@ -125,9 +125,9 @@ def _gradients(model: nn.Module, x: Tensor, y: Tensor, grad: Tensor) -> tuple[Te
 
 @dataclass(frozen=True)
 class Results:
-    """What our model computed: output, gradients of input and parameters, seconds of each pass."""
+    """Holds what our model computed: output, gradients of input and parameters, seconds of each pass."""
 
-    convolved: Tensor  # what the convolution gave to the layers after it
+    convolved: Tensor  # output of the convolution, before the layers that follow it
     output: Tensor
     gradients: tuple[Tensor, ...]
     seconds: tuple[float, float]
@@ -143,9 +143,9 @@ def _results(problem: Problem) -> Results:
 
 
 def _convolved(problem: Problem) -> Tensor:
-    """What our convolution gives to what follows it: the same kernel, in the block and alone."""
+    """Runs our convolution alone; its output equals the one inside the block, where the same kernel computes it."""
     layer = _convolution(problem.new)
-    padding: Any = layer.padding  # declared for all convolutions; "same" is for others
+    padding: Any = layer.padding  # PyTorch also declares texts such as "same", for other convolutions
     with torch.no_grad():
         return tconv3d.conv_transpose3d(
             problem.x,
@@ -160,10 +160,10 @@ def _convolved(problem: Problem) -> Tensor:
 
 
 def _exact(problem: Problem, convolved: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Output and gradients from PyTorch in float64, one sample at a time to need less memory.
+    """Computes output and gradients with PyTorch in float64, one sample at a time to need less memory.
 
-    The gradients are those at the values that our convolution gave (`convolved`): the derivative of ReLU jumps at
-    zero, and rounding decides on which side a value lies.
+    The gradients are evaluated at the output of our convolution (`convolved`): the derivative of ReLU jumps at zero,
+    and rounding decides on which side of zero a value lies.
     """
     model = copy.deepcopy(problem.model).double()
     outputs, input_gradients, parameter_gradients = [], [], []
@@ -180,10 +180,10 @@ def _exact(problem: Problem, convolved: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def _errors(problem: Problem, results: Results) -> tuple[float, float]:
-    """The largest error of the forward and of the backward pass, each tensor's as a part of its largest value."""
+    """Returns the error (see `_error`) of the output, and the largest error of a gradient."""
     output, gradients = _exact(problem, results.convolved)
     backward = [_error(*pair) for pair in zip(results.gradients, gradients, strict=True)]
-    return _error(results.output, output), float(torch.tensor(backward).max())  # max() passes over a NaN
+    return _error(results.output, output), float(torch.tensor(backward).max())  # Tensor.max() does not ignore a NaN
 
 
 def _error(result: Tensor, exact: Tensor) -> float:
@@ -191,7 +191,7 @@ def _error(result: Tensor, exact: Tensor) -> float:
 
 
 def _times(model: nn.Module, problem: Problem) -> tuple[float, float]:
-    """Milliseconds of the forward and of the backward pass."""
+    """Returns the milliseconds of the forward and of the backward pass."""
     with torch.no_grad():
         forward = median_milliseconds(lambda: model(problem.x))
     y = model(problem.x)
@@ -199,7 +199,7 @@ def _times(model: nn.Module, problem: Problem) -> tuple[float, float]:
 
 
 def median_milliseconds(call: Callable[[], object], runs: int = RUNS) -> float:
-    """The median time of a call on the current GPU, by CUDA events, with a cold L2 cache."""
+    """Returns the median milliseconds of a call on the current GPU, by CUDA events, with a cold L2 cache."""
     flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     times = []
     for run in range(3 + runs):
@@ -209,18 +209,18 @@ def median_milliseconds(call: Callable[[], object], runs: int = RUNS) -> float:
         call()
         stop.record()
         stop.synchronize()
-        if run >= 3:  # the first runs compile and choose algorithms
+        if run >= 3:  # the first three runs warm up: they compile and choose algorithms
             times.append(start.elapsed_time(stop))
     return statistics.median(times)
 
 
 def _kernels(problem: Problem, step: str) -> str:
-    """The names of the kernels that a task runs in one pass."""
+    """Returns the names of the kernels that a task runs in one pass."""
     new = problem.new
     block = new if isinstance(new, tconv3d.ConvTranspose3dReLUGroupNorm) else _convolution(new)
     passes = tconv3d.explain(block, problem.x).passes
     names = (found.kernel for found in passes if (found.name == "forward") == (step == "forward"))
-    return ", ".join(dict.fromkeys(names))  # without repetition, in order
+    return ", ".join(dict.fromkeys(names))  # each name once, in the order of the launches
 
 
 def _progress(console: Console) -> Progress:

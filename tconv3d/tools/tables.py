@@ -1,7 +1,7 @@
-"""Tables and lines for a terminal of any width: names are never cut short.
+"""Prints tables and lines on a terminal of any width without truncating names.
 
-A table whose columns have no room beside each other becomes two lines for each row: words, and numbers under their
-headings. All words are printed as they are; markup is for the numbers alone.
+A table that is too wide for the console is printed with two lines for each row: the words, and the numbers under
+their headings. Words are printed as they are; rich markup is interpreted in numbers only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-LEAST_FOLDED = 12  # characters of the one column that may fold
+LEAST_FOLDED = 12  # smallest width, in characters, of the one column whose text may wrap
 
 
 @dataclass(frozen=True)
 class Row:
-    """A name, other words, text that may take several lines, and numbers. Markup only in the numbers."""
+    """Holds one table row: a name, other words, text that may wrap, and numbers, which may contain rich markup."""
 
     name: str
     words: tuple[str, ...]
@@ -31,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Headings:
-    """The names of the columns: as many as the rows have."""
+    """Holds the column headings, one for each field of a `Row`."""
 
     name: str
     words: tuple[str, ...]
@@ -42,7 +42,7 @@ class Headings:
 def show(title: str, caption: str, headings: Headings, rows: Sequence[Row], console: Console) -> None:
     """Prints the rows, as one table if the console has room for it."""
     table = _wide(title, caption, headings, rows)
-    needed = 1 + sum((column.min_width or 0) + 3 for column in table.columns)  # with two spaces and a line for each
+    needed = 1 + sum((column.min_width or 0) + 3 for column in table.columns)  # 3: two spaces and a border
     console.print(table if needed <= console.width else _narrow(title, caption, headings, rows), highlight=False)
 
 
@@ -89,7 +89,7 @@ def _aligned(cells: Sequence[Text], widths: Sequence[int]) -> Text:
 
 
 def print_lines(text: object) -> None:
-    """Prints text. Lines that are longer than the terminal go on further to the right, between words."""
+    """Prints text; on a terminal, lines wider than it are wrapped between words and continued with an indent."""
     if not sys.stdout.isatty():
         print(text)
         return
@@ -97,7 +97,7 @@ def print_lines(text: object) -> None:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most `width` characters, unless a word is longer; what goes on has four spaces more in front."""
+    """Wraps lines to `width` characters, without breaking words; continuation lines are indented by four spaces."""
     lines = []
     for line in text.splitlines():
         indent = line[: len(line) - len(line.lstrip())]

@@ -1,4 +1,4 @@
-"""The command line of the fuzz: `make fuzz`, or `PYTHONPATH=.:tests python -m fuzz --help`."""
+"""Implements the command line of the fuzz: `make fuzz`, or `PYTHONPATH=.:tests python -m fuzz --help`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from .search import Search
 from .shrink import SECONDS
 
-MINUTES = 10.0  # if neither a time nor a number of cases is given
+MINUTES = 10.0  # duration of a search if neither a time nor a number of cases is given
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(1 << 31) if arguments.seed is None else arguments.seed
     limited = arguments.minutes is not None or arguments.cases is not None
     print(f"seed {seed}; SEED={seed} repeats it", flush=True)
-    with tempfile.TemporaryDirectory(prefix="tconv3d-fuzz-") as cache:  # kernels that nobody will need again
+    with tempfile.TemporaryDirectory(prefix="tconv3d-fuzz-") as cache:  # random kernels stay out of the user's cache
         search = Search(
             seed,
             device,

@@ -1,4 +1,4 @@
-"""What one case of the fuzz is: a layer, how every tensor lies in memory, and how it is called."""
+"""Defines one case of the fuzz: a layer, the memory layout of every tensor, and the call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ GRADIENTS = ("input", "weight", "bias", "norm_weight", "norm_bias")
 
 @dataclass(frozen=True)
 class Memory:
-    """How a tensor lies in memory. A tensor of one dimension has only `step`, `expanded` and `offset`."""
+    """Describes the memory layout of a tensor. For one dimension only `step`, `expanded` and `offset` count."""
 
     order: str = DIMENSIONS  # dimensions from the slowest to the fastest: "ndhwc" is channels_last_3d
-    gaps: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # elements to leave out after each of n, c, d, h, w
-    step: int = 1  # the stride of the fastest dimension
+    gaps: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)  # unused elements after the extents of n, c, d, h, w
+    step: int = 1  # stride of the fastest dimension, in elements
     expanded: str = ""  # dimensions with stride 0
-    offset: int = 0  # elements between the last multiple of 16 bytes and the tensor's start
+    offset: int = 0  # elements from a multiple of 16 bytes to the tensor's start
 
     def strides(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) == 1:
@@ -38,32 +38,32 @@ PLAIN = Memory()
 
 @dataclass(frozen=True)
 class Case:
-    """A call and its backward pass.
+    """Describes a call and its backward pass.
 
-    `plans` names the GPU whose plans the emulator executes; "" is the device at hand.
+    `plans` names the GPU whose plans the emulator executes; "" is the device that the backend reports.
     """
 
     layer: Layer
     dtype: str = "tf32"  # as in tconv3d.tools.bench.precision: "float32" is strict
     plans: str = ""
-    favoured: str = ""  # a kernel family of `families.FAVOURED` that takes volumes for which it is not worth it, too
+    favoured: str = ""  # kernel family of `families.FAVOURED` whose limits on volumes are lifted
     epilogue: str = ""  # "relu", or "norm" for ReLU and GroupNorm
     norm_groups: int = 1
     affine: bool = True  # whether the norm has weight and bias
-    wanted: tuple[str, ...] = ()  # of GRADIENTS
-    calls: int = 1  # without gradients the second call packs the weight to keep it, and the third finds it
+    wanted: tuple[str, ...] = ()  # names in GRADIENTS
+    calls: int = 1  # without gradients the second call packs the weight for later calls, and the third reuses it
     short: bool = False  # the first workspace of the backward pass cannot be allocated
     input: Memory = PLAIN
     weight: Memory = PLAIN
     grad: Memory = PLAIN
-    vectors: Memory = PLAIN  # biases, and the norm's weight
-    at_end: bool = True  # tensors end where their guard begins; else they begin where their guard ends
-    order: str = "forward"  # of the emulator's threads
-    seed: int = 0  # of the values
+    vectors: Memory = PLAIN  # layout of the biases and of the norm's weight
+    at_end: bool = True  # tensors end at the guard after them; else they begin at the guard before them
+    order: str = "forward"  # order in which the emulator runs threads
+    seed: int = 0  # seed of the tensors' values
 
     @property
     def positions(self) -> int:
-        """Elements of one channel of the input, over the batch."""
+        """Returns the number of elements of one channel of the input, over the batch."""
         return self.layer.batch * prod(self.layer.size)
 
     def with_layer(self, **changes: object) -> Case:
@@ -71,7 +71,7 @@ class Case:
 
 
 def line(value: object) -> str:
-    """Python source of a case, without what has its default."""
+    """Returns the Python source of a case, without fields that have their default."""
     if not is_dataclass(value):
         return repr(value)
     parts = [
@@ -83,7 +83,7 @@ def line(value: object) -> str:
 
 
 def parse(text: str) -> Case:
-    """The case that `line` wrote."""
+    """Returns the case of a line that `line` wrote."""
     case = eval(text, {"Case": Case, "Layer": Layer, "Memory": Memory})
     assert isinstance(case, Case)
     return case

@@ -1,8 +1,8 @@
-"""Draws a layer, and a few cases of it: what a kernel is compiled for changes rarely, all else in every case.
+"""Draws a layer, and a few cases of it that mostly share their compiled kernels.
 
-Compiling takes most of the time, so that type, device, epilogue and memory layouts belong to a draw, and volume,
-batch, offsets, gaps between rows, wanted gradients and order of threads to each of its cases. Chance comes from
-`random` alone: a seed and a number give the same cases everywhere.
+Compiling takes most of the time. All cases of a draw therefore share type, device, epilogue and two sets of memory
+layouts; volume, batch, offsets, gaps between rows, wanted gradients and order of threads differ from case to case.
+All randomness comes from one `random.Random`: a seed and a number give the same cases everywhere.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tconv3d.planning.problem import ITEM_BYTES
 from .case import DIMENSIONS, GRADIENTS, PLAIN, Case, Memory
 from .families import FAVOURED
 
-CASES = 12  # of one draw
-MOST_TAPS = 75  # of a kernel: more take seconds to compile
-PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # at most of one pass: the emulator does about 50 million in a second
-MOST_ELEMENTS = 150_000  # of input or output
+CASES = 12  # cases of one draw
+MOST_TAPS = 75  # most taps of a layer: kernels with more take seconds to compile
+PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # limits on the products of a pass; the emulator does 50 million per s
+MOST_ELEMENTS = 150_000  # most elements of input or output
 DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
 PLANS = ("H200", "A100", "RTX 4090")
-# Draws of any layer, and of two kinds that some families are for: up-convolutions and small groups, mostly of dense
-# tensors of one layout at multiples of 16 bytes. Numbers are how often they come.
+# Kinds of layers with their draw weights: any layer, and two kinds for which there are special kernel families,
+# up-convolutions and small groups, mostly with dense tensors of one layout at multiples of 16 bytes.
 KINDS = {"any": 14, "up": 4, "groups": 2}
-WIDTH = 12  # of small groups' lines at least: shorter ones go to other families
+WIDTH = 12  # least width of layers with small groups; narrower ones go to other families
 
 # Kernel, stride, padding, output padding, dilation of layers that networks have, equal in all dimensions.
 USUAL = (
@@ -45,7 +45,7 @@ Axis = tuple[int, int, int, int, int]
 
 
 def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: int = CASES) -> list[Case]:
-    """The cases of draw `number`. `plans`: those of the device at hand (""), and of GPUs for a third of the draws."""
+    """Returns the cases of draw `number`. 64% of draws use the backend's device, the others one of `plans[1:]`."""
     random = Random(f"{seed}:{number}")
     here = len(plans) == 1 or random.random() < 0.64
     kind = random.choices(list(KINDS), list(KINDS.values()))[0]
@@ -71,17 +71,17 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
 
 
 def has(case: Case, name: str) -> bool:
-    """Whether the case has a tensor of this name to ask the gradient of."""
+    """Says whether the case has a tensor of this name, whose gradient can be asked for."""
     if name.startswith("norm"):
         return case.epilogue == "norm" and case.affine
     return name != "bias" or case.layer.bias
 
 
-# ---- the layer
+# ---- layers
 
 
 def _layer(random: Random, of: str) -> Layer:
-    """With the smallest volume that it takes: size and batch are drawn with each case."""
+    """Draws a layer with the smallest volume it can have; each case draws its own size and batch."""
     while True:
         axes = _axes(random, of)
         kernel, stride, padding, extra, dilation = zip(*axes, strict=True)
@@ -95,13 +95,13 @@ def _layer(random: Random, of: str) -> Layer:
 
 
 def _least_size(kernel: int, stride: int, padding: int, extra: int, dilation: int) -> int:
-    """The smallest input with an output of at least two elements: a norm of one is refused."""
+    """Returns the smallest input size that gives at least two outputs, because a norm of one element is refused."""
     return max(1, 1 + -(-(1 + 2 * padding - dilation * (kernel - 1) - extra) // stride))
 
 
 def _axes(random: Random, of: str) -> list[Axis]:
     kind = random.random()
-    if of == "up" or (of == "any" and kind < 0.1):  # every output has one tap
+    if of == "up" or (of == "any" and kind < 0.1):  # up-convolution: every output has one tap
         return [(size, size, 0, 0, 1) for size in (*random.choices((1, 2, 3, 4), k=2), random.choice((2, 2, 1, 3)))]
     if of == "groups" or kind < 0.45:
         return [random.choice(USUAL)] * 3
@@ -118,14 +118,14 @@ def _axis(random: Random) -> Axis:
 
 
 def _channels(random: Random, of: str) -> tuple[int, int, int]:
-    """Input channels, output channels, groups."""
+    """Draws input channels, output channels and groups."""
     if of == "up":
         return 8 * random.randint(1, 10), 8 * random.randint(1, 10), 1
     if of == "groups":
         groups = 2 * random.randint(1, 4)
         return groups * random.choice((2, 3, 4, 8)), groups * random.choice((2, 4, 5, 8)), groups
     kind = random.random()
-    if kind < 0.1:  # depthwise
+    if kind < 0.1:  # depthwise layer
         groups = random.choice((1, 2, 3, 5, 8, 16, 24, 32, 33))
         return groups, groups * random.choice((1, 1, 2, 3)), groups
     if kind < 0.2:
@@ -141,18 +141,18 @@ def _width(random: Random) -> int:
     )
 
 
-# ---- how tensors lie in memory
+# ---- memory layouts
 
 
 def _dense_views(random: Random) -> dict[str, Memory]:
-    """Like `_views`, with one layout for all that a kernel moves."""
+    """Draws dense memory layouts, with one order of dimensions for input and gradient."""
     order = random.choice((DIMENSIONS, "ndhwc"))
     weight = random.choice((DIMENSIONS, order))
     return {"input": Memory(order), "weight": Memory(weight), "grad": Memory(order), "vectors": PLAIN}
 
 
 def _views(random: Random) -> dict[str, Memory]:
-    """Of input, weight, gradient and vectors: what a kernel may be compiled for."""
+    """Draws the memory layouts of input, weight, gradient and vectors, which kernels may be compiled for."""
     last = random.random() < 0.4
     found = {}
     for name in ("input", "weight", "grad"):
@@ -172,11 +172,11 @@ def _unusual(random: Random, usual: str) -> Memory:
         return Memory(usual, step=random.choice((2, 3)))
     if kind == "expanded":
         return Memory(usual, expanded=random.choice(("n", "c", "d", "h", "w", "dhw", "nhw")))
-    return Memory(usual, expanded=DIMENSIONS)  # as the gradient of a sum is
+    return Memory(usual, expanded=DIMENSIONS)  # all strides are 0, as in the gradient of a sum
 
 
 def _moved(random: Random, memory: Memory, dtype: str) -> Memory:
-    """The same kind of memory with another offset, and other gaps between rows."""
+    """Draws another offset, and sometimes gaps after some dimensions, for a memory layout."""
     item = ITEM_BYTES["float32" if dtype == "tf32" else dtype]
     offset = random.choice((0, 0, 0, random.randrange(16 // item)))
     if random.random() < 0.75:
@@ -187,7 +187,7 @@ def _moved(random: Random, memory: Memory, dtype: str) -> Memory:
     return replace(memory, offset=offset, gaps=tuple(gaps))  # type: ignore[arg-type]
 
 
-# ---- the case
+# ---- cases
 
 
 def _case(
@@ -233,7 +233,7 @@ def _size(random: Random) -> Triple:
 
 
 def fits(case: Case, most: int = max(PRODUCTS)) -> bool:
-    """Whether a case is legal, and small enough."""
+    """Says whether a case is legal, and has at most `most` products and MOST_ELEMENTS elements."""
     layer = case.layer
     try:
         geometry = Geometry.make(layer.in_channels, layer.out_channels, layer.kernel, *layer.settings)

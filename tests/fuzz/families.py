@@ -1,4 +1,4 @@
-"""Which kernel families planned something: a search that never reaches a family says nothing of it.
+"""Counts the plans of each kernel family, because a search that never reaches a family does not test it.
 
 Some kernels are predicted to win for large volumes alone, and the emulator takes small volumes alone. Cases name such
 a kernel to have it preferred (`FAVOURED`), and limits of its family lifted.

@@ -1,8 +1,8 @@
-"""Tensors between guards: what is stored outside of them is found, and in the emulator what is loaded there faults.
+"""Places tensors between guards, which detect stores outside of tensors and, in the emulator, loads too.
 
-On the CPU a tensor lies in pages of its own between two pages that nobody may touch, against one of them as closely
-as its offset from a multiple of 16 bytes allows. On a GPU it lies in the middle of a larger buffer. All bytes that
-are no tensor's are 255, which is NaN in every type: a value that was loaded there shows in the result.
+On the CPU a tensor lies in pages of its own between two pages without access rights, as close to one of them as its
+offset from a multiple of 16 bytes allows. On a GPU it lies in the middle of a larger buffer. All bytes outside of
+tensors are 255, which is NaN in every type, so that a value loaded there shows in the result.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 
 PAGE = mmap.PAGESIZE
-GPU_GUARD_BYTES = 1 << 16  # on either side of a tensor
-ALIGNMENT = 16  # bytes; kernels and planners assume it of tensors that PyTorch allocates
+GPU_GUARD_BYTES = 1 << 16  # bytes on either side of a tensor
+ALIGNMENT = 16  # bytes; kernels and planners rely on this alignment of tensors that PyTorch allocates
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
 class _Block:
     name: str
-    raw: Tensor  # bytes, the guards included
+    raw: Tensor  # bytes of the tensor and of the memory around it that is checked
     start: int
     stop: int
-    before: Tensor | None = None  # the bytes of what nobody may write
+    before: Tensor | None = None  # bytes that must stay as they are; None if the tensor may be written
 
 
 class Guards:
-    """All tensors of one case."""
+    """Holds all tensors of one case."""
 
     def __init__(self, device: str, at_end: bool) -> None:
         self._device, self._at_end = device, at_end
@@ -43,7 +43,7 @@ class Guards:
     def place(
         self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, offset: int = 0
     ) -> Tensor:
-        """A new tensor full of NaN, `offset` elements behind a multiple of 16 bytes."""
+        """Returns a new tensor full of NaN, `offset` elements after a multiple of 16 bytes."""
         empty = 0 in shape
         extent = 0 if empty else 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         size, shift = extent * dtype.itemsize, offset * dtype.itemsize % ALIGNMENT
@@ -59,12 +59,12 @@ class Guards:
         return raw.view(dtype).as_strided(shape, strides, start // dtype.itemsize)
 
     def seal(self) -> None:
-        """Nobody may write what has been placed so far."""
+        """Makes all tensors placed so far read-only for `damage`."""
         for block in self._blocks:
             block.before = block.raw.clone()
 
     def damage(self) -> str | None:
-        """What was written where nothing may be, in words."""
+        """Describes the bytes that were written although they must not be, or returns None if there are none."""
         for block in self._blocks:
             if block.before is None:
                 changed = block.raw != 255
@@ -81,9 +81,9 @@ class Guards:
 
     @contextlib.contextmanager
     def around_results(self, short: bool = False) -> Iterator[None]:
-        """Results, statistics and workspaces that the package allocates are placed between guards.
+        """Places results, statistics and workspaces that the package allocates between guards.
 
-        `short`: there is no memory for the first workspace.
+        `short` makes the allocation of the first workspace fail for lack of memory.
         """
         refusals = [torch.OutOfMemoryError("the fuzz refuses the first workspace")] if short else []
 
@@ -111,7 +111,7 @@ class Guards:
 
 
 def _guarded_pages(size: int) -> Tensor:
-    """Bytes of 255 in whole pages, at least `size`, between two pages that fault."""
+    """Returns whole pages of at least `size` bytes, all 255, between two pages that fault when accessed."""
     pages = -(-size // PAGE)
     memory = mmap.mmap(-1, (pages + 2) * PAGE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

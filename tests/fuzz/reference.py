@@ -1,4 +1,4 @@
-"""The expected result and gradients of a case in float64, each with the largest error that rounding may leave."""
+"""Computes the expected result and gradients of a case in float64, and the largest error that rounding may cause."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from torch import Tensor
 
 from .case import Case
 
-EPS = 1e-3  # of the norm
-# Roundings of one value between convolution and result of the norm: the convolution's result, the statistics of
-# rounded or unrounded values, the gradient of what went into the ReLU, and the results.
+EPS = 1e-3  # eps of the GroupNorm
+# Allowed roundings of one value from the convolution to the norm's result: the convolution's result, the
+# statistics of rounded or unrounded values, the gradient of the ReLU's input, and the results.
 NORM_ROUNDINGS = 6
 
-TF32_UNIT = 1e-3  # of an operand that is rounded to TF32 in either way
+TF32_UNIT = 1e-3  # relative error of an operand that is rounded or truncated to TF32
 
 Tensors = dict[str, Tensor]
-Expected = dict[str, tuple[Tensor, Tensor]]  # by name: the exact values, and how far a result may be from them
+Expected = dict[str, tuple[Tensor, Tensor]]  # keyed by tensor name: exact values and allowed errors
 
 
 def expected(case: Case, operands: Tensors, grad: Tensor | None, result: Tensor) -> Expected:
-    """`operands` and `grad` are float64. `result` is ours: it decides where a ReLU lets the gradient pass."""
+    """Returns exact values and allowed errors by tensor name.
+
+    `operands` and `grad` are float64. `result` is our output; its sign decides where a ReLU passes the gradient.
+    """
     if case.epilogue == "norm":
         return _with_norm(case, operands, grad)
     masked = None if grad is None else grad * (result > 0) if case.epilogue == "relu" else grad
@@ -44,7 +47,7 @@ def _absolute(operands: Tensors) -> Tensors:
 
 
 def _passes(case: Case, operands: Tensors, grad: Tensor | None) -> Tensors:
-    """The convolution, and the wanted gradients of its operands."""
+    """Returns the result of the convolution, and the wanted gradients of its operands."""
     wanted = [name for name in case.wanted if name in ("input", "weight", "bias")] if grad is not None else []
     leaves = {name: tensor.detach().requires_grad_(name in wanted) for name, tensor in operands.items()}
     result = F.conv_transpose3d(leaves["input"], leaves["weight"], leaves.get("bias"), *case.layer.settings)
@@ -53,10 +56,11 @@ def _passes(case: Case, operands: Tensors, grad: Tensor | None) -> Tensors:
 
 
 def _with_norm(case: Case, operands: Tensors, grad: Tensor | None) -> Expected:
-    """The values of the case are such that every sum of the convolution is exact, and so is the ReLU's mask.
+    """Returns exact values and allowed errors of a case with ReLU and GroupNorm.
 
-    Bounds follow the roundings through the formulas of GroupNorm: `near` is what one rounding of the convolution's
-    result, or of its group's statistics, may change in a normalized value.
+    The values of such a case make every sum of the convolution exact, and so the ReLU's mask. Bounds follow the
+    roundings through the formulas of GroupNorm: `near` bounds the change of a normalized value, in units of one
+    rounding, by rounding the convolution's result or its group's statistics.
     """
     unit = NORM_ROUNDINGS * (UNIT[result_type(case)] + UNIT[torch.float32] * (case.dtype != "float64"))
     sums = _passes(case, operands, None)["result"]
@@ -85,14 +89,14 @@ def _with_norm(case: Case, operands: Tensors, grad: Tensor | None) -> Expected:
         parameters = {"norm_weight": (grad * normal, grad.abs() * size[1]), "norm_bias": (grad, grad.abs())}
         for name in set(case.wanted) & parameters.keys():
             exact[name], bounds[name] = (each.sum(over) for each in parameters[name])
-    # The products of a gradient with TF32 round the gradient of what went into the ReLU once more.
+    # TF32 products round the gradient of the ReLU's input once more.
     products = unit + (TF32_UNIT if case.dtype == "tf32" else 0)
     units = {"input": products, "weight": products}
     return {name: (exact[name], units.get(name, unit) * bounds[name] + 1e-6) for name in exact}
 
 
 def _of_groups(case: Case, tensor: Tensor) -> Tensor:
-    """The mean of every norm group of a batch item, for each of its elements."""
+    """Returns the mean of every norm group of every sample, expanded to the shape of the tensor."""
     batch, channels, *size = tensor.shape
     per_group = channels // case.norm_groups
     means = tensor.reshape(batch, case.norm_groups, per_group * prod(size)).mean(2)

@@ -1,4 +1,4 @@
-"""One case: its tensors made and placed between guards, the call and its backward pass, and every check."""
+"""Runs one case: makes its tensors between guards, runs the call and its backward pass, and checks everything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .reference import EPS, expected, result_type
 
 
 def check(case: Case, device: str) -> None:
-    """Raises what is wrong. `device`: "cpu" runs in the emulator, "cuda" on a GPU."""
+    """Runs a case and raises an error if anything is wrong. `device` "cpu" uses the emulator, "cuda" a GPU."""
     guards = Guards(device, case.at_end)
     operands = {name: _placed(guards, case, name, shape) for name, shape in _shapes(case).items()}
     exact = {name: tensor.cpu().double() for name, tensor in operands.items()}
@@ -64,7 +64,7 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def _placed(guards: Guards, case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
-    """A tensor with random values. Where its strides are 0, one value is many elements."""
+    """Makes a tensor with random values; elements along a dimension of stride 0 share one value."""
     memory: Memory = getattr(case, name) if name in ("input", "weight", "grad") else case.vectors
     strides = memory.strides(shape)
     dimensions = DIMENSIONS if len(shape) == 5 else memory.expanded
@@ -76,7 +76,7 @@ def _placed(guards: Guards, case: Case, name: str, shape: tuple[int, ...]) -> Te
 
 def _values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
     random = torch.Generator().manual_seed(case.seed * 16 + len(name))
-    if case.epilogue == "norm":  # numbers with few bits: every sum of the convolution is exact in float32
+    if case.epilogue == "norm":  # numbers with few bits make every sum of the convolution exact in float32
         return torch.randint(-8, 9, shape, generator=random) / 8
     values = torch.randn(shape, generator=random)
     return to_tf32(values) if case.dtype == "tf32" and len(shape) == 5 else values
@@ -84,7 +84,7 @@ def _values(case: Case, name: str, shape: tuple[int, ...]) -> Tensor:
 
 @contextlib.contextmanager
 def _settings(case: Case, device: str) -> Iterator[None]:
-    """PyTorch's precision, the machine to plan for, limits of planners, and the emulator's order of threads."""
+    """Sets PyTorch's precision, the GPU to plan for, limits of planners, and the emulator's order of threads."""
     gpu = GPUS[case.plans].device if case.plans else executor.EMULATED
     with (
         precision(case.dtype),

@@ -1,4 +1,4 @@
-"""Many draws on many workers, the failures shrunk, and the summary of it all."""
+"""Runs many draws on many workers, shrinks the failures, and makes the summary."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .case import Case, line
 from .shrink import CASE_TIMEOUT, SECONDS, kind_of, shrink
 from .workers import Worker
 
-MOST_OF_A_KIND = 2  # failures of one kind that are shrunk; the others are most likely the same
+MOST_OF_A_KIND = 2  # most failures of one kind that are shrunk; others most likely have the same cause
 
 
 @dataclass
 class Failure:
-    """The failing case is the last one; those before it are what its process had run of the same layer."""
+    """Holds a failing case, which is the last of `cases`; its process had run the other cases of its layer before."""
 
-    number: int  # of the draw
+    number: int  # number of the draw
     cases: list[Case]
     message: str
 
@@ -34,7 +34,7 @@ class Failure:
 
 @dataclass
 class Search:
-    """`cases` and `minutes` are limits; None is no limit. `plans` is what `draw.cases` takes."""
+    """Runs a search. `cases` and `minutes` are limits, None means no limit; `plans` is passed to `draw.cases`."""
 
     seed: int
     device: str
@@ -42,7 +42,7 @@ class Search:
     cases: int | None = None
     minutes: float | None = None
     workers: int = 2
-    shrinking: float = SECONDS  # for each failure
+    shrinking: float = SECONDS  # seconds for each failure
     environment: dict[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = print
 
@@ -54,7 +54,7 @@ class Search:
         self._started = time.monotonic()
 
     def run(self) -> None:
-        """Draws and runs until a limit is reached, then shrinks what failed."""
+        """Draws and runs cases until a limit is reached, then shrinks the failures."""
         with ThreadPoolExecutor(self.workers) as threads:
             for done in [threads.submit(self._work) for _ in range(self.workers)]:
                 done.result()

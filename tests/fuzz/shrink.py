@@ -1,8 +1,8 @@
-"""A failing case -> the plainest one that still fails.
+"""Reduces a failing case to the simplest one that still fails.
 
-Every simpler case runs in a process of its own (`workers`), so that crashes and hangs shrink like wrong results.
-A failure may need the cases before it (the first volume of a layer decides which kernels later ones get): what is
-shrunk is a list of cases, of which the last one fails.
+Every simpler case runs in a process of its own (`workers`), so that crashes and hangs shrink like wrong results. A
+failure may need the cases before it, because the first volume of a layer decides which kernels later volumes get.
+Therefore a list of cases is shrunk, of which the last one fails.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from layers import Layer, Triple
 from .case import PLAIN, Case, Memory
 from .draw import fits, has
 
-SECONDS = 90.0  # for one failure
+SECONDS = 90.0  # seconds for one failure
 CASE_TIMEOUT = 40.0  # seconds for one case while shrinking
 
 Cases = list[Case]
-Fails = Callable[[Cases], str | None]  # the message of the failure
+Fails = Callable[[Cases], str | None]  # returns the message of a failure
 
 
 def shrink(cases: Cases, message: str, fails: Fails, seconds: float = SECONDS) -> tuple[Cases, str]:
-    """The plainest cases found within `seconds` that fail in the same way, and their message."""
+    """Returns the simplest cases found within `seconds` that fail in the same way, and their message."""
     end, kind = time.monotonic() + seconds, kind_of(message)
 
     def still(candidate: Cases) -> str | None:
@@ -34,7 +34,7 @@ def shrink(cases: Cases, message: str, fails: Fails, seconds: float = SECONDS) -
         return found if found is not None and kind_of(found) == kind else None
 
     *before, last = cases
-    for needed in ([], *([each] for each in before), before):  # alone if possible, else after one other case
+    for needed in ([], *([each] for each in before), before):  # alone, after one other case, after all
         if (found := still([*needed, last])) is not None:
             return _simplest([*needed, last], found, still, end)
     return cases, message
@@ -59,18 +59,18 @@ def _simplest(cases: Cases, message: str, fails: Fails, end: float) -> tuple[Cas
 
 
 def kind_of(message: str) -> str:
-    """The kind of a failure: its exception, and the kernel if one was running. Numbers differ between sizes."""
+    """Returns the kind of a failure: its exception, and the kernel if one was running, without numbers."""
     kernel = re.search(r"in kernel (\w+)", message)
     return message.partition(":")[0] + (f" in {kernel[1]}" if kernel else "")
 
 
-# ---- what is simpler
+# ---- simplifying changes
 
 Change = Callable[[Case], Case | None]
 
 
 def changes(case: Case) -> Iterator[Change]:
-    """Changes that make a case simpler, those that leave the most out first. None of them is for an illegal case."""
+    """Yields changes that make a case simpler, large ones first; a change returns None if its case is illegal."""
     for values in _case_changes(case):
         yield _legal(lambda each, values=values: replace(each, **values))
     for values in _layer_changes(case.layer):

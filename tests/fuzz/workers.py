@@ -1,8 +1,8 @@
-"""Processes that run cases. A case that ends its process, or never ends, is a finding like a wrong result.
+"""Runs cases in processes. A case that kills its process, or never ends, is a failure like a wrong result.
 
-A worker reads lines `[case, case, ...]` of JSON strings from its standard input and forks a child for each line, in
-which nothing is planned, loaded or damaged by earlier ones. The child writes a line of JSON before a case starts, and
-one when it is done, and ends after a failure. The worker itself never touches a GPU, so that its children can.
+A worker reads lines `[case, case, ...]` of JSON strings from its standard input and forks a child for each line, so
+that no line depends on earlier ones. The child writes a line of JSON before a case starts, and one when the case is
+done, and ends after a failure. The worker itself never uses a GPU, so that its forked children can.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from places import PYTHONPATH
 
 from .case import Case, line, parse
 
-TIMEOUT = 120.0  # seconds for one case, in which it may compile a dozen kernels
-REPORT_CHARACTERS = 2000  # of what a process that died wrote
+TIMEOUT = 120.0  # seconds for one case, enough to compile a dozen kernels
+REPORT_CHARACTERS = 2000  # length of the reported end of a dead process's error output
 
 
 @dataclass
 class Outcome:
-    """What became of the cases of one draw."""
+    """Holds the outcome of the cases of one draw."""
 
     done: list[Case] = field(default_factory=list)
     failed: Case | None = None
     message: str = ""
-    families: dict[str, int] = field(default_factory=dict)  # plans made by each kernel family
+    families: dict[str, int] = field(default_factory=dict)  # number of plans by kernel family
 
 
 class Worker:
-    """A process that is started when it is needed, and again when a case had to be stopped."""
+    """Controls a process that is started when it is needed, and again after a case had to be stopped."""
 
     def __init__(self, device: str, environment: dict[str, str] | None = None, module: str = "fuzz.workers") -> None:
         self._command = [sys.executable, "-m", module, device]
@@ -55,7 +55,7 @@ class Worker:
         self.stop()
 
     def run(self, cases: list[Case], timeout: float = TIMEOUT) -> Outcome:
-        """Every case in turn, until one fails. `timeout`: seconds for each."""
+        """Runs the cases one after another until one fails. `timeout` is in seconds for each case."""
         process, outcome = self._started(), Outcome(failed=cases[0])
         assert process.stdin is not None
         process.stdin.write(json.dumps([line(case) for case in cases]) + "\n")
@@ -92,11 +92,11 @@ class Worker:
             )
             self._lines = queue.Queue()
             threading.Thread(target=_forward, args=(self._process, self._lines), daemon=True).start()
-            self._lines.get()  # it has imported PyTorch: from now on seconds count
+            self._lines.get()  # waits until PyTorch is imported, which time-outs do not count
         return self._process
 
     def stop(self) -> None:
-        """Ends the process and what it has started, compilers too."""
+        """Ends the process and all processes it has started, such as compilers."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -111,7 +111,7 @@ def _forward(process: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
     lines.put(json.dumps({"death": "the worker ended"}))
 
 
-# ---- the worker's side
+# ---- the worker process
 
 
 def main() -> None:
@@ -121,7 +121,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     device, out = sys.argv[1], os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what anybody prints is no message
+    os.dup2(2, 1)  # output of other code goes to stderr, not between the messages
     out.write(json.dumps("ready") + "\n")
     for text in sys.stdin:
         with tempfile.TemporaryFile("w+") as errors:

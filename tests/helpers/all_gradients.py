@@ -1,4 +1,4 @@
-"""All gradients of a layer from one call of the executor, against float64."""
+"""Computes all gradients of a layer by one call of the executor, and compares them with float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tconv3d.torch_ops import executor
 
 
 def tensors(layer: Layer, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x, w and dy. Narrow layers have a weight that begins anywhere in memory."""
+    """Returns x, w and dy. The weight of a layer with fewer than 24 input channels begins at an unaligned address."""
     x, w = layer.operands(dtype, device)[:2]
     if layer.in_channels < 24:
         w = torch.cat([w.flatten()[:1], w.flatten()])[1:].view(w.shape)
@@ -30,23 +30,23 @@ def gradients(layer: Layer, x: Tensor, w: Tensor, dy: Tensor) -> list[Tensor]:
 def check(
     layer: Layer, dtype: torch.dtype, device: str, operands: tuple[Tensor, Tensor, Tensor] | None = None
 ) -> list[Tensor]:
-    """Every element against float64, its error in roundings of the same sum over absolute values."""
+    """Compares every element with float64; the allowed error is some roundings of the sum over absolute values."""
     operands = tensors(layer, dtype, device) if operands is None else operands
     x, w, dy = (operand.double() for operand in operands)
     bias = torch.zeros(layer.out_channels, device=device).double()
     expected = passes(F.conv_transpose3d, [x, w, bias], layer.settings, dy)[1]
     largest = passes(F.conv_transpose3d, [x.abs(), w.abs(), bias], layer.settings, dy.abs())[1]
     got = gradients(layer, *operands)
-    product = 2.0**-10 if dtype == torch.float32 else 0.0  # both factors are rounded to TF32
+    product = 2.0**-10 if dtype == torch.float32 else 0.0  # both factors are rounded to TF32, by up to 2^-11 each
     for mine, exact, sum_of_all in zip(got, expected, largest, strict=True):
         assert mine.shape == exact.shape and mine.dtype == dtype
         allowed = sum_of_all * (product + 20 * UNIT[torch.float32]) + exact.abs() * UNIT[dtype] + 1e-7
-        assert bool(((mine.double() - exact).abs() <= allowed).all())  # NaN is wrong too
+        assert bool(((mine.double() - exact).abs() <= allowed).all())  # a NaN fails the comparison
     return got
 
 
 def check_orders(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bits, in whatever order threads run."""
+    """Checks that the gradients are equal, bit for bit, in whatever order the emulator runs threads."""
     operands = tensors(layer, torch.float32, "cpu")
     first = gradients(layer, *operands)
     original = emulator.prepare
@@ -58,7 +58,7 @@ def check_orders(layer: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_special_value(layer: Layer, device: str, at: Triple, position: Triple, tap: Triple) -> None:
-    """Of a NaN in the output gradient's channel 3, which only one position and one tap have to do with."""
+    """Checks that a NaN in channel 3 of the output gradient reaches only one input position and one tap."""
     x, w, dy = tensors(layer, torch.float32, device)
     dy[(1, 3, *at)] = float("nan")
     dx, dw, db = gradients(layer, x, w, dy)

@@ -1,7 +1,6 @@
-"""A real browser, headless, driven through its DevTools protocol over a pipe: no driver, no network, no port.
+"""Drives a headless browser through its DevTools protocol over a pipe, without a driver, a network or a port.
 
-What a test wants of a page: what the console said, what was requested, what the document looks like at some width
-and in some colour scheme.
+Tests read the console messages and requests of a page, and its document at any width and in either colour scheme.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ TIMEOUT = 60.0
 
 
 def find() -> str | None:
-    """The path of a browser, if there is one."""
+    """Returns the path of a browser, or None if none is installed."""
     return next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 @dataclass
 class Page:
-    """A page, with everything that was said about it so far."""
+    """Holds a page, with its console errors and its requests so far."""
 
     send: Any
     load: Any
@@ -52,7 +51,7 @@ class Page:
     requests: list[str] = field(default_factory=list)
 
     def run(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Returns the value of a JavaScript expression."""
         done = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
@@ -68,13 +67,13 @@ class Page:
         self.load("Page.reload")
 
     def screenshot(self, path: Path) -> None:
-        """The whole page, however long."""
+        """Writes a picture of the whole page, beyond the window too."""
         shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
 
 
 class _Pipe:
-    """Messages of the protocol: JSON, each ended by a zero byte."""
+    """Reads and writes messages of the protocol, which are JSON ended by a zero byte."""
 
     def __init__(self, reader: int, writer: int) -> None:
         self.reader, self.writer = reader, writer
@@ -98,7 +97,7 @@ class _Pipe:
 
 
 class _Session:
-    """Sends commands to one page, and sorts what comes back."""
+    """Sends commands to one page, and sorts answers from events."""
 
     def __init__(self, pipe: _Pipe) -> None:
         self.pipe = pipe
@@ -121,7 +120,7 @@ class _Session:
             self._hear(answer)
 
     def load(self, method: str, **parameters: Any) -> None:
-        """Sends a command that loads a page, and waits until it has."""
+        """Sends a command that loads a page, and waits until the page is loaded."""
         self.events.clear()
         self.send(method, **parameters)
         deadline = time.monotonic() + TIMEOUT
@@ -144,7 +143,7 @@ class _Session:
 
 @contextlib.contextmanager
 def opened(file: Path, profile: Path) -> Iterator[Page]:
-    """The page of a file, loaded. `profile` is a new, empty directory."""
+    """Yields the loaded page of a file. `profile` is a new, empty directory."""
     program = find()
     assert program is not None
     with _running(program, profile) as pipe:
@@ -160,10 +159,10 @@ def opened(file: Path, profile: Path) -> Iterator[Page]:
 
 @contextlib.contextmanager
 def _running(program: str, profile: Path) -> Iterator[_Pipe]:
-    """The browser as a process that reads commands from its descriptor 3 and answers on 4."""
+    """Starts the browser as a process that reads commands from its descriptor 3 and answers on 4."""
     their_reader, our_writer = os.pipe()
     our_reader, their_writer = os.pipe()
-    # Away from 3 and 4, so that moving one to its place does not close the other.
+    # Both descriptors are first copied to numbers from 20 on, so that dup2 to 3 does not close the one meant for 4.
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 20) for descriptor in (their_reader, their_writer)]
 
     def arrange() -> None:
@@ -187,5 +186,5 @@ def _running(program: str, profile: Path) -> Iterator[_Pipe]:
         for descriptor in (our_reader, our_writer):
             os.close(descriptor)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(browser.pid, signal.SIGKILL)  # its own session: the browser's children, and nobody else
+            os.killpg(browser.pid, signal.SIGKILL)  # the browser's session holds its children only
         browser.wait()

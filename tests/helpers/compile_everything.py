@@ -1,16 +1,15 @@
-"""Compiles what the tests ran in the emulator for the GPUs, without one.
+"""Compiles for GPUs, without needing one, the kernels that the tests ran in the emulator.
 
     python tests/helpers/compile_everything.py DIR CSV
 
-DIR has what `conftest.py` recorded: kernels and their constants. Those of one kind have the same kernel, types and
-switches, and differ in numbers. Hopper gets one of each kind. Kernels have no code of their own for the other
-architectures, so what can differ there is what the assembler makes of them: the oldest gets, of each kernel and type,
-the one with the most registers, the others one of each kernel. `--all` compiles everything
-for every architecture, which takes long.
+DIR holds the kernels and constants that `conftest.py` recorded. Two of them are of one kind if they have the same
+kernel, types and switches and differ in numbers only. One of each kind is compiled for Hopper. The sources have no
+code for single other architectures, so only the assembler's output can differ there: the oldest architecture gets,
+for each kernel and type, the one with the most registers, and the others get one of each kernel. `--all` compiles
+everything for every architecture, which takes long.
 
-CSV gets registers, spills, stack and shared memory of each. Fails where a kernel does not compile, where the compiler
-lets matrix instructions on Hopper wait for each other, or where one of the direct or mma family spills there more
-than a little.
+CSV gets registers, spills, stack and shared memory of each. The script fails if a kernel does not compile, if the
+compiler serializes matrix instructions, or if a kernel in NO_SPILLS spills more than SPILL_LIMIT bytes on Hopper.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ from tconv3d.runtime import compiler
 
 HOPPER = "sm_90a"
 OLDEST, OTHERS = ("sm_80",), ("sm_86", "sm_89", "sm_100a", "sm_120")
-# Kernels that need wgmma, or run for one that does, by the beginning of their names.
+# Beginnings of the names of kernels that use wgmma, or prepare or finish the work of one that does.
 HOPPER_ONLY = ("halo", "hopper", "unfold", "up", "group_backward", "pack", "turn", "reduce_")
-# Kernels whose launches overlap those before them, from Hopper on.
+# Kernels that need Hopper or newer, because their launches overlap the previous launch.
 FROM_HOPPER, BEFORE_HOPPER = ("fill", "norm_both", "norm_once"), ("sm_80", "sm_86", "sm_89")
 NO_SPILLS = ("direct", "direct_weight_grad", "channel_sum", "reduce", "mma", "mma_pack")
-SPILL_LIMIT = 512  # bytes of loads and stores on Hopper: some values that wait, none of an inner loop's own
+SPILL_LIMIT = 512  # bytes of spill loads and stores on Hopper: enough for a few values outside of inner loops
 MOST_OF_A_KIND = 1
-WORKERS = 2  # NVRTC works without Python's lock
+WORKERS = 2  # threads suffice, because NVRTC runs without Python's global lock
 
 
 @dataclass(frozen=True)
@@ -51,17 +50,17 @@ class Kernel:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """The kernel, its types and its switches."""
+        """Returns the kernel, its types and its switches."""
         return (self.name, *(pair for pair in self.constants if isinstance(pair[1], (bool, str))))
 
     @property
     def from_hopper(self) -> bool:
-        """Whether it overlaps the launch before it."""
+        """Says whether the kernel's launch overlaps the previous launch, which needs Hopper or newer."""
         return self.name in FROM_HOPPER or ("kOverlaps", True) in self.constants
 
     @property
     def family(self) -> tuple[object, ...]:
-        """The kernel and its types."""
+        """Returns the kernel and its types."""
         return (self.name, *(pair for pair in self.constants if isinstance(pair[1], str)))
 
     def __str__(self) -> str:
@@ -79,7 +78,7 @@ class Outcome:
     arch: str
     report: compiler.Report | None
     error: str = ""
-    serialized: str = ""  # what the compiler says where it lets matrix instructions wait for each other
+    serialized: str = ""  # the compiler's warning that it serializes matrix instructions
 
 
 def recorded(directory: Path) -> list[Kernel]:
@@ -95,7 +94,7 @@ def compile_one(kernel: Kernel, arch: str) -> Outcome:
     try:
         made = compiler.compile(kernel.name, kernel.constants, arch)
         return Outcome(kernel, arch, made.report, serialized=made.serialized)
-    except Exception as error:  # whatever it is, the other kernels are still worth knowing
+    except Exception as error:  # no error may stop the other kernels
         return Outcome(kernel, arch, None, str(error))
 
 
@@ -109,7 +108,7 @@ def compile_all(work: list[tuple[Kernel, str]], label: str) -> list[Outcome]:
 
 
 def progress(items: Iterable[Outcome], count: int, label: str) -> Iterator[Outcome]:
-    """One line that counts on a terminal, a line every ten seconds elsewhere."""
+    """Counts in one line on a terminal, and prints a line every ten seconds elsewhere."""
     terminal, start = sys.stdout.isatty(), time.monotonic()
     shown = start
     for done, item in enumerate(items, 1):
@@ -122,7 +121,7 @@ def progress(items: Iterable[Outcome], count: int, label: str) -> Iterator[Outco
 
 
 def thinned(kernels: list[Kernel]) -> list[Kernel]:
-    """At most so many of each kind; which of them is a matter of their hashes."""
+    """Returns the first MOST_OF_A_KIND kernels of each kind, which are sorted by their hashes."""
     counts: dict[object, int] = defaultdict(int)
     kept = []
     for kernel in kernels:
@@ -133,7 +132,7 @@ def thinned(kernels: list[Kernel]) -> list[Kernel]:
 
 
 def representatives(outcomes: list[Outcome], family: Callable[[Kernel], object]) -> list[Kernel]:
-    """Of each family the kernel with the most registers, or one that did not compile."""
+    """Returns for each family the kernel with the most registers, or one that did not compile."""
     by_family: dict[object, Outcome] = {}
 
     def registers(outcome: Outcome) -> float:

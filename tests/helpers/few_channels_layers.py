@@ -1,4 +1,4 @@
-"""Layers with few output channels, and with their channels swapped."""
+"""Lists layers with few output channels; `swapped` makes layers with few input channels of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from layers import Layer
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
-# Layers with few output channels; with their channels swapped, few input channels.
+# All layers have at most four output channels.
 LAYERS = {
     "gan": Layer(64, 1, (4, 5, 18), (4, 4, 4), T2, T1),
     "monai": Layer(32, 2, (4, 9, 5), T3, T2, T1, T1),

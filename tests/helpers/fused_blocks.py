@@ -1,4 +1,4 @@
-"""Blocks of a transposed convolution, a ReLU and a GroupNorm, and PyTorch's three layers to compare them with."""
+"""Lists blocks of a transposed convolution, a ReLU and a GroupNorm, and makes PyTorch's layers for comparison."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ import tconv3d
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last_3d}
 T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
-# Relative error of a whole tensor: its rounding, and in gradients what a rounded gradient does to sums.
+# Largest relative error of a whole tensor: its own rounding, and in gradients the rounding of the gradient before it.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
 @dataclass(frozen=True)
 class Block:
-    """A layer, and the GroupNorm behind its ReLU."""
+    """Describes a layer, and the GroupNorm after its ReLU."""
 
     layer: Layer
     norm_groups: int
     affine: bool = True
     dtype: torch.dtype = torch.float32
     tf32: bool = False
-    kernel: str = "direct"  # of the forward pass
+    kernel: str = "direct"  # name of the forward pass's kernel
     settings: dict[str, Any] = field(default_factory=dict)
 
     def module(self, device: str, dtype: torch.dtype | None = None) -> tconv3d.ConvTranspose3dReLUGroupNorm:
@@ -81,14 +81,14 @@ BLOCKS = {
 
 @contextlib.contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Inside of the fixture `ours`, which forbids it, and restores what was."""
+    """Allows or forbids TF32, then forbids it, as the fixture `ours` does before the test."""
     torch.backends.cudnn.conv.fp32_precision = "tf32" if allowed else "ieee"  # type: ignore[attr-defined]
     yield
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
 
 
 def three_layers(block: tconv3d.ConvTranspose3dReLUGroupNorm) -> nn.Sequential:
-    """PyTorch's layers with the block's parameters, in float64."""
+    """Returns PyTorch's layers with the block's parameters, in float64."""
     convolution = nn.ConvTranspose3d.__new__(nn.ConvTranspose3d)
     convolution.__dict__ = copy.deepcopy(block.conv_transpose).__dict__
     return nn.Sequential(convolution, nn.ReLU(), copy.deepcopy(block.group_norm)).double()
@@ -100,7 +100,7 @@ def errors(got: list[Tensor], exact: list[Tensor]) -> list[float]:
 
 
 def run(module: nn.Module, x: Tensor, grad: Tensor | None = None) -> list[Tensor]:
-    """The result, and the gradients of the input and of all parameters."""
+    """Returns the result, and the gradients of the input and of all parameters."""
     leaf = x.detach().requires_grad_()
     y = module(leaf)
     grad = torch.ones_like(y) if grad is None else grad.to(y.dtype)

@@ -1,4 +1,4 @@
-"""Layers that `hypothesis` makes up."""
+"""Defines the layers that `hypothesis` draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from layers import Layer, Triple
 
 from tconv3d.planning.geometry import Geometry
 
-# kernel, stride, padding, dilation, and what output padding may be at most
+# An axis is a kernel size, a stride, a padding, a dilation, and an upper limit of the output padding.
 axis = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.integers(1, 2), st.integers(0, 2))
 
 
@@ -16,7 +16,7 @@ axis = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(0, 3), st.int
 def small_layers(
     draw: st.DrawFn, most: Triple, in_channels: st.SearchStrategy[int], out_channels: st.SearchStrategy[int] | None
 ) -> Layer:
-    """Of one batch item, no larger than `most`. Depthwise, if there is nothing to choose output channels from."""
+    """Draws a layer with a batch of one and a volume up to `most`; it is depthwise if `out_channels` is None."""
     axes = draw(st.tuples(axis, axis, axis))
     kernel, stride, padding, dilation, extra = (tuple(values) for values in zip(*axes, strict=True))
     output_padding = tuple(min(e, max(s, d) - 1) for e, s, d in zip(extra, stride, dilation, strict=True))

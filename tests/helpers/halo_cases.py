@@ -1,4 +1,4 @@
-"""Layers for the halo kernel, their tensors, and the build of the kernel that a layer asks for."""
+"""Lists layers for the halo kernel, makes their tensors, and finds the build of the kernel that a case asks for."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tconv3d.families.halo.launches import HaloPlan
 from tconv3d.planning.geometry import Geometry, Triple
 from tconv3d.planning.problem import Device, Pass, Problem
 
-# Few multiprocessors, so that blocks get several tiles and the rings wrap around.
+# The device has few multiprocessors, so that blocks get several tiles and the rings of buffers wrap around.
 DEVICE = Device("small Hopper", (9, 0), 3, 232448)
 TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-TOLERANCE = {"float32": 1e-6, "float16": 4e-4, "bfloat16": 3e-3}  # operands are exact: the output's rounding
+TOLERANCE = {"float32": 1e-6, "float16": 4e-4, "bfloat16": 3e-3}  # operands are exact, only the output is rounded
 needs_compiler = pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
-# What a build must have of what a case wants; the rest is replaced.
+# Fields of `Case.build` by which a build is chosen among the planner's; all other fields are replaced in that build.
 CHOSEN = (
     "copied", "in_registers", "lines", "joint", "march", "split", "row_bytes", "slabs", "groups_per_tile",
     "merged", "out_tile",
@@ -42,7 +42,7 @@ def triple(value: int | Triple) -> Triple:
 
 @dataclass(frozen=True)
 class Case:
-    """A layer with its input."""
+    """Describes a layer, its input, and the build of the kernel that runs it."""
 
     in_channels: int
     out_channels: int
@@ -57,8 +57,8 @@ class Case:
     dtype: str = "float32"
     channels_last: bool = False
     bias: bool = True
-    strict: bool = False  # three TF32 products
-    build: dict[str, object] = field(default_factory=dict)  # what the build must have
+    strict: bool = False  # float32 products as three TF32 products
+    build: dict[str, object] = field(default_factory=dict)  # fields that the build must have, with their values
 
     @property
     def geometry(self) -> Geometry:
@@ -258,7 +258,7 @@ SETTINGS = {
 
 
 class Tensors:
-    """A case's tensors, and what the kernel makes of them."""
+    """Holds the tensors of a case, runs the kernel on them, and computes its error."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -310,14 +310,14 @@ class Tensors:
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """What tensor cores see of a tensor: TF32 to nearest, ties away from zero."""
+    """Returns a tensor as tensor cores read it: float32 rounded to the nearest TF32, ties away from zero."""
     if tensor.dtype != torch.float32:
         return tensor.double()
     return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32).double()
 
 
 def build_for(case: Case) -> Build:
-    """The planner's build, or the first of its candidates that has what the case wants."""
+    """Returns the planner's build, or the first of its candidates that has what the case asks for."""
     job = job_of(Tensors(case).problem)
     if not case.build:
         build = halo_planner.choose(job, DEVICE.shared_bytes, 132)

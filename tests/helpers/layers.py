@@ -1,4 +1,4 @@
-"""Layers that tests run, and the comparison of our passes with float64."""
+"""Lists layers for tests, and compares our passes with float64."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import tconv3d
 
 Triple = tuple[int, int, int]
 
-# Rounding of one operation, and of a result of that type.
+# Relative rounding error that is allowed for one operation or one result of a type.
 UNIT = {torch.float64: 2e-16, torch.float32: 1.2e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A transposed convolution with its input."""
+    """Describes a transposed convolution and the size of its input."""
 
     in_channels: int
     out_channels: int
@@ -40,7 +40,7 @@ class Layer:
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 
     def operands(self, dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
-        """input, weight and, if there is one, bias."""
+        """Returns random input, weight and, if there is one, bias."""
         random = torch.Generator().manual_seed(seed)
         shapes = [
             (self.batch, self.in_channels, *self.size),
@@ -52,7 +52,7 @@ class Layer:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """New tensors are filled with NaN: an element that no kernel writes shows."""
+    """Fills new floating-point tensors with NaN, so that an element that no kernel writes is noticed."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -63,12 +63,12 @@ def poisoned() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
-GUARD = 64  # elements before and behind a tensor
+GUARD = 64  # elements before and after a tensor
 
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Results lie between elements that nobody may write; tensors are filled with NaN before they are written."""
+    """Places results between guard elements, fills all with NaN, and fails if a guard element was written."""
     allocate, guards = torch.empty_strided, []
 
     def empty_strided(size: tuple[int, ...], stride: tuple[int, ...], **how: Any) -> Tensor:
@@ -86,7 +86,7 @@ def guarded() -> Iterator[None]:
 
 
 def shifted(tensor: Tensor, elements: int) -> Tensor:
-    """The same values and strides, so many elements behind a multiple of 16 bytes, between NaNs."""
+    """Copies a tensor, with its strides, to `elements` elements after a multiple of 16 bytes, between NaNs."""
     count = 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
     memory = torch.full((count + elements + 2 * GUARD,), torch.nan, dtype=tensor.dtype, device=tensor.device)
     return memory.as_strided(tensor.shape, tensor.stride(), GUARD + elements).copy_(tensor)
@@ -99,7 +99,7 @@ def passes(
     grad_output: Tensor | None = None,
     forward_only: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The result, and the gradients of all operands for a gradient of the result (ones where there is none)."""
+    """Returns the result, and the gradients of all operands for `grad_output`, which is all ones by default."""
     leaves = [operand.detach().requires_grad_(not forward_only) for operand in operands]
     bias = leaves[2] if len(leaves) == 3 else None
     result = function(leaves[0], leaves[1], bias, *settings)  # type: ignore[operator]
@@ -110,7 +110,7 @@ def passes(
 
 
 def to_tf32(tensor: Tensor) -> Tensor:
-    """The nearest numbers that TF32 has: with them, products on tensor cores are exact."""
+    """Rounds float32 to the nearest TF32 numbers, whose products on tensor cores are exact."""
     return ((tensor.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
@@ -122,11 +122,11 @@ def check(
     forward_only: bool = False,
     tf32: bool = False,
 ) -> None:
-    """Every element of the result and of every gradient, against float64.
+    """Compares every element of the result and of every gradient with float64.
 
-    The error of an element is measured in roundings of the largest it could have been without cancellation: the
-    same sum over absolute values. An element that misses one term, or has one too many, is far outside. `tf32`: the
-    gradient of the result has numbers that TF32 has, as the operands do.
+    The error of an element is measured in roundings of its sum over absolute values, the largest value it could have
+    without cancellation. An element that misses one term, or has one too many, is far outside. `tf32` rounds the
+    gradient of the result to TF32; given operands must be TF32 numbers too.
     """
     operands = layer.operands(dtype, device) if operands is None else operands
     exact = [operand.double() for operand in operands]
@@ -152,15 +152,15 @@ def check(
 
 
 def allowed_error(exact: Tensor, largest: Tensor, dtype: torch.dtype) -> Tensor:
-    """How far from exact sums a result may be, given the same sums over absolute values."""
+    """Returns the allowed error of a result, given its exact sums and the sums over absolute values (`largest`)."""
     sum_unit = UNIT[torch.float64 if dtype == torch.float64 else torch.float32]
     return largest * sum_unit * 12 + exact.abs() * UNIT[dtype] + 1e-7 * (dtype == torch.float16)
 
 
 def wrong_elements(name: str, ours: Tensor, exact: Tensor, allowed: Tensor) -> str | None:
-    """Which elements are further from the exact ones than allowed, in words."""
+    """Describes the elements whose error is larger than allowed, or returns None if there are none."""
     assert ours.shape == exact.shape, name
-    wrong = ~((ours.double() - exact).abs() <= allowed)  # NaN is wrong too
+    wrong = ~((ours.double() - exact).abs() <= allowed)  # a NaN is wrong too
     if not wrong.any():
         return None
     first = wrong.nonzero()[:1].flatten().tolist()

@@ -1,4 +1,4 @@
-"""Kernels with a fault that a test put in, and the emulator running them in place of the package's own."""
+"""Inserts faults into kernels, and makes the emulator run these kernels in place of the package's own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mutate(header: str, text: str, replacement: str, directory: Path) -> None:
 
 @contextlib.contextmanager
 def kernel_from(directory: Path, kernel: str) -> Iterator[None]:
-    """The emulator compiles one kernel from the headers of another directory."""
+    """Makes the emulator compile one kernel from the headers of another directory."""
     load = emulator._load
 
     def load_mutant(name: str, unit: str, usual: Path | None) -> ctypes.CDLL:

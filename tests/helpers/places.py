@@ -1,4 +1,4 @@
-"""Where the checkout is, and the paths on which processes that tests start find the package and these helpers."""
+"""Names the directories of the checkout, and the module path for processes that tests start."""
 
 from __future__ import annotations
 

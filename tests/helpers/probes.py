@@ -1,4 +1,4 @@
-"""Kernels of a few lines, written by a test to look at one thing that the emulator does."""
+"""Makes kernels of a few lines, with which a test examines one behaviour of the emulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Problems for planners, made from the layers of tests, and the GPUs that they are planned for."""
+"""Makes problems for planners from the layers of tests, and names the GPUs that they are planned for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def problem(
 
 
 def problems(layer: Layer, dtype: str = "float32") -> dict[Pass, Problem]:
-    """The three gradients of a layer."""
+    """Returns the problems of the three gradients of a layer."""
     g = geometry(layer)
     out = g.output_size(layer.size)
     shapes = ((layer.batch, g.in_channels, *layer.size), (g.in_channels, g.out_per_group, *layer.kernel))

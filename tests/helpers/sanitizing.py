@@ -1,4 +1,4 @@
-"""The environment of processes that run emulated kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""
+"""Sets up processes that run emulated kernels under AddressSanitizer and UndefinedBehaviorSanitizer."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tconv3d import emulator
 
 
 def sanitized(which: str = "address,undefined", debug: bool = True) -> dict[str, str]:
-    """The environment of a child that runs under sanitizers. Skips the test where the compiler has none.
+    """Returns the environment of a child process under sanitizers, or skips the test if the compiler has none.
 
-    `debug`: unoptimized, for kernels of the package: optimizing what sanitizers make of unrolled loops takes minutes.
+    `debug` compiles without optimization, because optimizing the package's instrumented kernels takes minutes.
     """
     paths = []
     for name in ("libasan.so", "libstdc++.so"):

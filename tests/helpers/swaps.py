@@ -1,4 +1,4 @@
-"""What tests of swapped and fused layers share: results to compare, and ways to copy a model."""
+"""Compares results and copies models, for tests of swapped and fused layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kinds(model: nn.Module) -> dict[str, type]:
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
-    """The output and the gradients of input and parameters."""
+    """Returns the output and the gradients of input and parameters."""
     x = x.detach().requires_grad_()
     y = model(x)
     torch.manual_seed(5)

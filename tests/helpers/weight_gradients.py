@@ -1,4 +1,4 @@
-"""The weight gradient of a layer, against float64."""
+"""Compares the weight gradient of a layer with float64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tconv3d.torch_ops import executor
 
 
 def tensors(layer: Layer, dtype: torch.dtype, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """x and dy."""
+    """Returns random x and dy."""
     x, w = layer.operands(dtype, device, seed)[:2]
     shape = passes(F.conv_transpose3d, [x.double(), w.double()], layer.settings)[0].shape
     return x, torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1)).to(device, dtype)
@@ -23,17 +23,17 @@ def weight_grad(layer: Layer, x: Tensor, dy: Tensor) -> Tensor:
 
 
 def check(layer: Layer, x: Tensor, dy: Tensor) -> Tensor:
-    """Every element against float64, its error in roundings of the same sum over absolute values."""
+    """Compares every element with float64; the allowed error is some roundings of the sum over absolute values."""
     w = torch.zeros(layer.in_channels, layer.out_channels // layer.groups, *layer.kernel, device=x.device).double()
     exact_x, exact_dy = x.double(), dy.double()
     expected = passes(F.conv_transpose3d, [exact_x, w], layer.settings, exact_dy)[1][1]
     largest = passes(F.conv_transpose3d, [exact_x.abs(), w], layer.settings, exact_dy.abs())[1][1]
     got = weight_grad(layer, x, dy)
     assert got.shape == expected.shape and got.dtype == x.dtype
-    # Both factors of a product are rounded to TF32: 2^-11 each. Products of halves are exact.
+    # Both factors of a product are rounded to TF32, by up to 2^-11 each; products of 16-bit types are exact.
     product = 2.0**-10 if x.dtype == torch.float32 else 0.0
     allowed = largest * (product + 20 * UNIT[torch.float32]) + expected.abs() * UNIT[x.dtype] + 1e-7
-    wrong = ~((got.double() - expected).abs() <= allowed)  # NaN is wrong too
+    wrong = ~((got.double() - expected).abs() <= allowed)  # a NaN is wrong too
     first = wrong.nonzero()[:1].flatten().tolist()
     assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} elements wrong, first at {first}"
     return got

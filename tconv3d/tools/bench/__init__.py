@@ -1,4 +1,4 @@
-"""`tconv3d bench | verify | report`: the library beside PyTorch's operator, measured, checked and drawn.
+"""Implements `tconv3d bench | verify | tune | report`: measures, checks and charts the library beside PyTorch.
 
-Uses the library from outside, as a user's program does; nothing of the library imports this.
+No module of the library outside `tools/` imports this package.
 """

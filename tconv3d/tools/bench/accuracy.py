@@ -1,6 +1,6 @@
-"""Errors against float64: ours, and PyTorch's beside them, on the same random inputs.
+"""Computes errors against float64 for our layers and for PyTorch's, on equal random inputs.
 
-The error of a tensor is the norm of its difference from PyTorch's result in float64, as a part of that result's norm.
+The error of a tensor is the norm of its difference from PyTorch's float64 result, divided by the norm of that result.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from .precision import LAYOUTS, TOLERANCE
 
 @dataclass(frozen=True)
 class Errors:
-    """Of the output and, if asked for, of the gradients of the input and of each parameter, by name."""
+    """Holds, by tensor name, the errors of the output and, if asked for, of the input's and parameters' gradients."""
 
     ours: dict[str, float]
     theirs: dict[str, float]
 
     def of(self, which: str) -> tuple[float, float]:
-        """Ours and PyTorch's for one pass: the output's error, or the largest of the gradients'."""
+        """Returns our error and PyTorch's for one pass: the output's error, or the largest error of a gradient."""
         ours, theirs = (
             torch.tensor([error for name, error in errors.items() if (name == "output") == (which == "forward")])
             for errors in (self.ours, self.theirs)
         )
-        return float(ours.max()), float(theirs.max())  # unlike Python's max, these do not pass over a NaN
+        return float(ours.max()), float(theirs.max())  # Tensor.max() returns a NaN, Python's max() may not
 
 
 def right(error: float, which: str, case: Case) -> bool:
-    """Whether the error of a pass is one of rounding. A NaN is not."""
+    """Says whether the error of a pass is small enough to be rounding. A NaN is not."""
     limit: float = TOLERANCE[case.precision]
     if case.layer.follow and which == "backward":
-        # Where rounding moves a value across zero, the ReLU's gradient is off by all of it. How many are is in
-        # proportion to the rounding, and the norm of so many is in proportion to their root. (A tap in a wrong place
-        # is off by about 1.)
+        # Where rounding moves a value across zero, ReLU passes or drops its whole gradient. The number of such values
+        # is proportional to the rounding error, and the norm of their errors to the square root of that number. A tap
+        # in a wrong place gives a relative error of about 1.
         limit = 3 * limit**0.5
     return error <= limit
 
 
 def check(case: Case, backward: bool, whole: bool = False) -> Errors:
-    """Runs ours, PyTorch's and float64, which is slow: unless the `whole` batch is asked for, two samples of it."""
+    """Runs our model, PyTorch's and PyTorch's in float64, and returns the errors.
+
+    Float64 is slow: at most two samples are compared, unless the backward pass is checked on the `whole` batch.
+    """
     if not backward:
         ends = sorted({0, case.layer.batch - 1})
         with torch.no_grad():
@@ -68,7 +71,7 @@ def check(case: Case, backward: bool, whole: bool = False) -> Errors:
 
 
 def results(model: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """The output, and the gradients of the input and of the parameters."""
+    """Runs a model forward and backward; returns the output and the gradients of input and parameters by name."""
     x, wanted = leaves(model, x)
     y = model(x)
     names = ["input", *(name for name, _ in model.named_parameters())]
@@ -82,7 +85,7 @@ def relative_error(found: Tensor, exact: Tensor) -> float:
 
 @contextlib.contextmanager
 def poisoned() -> Iterator[None]:
-    """New tensors are filled with NaN: an element that no kernel writes shows."""
+    """Fills new floating-point tensors with NaN, so that an element that no kernel writes is noticed."""
     memory: Any = torch.utils.deterministic
     before, filled = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     warn = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -100,11 +103,11 @@ def _double(model: nn.Module) -> nn.Module:
 
 
 def _exact(model: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    """What `results` should be, sample by sample: float64 of a whole batch may not fit."""
+    """Computes `results` in float64, sample by sample, because a whole batch in float64 may not fit in memory."""
     model = _double(model)
     parts = [
         results(model, x[n : n + 1].double(), grad[n : n + 1].double()) for n in range(x.shape[0])
-    ]  # no layer here mixes samples
+    ]  # samples are independent in all layers of the benchmark
     return {
         name: (torch.cat if name in ("output", "input") else sum_of)([part[name] for part in parts])
         for name in parts[0]

@@ -1,7 +1,7 @@
-"""Plans all layers and compiles their kernels before the first of them is timed, in as many processes as pay.
+"""Plans all layers and compiles their kernels in several processes before the first layer is timed.
 
-Both take seconds for a layer, and both leave what they found in the disk cache. Done while something is timed they
-would disturb the clock, so they come first. The processes do not touch the GPU.
+Planning and compiling take seconds per layer and would disturb a timing that runs at the same time. Both store their
+results in the disk cache. The processes do not use the GPU.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .layers import Layer
 from .precision import DTYPES, LAYOUTS, in_layout, precision
 
 Kernel: TypeAlias = tuple[str, Constants]
-Work: TypeAlias = tuple[Layer, str, str]  # with its precision and layout
+Work: TypeAlias = tuple[Layer, str, str]  # layer, precision, layout
 MOST_PROCESSES = 12
-WORTH_IT = 3  # layers: starting the processes takes as long as compiling fewer
+WORTH_IT = 3  # smallest number of layers for which starting processes takes less time than it saves
 
 
 def compile_all(
     work: Sequence[Work], passes: Collection[Pass], device: Device, done: Callable[[], None]
 ) -> set[Kernel]:
-    """Fills the cache with what the layers will launch; calls `done` after each. Says which kernels it was."""
+    """Compiles the kernels that the layers will launch, calls `done` after each layer, and returns the kernels."""
     found: set[Kernel] = set()
     processes = min(MOST_PROCESSES, os.cpu_count() or 1, len(work))
     pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,))
@@ -42,12 +42,12 @@ def compile_all(
             found |= future.result()
             done()
     finally:
-        pool.shutdown(cancel_futures=True)  # after an interruption what has not begun is not begun
+        pool.shutdown(cancel_futures=True)  # an interruption cancels the layers that have not started
     return found
 
 
 def compile_one(layer: Layer, dtype: str, layout: str, passes: Collection[Pass], device: Device) -> set[Kernel]:
-    """The kernels of one layer, compiled. What fails here fails again where the layer runs, and is reported there."""
+    """Compiles and returns the kernels of one layer; an error is ignored here and reported by the layer's run."""
     found: set[Kernel] = set()
     try:
         for launch in kernels(layer, dtype, layout, passes, device):
@@ -59,7 +59,7 @@ def compile_one(layer: Layer, dtype: str, layout: str, passes: Collection[Pass],
 
 
 def kernels(layer: Layer, dtype: str, layout: str, passes: Collection[Pass], device: Device) -> tuple[Launch, ...]:
-    """What a layer will launch in a precision and layout."""
+    """Returns the launches of a layer in a precision and layout."""
     model = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
     x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
     (convolution,) = (module for module in model.modules() if isinstance(module, nn.ConvTranspose3d))

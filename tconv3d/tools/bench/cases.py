@@ -1,4 +1,4 @@
-"""A layer made ready to be measured or checked: PyTorch's module, ours with the same parameters, and an input."""
+"""Prepares a layer for measuring or checking: PyTorch's module, ours with equal parameters, and an input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .precision import DTYPES, LAYOUTS, in_layout
 
 @dataclass(frozen=True)
 class Case:
-    """One layer in one precision and layout, on a device."""
+    """Holds the modules and the input of one layer in one precision and layout, on a device."""
 
     layer: Layer
     precision: str
@@ -32,12 +32,12 @@ class Case:
 
 
 def build(layer: Layer, precision: str, layout: str, device: str) -> Case:
-    """Fresh random parameters and input, in the layout asked for."""
+    """Makes a case with new random parameters and input, in the given layout."""
     dtype = DTYPES[precision]
     theirs = in_layout(layer.module(dtype, device), layout)
     with torch.no_grad():
         for module in theirs.modules():
-            if isinstance(module, nn.GroupNorm):  # which starts as the identity, and would hide a mistake
+            if isinstance(module, nn.GroupNorm):  # the default affine map, an identity, would hide errors
                 module.weight.normal_()
                 module.bias.normal_()
     x = layer.input(dtype, device).contiguous(memory_format=LAYOUTS[layout])
@@ -45,6 +45,6 @@ def build(layer: Layer, precision: str, layout: str, device: str) -> Case:
 
 
 def leaves(model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """An input that needs a gradient, and everything that a backward pass computes one for."""
+    """Returns the input with `requires_grad`, and all tensors whose gradients the backward pass computes."""
     x = x.detach().requires_grad_()
     return x, [x, *model.parameters()]

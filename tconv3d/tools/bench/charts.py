@@ -1,7 +1,7 @@
-"""The two charts of the report, as markup: speed-ups as bars, and every layer under the roofline.
+"""Draws the two charts of the report as HTML and SVG: a bar chart of speed-ups, and a roofline plot of all layers.
 
-Positions are percentages of the plot, so that a chart fills whatever width it gets while its text keeps its size.
-Colours are classes: the page's style decides them.
+Positions are percentages of the plot, so that a chart fills the available width while its text keeps its size.
+Colours are CSS classes, which the page's style defines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
 class LogScale:
-    """A number as a percentage of a logarithmic axis."""
+    """Maps a number to a percentage of a logarithmic axis from `least` to `most`."""
 
     def __init__(self, least: float, most: float) -> None:
         self.least, self.most = least, most
@@ -34,7 +34,7 @@ class LogScale:
 
 
 def speedup_scale(gains: Sequence[float]) -> tuple[LogScale, list[float]]:
-    """The axis that shows these gains, and its ticks."""
+    """Returns an axis that contains all gains, and its ticks."""
     least = max((tick for tick in TICKS if tick <= min([*gains, 1]) and tick < 1), default=TICKS[0])
     least = 0.8 if min(gains) >= 1 else least
     most = min((tick for tick in TICKS if tick >= max([*gains, 2])), default=TICKS[-1])
@@ -46,7 +46,7 @@ def all_gains(rows: Sequence[tuple[int, Row]]) -> list[float]:
 
 
 def speedups(rows: Sequence[tuple[int, Row]]) -> str:
-    """A bar per layer: solid to the gain over PyTorch's best, pale to the gain over PyTorch as it comes."""
+    """Draws a bar per layer: solid up to the gain over PyTorch's best variant, pale up to that over its default."""
     gains = all_gains(rows)
     if not gains:
         return ""
@@ -87,11 +87,11 @@ def ratio_text(value: float | None) -> str:
     return ratio(value).replace("x", "&times;") or "&ndash;"
 
 
-# ---- the roofline
+# ---- roofline
 
 
 def roofline(rows: Sequence[tuple[int, Row]], ceilings: Mapping[str, float], dtype: str) -> str:
-    """TFLOP/s over FLOP per byte: each layer of ours, PyTorch's below it, under what this GPU could do."""
+    """Plots TFLOP/s over FLOP per byte for our layers and PyTorch's, under the measured ceilings of the GPU."""
     drawn = [(number, row) for number, row in rows if row.ours_ms and row.bytes and row.flops]
     copy, rate = ceilings.get("copy_TBps"), ceilings.get(f"{dtype}_TFLOPS")
     if not drawn or not copy or not rate:
@@ -112,12 +112,12 @@ def roofline(rows: Sequence[tuple[int, Row]], ceilings: Mapping[str, float], dty
 
 
 def intensity(row: Row) -> float:
-    """FLOP per byte, when every tensor is moved once."""
+    """Returns FLOP per byte, if every tensor is moved once."""
     return row.flops / row.bytes
 
 
 def achieved(row: Row, ms: float) -> float:
-    """TFLOP/s."""
+    """Returns the TFLOP/s of a pass that takes `ms` milliseconds."""
     return row.flops / ms / 1e9
 
 
@@ -129,7 +129,7 @@ def _axes(drawn: Sequence[tuple[int, Row]], copy: float, rate: float) -> tuple[L
 
 
 def _below(value: float) -> float:
-    """The next of 1, 2, 5, 10, 20, 50, ... at or below."""
+    """Returns the largest of 1, 2, 5, 10, 20, 50, ... that is not above `value`."""
     power = 10.0 ** floor(log10(value))
     return max(step * power for step in (1, 2, 5) if step * power <= value)
 
@@ -154,7 +154,7 @@ def _grid(x: LogScale, y: LogScale) -> str:
 
 
 def _ticks(scale: LogScale) -> list[float]:
-    """The powers of ten on an axis, or all of 1, 2, 5 where there are fewer than three."""
+    """Returns the powers of ten on an axis, or their multiples by 1, 2 and 5 if there are fewer than three powers."""
     powers = range(floor(log10(scale.least)) - 1, ceil(log10(scale.most)) + 1)
     for steps in ((1,), (1, 2, 5)):
         found = [step * 10.0**power for power in powers for step in steps]
@@ -166,18 +166,19 @@ def _ticks(scale: LogScale) -> list[float]:
 
 def _roof_names(x: LogScale, y: LogScale, copy: float, rate: float, dtype: str) -> str:
     height = 100 - y(rate)
-    # Beside the memory roof, half-way up: above it, where no layer can be, unless there is no room for the words.
+    # The name of the memory roof stands at half its height: above the roof, where no layer can be, or below it if the
+    # plot has no room to the left.
     middle = (max(y.least, copy * x.least) * rate) ** 0.5
     left, up = x.clipped(middle / copy), 100 - y(middle)
     beside = 'dx="-10" dy="-4" text-anchor="end"' if left > 25 else 'dx="12" dy="16"'
     top = f'<text class="roofname" x="100%" y="{height}%" dy="-8" text-anchor="end">{rate:.0f} TFLOP/s {dtype}</text>'
-    if copy * x.least >= rate:  # every layer is right of the ridge: there is no memory roof to name
+    if copy * x.least >= rate:  # the plot begins right of the ridge: it shows no memory roof
         return top
     return top + f'<text class="roofname" x="{left}%" y="{up}%" {beside}>{copy:.2f} TB/s</text>'
 
 
 def _points(number: int, row: Row, x: LogScale, y: LogScale) -> str:
-    """Ours as a numbered dot; PyTorch's as a ring, on the line that joins them."""
+    """Draws our layer as a numbered dot, PyTorch's as a ring, and a line between them."""
     assert row.ours_ms
     at, ours = x(intensity(row)), 100 - y(achieved(row, row.ours_ms))
     text = f"{row.layer}: {achieved(row, row.ours_ms):.3g} TFLOP/s, {ratio(row.over_floor) or '?'} the floor"

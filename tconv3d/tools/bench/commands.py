@@ -1,4 +1,4 @@
-"""The commands `bench`, `verify`, `tune` and `report`: their flags, and what they call."""
+"""Defines the flags of the commands `bench`, `verify`, `tune` and `report`, and runs them."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ _AS_HELP = "plan as for this GPU (A100, 8.0, or A100,108 with its multiprocessor
 
 
 def _add_layers(parser: argparse.ArgumentParser) -> None:
-    """Which layers, in which precisions and layouts."""
+    """Adds the flags that choose layers, precisions and layouts."""
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(layers.LAYERS)}; default: all")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["tf32"], help="default tf32")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["contiguous"], help="default contiguous")
@@ -99,7 +99,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Layer]:
-    """The named layers, the given ones, the random ones; all the named ones where nothing is asked for."""
+    """Returns the layers chosen by name, described by `--layer` and drawn at random; all named layers by default."""
     chosen = layers.named(arguments.names)
     for number, text in enumerate(arguments.layer, 1):
         chosen["layer" if len(arguments.layer) == 1 else f"layer_{number}"] = layers.parse(text)
@@ -165,14 +165,17 @@ def _tune(arguments: argparse.Namespace) -> int:
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    """What was typed, without the directory of the file it writes: the file will be moved."""
+    """Returns the command line with the output file's name only: its directory means nothing on other machines."""
     words = [arguments.json.name if word == str(arguments.json) else word for word in arguments.words]
     return shlex.join(["tconv3d", *words])
 
 
 def _finish(arguments: argparse.Namespace, work: Callable[[Console, run.Keep], results.Results]) -> int:
-    """Runs, shows and writes. 0: all right; 1: something is wrong or failed; 130: interrupted or terminated."""
-    os.environ.setdefault("TCONV3D_BACKGROUND", "0")  # nothing else works while something is timed
+    """Runs the work, prints and writes the results, and returns the exit status.
+
+    The status is 0 for success, 1 if a result is wrong or a layer failed, 130 after an interruption or SIGTERM.
+    """
+    os.environ.setdefault("TCONV3D_BACKGROUND", "0")  # no compiling in the background while layers are timed
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise ValueError(f"there is no directory {arguments.json.parent} to write {arguments.json.name} in")
     console = Console()
@@ -194,7 +197,7 @@ def _finish(arguments: argparse.Namespace, work: Callable[[Console, run.Keep], r
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """A polite request to end, from `timeout` or a batch system, is an interruption: what was found is shown."""
+    """Treats SIGTERM, from `timeout` or a batch system, as an interruption, so that partial results are shown."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

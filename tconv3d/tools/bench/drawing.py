@@ -1,17 +1,17 @@
-"""An SVG picture as a list of marks on a card: what the charts of results and the figures of the documents share."""
+"""Builds SVG pictures: a list of elements on a card, for the charts of results and the figures of the documents."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from html import escape
 
-# Styles put the font into their rule for texts.
+# The `style` of every drawing uses this font in its CSS rule for texts.
 FONT = '13px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif'
 
 
 @dataclass
 class Drawing:
-    """Texts, rectangles and lines, whose looks are classes of `style`. Sizes are in pixels."""
+    """Collects texts, rectangles and lines, whose CSS classes `style` defines. Sizes are in pixels."""
 
     width: int
     height: int
@@ -27,7 +27,7 @@ class Drawing:
         self.marks.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" {size}/>')
 
     def cell(self, x: float, y: float, width: float, height: float, kind: str, text: str = "") -> None:
-        """A rectangle with a frame, and a text in its middle."""
+        """Adds a rectangle with a frame, and a text in its centre."""
         self.box(x, y, width, height, f"cell {kind}")
         if text:
             self.text(x + width / 2, y + height / 2 + 4.5, text, anchor="middle")

@@ -1,4 +1,4 @@
-"""The host's side of a call: how long Python takes to launch a layer that has run before."""
+"""Measures the host time of a call: how long Python takes to launch a layer that has run before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CALLS, SAMPLES = 50, 20
 
 
 def host_times(device: str = "cuda") -> dict[str, float]:
-    """Microseconds of a repeated call of a tiny layer: PyTorch's and ours, without and with autograd recording."""
+    """Returns microseconds per repeated call of a tiny layer, PyTorch's and ours, without and with autograd."""
     x = torch.randn(1, 4, 4, 4, 4, device=device)
     found = {}
     for grad in (False, True):
@@ -32,7 +32,7 @@ def _microseconds(call: Callable[[], Any], device: str) -> float:
     samples = []
     for _ in range(SAMPLES):
         if device == "cuda":
-            torch.cuda.synchronize()  # an empty queue: nothing to wait for while launching
+            torch.cuda.synchronize()  # with an empty queue a launch never waits for the GPU
         started = time.perf_counter()
         for _ in range(CALLS):
             call()

@@ -1,6 +1,6 @@
-"""The layers that are measured: the reference tasks, decoder layers of published networks, random and given ones.
+"""Defines the layers of the benchmark: reference tasks, decoder layers of published networks, random layers.
 
-Knows shapes, and how to build PyTorch's module of one. Nothing of timing.
+This module knows the shapes of a layer and how to build PyTorch's module for it; it knows nothing about timing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 Triple = tuple[int, int, int]
 
-# What the emulator may have to multiply in one pass of a reduced layer: some seconds.
+# Largest number of multiplications in one pass of a reduced layer; the emulator takes some seconds for them.
 REDUCED_MULTIPLICATIONS = 5e6
 REDUCED_SIZE = (2, 3, 5)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A transposed convolution with the size of its input, and perhaps ReLU and GroupNorm behind it."""
+    """Describes a transposed convolution, the size of its input, and an optional ReLU and GroupNorm after it."""
 
     batch: int
     in_channels: int
@@ -37,16 +37,16 @@ class Layer:
     dilation: Triple = (1, 1, 1)
     groups: int = 1
     bias: bool = True
-    norm_groups: int = 0  # of the GroupNorm that follows after a ReLU; 0: nothing follows
+    norm_groups: int = 0  # groups of the GroupNorm after ReLU; 0 means that no operator follows the convolution
 
     @property
     def follow(self) -> str:
-        """The operators behind the convolution."""
+        """Names the operators after the convolution."""
         return "relu_group_norm" if self.norm_groups else ""
 
     @property
     def settings(self) -> tuple[Triple, Triple, Triple, int, Triple]:
-        """As `conv_transpose3d` takes them after the tensors."""
+        """Returns the settings in the order of the arguments of `conv_transpose3d` after the tensors."""
         return self.stride, self.padding, self.output_padding, self.groups, self.dilation
 
     @property
@@ -68,7 +68,7 @@ class Layer:
         return prod(self.input_shape) * self.out_channels // self.groups * prod(self.kernel)
 
     def module(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
-        """PyTorch's layer, or the sequence of them."""
+        """Builds PyTorch's convolution, or its `nn.Sequential` with ReLU and GroupNorm."""
         convolution = nn.ConvTranspose3d(
             self.in_channels,
             self.out_channels,
@@ -91,7 +91,7 @@ class Layer:
         return torch.randn(self.input_shape, device=device).to(dtype)
 
     def reduced(self) -> Layer:
-        """The same layer on a volume small enough for the emulator. Channels stay, so the kernels are the same."""
+        """Returns the layer on a volume small enough for the emulator, with all channels, so kernels are equal."""
         small = _triple([min(pair) for pair in zip(self.size, REDUCED_SIZE, strict=True)])
         layer = replace(self, batch=min(self.batch, 2), size=small)
         while layer.multiplications > REDUCED_MULTIPLICATIONS and prod(layer.size) * layer.batch > 4:
@@ -99,13 +99,13 @@ class Layer:
             axis = layer.size.index(largest)
             size = _triple([n - (i == axis) for i, n in enumerate(layer.size)])
             layer = replace(layer, batch=1) if layer.batch > 1 else replace(layer, size=size)
-        # A padding that crops everything away asks for a larger input.
+        # A padding that crops the whole output needs a larger input.
         while min(layer.output_shape) <= 0:
             layer = replace(layer, size=_triple([n + 1 for n in layer.size]))
         return layer
 
     def __str__(self) -> str:
-        """As short as it can be said: only what differs from PyTorch's defaults."""
+        """Describes the layer in few words: settings with PyTorch's default value are left out."""
 
         def three(values: Sequence[int]) -> str:
             return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
@@ -133,7 +133,7 @@ def layer(
     output_padding: int | Triple = 0,
     **more: Any,
 ) -> Layer:
-    """A layer whose triples may be one number for all three dimensions."""
+    """Makes a layer; an integer in place of a triple is used for all three dimensions."""
     if "dilation" in more:
         more["dilation"] = _triple(more["dilation"])
     return Layer(
@@ -155,14 +155,14 @@ def _triple(value: int | Sequence[int]) -> Triple:
 
 
 LAYERS = {
-    # The reference tasks, without bias as in their constructors, and two that differ from them in one setting.
+    # These are the reference tasks, without bias as in their constructors, and two layers that differ in one setting.
     "grouped_strided": layer(4, 32, 32, (32, 64, 128), 3, 2, 1, groups=4, bias=False),
     "grouped_strided_g1": layer(4, 32, 32, (32, 64, 128), 3, 2, 1, bias=False),
     "large_volume": layer(8, 48, 24, 96, 3, bias=False),
     "asymmetric_kernel": layer(16, 32, 64, 64, (3, 5, 5), bias=False),
     "relu_group_norm": layer(16, 64, 128, 32, 3, bias=False, norm_groups=8),
     "relu_group_norm_conv": layer(16, 64, 128, 32, 3, bias=False),
-    # Decoders: nnU-Net, MONAI's UNet, 3D-GAN, VideoGPT; and a depthwise layer as in MedNeXt.
+    # These are decoder layers of nnU-Net, MONAI's UNet, 3D-GAN and VideoGPT, and a depthwise layer as in MedNeXt.
     "nnunet_64_32_64": layer(2, 64, 32, 64, 2, 2),
     "nnunet_128_64_32": layer(2, 128, 64, 32, 2, 2),
     "nnunet_256_128_16": layer(2, 256, 128, 16, 2, 2),
@@ -182,7 +182,7 @@ LAYERS = {
 
 
 def named(names: Sequence[str]) -> dict[str, Layer]:
-    """The layers of these names."""
+    """Returns the layers with the given names."""
     unknown = [name for name in names if name not in LAYERS]
     if unknown:
         raise ValueError(f"no layer is called {', '.join(map(repr, unknown))}: expected some of {', '.join(LAYERS)}")
@@ -192,7 +192,7 @@ def named(names: Sequence[str]) -> dict[str, Layer]:
 # ---- random layers
 
 
-# Kernel, stride, padding, output padding, dilation, as people use them together; and how often.
+# Combinations of kernel, stride, padding, output padding and dilation that networks use, each with its draw weight.
 _SETTINGS: tuple[tuple[int, dict[str, Any]], ...] = (
     (4, {"kernel": 2, "stride": 2}),
     (3, {"kernel": 3, "stride": 2, "padding": 1, "output_padding": 1}),
@@ -216,7 +216,7 @@ _LEAST_MULTIPLICATIONS, _MOST_MULTIPLICATIONS = 1e8, 6e11
 
 
 def random_layers(count: int, seed: int) -> dict[str, Layer]:
-    """Layers that could stand in somebody's decoder, of a size worth measuring; the same for the same seed."""
+    """Draws layers like those of decoders, large enough to be worth measuring; a seed always gives equal layers."""
     draw = random.Random(seed)
     found: dict[str, Layer] = {}
     while len(found) < count:
@@ -232,7 +232,7 @@ def _random_layer(draw: random.Random) -> Layer:
     weights, settings = zip(*_SETTINGS, strict=True)
     (setting,) = draw.choices(settings, weights)
     in_channels = draw.choice(_CHANNELS)
-    # A decoder halves its channels more often than not; its last layer has a few.
+    # Most decoder layers halve the channels, and the last layer of a decoder has few output channels.
     kind = draw.choices(("half", "any", "few", "grouped", "depthwise"), (8, 4, 2, 2, 1))[0]
     groups = 1
     if kind == "half":
@@ -262,7 +262,7 @@ def _random_layer(draw: random.Random) -> Layer:
 
 
 def parse(text: str) -> Layer:
-    """A layer as PyTorch's constructor takes it or prints it, with `size` and perhaps `batch` among the arguments.
+    """Parses a layer written like PyTorch's constructor or repr, with the arguments `size` and optionally `batch`.
 
     >>> parse("64, 32, kernel_size=2, stride=2, size=64, batch=2")
     >>> parse("ConvTranspose3d(64, 32, kernel_size=(2, 2, 2), stride=(2, 2, 2), size=(48, 64, 64))")
@@ -319,12 +319,12 @@ def _from_arguments(
         norm_groups=norm_groups,
     )
     with torch.device("meta"):
-        found.module(device="meta")(found.input(device="meta"))  # PyTorch says what is wrong with it
+        found.module(device="meta")(found.input(device="meta"))  # PyTorch raises an error for invalid settings
     return found
 
 
 def _check_least(name: str, value: int | Sequence[int], least: int) -> None:
-    """An integer, or several, of which none is below `least`."""
+    """Raises ValueError unless the value is one or several integers that are all at least `least`."""
     values = value if isinstance(value, (tuple, list)) else (value,)
     if not all(type(each) is int and each >= least for each in values):
         raise ValueError(f"expected {name} to be at least {least}, got {name}={value!r}")

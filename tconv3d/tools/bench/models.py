@@ -1,4 +1,4 @@
-"""A user's model as a source of layers, and as a whole before and after `accelerate`."""
+"""Finds the layers of a user's model, and measures the whole model before and after `accelerate`."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .layers import Layer
 from .precision import DTYPES, LAYOUTS, TOLERANCE, in_layout, precision
 from .results import ModelRow
 
-# Rounding adds up from layer to layer.
+# Factor on the tolerance of one layer for a whole model, in which rounding errors add up from layer to layer.
 DEPTH = 20
 
 
 def load(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Module, Any]:
-    """The model of `package.module:factory`, and an input for it.
+    """Returns the model of `package.module:factory`, and an input for it.
 
     The factory is called without arguments. It returns a model and an example input (a tensor, a tuple of arguments
     or a dictionary of keywords), or a model alone: then `input_shape` is the shape of the tensor it gets.
@@ -35,7 +35,7 @@ def load(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Modu
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise ValueError(f"expected a model as package.module:factory, got {spec!r}")
-    if os.getcwd() not in sys.path:  # as `python -m` would have it
+    if os.getcwd() not in sys.path:  # `python -m` has the current directory on the path too
         sys.path.insert(0, os.getcwd())
     factory = importlib.import_module(module_name)
     for part in name.split("."):
@@ -54,7 +54,7 @@ def load(spec: str, input_shape: tuple[int, ...] | None = None) -> tuple[nn.Modu
 
 
 def layers_of(model: nn.Module, example_input: Any) -> dict[str, Layer]:
-    """The transposed convolutions that the input reaches, by their names in the model. Equal ones only once."""
+    """Returns the transposed convolutions that the input reaches, by their names in the model, without duplicates."""
     found: dict[str, Layer] = {}
     shapes = survey.input_shapes(model, example_input)
     for module, (name, *_) in survey.transposed_convolutions(model).items():
@@ -78,7 +78,7 @@ def _layer(module: nn.ConvTranspose3d, shape: tuple[int, ...]) -> Layer:
 def measure(
     spec: str, model: nn.Module, example_input: Any, kind: tuple[str, str], backward: bool, clock: Timer, device: str
 ) -> ModelRow:
-    """Times of the whole model as it is and with our layers, and how much its output differs."""
+    """Times the whole model before and after `accelerate`, and compares the outputs."""
     dtype, layout = kind
     model = in_layout(copy.deepcopy(model).to(device), layout).eval()
     example = _pytree.tree_map_only(Tensor, lambda x: _placed(x, device, layout, dtype), example_input)
@@ -104,7 +104,7 @@ def _placed(x: Tensor, device: str, layout: str, dtype: str) -> Tensor:
 
 
 def _cast(dtype: str, device: str) -> Any:
-    """As people run a model in half precision: parameters stay float32, autocast does the rest."""
+    """Returns autocast for the 16-bit types, in which models keep float32 parameters, and else an empty context."""
     if dtype in ("float16", "bfloat16"):
         return torch.autocast("cuda" if device.startswith("cuda") else "cpu", DTYPES[dtype])
     return contextlib.nullcontext()
@@ -130,7 +130,7 @@ def _times(model: nn.Module, example: Any, backward: bool, clock: Timer) -> dict
 
 
 def _step(model: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Callable[[], Any]:
-    """Forward and backward to every parameter."""
+    """Returns a call that runs the forward pass and the gradients of all trainable parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 
     def step() -> Any:

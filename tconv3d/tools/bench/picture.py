@@ -1,6 +1,6 @@
-"""One precision, layout and pass of a results file as a picture: a single SVG file with both charts, for documents.
+"""Draws one precision, layout and pass of a results file as an SVG picture with both charts, for documents.
 
-Same numbers, scales, colours and roofline as the page of `report`, in light and dark.
+Numbers, scales, colours and roofline are taken from the page of `report`, in its light and dark variants.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOFLINE = 360
 
 
 def picture(results: Results, dtype: str | None = None, layout: str | None = None, which: str | None = None) -> str:
-    """Of the first precision, layout and pass in the results that is what was asked for."""
+    """Draws the first precision, layout and pass in the results that match the arguments; None matches all."""
     kinds = dict.fromkeys((row.dtype, row.layout, row.which) for row in results.rows if row.ours_ms is not None)
     wanted = (dtype, layout, which)
     kind = next((k for k in kinds if all(w in (None, have) for w, have in zip(wanted, k, strict=True))), None)
@@ -75,7 +75,7 @@ def _draw_bars(drawing: Drawing, rows: Sequence[tuple[int, Row]], top: int) -> N
 
 
 def _style() -> str:
-    """The page's colours and roofline, and what its bars are in a picture."""
+    """Returns the CSS of a picture: colours and roofline from the report's template, and the style of the bars."""
     page = TEMPLATE.read_text(encoding="utf-8")
     colours = page[page.index(":root") : page.index("* {")]
     roofline = "\n".join(line for line in page.splitlines() if line.startswith(".roofline ."))

@@ -1,4 +1,4 @@
-"""The precisions that can be asked for, and PyTorch's switches for each."""
+"""Lists the precisions of the benchmark, and sets PyTorch's switches for each."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.chan
 
 
 def in_layout(module: nn.Module, layout: str) -> nn.Module:
-    """The module with its five-dimensional parameters in a memory format."""
+    """Converts the five-dimensional parameters of a module to a memory format."""
     moved: nn.Module = module.to(memory_format=LAYOUTS[layout])  # type: ignore[call-overload]
     return moved
 
 
 @contextlib.contextmanager
 def precision(name: str) -> Iterator[None]:
-    """Convolutions and matrix products of float32 tensors run in TF32 for "tf32", else in strict float32."""
+    """Makes convolutions and matrix products of float32 tensors run in TF32 for "tf32", else in strict float32."""
     convolution, product = torch.backends.cudnn.conv, torch.backends.cuda.matmul  # type: ignore[attr-defined]
     before = convolution.fp32_precision, product.fp32_precision
     convolution.fp32_precision = product.fp32_precision = "tf32" if name == "tf32" else "ieee"

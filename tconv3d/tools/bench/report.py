@@ -1,6 +1,6 @@
-"""`tconv3d report`: results as one page that needs nothing else, neither a network nor a server.
+"""Implements `tconv3d report`: results as one self-contained HTML page, which needs neither a network nor a server.
 
-Fills `report.html` beside this file. Every text that comes out of a results file is escaped.
+The template is `report.html` beside this file. Every text from a results file is escaped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Kind = tuple[str, str, str]  # dtype, layout, pass
 
 
 def page(results: Results) -> str:
-    """The whole page."""
+    """Returns the HTML of the whole page."""
     timed = [row for row in results.rows if row.ours_ms is not None]
     if not timed and not results.models:
         raise ValueError("these results hold no times: the report is made of what `tconv3d bench --json` writes")
@@ -53,7 +53,7 @@ def _subtitle(results: Results) -> str:
 
 
 def _warning(results: Results) -> str:
-    """What a reader must know before any number."""
+    """Warns at the top of the page of wrong results and of an interrupted run."""
     wrong = [row for row in results.rows if row.right is False]
     lines = []
     if wrong:
@@ -65,7 +65,7 @@ def _warning(results: Results) -> str:
 
 
 def _choices(kinds: Sequence[Kind]) -> str:
-    """A group of buttons for each thing that differs between the views."""
+    """Returns one group of buttons for each of type, layout and pass that has several values."""
     groups = ""
     for index, name in enumerate(("Type", "Layout", "Pass")):
         values = list(dict.fromkeys(kind[index] for kind in kinds))
@@ -79,7 +79,7 @@ def _choices(kinds: Sequence[Kind]) -> str:
 
 
 def _view(kind: Kind, rows: Sequence[Row], numbers: dict[str, int], results: Results) -> str:
-    """One precision, layout and pass: the key figures, both charts, the table."""
+    """Shows one precision, layout and pass: the key figures, both charts, the table."""
     numbered = [(numbers[row.layer], row) for row in rows]
     dtype, layout, which = kind
     heading = escape(f"{which.capitalize()}, {dtype}, {layout}")
@@ -173,7 +173,7 @@ def _table_row(number: int, row: Row) -> str:
 
 
 def _models(models: Sequence[ModelRow]) -> str:
-    """Whole models before and after."""
+    """Returns the table of whole models before and after `accelerate`."""
     names = ("Model", "Type", "Pass", "Swapped", "Before ms", "After ms", "Gain")
     lines = ""
     for row in models:
@@ -215,7 +215,7 @@ def _failures(results: Results) -> str:
 
 
 def _facts(results: Results) -> str:
-    """The machine and the ceilings."""
+    """Lists the machine, the measured ceilings, the host times and the settings of the run."""
     facts: dict[str, Any] = {name: value for name, value in results.machine.items() if value is not None}
     for name, value in results.ceilings.items():
         what, _, unit = name.rpartition("_")

@@ -1,4 +1,4 @@
-"""What a run found, as data: the rows, the machine, and the JSON file that holds them."""
+"""Defines the results of a run as data: the rows, the machine, and the JSON file that holds them."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ PASSES = ("forward", "backward")
 
 @dataclass
 class Row:
-    """One pass of one layer, in one precision and layout. What was not measured is None, or empty."""
+    """Holds the results of one pass of one layer in one precision and layout; unmeasured fields are None or empty."""
 
     layer: str
-    text: str  # the layer in words
-    shape: dict[str, Any]  # and in numbers: `layers.Layer`
-    follow: str  # what runs behind the convolution
+    text: str  # description of the layer in words
+    shape: dict[str, Any]  # fields of the layer's `layers.Layer`
+    follow: str  # operators after the convolution
     dtype: str
     layout: str
-    which: str  # the pass
+    which: str  # "forward" or "backward"
     kernel: str = ""
     tile: str = ""
     bytes: int = 0
@@ -46,7 +46,7 @@ class Row:
     ours_ms: float | None = None
     torch_ms: dict[str, float] = field(default_factory=dict)
     torch_failed: dict[str, str] = field(default_factory=dict)
-    failed: str = ""  # why there is nothing of ours
+    failed: str = ""  # error that kept our layer from running
 
     @property
     def default_ms(self) -> float | None:
@@ -54,7 +54,7 @@ class Row:
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """PyTorch's best variant and its time."""
+        """Returns the name of PyTorch's fastest variant and its milliseconds."""
         return min(self.torch_ms.items(), key=lambda item: item[1]) if self.torch_ms else None
 
     @property
@@ -63,7 +63,7 @@ class Row:
 
     @property
     def gain(self) -> float | None:
-        """PyTorch's time as it comes, over ours."""
+        """Returns the time of PyTorch's default variant divided by ours."""
         return _ratio(self.default_ms, self.ours_ms)
 
     @property
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def slower(self) -> bool:
-        """Than PyTorch's best."""
+        """Says whether our layer is slower than PyTorch's fastest variant."""
         return self.gain_over_best is not None and self.gain_over_best < 1
 
     @property
@@ -82,16 +82,16 @@ class Row:
 
 @dataclass
 class ModelRow:
-    """A whole model before and after `accelerate`."""
+    """Holds the results of a whole model before and after `accelerate`."""
 
     model: str
     dtype: str
     layout: str
     swapped: int
     left: int
-    before_ms: dict[str, float] = field(default_factory=dict)  # forward, training (forward and backward)
+    before_ms: dict[str, float] = field(default_factory=dict)  # keys: "forward", "training" (forward and backward)
     after_ms: dict[str, float] = field(default_factory=dict)
-    difference: float | None = None  # of the outputs, relative
+    difference: float | None = None  # relative difference of the outputs
     right: bool | None = None
     failed: str = ""
 
@@ -102,7 +102,7 @@ class ModelRow:
 
 @dataclass
 class Results:
-    """Everything one run found."""
+    """Holds everything that one run found."""
 
     kind: str  # "bench" or "verify"
     machine: dict[str, Any]
@@ -110,10 +110,10 @@ class Results:
     ceilings: dict[str, float] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
     models: list[ModelRow] = field(default_factory=list)
-    host_us: dict[str, float] = field(default_factory=dict)  # of one call, where it was asked for
-    compiled: int = 0  # kernels, before anything was timed
+    host_us: dict[str, float] = field(default_factory=dict)  # host microseconds per call, if asked for
+    compiled: int = 0  # number of kernels compiled before the first timing
     compile_s: float = 0.0
-    seconds: float = 0.0  # the whole run
+    seconds: float = 0.0  # duration of the whole run
     interrupted: bool = False
 
     @property
@@ -133,7 +133,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Summary:
-    """Geometric means over the layers of one precision, layout and pass, and the layers that PyTorch runs faster."""
+    """Holds geometric means over the layers of one precision, layout and pass, and the layers PyTorch runs faster."""
 
     dtype: str
     layout: str
@@ -146,7 +146,7 @@ class Summary:
 
 
 def summarize(rows: Sequence[Row]) -> list[Summary]:
-    """Of the rows that were timed."""
+    """Returns one summary for each precision, layout and pass among the timed rows."""
     timed = [row for row in rows if row.ours_ms is not None]
     kinds = dict.fromkeys((row.dtype, row.layout, row.which) for row in timed)
     return [_summary(kind, [row for row in timed if (row.dtype, row.layout, row.which) == kind]) for kind in kinds]
@@ -164,7 +164,7 @@ def _summary(kind: tuple[str, str, str], rows: Sequence[Row]) -> Summary:
 
 
 def write_json(found: dict[str, Any], path: Path) -> None:
-    """Writes one line for each entry, and in an entry that is a list one line for each item: diffs stay short."""
+    """Writes each entry on one line, and a list entry with one line per element, to keep diffs short."""
     entries = []
     for key, value in found.items():
         text = json.dumps(value)
@@ -175,7 +175,7 @@ def write_json(found: dict[str, Any], path: Path) -> None:
 
 
 def _stored(found: dict[str, Any]) -> dict[str, Any]:
-    """The layout of a file: a layer is described once, and a row leaves out what it did not measure."""
+    """Converts results to the layout of the file: each layer is described once, and rows omit unmeasured fields."""
     defaults: dict[str, Any] = {"torch_ms": {}, "torch_failed": {}}
     defaults |= {each.name: each.default for each in fields(Row) if each.default is not MISSING}
     layers: dict[str, dict[str, Any]] = {}
@@ -188,7 +188,7 @@ def _stored(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> Results:
-    """Results that `tconv3d bench --json` or `tconv3d verify --json` wrote."""
+    """Reads results that `tconv3d bench --json` or `tconv3d verify --json` wrote."""
     try:
         data = json.loads(path.read_text())
     except OSError as error:
@@ -211,13 +211,13 @@ def read(path: Path) -> Results:
 
 
 def geometric_mean(values: Iterable[float | None]) -> float | None:
-    """Of those that there are."""
+    """Returns the geometric mean of the values that are neither None nor zero, or None if there are none."""
     logs = [log(value) for value in values if value]
     return exp(sum(logs) / len(logs)) if logs else None
 
 
 def describe_machine() -> dict[str, Any]:
-    """What somebody who doubts a number would ask for."""
+    """Describes the hardware and the software versions that the results depend on."""
     gpu = torch.cuda.is_available()
     properties = torch.cuda.get_device_properties(torch.cuda.current_device()) if gpu else None
     cudnn = torch.backends.cudnn.version() if gpu else None
@@ -238,7 +238,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def commit(root: Path) -> str | None:
-    """The commit of a checkout, with a plus if its files differ from it; elsewhere TCONV3D_COMMIT, or None."""
+    """Returns the commit of a git checkout, with "+" if tracked files differ from it, else TCONV3D_COMMIT or None."""
     said = os.environ.get("TCONV3D_COMMIT") or None
     if not (root / ".git").exists():
         return said
@@ -281,7 +281,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for tuples, and a text for NaN and infinity, which JSON lacks."""
+    """Replaces tuples by lists, and NaN and infinity, which JSON lacks, by strings."""
     if isinstance(value, float) and not isfinite(value):
         return str(value)
     if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""PyTorch's ways to run the same layer. What ours is compared with is the first of them, and the best.
+"""Times PyTorch's ways to run a layer. Our layer is compared with the `default` variant and with the fastest one.
 
-- `default`: as it comes.
-- `benchmark`: `torch.backends.cudnn.benchmark`.
-- the other memory format, with the conversion from and to the caller's counted, and as if the caller had used it
-  all along.
-- `compile`: `torch.compile`, where operators follow the convolution that it could fuse.
+- `default`: PyTorch with its default settings.
+- `benchmark`: `torch.backends.cudnn.benchmark` is on, as in all variants below.
+- `channels_last` or `contiguous`: tensors in the memory format that the caller does not use, without converting.
+- `..._converted`: the other memory format, with the conversion of input and output included in the time.
+- `compile`, `compile_...`: `torch.compile`, for layers with operators after the convolution, which it could fuse.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SHORT = {"contiguous": "contiguous", "channels_last_3d": "channels_last"}
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run PyTorch's layer."""
+    """Describes one way to run PyTorch's layer."""
 
     name: str
     benchmark: bool = True
-    layout: str = ""  # of the weights and of what the layer gets, if not the caller's
-    converted: bool = False  # the conversion from and to the caller's layout is counted
+    layout: str = ""  # memory format of weight and input; empty means the caller's
+    converted: bool = False  # the time includes the conversion from and to the caller's layout
     compiled: bool = False
 
 
@@ -52,7 +52,7 @@ def variants(case: Case) -> list[Variant]:
 
 
 def time_variants(case: Case, backward: bool, clock: Timer) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Milliseconds by pass and variant, and the variants that failed, with the reason."""
+    """Returns the milliseconds by pass and variant, and the reason for each variant that failed."""
     times: dict[str, dict[str, float]] = {"forward": {}, "backward": {}}
     failed: dict[str, str] = {}
     for variant in variants(case):
@@ -60,13 +60,13 @@ def time_variants(case: Case, backward: bool, clock: Timer) -> tuple[dict[str, d
             with cudnn_benchmark(variant.benchmark):
                 for which, milliseconds in time_passes(*build(case, variant), backward, clock).items():
                     times[which][variant.name] = milliseconds
-        except Exception as error:  # cuDNN without an engine, memory, a compiler that is not there
+        except Exception as error:  # cuDNN has no engine, memory runs out, or a compiler is missing
             failed[variant.name] = f"{type(error).__name__}: {error}"[:300]
     return times, failed
 
 
 def build(case: Case, variant: Variant) -> tuple[Callable[[Tensor], Any], nn.Module, Tensor]:
-    """What to call, the module whose parameters it uses, and the input to call it with."""
+    """Returns the callable of a variant, the module whose parameters it uses, and its input."""
     if not variant.layout:
         model, x = case.theirs, case.x
     else:
@@ -80,7 +80,7 @@ def build(case: Case, variant: Variant) -> tuple[Callable[[Tensor], Any], nn.Mod
 
 
 def _compiled(model: nn.Module) -> Callable[[Tensor], Any]:
-    torch.compiler.reset()  # it gives up on code that it has compiled for several modules before
+    torch.compiler.reset()  # torch.compile stops compiling a function after several recompilations
     compiled: Callable[[Tensor], Any] = torch.compile(model)
     return compiled
 
@@ -88,7 +88,7 @@ def _compiled(model: nn.Module) -> Callable[[Tensor], Any]:
 def time_passes(
     call: Callable[[Tensor], Any], model: nn.Module, x: Tensor, backward: bool, clock: Timer
 ) -> dict[str, float]:
-    """Milliseconds of the forward pass without autograd and, if asked for, of the backward pass alone."""
+    """Returns the milliseconds of the forward pass without autograd and, if asked for, of the backward pass alone."""
     with torch.no_grad():
         times = {"forward": clock(lambda: call(x))}
     if backward:
@@ -112,7 +112,7 @@ def cudnn_benchmark(on: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reusable_buffers() -> Iterator[None]:
-    """A compiled backward pass may otherwise run only once per forward."""
+    """Lets a compiled backward pass run several times per forward pass, by turning off buffer donation."""
     import torch._functorch.config as config
 
     before = config.donated_buffer

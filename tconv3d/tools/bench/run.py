@@ -1,7 +1,6 @@
-"""Runs a set of layers: checks each, times it beside PyTorch's variants, and keeps what was found.
+"""Checks a set of layers, times them beside PyTorch's variants, and collects the results.
 
-`bench` needs a GPU. `verify` checks without timing, and does so in the emulator, at reduced size, where there is no
-GPU.
+`bench` needs a GPU. `verify` checks without timing; without a GPU it uses the emulator, at reduced size.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ from .timing import measure_ceilings
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked for."""
+    """Holds the options of a run."""
 
     dtypes: Sequence[str] = ("tf32",)
     layouts: Sequence[str] = ("contiguous",)
     backward: bool = False
-    torch: bool = True  # time PyTorch's variants
-    host: bool = False  # time the launching too
-    budget_s: float = 0.15  # for one timing
-    seed: int | None = None  # of parameters and inputs; None: a new one, which the results name
-    command: str = ""  # the words that asked for it
+    torch: bool = True  # also time PyTorch's variants
+    host: bool = False  # also time the host's side of a call
+    budget_s: float = 0.15  # seconds for one timing
+    seed: int | None = None  # seed of parameters and inputs; None draws a new one, which the results record
+    command: str = ""  # command line of the run, recorded in the results
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where layers run."""
+    """Says on which device and backend layers run, and how they are timed."""
 
     device: str
     backend: Backend
-    clock: Timer | None  # None: nothing is timed
+    clock: Timer | None  # None if nothing is timed
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model that layers came from, to be timed as a whole."""
+    """Holds a user's model, which is timed as a whole in addition to its layers."""
 
     spec: str
     model: nn.Module
@@ -82,7 +81,7 @@ def bench(
     sources: Sequence[Source] = (),
     keep: Keep = lambda results: None,
 ) -> Results:
-    """Checks and times on the GPU."""
+    """Checks and times the layers and models on the GPU."""
     if not have_gpu():
         raise RuntimeError(
             "bench measures on a CUDA GPU of compute capability 8.0 or newer, and none is visible. "
@@ -112,9 +111,9 @@ def measure(
     sources: Sequence[Source] = (),
     keep: Keep = lambda results: None,
 ) -> Results:
-    """Every layer in every precision and layout; then the models. An interruption keeps what there is.
+    """Measures every layer in every precision and layout, then the models. An interruption returns partial results.
 
-    `keep` gets the results after each layer: what was found is not lost when the process is.
+    `keep` gets the results after each layer, so that they are not lost if the process is killed.
     """
     started = time.monotonic()
     options = replace(options, seed=_seed(options.seed))
@@ -150,7 +149,7 @@ def measure(
 
 
 def _compile(work: Sequence[ahead.Work], options: Options, console: Console, results: Results) -> None:
-    """All kernels, before anything is timed."""
+    """Compiles all kernels before the first timing."""
     if len(work) < ahead.WORTH_IT:
         return
     started = time.monotonic()
@@ -163,7 +162,7 @@ def _compile(work: Sequence[ahead.Work], options: Options, console: Console, res
 
 
 def _prepare(results: Results, options: Options, place: Place) -> None:
-    """What times are compared with."""
+    """Measures the ceilings of the GPU and, if asked for, the host time of a call."""
     if place.clock is not None:
         results.ceilings = measure_ceilings(place.clock, options.dtypes, place.device)
     if options.host:
@@ -184,7 +183,7 @@ def _add_model(results: Results, source: Source, kind: tuple[str, str], options:
 def measure_layer(
     name: str, layer: Layer, kind: tuple[str, str], options: Options, place: Place, ceilings: Mapping[str, float]
 ) -> list[Row]:
-    """The rows of one layer in one precision and layout: one for each pass."""
+    """Returns the rows of one layer in one precision and layout: one for each pass."""
     dtype, layout = kind
     rows = [
         Row(name, str(layer), layer.as_dict(), layer.follow, dtype, layout, which)
@@ -200,14 +199,14 @@ def measure_layer(
             _check(rows, case, place)
             if place.clock is not None:
                 _time(rows, case, options, place)
-    except Exception as error:  # one layer that does not fit in memory must not cost the others
+    except Exception as error:  # a layer that does not fit in memory must not stop the run
         for row in rows:
             row.failed = f"{type(error).__name__}: {error}"[:500]
     return rows
 
 
 def _describe(row: Row, case: cases.Case, explanation: Explanation, ceilings: Mapping[str, float]) -> None:
-    """The kernels of the pass, and its floor."""
+    """Fills in the kernels of the pass, the work they do, and the floor of the time in milliseconds."""
     passes = [each for each in explanation.passes if (each.name == "forward") == (row.which == "forward")]
     fused = "fused: " if isinstance(case.ours, fusing.FusedSequential) else ""
     row.kernel = fused + ", ".join(dict.fromkeys(each.kernel for each in passes))
@@ -222,8 +221,11 @@ def _describe(row: Row, case: cases.Case, explanation: Explanation, ceilings: Ma
 
 
 def moved_bytes(case: cases.Case, which: str) -> int:
-    """Every tensor of a pass once: forward reads x and parameters and writes y; backward reads x, dy and parameters
-    and writes a gradient for x and for each parameter."""
+    """Counts the bytes of a pass that moves every tensor once.
+
+    Forward reads x and the parameters and writes y; backward reads x, dy and the parameters and writes a gradient for
+    x and for each parameter.
+    """
     item = case.x.element_size()
     x, y = case.x.numel(), torch.Size(case.layer.output_shape).numel()
     parameters = sum(parameter.numel() for parameter in case.theirs.parameters())
@@ -281,7 +283,7 @@ def _seed(wanted: int | None) -> int:
 def _free(place: Place) -> None:
     gc.collect()
     if place.device == "cuda":
-        with contextlib.suppress(RuntimeError):  # a kernel that failed has said so already
+        with contextlib.suppress(RuntimeError):  # the row of a failed kernel already holds its error
             torch.cuda.empty_cache()
 
 

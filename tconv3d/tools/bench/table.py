@@ -1,4 +1,4 @@
-"""Results as tables for the terminal."""
+"""Prints results as tables on the terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAILED = Text("failed", style="red")
 
 
 def show(results: Results, console: Console) -> None:
-    """All that was found, then what went wrong."""
+    """Prints all results, then the failures."""
     if results.rows:
         (_show_timed if results.kind == "bench" else _show_checked)(results, console)
     if results.models:
@@ -92,7 +92,7 @@ def _row(row: Row, numbers: tuple[str, ...]) -> tables.Row:
 
 
 def _summary(results: Results) -> list[Text]:
-    """Geometric means, and what is wrong or slower."""
+    """Returns lines with the geometric means, and the layers that are wrong or slower than PyTorch's best."""
     lines: list[Text] = []
     found = summarize(results.rows)
     for each in found:

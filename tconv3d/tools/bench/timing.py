@@ -1,4 +1,4 @@
-"""The ceilings of the GPU at hand: what every time is compared with."""
+"""Measures the ceilings of the current GPU, which give the floor of every layer's time."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from tconv3d.api.clock import Timer
 from .precision import DTYPES, precision
 
 COPY_BYTES = 2 << 30
-PRODUCT = 8192  # rows and columns of the matrices
+PRODUCT = 8192  # rows and columns of the square matrices
 
 
 def measure_ceilings(clock: Timer, precisions: Sequence[str], device: str = "cuda") -> dict[str, float]:
-    """Copy bandwidth in TB/s and, for each precision, the rate of a large matrix product in TFLOP/s."""
+    """Measures copy bandwidth in TB/s and, for each precision, the rate of a large matrix product in TFLOP/s."""
     size = COPY_BYTES if device == "cuda" else 1 << 16
     if device == "cuda":
         size = min(size, torch.cuda.mem_get_info()[0] // 4)
     found = {"copy_TBps": 2 * size / clock(_copy(size, device)) / 1e9}
     for name in precisions:
         rate = _product_rate(clock, name, device)
-        if name == "float32":  # three TF32 products make one of float32
+        if name == "float32":  # our kernels may compute a float32 product as three TF32 products
             rate = max(rate, _product_rate(clock, "tf32", device) / 3)
         found[f"{name}_TFLOPS"] = rate
     return found

@@ -1,9 +1,9 @@
-"""`tconv3d export`: a layer's kernels as one Python file that needs nothing of this library.
+"""Implements `tconv3d export`: writes a layer's kernels as one Python file that does not need this library.
 
     text = export.export("large_volume", dtypes=["float32"])
 
-The rooms: `passes` (what to compute, and the planner's plans for it), `cxx` and `specialise` (the kernels' headers,
-cut down to what these plans need), `cuda_source`, `host_source` and `python_file` (the text).
+`passes` says what to compute and asks the planner for plans, `cxx` and `specialise` reduce the kernels' headers to
+what these plans need, and `cuda_source`, `host_source` and `python_file` write the text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def export(
     command: str = "tconv3d export",
     emulated: bool = False,
 ) -> str:
-    """The file for a task or a layer of `layers.LAYERS`, or for a layer in the words of the constructor.
+    """Returns the file for a layer of `layers.LAYERS`, or for a layer written like PyTorch's constructor.
 
-    `emulated`: with the emulator's functions in place of inline assembly, for tests.
+    `emulated` uses the emulator's functions in place of inline assembly, for tests.
     """
     by_name = name_or_layer.strip().isidentifier()
     layer = layers.named([name_or_layer])[name_or_layer] if by_name else layers.parse(name_or_layer)

@@ -1,4 +1,4 @@
-"""The command `export`: its flags, and what it calls."""
+"""Defines the flags of the command `export`, and runs it."""
 
 from __future__ import annotations
 

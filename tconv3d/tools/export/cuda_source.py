@@ -1,7 +1,7 @@
-"""Operations and their plans -> the CUDA source of an exported file.
+"""Writes the CUDA source of an exported file from operations and their plans.
 
-The kernels' headers as far as they are needed, then for every operation and variant the constants, the kernels that
-are compiled with them, and the function that launches them. Which variant is compiled is said by macros (`guard`).
+The source holds the needed parts of the kernels' headers, then for every operation and variant the constants, the
+kernels that are compiled with them, and the function that launches them. Macros (`guard`) choose the variant.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .passes import NotExportableError, Operation, Variant
 from .specialise import Part, Settings, Sources, specialise
 
 LINE = 110
-_ONLY_LAUNCHED = {"kMinBlocks"}  # read where a kernel is launched, not in it
+_ONLY_LAUNCHED = {"kMinBlocks"}  # used in the launch bounds, never inside a kernel
 TOP = r"""// A kernel is a template over a Config, the constants of this layer; Args are its arguments at run time.
 // Which variant is compiled is said by the macros FOR_HOPPER, FOR_TF32, FOR_FLOAT32, FOR_FLOAT16,
 // FOR_BFLOAT16, FOR_CHANNELS_LAST_3D.
@@ -86,7 +86,7 @@ def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, em
 
 
 def _trimmed(operation: Operation, mentioned: set[str]) -> Operation:
-    """The operation without the constants that no kernel reads once its branches are decided."""
+    """Returns the operation without the constants that no specialised kernel reads."""
 
     def trim(launch: Launch) -> Launch:
         return replace(launch, constants=tuple(c for c in launch.constants if c[0] in mentioned))
@@ -96,7 +96,7 @@ def _trimmed(operation: Operation, mentioned: set[str]) -> Operation:
 
 
 def _settings(operations: Sequence[Operation]) -> Settings:
-    """All constants that each kernel is compiled with."""
+    """Returns, for each kernel, all sets of constants that it is compiled with."""
     found: Settings = {}
     for operation in operations:
         for plan in operation.plans.values():
@@ -122,7 +122,7 @@ def _part(part: Part) -> str:
 
 @dataclass
 class Section:
-    """Variants that run the same launches. Of their constants some may differ by precision (`Scalar`)."""
+    """Holds variants that run the same launches; some constants, such as `Scalar`, may differ between precisions."""
 
     plans: dict[Variant, Plan]
 
@@ -131,7 +131,7 @@ class Section:
         return next(iter(self.plans.values()))
 
     def takes(self, variant: Variant, plan: Plan) -> bool:
-        """Whether a variant runs what one of these runs, or what one of another precision does on the same GPU."""
+        """Says whether the variant can join: its launches are equal, or alike for its GPU and layout (`_alike`)."""
         return any(
             plan.launches == known_plan.launches
             or ((variant.gpu, variant.layout) == (known.gpu, known.layout) and _alike(plan, known_plan))
@@ -141,7 +141,7 @@ class Section:
 
 
 def _alike(a: Plan, b: Plan) -> bool:
-    """The same launches, but for constants that name types and one that stands for them."""
+    """Says whether the launches differ only in constants that name types and at most one other constant."""
     if len(a.launches) != len(b.launches):
         return False
     for x, y in zip(a.launches, b.launches, strict=True):
@@ -166,7 +166,7 @@ def sections(operation: Operation) -> list[Section]:
 
 
 def guard(chosen: Iterable[Variant], all_of: Iterable[Variant]) -> str:
-    """The condition, in macros, that one of the chosen variants is compiled."""
+    """Returns the preprocessor condition that one of the chosen variants is compiled."""
     chosen, every = list(chosen), list(all_of)
     rectangles: dict[tuple[frozenset[str], frozenset[str]], list[str]] = {}
     for precision in dict.fromkeys(v.precision for v in chosen):
@@ -208,7 +208,7 @@ def _operation(operation: Operation) -> str:
 
 
 def parameters(operation: Operation) -> list[str]:
-    """Of the C++ function that launches an operation's kernels."""
+    """Returns the parameters of the C++ function that launches an operation's kernels."""
     inputs = [f"const void* {name}" for name in operation.operands]
     outputs = [f"void* {result.name}" for result in operation.results]
     return [*inputs, *outputs, "void* workspace", "cudaStream_t stream"]
@@ -229,7 +229,7 @@ def _section(operation: Operation, section: Section) -> str:
 
 
 def _names(operation: Operation, plan: Plan, index: int) -> tuple[str, str]:
-    """Of a launch: its Config and its kernel function. Numbered where a plan launches a kernel more than once."""
+    """Names the Config and the kernel function of a launch, numbered if the plan launches the kernel repeatedly."""
     kernels = [launch.kernel for launch in plan.launches]
     kernel = kernels[index]
     number = str(kernels[:index].count(kernel) + 1) if kernels.count(kernel) > 1 else ""
@@ -238,7 +238,7 @@ def _names(operation: Operation, plan: Plan, index: int) -> tuple[str, str]:
 
 
 def _kernel(operation: Operation, section: Section, index: int) -> str:
-    """The Config of a launch, and the kernel that is compiled with it."""
+    """Writes the Config of a launch, and the kernel that is compiled with it."""
     plan = section.plan
     launch = plan.launches[index]
     config, function = _names(operation, plan, index)
@@ -258,7 +258,7 @@ def _kernel(operation: Operation, section: Section, index: int) -> str:
 
 
 def _config(name: str, by_precision: dict[str, Constants]) -> str:
-    """`struct name` with the constants of all precisions; those that differ stand between #ifs."""
+    """Writes `struct name` with the constants of all precisions; constants that differ stand between #ifs."""
     first = next(iter(by_precision.values()))
     common = [c for c in first if all(c in other for other in by_precision.values())]
     tables = "".join(_table(f"{name}_", key, value) for key, value in common if isinstance(value, tuple))
@@ -301,7 +301,7 @@ def _table_type(value: Constant) -> str:
 
 
 def _table(prefix: str, key: str, value: Constant) -> str:
-    """A table in constant memory that can also be read at compile time."""
+    """Writes a table in constant memory that can also be read at compile time."""
     assert isinstance(value, tuple)
     rows = [row for row in value if isinstance(row, tuple)]
     items = ["{" + ", ".join(map(str, row)) + "}" for row in rows] if rows else list(map(str, value or (0,)))
@@ -331,7 +331,7 @@ def _launch(operation: Operation, plan: Plan, index: int, launch: Launch) -> str
 
 
 def _fields(name: str, value: object) -> list[str]:
-    """A member by name, in pieces that may stand on lines of their own."""
+    """Writes the initializer of a member in pieces, between which a line may be broken."""
     text = f".{name} = {_value(value)}"
     if not isinstance(value, dict) or len(text) < LINE - 20:
         return [text]
@@ -352,7 +352,7 @@ def _comment(text: str) -> str:
 
 
 def listed(start: str, items: Sequence[str], end: str, indent: int) -> str:
-    """`start`, the items with commas between them, `end`; broken between items where a line is full."""
+    """Joins `start`, the items with commas between them, and `end`, in lines of at most `LINE` columns."""
     lines, line = [], start
     for i, item in enumerate(items):
         last = i == len(items) - 1

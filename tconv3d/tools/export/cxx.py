@@ -1,7 +1,8 @@
 """Reads C++ as this project writes it: tokens, declarations with the names they declare, integer expressions.
 
-No compiler: it knows the house style (one namespace to a header, constants called kName, clang-format's layout), and
-whatever it does not understand it says so of (`None`, or `CxxError`) and leaves as it is. Knows nothing of kernels.
+The reader is no compiler: it relies on this project's style (one namespace per header, constants called kName,
+clang-format's layout). For C++ that it does not understand it returns None or raises `CxxError`. It does not know any
+kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _OPEN, _CLOSE = {"(": ")", "[": "]", "{": "}"}, {")", "]", "}"}
 
 
 class CxxError(ValueError):
-    """C++ that this reader does not follow."""
+    """Reports C++ that this reader does not understand."""
 
 
 class Token(NamedTuple):
@@ -39,18 +40,18 @@ class Token(NamedTuple):
         return self.start + len(self.text)
 
 
-@functools.lru_cache(maxsize=8192)  # the same headers are read for every kernel and every export
+@functools.lru_cache(maxsize=8192)  # every kernel and every export read the common headers again
 def tokens(text: str) -> tuple[Token, ...]:
     return tuple([Token(str(found.lastgroup), found.group(), found.start()) for found in _TOKEN.finditer(text)])
 
 
 def code(text: str) -> list[Token]:
-    """Tokens without comments and directives."""
+    """Returns the tokens that are neither comments nor preprocessor directives."""
     return [token for token in tokens(text) if token.kind not in ("comment", "directive")]
 
 
 def words(text: str) -> set[str]:
-    """The identifiers of code; of a directive those of its text."""
+    """Returns the identifiers in code and in preprocessor directives, without comments and strings."""
     found = set()
     for token in tokens(text):
         if token.kind == "word":
@@ -61,7 +62,7 @@ def words(text: str) -> set[str]:
 
 
 def closing(found: Sequence[Token], index: int) -> int:
-    """The index of the bracket that closes the one at `index`."""
+    """Returns the index of the bracket that closes the one at `index`."""
     depth = 0
     for i in range(index, len(found)):
         if found[i].kind == "mark" and found[i].text in _OPEN:
@@ -74,7 +75,7 @@ def closing(found: Sequence[Token], index: int) -> int:
 
 
 def resolve(text: str, defined: frozenset[str]) -> str:
-    """Takes `#ifdef NAME` apart (for every NAME: it is defined if it is in `defined`), and `#pragma once` out."""
+    """Evaluates every `#ifdef` and `#ifndef` with the names in `defined`, and removes `#pragma once`."""
     kept: list[str] = []
     open_: list[bool] = []
     for line in text.splitlines(keepends=True):
@@ -98,17 +99,17 @@ def resolve(text: str, defined: frozenset[str]) -> str:
 
 @dataclass
 class Header:
-    """One file: what it says at its top, what it includes, and what is in its namespace."""
+    """Holds one file: the comment at its top, the headers it includes, and the body of its namespace."""
 
     name: str
     comment: str
     includes: tuple[str, ...]
-    namespace: str  # empty: the file has none, and `body` is all of it
+    namespace: str  # empty if the file has no code; `body` is then empty too
     body: str
 
 
 def header(name: str, text: str) -> Header:
-    """A file whose conditions have been resolved."""
+    """Parses the text of a file whose `#ifdef`s `resolve` has evaluated."""
     comment = re.match(r"(?://[^\n]*\n)*", text)
     assert comment is not None
     rest = text[comment.end() :]
@@ -123,19 +124,19 @@ def header(name: str, text: str) -> Header:
 
 @dataclass
 class Declaration:
-    """One declaration with the comment above it.
+    """Holds one declaration with the comment above it.
 
-    kind: struct, function, constant (static constexpr), using, define, macro (a call of one), assert, section (a
-    comment that stands alone), other (data members: never left out).
+    `kind` is struct, function, constant (static constexpr), using (also enum), define, macro (the call of a macro),
+    assert, section (a comment that stands alone) or other (such as data members, which are never left out).
     """
 
     kind: str
     text: str
     names: tuple[str, ...]
-    head: str = ""  # of a struct: up to its brace; of a function: its signature
-    tail: str = ""  # of a struct: from its closing brace on
+    head: str = ""  # text of a struct up to its brace, or signature of a function
+    tail: str = ""  # text of a struct from its closing brace on
     children: list[Declaration] = field(default_factory=list)
-    gap: str = "\n"  # what separates it from the one before
+    gap: str = "\n"  # newlines between the previous declaration and this one
 
     @property
     def signature(self) -> str:
@@ -148,7 +149,7 @@ class Declaration:
 
 
 def render(declarations: list[Declaration], keep: Callable[[Declaration], bool]) -> str:
-    """What is left. A comment that stands alone goes with the declarations up to the next such comment."""
+    """Writes the declarations that `keep` accepts, and section comments whose section has such a declaration."""
     lines: list[str] = []
     for i, declaration in enumerate(declarations):
         if declaration.kind == "section":
@@ -163,7 +164,7 @@ def render(declarations: list[Declaration], keep: Callable[[Declaration], bool])
 
 
 def declarations(text: str) -> list[Declaration]:
-    """The declarations of a namespace or of a struct."""
+    """Parses the declarations in the body of a namespace or of a struct."""
     found: list[Declaration] = []
     end = 0
     for piece, start in _pieces(text):
@@ -178,10 +179,10 @@ def declarations(text: str) -> list[Declaration]:
 
 
 def _pieces(text: str) -> Iterator[tuple[str, int]]:
-    """The text of each declaration with its comment, and where it begins."""
+    """Yields the text of each declaration with its comment, and the offset where it begins."""
     found = tokens(text)
     start: int | None = None
-    begun = False  # whether code has come, not only comments
+    begun = False  # whether the declaration has code so far, not only comments
     i = 0
     while i < len(found):
         token = found[i]
@@ -206,7 +207,7 @@ def _pieces(text: str) -> Iterator[tuple[str, int]]:
             elif token.text == ";":
                 end = token.end
         if end is not None:
-            # A comment at the end of the line belongs to it.
+            # A comment at the end of a line belongs to the declaration before it.
             if following and following.kind == "comment" and "\n" not in text[end : following.start]:
                 i += 1
                 end = found[i].end
@@ -218,7 +219,7 @@ def _pieces(text: str) -> Iterator[tuple[str, int]]:
 
 
 def _ends_with_brace(text: str) -> bool:
-    """Whether a declaration that has come to a closing brace is over: functions are, structs want a semicolon."""
+    """Says whether a declaration ends with its closing brace, as functions do; structs end with a semicolon."""
     if _struct(text) or re.search(r"\benum\b", _uncommented(text).split("{")[0]):
         return False
     depth = 0
@@ -269,7 +270,7 @@ def _declaration(text: str) -> Declaration:
 
 def _struct_declaration(text: str, found: Sequence[Token], name: str) -> Declaration:
     place = next((i for i, token in enumerate(found) if token.text == "{"), None)
-    if place is None:  # declared only
+    if place is None:  # forward declaration
         return Declaration("struct", text, (name,), head=text)
     end = closing(found, place)
     inside = text[found[place].end : found[end].start]
@@ -286,7 +287,7 @@ def _struct_declaration(text: str, found: Sequence[Token], name: str) -> Declara
 
 
 def _after_template(found: list[Token]) -> list[Token]:
-    """A declaration without its `template <...>`, whose parameters are not a signature's."""
+    """Returns the tokens of a declaration after its `template <...>`."""
     while found and found[0].text == "template":
         depth = 0
         for i, token in enumerate(found[1:], 1):
@@ -325,7 +326,7 @@ def _function_or_variable(text: str, body: list[Token]) -> Declaration:
 # ---- integer expressions
 
 
-Lookup = Callable[[str, str], "int | None"]  # qualifier ("Config", "" ...) and name
+Lookup = Callable[[str, str], "int | None"]  # arguments: qualifier ("Config", "", ...) and name
 Call = Callable[[str, str, "list[int]"], "int | None"]
 
 _PRECEDENCE = {
@@ -359,7 +360,7 @@ _BINARY: dict[str, Callable[[int, int], int]] = {
 
 
 class Evaluator:
-    """The value of an integer expression, or None where a part that matters is not known."""
+    """Computes the value of an integer expression, or None if it depends on an unknown part."""
 
     def __init__(self, lookup: Lookup, call: Call, size_of: Callable[[str], int | None]) -> None:
         self._lookup, self._call, self._size_of = lookup, call, size_of
@@ -367,7 +368,7 @@ class Evaluator:
         self._at = 0
 
     def __call__(self, text: str) -> int | None:
-        before = self._tokens, self._at  # an expression's constants are expressions themselves
+        before = self._tokens, self._at  # evaluating a constant inside an expression calls the evaluator again
         self._tokens, self._at = [token for token in code(text) if token.text != "typename"], 0
         try:
             value = self._ternary()

@@ -1,4 +1,4 @@
-"""Operations -> the C++ source of an exported file: tensors in, tensors out, on the caller's device and stream."""
+"""Writes the C++ source of an exported file: functions on tensors, on the caller's device and stream."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def host_source(operations: Sequence[Operation]) -> str:
 
 
 def function_names(operations: Sequence[Operation]) -> list[str]:
-    """The functions that Python calls."""
+    """Returns the names of the functions that Python calls."""
     return [name for o in operations for name in (o.name, *([f"{o.name}_"] if o.in_place else []))]
 
 
 def _functions(operation: Operation) -> str:
-    """The operation, and the one that writes its result over its first operand (called `name_`, as in PyTorch)."""
+    """Writes the function of an operation and, if it may run in place, also `name_`, which overwrites operand 0."""
     return _function(operation) + (_function(operation, over=True) if operation.in_place else "")
 
 

@@ -1,7 +1,7 @@
-"""What an exported file computes: its operations, and the plan of each for every variant it may run as.
+"""Lists the operations of an exported file, and plans each operation for every variant.
 
-A variant is a kind of GPU, a precision and a memory format. Asks the planner what the executor asks for the same
-tensors, so the exported kernels are the ones that the library runs. Knows nothing of source text.
+A variant is a kind of GPU, a precision and a memory format. The planner gets the problems that the executor makes of
+such tensors, so the exported kernels are the ones that the library runs. This module does not know source text.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ from ...torch_ops.executor import BACKWARD, OPERANDS, WITH_STATISTICS
 from ...torch_ops.norm_executor import GRADIENT, NORMALIZE
 from ..bench.layers import Layer
 
-# What plans are made for. The shared memory of "any" is what every GPU of compute capability 8.0 and up can give.
+# Devices that plans are made for. "any" has 101376 bytes of shared memory per block, the least that a GPU of compute
+# capability 8.0 or higher offers.
 DEVICES = {
     "hopper": GPUS["H200"].device,
     "any": Device("compute capability 8.0 and up", (8, 0), GPUS["H200"].device.multiprocessors, 101376),
 }
-PRECISIONS = {"float32": ("tf32", "float32"), "float16": ("float16",), "bfloat16": ("bfloat16",)}  # by dtype
+PRECISIONS = {"float32": ("tf32", "float32"), "float16": ("float16",), "bfloat16": ("bfloat16",)}  # keyed by dtype
 LAYOUTS = ("contiguous", "channels_last_3d")
 STRIDES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "contiguous": contiguous_strides,
@@ -44,12 +45,12 @@ STRIDES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
 
 
 class NotExportableError(ValueError):
-    """What was asked for cannot be written as one file."""
+    """Reports that a layer cannot be exported as one file."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What an operation is compiled for."""
+    """Holds the kind of GPU, the precision and the memory format that an operation is compiled for."""
 
     gpu: str
     precision: str
@@ -62,23 +63,23 @@ class Variant:
 
 @dataclass(frozen=True)
 class Result:
-    """A tensor that an operation writes. Volumes are in the variant's memory format."""
+    """Describes a tensor that an operation writes. Volumes are in the variant's memory format."""
 
     name: str
     shape: tuple[int, ...]
     volume: bool = False
-    dtype: str = ""  # that of the first operand, unless said otherwise
+    dtype: str = ""  # empty means the type of the first operand
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One function of the exported file: named operands in, tensors out."""
+    """Describes one function of the exported file: named operands, results, and a plan for each variant."""
 
     name: str
     operands: tuple[str, ...]
     results: tuple[Result, ...]
     plans: dict[Variant, Plan]
-    in_place: bool = False  # whether the result may take the place of the first operand
+    in_place: bool = False  # whether the result may overwrite the first operand
 
 
 def variants(dtypes: Sequence[str], layouts: Sequence[str]) -> list[Variant]:
@@ -87,7 +88,7 @@ def variants(dtypes: Sequence[str], layouts: Sequence[str]) -> list[Variant]:
 
 
 def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
-    """What a training step of the layer computes."""
+    """Returns the operations of a training step of the layer."""
     wanted = [Pass.INPUT_GRAD, Pass.WEIGHT_GRAD]
     if layer.norm_groups:
         forward = [_statistics(layer, chosen), _normalize(layer, chosen), _norm_grad(layer, chosen)]
@@ -98,8 +99,8 @@ def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
 
 
 def _pass(layer: Layer, which: Pass, chosen: Sequence[Variant]) -> Operation:
-    """Forward, or the gradient of input, weight or bias."""
-    *operands, _, _, _ = OPERANDS[which]  # then nothing, the result, the workspace
+    """Returns the operation of one pass: forward, or the gradient of input, weight or bias."""
+    *operands, _, _, _ = OPERANDS[which]  # the last three are an unused operand, the result and the workspace
     plans = {v: planner.plan(problem(layer, which, v), DEVICES[v.gpu]) for v in chosen}
     return Operation(which.value, _given(layer, operands), (_result(layer, which),), plans)
 
@@ -115,7 +116,7 @@ def _result(layer: Layer, which: Pass) -> Result:
 
 
 def _together(layer: Layer, wanted: Sequence[Pass], chosen: Sequence[Variant]) -> list[Operation]:
-    """All gradients by one call, where some kernel computes several of them at once."""
+    """Returns one operation for all gradients if a kernel computes several of them at once, else no operation."""
     problems = {v: tuple(problem(layer, which, v) for which in wanted) for v in chosen}
     if not any(shares_kernels(p, DEVICES[v.gpu]) for v, p in problems.items()):
         return []
@@ -136,10 +137,10 @@ def weight_shape(layer: Layer) -> tuple[int, ...]:
     return (layer.in_channels, layer.out_channels // layer.groups, *layer.kernel)
 
 
-# ---- with ReLU and GroupNorm behind the convolution: it leaves the statistics, and the norm is a step of its own
+# ---- blocks with ReLU and GroupNorm: the convolution also writes the statistics, and normalizing is an operation
 
 
-EPS = 1e-5  # GroupNorm's, where nobody says otherwise
+EPS = 1e-5  # default eps of PyTorch's GroupNorm
 
 
 def _statistics(layer: Layer, chosen: Sequence[Variant]) -> Operation:
@@ -175,7 +176,7 @@ def norm_problem(layer: Layer, variant: Variant) -> NormProblem:
     return NormProblem(activation, dtype, dtype, layer.norm_groups)
 
 
-# ---- the convolution
+# ---- convolutions
 
 
 def _dtype(variant: Variant) -> str:
@@ -183,7 +184,7 @@ def _dtype(variant: Variant) -> str:
 
 
 def problem(layer: Layer, which: Pass, variant: Variant) -> Problem:
-    """The problem that the executor makes of tensors in the variant's memory format."""
+    """Returns the problem that the executor makes of tensors in the variant's memory format."""
     strides = STRIDES[variant.layout]
     weight = weight_shape(layer)
     geometry = Geometry.make(

@@ -1,4 +1,4 @@
-"""A task or a layer and its operations -> the Python file."""
+"""Writes the exported Python file of a task or a layer from its operations."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ MODEL = '''class ModelNew(nn.Module):
 
 
 def python_file(name: str, layer: Layer, operations: Sequence[Operation], command: str, emulated: bool) -> str:
-    """The text of the file; `name` is a task's or the layer's."""
+    """Returns the text of the file; `name` is the name of a task or a layer."""
     dtypes = list(dict.fromkeys(v.precision for v in operations[0].plans if v.precision != "tf32"))
     layouts = list(dict.fromkeys(v.layout for v in operations[0].plans))
     task = tasks.load(name) if name in tasks.NAMES else None
@@ -291,7 +291,7 @@ def _sentence(text: str) -> str:
 
 
 def _operation(layer: Layer, together: bool) -> str:
-    """`together`: all gradients may come from one call."""
+    """Writes the autograd function; with `together` it computes all gradients by one call if all are wanted."""
     if layer.norm_groups:
         gradient = "            dbias if wanted[2] else None,\n" if layer.bias else ""
         dbias = "dbias if wanted[2] else None, " if layer.bias else ""
@@ -337,7 +337,7 @@ def _norm_settings(layer: Layer) -> str:
 
 
 def _model(layer: Layer, task: Any) -> str:
-    """The class, with the constructor that the task's own has."""
+    """Writes the class `ModelNew`, with the constructor of the task's model if there is a task."""
     if task is None:
         attribute, norm = ("conv_transpose", "group_norm") if layer.norm_groups else ("conv_transpose3d", "")
         constructor = LAYER_CONSTRUCTOR.format(
@@ -356,7 +356,7 @@ def _model(layer: Layer, task: Any) -> str:
 
 
 def _attribute(constructor: str, kind: str) -> str:
-    """The name under which a constructor keeps its layer of some kind; empty if it has none."""
+    """Returns the attribute to which a constructor assigns its layer of some kind, or an empty text without one."""
     found = re.search(rf"self\.(\w+) = nn\.{kind}\(", constructor)
     return found.group(1) if found else ""
 

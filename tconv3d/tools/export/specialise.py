@@ -1,10 +1,10 @@
-"""Kernel headers and the settings they are compiled with -> the source that these settings need, and no more.
+"""Reduces kernel headers to the source that is needed for the settings the kernels are compiled with.
 
-Two steps. Folding: a condition (`if constexpr`, `if`, `?:`) that has the same known value in all settings is replaced
-by the branch it takes. Pruning: declarations that nothing left mentions are left out. Both are cautious: what cannot
-be evaluated stays a condition, and a name that is mentioned anywhere keeps all that bear it.
+Folding replaces a condition (`if constexpr`, `if`, `?:`) that has one known value in all settings by the branch it
+takes. Pruning removes declarations that no remaining code mentions. Both are cautious: a condition that cannot be
+evaluated stays, and a name that is mentioned anywhere keeps all declarations of that name.
 
-Knows the language, through `cxx`, and never a kernel.
+This module knows the language, through `cxx`, but no kernel.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from . import cxx
 from .cxx import Declaration, Token
 
 Truth = Callable[[str], "bool | None"]
-Settings = dict[str, list[Constants]]  # by kernel
+Settings = dict[str, list[Constants]]  # keyed by kernel
 
-_LINE = 110  # columns of a line, as clang-format is told
+_LINE = 110  # columns of a line, as in .clang-format
 _SIZES = {"float": 4, "double": 8, "int": 4, "unsigned": 4, "long long": 8, "unsigned char": 1}
 _SIZES_BY_NAME = {"tconv3d::Half": 2, "tconv3d::BFloat16": 2}
 _CONSTANT = re.compile(r"k[A-Z]\w*")
@@ -32,7 +32,7 @@ _DEFINITION = re.compile(r"\bconstexpr\s+(?:\w+\s+)*?(?:\w+|ptx::\w+)\s+(?=k[A-Z
 
 
 class Sources:
-    """The headers of the package, or of one other directory, each read once."""
+    """Reads the headers of the package, or of one other directory, each once."""
 
     def __init__(self, directory: Path | None = None, emulated: bool = False) -> None:
         self._directories = None if directory is None else (directory,)
@@ -46,7 +46,7 @@ class Sources:
                 raise cxx.CxxError(f"no header is called {name}")
             text = cxx.resolve(path.read_text(), self._defined)
             text = re.sub(r"^// clang-format (on|off)\n", "", text, flags=re.MULTILINE)
-            text = re.sub(r"^ *TCONV3D_ASSUME\([^;]*\);.*\n", "", text, flags=re.MULTILINE)  # checks of the emulator
+            text = re.sub(r"^ *TCONV3D_ASSUME\([^;]*\);.*\n", "", text, flags=re.MULTILINE)  # emulator's checks
             self._headers[name] = cxx.header(name, text)
         return self._headers[name]
 
@@ -54,7 +54,7 @@ class Sources:
         return name in self._headers or find(name, self._directories) is not None
 
     def closure(self, kernel: str) -> list[str]:
-        """The headers of a kernel, those that others need first; its own is the last."""
+        """Returns the headers of a kernel, each after the headers it includes; the kernel's own header is last."""
         found: list[str] = []
 
         def visit(name: str) -> None:
@@ -87,17 +87,17 @@ class Sources:
 
 @dataclass(frozen=True)
 class Part:
-    """One header as far as it is needed."""
+    """Holds the needed part of one header."""
 
     header: str
     comment: str
     namespace: str
     text: str
-    kernel: str | None  # that it belongs to: its own header, or one named after it that no other kernel includes
+    kernel: str | None  # owner of the header, or None if kernels share it; `_owner` decides
 
 
 def specialise(sources: Sources, settings: Settings) -> list[Part]:
-    """The headers that these kernels need, in an order in which they can be compiled."""
+    """Returns the reduced headers that the kernels need, in an order in which they can be compiled."""
     order: list[str] = []
     users: dict[str, list[str]] = {}
     for kernel in settings:
@@ -106,7 +106,7 @@ def specialise(sources: Sources, settings: Settings) -> list[Part]:
             if name not in order:
                 order.append(name)
     own = {f"{kernel}.cuh" for kernel in settings}
-    order.sort(key=lambda name: name in own)  # stable: what kernels share comes first
+    order.sort(key=lambda name: name in own)  # the sort is stable; headers that kernels share come first
     values = {
         kernel: [_values(sources, kernel, constants) for constants in found] for kernel, found in settings.items()
     }
@@ -137,11 +137,11 @@ def _owner(header: str, users: list[str]) -> str | None:
     return users[0] if len(users) == 1 and name.startswith(f"{users[0]}_") else None
 
 
-# ---- what the constants say
+# ---- values of constants
 
 
 def _values(sources: Sources, kernel: str, constants: Constants) -> cxx.Evaluator:
-    """Evaluates expressions of a kernel with its constants: its `Config`'s, and those that follow from them."""
+    """Returns an evaluator that knows the constants of a kernel's `Config` and the constants derived from them."""
     given = dict(constants)
     definitions = _definitions("\n".join(sources.header(name).body for name in sources.closure(kernel)))
     known: dict[str, int | None] = {}
@@ -151,7 +151,7 @@ def _values(sources: Sources, kernel: str, constants: Constants) -> cxx.Evaluato
             value = given.get(name)
             return int(value) if isinstance(value, (bool, int)) else None
         if name not in known:
-            known[name] = None  # what is defined through itself is not known
+            known[name] = None  # a constant that is defined by itself has no known value
             texts = definitions.get(name, set())
             known[name] = evaluate(next(iter(texts))) if len(texts) == 1 else None
         return known[name]
@@ -173,7 +173,7 @@ def _values(sources: Sources, kernel: str, constants: Constants) -> cxx.Evaluato
 
 
 def _definitions(text: str) -> dict[str, set[str]]:
-    """The expressions that constants of each name are defined by. A template's parameter may be anything."""
+    """Returns the expressions that define a constant of each name; template parameters get two, so stay unknown."""
     bare = re.sub(r"//[^\n]*", "", text)
     found: dict[str, set[str]] = {}
     for parameters in re.findall(r"template\s*<([^{;]*?)>\s", bare):
@@ -198,7 +198,7 @@ def _end_of_expression(found: list[Token], start: int) -> int:
 
 
 def _truth(values: list[cxx.Evaluator]) -> Truth:
-    """The truth of a condition in all settings; None where they differ or it is not known."""
+    """Returns a function for the truth of a condition in all settings, which is None if unknown or not the same."""
 
     def truth(condition: str) -> bool | None:
         found = {None if value is None else bool(value) for value in (evaluate(condition) for evaluate in values)}
@@ -211,12 +211,12 @@ def _truth(values: list[cxx.Evaluator]) -> Truth:
 
 
 def fold(text: str, truth: Truth) -> str:
-    """The text with every condition decided that can be."""
+    """Replaces every condition whose value is known by the branch it takes."""
     return _fold_choices(_fold_branches(text, truth), truth)
 
 
 def _fold_declarations(found: list[Declaration], truth: Truth) -> None:
-    """Folds each by itself: a condition never reaches from one into the next."""
+    """Folds each declaration separately: a condition never extends over several declarations."""
     for declaration in found:
         if declaration.children:
             _fold_declarations(declaration.children, truth)
@@ -244,7 +244,7 @@ def _fold_branches(text: str, truth: Truth) -> str:
 
 
 def _statement_end(found: list[Token], i: int) -> int:
-    """The index of a statement's last token."""
+    """Returns the index of the last token of the statement that begins at token `i`."""
     if found[i].text == "{":
         return cxx.closing(found, i)
     if found[i].text in ("if", "for", "while"):
@@ -260,14 +260,14 @@ def _statement_end(found: list[Token], i: int) -> int:
 
 
 def _decide(text: str, found: list[Token], at: int, then: int, value: bool) -> str:
-    """Replaces the `if` at token `at`, whose first branch begins at token `then`."""
+    """Replaces the `if` at token `at`, whose first branch begins at token `then`, by the branch for `value`."""
     end = _statement_end(found, then)
     branch: tuple[int, int] | None = (then, end) if value else None
     if end + 1 < len(found) and found[end + 1].text == "else":
         other, end = end + 2, _statement_end(found, end + 2)
         branch = branch or (other, end)
     chained = found[at - 1].text == "else"
-    alone = not chained and found[at - 1].text != ")"  # one of a block's statements, not what a loop repeats
+    alone = not chained and found[at - 1].text != ")"  # a statement of a block, not the body of a loop
     before, rest = text[: found[at].start], text[found[end].end :]
     if branch is None:
         start = found[at - 1].start if chained else found[at].start
@@ -278,7 +278,7 @@ def _decide(text: str, found: list[Token], at: int, then: int, value: bool) -> s
         inner = _unwrapped(inner)
     if alone and _returns(inner):
         rest = _after_block(rest)
-    if inner.startswith("#"):  # a directive begins its line
+    if inner.startswith("#"):  # a directive must begin its line
         before = before.rstrip(" ")
     return before + inner + rest
 
@@ -288,7 +288,7 @@ _STATEMENTS = {"return", "if", "for", "while", "else", "break", "continue", "asm
 
 
 def _declares(block: str) -> bool:
-    """Whether a block may declare names, which could be mistaken for others once its braces are gone."""
+    """Says whether a block may declare names, which could clash with others if its braces were removed."""
     inside, i = cxx.code(block)[1:-1], 0
     while i < len(inside):
         name = i
@@ -303,13 +303,13 @@ def _declares(block: str) -> bool:
 
 
 def _unwrapped(block: str) -> str:
-    """What stands between braces, two columns further left; its first line begins where the braces did."""
+    """Returns the inside of a block in braces, dedented by two columns after the first line."""
     lines = [line.rstrip() for line in block[1:-1].strip().split("\n")]
     return "\n".join([lines[0], *(line.removeprefix("  ") for line in lines[1:])])
 
 
 def _returns(branch: str) -> bool:
-    """Whether a branch without braces ends by leaving the function."""
+    """Says whether the last statement of a branch without braces is a return."""
     found = cxx.code(branch)
     starts, i = [], 0
     while i < len(found):
@@ -319,7 +319,7 @@ def _returns(branch: str) -> bool:
 
 
 def _after_block(rest: str) -> str:
-    """What follows without the statements that can no longer be reached."""
+    """Removes the statements after a return, up to the end of the enclosing block."""
     depth = 0
     for token in cxx.code(rest):
         if token.text == "}" and depth == 0:
@@ -329,7 +329,7 @@ def _after_block(rest: str) -> str:
 
 
 def _without(text: str, start: int, end: int) -> str:
-    """Takes a statement out, with its line and the comment above it."""
+    """Removes a statement, with its line and the comment above it."""
     first = text.rfind("\n", 0, start) + 1
     alone = not text[first:start].strip() and text[end : end + 1] in ("", "\n")
     if not alone:
@@ -344,7 +344,7 @@ _EDGES = {"(", "[", "{", "}", ",", ";", "=", "?", ":", "return", "+=", "-=", "*=
 
 
 def _fold_choices(text: str, truth: Truth) -> str:
-    """Decides `condition ? this : that`."""
+    """Replaces every `condition ? a : b` whose condition has a known value by `a` or `b`."""
     start = 0
     while True:
         found = cxx.code(text)
@@ -371,13 +371,13 @@ def _fold_choices(text: str, truth: Truth) -> str:
 
 
 def _in_template(condition: list[Token]) -> bool:
-    """Whether what looks like a comparison may be the start of a template's arguments."""
+    """Says whether a `<` in the condition may begin template arguments and not be a comparison."""
     before = (a for a, b in pairwise(condition) if b.text == "<")
     return any(token.kind == "word" and not _CONSTANT.fullmatch(token.text) for token in before)
 
 
 def _joined(before: str, after: str) -> str:
-    """What stands before an expression that has become short enough for the line that ends in `=`."""
+    """Returns the text before an expression; joins a line that ends in `=` with the expression if they fit in one."""
     line = before.rstrip().rsplit("\n", 1)[-1]
     fits = len(line) + 1 + len(after.split("\n", 1)[0]) <= _LINE
     return before.rstrip() + " " if before.rstrip().endswith("=") and fits else before
@@ -397,7 +397,7 @@ def _start_of_condition(found: list[Token], question: int) -> int:
 
 
 def _ends_of_choice(found: list[Token], question: int) -> tuple[int, int]:
-    """The token `:` that belongs to a `?`, and the one after the whole choice."""
+    """Returns the index of the `:` that belongs to a `?`, and of the token after the whole `?:` expression."""
     depth, colon, i = 0, -1, question + 1
     while i < len(found):
         if found[i].text in ("(", "[", "{"):
@@ -415,7 +415,7 @@ def _ends_of_choice(found: list[Token], question: int) -> tuple[int, int]:
 
 
 def _needless_brackets(found: list[Token], before: int, after: int) -> bool:
-    """Whether brackets round a single operand are only there to hold a choice together."""
+    """Says whether brackets enclose only a `?:` expression, so that they can go when it becomes a single operand."""
     outer = found[before - 1]
     return found[before].text == "(" and found[after].text == ")" and outer.kind == "mark" and outer.text not in ")]>"
 
@@ -424,13 +424,13 @@ def _needless_brackets(found: list[Token], before: int, after: int) -> bool:
 
 
 def _roots(settings: list[Constants]) -> set[str]:
-    """The names that a kernel's entry mentions: its function, and the types among its constants."""
+    """Returns the names that a kernel's entry mentions: `run`, `Args`, and the types among its constants."""
     types = (value for constants in settings for _, value in constants if isinstance(value, str))
     return {"run", "Args"}.union(*(cxx.words(value) for value in types))
 
 
 def _reachable(program: list[Declaration], roots: set[str], values: list[cxx.Evaluator]) -> set[int]:
-    """The declarations (by identity) that the roots lead to, by the names that are mentioned."""
+    """Returns the ids of the declarations that are reachable from the roots through mentioned names."""
     macros = {d.names[0]: _macro(d.text) for d in program if d.kind == "define"}
     structs = {d.names[0] for d in program if d.kind == "struct"}
     count: dict[str, int] = {}
@@ -472,7 +472,7 @@ def _reachable(program: list[Declaration], roots: set[str], values: list[cxx.Eva
 
 
 def _parameters(declaration: Declaration) -> str:
-    """What tells an overload or a specialisation from the others: its parameters, its arguments."""
+    """Returns the parameters of a function or the template arguments of a struct, which tell overloads apart."""
     text = re.sub(r"//[^\n]*\n", "", declaration.signature)
     if declaration.kind == "struct":
         return " ".join(re.findall(r"(?:struct|class)\s+\w+\s*<([^>]*)>", text))
@@ -480,7 +480,7 @@ def _parameters(declaration: Declaration) -> str:
 
 
 def _macro(text: str) -> tuple[list[str], str]:
-    """A macro's parameters and body."""
+    """Returns the parameters and the body of a macro, given its `#define`."""
     whole = text[text.index("#") :].replace("\\\n", " ")
     found = re.match(r"#\s*define\s+\w+(?:\(([^)]*)\))?(.*)", whole, re.DOTALL)
     assert found is not None
@@ -497,7 +497,7 @@ def _arguments(call: str) -> list[str]:
 
 
 def _specialisation(call: Declaration, macros: dict[str, tuple[list[str], str]]) -> tuple[str, str]:
-    """Which template a macro's call specialises, and for what: `TCONV3D_MATRIX_MULTIPLY(24, ...)`."""
+    """Returns the template that a macro call specialises, and the argument: `TCONV3D_MATRIX_MULTIPLY(24, ...)`."""
     parameters, body = macros[call.names[0]]
     found = re.search(r"\bstruct\s+(\w+)<(\w+)>", body)
     if found is None or found.group(2) not in parameters:
@@ -506,7 +506,7 @@ def _specialisation(call: Declaration, macros: dict[str, tuple[list[str], str]])
 
 
 def _used(name: str, argument: str, texts: list[str], values: list[cxx.Evaluator]) -> bool:
-    """Whether `name<argument>` is mentioned, with an expression in its place; unknown ones may be anything."""
+    """Says whether a text mentions `name<expression>` whose expression equals `argument` or has no known value."""
     for text in texts:
         for expression in re.findall(rf"(?<!struct )\b{name} <([^<>;{{}}]*)>", text):
             found = {evaluate(expression) for evaluate in values}
@@ -516,7 +516,7 @@ def _used(name: str, argument: str, texts: list[str], values: list[cxx.Evaluator
 
 
 def _expanded(call: str, macros: dict[str, tuple[list[str], str]]) -> set[str]:
-    """All names in the expansion of a macro's call, those of the macros included."""
+    """Returns all names in the expansion of a macro call, including the names of the macros."""
     found: set[str] = set()
     work = [(cxx.code(call)[0].text, _arguments(call))]
     while work:
@@ -527,7 +527,7 @@ def _expanded(call: str, macros: dict[str, tuple[list[str], str]]) -> set[str]:
             rest = len(parameters) - 1
             arguments = [*arguments[:rest], ", ".join(arguments[rest:])]
         for parameter, argument in zip(parameters, arguments, strict=True):
-            plain = argument.replace("\\", r"\\")  # as the text to put in, not as a pattern
+            plain = argument.replace("\\", r"\\")  # re.sub would interpret a single backslash
             body = re.sub(rf"##\s*{parameter}\b|\b{parameter}\b", plain, body)
         body = body.replace("##", "")
         for token in cxx.code(body):

@@ -1,9 +1,9 @@
-"""The reference tasks: PyTorch's `Model` beside this library's `ModelNew`, one file each.
+"""Holds the reference tasks, one file each: PyTorch's `Model` beside this library's `ModelNew`.
 
-The files have the layout that kernel benchmarks use: `Model` and `ModelNew` take the same constructor
-arguments and the same `state_dict`; `get_init_inputs()` returns the arguments and `get_inputs()` the tensors.
-`get_inputs(REDUCED)` returns a volume small enough for the emulator. Channels and hyperparameters do not
-shrink with it, so the kernels that run are the ones that run at full size.
+The files have the layout that kernel benchmarks use: `Model` and `ModelNew` take the same constructor arguments and
+the same `state_dict`; `get_init_inputs()` returns the arguments and `get_inputs()` the tensors. `get_inputs(REDUCED)`
+returns a volume small enough for the emulator. Channels and hyperparameters are not reduced, so the kernels that run
+are the ones that run at full size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NAMES = ("grouped_strided", "large_volume", "asymmetric_kernel", "relu_group_nor
 
 
 class OneLayer(nn.Module):
-    """A model of one transposed 3D convolution, which the constructor of a subclass makes as `self.Layer(...)`."""
+    """Runs one transposed 3D convolution, which the constructor of a subclass makes as `self.Layer(...)`."""
 
     Layer: type[nn.ConvTranspose3d] = nn.ConvTranspose3d
     conv_transpose3d: nn.ConvTranspose3d
@@ -27,7 +27,7 @@ class OneLayer(nn.Module):
 
 
 class Task(Protocol):
-    """What a file in this folder provides."""
+    """Declares what a task module in this folder provides."""
 
     SHAPE: tuple[int, ...]
     REDUCED: tuple[int, ...]
@@ -40,7 +40,7 @@ class Task(Protocol):
 
 
 def load(name: str) -> Task:
-    """The task of that name, imported."""
+    """Imports and returns the task with the given name."""
     if name not in NAMES:
         raise ValueError(f"no task is called {name!r}: expected one of {', '.join(NAMES)}")
     return cast(Task, import_module(f"{__name__}.{name}"))

@@ -16,7 +16,7 @@ REDUCED = (1, 32, 3, 4, 6)
 
 
 class Model(OneLayer):
-    """One transposed 3D convolution, PyTorch's, with (depth, height, width) for every setting."""
+    """Runs PyTorch's transposed 3D convolution, with (depth, height, width) for every setting."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Model(OneLayer):
 
 
 class ModelNew(Model):
-    """The same model with this library's layer."""
+    """Runs this library's layer in place of PyTorch's."""
 
     Layer = tconv3d.ConvTranspose3d
 

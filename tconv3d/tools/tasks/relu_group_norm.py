@@ -1,4 +1,4 @@
-"""What often follows the convolution: 64 to 128 channels, kernel 3, then ReLU, then GroupNorm of 8 groups."""
+"""A convolution, ReLU and GroupNorm: 64 to 128 channels, kernel 3, norm of 8 groups, on 32 x 32 x 32."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REDUCED = (1, 64, 2, 3, 5)
 
 
 class Model(nn.Module):
-    """Transposed 3D convolution, ReLU, GroupNorm: PyTorch's. `groups` is the GroupNorm's."""
+    """Runs PyTorch's transposed 3D convolution, ReLU and GroupNorm. `groups` counts the groups of the GroupNorm."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, groups: int, bias: bool = False
@@ -28,7 +28,7 @@ class Model(nn.Module):
 
 
 class ModelNew(tconv3d.ConvTranspose3dReLUGroupNorm):
-    """The same model as this library's block."""
+    """Runs this library's fused block in place of PyTorch's three layers."""
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: int, groups: int, bias: bool = False
