@@ -1,6 +1,6 @@
-// Writes the weight, or x, as up_grad.cuh wants its columns: for every tile of input channels and every chunk
-// of K the swizzled rows of its channels, 64 bytes each, rounded. Of 8 words of K those at even places come
-// first. Channels and words that there are not are zeros.
+// Writes the weight, or x, as the packed operand of up_grad.cuh: for every tile of input channels and every
+// chunk of K the swizzled 64-byte rows of the channels, rounded to TF32. Of every 8 words of K the
+// even-numbered ones come first. Channels and words outside the tensor are zeros.
 #pragma once
 
 #include "operands.cuh"
@@ -8,23 +8,23 @@
 namespace tconv3d {
 
 struct Args {
-  const void* from;  // [item][channel][word], words of a channel in a row, an even number
+  const void* from;  // [item][channel][word]; a channel has an even number of contiguous words
   void* to;          // [tile of channels][chunk][channel][word]
   long long item_stride, channel_stride;
-  int pairs;          // of words, of all items
-  int units;          // 8 words of a channel, in all
-  int vectors;        // whether 8 words that begin at a multiple of 8 are of one item, 16 bytes aligned
-  Divider by_item;    // its pairs of words
-  Divider by_panel;   // units of a chunk
-  Divider by_chunks;  // of a tile of channels
+  int pairs;          // pairs of words of all items (batch items of x; a weight is one item)
+  int units;          // units of 8 words of a channel in all
+  int vectors;        // 1 if every 8 words from a multiple of 8 on are in one item and 16-byte aligned
+  Divider by_item;    // pairs of words per item
+  Divider by_panel;   // units per chunk
+  Divider by_chunks;  // chunks per tile of channels
 };
 
 template <class Config>
 struct UpGradPack {
-  static constexpr int kRowBytes = 64, kSteps = 2;  // of a chunk
+  static constexpr int kRowBytes = 64, kSteps = 2;  // row bytes and K steps of a chunk
   using Words = Vector<unsigned, 4>;
 
-  // Pairs of words from `first` on.
+  // Loads 4 pairs of words of a channel, from pair `first` on; words outside the tensor are zero.
   static __device__ __forceinline__ void load(const Args& args, float (&values)[8], int channel, int first) {
     const bool aligned = reinterpret_cast<unsigned long long>(args.from) % 16 == 0;
     if (args.vectors && aligned) {
