@@ -84,8 +84,7 @@ struct UpWeightBlocks {
       ptx::copy_words_once<4>(place_of(number, in, piece), source, there);
     }
   }
-  // Loads a block element by element, for weights that are not aligned to 16 bytes; it is rare and kept
-  // small.
+  // Loads a block element by element, for weights that are not aligned to 16 bytes.
   __device__ __forceinline__ void load_block(int number) const {
     const int channel = first_channel(number), column = first_column(number);
 #pragma unroll 1
