@@ -9,10 +9,8 @@
 // groups (at most 8 channels in and out; weights between groups are zero) and loops over columns: a tile of
 // whole lines of positions, some of them along h, from one position to another along d.
 //
-//   producer       a warp (with kLast, kProducers warps). Bulk copies load the lines of dy that a plane of
-//   the
-//                  tile needs, one run of memory for each channel, into a stage of a ring, and those of x
-//                  into a stage of another ring
+//   producer       a warp (several with kLast). It copies the lines of dy that a plane of the tile needs, one
+//                  bulk copy for each channel, to a stage of a ring, and those of x to another ring
 //   input grad     warps with 16 positions of kRows lines each. Rows are positions, K is co, columns are ci.
 //                  They hold all weights in registers, and accumulators for as many positions along d as a
 //                  plane of dy contributes to
@@ -33,8 +31,7 @@
 // window is at a constant distance from the first one; cells of dy are an odd number of pieces apart, which
 // avoids bank conflicts.
 //
-// Partial sums of dw and db (split-K) are written side by side and added by reduce_gradients.cuh in a fixed
-// order.
+// Partial sums of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
 #pragma once
 
 #include "operands.cuh"
@@ -71,14 +68,12 @@ struct GroupBackward {
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
   static constexpr int kLines = C::kStrideH * (C::kRows - 1) + C::kDilationH * (C::kKernelH - 1) + 1;
   static constexpr int kWindow = C::kStrideW + C::kDilationW * (C::kKernelW - 1) + 1;
-  // A plane of dy contributes to kSlots positions along d.
-  static constexpr int kSlots = C::kMaxShiftD - C::kMinShiftD + 1;
-  static constexpr int kHalves = C::kOut > 4 ? 2 : 1;  // halves of K that have channels
+  static constexpr int kSlots = C::kMaxShiftD - C::kMinShiftD + 1;  // positions along d that a plane reaches
+  static constexpr int kHalves = C::kOut > 4 ? 2 : 1;               // halves of K that have channels
   static constexpr int kConsumers = C::kInputWarps + C::kWeightWarps;
   static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
   static constexpr bool kLast = C::kLast, kWeightLast = C::kWeightLast;
-  // A cell of dy has kPieces pieces, a cell of x kPiecesX.
-  static constexpr int kPieces = C::kOut * kItem / 16, kPiecesX = C::kIn * kItem / 16;
+  static constexpr int kPieces = C::kOut * kItem / 16, kPiecesX = C::kIn * kItem / 16;  // pieces of a cell
   static constexpr int kCell = (kPieces | 1) * 16 / kItem, kCellX = C::kIn;
 
   static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0), "whole pieces");
@@ -163,8 +158,7 @@ struct GroupBackward {
   __device__ __forceinline__ long long offset_of(const Strides& strides, int n, int c, int d, int h) const {
     return n * strides.n + c * strides.c + d * strides.d + h * strides.h;
   }
-  // Returns the bytes by which a run is beyond a multiple of 16 bytes in global memory; it has the same
-  // distance from its 16-byte aligned slot in a stage.
+  // Distance of a run from the preceding multiple of 16 bytes, in bytes, equal in memory and in a stage.
   __device__ __forceinline__ int skipped(const Strides& strides, int n, int c, int d, int h) const {
     if (kLast) return 0;
     return static_cast<int>(static_cast<unsigned>(offset_of(strides, n, c, d, h)) * kItem & 15u);
@@ -302,8 +296,7 @@ struct GroupBackward {
     if constexpr (kLast) return kWord % C::kStrideW * (args.pitch / kItem) + kWord / C::kStrideW * kCell;
     return kWord;
   }
-  // Address of the first word of a position's window in a stage. It may be before the stage if the word is
-  // outside dy.
+  // First word of a position's window in a stage; before the stage if the word is outside dy.
   __device__ __forceinline__ const Scalar* window_at(int stage, const Task& task, int c, int plane, int line,
                                                      int position) const {
     const int from = max(first_line(task), 0);
@@ -330,8 +323,7 @@ struct GroupBackward {
     });
   }
 
-  // Calls begin(line) for every line of dy that a band uses, and body(row of positions, tap along h) for
-  // every pair that reads this line. Lines outside dy are skipped.
+  // Calls begin(line) for the lines that a band uses in dy, and body(row, tap along h) for all that read it.
   template <bool kInside, class Begin, class Body>
   __device__ __forceinline__ void for_each_line(int first, Begin&& begin, Body&& body) const {
     static_for<kLines>([&](auto l) {
@@ -708,8 +700,7 @@ struct GroupBackward {
             unit.w += C::kWeightWarps * 8;
           }
           unit.h -= lines;
-          // Planes outside this range are counted by the column that they belong to.
-          if (C::kBias && q >= task.begin && q < task.end) bias += sum;
+          if (C::kBias && q >= task.begin && q < task.end) bias += sum;  // other columns count the rest
           release(empty(stage.index));
           stage.advance(args.stages);
         });

@@ -301,8 +301,7 @@ struct UpBackward {
   }
 
   __device__ __forceinline__ void copy_chunk(const Ring& stage, int chunk, const Copies& copies) const {
-    // A warp copies kOwn rows; offsets of kAtOnce * kCopyRows rows are loaded before the rows are copied.
-    constexpr int kOwn = kRows / 4, kAtOnce = kCopies == 1 ? 4 : 2;
+    constexpr int kOwn = kRows / 4, kAtOnce = kCopies == 1 ? 4 : 2;  // own rows; offsets loaded at once
     constexpr bool kWhole = C::kRanges * C::kChunks * kRows == kRowsAll;
     const Scalar* const dy = static_cast<const Scalar*>(args.dy);
     unsigned* const to = stages + stage.index * (kStageBytes / 4) + warp * kOwn * kPitch;

@@ -11,8 +11,7 @@
 // other operand in the order of shared memory, rounded.
 //
 //   producers   copy dy piece by piece with cp.async, and request the other operand by bulk copies
-//   consumers   two warpgroups with different rows. dy reaches the tensor cores through registers: it stays
-//   in
+//   consumers   two warpgroups with different rows. dy reaches the tensor cores through registers: it keeps
 //               its memory layout in shared memory, and is rounded when it is loaded
 //
 // For one instruction (64 rows of the product, 8 of K) lane (g, t) of a warp has one piece:

@@ -30,15 +30,12 @@
 // for each of its two channels, the vectors that the taps of its positions read, and assembles operands from
 // them. Lines of x with half a segment are taken two at a time (kLinesAtOnce): they are contiguous in memory,
 // so x is read as if its lines were twice as long, and only in dy does each half of a segment have its own
-// line. Planes of dy have few vectors then, so a warp copies those of several planes at a time
-// (kPlanesTogether).
+// line. Planes of dy have few vectors then, so a warp copies those of several planes at a time.
 //
-// Partial sums (split-K) are written side by side and added by reduce_taps.cuh in a fixed order; a single
-// part can be the result itself.
+// Partial sums are stored side by side and added by reduce_taps.cuh in a fixed order; one may be the result.
 //
 // The bias gradient, the sum of dy, costs a few additions here: for each phase one tap reads position i's own
-// output, and the rows of these taps see every output once. Consumers sum these words before they are
-// rounded.
+// output, and the rows of these taps see every output once. Consumers add these words before rounding.
 //
 // Both tensors are copied with cp.async where their words are whole in memory, so that many copies are in
 // flight: x by segments where these are vectors in memory (kVectorsX), which are transposed in place when
@@ -106,9 +103,8 @@ struct HopperWeightGrad {
   static constexpr int kSides = C::kLines ? 1 : 2;      // channels side by side in a line of dy
   static constexpr int kSegmentWords = C::kLines ? kSegment * C::kStrideW : kSegment;  // words of dy
   static constexpr int kStepH = C::kLinesAtOnce * C::kStrideH;  // outputs along h from line to line of x
-  // The table of slots covers one plane of dy, or with kPlanesTogether all planes of a group.
-  static constexpr bool kPlanesTogether = C::kLinesAtOnce > 1;
-  static constexpr int kNowhere = 1 << 24;  // a coordinate outside of every volume
+  static constexpr bool kPlanesTogether = C::kLinesAtOnce > 1;  // the table of slots covers a group's planes
+  static constexpr int kNowhere = 1 << 24;                      // a coordinate outside of every volume
   static constexpr int kNoPlace = -1;
 
   static_assert(C::kThreads == 32 * (kProducerWarps + kConsumerWarps));
@@ -240,8 +236,7 @@ struct HopperWeightGrad {
       const int h = line % args.box.h;
       Segment segment{kSides * (h * C::kLinesAtOnce * args.line_pitch + w * kSegmentWords), line / args.box.h,
                       h, w * kSegment * kPerWord};
-      // Segments beyond the box have no dy, and x is zero there.
-      if (i >= segment_count()) segment = Segment{kNoPlace, 0, kNowhere, 0};
+      if (i >= segment_count()) segment = Segment{kNoPlace, 0, kNowhere, 0};  // x is zero beyond the box
       segments[i] = segment;
     }
     if (threadIdx.x == 0) {
@@ -287,8 +282,7 @@ struct HopperWeightGrad {
   // several words for each lane. Lanes have adjacent words where w is contiguous, and adjacent channels where
   // channels are. A warp's jobs are consecutive, so that what it computes for a row serves several jobs.
 
-  // The offset of a word in its channel, and whether its first element (and the second of a 16-bit type) is
-  // inside the tensor.
+  // Offset of a word in its channel, and whether its elements (first, second) are inside the tensor.
   struct Source {
     Index offset;
     bool first, second;
@@ -351,8 +345,7 @@ struct HopperWeightGrad {
       }
     }
   }
-  // Copies vectors of 16 bytes, each a segment of one channel, to the places where turn_x() stores the
-  // chunk's words.
+  // Copies 16-byte vectors, each a segment of one channel, to where turn_x() stores the chunk's words.
   __device__ __forceinline__ void copy_vectors_x(int stage, int job, int end, const Source& source) const {
     constexpr int kRowsAtOnce = 32 / kRowSegments, kTimes = kJobChannels / kRowsAtOnce;
     const int segment = lane % kRowSegments, row = lane / kRowSegments;
@@ -413,8 +406,7 @@ struct HopperWeightGrad {
     }
   }
 
-  // Transposes the four segments of a chunk in place: piece i becomes word i of each segment. A thread has a
-  // chunk of a channel.
+  // Transposes four segments in place: piece i becomes word i of each. A thread has a chunk of a channel.
   __device__ __forceinline__ void turn_x(int stage, const Part<int>& own) const {
     const int row = lane % kJobChannels, chunk = lane / kJobChannels % 2;
 #pragma unroll 1
@@ -513,8 +505,7 @@ struct HopperWeightGrad {
   __device__ __forceinline__ unsigned load_dy(const Scalar* from, const Source& source) const {
     return load_elements(from, source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
   }
-  // A lane copies a vector of several channels (kLines), or a word of several pairs: each half warp has one
-  // channel of the pairs.
+  // A lane copies a vector of several channels, or a word of several pairs (a half warp for each side).
   __device__ __forceinline__ void copy_line(unsigned* to, const Source& source, int first_line,
                                             int jobs) const {
     constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
@@ -774,8 +765,7 @@ struct HopperWeightGrad {
       });
     });
   }
-  // Returns the operand word that begins with element kElement of a line; the second element of a 16-bit type
-  // is a stride further.
+  // Returns the operand word that begins with element kElement of a line; a second one is a stride further.
   template <int kLine, int kElement>
   static __device__ __forceinline__ unsigned word_of(const Vector<unsigned, 4> (&words)[C::kLoads]) {
     constexpr int kWord = kElement / kPerWord, kLast = kElement + (kPerWord - 1) * C::kStrideW;
@@ -834,8 +824,7 @@ struct HopperWeightGrad {
         join(operands[0], ahead, me.bias[kTile]);
         if (more) load(ahead, next, with_bias);
       } else {
-        // The place is computed before the products, so that its words are loaded as soon as a set of
-        // operands is free.
+        // The place is computed before the products, to load its words as soon as operands are free.
         next = find_item(me, row, kNext, first_sheet);
         ptx::pin(next.word);
       }
