@@ -1,37 +1,37 @@
-// The gradients of a layer with small groups (at most 8 channels in and out) from one reading of dy, on
-// Hopper (sm_90; TF32, and 16-bit types, which are TF32 numbers too):
+// The gradients of a layer with small groups (at most 8 channels in and out) from one read of dy, on Hopper
+// (sm_90; TF32, and 16-bit types, whose values TF32 represents exactly):
 //   dx[ci][i]      = sum over co, t of  w[ci][co][t] * dy[co][stride*i + t*dilation - padding]
 //   dw[ci][co][t]  = sum over i of      x[ci][i]     * dy[co][stride*i + t*dilation - padding]
 //   db[co]         = sum of dy[co], if it is wanted and every output belongs to a position (kBias)
 //
-// So few channels leave nothing to do but to move dy: what counts is to bring every element once, by few
-// instructions, and to load it from shared memory once for each gradient, for all its taps. A block owns a
-// bundle of groups (8 channels in and out, weights between groups are zero) and walks over columns: a tile of
+// With so few channels the time is that of moving dy: every element is read from global memory once, by few
+// instructions, and from shared memory once for each gradient, for all its taps. A block owns a bundle of
+// groups (at most 8 channels in and out; weights between groups are zero) and loops over columns: a tile of
 // whole lines of positions, some of them along h, from one position to another along d.
 //
-//   producer       a warp. The copy engine brings the lines of dy that a plane of the tile needs, a run of
-//                  memory for each channel, to a stage of a ring; and those of x to a stage of another
+//   producer       a warp (several with kLast). It copies the lines of dy that a plane of the tile needs, one
+//                  bulk copy for each channel, to a stage of a ring, and those of x to another ring
 //   input grad     warps with 16 positions of kRows lines each. Rows are positions, K is co, columns are ci.
-//                  They keep all weights in registers, and the sums of as many positions along d as a plane
-//                  of dy adds to
+//                  They hold all weights in registers, and accumulators for as many positions along d as a
+//                  plane of dy contributes to
 //   weight grad    warps that take 8 positions of kRows lines in turn. Rows are two taps along w and co, K is
-//                  positions, columns are ci. All taps' sums stay in registers until the end. They also add
-//                  up what they load of a position's own outputs: db
+//                  positions, columns are ci. Accumulators of all taps stay in registers until the end. These
+//                  warps also sum the outputs that belong to the positions: db
 //
-// A plane of dy (output stride*q + phase along d) is used for all taps of its phase at once: tap t adds to
-// position q - shift(t), or multiplies it. Of a line, a lane loads a window: all words that the taps of two
-// neighbouring positions reach, so that the lanes of a warp are two strides apart. Lines outside of dy are
-// left out, words outside are zero.
+// A plane of dy (output stride*q + phase along d) is used for all taps of its phase at once: tap t adds to dx
+// at position q - shift(t), or is multiplied with x there. A lane loads a window of a line: all words that
+// the taps of two adjacent positions reach, so that the lanes of a warp are two strides apart. Lines outside
+// dy are skipped, words outside dy are zero.
 //
-// Runs begin wherever memory has them: copies begin at the multiple of 16 bytes before. With a stride of 2
-// and an odd distance between channels, the banks that four channels' windows begin with are different.
+// Runs may begin at any address: copies begin at the preceding multiple of 16 bytes. With a stride of 2 and
+// an odd distance between channels, the windows of four channels begin in different banks.
 //
-// Of channels-last tensors (kLast) the producer copies a bundle's part of every position, pieces of 16 bytes,
-// past its registers into a cell. Of a line of dy, cells of one phase along w lie side by side, so that a
-// word of a window is a constant away from its first; cells are an odd number of pieces apart, for the banks'
-// sake.
+// For channels-last tensors (kLast) the producers copy a bundle's part of every position, pieces of 16 bytes,
+// with cp.async into a cell. In a line of dy, cells of one phase along w are consecutive, so that a word of a
+// window is at a constant distance from the first one; cells of dy are an odd number of pieces apart, which
+// avoids bank conflicts.
 //
-// Parts of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
+// Partial sums of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
 #pragma once
 
 #include "operands.cuh"
@@ -49,11 +49,11 @@ struct GroupBackward {
   static constexpr int kLines = C::kStrideH * (C::kRows - 1) + C::kDilationH * (C::kKernelH - 1) + 1;
   static constexpr int kWindow = C::kStrideW + C::kDilationW * (C::kKernelW - 1) + 1;
   static constexpr int kSlots = C::kMaxShiftD - C::kMinShiftD + 1;  // positions along d that a plane reaches
-  static constexpr int kHalves = C::kOut > 4 ? 2 : 1;               // of K, that have channels
+  static constexpr int kHalves = C::kOut > 4 ? 2 : 1;               // halves of K that have channels
   static constexpr int kConsumers = C::kInputWarps + C::kWeightWarps;
   static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
   static constexpr bool kLast = C::kLast, kWeightLast = C::kWeightLast;
-  static constexpr int kPieces = C::kOut * kItem / 16, kPiecesX = C::kIn * kItem / 16;  // of a cell
+  static constexpr int kPieces = C::kOut * kItem / 16, kPiecesX = C::kIn * kItem / 16;  // pieces of a cell
   static constexpr int kCell = (kPieces | 1) * 16 / kItem, kCellX = C::kIn;
 
   static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0), "whole pieces");
@@ -82,7 +82,7 @@ struct GroupBackward {
     stages_x = stages + args.stages * stage_bytes();
   }
 
-  // Lines of dy that a tile needs.
+  // Returns the number of lines of dy that a tile needs.
   __device__ __forceinline__ int tile_lines() const {
     return kLines + C::kStrideH * C::kRows * (args.bands - 1);
   }
@@ -117,7 +117,7 @@ struct GroupBackward {
     return Task{n, column * args.bands * C::kRows, begin, min(begin + args.length, args.size.d)};
   }
 
-  // Whether a plane of dy is there, and adds to the column.
+  // Whether a plane of dy exists and contributes to the column.
   template <int kPhase>
   __device__ __forceinline__ bool needed(const Task& task, int q) const {
     bool found = false;
@@ -138,7 +138,7 @@ struct GroupBackward {
   __device__ __forceinline__ long long offset_of(const Strides& strides, int n, int c, int d, int h) const {
     return n * strides.n + c * strides.c + d * strides.d + h * strides.h;
   }
-  // Where a run lies in its place in a stage: as far from a multiple of 16 bytes as in memory.
+  // Distance of a run from the preceding multiple of 16 bytes, in bytes, equal in memory and in a stage.
   __device__ __forceinline__ int skipped(const Strides& strides, int n, int c, int d, int h) const {
     if (kLast) return 0;
     return static_cast<int>(static_cast<unsigned>(offset_of(strides, n, c, d, h)) * kItem & 15u);
@@ -146,8 +146,8 @@ struct GroupBackward {
 
   // ---- The producer.
 
-  // A run of a tensor, with what the copy engine must take along at its ends. Past the last multiple of 16
-  // bytes of the tensor nothing may be read: the lane copies the rest itself.
+  // Copies a run of a tensor by a bulk copy, extended to multiples of 16 bytes at both ends. The bulk copy
+  // must not read past the tensor's last multiple of 16 bytes: the lane copies the elements beyond it itself.
   __device__ __forceinline__ void copy(unsigned char* to, const void* tensor, long long first, int count,
                                        long long all, unsigned barrier) const {
     const long long begin = first * kItem / 16 * 16, end = (first + count) * kItem;
@@ -164,7 +164,7 @@ struct GroupBackward {
     }
   }
 
-  // A bundle's pieces of the positions of a line. to_of(position): where a cell is.
+  // Copies a bundle's pieces of the positions of a line. to_of(position) returns the address of a cell.
   template <int kPieces, class To>
   __device__ __forceinline__ void copy_cells(const void* tensor, long long first, int width, long long step,
                                              To&& to_of) const {
@@ -178,7 +178,7 @@ struct GroupBackward {
     }
   }
 
-  // Where the cell of a position of a line of dy is.
+  // Byte offset of the cell of a position within a line of dy in a stage.
   __device__ __forceinline__ int cell_at(int w) const {
     const int from_padding = w + C::kPaddingW;
     return from_padding % C::kStrideW * args.pitch + from_padding / C::kStrideW * (kCell * kItem);
@@ -240,14 +240,14 @@ struct GroupBackward {
 
   // ---- Consumers.
 
-  // 16-bit types are TF32 numbers as they are.
+  // 16-bit values are exact in TF32 and need no rounding.
   static __device__ __forceinline__ unsigned operand(float value) {
     return kItem == 4 ? OperandOf<float>::bits(value) : ptx::float_to_bits(value);
   }
   static __device__ __forceinline__ unsigned operand(Half value) { return operand(widen<float>(value)); }
   static __device__ __forceinline__ unsigned operand(BFloat16 value) { return operand(widen<float>(value)); }
 
-  // Whether a tap of one of two neighbouring positions reads this word of a window.
+  // Whether a tap of one of two adjacent positions reads this word of a window.
   static constexpr bool word_used(int word) {
     for (int t = 0; t < C::kKernelW; ++t) {
       if (word == t * C::kDilationW || word == C::kStrideW + t * C::kDilationW) return true;
@@ -263,8 +263,8 @@ struct GroupBackward {
     return false;
   }
 
-  // From a line of dy in a stage to the next, from a position's window to another's, from a window's first
-  // word to another: in elements.
+  // Distances in a stage of dy, in elements: line_step() from line to line, windows_apart() between the
+  // windows of two positions, word_at() from the first word of a window to word kWord.
   __device__ __forceinline__ int line_step() const {
     return kLast ? C::kStrideW * args.pitch / kItem : args.dy_size.w;
   }
@@ -276,7 +276,7 @@ struct GroupBackward {
     if constexpr (kLast) return kWord % C::kStrideW * (args.pitch / kItem) + kWord / C::kStrideW * kCell;
     return kWord;
   }
-  // The first word of a position's window in a stage. It may lie before the stage, where it is not in dy.
+  // First word of a position's window in a stage; before the stage if the word is outside dy.
   __device__ __forceinline__ const Scalar* window_at(int stage, const Task& task, int c, int plane, int line,
                                                      int position) const {
     const int from = max(first_line(task), 0);
@@ -287,7 +287,7 @@ struct GroupBackward {
     return reinterpret_cast<const Scalar*>(stages + (stage * stage_bytes() + channel + skip + at));
   }
 
-  // kSum: adds the two positions' own outputs to `sum`.
+  // Loads a window; with kSum, also adds the two positions' own outputs to `sum`.
   template <bool kInside, bool kSum>
   __device__ __forceinline__ void load_window(unsigned (&to)[kWindow], float& sum, const Scalar* from,
                                               int word, bool exists) const {
@@ -303,7 +303,7 @@ struct GroupBackward {
     });
   }
 
-  // body(line of a tile's band, row of positions, tap along h), for all that meet in dy.
+  // Calls begin(line) for the lines that a band uses in dy, and body(row, tap along h) for all that read it.
   template <bool kInside, class Begin, class Body>
   __device__ __forceinline__ void for_each_line(int first, Begin&& begin, Body&& body) const {
     static_for<kLines>([&](auto l) {
@@ -321,8 +321,8 @@ struct GroupBackward {
     });
   }
 
-  // Whether `width` positions of a band's lines, and all lines that they reach, are there (kInside). Then
-  // only words that padding puts outside need be asked for.
+  // Whether `width` positions of a band's lines and all lines that they reach are inside the tensors
+  // (kInside). Only words that padding can put outside need a check then.
   __device__ __forceinline__ bool is_inside(int h, int w, int width) const {
     const int line = C::kStrideH * h - C::kPaddingH;
     return line >= 0 && line + kLines <= args.dy_size.h && h + C::kRows <= args.size.h &&
@@ -346,7 +346,7 @@ struct GroupBackward {
 
   using InputSums = float[kSlots][C::kRows][4];
 
-  // Of one tap: rows co, columns ci.
+  // Loads the B operand of every tap: rows co, columns ci.
   __device__ __forceinline__ void load_weights(unsigned (&to)[kTaps][2]) const {
     const int in = lane / 4;
 #pragma unroll
@@ -364,7 +364,7 @@ struct GroupBackward {
     }
   }
 
-  // A warp's 16 positions of kRows lines: the first line and position.
+  // First line and first position of a unit: 16 positions (8 in the weight gradient) of kRows lines.
   struct Unit {
     int h, w;
   };
@@ -486,15 +486,15 @@ struct GroupBackward {
 
   // ---- The weight gradient.
 
-  // Matrix instructions have 16 rows. In a phase that one tap along d has, these are two taps along w and 8
-  // output channels of dy, and columns are input channels. Where two taps along d read the same dy, they are
-  // the positions of both and 8 input channels of x, and columns are output channels.
+  // Matrix instructions have 16 rows, which are filled in the way that needs fewer products in a phase: two
+  // taps along w times 8 output channels of dy, with input channels as columns; or (rows_are_x) two taps
+  // along d times 8 input channels of x, with output channels as columns.
   static constexpr int taps_of(int phase) {
     int count = 0;
     for (int t = 0; t < C::kKernelD; ++t) count += C::kPhaseD(t) == phase;
     return count;
   }
-  static constexpr int tap_of(int phase, int index) {  // -1 if there are fewer
+  static constexpr int tap_of(int phase, int index) {  // -1 if there are fewer taps
     for (int t = 0; t < C::kKernelD; ++t) {
       if (C::kPhaseD(t) == phase && index-- == 0) return t;
     }
@@ -515,7 +515,7 @@ struct GroupBackward {
   }
   static constexpr int kProducts = products_before(C::kStrideD), kSums = 4 * kProducts;
 
-  // The taps that a product's first and last 8 rows belong to; -1 if nothing does.
+  // The taps of a product's first and last 8 rows; -1 if these rows are unused.
   struct Product {
     bool rows_are_x;
     int d[2], h, w[2];
@@ -533,14 +533,14 @@ struct GroupBackward {
   }
 
   using WeightSums = float[kProducts][4];
-  // x of two neighbouring positions, by tap of the phase and line; one tap more, which is zero.
+  // x of two adjacent positions, by tap of the phase and line. One extra tap at the end is zero.
   template <int kPhase>
   struct Positions {
     unsigned at[taps_of(kPhase) + 1][C::kRows][2];
   };
 
-  // What a lane reads of a plane: its channel of dy, of x the positions along d that the phase's taps meet,
-  // each from the tile's first line and position on.
+  // Addresses that a lane reads for a plane: its channel of dy, and x at the positions along d that the
+  // phase's taps combine with the plane, each from the tile's first line and position on.
   template <int kPhase>
   struct Plane {
     const Scalar* dy;
@@ -555,7 +555,7 @@ struct GroupBackward {
     found.dy = window_at(stage, task, lane / 4, C::kStrideD * q + kPhase, first_line(task), lane % 4 * 2);
     static_for<taps_of(kPhase)>([&](auto i) {
       const int d = q - C::kShiftD(tap_of(kPhase, decltype(i)::value));
-      // Stages follow one another from the oldest position that is still in use.
+      // Stages of x are in order, starting from that of the oldest position in use.
       const int later = stage_x.index + d - oldest;
       const int stage_of_d = later - (later >= args.stages_x ? args.stages_x : 0);
       const int skip = skipped(args.x_strides, task.n, bundle * C::kIn + in, d, task.h);
@@ -568,8 +568,8 @@ struct GroupBackward {
     return found;
   }
 
-  // What is not there is zero.
-  static constexpr int kPositionX = kLast ? kCellX : 1;  // from position to position of x, in elements
+  // load_positions() loads x for all taps of a phase; positions outside the tile or the tensor are zero.
+  static constexpr int kPositionX = kLast ? kCellX : 1;  // elements from position to position of x
   template <int kPhase, bool kInside>
   __device__ __forceinline__ void load_positions(Positions<kPhase>& to, const Plane<kPhase>& plane,
                                                  const Task& task, const Unit& unit) const {
@@ -589,7 +589,7 @@ struct GroupBackward {
     for (int r = 0; r < C::kRows; ++r) to.at[taps_of(kPhase)][r][0] = to.at[taps_of(kPhase)][r][1] = 0u;
   }
 
-  // One line of dy that a row of positions meets at tap kH.
+  // Multiplies one line of dy with the row of positions that reads it at tap kH.
   template <int kPhase, int kH, int kRow>
   static __device__ __forceinline__ void multiply_line(WeightSums& sums, const unsigned (&window)[kWindow],
                                                        const Positions<kPhase>& x) {
@@ -623,7 +623,7 @@ struct GroupBackward {
     }
   }
 
-  // 8 positions of kRows lines.
+  // Multiplies a plane of dy with a unit of 8 positions of kRows lines.
   template <int kPhase, bool kInside>
   __device__ __forceinline__ void multiply_plane(WeightSums& sums, float& sum, const Task& task,
                                                  const Unit& unit, const Plane<kPhase>& plane) const {
@@ -650,10 +650,10 @@ struct GroupBackward {
   __device__ __forceinline__ void weight_grad(int first_unit) const {
     WeightSums sums = {};
     float bias = 0.0f;
-    // Warps go on where they are with the next plane, so that all have as many units.
+    // A warp continues in the next plane where it stopped, so that all warps get equal numbers of units.
     Unit unit{0, first_unit * 8};
     const int width = args.chunks * kWidth, lines = args.bands * C::kRows;
-    Ring stage, stage_x, next_x;  // stage_x: of the oldest position in use
+    Ring stage, stage_x, next_x;  // stage_x: that of the oldest position in use
     for (int index = split; index < args.tasks; index += args.splits) {
       const Task task = task_at(index);
       for (int q = task.begin + C::kMinShiftD; q < task.end + C::kMaxShiftD; ++q) {
@@ -680,7 +680,7 @@ struct GroupBackward {
             unit.w += C::kWeightWarps * 8;
           }
           unit.h -= lines;
-          if (C::kBias && q >= task.begin && q < task.end) bias += sum;  // else another column's own
+          if (C::kBias && q >= task.begin && q < task.end) bias += sum;  // other columns count the rest
           release(empty(stage.index));
           stage.advance(args.stages);
         });
@@ -690,7 +690,7 @@ struct GroupBackward {
         }
       }
     }
-    // Passed to all through the stages, once nobody needs them any more.
+    // Accumulators are passed to all warps through the memory of the stages, which is free after meet().
     meet();
     float* const passed = reinterpret_cast<float*>(stages) + first_unit * kSums * 32 + lane;
 #pragma unroll
@@ -706,10 +706,10 @@ struct GroupBackward {
     return reinterpret_cast<float*>(stages) + C::kWeightWarps * kSums * 32;
   }
 
-  // All warps, wherever they come from.
+  // Synchronizes all warps of the block, whatever their role.
   static __device__ __forceinline__ void meet() { __syncthreads(); }
 
-  // Adds what the warps have passed, in the order of the warps.
+  // Adds the accumulators of the warps in the order of the warps, and stores them.
   __device__ __forceinline__ void store_weights() const {
     constexpr int kAtOnce = C::kThreads / 128;
     const int thread = static_cast<int>(threadIdx.x), g = thread % 32 / 4, e = thread / 32 % 4;

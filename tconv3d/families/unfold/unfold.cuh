@@ -1,16 +1,16 @@
-// Writes the operands of a small layer's gradients as two plain matrix products want them
-// (unfolded_products.cuh): panels of 32 words of every row, rounded to TF32, 128 bytes a row, swizzled, so
-// that rows of a panel from any eighth on are one run of memory.
+// Writes the operands with which unfolded_products.cuh computes the gradients of a small layer as two plain
+// matrix products: panels of 32 words of every row, rounded to TF32. A row of a panel is 128 bytes, swizzled
+// by its index modulo 8, so that rows from any multiple of 8 on can be copied as one run of memory.
 //
 //   unfolded dy  rows q, words (co, tap): dy[co][stride*q + tap*dilation - padding]
-//   x            rows ci, words q, of every 8 those at even places, then those at odd ones
+//   x            rows ci, words q; of every 8 words the even-numbered ones come first
 //
-// (The weight is read as it is.) A block unfolds kChannels output channels of a batch item for a slice of its
-// positions: some planes, or some lines of a plane. All outputs that these reach lie in shared memory as an
-// image, zero where there are none. The place of an element in it is a sum of two, one of q and one of (co,
-// tap). Positions of a batch item are filled up to a multiple of 8, all of them and the terms to whole
-// panels, with zeros. The bias's gradient is added up on the way, each output by the slice of the positions
-// that it follows. Other blocks write x.
+// The weight is read in its memory layout. A term is one (co, tap). A block unfolds kChannels output channels
+// for a slice of the positions of a batch item: some planes, or some lines of one plane. Shared memory holds
+// an image, all outputs that the slice reaches, with zeros outside dy. The offset of an element in the image
+// is the sum of an offset of q and one of the term. Positions of a batch item are padded with zeros to a
+// multiple of 8; the positions of all items and the terms are padded to whole panels. Partial sums of the
+// bias gradient are computed too: each output is counted by one slice. Other blocks write x.
 //
 // A launch does this for a band of the volume: some batch items, or some planes of one.
 #pragma once
@@ -23,10 +23,10 @@ template <class C>
 struct Unfold {
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
   static constexpr int kTerms = C::kOut * kTaps, kTermPieces = (kTerms + 31) / 32 * 8;
-  static constexpr int kOwnTerms = C::kChannels * kTaps;  // of a block
+  static constexpr int kOwnTerms = C::kChannels * kTaps;  // terms per block
   static constexpr int kGroups = (C::kOut + C::kChannels - 1) / C::kChannels;
   static constexpr int kWarps = C::kThreads / 32;
-  static constexpr int kRest = 40;  // that positions, or terms, are filled up with at the most
+  static constexpr int kRest = 40;  // upper bound of the padding of positions and of terms
   static constexpr int kTermTable = kOwnTerms + kRest;
   static_assert(kOwnTerms % 4 == 0, "whole pieces");
 
@@ -34,8 +34,8 @@ struct Unfold {
   const int n, first_out, slice;
   const bool last_group;
   int own_positions;
-  int* terms;   // where each is in the image; negative: nowhere
-  int* places;  // the same of positions
+  int* terms;   // offset of each term in the image; negative if there is no such term
+  int* places;  // offset of each position in the image; negative if there is no such position
   unsigned* image;
 
   __device__ __forceinline__ Unfold(const Args& args, int n, int group, int slice)
@@ -52,7 +52,7 @@ struct Unfold {
   }
 
   __device__ __forceinline__ int image_size() const { return args.image.d * args.image.h * args.image.w; }
-  // From channel to channel: odd, as a line is long, so that neighbours are in different banks.
+  // Words from channel to channel in the image: odd, so that adjacent channels are in different banks.
   __device__ __forceinline__ int channel_pitch() const { return image_size() | 1; }
 
   __device__ __forceinline__ void prepare() const {
@@ -75,7 +75,8 @@ struct Unfold {
     }
   }
 
-  // A thread finds a place once for all channels. All copies are on their way at once.
+  // Copies dy into the image. A thread computes an address once for all channels, and all copies are in
+  // flight at once.
   __device__ __forceinline__ void copy() const {
     const int size = image_size(), first_line = args.first_line + slice * args.lines,
               first_plane = divide(first_line, args.by_in_h);
@@ -101,10 +102,11 @@ struct Unfold {
     ptx::copy_commit();
   }
 
-  // It rounds what it has copied, and adds up those outputs that are this slice's own.
+  // Every thread rounds the words that it has copied, and sums the outputs that this slice counts for the
+  // bias gradient.
   __device__ __forceinline__ void round() const {
     const int size = image_size(), in_h = static_cast<int>(args.by_in_h.divisor);
-    const bool planes = args.lines >= in_h;  // else lines of one
+    const bool planes = args.lines >= in_h;  // the slice is whole planes, else lines of one plane
     const bool last_h = planes || (slice + 1) * args.lines % in_h == 0;
     const bool last_d = args.last && slice >= args.slices - (planes ? 1 : in_h / args.lines);
     const int end_h = last_h ? args.image.h : C::kPaddingH + args.lines * C::kStrideH;
@@ -130,7 +132,7 @@ struct Unfold {
     if constexpr (C::kBias) add_up(sums);
   }
 
-  // The same order of additions every time.
+  // Adds the sums of all threads in a fixed order, so that the result is reproducible.
   __device__ __forceinline__ void add_up(float (&sums)[C::kChannels]) const {
     __shared__ float of_warps[kWarps][C::kChannels];
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -152,7 +154,7 @@ struct Unfold {
     static_cast<float*>(args.bias_parts)[part * kPitch + first_out + channel] = sum;
   }
 
-  // A thread has a piece and walks over positions.
+  // Writes the panels: a thread has one piece (four terms) and loops over positions.
   __device__ __forceinline__ void write() const {
     const int first_piece = first_out * kTaps / 4,
               count = last_group ? kTermPieces - first_piece : kOwnTerms / 4;
@@ -199,7 +201,7 @@ struct Unfold {
   }
 };
 
-// A warp writes 8 rows of a panel of x at a time, a lane 8 neighbours of one.
+// A warp writes 8 rows of a panel of x at a time, a lane 8 adjacent words of one row.
 template <class C>
 __device__ __forceinline__ void write_x(const Args& args, int block) {
   constexpr int kWarps = C::kThreads / 32;

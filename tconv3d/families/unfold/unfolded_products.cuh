@@ -3,13 +3,13 @@
 //   dx[ci][q]         = sum over (co, tap) of  weight[ci][co, tap]  * unfolded[q][co, tap]
 //   dw[co, tap][ci]   = sum over q of          unfolded[q][co, tap] * x[ci][q]
 //
-// A block has 64 rows for each of its consumers, a tile of columns of one of the products, and all or a
-// portion of its terms: then its sums are one of several parts, each laid out like the result, which
-// reduce_gradients.cuh adds. Producers bring panels of 32 terms of both operands into a ring. The second
-// operand goes to tensor cores as it lies there. The first one goes through registers: the weight, copied as
-// it is in memory, is rounded there; the unfolded dy, whose rows are the terms of this product, is loaded
-// across its rows. Four lanes of a quarter warp take every other position, so that they meet in no bank, and
-// x has its positions in the same order.
+// A block computes 64 rows for each of its consumers and a tile of columns of one of the products, over the
+// whole K or a portion of it: with portions its sums are one of several partial results, each laid out like
+// the result, which reduce_gradients.cuh adds. Producers load panels of 32 words of K of both operands into a
+// ring. The second operand goes to the tensor cores straight from shared memory. The first one goes through
+// registers: the weight, copied in its memory layout, is rounded there; the unfolded dy, whose rows are K of
+// the second product, is loaded across its rows. The four lanes of a quad load every other position, which
+// avoids bank conflicts, and x has its positions in the same order.
 #pragma once
 
 #include "operands.cuh"
@@ -23,7 +23,7 @@ struct UnfoldedProducts {
   static constexpr int kTerms = C::kTerms, kTermChunks = (kTerms + kWords - 1) / kWords;
   static constexpr int kMostColumns = C::kColumnsX > C::kColumnsW ? C::kColumnsX : C::kColumnsW;
   static constexpr int kFirstBytes = kRows * kRowBytes, kStageBytes = kFirstBytes + kMostColumns * kRowBytes;
-  static constexpr int kSteps = 4;  // of 32 bytes of a row
+  static constexpr int kSteps = 4;  // K steps per row, 32 bytes each
   static_assert(C::kThreads == 128 * (C::kConsumers + 1));
 
   const Args& args;
@@ -42,7 +42,7 @@ struct UnfoldedProducts {
   __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
 
-  // What a block multiplies: a tile of rows and columns, and some of the chunks of terms.
+  // The work of a block: a tile of rows and columns, and a range of chunks of K.
   struct Job {
     bool input_grad;
     int row, column, columns;
@@ -83,7 +83,7 @@ struct UnfoldedProducts {
     return static_cast<const char*>(panels) + (static_cast<long long>(chunk) * all_rows + row) * kRowBytes;
   }
 
-  // Of the weight's gradient, by one thread.
+  // Loads the operands of the weight gradient: one thread issues all bulk copies.
   __device__ __forceinline__ void copy_panels(const Job& job) const {
     ptx::wait_for_previous_launch();
     if (threadIdx.x != 0) return;
@@ -104,7 +104,8 @@ struct UnfoldedProducts {
     }
   }
 
-  // The weight is copied by all producers. Nobody has written it just now, so the first stages have it early.
+  // All producer threads copy the weight. The previous launch does not write it, so the first stages get it
+  // before the wait for that launch.
   __device__ __forceinline__ void copy_weight(const Job& job, int chunk, int stage) const {
     const int thread = static_cast<int>(threadIdx.x), piece = thread % 8, row = thread / 8;
     const int term = chunk * kWords + piece * 4;
@@ -157,8 +158,8 @@ struct UnfoldedProducts {
 
   // ---- Consumers.
 
-  // Rows and columns that there are not are whatever lay in shared memory: so are their sums, which nobody
-  // stores. load(stage, words): the first operand of all steps. next(sums): the next 8 columns.
+  // Rows and columns outside the result are computed from stale shared memory, and their sums are never
+  // stored. load(stage, words) loads the first operand of all steps; next(sums) stores the next 8 columns.
   template <int kColumns, class Load, class Next>
   __device__ __forceinline__ void multiply(const Job& job, Load&& load, Next&& next) const {
     constexpr int kUnits = kColumns > 256 ? 2 : 1, kUnit = kColumns / kUnits;
@@ -209,7 +210,7 @@ struct UnfoldedProducts {
     }
   }
 
-  // Of the block's, in a lane's first sums. The next ones are 8 rows further.
+  // Row of a lane's first two accumulators within the block's tile; the next two are 8 rows further.
   __device__ __forceinline__ int first_row() const { return (warp / 4 - 1) * 64 + warp % 4 * 16 + lane / 4; }
 
   __device__ __forceinline__ void input_grad(const Job& job) const {
@@ -243,7 +244,7 @@ struct UnfoldedProducts {
       left -= 8;
       position += 8;
       to += 8;
-      if (position >= args.pitch) {  // the next batch item
+      if (position >= args.pitch) {  // continues in the next batch item
         position -= args.pitch;
         to += item - args.pitch;
       }
@@ -255,7 +256,7 @@ struct UnfoldedProducts {
     int in = job.column + lane % 4 * 2;
     float* to = static_cast<float*>(args.dw) + (args.first_portion + job.portion) * args.dw_pitch +
                 static_cast<long long>(in) * kTerms + term;
-    // A panel of the stage, a position in it, and a piece of that.
+    // Offset in a stage, in words, of the lane's panel, first position and word within a piece.
     const int own = first_row() / kWords * kWords * kWords + lane % 4 * 2 * kWords + lane / 4 % 4;
     const int piece = first_row() % kWords / 4;
     const auto load = [&](const float* stage, unsigned (&words)[kSteps][4]) {

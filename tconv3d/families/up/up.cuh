@@ -1,19 +1,19 @@
 // The forward pass of an up-convolution (kernel equal to stride, no padding) on Hopper's tensor cores
 // (sm_90a; TF32, float16, bfloat16). Every output has one position q and one tap t:
 //   y[co][stride*q + t] = bias[co] + sum over ci of  x[ci][q] * w[ci][co][t]
-// So it is one product: rows are positions, columns are (co, t), K is ci. It moves far more bytes than it
-// multiplies numbers, and is arranged around them.
+// The pass is one GEMM: rows are positions, columns are (co, t), K is ci. It is bound by memory bandwidth, so
+// the kernel is arranged around the traffic of x and y.
 //
-// A tile is 64 positions in sequence, wherever lines end. A block owns some columns,
-// keeps their weights in shared memory, and walks over tiles:
+// A tile is 64 consecutive positions, which may span several lines of the volume. A block owns some columns,
+// holds their weights in shared memory, and loops over tiles:
 //
-//   producers   copy x past the registers into a ring, as it is in memory: a stage is the channels that a
-//               swizzled row of weights has
-//   consumers   two warpgroups, every other tile each: one multiplies while the other stores
+//   producers   copy x in its memory layout into a ring of stages with cp.async; a stage has as many channels
+//               as a swizzled 128-byte row of weights
+//   consumers   two warpgroups that take alternate tiles: one multiplies while the other stores
 //
-// x goes to tensor cores through registers, so it need not be transposed. What depends on the layout of the
-// tensors is in up_layouts.cuh. Weights that are kept have been put in order before (up_pack.cuh): the copy
-// engine brings them, chunk by chunk, and products begin with the first.
+// x reaches the tensor cores through registers, so it need not be transposed. Code that depends on the memory
+// layout of the tensors is in up_layouts.cuh. Packed weights (kPacked) were reordered by up_pack.cuh in an
+// earlier launch: bulk copies load them chunk by chunk, and products begin when the first chunk has arrived.
 #pragma once
 
 #include "ring.cuh"
@@ -31,7 +31,7 @@ struct Up {
 
   static constexpr int kRowBytes = Layout::kRowBytes, kStepBytes = Layout::kStepBytes;
   static constexpr int kStageSteps = Layout::kStageSteps, kSteps = Layout::kSteps, kSums = Layout::kSums;
-  static constexpr int kChunks = (kSteps + kStageSteps - 1) / kStageSteps;  // stages that a tile takes
+  static constexpr int kChunks = (kSteps + kStageSteps - 1) / kStageSteps;  // stages of x per tile
   static constexpr int kProducers = Layout::kProducers, kConsumers = Layout::kConsumers;
   static constexpr int kWeightBytes = kChunks * C::kColumns * kRowBytes;
   static constexpr int kStageBytes = 4 * C::kStages * Layout::kStageWords;
@@ -61,8 +61,9 @@ struct Up {
 
   __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
-  // A consumer's turn to take stages that were used since its last tile. Not before it is, the parity of
-  // their barriers tells rounds apart.
+  // The barrier of a consumer's turn, at which the other consumer arrives when it has used the stages of its
+  // tile. Before its turn a consumer could mistake an older round of these stages for its own, because
+  // barriers tell rounds apart by parity only.
   __device__ __forceinline__ unsigned turn(int who) const { return barriers + 8 * (2 * C::kStages + who); }
   __device__ __forceinline__ unsigned consumers_there() const {
     return barriers + 8 * (2 * C::kStages + kConsumers);
@@ -71,8 +72,9 @@ struct Up {
     return consumers_there() + 8 * (1 + chunk);
   }
 
-  // A producer makes the barriers while consumers ask for the weights; for the first of them only, where they
-  // can ask for the others later, so that x need not wait until all are on their way.
+  // One producer thread initializes the barriers while consumers issue the copies of unpacked weights. With
+  // kByBlocks only each warp's first block is requested here and the others later, so that x does not wait
+  // until all weight copies are issued.
   __device__ __forceinline__ void prepare() const {
     if (!C::kPacked && warp >= kProducers / 32) copy_weights();
     if (threadIdx.x == 0) {
@@ -88,7 +90,7 @@ struct Up {
     __syncthreads();
   }
 
-  // Of a tile, in its batch item.
+  // Returns the first position of a tile within its batch item.
   __device__ __forceinline__ int first_position(int tile, int n) const {
     return (tile - n * static_cast<int>(args.by_tiles.divisor)) * Layout::kTile;
   }
@@ -109,18 +111,19 @@ struct Up {
     }
   }
 
-  // ---- Consumers, before the walk: weights, while the first tiles are on their way. They are copied as they
-  // are in memory, all at once, and then put in order in their place: channels-last ones by blocks, by the
-  // warp that copied them; others, [channel][column], by all, chunk by chunk. A unit is 16 bytes of K of a
-  // column, or of two of a 16-bit type.
+  // ---- Consumers, before the loop over tiles: weights are loaded while the first tiles are in flight. All
+  // are copied at once in their memory layout and then reordered in place: channels-last weights by blocks,
+  // each by the warp that copied it; other weights, [channel][column], by all consumers chunk by chunk. A
+  // unit is 16 bytes of K of one column, or of two columns for 16-bit types.
 
-  static constexpr int kThreads = 128 * kConsumers;  // of consumers
+  static constexpr int kThreads = 128 * kConsumers;  // consumer threads
   static constexpr bool kByBlocks = C::kLast && C::kWeightLast;
   static constexpr int kChunkBytes = C::kColumns * kRowBytes;
   static constexpr int kUnitColumns = C::kColumns / Layout::kPerWord;
-  static constexpr int kUnits = kUnitColumns * 8,
-                       kOwnUnits = (kUnits + kThreads - 1) / kThreads;  // of a chunk
-  static constexpr int kGroups = kChunks < 8 ? kChunks : 8;  // of chunks that are waited for together
+  // kUnits is the number of units of a chunk, kOwnUnits that of a consumer thread.
+  static constexpr int kUnits = kUnitColumns * 8, kOwnUnits = (kUnits + kThreads - 1) / kThreads;
+  // Chunks are copied in kGroups groups, each of which is waited for as a whole.
+  static constexpr int kGroups = kChunks < 8 ? kChunks : 8;
   static constexpr int group_of(int chunk) { return chunk * kGroups / kChunks; }
 
   struct Unit {
@@ -148,7 +151,7 @@ struct Up {
   }
   __device__ __forceinline__ void copy_chunk(int chunk) const {
     constexpr int kItems = Layout::kWeightPiece / Layout::kItem, kPieces = C::kColumns / kItems;
-    // A weight may begin anywhere among other parameters.
+    // A weight may be a view into a flat buffer of parameters and have any alignment.
     const bool aligned = reinterpret_cast<unsigned long long>(args.weight) % Layout::kWeightPiece == 0;
     Scalar* const raw = reinterpret_cast<Scalar*>(weights + chunk * kChunkBytes);
     for (int i = own(); i < Layout::kStageItems * kPieces; i += kThreads) {
@@ -164,8 +167,8 @@ struct Up {
       }
     }
   }
-  // Neighbouring units are neighbouring columns. Where these are not neighbouring rows, they would be stored
-  // to the same banks if they had the same piece.
+  // Consecutive units are consecutive columns. If these are not consecutive rows of the operand (kNeighbours
+  // is false), each takes a different piece, which avoids bank conflicts in the stores.
   static __device__ __forceinline__ int piece_of(int unit) {
     return Layout::kNeighbours ? unit / kUnitColumns : (unit / kUnitColumns + unit % kUnitColumns) % 8;
   }
@@ -198,7 +201,7 @@ struct Up {
     }
   }
 
-  // Of all consumers; the number of the meeting.
+  // Synchronizes all consumers. `number` counts the calls; its parity selects the phase of the barrier.
   __device__ __forceinline__ void meet(int number) const {
     ptx::barrier_arrive(consumers_there());
     ptx::barrier_wait(consumers_there(), static_cast<unsigned>(number) % 2u);
@@ -215,7 +218,7 @@ struct Up {
     layout.fill_table(own(), kThreads);
   }
 
-  // Packed weights: all of them at once.
+  // Issues the bulk copies of all chunks of packed weights.
   __device__ __forceinline__ void request_weights() const {
     const unsigned char* const from =
         static_cast<const unsigned char*>(args.weight) + static_cast<long long>(layout.kind) * kWeightBytes;
@@ -246,7 +249,7 @@ struct Up {
   __device__ __forceinline__ void order_blocks() const {
     static_assert(Layout::kOutTile <= kThreads && Layout::kTable == 0);
     const bool has_bias = own() < Layout::kOutTile;
-    const float value = has_bias ? bias_of(own()) : 0.0f;  // asked for before weights that it would wait for
+    const float value = has_bias ? bias_of(own()) : 0.0f;  // loaded before the weight copies queue up
     weight_blocks().template copy<1, UpWeightBlocks<C, Layout, kThreads>::kOwn>();
     if (has_bias) bias[own()] = value;
     weight_blocks().order();
@@ -263,7 +266,7 @@ struct Up {
         if (kUnits % kThreads == 0 || unit < kUnits) units[i] = load_unit(chunk, unit);
       }
       if constexpr (kNext < kChunks) ptx::copy_wait<kGroups - 1 - group_of(kNext)>();
-      meet(kNext);  // this chunk is in registers, and the next one is there
+      meet(kNext);  // this chunk is in registers, and the next one has arrived
 #pragma unroll
       for (int i = 0; i < kOwnUnits; ++i) {
         const int unit = own() + i * kThreads;
@@ -272,18 +275,19 @@ struct Up {
     });
   }
 
-  // ---- Consumers, walking.
+  // ---- Consumers, in the loop over tiles.
 
   template <int kCount>
   __device__ __forceinline__ void multiply_chunk(Sums& sums, Step (&steps)[kStageSteps], const Ring& stage,
                                                  unsigned long long b, int chunk) const {
     ptx::barrier_wait(full(stage.index), stage.parity);
-    if constexpr (C::kPacked) ptx::barrier_wait(weights_there(chunk), 0);  // they arrive once
-    ptx::matrix_wait<1>();  // of two operands in registers, the one that is next is free
+    if constexpr (C::kPacked) ptx::barrier_wait(weights_there(chunk), 0);  // weights arrive once: parity 0
+    ptx::matrix_wait<1>();  // the register operand that is overwritten next is no longer read
     layout.template load<kCount>(steps, stages + stage.index * Layout::kStageWords);
     ptx::barrier_arrive(empty(stage.index));
+    // All operands are loaded before the first product.
 #pragma unroll
-    for (int i = 0; i < kCount * 4; ++i) ptx::pin(steps[i / 4].at[i % 4]);  // before the first product
+    for (int i = 0; i < kCount * 4; ++i) ptx::pin(steps[i / 4].at[i % 4]);
     ptx::matrix_fence();
     static_for<kCount>([&](auto i) {
       ptx::MatrixMultiply<C::kColumns>::template issue<Layout::kOperand>(sums.at, steps[i].at,
@@ -292,7 +296,7 @@ struct Up {
     ptx::matrix_commit();
   }
 
-  // Past the other consumer's tile.
+  // Advances the ring past the other consumer's tile.
   static __device__ __forceinline__ void skip_tile(Ring& stage) {
     stage.index += kChunks % C::kStages;
     stage.parity ^= static_cast<unsigned>(kChunks / C::kStages % 2);
@@ -302,13 +306,14 @@ struct Up {
     }
   }
 
-  // Chunks of a tile whose stages were last used before the other consumer's tile: for these a consumer need
-  // not wait for its turn. With many tiles it does, so that one consumer multiplies while the other stores.
+  // Number of leading chunks of a tile whose stages the other consumer's preceding tile does not use: a
+  // consumer may take them before its turn. It is 0 with many tiles, so that one consumer multiplies while
+  // the other stores.
   static constexpr int kAhead = C::kFewTiles && C::kStages > kChunks
                                     ? (C::kStages - kChunks < kChunks ? C::kStages - kChunks : kChunks)
                                     : 0;
 
-  // All of K; the stages of the next tile are then the other consumer's.
+  // Multiplies all of K of a tile, and passes the turn to the other consumer when all products are issued.
   __device__ __forceinline__ void multiply(Sums& sums, Ring& stage, int who, unsigned parity) const {
     Step steps[2][kStageSteps];
     const unsigned long long b =
@@ -322,7 +327,8 @@ struct Up {
     });
     if constexpr (kAhead == kChunks) {
       ptx::barrier_wait(turn(who), parity);
-      __syncwarp();  // A lane that has not seen its turn before the other consumer is done would miss it.
+      // A lane that sees its turn only after it was passed on could miss the phase of the barrier.
+      __syncwarp();
     }
     if (lane == 0) ptx::barrier_arrive(turn(1 - who));
     skip_tile(stage);
@@ -333,7 +339,7 @@ struct Up {
     const int who = warp / 4 - 1;
     Sums sums;
     Ring stage;
-    unsigned parity = who == 0 ? 1 : 0;  // the first tile is the first consumer's at once
+    unsigned parity = who == 0 ? 1 : 0;  // consumer 0 has the first turn without waiting
     if (who == 1) skip_tile(stage);
 #pragma unroll 1
     for (int tile = split + who * args.splits; tile < args.tiles; tile += kConsumers * args.splits) {

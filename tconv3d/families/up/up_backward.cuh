@@ -1,35 +1,35 @@
-// All gradients of an up-convolution (kernel equal to stride, no padding; two taps along w, or in TF32 one or
-// three) from one reading of dy, on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16). Every output
+// All gradients of an up-convolution (kernel equal to stride, no padding; two taps along w, or one or three
+// in TF32) from one read of dy, on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16). Every output
 // belongs to one position q and one tap t:
 //   dx[ci][q]      = sum over co, t of  w[ci][co][t] * dy[co][stride*q + t]
 //   dw[ci][co][t]  = sum over q of      x[ci][q]     * dy[co][stride*q + t]
 //   db[co]         = sum of dy[co]
 //
-// A row is what dy has of one (co, tap along d, tap along h): the taps along w of neighbouring positions,
-// side by side as in memory. A tile is 128 words of every row (64 positions, where there are not two taps), a
-// chunk 32 (64) rows of a tile. A block owns some input channels and a range of rows, keeps their weights in
-// shared memory and their dw in registers, and walks over tiles:
+// A row of dy is the elements of one (co, tap along d, tap along h): the taps along w of adjacent positions,
+// contiguous as in memory. With two taps along w a tile is 128 words of every row and a chunk 32 rows of a
+// tile; otherwise a tile is 64 positions and a chunk 64 rows. A block owns some input channels and a range of
+// rows, holds their weights in shared memory and their dw in registers, and loops over tiles:
 //
-//   producers        copy the chunks of the tile past the registers into a ring, and x into another
+//   producers        copy the chunks of a tile into a ring with cp.async, and x into another ring
 //   input grad       one warpgroup: rows are positions, K is (row, tap along w), columns are input channels
-//   weight grad      two warpgroups, every other chunk each: rows are (row, tap along w), K is positions,
-//                    columns are input channels. They first round and order x in its place, and add up what
+//   weight grad      two warpgroups that take alternate chunks: rows are (row, tap along w), K is positions,
+//                    columns are input channels. They first round and reorder x in place, and sum the dy that
 //                    they load: db
 //
-// dy goes to tensor cores through registers in both products, so it may lie in shared memory as it is in
-// memory, and is rounded to TF32 on the way. With two taps along w, 16 bytes of it, a piece (two positions of
-// TF32, four of 16-bit types, with both taps), are all that a lane needs of a row for one instruction:
+// dy reaches the tensor cores through registers in both products, so it stays in its memory layout in shared
+// memory, and TF32 is rounded when it is loaded. With two taps along w, a piece of 16 bytes (two positions of
+// TF32, four of 16-bit types, with both taps) is all that a lane needs of a row for one instruction:
 //   input grad    lane (g, t) of a warp loads piece g of rows t and t + 4
 //   weight grad   lane (g, t) of a warp loads pieces t and t + 4 of row g
-// K may be permuted at will if both operands are: weights and x are stored in the order that follows from
-// this. Rows are 136 words apart, so that neither way meets a bank twice (the weight gradient takes rows 0,
-// 2, 1, 3, ...). With one or three taps lanes load words, of one tap at a time:
+// K may be permuted if both operands are: weights and x are stored in the order that follows from these
+// loads. Rows are 136 words apart, which avoids bank conflicts in both access patterns (the weight gradient
+// takes rows 0, 2, 1, 3, ...). With one or three taps along w, lanes load single words of one tap at a time:
 //   input grad    positions g and g + 8 of rows 2t and 2t + 1
 //   weight grad   positions t and t + 4 of rows g and g + 8
-// and rows are 4 words more than a multiple of 32 apart, for the same reason.
+// and the distance of rows is a multiple of 32 words plus 4, which avoids bank conflicts too.
 //
-// Parts of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
-// If there are several ranges, so are those of dx.
+// Partial sums of dw and db (split-K) are stored side by side and added by reduce_gradients.cuh in a fixed
+// order. With several ranges of rows, dx has partial sums as well.
 #pragma once
 
 #include "cursor.cuh"
@@ -47,20 +47,20 @@ struct UpBackward {
   static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
   static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
   static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
-  static constexpr int kTaps = C::kKernelW;                      // along w
+  static constexpr int kTaps = C::kKernelW;                      // taps along w
   static constexpr bool kPairs = kTaps == 2;                     // a piece has whole pairs of taps
-  static constexpr int kRows = kPairs ? 32 : 64;                 // of a chunk
-  static constexpr int kPieces = kPairs ? 32 : 16 * kTaps;       // of a row of a tile
-  static constexpr int kPitch = 4 * kPieces + (kPairs ? 8 : 4);  // from row to row, in words
+  static constexpr int kRows = kPairs ? 32 : 64;                 // rows per chunk
+  static constexpr int kPieces = kPairs ? 32 : 16 * kTaps;       // pieces per row of a tile
+  static constexpr int kPitch = 4 * kPieces + (kPairs ? 8 : 4);  // words from row to row in a stage
   static constexpr int kBlockWords = Groups::kBlockWords, kGroupsOfBlock = Groups::kGroupsOfBlock;
   static constexpr int kStepBytes = 32;
   static constexpr int kPlanes = C::kKernelD * C::kKernelH;
   static constexpr int kRowsAll = C::kOut * kPlanes;
-  static constexpr int kChunkWords = kRows * kTaps / kPerWord;  // of K, in the weights
+  static constexpr int kChunkWords = kRows * kTaps / kPerWord;  // words of K of the weights per chunk
   static constexpr int kWeightWords = C::kChunks * kChunkWords;
   static constexpr int kSums = C::kColumns / 2;
-  static constexpr int kSlabs = kPerWord;               // of 64 positions, in a tile
-  static constexpr int kTapSlabs = kPairs ? 1 : kTaps;  // of 64 rows of the weight gradient, in a chunk
+  static constexpr int kSlabs = kPerWord;               // slabs of 64 positions per tile
+  static constexpr int kTapSlabs = kPairs ? 1 : kTaps;  // slabs of 64 rows of the weight gradient per chunk
   static constexpr int kInTiles = (C::kIn + C::kColumns - 1) / C::kColumns;
   static constexpr int kKinds = kInTiles * C::kRanges;
   static constexpr int kConsumers = C::kThreads - 128;
@@ -73,7 +73,7 @@ struct UpBackward {
   static_assert(C::kRanges * C::kChunks * kRows >= kRowsAll);
   static_assert(kPairs || (kRounded && (kTaps == 1 || kTaps == 3)));
 
-  // Where a piece of a tile is in the tensors.
+  // Offsets of a piece of a tile in the tensors, in elements.
   struct Place {
     long long dy, x, dx;
     bool inside;
@@ -85,7 +85,7 @@ struct UpBackward {
   unsigned char* stages_x;
   unsigned char* weights;
   unsigned* stages;
-  long long* rows;  // where each is in dy, relative to a position
+  long long* rows;  // offset of each row in dy from a position's first output, in elements
   unsigned barriers;
 
   __device__ __forceinline__ UpBackward(const Args& arguments)
@@ -122,7 +122,7 @@ struct UpBackward {
     return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
   }
 
-  // ---- Before the walk.
+  // ---- Before the loop over tiles.
 
   __device__ __forceinline__ void prepare() {
     for (int i = static_cast<int>(threadIdx.x); i < C::kChunks * kRows; i += C::kThreads) {
@@ -146,10 +146,10 @@ struct UpBackward {
     __syncthreads();
   }
 
-  // ---- Weights and x. A warp copies a group past the registers as it is in memory, and puts it in order
-  // when it has arrived: of 8 words those at even places, then those at odd ones.
+  // ---- Weights and x. A warp copies a group with cp.async in its memory layout and reorders it when it has
+  // arrived: of every 8 words first the even-numbered ones, then the odd-numbered ones.
 
-  // Of x. (Where pieces have no pairs of taps, positions stay as they are.)
+  // Rounds and reorders a group of x. Without pairs of taps, positions keep their order.
   __device__ __forceinline__ void order(unsigned* group) const {
     const int row = lane / 4, vector = lane % 4 * 2;
     unsigned* const to[2] = {Groups::vector_at(group, row, vector),
@@ -165,12 +165,12 @@ struct UpBackward {
       *reinterpret_cast<Vector<unsigned, 4>*>(to[k]) = words;
     }
   }
-  // Of weights, in as many blocks as hold whole sets of 8 words of every tap: of each tap the words at even
-  // places, then those at odd ones.
+  // Number of blocks of K that hold whole sets of 8 words of every tap. order_weights() reorders these sets:
+  // for each tap first the even-numbered words, then the odd-numbered ones.
   static constexpr int kSetBlocks = kTaps == 3 ? 3 : 1;
 
   __device__ __forceinline__ void order_weights(unsigned* group) const {
-    constexpr int kVectors = 2 * kSetBlocks;  // of a lane
+    constexpr int kVectors = 2 * kSetBlocks;  // vectors per lane
     const int row = lane / 4;
     unsigned* to[kVectors];
     unsigned words[4 * kVectors];
@@ -191,8 +191,8 @@ struct UpBackward {
     }
   }
 
-  // By all consumers, while the first tile is on its way. The weight of an input channel is one run of (row,
-  // tap along w).
+  // Called by all consumers while the first tile is in flight. The weight of an input channel is one
+  // contiguous run of (row, tap along w).
   __device__ __forceinline__ void load_weights() const {
     constexpr int kSets = kWeightWords / (kSetBlocks * kBlockWords) * kGroupsOfBlock,
                   kWarps = kConsumers / 32;
@@ -204,7 +204,7 @@ struct UpBackward {
     }
     ptx::copy_commit();
     ptx::copy_wait<0>();
-    if constexpr (kRounded) {  // words of 16-bit types have both taps
+    if constexpr (kRounded) {  // 16-bit words hold both taps and need no reordering
       __syncwarp();
 #pragma unroll 2
       for (int i = warp - 4; i < kSets; i += kWarps) {
@@ -220,7 +220,7 @@ struct UpBackward {
                                      first_in + group * 8, range * kWeightWords + block * kBlockWords, lane);
   }
 
-  // Pieces of all lines follow one another.
+  // Locates a piece of a tile. Pieces are numbered along w through all lines of the batch.
   __device__ __forceinline__ Place find(int tile, int piece) const {
     const int at = tile * kPieces + piece;
     const int line = divide(at, args.by_w), rest = divide(line, args.by_h), n = divide(rest, args.by_d);
@@ -231,8 +231,8 @@ struct UpBackward {
     found.inside = at < args.pieces;
     found.dy = n * args.dy_strides.n + d * C::kKernelD * args.dy_strides.d +
                h * C::kKernelH * args.dy_strides.h + w * (16 / kItem);
-    const long long position =
-        w * (16 / kItem) / kTaps;  // the first, of those whose first tap is in the piece
+    // First position whose first tap is in the piece.
+    const long long position = w * (16 / kItem) / kTaps;
     found.x = n * args.x_strides.n + d * args.x_strides.d + h * args.x_strides.h + position;
     found.dx = n * args.dx_strides.n + d * args.dx_strides.d + h * args.dx_strides.h + position;
     return found;
@@ -240,7 +240,7 @@ struct UpBackward {
 
   // ---- Producers.
 
-  // Of x a warp copies half of K, and every other group.
+  // A warp copies half of K of x, and every other group of 8 input channels.
   __device__ __forceinline__ void copy_x(int tile, Ring& stage) const {
     const int vector = warp % 2 * 8 + lane % 8;
     const Place first = find(tile, vector * kTaps);
@@ -272,7 +272,7 @@ struct UpBackward {
       ptx::copy_words<2>(to + 2, x + (inside[1] ? channel + second.x : 0), inside[1]);
     }
   }
-  // A warp copies some rows at once, in as many copies as these have 32 pieces.
+  // A warp copies kCopyRows rows at once, by kCopies copies of 32 pieces.
   static constexpr int kCopyRows = kPairs ? 1 : 2, kCopies = kCopyRows * kPieces / 32;
 
   struct Copies {
@@ -286,7 +286,7 @@ struct UpBackward {
   }
 
   __device__ __forceinline__ void copy_chunk(const Ring& stage, int chunk, const Copies& copies) const {
-    constexpr int kOwn = kRows / 4, kAtOnce = kCopies == 1 ? 4 : 2;  // whose offsets are loaded before
+    constexpr int kOwn = kRows / 4, kAtOnce = kCopies == 1 ? 4 : 2;  // own rows; offsets loaded at once
     constexpr bool kWhole = C::kRanges * C::kChunks * kRows == kRowsAll;
     const Scalar* const dy = static_cast<const Scalar*>(args.dy);
     unsigned* const to = stages + stage.index * (kStageBytes / 4) + warp * kOwn * kPitch;
@@ -305,7 +305,7 @@ struct UpBackward {
         const Place& place = copies.at[i % kCopies];
         const int piece = lane + 32 * (i % kCopies), row = i / kCopies * kCopyRows + piece / kPieces;
         const bool inside = place.inside && (kWhole || first_row() + first + row < kRowsAll);
-        // Every row of a position is inside the tensor: also of the first, where the piece is not.
+        // A piece outside the tensor has the address of position 0, whose rows are all inside.
         ptx::copy_words_once<4>(to + (begin + row) * kPitch + piece % kPieces * 4,
                                 dy + (place.inside ? place.dy : 0) + offsets[i / kCopies][i % kCopies],
                                 inside);
@@ -314,12 +314,13 @@ struct UpBackward {
     ptx::copy_arrive(full(stage.index));
   }
 
-  // x is asked for kEarly chunks before the first of its tile, as early as its stage is sure to be empty.
+  // x is requested kEarly chunks before the first chunk of its tile: as early as its stage is certain to be
+  // empty, but 4 chunks at most.
   static constexpr int kLag = C::kChunks * (C::kStagesX - 1) - C::kStages;
   static constexpr int kEarly = kLag < 0 ? 0 : kLag < 4 ? kLag : 4;
 
   __device__ __forceinline__ void produce() const {
-    // The same in tiles, and the chunk of a tile.
+    // kEarly is kTilesEarly whole tiles minus kChunkEarly chunks.
     constexpr int kTilesEarly = (kEarly + C::kChunks - 1) / C::kChunks;
     constexpr int kChunkEarly = kTilesEarly * C::kChunks - kEarly;
     Ring stage, stage_x;
@@ -342,19 +343,18 @@ struct UpBackward {
 
   // ---- Consumers.
 
-  // Every lane says that it has read a stage: as quick as one for all, and a tool that looks for races sees
-  // it.
+  // Every lane arrives for itself: it is as fast as one arrival per warp, and race checkers understand it.
   __device__ __forceinline__ void release(int stage) const { ptx::barrier_arrive(empty(stage)); }
 
-  // ---- The input gradient. A batch is two pieces: two steps of TF32, or one step of two slabs of a 16-bit
-  // type.
+  // ---- The input gradient. A batch is two pieces: two K steps of TF32, or one K step of two slabs of a
+  // 16-bit type.
 
   struct Batch {
     unsigned words[2][4];
   };
-  static constexpr int kBatches = kPairs ? 4 : 4 * kTaps;  // of a chunk
+  static constexpr int kBatches = kPairs ? 4 : 4 * kTaps;  // batches per chunk
 
-  // What a lane loads for a batch, and the operands that it is put together to.
+  // The words that a lane loads for a batch; arrange() turns them into operands.
   struct Loaded {
     Vector<unsigned, 4> first, second;
   };
@@ -366,7 +366,7 @@ struct UpBackward {
     }
     Loaded loaded;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {  // two steps: of 8 rows, one tap
+    for (int e = 0; e < 8; ++e) {  // two K steps, each 8 rows of one tap
       const int step = 2 * batch + e / 4, row = step / kTaps * 8 + lane % 4 * 2 + e % 4 / 2;
       const unsigned word = stage[row * kPitch + (position + e % 2 * 8) * kTaps + step % kTaps];
       (e < 4 ? loaded.first : loaded.second).at[e % 4] = word;
@@ -380,7 +380,7 @@ struct UpBackward {
       if constexpr (!kPairs) {
         to.words[0][e] = rounded(from.first.at[e]);
         to.words[1][e] = rounded(from.second.at[e]);
-      } else if constexpr (kRounded) {  // of each position both taps: the taps are 4 apart in K
+      } else if constexpr (kRounded) {  // the two taps of a position are 4 apart in K
         to.words[0][e] = rounded(from.first.at[e % 2 * 2 + e / 2]);
         to.words[1][e] = rounded(from.second.at[e % 2 * 2 + e / 2]);
       } else {
@@ -393,7 +393,7 @@ struct UpBackward {
   __device__ __forceinline__ void multiply_chunk(float (&sums)[kSlabs][kSums], Batch (&batches)[2],
                                                  const Ring& stage, unsigned long long b) const {
     const unsigned* const from = stages + stage.index * (kStageBytes / 4);
-    // What is rounded next is on its way while products run; 16-bit types need the registers.
+    // The next batch of TF32 is prefetched while products run; 16-bit types lack the registers for it.
     Loaded loaded = load_positions(from, 0);
     static_for<kBatches>([&](auto i) {
       constexpr int kI = decltype(i)::value;
@@ -415,7 +415,7 @@ struct UpBackward {
     });
   }
 
-  // One range's sums are dx; those of several are added afterwards.
+  // Stores dx, or partial sums of dx if there are several ranges.
   __device__ __forceinline__ void store_positions(const float (&sums)[kSlabs][kSums], int tile) const {
     if constexpr (kPairs) {
       const Place place = find(tile, position_piece());
@@ -429,7 +429,7 @@ struct UpBackward {
       }
     }
   }
-  // So many neighbouring positions, from a lane's `first` on.
+  // Stores kCount adjacent positions, from a lane's position `first` on, of all columns.
   template <int kCount>
   __device__ __forceinline__ void store_columns(const float (&sums)[kSlabs][kSums], int first,
                                                 long long at) const {
@@ -513,7 +513,7 @@ struct UpBackward {
     }
   }
 
-  // Rows 8 apart at two positions, one tap.
+  // Loads two rows, 8 apart, at two positions, 4 apart, of one tap.
   static __device__ __forceinline__ void load_rows(unsigned (&to)[4], float (&sum)[2], const unsigned* from) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -523,14 +523,14 @@ struct UpBackward {
     }
   }
 
-  // The row of a chunk that this lane has, or the first of two.
+  // Row of a chunk that this lane has, or the first of its two rows (the second is 8 further).
   __device__ __forceinline__ int row_of_lane() const {
     const int g = lane / 4;
     if (!kPairs) return warp % 4 * 16 + g;
     return warp % 4 * 8 + (g & 4) + (g & 1) * 2 + (g >> 1 & 1);
   }
 
-  // By all warps of the weight gradient, each some groups, when a tile's x has arrived.
+  // Reorders the x of a tile once it has arrived; all warps of the weight gradient share the groups.
   __device__ __forceinline__ void order_x(const Ring& stage) const {
     ptx::barrier_wait(full_x(stage.index), stage.parity);
 #pragma unroll
@@ -548,7 +548,7 @@ struct UpBackward {
   template <int kWho>
   __device__ __forceinline__ void weight_grad() const {
     constexpr int kOwn = (C::kChunks - kWho + kSharers - 1) / kSharers, kSome = kOwn > 0 ? kOwn : 1;
-    constexpr int kDepth = 3, kSteps = 8 * kTapSlabs;  // operands in registers; steps of a chunk
+    constexpr int kDepth = 3, kSteps = 8 * kTapSlabs;  // operands in registers; K steps per chunk
     float sums[kSome][kTapSlabs][kSums], bias[kSome][2];
     unsigned steps[kDepth][4];
 #pragma unroll
@@ -621,7 +621,7 @@ struct UpBackward {
     const int out = row / kPlanes, plane = row % kPlanes;
     static_cast<float*>(args.bias_parts)[(split * kPlanes + plane) * args.db_pitch + out] = sum;
   }
-  // One or both of a lane's rows of the product.
+  // Stores kCount (one or both) of a lane's two rows of the product.
   template <int kCount>
   __device__ __forceinline__ void store_row(const float (&sums)[kSums], int first, int at) const {
     float* const to = static_cast<float*>(args.parts) + split * args.dw_pitch + at;

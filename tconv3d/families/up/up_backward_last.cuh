@@ -1,33 +1,30 @@
 // All gradients of an up-convolution (kernel equal to stride, no padding) of channels-last tensors from one
-// reading of dy, on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16). What up_backward.cuh does with
-// contiguous ones:
+// read of dy, on Hopper's tensor cores (sm_90a; TF32, float16, bfloat16). up_backward.cuh computes them for
+// contiguous tensors.
 //   dx[ci][q]      = sum over co, t of  w[ci][co][t] * dy[co][stride*q + t]
 //   dw[ci][co][t]  = sum over q of      x[ci][q]     * dy[co][stride*q + t]
 //   db[co]         = sum of dy[co]
 //
-// Of a position, dy has a row: its taps, of each all output channels side by side in memory. A tile is 64
-// positions, a chunk 64 words of their rows (64 elements of TF32, 128 of 16-bit types). A block owns some
-// input channels and a range of chunks, keeps their weights in shared memory and their dw in registers, and
-// walks over tiles:
+// A row of dy is the elements of one position: its taps one after another, each with all output channels,
+// which are contiguous in memory. A tile is 64 positions, a chunk 64 words of their rows (64 elements of
+// TF32, 128 of 16-bit types). A block owns some input channels and a range of chunks, holds their weights in
+// shared memory and their dw in registers, and loops over tiles:
 //
-//   producers        copy the chunks of the tile past the registers into a ring, and x into another
-//   input grad       one warpgroup: rows are positions, K is elements of dy's rows, columns are input
-//   channels weight grad      two warpgroups, every other chunk each: rows are elements of dy's rows, K is
-//   positions,
-//                    columns are input channels. They first transpose x in its place, and add up what they
-//                    load
+//   producers     copy the chunks of a tile into a ring with cp.async, and x into another ring
+//   input grad    one warpgroup: rows are positions, K is elements of dy's rows, columns are input channels
+//   weight grad   two warpgroups that take alternate chunks: rows are elements of dy's rows, K is positions,
+//                 columns are input channels. They first transpose x in place, and sum the dy that they load
 //
-// dy goes to tensor cores through registers in both products. A piece is 16 bytes:
-//   input grad    lane (g, t) of a warp loads pieces t of positions g and g + 8: operands of two steps
-//   weight grad   lane (g, t) loads of positions t, t + 4, ... the words (of TF32 pairs of words) of elements
-//   2g
+// dy reaches the tensor cores through registers in both products. A piece is 16 bytes:
+//   input grad    lane (g, t) of a warp loads pieces t of positions g and g + 8: operands of two K steps
+//   weight grad   lane (g, t) loads from positions t, t + 4, ... the word (in TF32 two words) of elements 2g
 //                 and 2g + 1, which are rows g and g + 8
-// K may be permuted at will if both operands are: weights and x are stored in the order that follows from
-// this. Positions are 72 words apart, so that neither way meets a bank twice (the input gradient takes
-// positions 0, 2, 1, 3, ...).
+// K may be permuted if both operands are: weights and x are stored in the order that follows from these
+// loads. Positions are 72 words apart, which avoids bank conflicts in both access patterns (the input
+// gradient takes positions 0, 2, 1, 3, ...).
 //
-// Parts of dw (by input channel, tap, output channel) and db are written side by side and added by
-// reduce_gradients.cuh in a fixed order. If there are several ranges, so are those of dx.
+// Partial sums (split-K) of dw, [input channel][tap][output channel], and of db are stored side by side and
+// added by reduce_gradients.cuh in a fixed order. With several ranges of chunks, dx has partial sums as well.
 #pragma once
 
 #include "cursor.cuh"
@@ -45,16 +42,17 @@ struct UpBackwardLast {
   static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
   static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
   static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
-  static constexpr int kTile = 64;                         // positions
-  static constexpr int kWords = 64, kPieces = kWords / 4;  // of a chunk, of each position
-  static constexpr int kPitch = kWords + 8;                // from position to position, in words
+  static constexpr int kTile = 64;                         // positions per tile
+  static constexpr int kWords = 64, kPieces = kWords / 4;  // words and pieces of a position per chunk
+  static constexpr int kPitch = kWords + 8;                // words from position to position in a stage
   static constexpr int kBlockWords = Groups::kBlockWords, kGroupsOfBlock = Groups::kGroupsOfBlock;
   static constexpr int kStepBytes = 32;
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
-  static constexpr int kRow = C::kOut * kTaps, kRowWords = kRow / kPerWord;  // of dy
+  // A row of dy has kRow elements, kRowWords words.
+  static constexpr int kRow = C::kOut * kTaps, kRowWords = kRow / kPerWord;
   static constexpr int kSums = C::kColumns / 2;
-  static constexpr int kSlabs = kPerWord;                          // of 64 elements, in a chunk
-  static constexpr int kBlocksX = kTile / kPerWord / kBlockWords;  // of K, that x has
+  static constexpr int kSlabs = kPerWord;                          // slabs of 64 elements per chunk
+  static constexpr int kBlocksX = kTile / kPerWord / kBlockWords;  // blocks of K of x per tile
   static constexpr int kInTiles = (C::kIn + C::kColumns - 1) / C::kColumns;
   static constexpr int kKinds = kInTiles * C::kRanges;
   static constexpr int kConsumers = C::kThreads - 128;
@@ -62,13 +60,13 @@ struct UpBackwardLast {
   static constexpr int kStageBytes = 4 * kTile * kPitch;
   static constexpr int kStageXBytes = kItem * kTile * C::kColumns;
   static constexpr int kWeightBytes = 4 * C::kChunks * kWords * C::kColumns;
-  static constexpr int kPlaces = 3;  // tiles whose positions' places are kept
+  static constexpr int kPlaces = 3;  // tiles whose Places are in shared memory
 
   static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 3 && C::kStagesX >= 2);
   static_assert(C::kRanges * C::kChunks * kWords >= kRowWords);
   static_assert(C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0, "whole pieces");
 
-  // Where a position is in the tensors.
+  // Offsets of a position in the tensors, in elements; -1 if there is no such position.
   struct Place {
     long long dy, x;
   };
@@ -79,7 +77,7 @@ struct UpBackwardLast {
   unsigned char* stages_x;
   unsigned char* weights;
   unsigned* stages;
-  long long* pieces;  // where each of a range is in dy, relative to a position
+  long long* pieces;  // offset of each piece of the range in dy from a position's first output, in elements
   Place* places;
   unsigned barriers;
 
@@ -100,7 +98,8 @@ struct UpBackwardLast {
 
   __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
   __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
-  // Of x: 0 there, 1 nobody needs it, 2 read to be transposed, 3 transposed.
+  // Barriers of a stage of x by `which`: 0 the stage has arrived, 1 it is free, 2 it was read for the
+  // transpose, 3 it is transposed.
   __device__ __forceinline__ unsigned barrier_x(int which, int stage) const {
     return barriers + 8 * (2 * C::kStages + which * C::kStagesX + stage);
   }
@@ -111,7 +110,7 @@ struct UpBackwardLast {
     return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
   }
 
-  // ---- Before the walk.
+  // ---- Before the loop over tiles.
 
   __device__ __forceinline__ void prepare() {
     for (int i = static_cast<int>(threadIdx.x); i < C::kChunks * kPieces; i += C::kThreads) {
@@ -137,8 +136,8 @@ struct UpBackwardLast {
 
   // ---- Weights.
 
-  // By all consumers, while the first tile is on its way. The weight of an input channel is one run, like a
-  // row of dy.
+  // Called by all consumers while the first tile is in flight. The weight of an input channel is one
+  // contiguous run, laid out like a row of dy.
   __device__ __forceinline__ void load_weights() const {
     constexpr int kAll = C::kChunks * 2 * kGroupsOfBlock, kWarps = kConsumers / 32;
     for (int i = warp - 4; i < kAll; i += kWarps) copy_weights(i / kGroupsOfBlock, i % kGroupsOfBlock);
@@ -155,7 +154,8 @@ struct UpBackwardLast {
     Groups::template copy<kRowWords>(Groups::group_at(weights, block, group), args.weight,
                                      first_in + group * 8, first_word() + block * kBlockWords, lane);
   }
-  // A lane of the input gradient has piece t of every four for two steps: word e of it is word t of vector e.
+  // Transposes blocks of 4x4 words: a lane of the input gradient loads piece t of every four for two K steps,
+  // so word e of piece t becomes word t of vector e.
   __device__ __forceinline__ void order_weights(unsigned* group) const {
     const int row = lane / 4, four = lane % 4 / 2 * 4, half = lane % 2 * 2;
     Vector<unsigned, 4> from[4], to[2];
@@ -190,7 +190,7 @@ struct UpBackwardLast {
 
   // ---- Producers.
 
-  // By half of them: where the positions of a tile are; -1 if there is none.
+  // The first 64 producer threads find the Places of a tile's positions.
   __device__ __forceinline__ void find_places(int tile, Place* to) const {
     if (threadIdx.x >= kTile) return;
     const int at = tile * kTile + static_cast<int>(threadIdx.x);
@@ -203,9 +203,10 @@ struct UpBackwardLast {
     to[threadIdx.x] = place;
   }
 
-  // As it is in memory: a position's channels side by side.
+  // Copies x in its memory layout: the channels of a position are contiguous.
   __device__ __forceinline__ void copy_x(const Place* from, Ring& stage) const {
-    constexpr int kOwn = C::kColumns * kItem / 16, kItems = 16 / kItem;  // pieces of a position
+    // A position has kOwn pieces of kItems elements.
+    constexpr int kOwn = C::kColumns * kItem / 16, kItems = 16 / kItem;
     const Scalar* const x = static_cast<const Scalar*>(args.x);
     unsigned* const to = reinterpret_cast<unsigned*>(stages_x + stage.index * kStageXBytes);
     ptx::barrier_wait(barrier_x(1, stage.index), stage.parity ^ 1u);
@@ -237,7 +238,7 @@ struct UpBackwardLast {
     ptx::copy_arrive(full(stage.index));
   }
 
-  // x is asked for a tile before it is needed.
+  // The x of the next tile is requested before the last chunk of the current one.
   __device__ __forceinline__ void produce() const {
     Ring stage, stage_x;
     Place* now = places;
@@ -265,12 +266,12 @@ struct UpBackwardLast {
 
   // ---- Consumers.
 
-  // Every lane says that it has read a stage, as in up_backward.cuh.
+  // Every lane arrives for itself: it is as fast as one arrival per warp, and race checkers understand it.
   __device__ __forceinline__ void release(int stage) const { ptx::barrier_arrive(empty(stage)); }
 
   // ---- The input gradient.
 
-  // The first of the two positions of a tile that this lane has; the other is 8 further.
+  // First of this lane's two positions of a tile; the second is 8 further.
   __device__ __forceinline__ int position_of_lane() const {
     const int g = lane / 4;
     return warp % 4 * 16 + (g & 4) + (g & 1) * 2 + (g >> 1 & 1);
@@ -281,7 +282,7 @@ struct UpBackwardLast {
   static __device__ __forceinline__ Loaded load_positions(const unsigned* from, int batch) {
     return Loaded{load_vector<4>(from + 16 * batch), load_vector<4>(from + 16 * batch + 8 * kPitch)};
   }
-  // Of two steps.
+  // The A operands of two K steps.
   struct Batch {
     unsigned words[2][4];
   };
@@ -300,7 +301,7 @@ struct UpBackwardLast {
     constexpr int kBatches = kPieces / 4;
     const unsigned* const from =
         stages + stage.index * (kStageBytes / 4) + position_of_lane() * kPitch + lane % 4 * 4;
-    // What is rounded next is on its way while products run.
+    // The next batch is prefetched while products run.
     Loaded loaded = load_positions(from, 0);
     static_for<kBatches>([&](auto i) {
       constexpr int kI = decltype(i)::value;
@@ -320,7 +321,7 @@ struct UpBackwardLast {
     });
   }
 
-  // One range's sums are dx; those of several are added afterwards.
+  // Stores dx, or partial sums of dx if there are several ranges.
   __device__ __forceinline__ void store_positions(const float (&sums)[kSums], int tile) const {
     using To = typename Choose<C::kRanges == 1, Scalar, float>::type;
 #pragma unroll
@@ -366,7 +367,8 @@ struct UpBackwardLast {
 
   // ---- The weight and bias gradients.
 
-  // One step's operands: of two elements, rows 8 apart, so many positions.
+  // Loads the operand of one K step, two elements of dy's rows at the positions of the step, and adds the
+  // elements to `sum`. The two elements are operand rows 8 apart.
   static __device__ __forceinline__ void load_step(unsigned (&to)[4], float (&sum)[2], const unsigned* from) {
     if constexpr (kRounded) {
 #pragma unroll
@@ -397,12 +399,12 @@ struct UpBackwardLast {
     }
   }
 
-  // By all warps of the weight gradient, when a tile's x has arrived: a lane has a vector of K of one input
-  // channel, or of 16-bit types of two.
+  // Transposes the x of a tile in place once it has arrived; all warps of the weight gradient share the work.
+  // A lane makes a vector of K of one input channel, or of two for 16-bit types.
   __device__ __forceinline__ void order_x(const Ring& stage) const {
     constexpr int kChannels = kPerWord, kAtOnce = C::kColumns / kChannels;
     constexpr int kVectors = kTile * kItem / 16, kUnits = kAtOnce * kVectors, kOwn = (kUnits + 255) / 256;
-    constexpr int kPositions = 16 / kItem;  // of a vector
+    constexpr int kPositions = 16 / kItem;  // positions per vector
     unsigned char* const operand = stages_x + stage.index * kStageXBytes;
     const unsigned* const from = reinterpret_cast<const unsigned*>(operand);
     const int first = static_cast<int>(threadIdx.x) - (C::kThreads - 256);
@@ -435,7 +437,8 @@ struct UpBackwardLast {
     ptx::fence_async_proxy();
     meet(barrier_x(3, stage.index), stage.parity);
   }
-  // Words of K: positions e; of 16-bit types positions e and e + 4 of one of two channels.
+  // Returns word e of a vector of K: position e, or for 16-bit types positions e and e + 4 of one of two
+  // channels.
   template <int kCount>
   static __device__ __forceinline__ unsigned word_of(const unsigned (&words)[kCount], int e, int channel) {
     if constexpr (kRounded) {
@@ -450,7 +453,7 @@ struct UpBackwardLast {
     ptx::barrier_wait(barrier, parity);
   }
 
-  // The first of this lane's two elements of a slab, in words from its beginning (TF32) or in pairs.
+  // Offset of this lane's two elements from the beginning of a slab, in words.
   __device__ __forceinline__ int word_of_lane() const {
     return warp % 4 * (16 / kPerWord) + lane / 4 * (2 / kPerWord);
   }
@@ -458,7 +461,7 @@ struct UpBackwardLast {
   template <int kWho>
   __device__ __forceinline__ void weight_grad() const {
     constexpr int kOwn = (C::kChunks - kWho + kSharers - 1) / kSharers, kSome = kOwn > 0 ? kOwn : 1;
-    constexpr int kDepth = 3, kSteps = 8;  // operands in registers; steps of a chunk
+    constexpr int kDepth = 3, kSteps = 8;  // operands in registers; K steps per chunk
     constexpr int kStepPositions = 8 * kPerWord;
     float sums[kSome][kSlabs][kSums], bias[kSome][kSlabs][2];
     unsigned steps[kDepth][4];
@@ -508,7 +511,7 @@ struct UpBackwardLast {
     }
   }
 
-  // `element`: the first of two of dy's row.
+  // `element` is the index of the first of two elements in dy's row.
   __device__ __forceinline__ void store_slab(const float (&sums)[kSums], const float (&bias)[2],
                                              int element) const {
 #pragma unroll

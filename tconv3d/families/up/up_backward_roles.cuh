@@ -1,17 +1,19 @@
-// What both kernels share that compute all gradients of an up-convolution (up_backward.cuh,
-// up_backward_last.cuh): who does what in a block, and how tensor cores' operands lie in shared memory.
+// Code shared by the two kernels that compute all gradients of an up-convolution (up_backward.cuh,
+// up_backward_last.cuh): the roles of warpgroups in a block, and the layout of matrix operands in shared
+// memory.
 #pragma once
 
 #include "operands.cuh"
 
 namespace tconv3d {
 
-// Weights and x. A group is 8 input channels, and of each a block of K: 8 vectors of 16 bytes, swizzled.
+// Shared-memory layout of the weights and of x: a group is 8 input channels with one block of K each, 8
+// swizzled vectors of 16 bytes.
 template <class C>
 struct UpBackwardGroups {
   using Scalar = typename C::Scalar;
 
-  static constexpr int kBlockWords = 32;  // of K in a swizzled row: 128 bytes
+  static constexpr int kBlockWords = 32;  // words of K in a swizzled 128-byte row
   static constexpr int kGroupsOfBlock = C::kColumns / 8;
   static constexpr int kPerWord = 4 / sizeof(Scalar);
 
@@ -22,13 +24,13 @@ struct UpBackwardGroups {
     return group + row * kBlockWords + (vector ^ row) * 4;
   }
 
-  // By a warp, past the registers as they are in memory: weights of 8 input channels, from `channel` on, and
-  // of those of each, a run of kWordsAll words, a block of K from word `first` on.
+  // A warp copies one block of K, from word `first` on, of the weights of 8 input channels, from `channel`
+  // on, with cp.async and in memory layout. The weight of an input channel has kWordsAll words.
   template <int kWordsAll>
   static __device__ __forceinline__ void copy(unsigned* group, const void* weight, int channel, int first,
                                               int lane) {
-    constexpr int kPart = kWordsAll % 4 == 0 ? 4 : kWordsAll % 2 == 0 ? 2 : 1;  // of a vector, in words
-    // A weight may begin anywhere among other parameters.
+    constexpr int kPart = kWordsAll % 4 == 0 ? 4 : kWordsAll % 2 == 0 ? 2 : 1;  // words per copy
+    // A weight may be a view into a flat buffer of parameters and have any alignment.
     const bool aligned = reinterpret_cast<unsigned long long>(weight) % (4 * kPart) == 0;
 #pragma unroll
     for (int i = 0; i < 8 / kPart; ++i) {
@@ -61,7 +63,7 @@ struct UpBackwardGroups {
   }
 };
 
-// One warpgroup copies, one computes the input's gradient, two share the weight's.
+// One warpgroup copies, one computes the input gradient, and two share the weight gradient.
 
 template <class Config, class Kernel>
 __device__ __forceinline__ void take_roles(Kernel& kernel) {
@@ -73,7 +75,7 @@ __device__ __forceinline__ void take_roles(Kernel& kernel) {
   }
   kernel.load_weights();
   if (kernel.warp < 8) {
-    if constexpr (Config::kInputRegisters < 65536 / Config::kThreads) {  // fewer than it began with
+    if constexpr (Config::kInputRegisters < 65536 / Config::kThreads) {  // fewer than at launch
       ptx::keep_registers<Config::kInputRegisters>();
     }
     kernel.input_grad();

@@ -2,22 +2,23 @@
 // on Hopper's tensor cores (sm_90a; TF32). Every output belongs to one position q and one tap t:
 //   dx[ci][q]      = sum over co, t of  w[ci][co][t] * dy[co][stride*q + t]
 //   dw[ci][co][t]  = sum over q of      x[ci][q]     * dy[co][stride*q + t]
-// Both are one product of dy with something that has a column for each input channel. With many channels
-// tensor cores are what takes time, and what bounds them is how often operands pass through L2 and shared
-// memory. So a block has as many columns as its registers have sums for.
+// Both are one GEMM of dy with an operand that has a column for each input channel. With many channels the
+// time is that of the tensor cores, which is limited by how often operands pass through L2 and shared memory.
+// A block therefore has as many columns as its registers can hold accumulators for.
 //
-// A row of dy is what it has of one (co, tap along d, tap along h): both taps along w of neighbouring
-// positions, side by side as in memory. 16 bytes of it, two positions, are a piece. up_grad_pack.cuh has
-// written the other operand in the order of shared memory, rounded.
+// A row of dy is the elements of one (co, tap along d, tap along h): both taps along w of adjacent positions,
+// contiguous as in memory. A piece is 16 bytes of a row, two positions. up_grad_pack.cuh has written the
+// other operand in the order of shared memory, rounded.
 //
-//   producers   copy dy past the registers, piece by piece, and ask the copy engine for the other operand
-//   consumers   two warpgroups, each with rows of its own. dy goes to tensor cores through registers: it may
-//               lie in shared memory as it is in memory, and is rounded on the way
+//   producers   copy dy piece by piece with cp.async, and request the other operand by bulk copies
+//   consumers   two warpgroups with different rows. dy reaches the tensor cores through registers: it keeps
+//               its memory layout in shared memory, and is rounded when it is loaded
 //
-// Of one instruction (64 rows of the product, 8 of K) a lane (g, t) of a warp has one piece:
-//   input grad    rows of the product are positions. It has piece g of row t: K is (row, tap)
-//   weight grad   rows of the product are (row, tap). It has piece t of row g: K is positions
-// In both K goes through the even words of 8 and then through the odd ones: so the other operand is stored.
+// For one instruction (64 rows of the product, 8 of K) lane (g, t) of a warp has one piece:
+//   input grad    rows of the product are positions. The lane has piece g of row t: K is (row, tap)
+//   weight grad   rows of the product are (row, tap). The lane has piece t of row g: K is positions
+// In both products K is first the even-numbered words of every 8 and then the odd-numbered ones, so the other
+// operand is stored in this order.
 #pragma once
 
 #include "operands.cuh"
@@ -28,15 +29,16 @@ namespace tconv3d {
 // What both gradients agree on.
 template <class C>
 struct UpGradShape {
-  static constexpr int kRowBytes = 64, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;  // of a chunk of K
-  static constexpr int kChunkPieces = kRowBytes / 8;                                      // two words each
+  // A chunk has kRowBytes bytes of K of every column, in kSteps steps.
+  static constexpr int kRowBytes = 64, kStepBytes = 32, kSteps = kRowBytes / kStepBytes;
+  static constexpr int kChunkPieces = kRowBytes / 8;  // pieces per chunk of K
   static constexpr int kPlanes = C::kKernelD * C::kKernelH, kRowsAll = C::kOut * kPlanes;
-  // An instruction has half of the columns. With one for all of them the compiler lets products wait for each
-  // other.
+  // An instruction computes half of the columns: with one instruction for all of them the compiler serializes
+  // the products.
   static constexpr int kUnits = 2, kUnitColumns = C::kColumns / kUnits;
   static constexpr int kSums = kUnitColumns / 2;
   static constexpr int kInTiles = (C::kIn + C::kColumns - 1) / C::kColumns;
-  static constexpr int kSide = 64;  // pieces or rows of dy that both consumers have
+  static constexpr int kSide = 64;  // pieces (dx) or rows of dy (dw) of a tile, for both consumers together
   static constexpr int kProducers = 128;
 
   static_assert(C::kColumns % (8 * kUnits) == 0 && C::kKernelW == 2);
@@ -52,7 +54,7 @@ struct UpGradShape {
 
   const Args& args;
   int warp, lane;
-  int first_in, which;  // of the blocks with the same columns
+  int first_in, which;  // which: index among the blocks with the same columns
 
   __device__ __forceinline__ UpGradShape(const Args& args, int warp, int lane)
       : args(args),
@@ -61,7 +63,7 @@ struct UpGradShape {
         first_in(static_cast<int>(blockIdx.x) % kInTiles * C::kColumns),
         which(static_cast<int>(blockIdx.x) / kInTiles) {}
 
-  // Where a row of dy begins, from a position's first output.
+  // Offset of a row of dy from a position's first output, in elements.
   __device__ __forceinline__ long long row_begin(int row) const {
     const int plane = row % kPlanes;
     return row / kPlanes * args.dy_strides.c + plane / C::kKernelH * args.dy_strides.d +
@@ -78,12 +80,12 @@ struct UpGradShape {
     return Place{n * dy.n + d * C::kKernelD * dy.d + h * C::kKernelH * dy.h + 4 * w,
                  n * dx.n + d * dx.d + h * dx.h + 2 * w, inside};
   }
-  // The row or piece that a lane of a consumer has.
+  // Row of dy (dw) or piece (dx) of a tile that a consumer's lane has.
   __device__ __forceinline__ int own() const { return (warp - kProducers / 32) * 8 + lane / 4; }
   static __device__ __forceinline__ unsigned rounded(unsigned word) {
     return OperandOf<float>::bits(ptx::bits_to_float(word));
   }
-  // Of every column of a lane its two sums: store(input channel, both).
+  // Calls store(input channel, both accumulators) for every column of a lane.
   template <class Store>
   static __device__ __forceinline__ void for_columns(const float (&sums)[kUnits][kSums], int first,
                                                      const Store& store) {
@@ -100,7 +102,7 @@ struct UpGradShape {
   }
 };
 
-// A stage has rows of dy with all pieces of a tile. An item of work is a tile.
+// The input gradient. A stage holds some rows of dy with all pieces of a tile. A work item is a tile.
 template <class C>
 struct UpInputGrad : UpGradShape<C> {
   using Shape = UpGradShape<C>;
@@ -109,7 +111,7 @@ struct UpInputGrad : UpGradShape<C> {
   using typename Shape::Sums;
 
   static constexpr int kRows = Shape::kChunkPieces, kPieces = Shape::kSide;
-  static constexpr int kPitch = 4 * kPieces + 8;  // words: no load of an operand meets a bank twice
+  static constexpr int kPitch = 4 * kPieces + 8;  // words; operand loads have no bank conflicts
   static constexpr int kRowsAtOnce = kProducers / kPieces;
 
   __device__ __forceinline__ UpInputGrad(const Args& args, int warp, int lane) : Shape(args, warp, lane) {}
@@ -121,7 +123,7 @@ struct UpInputGrad : UpGradShape<C> {
   __device__ __forceinline__ int first_chunk() const { return 0; }
   __device__ __forceinline__ int chunks_in_all() const { return args.chunks; }
 
-  // Of a producer: its piece of a tile.
+  // The piece of a tile that a producer thread copies.
   struct Source {
     const float* from;
     bool inside;
@@ -163,7 +165,8 @@ struct UpInputGrad : UpGradShape<C> {
   }
 };
 
-// A stage has some pieces of all rows of a tile. A block has one item of work: a tile, and a part of K.
+// The weight gradient. A stage holds some pieces of all rows of a tile. A block has one work item: a tile and
+// a part of K.
 template <class C>
 struct UpWeightGrad : UpGradShape<C> {
   using Shape = UpGradShape<C>;
@@ -186,7 +189,7 @@ struct UpWeightGrad : UpGradShape<C> {
   __device__ __forceinline__ int first_chunk() const { return part * args.chunks; }
   __device__ __forceinline__ int chunks_in_all() const { return args.chunks * args.sharers; }
 
-  // Of a producer: the first of its rows.
+  // First row of dy that a producer thread copies.
   using Source = int;
   __device__ __forceinline__ Source source(int) const {
     return first_row + static_cast<int>(threadIdx.x) / kPieces;
@@ -241,7 +244,8 @@ struct UpGrad {
   using Sums = typename Layout::Sums;
 
   static constexpr int kSteps = Layout::kSteps, kUnits = Layout::kUnits;
-  static constexpr int kPanelBytes = C::kColumns * Layout::kRowBytes;  // of the other operand, of a chunk
+  // A panel is the packed operand of one chunk of K.
+  static constexpr int kPanelBytes = C::kColumns * Layout::kRowBytes;
   static constexpr int kStageWords = Layout::kRows * Layout::kPitch;
   static constexpr int kConsumers = 2;
 
@@ -306,7 +310,7 @@ struct UpGrad {
 
   // ---- Consumers.
 
-  // A stage whose products are done.
+  // Frees a stage whose products are done.
   __device__ __forceinline__ void release(Ring& stage) const {
     ptx::barrier_arrive(empty(stage.index));
     stage.advance(C::kStages);
@@ -322,7 +326,7 @@ struct UpGrad {
   __device__ __forceinline__ void multiply(Sums& sums, Operands& operands, const Ring& stage) const {
     const unsigned* const from = stages + stage.index * kStageWords;
     static_for<kSteps>([&](auto step) { layout.load(operands[step], sums, from, step); });
-    pin(operands);  // before the first product
+    pin(operands);  // complete before the first product
     const unsigned long long b = ptx::matrix_descriptor<Layout::kRowBytes>(
         ptx::shared_address(panels) + stage.index * kPanelBytes, 8 * Layout::kRowBytes);
     ptx::matrix_fence();
@@ -356,8 +360,8 @@ struct UpGrad {
       for (int chunk = 0; chunk < args.chunks; chunk += 2) {
         static_for<2>([&](auto set) {
           ptx::barrier_wait(full(stage.index), stage.parity);
-          ptx::matrix_wait<1>();  // the products of the chunk before the last one are done
-          pin(operands[set]);     // until here nothing else may have its registers
+          ptx::matrix_wait<1>();  // only the latest chunk's products may be in flight
+          pin(operands[set]);     // the registers are not reused before this point
           multiply(sums, operands[set], stage);
           if (chunk > 0) release(done);
           stage.advance(C::kStages);

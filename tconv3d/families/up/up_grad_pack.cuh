@@ -1,6 +1,6 @@
-// Writes the weight, or x, as up_grad.cuh wants its columns: for every tile of input channels and every chunk
-// of K the swizzled rows of its channels, 64 bytes each, rounded. Of 8 words of K those at even places come
-// first. Channels and words that there are not are zeros.
+// Writes the weight, or x, as the packed operand of up_grad.cuh: for every tile of input channels and every
+// chunk of K the swizzled 64-byte rows of the channels, rounded to TF32. Of every 8 words of K the
+// even-numbered ones come first. Channels and words outside the tensor are zeros.
 #pragma once
 
 #include "operands.cuh"
@@ -9,10 +9,10 @@ namespace tconv3d {
 
 template <class Config>
 struct UpGradPack {
-  static constexpr int kRowBytes = 64, kSteps = 2;  // of a chunk
+  static constexpr int kRowBytes = 64, kSteps = 2;  // row bytes and K steps of a chunk
   using Words = Vector<unsigned, 4>;
 
-  // Pairs of words from `first` on.
+  // Loads 4 pairs of words of a channel, from pair `first` on; words outside the tensor are zero.
   static __device__ __forceinline__ void load(const Args& args, float (&values)[8], int channel, int first) {
     const bool aligned = reinterpret_cast<unsigned long long>(args.from) % 16 == 0;
     if (args.vectors && aligned) {

@@ -1,9 +1,10 @@
-// What up.cuh does differently for contiguous tensors and for channels-last ones: how x is copied and taken
-// to registers, which column of the product is which output, and how sums are stored.
+// The parts of up.cuh that depend on the memory layout of the tensors (contiguous or channels-last): how x is
+// copied and loaded into registers, which output each column of the product is, and how accumulators are
+// stored.
 //
-// Both copy x as it is in memory, 16 bytes at a time; it is rounded to TF32 on its way to tensor cores. Rows
-// of a product may be any positions, columns any outputs, and K may be permuted if both operands are: so both
-// choose them such that what a lane loads lies together, and what it stores, too.
+// Both layouts copy x as it is in memory, 16 bytes at a time; TF32 operands are rounded when they are loaded
+// into registers. Rows of the product may be any positions, columns any outputs, and K may be permuted if
+// both operands are: the orders are chosen so that each lane loads and stores contiguous memory.
 #pragma once
 
 #include "epilogue.cuh"
@@ -16,24 +17,25 @@ __device__ constexpr int common_bytes(int bytes) {
   return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 2;
 }
 
-// What both agree on.
+// Constants and helpers that both layouts share.
 template <class C>
 struct UpShape {
   using Scalar = typename C::Scalar;
   static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
   static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
   static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
-  static constexpr int kTile = 64;  // positions
+  static constexpr int kTile = 64;  // positions per tile
   static constexpr int kStepBytes = 32, kRowBytes = 128;
-  static constexpr int kStepItems = kStepBytes / kItem, kStageItems = kRowBytes / kItem;  // channels
+  // kStepItems and kStageItems are the channels per K step and per stage.
+  static constexpr int kStepItems = kStepBytes / kItem, kStageItems = kRowBytes / kItem;
   static constexpr int kStageSteps = kRowBytes / kStepBytes;
   static constexpr int kPieceItems = 16 / kItem;
   static constexpr int kUnitItems = 4 * kPerWord;  // channels in 16 bytes of K
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
   static constexpr int kSums = C::kColumns / 2;
-  static constexpr int kProducers = 128, kConsumers = 2;  // threads; warpgroups
+  static constexpr int kProducers = 128, kConsumers = 2;  // producer threads, consumer warpgroups
 
-  // The sums of a lane, and the operand of one step.
+  // Sums holds a lane's accumulators, Step its A operand of one K step.
   struct Sums {
     float at[kSums];
   };
@@ -42,7 +44,7 @@ struct UpShape {
   };
 
   const Args& args;
-  int warp, lane, kind;  // the kind of block: which columns it owns
+  int warp, lane, kind;  // kind: index of the set of columns that the block owns
 
   __device__ __forceinline__ UpShape(const Args& args, int warp, int lane, int kind)
       : args(args), warp(warp), lane(lane), kind(kind) {}
@@ -50,11 +52,11 @@ struct UpShape {
   static __device__ __forceinline__ unsigned rounded(unsigned word) {
     return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
   }
-  // Half `which` of each of two words.
+  // Joins half `which` (0 low, 1 high) of each of two words.
   static __device__ __forceinline__ unsigned pair(unsigned low, unsigned high, int which) {
     return which == 0 ? (low & 0xFFFFu) | high << 16 : low >> 16 | (high & 0xFFFF0000u);
   }
-  // Where the outputs of a position begin.
+  // Returns the address of the first output of a position.
   __device__ __forceinline__ Scalar* outputs(int n, int position) const {
     const int line = divide(position, args.by_w), d = divide(line, args.by_h);
     const long long h = line - d * static_cast<int>(args.by_h.divisor);
@@ -65,10 +67,11 @@ struct UpShape {
   }
 };
 
-// Contiguous tensors; one, two or four taps along w. Columns are (channel, tap) in the order of the weight. A
-// stage has its channels one after another. Lane (g, t) of a warp has positions 2g and 2g + 1 as rows g and
-// g + 8. Of the sums it then has two taps along w of both: outputs in a row, one store (of four taps, two
-// lanes exchange halves before), and the eight lanes with the same t fill whole sectors.
+// Contiguous tensors with one, two or four taps along w. Columns are (channel, tap) in the order of the
+// weight. A stage holds its channels one after another. Lane (g, t) of a warp has positions 2g and 2g + 1 as
+// rows g and g + 8. A lane's accumulators then hold two taps along w of both positions, which are adjacent
+// outputs and one store (with four taps, two lanes first exchange halves), and the eight lanes with the same
+// t fill whole sectors.
 template <class C>
 struct UpContiguous : UpShape<C> {
   using Shape = UpShape<C>;
@@ -79,15 +82,15 @@ struct UpContiguous : UpShape<C> {
   using typename Shape::Scalar, typename Shape::Step, typename Shape::Sums;
 
   static constexpr int kSteps = (C::kIn + kStepItems - 1) / kStepItems;
-  // From channel to channel in a stage, in words: no load of an operand meets a bank twice.
+  // Words from channel to channel in a stage, chosen so that operand loads have no bank conflicts.
   static constexpr int kPitch = kTile / kPerWord + 8 / kPerWord;
   static constexpr int kStageWords = kStageItems * kPitch;
   static constexpr int kPlanes = C::kKernelD * C::kKernelH, kAlongW = C::kKernelW;
   static constexpr int kColumnsAll = C::kOut * kTaps;
   static constexpr int kKinds = (kColumnsAll + C::kColumns - 1) / C::kColumns;
   static constexpr int kOutTile = (C::kColumns + kTaps - 1) / kTaps + (8 % kTaps != 0);
-  static constexpr int kGroupLines = 8 / kAlongW;  // lines of y that 8 columns have: channel and plane
-  // Where a block's lines begin is computed, or looked up.
+  static constexpr int kGroupLines = 8 / kAlongW;  // lines of y (channel, plane) in 8 columns
+  // Offsets of a block's lines are computed if this is true, else looked up in a table.
   static constexpr bool kComputed = kGroupLines % kPlanes == 0;
   static constexpr int kTable = kComputed ? 0 : C::kColumns / kAlongW;
 
@@ -101,19 +104,19 @@ struct UpContiguous : UpShape<C> {
 
   __device__ __forceinline__ int first_out() const { return first_column / kTaps; }
 
-  // Where a line of the block begins, from the position's outputs.
+  // Offset of a line of the block from the first output of a position, in elements.
   __device__ __forceinline__ long long begin_of(int line) const {
     line += first_column / kAlongW;
     const int plane = line % kPlanes;
     return line / kPlanes * args.y_strides.c + plane / C::kKernelH * args.y_strides.d +
            plane % C::kKernelH * args.y_strides.h;
   }
-  // By `threads` consumers, before they store.
+  // Called by `threads` consumers before they store.
   __device__ __forceinline__ void fill_table(int own, int threads) const {
     for (int i = own; i < kTable; i += threads) table[i] = begin_of(i);
   }
 
-  // ---- Producers: a thread has the same piece of every channel that it copies.
+  // ---- Producers: a thread copies the same piece (16 bytes of positions) of several channels.
 
   struct Source {
     const Scalar* from;
@@ -139,7 +142,7 @@ struct UpContiguous : UpShape<C> {
     }
   }
 
-  // ---- Weights: in the order of memory.
+  // ---- Weights: columns are in memory order.
 
   static constexpr int kWeightPiece = common_bytes(kColumnsAll * kItem);
   static constexpr bool kNeighbours = true;
@@ -154,14 +157,14 @@ struct UpContiguous : UpShape<C> {
 
   // ---- Consumers.
 
-  // The channel of a lane's sum, from the block's first.
+  // Output channel of a lane's accumulator i, relative to the block's first one.
   __device__ __forceinline__ int out_of_sum(int i) const {
     const int in_group = lane % 4 * 2 + (kTaps % 2 == 0 ? 0 : i % 2);
     if constexpr (8 % kTaps == 0) return i / 4 * (8 / kTaps) + (kTaps == 8 ? 0 : in_group / kTaps);
     return (first_column + i / 4 * 8 + in_group) / kTaps - first_out();
   }
 
-  // Where this lane's first position is in a tile.
+  // First of this lane's two positions, relative to the tile.
   __device__ __forceinline__ int own_position() const { return (warp % 4 * 8 + lane / 4) * 2; }
 
   template <int kCount>
@@ -169,7 +172,7 @@ struct UpContiguous : UpShape<C> {
     static_for<kCount>(
         [&](auto i) { load_step(to[i], stage + own_position() / kPerWord + i * kStepItems * kPitch); });
   }
-  // `from`: this lane's positions of the step's first channel.
+  // `from` points to this lane's positions in the first channel of the step.
   __device__ __forceinline__ void load_step(Step& to, const unsigned* from) const {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -185,10 +188,11 @@ struct UpContiguous : UpShape<C> {
     }
   }
 
-  // Outputs of a lane in a line.
+  // The adjacent outputs that a lane has in one line of y.
   using Values = Vector<Scalar, kAlongW == 1 ? 2 : 4>;
 
-  // Of group j of 8 columns. Lines of one tap along w: the lane has two, this is line `which` of them.
+  // Returns the outputs of group j of 8 columns. With one tap along w a lane has two lines, and `which`
+  // selects one.
   static __device__ __forceinline__ Values values_of(const Sums& sums, int j, int which) {
     Values values;
 #pragma unroll
@@ -198,10 +202,10 @@ struct UpContiguous : UpShape<C> {
     }
     return values;
   }
-  // Two lanes have two of four taps each, of the same two positions: the first gets all of the first
-  // position, the second all of the second.
+  // With four taps along w, two lanes hold two taps each of the same two positions. After the exchange the
+  // first lane has all taps of the first position, and the second lane all taps of the second.
   __device__ __forceinline__ void exchange(Values& values) const {
-    constexpr int kWords = sizeof(Values) / 8;  // of a half
+    constexpr int kWords = sizeof(Values) / 8;  // words per half
     auto& words = *reinterpret_cast<Vector<unsigned, 2 * kWords>*>(&values);
     const bool second = lane % 2 == 1;
 #pragma unroll
@@ -216,10 +220,10 @@ struct UpContiguous : UpShape<C> {
   }
 
   __device__ __forceinline__ void store(const Sums& sums, int n, int first) const {
-    constexpr int kOwn = kAlongW == 1 ? 2 : 1;  // lines of a lane, in a group
+    constexpr int kOwn = kAlongW == 1 ? 2 : 1;  // lines of y per lane in a group of 8 columns
     const int position = first + own_position(), local = lane % 4 * kGroupLines / 4;
     const bool inside = position < args.positions;
-    if (kAlongW != 4 && !inside) return;  // no other lane waits for this one
+    if (kAlongW != 4 && !inside) return;  // no lane exchanges values with this one
     Scalar* const to = Shape::outputs(n, position) + (kAlongW == 4 ? lane % 2 * kAlongW : 0);
     Scalar* lines[kOwn];
 #pragma unroll
@@ -239,10 +243,11 @@ struct UpContiguous : UpShape<C> {
   }
 };
 
-// Channels-last tensors, any taps. A block has some channels of some taps. A stage has its positions one
-// after another, 128 bytes of channels each: lane (g, t) of a warp has positions g and g + 8, and takes 16
-// bytes at a time, which are a word of each of four steps. Columns are ordered such that in four or eight
-// times 8 of them a lane has neighbouring channels of one tap, 16 bytes: a block of columns.
+// Channels-last tensors with any number of taps. A block owns some channels of some taps. A stage holds its
+// positions one after another, 128 bytes of channels each: lane (g, t) of a warp has positions g and g + 8,
+// and loads 16 bytes at a time, one word for each of four steps. Columns come in blocks (kBlock: 16 in TF32,
+// 32 for 16-bit types), ordered so that a lane has adjacent channels of one tap, 16 bytes of y, in each
+// block.
 template <class C>
 struct UpChannelsLast : UpShape<C> {
   using Shape = UpShape<C>;
@@ -252,9 +257,11 @@ struct UpChannelsLast : UpShape<C> {
   using typename Shape::Scalar, typename Shape::Step, typename Shape::Sums;
 
   static constexpr int kChunks = (C::kIn + kStageItems - 1) / kStageItems;
-  static constexpr int kSteps = kChunks * kStageSteps;  // a chunk's channels are in all of its steps
+  // The channels of a chunk are spread over all of its steps.
+  static constexpr int kSteps = kChunks * kStageSteps;
   static constexpr int kStageWords = kTile * kRowBytes / 4;
-  static constexpr int kBlock = 4 * kPieceItems, kBlockGroups = kBlock / 8;  // columns; times 8 of them
+  // A block has kBlock columns, which are kBlockGroups groups of 8.
+  static constexpr int kBlock = 4 * kPieceItems, kBlockGroups = kBlock / 8;
   static constexpr int kOutTile = C::kColumns / C::kTapTile;
   static constexpr int kTapTiles = kTaps / C::kTapTile;
   static constexpr int kKinds = kTapTiles * ((C::kOut + kOutTile - 1) / kOutTile);
@@ -274,14 +281,14 @@ struct UpChannelsLast : UpShape<C> {
   __device__ __forceinline__ int first_out() const { return out; }
   __device__ __forceinline__ void fill_table(int, int) const {}
 
-  // ---- Producers: a thread has the same piece of some positions.
+  // ---- Producers: a thread copies the same piece (16 bytes of channels) of several positions.
 
   static constexpr int kPieces = kRowBytes / 16, kRowsAtOnce = kProducers / kPieces;
   static constexpr int kCopies = kTile / kRowsAtOnce;
 
   struct Source {
     const Scalar* from;
-    int first;  // position
+    int first;  // first position that this thread copies
   };
   __device__ __forceinline__ Source source(int n, int first) const {
     const int position = first + static_cast<int>(threadIdx.x) / kPieces;
@@ -289,8 +296,8 @@ struct UpChannelsLast : UpShape<C> {
                       static_cast<int>(threadIdx.x) % kPieces * kPieceItems,
                   position};
   }
-  // Of two neighbouring positions, the second has the halves of its 128 bytes exchanged: lanes of both load
-  // the same half at once.
+  // Odd positions have the halves of their 128 bytes exchanged, so that lanes of two adjacent positions can
+  // load the same half without bank conflicts.
   __device__ __forceinline__ void copy(unsigned* stage, const Source& source, int chunk) const {
     const int row = static_cast<int>(threadIdx.x) / kPieces, piece = static_cast<int>(threadIdx.x) % kPieces;
     unsigned* const to = stage + row * (kRowBytes / 4) + (piece ^ row % 2 * 4) * 4;
@@ -306,7 +313,7 @@ struct UpChannelsLast : UpShape<C> {
     }
   }
 
-  // ---- Weights: in the order of memory, by channel and tap, or by tap and channel.
+  // ---- Weights: columns in memory order are (channel, tap), or (tap, channel) with kWeightLast.
 
   static constexpr int kWeightPiece = common_bytes((C::kWeightLast ? kOutTile : C::kTapTile) * kItem);
   static constexpr bool kNeighbours = C::kWeightLast;
@@ -318,12 +325,13 @@ struct UpChannelsLast : UpShape<C> {
     return static_cast<const Scalar*>(args.weight) + in * args.w_strides.n + co * args.w_strides.c +
            tap * args.w_strides.w;
   }
-  // A lane takes 16 bytes of x at a time: a word of each of four steps.
+  // Input channel of element i of a piece of K. K is permuted, because a lane loads 16 bytes of x at a time,
+  // one word for each of four steps.
   static __device__ __forceinline__ int channel_of(int piece, int i) {
     return (piece % 2 * 16 + i / kPerWord * 4 + piece / 2) * kPerWord + i % kPerWord;
   }
   static __device__ __forceinline__ int row_of(int column) {
-    const int ordered =  // by tap, then by channel
+    const int ordered =  // index in (tap, channel) order
         C::kWeightLast ? column : column % C::kTapTile * kOutTile + column / C::kTapTile;
     return ordered / kBlock * kBlock + row_in_block(ordered % kBlock);
   }
@@ -332,11 +340,11 @@ struct UpChannelsLast : UpShape<C> {
     return item / 2 * 8 + owner * 2 + item % 2;
   }
 
-  // ---- Weights whose output channels are neighbours: by blocks (up_weight_blocks.cuh).
+  // ---- Weights with contiguous output channels are loaded by blocks (up_weight_blocks.cuh).
 
-  static constexpr int kInStride = C::kOut * kTaps;  // from input channel to input channel
+  static constexpr int kInStride = C::kOut * kTaps;  // elements from input channel to input channel
 
-  // The weight of a channel and the first column of a block.
+  // Address of the weight of an input channel at the first column of a block.
   __device__ __forceinline__ const Scalar* weight_of(int in, int column) const {
     return static_cast<const Scalar*>(args.weight) + in * static_cast<long long>(kInStride) +
            (first_tap + column / kOutTile) * C::kOut + out + column % kOutTile;
@@ -344,13 +352,14 @@ struct UpChannelsLast : UpShape<C> {
   __device__ __forceinline__ bool has_out(int column, int later) const {
     return C::kOut % kOutTile == 0 || out + column % kOutTile + later < C::kOut;
   }
-  // Of the 16 words of a block's channel, one for each lane of half a warp: eight lanes in a row have eight
-  // rows in a row, or (pairs of columns) every second of them twice.
+  // Returns which of the 16 words of a block's channel lane `index` of a half warp has. Eight consecutive
+  // lanes have eight consecutive rows, or, where a word is a pair of columns, every second row modulo 8
+  // twice.
   static __device__ __forceinline__ int word_of(int index) {
     if constexpr (kPerWord == 2) return index % 4 * 4 + index / 4;
     return index % 8 / 2 * 4 + index / 8 * 2 + index % 2;
   }
-  // 16 bytes of K of a column; `which` of a pair.
+  // Assembles 16 bytes of K of one column; `which` selects the column of a 16-bit pair.
   static __device__ __forceinline__ uint4 unit_of(const unsigned (&words)[kUnitItems], int which) {
     unsigned made[4];
 #pragma unroll
@@ -366,7 +375,7 @@ struct UpChannelsLast : UpShape<C> {
 
   // ---- Consumers.
 
-  // The channel of a lane's sum, from the block's first.
+  // Output channel of a lane's accumulator i, relative to the block's first one.
   __device__ __forceinline__ int out_of_sum(int i) const {
     const int group = i / 4, item = group % kBlockGroups * 2 + i % 2;
     return group / kBlockGroups * kBlock % kOutTile + lane % 4 * kPieceItems + item;
@@ -377,7 +386,7 @@ struct UpChannelsLast : UpShape<C> {
   template <int kCount>
   __device__ __forceinline__ void load(Step (&to)[kStageSteps], const unsigned* stage) const {
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {  // as in the operand: half of the rows, half of the step
+    for (int k = 0; k < 4; ++k) {  // register k of the A operand: row half k % 2, K half k / 2
       const int position = own_position(k % 2), piece = k / 2 * 4 + lane % 4;
       const auto words = load_vector<4>(stage + position * (kRowBytes / 4) + (piece ^ position % 2 * 4) * 4);
 #pragma unroll

@@ -1,5 +1,5 @@
-// Puts the weights of an up-convolution in order for up.cuh, which then copies them as they are: for every
-// kind of block, and for every chunk of K, the swizzled rows of its columns, rounded.
+// Packs the weights of an up-convolution for up.cuh, which then loads them by bulk copies: for every kind of
+// block and every chunk of K, the swizzled rows of the block's columns. Float weights are rounded to TF32.
 #pragma once
 
 #include "up_layouts.cuh"
@@ -12,9 +12,9 @@ struct UpPack {
   using Scalar = typename Layout::Scalar;
   static constexpr int kChunks = (Layout::kSteps + Layout::kStageSteps - 1) / Layout::kStageSteps;
   static constexpr int kPieces = Layout::kRowBytes / 16;
-  static constexpr int kUnits = C::kColumns * kPieces;  // of a chunk
+  static constexpr int kUnits = C::kColumns * kPieces;  // units of 16 bytes per chunk
 
-  // Units of neighbouring columns are neighbours: what they read lies together.
+  // Consecutive units are consecutive columns, so that contiguous weights are read coalesced.
   static __device__ __forceinline__ void write(const Args& args, const Layout& layout, int chunk, int unit) {
     const int column = unit % C::kColumns, piece = unit / C::kColumns;
     unsigned words[4];

@@ -1,8 +1,9 @@
-// Weights of an up-convolution whose tensors, weight too, are channels-last: output channels are neighbours.
+// Loads the weights of an up-convolution whose tensors, including the weight, are channels-last: output
+// channels are contiguous.
 //
-// A block of columns (up_layouts.cuh) of a chunk of K takes as many bytes as they are in memory as it does in
-// order. So a warp copies whole blocks to their place and puts them in order itself: it waits for its own
-// copies, and for nobody else.
+// A block of columns (up_layouts.cuh) of a chunk of K takes equally many bytes in memory layout and in
+// operand order. A warp therefore copies whole blocks to their place and reorders them there: it waits only
+// for copies of its own.
 #pragma once
 
 #include "epilogue.cuh"
@@ -10,27 +11,29 @@
 
 namespace tconv3d {
 
-// kThreads: of the warps that share the work.
+// kThreads is the number of threads that share the work.
 template <class C, class Layout, int kThreads>
 struct UpWeightBlocks {
   using Scalar = typename Layout::Scalar;
 
   static constexpr int kWarps = kThreads / 32, kRowBytes = Layout::kRowBytes;
   static constexpr int kBlock = Layout::kBlock, kBlockBytes = kBlock * kRowBytes;
-  static constexpr int kInRow = C::kColumns / kBlock;  // blocks of a chunk
+  static constexpr int kInRow = C::kColumns / kBlock;  // blocks per chunk
   static constexpr int kBlocks = Layout::kChunks * kInRow, kOwn = (kBlocks + kWarps - 1) / kWarps;
-  static constexpr int kPieces = kBlock * Layout::kItem / 16;  // of a channel, as it is in memory
+  // A block has kPieces pieces of 16 bytes of each input channel.
+  static constexpr int kPieces = kBlock * Layout::kItem / 16;
   static constexpr int kRowsAtOnce = 32 / kPieces, kCopies = Layout::kStageItems / kRowsAtOnce;
-  static constexpr int kWords = kBlock / Layout::kPerWord;  // columns, or pairs of them
-  static constexpr int kUnits = kWords * 8 / 32;            // of a lane: 16 bytes of K of a word's columns
+  // A block has kWords words of each input channel: columns, or pairs of 16-bit columns.
+  static constexpr int kWords = kBlock / Layout::kPerWord;
+  static constexpr int kUnits = kWords * 8 / 32;  // units per lane, each 16 bytes of K of a word's columns
 
   static_assert(kPieces == 4 && kWords == 16, "64 bytes of a channel");
 
   const Layout& layout;
   unsigned char* weights;
-  int warp, lane;  // of those that share the work
+  int warp, lane;  // warp: index among the warps that share the work
 
-  // A warp's blocks, those of the first chunks first.
+  // Index of the warp's i-th block; blocks of the first chunks come first.
   __device__ __forceinline__ int block(int i) const { return warp + i * kWarps; }
   __device__ __forceinline__ bool exists(int i) const { return kBlocks % kWarps == 0 || block(i) < kBlocks; }
   __device__ __forceinline__ int first_channel(int i) const {
@@ -38,16 +41,16 @@ struct UpWeightBlocks {
   }
   __device__ __forceinline__ int first_column(int i) const { return block(i) % kInRow * kBlock; }
 
-  // Where a channel's items wait to be put in order: those of one load, by half a warp each, lie in banks of
-  // their own.
+  // Slot of an input channel before the reordering, chosen so that the two half warps of a load use different
+  // banks.
   static __device__ __forceinline__ int slot_of(int channel) {
     return Layout::kPerWord == 2 ? channel ^ channel / 2 % 2 : channel;
   }
 
-  // Of its blocks, those from one on and before another.
+  // Copies the warp's blocks kFrom to kTo - 1.
   template <int kFrom, int kTo>
   __device__ __forceinline__ void copy() const {
-    // A weight may begin anywhere among other parameters.
+    // A weight may be a view into a flat buffer of parameters and have any alignment.
     const bool aligned = reinterpret_cast<unsigned long long>(layout.args.weight) % 16 == 0;
     static_for<kTo - kFrom>([&](auto later) {
       constexpr int i = kFrom + decltype(later)::value;
@@ -62,7 +65,7 @@ struct UpWeightBlocks {
     }
   }
 
-  // Where 16 bytes of a channel wait to be put in order.
+  // Address of 16 bytes of an input channel before the reordering.
   __device__ __forceinline__ unsigned char* place_of(int number, int in, int piece) const {
     return weights + block(number) * kBlockBytes + slot_of(in) * (kPieces * 16) + piece * 16;
   }
@@ -81,7 +84,7 @@ struct UpWeightBlocks {
       ptx::copy_words_once<4>(place_of(number, in, piece), source, there);
     }
   }
-  // The same item by item, in few instructions.
+  // Loads a block element by element, for weights that are not aligned to 16 bytes.
   __device__ __forceinline__ void load_block(int number) const {
     const int channel = first_channel(number), column = first_column(number);
 #pragma unroll 1
@@ -94,7 +97,8 @@ struct UpWeightBlocks {
     }
   }
 
-  // Half a warp has a word's columns each; of its units, which 16 bytes of K.
+  // Piece (16 bytes of K) of a lane's unit. The 16 lanes of a half warp have the 16 words of a block; the two
+  // half warps have different pieces.
   __device__ __forceinline__ int piece_of(int unit) const { return unit % 2 + unit / 2 * 4 + lane / 16 * 2; }
 
   __device__ __forceinline__ void order() const {
@@ -115,12 +119,12 @@ struct UpWeightBlocks {
         found[unit][i] = reinterpret_cast<const unsigned*>(at)[slot * kWords + word];
       }
     }
-    __syncwarp();  // what was loaded lies where others store
+    __syncwarp();  // all lanes have loaded before any lane overwrites the block
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit) {
 #pragma unroll
       for (int k = 0; k < Layout::kPerWord; ++k) {
-        // Of two columns, lanes that store at once do not all have the first.
+        // Half of the lanes store the second column of a pair first, which avoids bank conflicts.
         const int which = Layout::kPerWord == 2 ? k ^ lane / 4 % 2 : 0;
         const int row = Layout::row_in_block(word * Layout::kPerWord + which);
         *reinterpret_cast<uint4*>(at + row * kRowBytes + (piece_of(unit) ^ row % 8) * 16) =

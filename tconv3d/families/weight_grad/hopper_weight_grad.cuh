@@ -2,45 +2,45 @@
 //   dw[ci][co][t] = sum over n, i of  x[n][ci][i] * dy[n][co][stride*i + t*dilation - padding]
 //
 // With the positions i as K this is a matrix product: the rows are (tap, co), the columns ci. x is the same
-// for all taps and goes to tensor cores straight out of shared memory; dy goes through registers, where a
-// tap's shift along w selects other words, and shifts along d and h are an address. A block owns a tile of
-// channels and some taps, and walks over its part of the volume in steps, each a box of positions:
+// for all taps and goes to the tensor cores straight from shared memory; dy goes through registers, where a
+// tap's shift along w selects other words, while shifts along d and h only change an address. A block owns a
+// tile of channels and some taps, and loops over its part of the volume in steps, each a box of positions:
 //
-//   most of the producers, for each step:
+//   copying warps (kCopiers), for each step:
 //     copy x[ci][box] to the next stage: K along 128-byte rows, swizzled
-//     copy the sheets of dy (all taps along h and w reach) that the step before did not have: along d the
-//     block marches, so a sheet is copied once for all taps along d
+//     copy the sheets of dy (planes along d, with all that taps along h and w reach) that the previous step
+//     did not load: the block advances along d, so a sheet is copied once for all taps along d
 //
-//   the other producers, for each step:
-//     put x in order (see below), round it, hand it to the tensor cores
+//   transposing warps (kTurners), for each step:
+//     transpose x (see below), round it, hand it to the tensor cores
 //
 //   consumers, for each step, for each chunk of 16 words of K, for each of their tiles of 64 rows:
 //     load the words of dy that the taps along w need, once
 //     for each tap along w:  sums[tile][tap] += dy shifted by the tap  (x)  x
 //
-// A word is one TF32 number or two 16-bit ones. Four words along w are a segment, and a chunk is four
-// segments, one for each lane of a quad: of what a lane has, words 2s and 2s + 1 are columns lane%4 and
-// lane%4 + 4 of K in step s of the chunk. K may be permuted at will if both operands are, so x is stored in
-// that order. Lane g's rows g and g + 8 are two channels, a pair, that lie side by side in shared memory: one
+// A word is one TF32 number or two 16-bit ones. A segment is four words along w, and a chunk is four
+// segments, one for each lane of a quad: words 2s and 2s + 1 of a lane's segment are columns lane%4 and
+// lane%4 + 4 of K in step s of the chunk. K may be permuted if both operands are, so x is stored in this
+// order. Rows g and g + 8 of a lane are two channels, a pair, which lie side by side in shared memory: one
 // 16-byte load is one operand.
 //
-// That is for a stride of 1 along w, and for lines that are not whole words in memory: then dy is stored in
-// one plane per phase, so that neighbouring positions are neighbours for every tap. With other strides
-// (kLines) the lines of dy are copied as they are, in vectors, and consumers pick the phases apart: of each
-// of its two channels a lane loads the vectors that its positions' taps read, and puts operands together of
-// them. Lines of x of half a segment are taken two at a time (kLinesAtOnce): they lie side by side in memory,
-// so that x is as if its lines were twice as long, and only of dy each half of a segment has a line of its
-// own. Planes of dy have few vectors then, so that a warp copies those of several planes at a time.
+// This layout is for a stride of 1 along w, and for lines that are not whole words in memory: dy is then
+// stored in one plane per phase, so that adjacent positions are adjacent for every tap. For other strides
+// (kLines) the lines of dy are copied unchanged, in vectors, and consumers separate the phases: a lane loads,
+// for each of its two channels, the vectors that the taps of its positions read, and assembles operands from
+// them. Lines of x with half a segment are taken two at a time (kLinesAtOnce): they are contiguous in memory,
+// so x is read as if its lines were twice as long, and only in dy does each half of a segment have its own
+// line. Planes of dy have few vectors then, so a warp copies those of several planes at a time.
 //
-// Parts are written side by side and added by reduce_taps.cuh in a fixed order; one part alone is the result.
+// Partial sums are stored side by side and added by reduce_taps.cuh in a fixed order; one may be the result.
 //
-// The bias's gradient, sums of dy, costs a few additions here: of each phase one tap reads position i's own
-// output, and the rows of these taps see every output once. They add what they load, before it is rounded.
+// The bias gradient, the sum of dy, costs a few additions here: for each phase one tap reads position i's own
+// output, and the rows of these taps see every output once. Consumers add these words before rounding.
 //
-// Both tensors are copied past the registers, so that many copies are on their way: x by segments where they
-// are vectors in memory, whose words are turned to their order in their place when they have arrived. TF32
-// operands are rounded to nearest: x on that occasion, dy by the consumers when they load it. What lies
-// outside of a tensor is zero in both.
+// Both tensors are copied with cp.async where their words are whole in memory, so that many copies are in
+// flight: x by segments where these are vectors in memory (kVectorsX), which are transposed in place when
+// they have arrived. TF32 operands are rounded to nearest: x by the transposing warps, dy by the consumers
+// when they load it. Elements outside the tensors are zero in both.
 #pragma once
 
 #include "cursor.cuh"
@@ -54,34 +54,34 @@ struct HopperWeightGrad {
   using Scalar = typename C::Scalar;
   using Index = typename IndexType<C::kWide>::type;
 
-  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));  // positions
+  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));  // positions per word
   static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
   static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
-  static constexpr int kSegment = 4;      // words: what a lane has of a chunk
-  static constexpr int kRowWords = 32;    // of K in a row of x
-  static constexpr int kRowSegments = 8;  // two chunks
+  static constexpr int kSegment = 4;      // words that a lane has of a chunk
+  static constexpr int kRowWords = 32;    // words of K in a row of x
+  static constexpr int kRowSegments = 8;  // segments in a row of x: two chunks
   static constexpr int kRowBytes = 128;
   static constexpr int kChunkBytes = 64;
   static constexpr int kStepBytes = 32;
-  static constexpr int kPairs = C::kOutTile / 2;  // channels p and p + kPairs
+  static constexpr int kPairs = C::kOutTile / 2;  // pair p is channels p and p + kPairs
   static constexpr int kRows = C::kRowsD * C::kRowsH;
   static constexpr int kSums = C::kColumns / 2;
   static constexpr int kProducerWarps = 4 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
   static constexpr int kTurners = C::kTurners, kCopiers = kProducerWarps - kTurners;
   static constexpr int kJobChannels = 8;
-  static constexpr int kJobsX = C::kColumns / kJobChannels;         // per row segment
-  static constexpr int kSlotBlock = C::kLines ? 32 : 16;            // slots that a warp has at a time
-  static constexpr int kLinesY = C::kLines ? C::kOutTile : kPairs;  // of each: channels, or pairs
+  static constexpr int kJobsX = C::kColumns / kJobChannels;         // jobs per row of K
+  static constexpr int kSlotBlock = C::kLines ? 32 : 16;            // slots that a warp copies at a time
+  static constexpr int kLinesY = C::kLines ? C::kOutTile : kPairs;  // lines per slot: channels, or pairs
   static constexpr int kJobsY = (kLinesY + C::kJobLines - 1) / C::kJobLines;
   static constexpr int kBlocksIn = (C::kInPerGroup + C::kColumns - 1) / C::kColumns;
   static constexpr int kBlocksOut = (C::kOutPerGroup + C::kOutTile - 1) / C::kOutTile;
   static constexpr int kKinds = C::kGroups * kBlocksIn * kBlocksOut * C::kKindsD * C::kKindsH;
   static constexpr long long kTapsAll = static_cast<long long>(C::kKernelD) * C::kKernelH * C::kKernelW;
-  static constexpr int kLoadWords = C::kLines ? 4 : 2;  // of one channel
+  static constexpr int kLoadWords = C::kLines ? 4 : 2;  // words of one channel per load
   static constexpr int kSides = C::kLines ? 1 : 2;      // channels side by side in a line of dy
-  static constexpr int kSegmentWords = C::kLines ? kSegment * C::kStrideW : kSegment;  // of dy
-  static constexpr int kStepH = C::kLinesAtOnce * C::kStrideH;  // outputs from line to line of x
-  static constexpr bool kPlanesTogether = C::kLinesAtOnce > 1;  // slots are those of a group's planes
+  static constexpr int kSegmentWords = C::kLines ? kSegment * C::kStrideW : kSegment;  // words of dy
+  static constexpr int kStepH = C::kLinesAtOnce * C::kStrideH;  // outputs along h from line to line of x
+  static constexpr bool kPlanesTogether = C::kLinesAtOnce > 1;  // the table of slots covers a group's planes
   static constexpr int kNowhere = 1 << 24;                      // a coordinate outside of every volume
   static constexpr int kNoPlace = -1;
 
@@ -95,14 +95,14 @@ struct HopperWeightGrad {
   static_assert(C::kLines ? C::kPlanesW == 1 && !C::kElementsY && !C::kUnitCY : C::kVectorY == 1);
   static_assert(C::kLinesAtOnce == 1 || (C::kLinesAtOnce == 2 && C::kLines && !C::kWide));
 
-  // What distinguishes blocks that walk over the same positions.
+  // The group, channels and taps of a block; blocks of all kinds loop over the same positions.
   struct Kind {
     int group, first_in, first_out, d, h;
   };
-  // Where a word of dy comes from, relative to the first of the box's plane (or group of planes), and where
-  // it goes.
+  // The source of a word (or vector) of dy, relative to the first one of the box's plane (or group of
+  // planes), and its destination in shared memory.
   struct alignas(16) SlotOfPlane {
-    Index offset;  // in memory
+    Index offset;  // in global memory, in elements
     int place;
     short h, w;
   };
@@ -113,11 +113,11 @@ struct HopperWeightGrad {
   };
   using Slot = typename Choose<kPlanesTogether, SlotOfGroup, SlotOfPlane>::type;
   static_assert(sizeof(Slot) == 16, "as the planner counts");
-  // Four words of K: where their dy begins, and where in the box they are.
+  // Four words of K: the offset of their dy in a sheet, and their position in the box.
   struct Segment {
     int place, d, h, w;
   };
-  // Steps along d, one after the other.
+  // Consecutive steps along d.
   struct Run {
     int n, h, w;
     int first, count;
@@ -151,7 +151,7 @@ struct HopperWeightGrad {
   }
 
   static __device__ __forceinline__ Kind find_kind() {
-    // Blocks that share positions follow each other, so that L2 serves what they share.
+    // Blocks that share positions have consecutive indices, so that L2 serves what they share.
     int rest = static_cast<int>(blockIdx.x) % kKinds;
     Kind found;
     found.h = rest % C::kKindsH;
@@ -188,7 +188,7 @@ struct HopperWeightGrad {
 
   __device__ __forceinline__ void prepare() {
     for (int i = static_cast<int>(threadIdx.x); i < slot_count(); i += C::kThreads) {
-      // Phases along w alternate as they do in memory.
+      // Phases along w alternate as they do in memory, so that adjacent slots read adjacent elements.
       const int plane = kPlanesTogether ? i / plane_slots() : 0, in_plane = i - plane * plane_slots();
       const int line = in_plane / line_slots(), rest = in_plane % line_slots();
       const int plane_w = rest % C::kPlanesW, word = rest / C::kPlanesW * C::kVectorY;
@@ -214,7 +214,7 @@ struct HopperWeightGrad {
       const int h = line % args.box.h;
       Segment segment{kSides * (h * C::kLinesAtOnce * args.line_pitch + w * kSegmentWords), line / args.box.h,
                       h, w * kSegment * kPerWord};
-      if (i >= segment_count()) segment = Segment{kNoPlace, 0, kNowhere, 0};  // x is zero there
+      if (i >= segment_count()) segment = Segment{kNoPlace, 0, kNowhere, 0};  // x is zero beyond the box
       segments[i] = segment;
     }
     if (threadIdx.x == 0) {
@@ -232,13 +232,13 @@ struct HopperWeightGrad {
     __syncthreads();
   }
 
-  // Where a plane of dy begins in its group.
+  // Offset of a plane of dy in its group, in words.
   __device__ __forceinline__ int in_group(int plane) const {
     return plane / C::kPlanesD * sheet_words +
            kSides * (plane % C::kPlanesD) * C::kPlanesH * C::kPlanesW * args.plane_pitch;
   }
 
-  // The steps from `index` on that follow each other along d.
+  // Returns the steps from `index` on that are consecutive along d.
   __device__ __forceinline__ Run run_at(int index) const {
     const int column = divide(index, args.by_d), rest = divide(column, args.by_w),
               n = divide(rest, args.by_h);
@@ -257,11 +257,10 @@ struct HopperWeightGrad {
   }
 
   // ---- Producers. A job is 32 words of eight channels of x, or some words of several channels of dy:
-  // several words of each lane. Where w is contiguous, lanes have neighbouring words; where channels are,
-  // neighbouring channels. A warp's jobs are neighbours too, so that what it finds out about a row serves
-  // several.
+  // several words for each lane. Lanes have adjacent words where w is contiguous, and adjacent channels where
+  // channels are. A warp's jobs are consecutive, so that what it computes for a row serves several jobs.
 
-  // Where a word is in its channel, and whether it is inside the tensor (of a 16-bit one, its second too).
+  // Offset of a word in its channel, and whether its elements (first, second) are inside the tensor.
   struct Source {
     Index offset;
     bool first, second;
@@ -269,7 +268,7 @@ struct HopperWeightGrad {
   static __device__ __forceinline__ unsigned rounded(unsigned word) {
     return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
   }
-  // Two elements that are `step` apart.
+  // Loads two 16-bit elements that are `step` apart as one word.
   static __device__ __forceinline__ unsigned load_elements(const Scalar* from, const Source& source,
                                                            Index step) {
     if constexpr (kPerWord == 2) {
@@ -289,7 +288,7 @@ struct HopperWeightGrad {
                       w * static_cast<Index>(args.x_strides.w),
                   line && w < args.x_size.w, C::kElementsX && line && w + 1 < args.x_size.w};
   }
-  // Channels past the last read it again: their sums are never written.
+  // Channels past the last one read the last one again: their sums are never written.
   __device__ __forceinline__ const Scalar* x_of(const Source& source, int channel) const {
     constexpr bool kWhole = C::kInPerGroup % C::kColumns == 0;
     const int in_group = kWhole ? kind.first_in + channel : min(kind.first_in + channel, C::kInPerGroup - 1);
@@ -298,12 +297,12 @@ struct HopperWeightGrad {
            (first + (kind.group * C::kInPerGroup + in_group) * static_cast<Index>(args.x_strides.c));
   }
 
-  // Where a word of a job goes: a piece of 16 bytes is one word of each of four segments.
+  // Address of a word of a job in a stage: a piece of 16 bytes is one word of each of four segments.
   __device__ __forceinline__ unsigned* place_x(int stage, int job, int row, int segment, int word) const {
     return reinterpret_cast<unsigned*>(stages + stage * stage_bytes) +
            (job * kJobChannels + row) * kRowWords + ((segment / 4 * 4 + word) ^ row) * 4 + segment % 4;
   }
-  // Eight words of x, past the registers where words are whole in memory.
+  // Copies eight words of x, with cp.async if words are whole in memory.
   template <class FindWord, class FindSource, class FindChannel>
   __device__ __forceinline__ void copy_words_x(FindWord&& word, FindSource&& source,
                                                FindChannel&& channel) const {
@@ -324,7 +323,7 @@ struct HopperWeightGrad {
       }
     }
   }
-  // Vectors of 16 bytes, a segment of one channel each, go where the chunk's words will be.
+  // Copies 16-byte vectors, each a segment of one channel, to where turn_x() stores the chunk's words.
   __device__ __forceinline__ void copy_vectors_x(int stage, int job, int end, const Source& source) const {
     constexpr int kRowsAtOnce = 32 / kRowSegments, kTimes = kJobChannels / kRowsAtOnce;
     const int segment = lane % kRowSegments, row = lane / kRowSegments;
@@ -375,7 +374,7 @@ struct HopperWeightGrad {
     }
     arrive<!C::kElementsX>(stage_copied(stage));
   }
-  // When what this thread has copied is there.
+  // Arrives at a barrier when the copies of this thread are complete.
   template <bool kPastRegisters>
   static __device__ __forceinline__ void arrive(unsigned barrier) {
     if constexpr (kPastRegisters) {
@@ -385,7 +384,7 @@ struct HopperWeightGrad {
     }
   }
 
-  // Four segments, as they lie in memory, become four words of each. A thread has a chunk of a channel.
+  // Transposes four segments in place: piece i becomes word i of each. A thread has a chunk of a channel.
   __device__ __forceinline__ void turn_x(int stage, const Part<int>& own) const {
     const int row = lane % kJobChannels, chunk = lane / kJobChannels % 2;
 #pragma unroll 1
@@ -401,7 +400,7 @@ struct HopperWeightGrad {
       }
     }
   }
-  // In their place.
+  // Rounds the words of a stage in place.
   __device__ __forceinline__ void round_x(int stage, const Part<int>& own) const {
     constexpr int kVectors = kJobChannels * kRowWords / 4;
     Vector<unsigned, 4>* const vectors = reinterpret_cast<Vector<unsigned, 4>*>(stages + stage * stage_bytes);
@@ -413,7 +412,7 @@ struct HopperWeightGrad {
       vectors[i] = words;
     }
   }
-  // Tensor cores take x as it lies, so it is put in order, and TF32 is rounded.
+  // Tensor cores read x straight from shared memory, so it is transposed and TF32 is rounded here.
   __device__ __forceinline__ void deliver_x(int stage) const {
     const Part<int> own(row_segments() * kJobsX, kTurners, warp - kCopiers);
     if constexpr (C::kVectorsX) {
@@ -425,7 +424,7 @@ struct HopperWeightGrad {
     ptx::barrier_arrive(stage_full(stage));
   }
 
-  // Of a slot at depth 0, and at another.
+  // find_dy() returns the source of a slot at depth 0, at_depth() moves it to another depth.
   __device__ __forceinline__ Source find_dy(const Run& run, Index base, const Slot& slot) const {
     const int h = run.h * kStepH + slot.h, w = run.w * C::kStrideW + slot.w;
     const bool line = inside(h, args.dy_size.h);
@@ -446,7 +445,7 @@ struct HopperWeightGrad {
            (first + (kind.group * C::kOutPerGroup + in_group) * static_cast<Index>(args.dy_strides.c));
   }
 
-  // Eight pairs at a time: a lane has several words of one channel, where these are contiguous.
+  // Copies eight pairs at a time where channels are contiguous: a lane copies several words of one channel.
   __device__ __forceinline__ void copy_pairs(unsigned* to, const Run& run, Index base, int index, int d,
                                              int first_pair, int jobs) const {
     const int half = lane % 2, slots_left = (slot_count() - index + 1) / 2;
@@ -484,7 +483,7 @@ struct HopperWeightGrad {
   __device__ __forceinline__ unsigned load_dy(const Scalar* from, const Source& source) const {
     return load_elements(from, source, C::kStrideW * static_cast<Index>(args.dy_strides.w));
   }
-  // A lane has a vector of several channels, or a word of several pairs, each half of the warp one side's.
+  // A lane copies a vector of several channels, or a word of several pairs (a half warp for each side).
   __device__ __forceinline__ void copy_line(unsigned* to, const Source& source, int first_line,
                                             int jobs) const {
     constexpr bool kWhole = C::kOutPerGroup % C::kOutTile == 0;
@@ -493,7 +492,7 @@ struct HopperWeightGrad {
     const Scalar* const dy = static_cast<const Scalar*>(args.dy);
     Index offset = dy_of(source, channel) - dy;
     to += first_line * args.pair_pitch + half;
-    // Channels past the last are zero: their sums are never written.
+    // Channels past the last one are zero: their sums are never written.
     int left = kWhole ? 0 : C::kOutPerGroup - kind.first_out - channel;
 #pragma unroll 1
     for (; jobs > 0; --jobs) {
@@ -517,8 +516,8 @@ struct HopperWeightGrad {
     }
   }
 
-  // A group of sheets: blocks of slots, planes along d, a job's lines at a time. What a lane finds out about
-  // its slot serves all planes and lines.
+  // Copies a group of sheets: loops over blocks of slots, planes along d, and the lines of a job. A lane
+  // computes the address of its slot once for all planes and lines.
   __device__ __forceinline__ void copy_group(int group, const Run& run, int step) const {
     const int jobs_of_block = static_cast<int>(args.by_jobs.divisor), count = slot_count();
     const Part<int> own((count + kSlotBlock - 1) / kSlotBlock * jobs_of_block, kCopiers, warp);
@@ -532,7 +531,7 @@ struct HopperWeightGrad {
       const Slot slot = slots[min(index, count - 1)];
       const Source line = find_dy(run, base, slot);
       while (job < end) {
-        // The jobs of one plane.
+        // An iteration does the jobs of one plane.
         const int plane = (job - first_job) / kJobsY, last = min(end, first_job + (plane + 1) * kJobsY);
         const int first_line = (job - first_job) % kJobsY * C::kJobLines, jobs = last - job;
         const int first_d = step * args.box.d * C::kStrideD;
@@ -554,8 +553,8 @@ struct HopperWeightGrad {
     arrive<!C::kElementsY>(full(group));
   }
 
-  // Most warps copy: groups of sheets and, but for the first of a run, stages of x. The others put in
-  // order what has arrived: a fence waits for all that its own thread has on its way.
+  // Copying warps load groups of sheets and stages of x. Other warps transpose x that has arrived, because
+  // the proxy fence waits for all copies that its own thread has in flight.
   __device__ __forceinline__ void produce() const {
     if (warp < kCopiers) {
       copy();
@@ -588,13 +587,13 @@ struct HopperWeightGrad {
 
   // ---- Consumers.
 
-  // Words of dy as tensor cores want them: word 2i of both channels of a pair, then word 2i + 1. Some are
-  // operands as they are loaded (never with kLines), others are joined of what is.
+  // Words of dy in operand order: word 2i of both channels of a pair, then word 2i + 1. Some are operands as
+  // they are loaded (never with kLines), others are joined from loaded words.
   struct Fragments {
     unsigned loaded[C::kLines ? 1 : C::kLoads][4];
     unsigned joined[C::kJoins > 0 ? C::kJoins : 1][4];
   };
-  // Which of the loaded has a word of a plane.
+  // Returns the index of the load that has a word of a plane, or -1.
   static constexpr int load_of(int plane, int word) {
     for (int i = 0; i < C::kLoads; ++i) {
       if (C::kLoadPlane(i) == plane && C::kLoadWord(i) == word / kLoadWords * kLoadWords) return i;
@@ -604,13 +603,13 @@ struct HopperWeightGrad {
 
   struct Consumer {
     float sums[C::kRowTiles][C::kTaps][kSums];
-    int place[C::kRowTiles];  // of this lane's pair and row of taps in a sheet
-    int sheet[C::kRowTiles];  // that the row of taps reads, relative to the position's
+    int place[C::kRowTiles];  // offset of this lane's pair and row of taps in a sheet
+    int sheet[C::kRowTiles];  // sheet that the row of taps reads, relative to the position's
     float bias[C::kRowTiles][2];
   };
-  // Where a lane's words of a chunk begin, and whether the chunk has any for it.
+  // The place of a lane's words of a chunk in the ring, and whether the lane's segment exists.
   struct Place {
-    unsigned word;  // of the ring
+    unsigned word;  // offset in the ring
     bool used;
   };
 
@@ -629,7 +628,7 @@ struct HopperWeightGrad {
     }
   }
 
-  // For row tile r. `first_sheet`: that of the step.
+  // Finds a lane's words of a chunk for row tile r. `first_sheet` is the first sheet of the step.
   __device__ __forceinline__ Place find(const Consumer& me, int r, int chunk, int first_sheet) const {
     const Segment& segment = segments[4 * chunk + lane % 4];
     const int sheets = args.groups * args.box.d;
@@ -639,7 +638,7 @@ struct HopperWeightGrad {
                  segment.place != kNoPlace};
   }
 
-  // The elements of a word that `kWhich` names: 1 the first, 2 the second of 16-bit ones, 3 both.
+  // Sums the elements of a word that `kWhich` selects: 1 the first, 2 the second of a 16-bit type, 3 both.
   template <int kWhich>
   static __device__ __forceinline__ float sum_of(unsigned word) {
     if constexpr (kPerWord == 1) {
@@ -650,7 +649,7 @@ struct HopperWeightGrad {
     }
   }
 
-  // Adds to `sum` what own taps read of a loaded word.
+  // Adds to `sum` the elements of a loaded word that are a position's own outputs.
   template <int kLoad, int kWord>
   static __device__ __forceinline__ void add_own(float& sum, unsigned word) {
     if constexpr (C::kBias) {
@@ -659,7 +658,7 @@ struct HopperWeightGrad {
     }
   }
 
-  // Words on their way: of each channel of a pair, one after the other, with kLines, else of both together.
+  // Loaded words of dy: with kLines separately for each channel of a pair, else interleaved for both.
   struct Loaded {
     Vector<unsigned, 4> words[C::kLines ? 2 : 1][C::kLoads];
     bool used;
@@ -680,7 +679,7 @@ struct HopperWeightGrad {
     });
   }
 
-  // Makes operands, and adds to the sums of the bias's gradient.
+  // Makes operands from loaded words, and adds to the sums for the bias gradient.
   static __device__ __forceinline__ void join(Fragments& to, const Loaded& from, float (&bias)[2]) {
     if constexpr (C::kBias) {
       if (from.used) add_bias(from, bias);
@@ -692,7 +691,7 @@ struct HopperWeightGrad {
     }
   }
   static __device__ __forceinline__ void add_bias(const Loaded& from, float (&bias)[2]) {
-    float sums[2] = {0.0f, 0.0f};  // of few words: long sums are made of short ones
+    float sums[2] = {0.0f, 0.0f};  // short sums first, which limits the rounding error of the long ones
     static_for<C::kLoads>([&](auto i) {
       static_for<4>([&](auto e) {
         constexpr int kI = decltype(i)::value, kE = decltype(e)::value;
@@ -731,7 +730,7 @@ struct HopperWeightGrad {
     });
   }
 
-  // One channel after the other.
+  // Joins operands from lines of dy, one channel of the pair after the other.
   static __device__ __forceinline__ void join_lines(Fragments& to, const Loaded& from) {
     static_for<2>([&](auto half) {
       static_for<C::kJoins>([&](auto j) {
@@ -744,7 +743,7 @@ struct HopperWeightGrad {
       });
     });
   }
-  // The operand's word that begins with an element of a line: of 16-bit ones the second is a stride further.
+  // Returns the operand word that begins with element kElement of a line; a second one is a stride further.
   template <int kLine, int kElement>
   static __device__ __forceinline__ unsigned word_of(const Vector<unsigned, 4> (&words)[C::kLoads]) {
     constexpr int kWord = kElement / kPerWord, kLast = kElement + (kPerWord - 1) * C::kStrideW;
@@ -770,10 +769,10 @@ struct HopperWeightGrad {
     ptx::matrix_commit();
   }
 
-  // What products may still read when a step is over. It is given back when they are done: after the first
-  // of the next step's have begun.
+  // The group and stage that products in flight may still read when a step ends. They are released in the
+  // next step, after its first products are issued.
   struct Held {
-    int group = -1, stage = 0;  // -1: nothing
+    int group = -1, stage = 0;  // group is -1 if nothing is held
   };
   __device__ __forceinline__ void give_back(Held& held) const {
     if (held.group < 0) return;
@@ -782,15 +781,16 @@ struct HopperWeightGrad {
     held.group = -1;
   }
 
-  // Of a step's items, chunks of row tiles in turn; past the last, the last chunk's.
+  // Finds the words of an item, which is one chunk and one row tile; row tiles vary fastest. Items past the
+  // last one use the last chunk.
   __device__ __forceinline__ Place find_item(const Consumer& me, int row, int item, int first_sheet) const {
     const int chunk = min(2 * row + item / C::kRowTiles, 2 * row_segments() - 1);
     return find(me, item % C::kRowTiles, chunk, first_sheet);
   }
 
-  // One row of K, two chunks, for all row tiles. While products run, the words of the next are on their way
-  // (`ahead`), and where those after them lie (`next`) is found; with two sets of operands, words also become
-  // operands meanwhile. The first are there already.
+  // Multiplies one row of K, two chunks, for all row tiles. While products run, the words of the next item
+  // are loaded (`ahead`), and the place of the item after it (`next`) is computed; with two sets of operands
+  // (kDepth is 2), loaded words also become operands meanwhile. The caller has prepared the first item.
   __device__ __forceinline__ void multiply_row(Consumer& me, Fragments (&operands)[C::kDepth], int row,
                                                unsigned long long b, int first_sheet, Loaded& ahead,
                                                Place& next, bool with_bias, Held& before) const {
@@ -802,7 +802,7 @@ struct HopperWeightGrad {
         join(operands[0], ahead, me.bias[kTile]);
         if (more) load(ahead, next, with_bias);
       } else {
-        // Found before the products, so that words are on their way as soon as there is room for them.
+        // The place is computed before the products, to load its words as soon as operands are free.
         next = find_item(me, row, kNext, first_sheet);
         ptx::pin(next.word);
       }
@@ -817,7 +817,7 @@ struct HopperWeightGrad {
     });
   }
 
-  // `before`: the step before this.
+  // `before` is what the previous step still holds.
   __device__ __forceinline__ void multiply_step(Consumer& me, Fragments (&operands)[C::kDepth], int stage,
                                                 int group, bool with_bias, Held& before) const {
     const unsigned x = ptx::shared_address(stages + stage * stage_bytes);
@@ -846,37 +846,37 @@ struct HopperWeightGrad {
         for (int i = 0; i < kSums; ++i) me.sums[r][t][i] = 0.0f;
       }
     }
-    Ring group, arriving, stage;  // of the step; of the last group that it needs
+    Ring group, arriving, stage;  // arriving: the last group that the step needs
     Held held;
-    Fragments operands[C::kDepth];  // the last of a step are in use when the next one begins
-    int until_bias =
-        kind.first_in / C::kColumns;  // blocks with the same outputs take turns at adding them up
+    Fragments operands[C::kDepth];  // a step's last operands are still read when the next one begins
+    // Blocks that share outputs take turns at summing them: this is the number of steps until the next turn.
+    int until_bias = kind.first_in / C::kColumns;
     for (int index = part.begin; index < part.end;) {
       const Run run = run_at(index);
       for (int i = 0; i < args.ahead; ++i) arriving.advance(args.groups);
 #pragma unroll 1
       for (int step = 0; step < run.count; ++step) {
-        // Producers deliver in order: with this group, all before it are there.
+        // Producers deliver in order: when this group has arrived, all earlier ones have.
         ptx::barrier_wait(full(arriving.index), arriving.parity);
         ptx::barrier_wait(stage_full(stage.index), stage.parity);
         multiply_step(me, operands, stage.index, group.index, until_bias == 0, held);
         until_bias = (until_bias == 0 ? kBlocksIn : until_bias) - 1;
         held = Held{group.index, stage.index};
-        if constexpr (C::kDepth == 1) give_back(held);  // its products are done
+        if constexpr (C::kDepth == 1) give_back(held);  // no products are in flight
         group.advance(args.groups);
         arriving.advance(args.groups);
         stage.advance(C::kStages);
       }
       ptx::matrix_wait<0>();
       give_back(held);
-      // The groups that only this run's last step needed.
+      // These groups were only needed by the last step of the run.
       for (int i = 0; i < args.ahead; ++i) {
         ptx::barrier_arrive(empty(group.index));
         group.advance(args.groups);
       }
       index += run.count;
     }
-    ptx::wait_for_previous_launch();  // which may still read what lies where the parts will
+    ptx::wait_for_previous_launch();  // the previous launch may still read the memory of the parts
     if constexpr (C::kBias) store_bias(me, consumer);
     if (args.result == nullptr) {
       store(me, consumer);
@@ -885,7 +885,7 @@ struct HopperWeightGrad {
     }
   }
 
-  // The lanes of a quad have the same channels at different positions.
+  // Stores the sums for the bias gradient. The lanes of a quad have the same channels at different positions.
   __device__ __forceinline__ void store_bias(const Consumer& me, int consumer) const {
     constexpr int kOut = C::kGroups * C::kOutPerGroup;
     const int part = static_cast<int>(blockIdx.x) / kKinds * kBlocksIn + kind.first_in / C::kColumns;
@@ -909,19 +909,19 @@ struct HopperWeightGrad {
     }
   }
 
-  // ---- A single part goes straight to the result: consumers lay their sums down in shared memory, nearly as
-  // they will lie in the result, then all warps write them.
+  // ---- A single part is written as the result: consumers stage their sums in shared memory, nearly in the
+  // order of the result, then all warps write them.
 
   static constexpr int kTileTaps = kRows * C::kTaps;
-  static constexpr int kTileElements = C::kOutTile * kTileTaps;  // of an input channel
-  // Neighbouring output channels and the input channels of a quad's lanes meet in no bank.
+  static constexpr int kTileElements = C::kOutTile * kTileTaps;  // elements per input channel
+  // These pitches put adjacent output channels, and the input channels of a quad's lanes, in different banks.
   static constexpr int kOutPitch = kTileTaps + 1 - kTileTaps % 2;
   static constexpr int kInPitch = C::kOutTile * kOutPitch + (20 - C::kOutTile * kOutPitch % 16) % 16;
 
-  // By the whole block; `lay_down` is what a consumer does.
+  // Called by the whole block. `lay_down` stages a consumer's sums; producers pass an empty function.
   template <class LayDown>
   __device__ __forceinline__ void store_result(LayDown&& lay_down) const {
-    meet();  // what lay here is no longer needed
+    meet();  // the stages are no longer in use
     lay_down();
     meet();
     write_result();
@@ -943,7 +943,7 @@ struct HopperWeightGrad {
       }
     }
   }
-  // A warp has 32 elements of eight input channels at a time: where they go is found once.
+  // A warp writes 32 elements of eight input channels at a time, so that their place is computed once.
   __device__ __forceinline__ void write_result() const {
     using Result = typename C::Scalar;
     constexpr int kChunks = (kTileElements + 31) / 32;

@@ -2,28 +2,30 @@
 //   dw[ci][co][t] = sum over n, i of  x[n][ci][i] * dy[n][co][stride*i + t*dilation - padding]
 //
 // For one tap this is a matrix product with the positions i as its K dimension: rows ci, columns co. A block
-// owns a tile of channels and some rows of taps (t_d, t_h; all taps along w) and walks over its positions:
+// owns a tile of channels and some rows of taps (t_d, t_h; all taps along w) and loops over its positions:
 //
 //   for each tile of positions (a box of the volume, w in segments of four 32-bit words):
 //     copy x[ci][positions] and dy[co][positions the taps reach] to shared memory, w along a row;
-//     dy in one plane per phase of w, so that neighbouring positions are neighbours for every tap
+//     dy in one plane per phase of w, so that adjacent positions are adjacent for every tap
 //
-//     for each chunk of four segments, one per quarter of a warp:
+//     for each chunk of four segments, one for each lane of a quad:
 //       load the fragments of x, once for all taps
 //
-//       for each row of taps, for each window of dy (two neighbouring segments, for several taps):
+//       for each row of taps, for each window of dy (two adjacent segments, for several taps):
 //         for each tap of the window:  sums[tap] += x (x) dy shifted by the tap, out of registers
 //
-// K may be permuted at will if both operands are: a lane takes a whole segment (one 16-byte load) where the
+// K may be permuted if both operands are: a lane takes a whole segment (one 16-byte load) where the
 // instruction wants separate columns, so a tap's shift along w selects other registers of the same window
-// (for 16-bit types an odd shift joins halves of two registers). Shifts along d and h move its address.
+// (for 16-bit types an odd shift joins halves of two registers). Shifts along d and h change the address of
+// the window.
 //
-// While a tile is computed the next one is on its way, in jobs (some channels of 32 words) that a warp takes
-// up between parts of the arithmetic: loads into registers, rounded and stored to the other buffer a part
-// later; or (kAsync, words only) copies that pass by the registers, rounded when fragments are loaded.
+// While a tile is computed, a later one is prefetched in jobs (some channels of 32 words) that a warp issues
+// between parts of the arithmetic: loads into registers, which are rounded and stored to the other buffer one
+// part later; or (kAsync, whole words only) cp.async copies, which are rounded when fragments are loaded.
 //
 // Warps of a block differ in their rows of taps, their channels, or their chunks (kSlices, added at the end
-// in a fixed order). Parts are written side by side and added by reduce.cuh in a fixed order.
+// in a fixed order). Partial sums (split-K) are written side by side and added by reduce.cuh in a fixed
+// order.
 #pragma once
 
 #include "cursor.cuh"
@@ -37,11 +39,11 @@ struct TensorWeightGrad {
 
   static constexpr int kLanes = 32;
   static constexpr int kWarps = C::kThreads / kLanes;
-  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));  // positions
-  static constexpr int kSegment = 4;                                     // words: one 16-byte load
-  static constexpr int kSegmentsPerChunk = 4;                            // one for each lane of a quad
-  static constexpr int kSteps = 2;   // matrix instructions that use up a chunk
-  static constexpr int kWindow = 8;  // words: two segments
+  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));  // positions per word
+  static constexpr int kSegment = 4;           // words per segment: one 16-byte load
+  static constexpr int kSegmentsPerChunk = 4;  // segments per chunk, one for each lane of a quad
+  static constexpr int kSteps = 2;             // K steps (matrix instructions) per chunk
+  static constexpr int kWindow = 8;            // words per window: two segments
   static constexpr ptx::Operand kOperand = static_cast<ptx::Operand>(C::kOperand);
 
   static constexpr int kBlockIn = C::kHalfRows ? 8 : 16 * C::kTilesIn * C::kWarpsIn;
@@ -52,9 +54,9 @@ struct TensorWeightGrad {
   static constexpr int kRowBlocksH = (C::kKernelH + C::kRowsH - 1) / C::kRowsH;
   static constexpr int kKinds = kBlocksIn * kBlocksOut * kRowBlocksD * kRowBlocksH * C::kGroups;
 
-  // Shared memory in words: which channels and taps the block has, where each slot (a word of a channel) of a
-  // tile lies, where each segment's dy begins, then two buffers of [channels of x][kPitchX], [channels of
-  // dy][kPitchY].
+  // Shared memory holds, in this order and counted in words: the Kind of the block, the table of slots
+  // (what is copied where), the offsets of every segment's dy, then kStages buffers of
+  // [channels of x][kPitchX], [channels of dy][kPitchY].
   static constexpr int kSlotsX = C::kSegments * kSegment;
   static constexpr int kSlotTable = 8;
   static constexpr int kSegmentTable = kSlotTable + 2 * (kSlotsX + C::kSlotsY);
@@ -62,9 +64,9 @@ struct TensorWeightGrad {
   static constexpr int kBufferY = kBlockIn * C::kPitchX;
   static constexpr int kBufferWords = kBufferY + kBlockOut * C::kPitchY;
 
-  // How one of the two tensors is copied. A slot is kVector words of a channel: one load, or (16-bit types
-  // out of line with words: kVector is 0 then) one word of two loads. A job is kLoads channels (times
-  // kLaneChannels) of kLaneSlots slots, one warp.
+  // How one of the two tensors is copied. A slot is kVector words of a channel, copied by one load; where
+  // 16-bit elements are not word-aligned (C::kVectorX or C::kVectorY is 0) it is one word, copied by two
+  // loads. A job is kLoads * kLaneChannels channels of kLaneSlots slots, copied by one warp.
   static constexpr int kLaneSlots = kLanes / C::kLaneChannels;
   template <bool kIsX>
   struct Side {
@@ -74,7 +76,7 @@ struct TensorWeightGrad {
     static constexpr int kRegisters = kLoads * (kElements ? kPerWord : kVector);
     static constexpr int kChannels = kIsX ? kBlockIn : kBlockOut;
     static constexpr int kJobChannels = C::kLaneChannels * kLoads;
-    static constexpr int kJobs = (kChannels + kJobChannels - 1) / kJobChannels;  // per block of slots
+    static constexpr int kJobs = (kChannels + kJobChannels - 1) / kJobChannels;  // jobs per block of slots
     static constexpr bool kWhole = kChannels % kJobChannels == 0;
     static constexpr int kPitch = kIsX ? C::kPitchX : C::kPitchY;
     static constexpr int kStepW = kIsX ? 1 : C::kStrideW;
@@ -105,19 +107,18 @@ struct TensorWeightGrad {
   const Args& args;
   unsigned* shared;
   int lane, warp, slice, warp_in, warp_out;
-  int first_row;            // of the warp, among the block's
-  int row_words[C::kRows];  // where the warp's rows of taps begin in a plane of dy
+  int first_row;            // first row of taps of the warp, among the block's
+  int row_words[C::kRows];  // offsets of the warp's rows of taps in a plane of dy, in words
   float sums[C::kRows][C::kTaps][C::kTilesIn][C::kTilesOut][4];
 
-  // What distinguishes blocks that walk over the same positions. Kept in shared memory: registers are for
-  // sums.
+  // The group, channels and taps of a block. They are in shared memory to leave registers for accumulators.
   struct Kind {
     int group, first_in, first_out, tap_d, tap_h;
   };
   static_assert(sizeof(Kind) <= 4 * kSlotTable);
 
   static __device__ __forceinline__ Kind kind() {
-    // Blocks that share positions follow each other, so that L2 serves what they share.
+    // Blocks that share positions have consecutive indices, so that L2 serves what they share.
     int rest = static_cast<int>(blockIdx.x) % kKinds;
     Kind found;
     found.tap_h = rest % kRowBlocksH * C::kRowsH;
@@ -134,7 +135,8 @@ struct TensorWeightGrad {
   __device__ __forceinline__ void locate() {
     shared = dynamic_shared<unsigned>();
     lane = threadIdx.x % kLanes;
-    // The same in all lanes, and known to be: what follows from it is computed once for a warp.
+    // The shuffle lets the compiler know that the value is uniform in a warp, so that values derived from it
+    // are computed once per warp.
     warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / kLanes, 0);
     int rest = warp;
     warp_out = rest % C::kWarpsOut;
@@ -147,7 +149,7 @@ struct TensorWeightGrad {
     const int plane_pitch = args.lines_h * args.line_pitch;
 #pragma unroll
     for (int r = 0; r < C::kRows; ++r) {
-      // A warp's rows past the block's last repeat it, and are never written.
+      // Rows of taps past the block's last one repeat it, and their sums are never written.
       const int row = min(first_row + r, C::kRowsD * C::kRowsH - 1);
       row_words[r] =
           row / C::kRowsH * C::kDilationD * plane_pitch + row % C::kRowsH * C::kDilationH * args.line_pitch;
@@ -157,11 +159,11 @@ struct TensorWeightGrad {
   // ---- The copy of a tile: slots and jobs.
 
   struct Tile {
-    int n, d, h, w;  // first position
+    int n, d, h, w;  // batch item, and first position of the tile
   };
   struct Slot {
     int lines;  // the slot's d and h in the tile, 16 bits each
-    int words;  // its w in the tile (signed) and its place in a channel of the buffer, 16 bits each
+    int words;  // the slot's w in the tile (signed) and its offset in a channel of the buffer, 16 bits each
   };
 
   static __device__ __forceinline__ int pack(int low, int high) { return (low & 0xFFFF) | high << 16; }
@@ -188,7 +190,7 @@ struct TensorWeightGrad {
       slots[i] =
           Slot{pack(line / args.tile.h, line % args.tile.h), pack(word * kPerWord, i * Side<true>::kVector)};
     }
-    // Phases alternate as they do in memory.
+    // Phases alternate as they do in memory, so that adjacent slots read adjacent elements.
     for (int i = threadIdx.x; i < slots_y(); i += C::kThreads) {
       const int line = i / line_slots(), phase = i % C::kPhases;
       const int word = i % line_slots() / C::kPhases * Side<false>::kVector;
@@ -213,13 +215,13 @@ struct TensorWeightGrad {
                 (index - rest_w * static_cast<int>(args.by_w.divisor)) * args.tile.w * kSegment * kPerWord};
   }
 
-  // The copy of one tile: this warp's jobs, the first of which is under way.
+  // The state of a warp's share of the copy of one tile; job `index` is in flight.
   struct Copy {
     Tile tile;
     unsigned* to;
     int index, jobs_x, jobs;
-    int slot_to;   // word in the buffer, negative for a lane without a slot
-    int channels;  // of the block, from the job's first on
+    int slot_to;   // offset in the buffer in words; negative for a lane without a slot
+    int channels;  // channels of the block from the lane's first one on
     unsigned values[kJobRegisters];
   };
 
@@ -248,9 +250,9 @@ struct TensorWeightGrad {
     h += high(place.lines);
     w += low(place.words);
     const bool line_inside = exists && d >= 0 && d < size.d && h >= 0 && h < size.h;
-    // Channels past the group's last read others again: their sums are never written.
-    constexpr bool kAllInside =
-        (S::kLastInGroup + 1) % S::kJobChannels == 0;  // all channels of a job, or none
+    // Channels past the group's last one read another channel again: their sums are never written. If
+    // kAllInside is true, the channels of a job are all inside the group, or none is.
+    constexpr bool kAllInside = (S::kLastInGroup + 1) % S::kJobChannels == 0;
     const int last = S::kLastInGroup - (kAllInside ? S::kJobChannels - 1 - lane % C::kLaneChannels : 0);
     const int in_group = min((kIsX ? block.first_in : block.first_out) + channel, last);
     const Index step = C::kLaneChannels * static_cast<Index>(strides.c);
@@ -262,13 +264,13 @@ struct TensorWeightGrad {
     constexpr int kElementLoads = S::kElements ? kPerWord : 1;
 #pragma unroll
     for (int e = 0; e < kElementLoads; ++e) {
-      // A vector is inside or outside as a whole.
+      // A vector is inside or outside the tensor as a whole.
       const int at = w + e * S::kStepW;
       const bool inside = line_inside && at >= 0 && at < size.w;
       TCONV3D_ASSUME(!inside || S::kElements || at + S::kVector * kPerWord <= size.w);
       const Scalar* element = from + e * S::kStepW * static_cast<Index>(strides.w);
-      constexpr int kUnroll =
-          C::kAsync ? 2 : S::kLoads;  // few addresses at a time; values need fixed registers
+      // Few addresses are live at a time with kAsync; otherwise loaded values need fixed registers.
+      constexpr int kUnroll = C::kAsync ? 2 : S::kLoads;
 #pragma unroll kUnroll
       for (int k = 0; k < S::kLoads; ++k) {
         if (k > 0 && (kAllInside || in_group + k * C::kLaneChannels <= last)) element += step;
@@ -327,8 +329,8 @@ struct TensorWeightGrad {
     }
   }
 
-  // To the nearest, ties away from zero, in two instructions: tensor cores ignore the bits that a third would
-  // clear. Infinities and NaNs stay what they are.
+  // Rounds to the nearest TF32 number, ties away from zero, in two instructions: tensor cores ignore the low
+  // bits that a third one would clear. Infinities and NaNs are unchanged.
   static __device__ __forceinline__ unsigned round_to_tf32(unsigned bits) {
     const bool finite = fabsf(__uint_as_float(bits)) < __uint_as_float(0x7F800000u);
     return finite ? bits + 0x1000u : bits;
@@ -343,7 +345,7 @@ struct TensorWeightGrad {
     if (copy.index < copy.jobs) issue(copy);
   }
 
-  // One job done, the next one issued.
+  // Finishes one job and issues the next.
   __device__ __forceinline__ void advance(Copy& copy) const {
     if (copy.index >= copy.jobs) return;
     finish(copy);
@@ -359,7 +361,7 @@ struct TensorWeightGrad {
     for (int i = 0; i < kSegment; ++i) words[i] = C::kAsync ? round_to_tf32(loaded.at[i]) : loaded.at[i];
   }
 
-  // Word `word` of a window shifted by `offset` elements.
+  // Returns word kWord of a window shifted by kOffset elements.
   template <int kWord, int kOffset>
   static __device__ __forceinline__ unsigned shifted(const unsigned (&window)[kWindow]) {
     constexpr int kFirst = kWord + kOffset / kPerWord;
@@ -370,7 +372,7 @@ struct TensorWeightGrad {
     }
   }
 
-  // One row of taps times one tile of output channels.
+  // Multiplies one row of taps with one tile of output channels.
   template <int kRow, int kOut>
   __device__ __forceinline__ void multiply(const unsigned (&x)[C::kTilesIn][2][kSegment],
                                            const unsigned* dy) {
@@ -401,9 +403,9 @@ struct TensorWeightGrad {
     });
   }
 
-  // One chunk, with jobs of the next tile's copy in between.
+  // Computes one chunk, and advances the copy of a later tile in between.
   __device__ __forceinline__ void compute_chunk(int chunk, const unsigned* buffer, Copy& copy) {
-    // Asynchronous copies are issued while no fragment takes a register.
+    // Asynchronous copies are issued before registers hold fragments.
     if constexpr (C::kAsync) {
 #pragma unroll 1
       for (int i = 0; i < C::kHooks; ++i) advance(copy);
@@ -428,7 +430,7 @@ struct TensorWeightGrad {
     });
   }
 
-  // ---- The end: slices are added, the first slice's warps write.
+  // ---- The epilogue: slices are added, and the first slice's warps write the sums.
 
   template <class Body>
   __device__ __forceinline__ void for_each_sum(Body&& body) {
@@ -492,11 +494,11 @@ struct TensorWeightGrad {
     write_tables();
     const Part<int> part(args.tiles, args.splits, static_cast<int>(blockIdx.x) / kKinds);
     const int chunks = (args.tile.d * args.tile.h * args.tile.w + kSegmentsPerChunk - 1) / kSegmentsPerChunk;
-    // The last chunk may have segments that the tile has not: x is zero there, whatever dy is.
+    // The last chunk may have segments beyond the tile: x is zero there, whatever dy is.
     for (int i = threadIdx.x; i < C::kStages * kBufferWords; i += C::kThreads) shared[kBuffers + i] = 0u;
     __syncthreads();
     Copy copy;
-    // The first tiles: nothing hides their way.
+    // The copies of the first tiles do not overlap with arithmetic.
     for (int ahead = 0; ahead < C::kStages - 1; ++ahead) {
       const int index = part.begin + ahead;
       begin(copy, index < part.end, index, buffer_of(ahead));
