@@ -46,7 +46,7 @@ class Case:
     layer: Layer
     dtype: str = "tf32"  # as in tconv3d.tools.bench.precision: "float32" is strict
     plans: str = ""
-    favoured: str = ""  # a kernel family of `families.FAVOURED` that takes volumes for which it is not worth it, too
+    favoured: str = ""  # of `families.FAVOURED`: kernels that take volumes for which they are not worth it, too
     epilogue: str = ""  # "relu", or "norm" for ReLU and GroupNorm
     norm_groups: int = 1
     affine: bool = True  # whether the norm has weight and bias
