@@ -271,9 +271,7 @@ def _least_squares(rows: Sequence[Timed], subset: Sequence[str]) -> dict[str, fl
 def add(commands: Any) -> None:
     """The command's flags."""
     parser = commands.add_parser("calibrate", help="measure every kernel's offers on this GPU and fit their rates")
-    parser.add_argument(
-        "--layers", type=integer(0), default=40, metavar="N", help="random layers beside named ones"
-    )
+    parser.add_argument("--layers", type=integer(0), default=40, metavar="N", help="random layers beside named ones")
     parser.add_argument("--seed", type=integer(0), default=7, metavar="N")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the fitted rates go")
     parser.add_argument("--times", type=Path, metavar="FILE", help="where the measured times go too")
