@@ -37,6 +37,7 @@ from ..planning.problem import Device, Pass, Plan, Problem, last_offset
 from ..runtime import compiler
 from ..torch_ops import executor
 from ..torch_ops.problems import DTYPES as DTYPE_NAMES
+from .arguments import integer
 from .bench.layers import LAYERS, Layer, random_layers
 from .bench.precision import DTYPES, LAYOUTS, in_layout, precision
 from .bench.results import describe_machine
@@ -270,8 +271,8 @@ def _least_squares(rows: Sequence[Timed], subset: Sequence[str]) -> dict[str, fl
 def add(commands: Any) -> None:
     """The command's flags."""
     parser = commands.add_parser("calibrate", help="measure every kernel's offers on this GPU and fit their rates")
-    parser.add_argument("--layers", type=int, default=40, metavar="N", help="random layers beside the named ones")
-    parser.add_argument("--seed", type=int, default=7, metavar="N")
+    parser.add_argument("--layers", type=integer(0), default=40, metavar="N", help="random layers beside named ones")
+    parser.add_argument("--seed", type=integer(0), default=7, metavar="N")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the fitted rates go")
     parser.add_argument("--times", type=Path, metavar="FILE", help="where the measured times go too")
     parser.set_defaults(run=_run)

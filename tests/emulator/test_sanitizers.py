@@ -76,7 +76,11 @@ def emulated(name: str) -> Iterator[None]:
     torch.backends.cudnn.conv.fp32_precision = "tf32" if name in IN_TF32 else "ieee"  # type: ignore[attr-defined]
     executor.EMULATED = BEFORE_HOPPER if "before Hopper" in name else before[1]
     try:
-        with tconv3d.use_backend("emulator"), preferring(*PREFERRED.get(name, ())), favouring(IN_TF32.get(name, "")):
+        with (
+            tconv3d.use_backend("emulator"),
+            preferring(*PREFERRED.get(name, ())),
+            favouring(IN_TF32.get(name, "cheapest")),
+        ):
             yield
     finally:
         torch.backends.cudnn.conv.fp32_precision, executor.EMULATED = before  # type: ignore[attr-defined]

@@ -1,7 +1,4 @@
-"""Kernels that a test wants, whatever they are predicted to take: the planner's prices and families for a while.
-
-What has been planned before is forgotten at the beginning and at the end.
-"""
+"""Kernels that a test wants, whatever they are predicted to take: the planner's prices and families for a while."""
 
 from __future__ import annotations
 
@@ -38,15 +35,21 @@ def _forget() -> None:
 
 @contextlib.contextmanager
 def preferring(*kernels: str) -> Iterator[None]:
-    """Offers of these kernels cost almost nothing, those of the first the least: every pass that one of them can
-    compute goes to it."""
+    """Every pass that one of these kernels can compute goes to it, to the first of them that can."""
+    with priced(*kernels), forgetting():
+        yield
+
+
+@contextlib.contextmanager
+def priced(*kernels: str) -> Iterator[None]:
+    """Offers of these kernels cost almost nothing, those of the first the least. What is planned stays planned."""
     predicted = calibration.microseconds
     factors = {kernel: ALMOST_NOTHING ** (len(kernels) - number) for number, kernel in enumerate(kernels)}
 
-    def priced(kernel: str, *rest: Any) -> float:
+    def price(kernel: str, *rest: Any) -> float:
         return predicted(kernel, *rest) * factors.get(kernel, 1.0)
 
-    with patch.object(calibration, "microseconds", priced), forgetting():
+    with patch.object(calibration, "microseconds", price):
         yield
 
 
