@@ -5,9 +5,9 @@ many parts the steps are divided (split-K). The compiled constants depend on the
 (`volume_kind`) the volume is of.
 
 Terms: a word is 32 bits, one float32 or two 16-bit elements; a segment is four words along w; a row of K is eight
-segments of x in shared memory; a chunk is four segments, one for each lane of a quad. A sheet is what the taps of a
-block read of dy at one index along d; a plane is one phase of a sheet. A piece is the taps along w of one launch. A
-slot is the source and destination of one copy of dy. An item is one chunk for one tile of 64 rows.
+segments of x in shared memory; a chunk is four segments, one for each lane of a quad. A sheet is the part of dy that a
+block's taps read for one position along d; a plane is one phase of a sheet. A piece is the taps along w of one launch.
+A slot is the source and destination of one copy of dy. An item is one chunk for one tile of 64 rows.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ VECTORS = Costs(60, 0.46, 0.33, 23, 8, 180, 26, 150, 400, 22, 570, 98, 0.15, 1.1
 WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 8000)
 SECTOR_WORDS = 8  # words of a memory sector, the smallest transaction
 MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
-ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles of launching the sum of parts; bytes per cycle and multiprocessor
+ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
 # A block that writes its sums straight to the result takes so many cycles per element and per run of adjacent
 # elements; `Costs.block` already includes RESULT_HIDDEN of these cycles.
 RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.85, 1.5, 10000.0
@@ -509,8 +509,8 @@ class Contents:
         multiple = 4 // sides
         for pad in pads:
             line_pitch = -(-self.line_words // multiple) * multiple + pad
-            # Planes of different phases along w are 16 of the 32 banks apart (8 words of each channel of a pair), so
-            # that words of two planes never share a bank.
+            # Planes of different phases along w are 16 of the 32 banks apart (8 words of each channel of a pair):
+            # words of two planes never share a bank.
             plane_pitch = self.lines * line_pitch
             plane_pitch += (8 - plane_pitch) % 16 if planes[2] > 1 else 0
             pair_pitch = -(-sides * prod(planes) * plane_pitch // 4) * 4
