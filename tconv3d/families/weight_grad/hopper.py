@@ -5,9 +5,9 @@ many parts the steps are divided (split-K). The compiled constants depend on the
 (`volume_kind`) the volume is of.
 
 Terms: a word is 32 bits, one float32 or two 16-bit elements; a segment is four words along w; a row of K is eight
-segments of x in shared memory; a chunk is four segments, one for each lane of a quad. A sheet is the part of dy that a
-block's taps read for one position along d; a plane is one phase of a sheet. A piece is the taps along w of one launch.
-A slot is the source and destination of one copy of dy. An item is one chunk for one tile of 64 rows.
+segments of x in shared memory; a chunk is four segments, one for each lane of a quad. A sheet is the part of dy that
+a block's taps read for one position along d; a plane is one phase of a sheet. A piece is the taps along w of one
+launch. A slot is the source and destination of one copy of dy. An item is one chunk for one tile of 64 rows.
 """
 
 from __future__ import annotations
