@@ -1,1 +1,1 @@
-"""The backward pass of layers with small groups."""
+"""The kernel family that computes the gradients of layers with small groups."""

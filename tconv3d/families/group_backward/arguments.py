@@ -1,4 +1,4 @@
-"""The arguments of the kernel for the gradients of small groups (planning/arguments.py)."""
+"""Declares the arguments of the kernel for the gradients of small groups, as planning/arguments.py describes."""
 
 from __future__ import annotations
 

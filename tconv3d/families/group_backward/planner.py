@@ -1,8 +1,13 @@
 """Plans for the gradients of layers with small groups (group_backward.cuh).
 
-At most 8 channels in and out per group leave nothing to do but to read dy: both gradients, or the wanted one, come
-out of one reading. Chooses how many lines a block's tile has, how deep its rings are, and how columns of tiles are
-divided among blocks; these are arguments. What is compiled in depends on the layer and on what is wanted.
+With at most 8 input and 8 output channels per group, reading dy takes most of the time, so one reading of dy serves
+both gradients, or the one that is wanted. Chooses how many lines the tile of a block has, the number of stages of its
+rings, and how columns of tiles are divided among blocks; these are run-time arguments. The compiled constants depend
+on the layer and on which gradients are wanted.
+
+Terms: a bundle is the groups that a block computes together, as one group of at most 8 channels whose weights between
+groups are zero. A tile is some whole lines of positions along w; a band is ROWS lines of it; a column is tiles one
+after another along d. A unit is the positions that a warp computes at a time. In names, "last" means channels-last.
 """
 
 from __future__ import annotations
@@ -21,21 +26,22 @@ from ...planning.scalars import SCALARS
 from ...planning.sums import Parts, sum_of_parts
 from .arguments import GROUP_BACKWARD
 
-CHANNELS = 8  # of a bundle: the least that a matrix instruction has of columns and of K
+CHANNELS = 8  # most channels of a bundle, and the columns and K of a matrix instruction
 ROWS = 2  # lines of positions of a unit
-UNIT = 16  # positions of a line of a unit
-INPUT_WARPS = 8
-# Producers and warps of the weight gradient, contiguous and channels-last: 16 in all, for 128 registers a thread.
+UNIT = 16  # positions of a unit along w
+INPUT_WARPS = 8  # warps that compute the input gradient
+# Warps that produce and that compute the weight gradient, for contiguous and for channels-last tensors. A block has
+# at most 16 warps in total, so that a thread can have 128 registers.
 OTHER_WARPS, OTHER_WARPS_LAST = (1, 7), (2, 6)
 MIN_STAGES, MAX_STAGES = 3, 8
 BARRIER_BYTES = 32 * MAX_STAGES
-MAX_WEIGHTS, MAX_SUMS = 64, 80  # registers of a thread
-MIN_WIDTH = 12  # positions of a line, that fill a unit
-START_PLANES = 3  # a column's first planes are on their way for as long as so many take
+MAX_WEIGHTS, MAX_SUMS = 64, 80  # most registers per thread for weights, and for the sums of the weight gradient
+MIN_WIDTH = 12  # fewest positions of a line, so that units are well filled
+START_PLANES = 3  # latency of a column's first planes, in the time that it takes to compute one plane of dy
 
 
 def shifts(axis: Axis) -> tuple[int, int]:
-    """The least and the largest of the taps."""
+    """Returns the least and the largest shift of the taps, in positions."""
     found = [axis.shift(tap) for tap in range(axis.kernel)]
     return min(found), max(found)
 
@@ -45,23 +51,23 @@ def reach(axis: Axis) -> int:
 
 
 def bundled(g: Geometry) -> int:
-    """Groups that a bundle has: as many as fit, of those that divide all groups."""
+    """Returns the groups of a bundle: the largest divisor of the number of groups that fits CHANNELS channels."""
     most = CHANNELS // max(g.in_per_group, g.out_per_group)
     return max(n for n in range(1, most + 1) if g.groups % n == 0)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a block has in shared memory: some whole lines of positions, and what they reach of dy."""
+    """The tile of a block: some whole lines of positions, and the lines of dy that they reach, in shared memory."""
 
     problem: Problem
-    bands: int  # of ROWS lines
+    bands: int  # bands of ROWS lines
     weight_grad: bool
-    shared_bytes: int  # of the device
+    shared_bytes: int  # bytes of shared memory that the device has per block
 
     @property
     def lines(self) -> int:
-        """Of positions."""
+        """Lines of positions in the tile."""
         return self.bands * ROWS
 
     @property
@@ -70,16 +76,16 @@ class Tile:
         return axis.stride * (self.lines - 1) + reach(axis) + 1
 
     def _pitch(self, elements: int) -> int:
-        """Bytes of a run that begins anywhere; an odd multiple of 16."""
+        """Returns the bytes for a run of elements at any alignment, an odd multiple of 16."""
         return -(-(elements * self.problem.item_bytes + 30) // 32) * 32 + 16
 
     def _cell(self, per_group: int) -> int:
-        """Bytes of a bundle's channels of a position, channels-last."""
+        """Returns the bytes of a bundle's channels at one position of a channels-last tensor."""
         return bundled(self.problem.geometry) * per_group * self.problem.item_bytes
 
     @property
     def pitch(self) -> int:
-        """Of a channel; of one phase along w of a line, channels-last."""
+        """Bytes of a channel in a stage of dy; for channels-last tensors, of one phase along w of a line."""
         g, width = self.problem.geometry, self.problem.output_size[2]
         if not _last(self.problem):
             return self._pitch(self.lines_of_dy * width)
@@ -88,7 +94,7 @@ class Tile:
 
     @property
     def pitch_x(self) -> int:
-        """Of a channel; of a line, channels-last."""
+        """Bytes of a channel in a stage of x; for channels-last tensors, of a line."""
         width = self.problem.input_size[2]
         if not _last(self.problem):
             return self._pitch(self.lines * width)
@@ -96,7 +102,7 @@ class Tile:
 
     @property
     def stage_bytes(self) -> int:
-        """Of dy."""
+        """Bytes of a stage of dy."""
         g = self.problem.geometry
         of = self.lines_of_dy * g.stride[2] if _last(self.problem) else bundled(g) * g.out_per_group
         return of * self.pitch
@@ -112,7 +118,7 @@ class Tile:
         return largest - least + 1
 
     def stages_x(self, stages: int) -> int:
-        """Positions along d that are in use, and those on their way with the planes of dy."""
+        """Returns the stages of x: one for every position along d that is in use, or in flight with planes of dy."""
         ahead = -(-stages // self.problem.geometry.stride[0])
         return min(MAX_STAGES, self.slots + ahead) if self.weight_grad else 0
 
@@ -124,7 +130,7 @@ class Tile:
 
     @property
     def stages(self) -> int:
-        """As many as fit; none if too few do."""
+        """Stages of dy, as many as fit shared memory; 0 if fewer than MIN_STAGES fit."""
         fitting = [n for n in range(MIN_STAGES, MAX_STAGES + 1) if self.bytes(n) <= self.shared_bytes]
         return fitting[-1] if fitting and self.slots < MAX_STAGES else 0
 
@@ -134,7 +140,7 @@ class Tile:
 
     @property
     def columns(self) -> int:
-        """Along h."""
+        """Number of columns along h."""
         return -(-self.problem.input_size[1] // self.lines)
 
     def __str__(self) -> str:
@@ -142,7 +148,8 @@ class Tile:
 
 
 def products(g: Geometry) -> int:
-    """Of a position in the weight gradient: two taps along w each, or two along d that read the same plane."""
+    """Returns the matrix products per position of the weight gradient. Each has two taps along w, or two taps along d
+    that read the same plane."""
     depth, (_, h, w) = g.axes[0], g.kernel
     counts = [len(depth.taps(phase)) for phase in range(depth.stride)]
     return h * sum(min(-(-count // 2) * w, count * -(-w // 2)) for count in counts)
@@ -150,7 +157,8 @@ def products(g: Geometry) -> int:
 
 @lru_cache(maxsize=1024)
 def tile_of(problem: Problem, weight_grad: bool, device: Device) -> Tile | None:
-    """The one with the most lines that its warps can take: lines between tiles are read twice."""
+    """Returns the tile with the most lines that the warps and shared memory can take, since lines of dy between two
+    tiles are read twice; None if no tile fits."""
     chunks = -(-problem.input_size[2] // UNIT)
     bands = min(INPUT_WARPS // chunks, -(-problem.input_size[1] // ROWS)) if chunks else 0
     for count in range(bands, 0, -1):
@@ -162,12 +170,12 @@ def tile_of(problem: Problem, weight_grad: bool, device: Device) -> Tile | None:
 
 @dataclass(frozen=True)
 class Split:
-    """Columns of positions along d, and how many blocks of a bundle share them."""
+    """How columns are cut along d, and how many blocks of a bundle share them."""
 
-    length: int
-    segments: int
-    tasks: int
-    splits: int
+    length: int  # positions along d of a column
+    segments: int  # columns along d
+    tasks: int  # columns of a bundle in the whole batch
+    splits: int  # blocks that share the columns of a bundle
 
 
 def split_of(problem: Problem, tile: Tile, bundles: int, device: Device) -> Split:
@@ -217,7 +225,7 @@ def _why_not(problem: Problem, weight_grad: bool, device: Device) -> str | None:
 
 
 def _last(p: Problem) -> bool:
-    """Whether the tensors are channels-last."""
+    """Tells whether x and dy are channels-last."""
     return p.input[1] == p.output[1] == 1 and p.input[4] > 1
 
 
@@ -251,7 +259,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     return _plan({problem.which: problem}, device)
 
 
-PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # that the family computes
+PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -271,12 +279,13 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do for one gradient, by counting bytes and products."""
+    """Returns the work of the launches for one gradient, with the number of its products."""
     return Work(2 if problem.which is Pass.WEIGHT_GRAD else 1, products=problem.flops / 2)
 
 
 def _plan(wanted: Wanted, device: Device) -> Plan:
-    """Of input and weight gradient, or of one of them; the bias's comes with that of the weight."""
+    """Returns the plan for the input gradient, the weight gradient, or both; the bias gradient may come with the
+    weight gradient."""
     p, weight_grad = next(iter(wanted.values())), Pass.WEIGHT_GRAD in wanted
     tile = tile_of(p, weight_grad, device)
     assert tile is not None, "a plan of a problem that why_not() refuses"

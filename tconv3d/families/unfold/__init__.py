@@ -1,1 +1,1 @@
-"""The backward pass of wide layers on small volumes, as two plain matrix products."""
+"""The kernel family that computes the gradients of wide layers on small volumes as two plain matrix products."""

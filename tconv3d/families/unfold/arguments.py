@@ -1,4 +1,4 @@
-"""The arguments of the kernels that unfold dy and multiply (planning/arguments.py)."""
+"""Declares the arguments of the kernels that unfold dy and multiply, as planning/arguments.py describes."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
 """Plans for the gradients of wide layers on small volumes, as two plain matrix products (unfold.cuh,
 unfolded_products.cuh).
 
-The output gradient is unfolded: every pair of position and tap has its element. That takes memory, and passes through
-the L2 cache; where positions are few and channels many, products whose operands lie as they are needed gain more.
-Where it would take too much memory, one band of the volume is unfolded after the other. Chosen where the models of
-both ways say so. What is compiled in depends on the layer, and on the columns of a block and the channels that a
-block unfolds, which are chosen for the volume.
+dy, the gradient of the output, is unfolded: every triple of position, output channel and tap gets an element (as
+im2col does). The unfolded dy takes memory and passes through the L2 cache; where positions are few and channels many,
+plain matrix products gain more than this costs. If the unfolded dy would take too much memory, the volume is unfolded
+band by band: some batch items, or some planes along d of one. The compiled constants depend on the layer, and on the
+columns of a block and the channels that a block unfolds, which are chosen for the volume.
+
+Terms: a panel is 32 words of every row of an operand, 128 bytes per row; a chunk is the 32 terms of one panel. A
+portion is one block's share of the terms (split-K), whose sums form one part of the result. An image is the part of
+dy in a block's shared memory.
 """
 
 from __future__ import annotations
@@ -29,34 +33,37 @@ from ...planning.sums import Sum, add_parts
 from .arguments import UNFOLD, UNFOLDED_PRODUCTS
 
 UNFOLD_THREADS = 256
-CHANNELS = (1, 2, 4, 8)  # output channels of a block that unfolds
-AT_ONCE = 2  # 8 rows of a panel of x each, that a warp writes
-IMAGE_BYTES = 100 * 1024  # of shared memory
-TERMS = 32  # of a panel
+CHANNELS = (1, 2, 4, 8)  # choices for the output channels of a block that unfolds
+AT_ONCE = 2  # groups of 8 rows of a panel of x that a warp writes
+IMAGE_BYTES = 100 * 1024  # most bytes of shared memory of a block that unfolds
+TERMS = 32  # terms of a panel
 ROW_BYTES = 4 * TERMS
-REGISTERS = {2: (40, 232), 3: (40, 152)}  # of those who copy, of those who multiply, by warpgroups of these
-MOST_COLUMNS = {2: 288, 3: 192}
+REGISTERS = {2: (40, 232), 3: (40, 152)}  # registers per producer and consumer thread, by consumer warpgroups
+MOST_COLUMNS = {2: 288, 3: 192}  # most columns of a block, by consumer warpgroups
 COLUMNS = (64, 96, 128, 160, 192, 224, 256, 288)
 MOST_STAGES, LEAST_STAGES = 6, 3
 REGION_ALIGN = 256
-ROOMS = (4, 1)  # times as much memory as partial sums may what is unfolded take: the most, and what L2 nearly keeps
-MOST_SUMMING = 8  # blocks of a multiprocessor
+# Limits of the unfolded operands, in multiples of `Device.workspace_bytes`: the largest limit, and one that nearly
+# fits the L2 cache.
+ROOMS = (4, 1)
+MOST_SUMMING = 8  # most blocks per multiprocessor of the launch that adds parts
 
-# What a multiprocessor does, in cycles of 1.755 GHz. Fitted to 48 times of an H200, which are 9% off on average.
-BLOCK_CYCLES = 6000.0  # the first panels' way, the sums' way out
-PRODUCTS = 800.0  # of two numbers each, per cycle
-L2_BYTES = 38.0  # brought per cycle
-PART_BYTES = 18.0  # of parts, written and read again
-READ_WORD, COPIED_WORD, WRITTEN_WORD, SLICE = 0.275, 0.06, 0.216, 470.0  # of blocks that unfold
-PLACE = 0.08  # of a word in the image of one channel, found once for all
-TORN = 1.1  # times as long, where sectors are written in two parts
-UNFOLD_CYCLES = 2900.0  # until the first words are there, and the last have gone
-# Of memory, in a cycle, by all multiprocessors: while they unfold, while they multiply; and what the L2 cache keeps
-# of what is unfolded.
+# Costs of a multiprocessor in cycles at 1.755 GHz, fitted to 48 measured times on an H200 with a mean error of 9%.
+BLOCK_CYCLES = 6000.0  # cycles per block of the products until the first panels arrive, and to store the sums
+PRODUCTS = 800.0  # products of two numbers per cycle
+L2_BYTES = 38.0  # bytes per cycle from the L2 cache
+PART_BYTES = 18.0  # bytes of parts per cycle that are written and read again
+# Cycles of blocks that unfold: per word of dy read, per word copied to the image, per word written, and per block.
+READ_WORD, COPIED_WORD, WRITTEN_WORD, SLICE = 0.275, 0.06, 0.216, 470.0
+PLACE = 0.08  # cycles per word of one channel's image to compute an address, which all channels of the block share
+TORN = 1.1  # factor on the time of writing where memory sectors are written in two parts
+UNFOLD_CYCLES = 2900.0  # cycles per wave of blocks that unfold until the first words arrive and the last are stored
+# Bytes of memory traffic per cycle of the whole GPU, while unfolding and while multiplying, and the bytes of the
+# unfolded dy that stay in the L2 cache.
 UNFOLDING_BYTES, MULTIPLYING_BYTES, KEPT_BYTES = 1766.0, 1368.0, 40e6
-ENOUGH = 2.5  # blocks that must be there to keep memory busy
-BIAS = 1.2  # times as long, where they add up dy
-LAUNCH = 3500.0
+ENOUGH = 2.5  # blocks per multiprocessor that keep memory busy
+BIAS = 1.2  # factor on the time of unfolding if blocks also add up dy for the bias gradient
+LAUNCH = 3500.0  # cycles per launch
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -65,21 +72,21 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class Operands:
-    """The matrices of both products, of a volume or of a band of it."""
+    """The matrices of both products, for a volume or for a band of it."""
 
     geometry: Geometry
     batch: int
     size: Triple
 
     def typical(self, device: Device) -> list[Operands]:
-        """Typical volumes near this one, of those that have room in the workspace."""
+        """Returns the typical volumes nearest to this one whose operands fit the workspace."""
         volumes = (replace(self, batch=batch, size=(edge, edge, edge)) for batch, edge in TYPICAL)
         fitting = (each for each in volumes if each.outputs and each.bytes <= device.workspace_bytes)
         return nearest(self.batch * self.positions, ((each.batch * each.positions, each) for each in fitting))
 
     @property
     def whole(self) -> tuple[Band]:
-        """All of it as one band."""
+        """The whole volume as one band."""
         return (Band(self, 0, self.batch, 0, self.size[0]),)
 
     @property
@@ -88,7 +95,7 @@ class Operands:
 
     @property
     def pitch(self) -> int:
-        """Positions of a batch item, filled up to whole sectors."""
+        """Positions of a batch item, rounded up to whole memory sectors of 8 words."""
         return round_up(self.positions, 8)
 
     @property
@@ -101,7 +108,7 @@ class Operands:
 
     @property
     def terms(self) -> int:
-        """Pairs of output channel and tap."""
+        """Pairs of an output channel and a tap, which the product for dx adds up."""
         return self.geometry.out_channels * self.geometry.taps
 
     @property
@@ -118,7 +125,7 @@ class Operands:
 
     @property
     def regions(self) -> dict[str, int]:
-        """Bytes of what is written for the products."""
+        """Bytes of each operand that is written for the products."""
         rows = self.geometry.in_channels
         return {
             "x panels": ROW_BYTES * self.chunks_w * rows,
@@ -131,13 +138,13 @@ class Operands:
 
     @property
     def x_bytes(self) -> int:
-        """Of x, or dx."""
+        """Bytes of x, and of dx."""
         return 4 * self.batch * self.geometry.in_channels * self.positions
 
 
 @dataclass(frozen=True)
 class Band:
-    """What is unfolded at a time: some batch items, or some planes of one."""
+    """The part of the volume that is unfolded at a time: some batch items, or some planes along d of one."""
 
     volume: Operands
     first_item: int
@@ -151,7 +158,7 @@ class Band:
 
     @property
     def last(self) -> bool:
-        """Whether batch items end with it."""
+        """Whether the band ends at the end of a batch item."""
         return self.first_plane + self.planes == self.volume.size[0]
 
     @property
@@ -160,17 +167,19 @@ class Band:
 
     @property
     def first_column(self) -> int:
-        """Where it begins in dx, or x."""
+        """Index of the band's first element in x and in dx."""
         first = self.first_item * self.volume.geometry.in_channels * self.volume.positions
         return first + self.first_line * self.volume.size[2]
 
 
 def bands_within(o: Operands, room: float) -> tuple[Band, ...]:
-    """As few as there is room for, all of one size but perhaps the last. None, if not even a plane fits."""
+    """Returns the fewest bands whose operands each fit `room` bytes, of equal size but for the last. Returns an empty
+    tuple if not even one plane fits."""
     depth = o.size[0]
 
     def even(count: int, fits: Callable[[int], bool]) -> int:
-        """The most of a number of pieces that fit, or fewer if no more bands come of it; 0 if none fits."""
+        """Returns the pieces per band, for the fewest bands that fit and as evenly as possible; 0 if no piece
+        fits."""
         most = bisect_left(range(1, count + 1), True, key=lambda n: not fits(n))
         return -(-count // -(-count // most)) if most else 0
 
@@ -186,7 +195,8 @@ def bands_within(o: Operands, room: float) -> tuple[Band, ...]:
 
 @dataclass(frozen=True)
 class Slices:
-    """What a block unfolds: some output channels, for some lines of positions: whole planes, or lines of one."""
+    """The work of a block that unfolds: some output channels, for a slice of the positions. A slice is some planes
+    along d, or some lines of one plane."""
 
     operands: Operands
     channels: int
@@ -194,26 +204,29 @@ class Slices:
 
     @property
     def count(self) -> int:
-        """Of a batch item."""
+        """Slices of a batch item."""
         return -(-prod(self.operands.size[:2]) // self.lines)
 
     @property
     def image(self) -> Triple:
-        """Outputs that the positions reach, and those that follow them up to the next slice's or the end: so every
-        output is in the image of its own slice. Lines have an odd length, so that they begin in different banks."""
+        """Size of the outputs that the positions reach, and of those that follow up to the next slice or the end.
+
+        Every output is thus in the image of the slice that adds it to the bias gradient. The length of a line is odd,
+        so that lines begin in different banks.
+        """
         (d, h, w), axes = self.operands.size, self.operands.geometry.axes
         planes, lines = -(-self.lines // h), min(self.lines, h)
         extents = []
         for size, own, axis in zip((d, h, w), (planes, lines, w), axes, strict=True):
             reached = (own - 1) * axis.stride + (axis.kernel - 1) * axis.dilation + 1
-            last = (size - 1) // own * own  # the first position of the last slice
+            last = (size - 1) // own * own  # first position of the last slice
             rest = axis.output_size(size) - last * axis.stride
             extents.append(max(reached, axis.padding + max(own * axis.stride if last else 0, rest)))
         return extents[0], extents[1], extents[2] | 1
 
     @property
     def bytes(self) -> int:
-        """Of shared memory."""
+        """Bytes of shared memory."""
         taps, positions = self.operands.geometry.taps, self.lines * self.operands.size[2]
         return 4 * (self.channels * (taps + (prod(self.image) | 1)) + positions + 80)
 
@@ -224,7 +237,7 @@ class Slices:
 
     @property
     def whole(self) -> bool:
-        """Whether nobody writes parts of 16 bytes."""
+        """Whether the words that a block writes per position are whole pieces of 16 bytes."""
         return self.channels * self.operands.geometry.taps % 4 == 0
 
     def cycles(self, device: Device) -> float:
@@ -240,27 +253,27 @@ class Slices:
         return (own + ceil(own)) / 2 * (copied + written) + own * SLICE + reading + waves * UNFOLD_CYCLES
 
     def cycles_with(self, bias: bool, device: Device) -> float:
-        """Predicted, of the launch: also of those blocks that write x, and of memory."""
+        """Predicts the cycles of the launch, including memory traffic and the blocks that write x."""
         o = self.operands
         moved = o.bytes + o.x_bytes + 4 * o.outputs
         return max(self.cycles(device) * (BIAS if bias else 1.0), moved / UNFOLDING_BYTES + UNFOLD_CYCLES)
 
 
 Bands = tuple[Band, ...]
-Compiled = tuple[int, int, int]  # columns of both products, and how many warpgroups multiply
+Compiled = tuple[int, int, int]  # columns of the product for dx, of the product for dw, and consumer warpgroups
 COMPILED: tuple[Compiled, ...] = tuple(
     (x, w, consumers)
     for consumers, most in MOST_COLUMNS.items()
     for x, w in product([n for n in COLUMNS if n <= most], repeat=2)
 )
 
-# What is compiled is chosen from the layer's repertoire, so that a new volume does not recompile.
+# Compiled constants are chosen from the layer's repertoire, so that a new volume seldom compiles a new kernel.
 _channels = Repertoire[tuple[Geometry, Device], Operands, int]()
 _compiled = Repertoire[tuple[Geometry, Device], Operands, Compiled]()
 
 
 def forget() -> None:
-    """The next volume of every layer is its first."""
+    """Forgets all choices, so that the next volume of every layer counts as its first."""
     _channels.forget()
     _compiled.forget()
     for found in (bands_of, slices_of, tiling_of, _own_channels, _own_compiled):
@@ -269,7 +282,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=1024)
 def slices_of(volume: Operands, device: Device) -> Slices | None:
-    """Of the first band."""
+    """Returns the slices of the first band; None if no image fits shared memory."""
     bands = bands_of(volume, device)
     if not bands:
         return None
@@ -291,7 +304,8 @@ def _own_channels(band: Band, device: Device) -> int | None:
 
 
 def _best_slices(band: Band, device: Device, choices: tuple[int, ...]) -> Slices | None:
-    """A band that others follow consists of whole slices."""
+    """Returns the fastest slices of a band by the model. A band that ends inside a batch item has whole slices
+    only."""
     o = band.operands
     d, h, _ = o.size
     planes = [n for n in range(1, d + 1) if band.last or d % n == 0]
@@ -303,8 +317,8 @@ def _best_slices(band: Band, device: Device, choices: tuple[int, ...]) -> Slices
 
 @dataclass(frozen=True)
 class Tiling:
-    """Columns of a block of either product, into how many portions its terms are divided, and how many warpgroups
-    multiply."""
+    """Columns of a block and portions of the terms (split-K) for both products, and the number of consumer
+    warpgroups."""
 
     columns_x: int
     columns_w: int
@@ -336,13 +350,13 @@ class Tiling:
 
 
 def _block_cycles(rows: int, columns: int, used: int, chunks: int) -> float:
-    """`used`: rows of both operands that there are."""
+    """Predicts the cycles of a block of the products. `used` counts the rows of both operands that exist."""
     products = rows * columns * TERMS / PRODUCTS
     return chunks * max(products, used * ROW_BYTES / L2_BYTES) + BLOCK_CYCLES
 
 
 def products_cycles(o: Operands, tiling: Tiling, device: Device) -> float:
-    """Predicted, of both products."""
+    """Predicts the cycles of both products, without memory traffic."""
     rows, ins = tiling.rows, o.geometry.in_channels
     of_x, of_w = min(rows, ins) + min(tiling.columns_x, o.columns_x), min(rows, o.terms) + min(tiling.columns_w, ins)
     x = _block_cycles(rows, tiling.columns_x, of_x, -(-o.chunks_x // tiling.portions_x))
@@ -352,29 +366,30 @@ def products_cycles(o: Operands, tiling: Tiling, device: Device) -> float:
 
 
 def moving_cycles(o: Operands, tiling: Tiling) -> float:
-    """What memory takes for both products."""
+    """Predicts the cycles of memory traffic for both products."""
     panels = o.regions
     moved = max(0.0, 2 * panels["position panels"] - KEPT_BYTES) + panels["x panels"] + o.x_bytes * tiling.portions_x
     return moved / MULTIPLYING_BYTES + BLOCK_CYCLES
 
 
 def adding_cycles(o: Operands, tiling: Tiling, bands: int, device: Device) -> float:
-    """Predicted, of the sum of parts."""
+    """Predicts the cycles of the launch that adds parts; 0 if there are none."""
     parts = _parts_bytes(o, tiling, bands)
     return LAUNCH + parts / (PART_BYTES * device.multiprocessors) if parts else 0.0
 
 
 def _last(first: float, many: int, second: float, more: int, workers: int) -> float:
-    """When the last of the blocks of two kinds is done, if each begins on the first multiprocessor that is free."""
+    """Returns the cycle in which the last block ends: `many` blocks of `first` cycles, then `more` blocks of `second`
+    cycles, each on the multiprocessor that becomes free first."""
     rounds, rest = divmod(many, workers)
-    busy = [rounds * first] * (workers - rest) + [(rounds + 1) * first] * rest  # in order, so a heap
+    busy = [rounds * first] * (workers - rest) + [(rounds + 1) * first] * rest  # sorted, hence a heap
     for _ in range(more):
         heapq.heapreplace(busy, busy[0] + second)
     return max(busy)
 
 
 def _parts(o: Operands, tiling: Tiling, bands: int) -> list[tuple[str, int, int]]:
-    """Results of which there are parts: their elements, and how many parts."""
+    """Returns name, number of elements and number of parts of every result that is computed in several parts."""
     g = o.geometry
     found = [
         ("dx", o.batch * g.in_channels * o.positions, tiling.portions_x),
@@ -389,7 +404,7 @@ def _parts_bytes(o: Operands, tiling: Tiling, bands: int) -> int:
 
 @lru_cache(maxsize=1024)
 def tiling_of(volume: Operands, device: Device) -> Tiling:
-    """Of all bands."""
+    """Returns the tiling that all bands of a volume share."""
     bands = bands_of(volume, device)
     first = bands[0].operands
 
@@ -411,7 +426,7 @@ def tiling_of(volume: Operands, device: Device) -> Tiling:
 
 @lru_cache(maxsize=1024)
 def _own_compiled(bands: Bands, device: Device) -> Compiled | None:
-    """The best for a volume."""
+    """Returns the best compiled constants for a volume, from the cache on disk if they have been searched before."""
 
     def search() -> Compiled | None:
         best = _best_tiling(bands, device, COMPILED)
@@ -431,21 +446,21 @@ def _best_tiling(bands: Bands, device: Device, choices: Iterable[Compiled]) -> T
 
 
 def tiling_cycles(bands: Bands, tiling: Tiling, device: Device) -> float:
-    """To choose a tiling by. Where memory takes longer, fewer cycles of multiprocessors still help, more than to move
-    less."""
+    """Returns the cost by which a tiling is chosen. Memory traffic that takes longer than the products counts a
+    quarter, since fewer cycles of multiprocessors help more than fewer bytes."""
     products = _of_all(bands, lambda o: products_cycles(o, tiling, device))
     longer = max(0.0, _of_all(bands, lambda o: moving_cycles(o, tiling)) - products)
     return products + longer / 4 + adding_cycles(bands[0].volume, tiling, len(bands), device)
 
 
 def _of_all(bands: Bands, cycles: Callable[[Operands], float]) -> float:
-    """The last band may be a smaller one."""
+    """Returns the sum of `cycles` over all bands, of which all but the last are counted like the first."""
     before = (len(bands) - 1) * cycles(bands[0].operands) if len(bands) > 1 else 0.0
     return before + cycles(bands[-1].operands)
 
 
 def _portioned(bands: Bands, tiling: Tiling, device: Device) -> Iterator[Tiling]:
-    """With numbers of portions that are worth a try."""
+    """Yields the tiling with those numbers of portions that are worth trying and whose parts fit the workspace."""
     if tiling.stages(device) < LEAST_STAGES:
         return
     o = bands[0].operands
@@ -459,12 +474,13 @@ def _portioned(bands: Bands, tiling: Tiling, device: Device) -> Iterator[Tiling]
 
 
 def _portions(blocks: int, chunks: int, device: Device) -> set[int]:
-    """Numbers of portions worth a try: such that blocks fill the GPU, or a half or a third of it."""
+    """Returns numbers of portions worth trying: 1, and those with which blocks fill the GPU, a half or a third of
+    it."""
     return {max(1, min(device.multiprocessors // (n * blocks), chunks)) for n in (1, 2, 3)} | {1}
 
 
 def cycles(o: Operands, device: Device, bias: bool) -> float:
-    """Predicted, of the whole plan."""
+    """Predicts the cycles of the whole plan."""
     slices = slices_of(o, device)
     assert slices is not None, "cycles() of what why_not_together() refuses"
     return _cycles(bands_of(o, device), slices, tiling_of(o, device), device, bias)
@@ -479,14 +495,14 @@ def _cycles(bands: Bands, slices: Slices, tiling: Tiling, device: Device, bias: 
 
 
 def least_cycles(o: Operands, device: Device) -> float:
-    """No division of the volume takes less, by the same model."""
+    """Returns a lower bound of `cycles` that is cheap to compute."""
     products = 2 * o.geometry.in_channels * o.terms * o.batch * o.positions / (PRODUCTS * device.multiprocessors)
     return products + (o.bytes + o.x_bytes + 4 * o.outputs) / UNFOLDING_BYTES
 
 
 @lru_cache(maxsize=1024)
 def bands_of(o: Operands, device: Device) -> Bands:
-    """Those that are predicted to take the least time; none, if there is no room for any."""
+    """Returns the bands with the least predicted time; an empty tuple if no bands fit."""
     costs: dict[Bands, float] = {}
     for bands in dict.fromkeys(bands_within(o, room * device.workspace_bytes) for room in ROOMS):
         channels = _own_channels(bands[0], device) if bands else None
@@ -554,7 +570,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
-    """The plan with a given tiling: what a benchmark compares."""
+    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
     p = problems[Pass.INPUT_GRAD]
     g, o = p.geometry, Operands(p.geometry, p.batch, p.input_size)
     bands, first, bias = bands_of(o, device), slices_of(o, device), Pass.BIAS_GRAD in problems
@@ -643,7 +659,7 @@ def _unfold(p: Problem, band: Band, slices: Slices, first_slice: int, bias: bool
 
 
 def _products(band: Band, tiling: Tiling, index: int, parts: list[str], device: Device) -> Launch:
-    """Of the band of an index. `parts`: results of which there are parts."""
+    """Returns the launch of both products of a band; `parts` names the results that are computed in several parts."""
     o, g = band.operands, band.volume.geometry
     blocks_x, blocks_w = tiling.blocks(o)
     stages = tiling.stages(device)

@@ -1,1 +1,1 @@
-"""Up-convolutions, whose kernel equals their stride."""
+"""Kernel families for up-convolutions, whose kernel equals their stride."""

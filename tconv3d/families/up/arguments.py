@@ -1,4 +1,4 @@
-"""The arguments of the kernels for up-convolutions (planning/arguments.py)."""
+"""Declares the arguments of the kernels for up-convolutions, as planning/arguments.py describes."""
 
 from __future__ import annotations
 

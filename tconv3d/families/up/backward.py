@@ -1,8 +1,11 @@
-"""Plans for all gradients of an up-convolution out of one reading of dy (up_backward.cuh).
+"""Plans for all gradients of an up-convolution that read dy once (up_backward.cuh).
 
-Takes layers whose kernel equals their stride, without padding, on Hopper: a U-Net's decoder. Chooses which input
-channels and rows a block owns, the depth of the rings, and into how many parts the positions are split. What is
-compiled in depends on the layer alone, never on the volume.
+Takes layers whose kernel equals their stride, without padding, on Hopper, as in the decoder of a U-Net. Chooses which
+input channels and rows a block owns, the number of stages of its rings, and into how many parts the positions are
+divided (split-K). The compiled constants depend on the layer alone, never on the volume.
+
+Terms: a row is the part of dy of one output channel, tap along d and tap along h; a piece is 16 bytes of a row. A
+tile is some positions, and a chunk is some rows of a tile. A range is the rows that a block owns.
 """
 
 from __future__ import annotations
@@ -24,52 +27,55 @@ from ...planning.sums import Parts, sum_of_parts
 from .arguments import UP_BACKWARD
 
 THREADS = 512
-# Of a chunk, by taps along w: rows, pieces of 16 bytes that a tile has of each, bytes from row to row.
+# The shape of a chunk by the number of taps along w: rows, pieces of 16 bytes of a row in a tile, and bytes in shared
+# memory from one row to the next.
 ROWS = {1: 64, 2: 32, 3: 64}
 PIECES = {1: 16, 2: 32, 3: 48}
 PITCH_BYTES = {1: 272, 2: 544, 3: 784}
-MAX_COLUMNS = 64
-MAX_SUMS = 128  # registers of a thread that hold weight gradients
+MAX_COLUMNS = 64  # most input channels of a block
+MAX_SUMS = 128  # most registers per thread that accumulate the weight gradient
 STAGES = (8, 7, 6, 5, 4, 3)
-# Of producers, input and weight gradient, by the size of an element: two slabs of 16-bit types need more sums,
-# and producers of three taps along w copy to more places.
+# Registers per thread of producers, input-gradient warps and weight-gradient warps, by bytes per element. Tiles of
+# 16-bit types have twice as many positions, so their input gradient needs more accumulators.
 REGISTERS = {4: (40, 104, 184), 2: (40, 120, 176)}
+# Registers per thread with three taps along w, where producers hold more addresses.
 REGISTERS_OF_THREE = (56, 104, 176)
 
-# What a multiprocessor does, in cycles, for choosing between tilings.
-L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # moved per cycle
-CHUNK_CYCLES, CHUNK_COLUMN_CYCLES = 500.0, 8.0  # copies; products and x
-FEW_STAGES = {3: 1.35, 4: 1.1}  # what a chunk takes longer where few are on their way
-TILE_CYCLES, TILE_COLUMN_CYCLES = 600.0, 10.0  # x, storing dx, barriers
-BLOCK_OVERHEAD = 8000.0  # weights, the first tile's way, the sums' way out
-LAUNCH = 3500.0  # a kernel that does next to nothing
+# Rates and costs of a multiprocessor, for choosing between tilings.
+L2_BYTES, MEMORY_BYTES = 28.0, 18.5  # bytes moved per cycle, by the L2 cache and by memory
+CHUNK_CYCLES, CHUNK_COLUMN_CYCLES = 500.0, 8.0  # cycles per chunk, and per chunk and input channel
+FEW_STAGES = {3: 1.35, 4: 1.1}  # factor on a chunk's cycles by number of stages, where few copies are in flight
+TILE_CYCLES, TILE_COLUMN_CYCLES = 600.0, 10.0  # cycles per tile, and per tile and input channel: x, dx and barriers
+BLOCK_OVERHEAD = 8000.0  # cycles per block to load weights, wait for the first tile and store the sums
+LAUNCH = 3500.0  # cycles per launch
 
 T = TypeVar("T", bound="Tiling")
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How blocks divide channels and rows. Everything here is compiled in."""
+    """How blocks divide channels and rows. All fields are compiled in."""
 
     geometry: Geometry
     dtype: str
     columns: int  # input channels of a block
-    chunks: int  # of rows, that a block has
-    ranges: int  # of rows
-    stages: int
-    stages_x: int
+    chunks: int  # chunks of a tile that a block owns
+    ranges: int  # ranges that the rows are divided into
+    stages: int  # stages of the ring of dy
+    stages_x: int  # stages of the ring of x
 
     @classmethod
     def deep(cls: type[T], g: Geometry, dtype: str, columns: int, chunks: int, ranges: int, stages: int) -> T:
-        """So many stages, and enough of x that it can be asked for a chunk before those of its tile."""
+        """Returns the tiling with `stages` stages of dy, and enough stages of x that a tile's x can be requested one
+        chunk before the tile's dy."""
         return cls(g, dtype, columns, chunks, ranges, stages, 1 + -(-(stages + 1) // chunks))
 
     @classmethod
     def fitting(
         cls: type[T], g: Geometry, dtype: str, columns: int, chunks_in_all: int, ranges: int, shared_bytes: int
     ) -> list[T]:
-        """The one with the fewest ranges, so many at least, and then the most stages that shared memory has room for,
-        if there is one."""
+        """Returns a list of the one tiling with the fewest ranges, at least `ranges`, and then the most stages that
+        fit shared memory; an empty list if no tiling fits."""
         for n in range(ranges, chunks_in_all + 1):
             made = (cls.deep(g, dtype, columns, -(-chunks_in_all // n), n, stages) for stages in STAGES)
             fits = next((tiling for tiling in made if tiling.shared_bytes <= shared_bytes), None)
@@ -87,12 +93,12 @@ class Tiling:
 
     @property
     def kinds(self) -> int:
-        """Blocks that walk over the same positions."""
+        """Number of blocks that walk over the same positions."""
         return -(-self.geometry.in_channels // self.columns) * self.ranges
 
     @property
     def resident_bytes(self) -> int:
-        """Of weights, the stages of x, and a table of rows."""
+        """Bytes of shared memory for weights, the stages of x, and a table of rows."""
         rows = self.chunks * self.rows
         weights = rows * self.geometry.kernel[2] * ITEM_BYTES[self.dtype]
         return self.columns * (weights + self.stages_x * 256) + rows * 8
@@ -104,7 +110,7 @@ class Tiling:
 
     @property
     def tile_cycles(self) -> float:
-        words = self.rows * self.geometry.kernel[2] // 64  # of K, to those of two taps
+        words = self.rows * self.geometry.kernel[2] // 64  # words of K per chunk, relative to two taps along w
         chunk = words * (CHUNK_CYCLES + CHUNK_COLUMN_CYCLES * self.columns) * FEW_STAGES.get(self.stages, 1.0)
         return self.chunks * chunk + TILE_CYCLES + TILE_COLUMN_CYCLES * self.columns
 
@@ -116,7 +122,8 @@ class Tiling:
 
 
 def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
-    """Every division of input channels, each with as few ranges of rows as registers and shared memory allow."""
+    """Returns every division of input channels, each with the fewest ranges of rows that registers and shared memory
+    allow."""
     found: list[Tiling] = []
     taps = g.kernel[2]
     rows = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS[taps])
@@ -129,12 +136,12 @@ def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
 
 
 def pieces_of(p: Problem) -> int:
-    """Of a row of dy: 16 bytes each."""
+    """Returns the pieces of 16 bytes of a row of dy."""
     return p.batch * prod(p.input_size) * p.geometry.kernel[2] * p.item_bytes // 16
 
 
 def _vectors(p: Problem, q: Problem) -> bool:
-    """Whether 16 bytes of positions, counted through all lines of the batch, always lie in a row."""
+    """Tells whether every 16 bytes of positions of x, counted across all lines of the batch, are contiguous."""
     n, c, d, h, _ = (stride * p.item_bytes % 16 == 0 for stride in q.input)
     lines = d and h and p.input_size[2] * p.item_bytes % 16 == 0
     dense = q.input[2:4] == dense_strides(p.input_size)[:2] and prod(p.input_size) * p.item_bytes % 16 == 0
@@ -145,11 +152,11 @@ def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
     g = tiling.geometry
     most = device.workspace_bytes // (4 * g.in_channels * g.out_channels * g.taps)
     splits = max(1, min(tiles, device.multiprocessors // tiling.kinds, most))
-    return -(-tiles // -(-tiles // splits))  # as few as take as long
+    return -(-tiles // -(-tiles // splits))  # the fewest splits with as many tiles per block
 
 
 def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
-    """Predicted, of the whole plan."""
+    """Predicts the cycles of the whole plan."""
     g, tiles = p.geometry, tiling.tiles_of(p)
     splits = splits_of(tiling, tiles, device)
     waves = -(-tiling.kinds * splits // device.multiprocessors)
@@ -161,7 +168,8 @@ def cycles(tiling: Tiling, p: Problem, device: Device) -> float:
 
 
 def _moving(p: Problem, inputs: int, outputs: int, device: Device) -> float:
-    """Cycles that memory takes for so many tensors of the input's size and of the output's."""
+    """Predicts the cycles in which memory moves `inputs` tensors of the input's size and `outputs` of the
+    output's."""
     g = p.geometry
     size = inputs * g.in_channels * prod(p.input_size) + outputs * g.out_channels * prod(p.output_size)
     return p.batch * size * p.item_bytes / _per_cycle(MEMORY_BYTES, device)
@@ -175,7 +183,7 @@ def _per_cycle(of_one: float, device: Device) -> float:
 
 
 def why_not_layer(problems: Wanted, device: Device) -> str | None:
-    """What has nothing to do with where the tensors' elements are."""
+    """Returns the first refusal that does not depend on the memory layout of the tensors, or None."""
     if not {Pass.INPUT_GRAD, Pass.WEIGHT_GRAD} <= problems.keys():
         return "the gradients of input and weight are not both wanted"
     p = problems[Pass.INPUT_GRAD]
@@ -231,7 +239,8 @@ def offer_tiling(
     found: Sequence[T],
     plan: Callable[[Wanted, Device, T], Plan],
 ) -> list[Answer]:
-    """The answer of a kernel that computes all gradients together, with the tiling that its model likes best."""
+    """Returns the answer of a kernel that computes all gradients together, with the tiling of the least predicted
+    cycles."""
     p = wanted[Pass.INPUT_GRAD]
     best = min(found, key=lambda tiling: cycles(tiling, p, device), default=None)
     if best is None:
@@ -241,15 +250,15 @@ def offer_tiling(
 
 
 def passes_of(wanted: Wanted) -> tuple[Pass, ...]:
-    """The gradients that are computed together. What output padding adds belongs to no tap: then the bias's gradient
-    is left to others."""
+    """Returns the gradients that are computed together. With output padding some outputs belong to no tap, so the
+    bias gradient is left to another kernel."""
     axes = wanted[Pass.INPUT_GRAD].geometry.axes
     bias = Pass.BIAS_GRAD in wanted and not any(axis.output_padding for axis in axes)
     return (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD, *((Pass.BIAS_GRAD,) if bias else ()))
 
 
 def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
-    """The plan with a given tiling: what a benchmark compares."""
+    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
     p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
     g = p.geometry
     passes = passes_of(problems)
@@ -268,13 +277,13 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
 
 
 def backward_operands(parts: Parts, weight: str = "weight") -> dict[str, str]:
-    """The pointers of up_backward and of up_backward_last."""
+    """Returns the pointers that up_backward and up_backward_last take."""
     dx, dw, db = parts.place("dx", "dx"), parts.place("dw"), parts.place("db")
     return {"dy": "dy", "x": "x", "weight": weight, "dx": dx, "parts": dw, "bias_parts": db}
 
 
 def backward_sizes(p: Problem, q: Problem, tiling: Tiling, parts: Parts) -> dict[str, Any]:
-    """The other arguments that up_backward and up_backward_last have in common."""
+    """Returns the strides, pitches and sizes that both up_backward and up_backward_last take."""
     strides = {"dy_strides": p.output, "x_strides": q.input, "dx_strides": p.input}
     pitches = {f"{name}_pitch": parts.pitch(name) for name in ("dx", "dw", "db")}
     return {**strides, **pitches, "tiles": tiling.tiles_of(p), "splits": parts.splits}

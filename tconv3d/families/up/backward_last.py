@@ -1,9 +1,12 @@
-"""Plans for all gradients of an up-convolution of channels-last tensors out of one reading of dy
-(up_backward_last.cuh).
+"""Plans for all gradients of an up-convolution of channels-last tensors that read dy once (up_backward_last.cuh).
 
-The counterpart of `up_backward_planner`, whose model it shares. Chooses which input channels and elements of dy's
-rows a block owns, the depth of the rings, and into how many parts the positions are split. What is compiled in
-depends on the layer alone, never on the volume.
+backward.py plans the counterpart for contiguous tensors, and this module uses its model. Chooses which input channels
+and elements of dy's rows a block owns, the number of stages of its rings, and into how many parts the positions are
+divided (split-K). The compiled constants depend on the layer alone, never on the volume.
+
+Terms: a row is the part of dy of one position, all taps and output channels; a chunk is 64 words of the rows of a
+tile of 64 positions. In names, "last" means channels-last, and "turned" means transposed between contiguous and
+channels-last.
 """
 
 from __future__ import annotations
@@ -32,19 +35,20 @@ from .backward import (
     splits_of,
 )
 
-TILE = 64  # positions
-WORDS = 64  # of dy's row, that a chunk has
-PITCH = WORDS + 8
+TILE = 64  # positions of a tile
+WORDS = 64  # words of a row of dy in a chunk
+PITCH = WORDS + 8  # words in shared memory from one position to the next
 PLACES_BYTES = 3 * TILE * 16
-REGISTERS = (40, 104, 184)  # of producers, input and weight gradient
+REGISTERS = (40, 104, 184)  # registers per thread of producers, input-gradient warps and weight-gradient warps
 
-# What a multiprocessor does, in cycles, fitted to 7 times on one H200. Few stages cost nothing here.
+# Cycles of a multiprocessor per chunk, per chunk and input channel, and per tile, fitted to 7 measured times on one
+# H200. The number of stages does not change them.
 CHUNK_CYCLES, CHUNK_COLUMN_CYCLES, TILE_CYCLES = 700.0, 11.0, 1100.0
 
 
 @dataclass(frozen=True)
 class Tiling(up_backward_planner.Tiling):
-    """How blocks divide channels and dy's rows."""
+    """How blocks divide channels and the rows of dy. All fields are compiled in."""
 
     @property
     def stage_bytes(self) -> int:
@@ -52,7 +56,7 @@ class Tiling(up_backward_planner.Tiling):
 
     @property
     def resident_bytes(self) -> int:
-        """Of weights, the stages of x, and tables of pieces and places."""
+        """Bytes of shared memory for weights, the stages of x, and tables of pieces and of addresses."""
         x = self.stages_x * TILE * ITEM_BYTES[self.dtype]
         return self.columns * (4 * self.chunks * WORDS + x) + self.chunks * WORDS // 4 * 8 + PLACES_BYTES
 
@@ -73,7 +77,8 @@ class Tiling(up_backward_planner.Tiling):
 
 
 def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
-    """Every division of input channels, each with as few ranges of dy's rows as registers and shared memory allow."""
+    """Returns every division of input channels, each with the fewest ranges of chunks that registers and shared
+    memory allow."""
     found: list[Tiling] = []
     per_word = 4 // ITEM_BYTES[dtype]
     chunks_in_all = -(-g.out_channels * g.taps // (WORDS * per_word))
@@ -105,7 +110,7 @@ def _whole_pieces(p: Problem, q: Problem) -> bool:
 
 
 def _weight(p: Problem) -> str | None:
-    """As what the kernel reads the weight: as it is, or turned."""
+    """Returns the name of the weight that the kernel reads, "weight" or its transpose; None for other layouts."""
     g = p.geometry
     shape = (g.in_channels, g.out_channels, *g.kernel)
     if channels_last(p.weight, shape) or (g.taps == 1 and p.weight[:2] == (g.out_channels, 1)):
@@ -124,7 +129,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
-    """The plan with a given tiling: what a benchmark compares."""
+    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
     p, q = problems[Pass.INPUT_GRAD], problems[Pass.WEIGHT_GRAD]
     g = p.geometry
     passes = passes_of(problems)
@@ -139,7 +144,7 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
         launches.insert(0, turn([turning("weight", weight, shape, p.item_bytes, False, back=True)], False))
     if dw != "dw":
         launches.append(turn([turning(dw, "dw", shape, p.item_bytes, True)], True))
-    # Like the weight, with taps before output channels.
+    # Transposed tensors have the size of the weight, with taps before output channels.
     turned = [name for name in (weight, dw) if name.startswith("turned")]
     pitch = -(-prod(shape) * p.item_bytes // REGION_ALIGN) * REGION_ALIGN
     return Plan(

@@ -1,7 +1,11 @@
-"""Plans for the forward pass of up-convolutions (up.cuh): kernel equal to stride, a U-Net's decoder.
+"""Plans for the forward pass of up-convolutions (up.cuh), whose kernel equals their stride, as in a U-Net's decoder.
 
-Chooses how many columns (output channel and tap) a block owns, the depth of its ring, and how many blocks share the
-positions. What is compiled in depends on the layer and on the kind of its volume, of which there are few.
+Chooses how many columns (pairs of output channel and tap) a block owns, the number of stages of its ring, and how
+many blocks share the positions. The compiled constants depend on the layer and on which of five kinds (NOMINAL) the
+volume is of.
+
+Terms: a tile is 64 positions; a chunk is the part of K, the input channels, that one stage of the ring holds. In
+names, "last" means channels-last.
 """
 
 from __future__ import annotations
@@ -22,59 +26,62 @@ from .arguments import UP, UP_PACK
 HAS_EPILOGUE = True
 THREADS = 384
 PACK_THREADS = 128
-POSITIONS = 64  # of a tile
-ROW_BYTES, STEP_BYTES = 128, 32  # of K: in a swizzled row of weights, and in one matrix instruction
-MIN_CHANNELS = 4
-FEW_CHANNELS = 4
-MAX_K_BYTES = 4096  # the loop over K is unrolled
+POSITIONS = 64  # positions of a tile
+ROW_BYTES, STEP_BYTES = 128, 32  # bytes of K in a swizzled row of weights, and in one matrix instruction
+MIN_CHANNELS = 4  # fewest input channels
+FEW_CHANNELS = 4  # most output channels of channels-last tensors that are refused
+MAX_K_BYTES = 4096  # most bytes of K, since the loop over K is unrolled
 MAX_COLUMNS = 256
 MIN_STAGES, MAX_STAGES = 3, 16
-FEW_TILES = 8  # of a block
-NOMINAL = (2, 16, 128, 1024, 8192)  # tiles of kinds of volume: twice 4^3, 8^3, ... positions
+FEW_TILES = 8  # most tiles of a block that count as few
+NOMINAL = (2, 16, 128, 1024, 8192)  # tiles of the five kinds of volume: 2 batch items of 4^3, 8^3, ... 64^3 positions
 SECTOR_BYTES = 32
-REGISTERS = (40, 232)  # of producers and consumers
+REGISTERS = (40, 232)  # registers per producer and per consumer thread
 
 STEP_COLUMN = 0.5  # cycles of a matrix instruction, per column
-# TF32, contiguous tensors, walks of many tiles (measured there alone): a tile's products, times what tensor cores
-# need, and cycles between those of two chunks.
+# For TF32 and contiguous tensors, from MANY_TILES tiles per block on: the factor on the tensor cores' cycles of a
+# tile's products, and the cycles between the products of two chunks. Other cases have not been measured.
 MANY_TILES, PRODUCT, BETWEEN = 64, 1.1, 210.0
-AS_GOOD = 1.015
-UNEVEN = 1.3  # channels-last: columns that are no power of two, times as many that are (measured)
+AS_GOOD = 1.015  # ratio of predicted cycles to the least up to which tilings count as equally fast
+# Factor on the time for channels-last tensors if the columns are no power of two, chosen by measurement on an H200.
+UNEVEN = 1.3
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a multiprocessor does, in cycles, for choosing between tilings."""
+    """Rates and costs of a multiprocessor, for choosing between tilings."""
 
-    x_bytes: float  # moved per cycle
-    y_bytes: float
-    weight_bytes: float
-    memory_bytes: float  # the same out of memory
-    latency: float  # of a copy
-    chunk: float  # of putting weights in order
-    tile: float  # of a tile, beside what it moves
-    overhead: float  # of launching, until the first bytes arrive
+    x_bytes: float  # bytes of x loaded per cycle
+    y_bytes: float  # bytes of y stored per cycle
+    weight_bytes: float  # bytes of weights loaded per cycle
+    memory_bytes: float  # bytes of x and y moved per cycle where memory is the limit
+    latency: float  # cycles until a copy arrives
+    chunk: float  # cycles per chunk to reorder weights
+    tile: float  # cycles per tile beside its products and the bytes that it moves
+    overhead: float  # cycles from the launch until the first bytes arrive
 
 
-CONTIGUOUS = Costs(32.0, 19.0, 17.5, 15.3, 1720.0, 190.0, 114.0, 10400.0)  # fitted to 23 measured times (4% off)
-LAST = Costs(36.0, 24.2, 18.0, 16.6, 1740.0, 60.0, 142.0, 9250.0)  # the same to 32 (5% off); weights by hand since
+# Costs for contiguous tensors, fitted to 23 measured times with an error of 4%.
+CONTIGUOUS = Costs(32.0, 19.0, 17.5, 15.3, 1720.0, 190.0, 114.0, 10400.0)
+# Costs for channels-last tensors, fitted to 32 measured times with an error of 5%.
+LAST = Costs(36.0, 24.2, 18.0, 16.6, 1740.0, 60.0, 142.0, 9250.0)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How blocks divide columns. Everything here is compiled in."""
+    """How blocks divide columns. All fields are compiled in."""
 
     geometry: Geometry
     dtype: str
-    last: bool  # channels-last tensors
-    taps: int  # of a block; all, if tensors are contiguous
-    columns: int  # of a block: taps and output channels
-    stages: int
-    few: bool = False  # tiles of a block, so that its consumers begin at the same time
+    last: bool  # whether tensors are channels-last
+    taps: int  # taps of a block; all taps if tensors are contiguous
+    columns: int  # columns of a block: pairs of tap and output channel
+    stages: int  # stages of the ring of x
+    few: bool = False  # whether a block has few tiles, so that its consumers begin at the same time
 
     @property
     def kinds(self) -> int:
-        """Blocks that walk over the same positions."""
+        """Number of blocks that walk over the same positions."""
         g = self.geometry
         if self.last:
             return g.taps // self.taps * -(-g.out_channels * self.taps // self.columns)
@@ -82,18 +89,18 @@ class Tiling:
 
     @property
     def steps(self) -> int:
-        """Matrix instructions of a tile."""
+        """Number of matrix instructions per tile."""
         unit = ROW_BYTES if self.last else STEP_BYTES
         return -(-self.geometry.in_channels * ITEM_BYTES[self.dtype] // unit) * unit // STEP_BYTES
 
     @property
     def stage_bytes(self) -> int:
-        """Of x, with what keeps banks apart, and two barriers."""
+        """Bytes of a stage of x, with padding against bank conflicts and two barriers."""
         return ROW_BYTES * (POSITIONS + (0 if self.last else 8)) + 16
 
     @property
     def chunks(self) -> int:
-        """Stages that a tile takes."""
+        """Number of stages that a tile fills."""
         return -(-self.steps * STEP_BYTES // ROW_BYTES)
 
     @property
@@ -103,7 +110,7 @@ class Tiling:
 
     @property
     def weight_bytes(self) -> int:
-        """Of a block, in order."""
+        """Bytes of a block's weights in the order of shared memory."""
         return self.chunks * ROW_BYTES * self.columns
 
     def __str__(self) -> str:
@@ -111,7 +118,7 @@ class Tiling:
 
 
 def tilings(g: Geometry, dtype: str, shared_bytes: int, last: bool) -> list[Tiling]:
-    """Every division of columns whose weights leave room for a ring."""
+    """Returns every division of columns whose weights leave room for a ring of x in shared memory."""
     found = []
     for taps, columns in _columns(g, dtype, last):
         made = Tiling(g, dtype, last, taps, columns, 0)
@@ -122,23 +129,23 @@ def tilings(g: Geometry, dtype: str, shared_bytes: int, last: bool) -> list[Tili
 
 
 def _columns(g: Geometry, dtype: str, last: bool) -> list[tuple[int, int]]:
-    """Taps and columns that a block may have."""
+    """Returns the choices for the taps and columns of a block."""
     if not last:
         groups = -(-g.out_channels * g.taps // 8)
         return [(g.taps, columns) for columns in _parts(groups, 8)]
-    block = 64 // ITEM_BYTES[dtype]  # channels whose outputs four lanes store
+    block = 64 // ITEM_BYTES[dtype]  # output channels that four lanes store together
     blocks = -(-g.out_channels // block)
     divisors = [taps for taps in range(1, g.taps + 1) if g.taps % taps == 0]
     return [(taps, taps * outs) for taps in divisors for outs in _parts(blocks, block)]
 
 
 def _parts(count: int, unit: int) -> list[int]:
-    """The sizes of the parts of so many units, in units that are not divided."""
+    """Returns the sizes of even parts of `count` units, where a unit has size `unit` and is not divided."""
     return list(dict.fromkeys(unit * -(-count // parts) for parts in range(1, count + 1)))
 
 
 def splits_of(tiling: Tiling, tiles: int, device: Device) -> int:
-    """Blocks that share the positions: as few as take as long."""
+    """Returns the number of blocks that share the positions: the fewest with as many tiles per block."""
     splits = max(1, min(tiles, device.multiprocessors // tiling.kinds))
     return -(-tiles // -(-tiles // splits))
 
@@ -148,7 +155,7 @@ def tiles_of(p: Problem) -> int:
 
 
 def cycles(tiling: Tiling, tiles: int, device: Device, weight: str) -> float:
-    """Predicted, for a volume of so many tiles and a weight of this layout."""
+    """Predicts the cycles for a volume of `tiles` tiles and a weight of the layout `weight`."""
     g, item, costs = tiling.geometry, ITEM_BYTES[tiling.dtype], LAST if tiling.last else CONTIGUOUS
     splits = splits_of(tiling, tiles, device)
     waves = -(-tiling.kinds * splits // device.multiprocessors)
@@ -158,20 +165,21 @@ def cycles(tiling: Tiling, tiles: int, device: Device, weight: str) -> float:
     products = tiling.steps * tiling.columns * STEP_COLUMN
     if item == 4 and not tiling.last and tiles >= MANY_TILES * splits:
         products = PRODUCT * products + BETWEEN * tiling.chunks
-    # Of a sector of weights, other blocks' taps, where taps are neighbours.
+    # In a contiguous weight taps are adjacent, so that memory sectors also bring taps of other blocks.
     unused = max(1, min(g.taps, SECTOR_BYTES // item) // tiling.taps) if weight == "contiguous" else 1
     weights = g.in_channels * tiling.columns * item * unused / costs.weight_bytes + tiling.chunks * costs.chunk
     walk = -(-tiles // splits) * (max(moving, products) + costs.tile)
     moved = tiles * bytes_of_tile * (g.in_channels + g.out_channels * g.taps)
     memory = moved / (costs.memory_bytes * device.multiprocessors)
-    if tiling.last:  # what loads weights has nothing else to do
+    if tiling.last:  # The time of loading weights does not overlap the memory traffic of x and y.
         uneven = UNEVEN if tiling.columns & (tiling.columns - 1) else 1.0
         return costs.overhead + uneven * waves * weights + max(uneven * waves * walk, memory)
     return costs.overhead + max(waves * (weights + walk), memory)
 
 
 def nominal(p: Problem) -> int:
-    """The tiles of the volume that a tiling is chosen for: one of five, so that a new volume seldom compiles anew."""
+    """Returns the tiles of the kind of volume that a tiling is chosen for: one of five, so that a new volume seldom
+    compiles a new kernel."""
     return min(NOMINAL, key=lambda kind: abs(log2(tiles_of(p)) - log2(kind)))
 
 
@@ -181,13 +189,14 @@ def choose(p: Problem, device: Device) -> Tiling | None:
     weight = _weight(p)
     costs = {tiling: cycles(tiling, nominal(p), device, weight) for tiling in found}
     least = min(costs.values(), default=0.0)
-    equals = [tiling for tiling in found if costs[tiling] < AS_GOOD * least]  # the model cannot tell them apart
+    equals = [tiling for tiling in found if costs[tiling] < AS_GOOD * least]  # too close for the model
     best = min(equals, key=lambda tiling: (tiling.kinds, costs[tiling], -tiling.taps), default=None)
     return best and with_turns(best, nominal(p), device)
 
 
 def with_turns(tiling: Tiling, tiles: int, device: Device) -> Tiling:
-    """Whether consumers of channels-last tensors take turns: where a block has more than a few tiles."""
+    """Returns the tiling with `few` set: consumers of channels-last tensors begin at the same time if a block has at
+    most FEW_TILES tiles, and take turns otherwise."""
     return replace(tiling, few=tiling.last and tiles <= FEW_TILES * splits_of(tiling, tiles, device))
 
 
@@ -228,24 +237,26 @@ def _is_last(p: Problem) -> bool:
 
 
 def _whole_lines(p: Problem) -> bool:
-    """Positions of a channel are one run of whole 16 bytes, pairs of positions lie in one line."""
+    """Tells whether the positions of a channel are contiguous and whole pieces of 16 bytes, with every pair of
+    positions in one line."""
     item, width = p.item_bytes, p.input_size[2]
     run = p.input[4] == 1 and _one_run(p) and prod(p.input_size) * item % 16 == 0
     x = run and all(v * item % 16 == 0 for v in p.input[:2])
-    pair = 2 * min(2, p.geometry.kernel[2])  # outputs of two positions in a store
+    pair = 2 * min(2, p.geometry.kernel[2])  # outputs of two positions that one store writes
     y = p.output[4] == 1 and width % 2 == 0 and all(v % pair == 0 for v in p.output[:4])
     return x and y and _weight(p) == "contiguous" and p.aligned
 
 
 def _whole_channels(p: Problem) -> bool:
-    """Channels of a position are whole 16 bytes, positions one run."""
+    """Tells whether the channels of a position are whole pieces of 16 bytes and positions are evenly spaced."""
     strides = (p.input[0], p.input[4], p.output[0], *p.output[2:], p.geometry.in_channels, p.geometry.out_channels)
     whole = all(v * p.item_bytes % 16 == 0 for v in strides)
     return whole and _one_run(p) and _weight(p) in ("contiguous", "last") and p.aligned
 
 
 def _weight(p: Problem) -> str:
-    """The layout of the weight. With one tap it may have both."""
+    """Returns the layout of the weight: "contiguous", "last" or "other". With one tap, where both layouts are equal,
+    it is the layout of the tensors."""
     g, (_, high, wide) = p.geometry, p.geometry.kernel
     shape = (g.in_channels, g.out_channels, *g.kernel)
     tap = {"contiguous": 1, "last": g.out_channels}
@@ -262,11 +273,11 @@ def _one_run(p: Problem) -> bool:
 
 
 def _same(strides: Strides, wanted: Strides, size: tuple[int, ...]) -> bool:
-    """The stride of a dimension of size 1 does not matter."""
+    """Tells whether strides are equal, ignoring dimensions of size 1, whose stride does not matter."""
     return all(a == b or n == 1 for a, b, n in zip(strides, wanted, size, strict=True))
 
 
-PASSES = (Pass.FORWARD,)  # that the family computes
+PASSES = (Pass.FORWARD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -274,7 +285,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by the model."""
+    """Returns the predicted work of the plan's launches."""
     tiling = choose(problem, device)
     assert tiling is not None, "work() of a problem that why_not() refuses"
     predicted = cycles(tiling, tiles_of(problem), device, _weight(problem))
@@ -288,7 +299,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
-    """The plan with a given tiling: what a benchmark compares."""
+    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
     splits = splits_of(tiling, tiles_of(p), device)
     why = "every output has one position and one tap: one product, x as it is in memory"
     tile = f"{tiling}, {splits} share the positions"
@@ -298,7 +309,7 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
 
 
 def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:
-    """`packed`: whether the weight has been put in order."""
+    """Returns the main launch. `packed` tells whether up_pack has already reordered the weight."""
     registers = ("kProducerRegisters", REGISTERS[0]), ("kConsumerRegisters", REGISTERS[1])
     return Launch(
         kernel="up",
@@ -313,7 +324,8 @@ def _walk(p: Problem, tiling: Tiling, splits: int, packed: bool) -> Launch:
 
 
 def _pack(p: Problem, tiling: Tiling) -> Launch:
-    """Puts the weight in order; the same for all volumes of a tiling."""
+    """Returns the launch that writes the weight in the order of shared memory, which does not depend on the
+    volume."""
     return Launch(
         kernel="up_pack",
         constants=(("kThreads", PACK_THREADS), *_constants(p, tiling)),

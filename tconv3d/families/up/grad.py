@@ -1,9 +1,13 @@
 """Plans for single gradients of up-convolutions with many channels (up_grad.cuh).
 
-Takes TF32 layers whose kernel equals their stride, with two taps along w, where products take longer than moving the
-output gradient: two readings of it by products that keep tensor cores busy are then faster than one (up_backward).
-Chooses how many input channels and rows a block has. What is compiled in depends on the layer and on the kind of its
-volume, of which there are few.
+Takes TF32 layers whose kernel equals their stride, with two taps along w, where products take longer than moving dy.
+Two kernels that each read dy and keep tensor cores busy are then faster than one that reads it once (up_backward).
+Chooses how many input channels and rows a block has. The compiled constants depend on the layer and on which of four
+kinds (NOMINAL) the volume is of.
+
+Terms: a row is the part of dy of one output channel, tap along d and tap along h; a piece is 16 bytes of a row, two
+positions with both taps along w; a chunk is the part of K that one stage of the ring holds. The operand other than dy
+is packed: written in the order of shared memory.
 """
 
 from __future__ import annotations
@@ -22,29 +26,30 @@ from ...planning.sums import REGION_ALIGN, Sum, add_parts
 from .arguments import UP_GRAD, UP_GRAD_PACK
 
 THREADS = 384
-PACK_THREADS, PACK_BLOCKS = 256, 16  # blocks of a multiprocessor, at most
-SIDE = 64  # pieces or rows of dy that both consumers have
-ROW_BYTES, CHUNK_PIECES, STEPS = 64, 8, 2  # of a chunk of K: of an input channel; of dy; matrix instructions
-PAD_BYTES = {False: 32, True: 64}  # that keep rows of dy apart: for the input's gradient, for the weight's
-MAX_COLUMNS, COLUMNS = 320, 16  # they come in multiples of these
+PACK_THREADS, PACK_BLOCKS = 256, 16  # threads of a block that packs, and most such blocks per multiprocessor
+SIDE = 64  # pieces (for dx) or rows (for dw) of dy in the tile of a block, half of them for each consumer warpgroup
+# Per chunk of K: bytes of an input channel, pieces or rows of dy, and matrix instructions.
+ROW_BYTES, CHUNK_PIECES, STEPS = 64, 8, 2
+PAD_BYTES = {False: 32, True: 64}  # padding of a row of dy against bank conflicts, for dx (False) and dw (True)
+MAX_COLUMNS, COLUMNS = 320, 16  # most columns (input channels) of a block, and their multiple
 MIN_STAGES, MAX_STAGES = 4, 8
-REGISTERS = (56, 224)  # of producers and consumers
-MIN_CHANNELS, MIN_POSITIONS = 128, 4096  # fewer input channels, or positions, were not measured
-NOMINAL = (8192, 32768, 131072, 2**20)  # positions of kinds of volume
+REGISTERS = (56, 224)  # registers per producer and per consumer thread
+MIN_CHANNELS, MIN_POSITIONS = 128, 4096  # fewest input channels and positions; smaller layers were not measured
+NOMINAL = (8192, 32768, 131072, 2**20)  # positions of the four kinds of volume
 
-# What a multiprocessor does, in cycles, for choosing between tilings and against other families.
-COLUMN, CHUNK = 1.6, 390.0  # of a chunk: a column, everything else
-STORED_BYTES = 19.0  # of sums, per cycle
-MEMORY_BYTES, PACKED_BYTES, ADDED_BYTES = 15.0, 12.0, 28.0  # moved per cycle
-START, LAUNCH = 9000.0, 3500.0  # of the main launch; of one that does next to nothing
+# Rates and costs of a multiprocessor, for choosing between tilings and for comparing with other families.
+COLUMN, CHUNK = 1.6, 390.0  # cycles per chunk and column, and per chunk
+STORED_BYTES = 19.0  # bytes of sums stored per cycle
+MEMORY_BYTES, PACKED_BYTES, ADDED_BYTES = 15.0, 12.0, 28.0  # bytes per cycle of dy and x or dx, of packing, of adding
+START, LAUNCH = 9000.0, 3500.0  # cycles to start the main launch, and to launch any other kernel
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """What is compiled in."""
+    """How blocks divide input channels. All fields are compiled in."""
 
     geometry: Geometry
-    weight: bool  # the weight's gradient, else the input's
+    weight: bool  # True for the weight gradient, False for the input gradient
     columns: int  # input channels of a block
     stages: int
 
@@ -58,7 +63,7 @@ class Tiling:
 
     @property
     def stage_bytes(self) -> int:
-        """Of both operands, and two barriers."""
+        """Bytes of a stage: both operands of a chunk, and two barriers."""
         rows, pieces = SIDE, CHUNK_PIECES
         if not self.weight:
             rows, pieces = pieces, rows
@@ -74,7 +79,7 @@ class Tiling:
 
 
 def tilings(g: Geometry, weight: bool, shared_bytes: int) -> list[Tiling]:
-    """Every division of input channels."""
+    """Returns every division of input channels whose stages fit shared memory."""
     found = []
     units = -(-g.in_channels // COLUMNS)
     for columns in dict.fromkeys(COLUMNS * -(-units // tiles) for tiles in range(1, units + 1)):
@@ -87,19 +92,19 @@ def tilings(g: Geometry, weight: bool, shared_bytes: int) -> list[Tiling]:
 
 @dataclass(frozen=True)
 class Work:
-    """How a volume is divided. Run-time arguments."""
+    """How a volume is divided, which the kernel takes as run-time arguments."""
 
-    tiles: int  # of positions, or of rows of dy
-    sharers: int  # blocks that share the tiles of positions; parts of K
-    chunks: int  # of an item of work: a tile, or a part of K of a tile
+    tiles: int  # tiles of positions for the input gradient, of rows of dy for the weight gradient
+    sharers: int  # blocks that share the tiles for the input gradient, parts of K (split-K) for the weight gradient
+    chunks: int  # chunks of an item of work: a tile, or one part of K of a tile
     blocks: int
 
     @classmethod
     def of(cls, tiling: Tiling, pieces: int, device: Device) -> Work:
-        """`pieces`: of a row of dy."""
+        """Divides a volume whose rows of dy have `pieces` pieces."""
         rows = rows_of(tiling.geometry)
         tiles = -(-(rows if tiling.weight else pieces) // SIDE)
-        most = max(1, device.multiprocessors // tiling.in_tiles)  # blocks with the same columns
+        most = max(1, device.multiprocessors // tiling.in_tiles)  # most blocks with equal columns
         if tiling.weight:
             chunks = -(-pieces // CHUNK_PIECES)
             parts = max(1, min(most // tiles, chunks // 2))
@@ -118,17 +123,17 @@ def _even(count: int) -> int:
 
 
 def rows_of(g: Geometry) -> int:
-    """Of dy: channel, and taps along d and h."""
+    """Returns the rows of dy, one for each output channel, tap along d and tap along h."""
     return g.out_channels * g.kernel[0] * g.kernel[1]
 
 
 def pieces_of(p: Problem) -> int:
-    """Of a row of dy: two positions each."""
+    """Returns the pieces of a row of dy, two positions each."""
     return p.batch * prod(p.input_size) // 2
 
 
 def cycles(tiling: Tiling, pieces: int, device: Device) -> float:
-    """Predicted, of all launches."""
+    """Predicts the cycles of all launches."""
     g, work = tiling.geometry, Work.of(tiling, pieces, device)
     rows, many = rows_of(g), device.multiprocessors
     item = work.chunks * (COLUMN * tiling.columns + CHUNK) + 8 * SIDE * tiling.columns / STORED_BYTES
@@ -144,7 +149,8 @@ def cycles(tiling: Tiling, pieces: int, device: Device) -> float:
 
 @lru_cache(maxsize=1024)
 def choose(g: Geometry, weight: bool, positions: int, device: Device) -> Tiling | None:
-    """For a volume of one of few kinds, so that a new one seldom compiles anew."""
+    """Returns the best tiling for the kind of volume nearest to `positions`. Kinds are few, so that a new volume
+    seldom compiles a new kernel."""
     nominal = min(NOMINAL, key=lambda kind: max(kind, positions) / min(kind, positions))
     found = tilings(g, weight, device.shared_bytes)
     return min(found, key=lambda tiling: cycles(tiling, nominal // 2, device), default=None)
@@ -182,7 +188,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # that the family computes
+PASSES = (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -191,7 +197,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> calibration.Work:
-    """What its launches do, by the model."""
+    """Returns the predicted work of the plan's launches."""
     tiling = choose_for(problem, device)
     assert tiling is not None, "work() of a problem that why_not() refuses"
     launches = 3 if tiling.weight else 2
@@ -199,7 +205,7 @@ def work(problem: Problem, device: Device) -> calibration.Work:
 
 
 def _units(p: Problem) -> int:
-    """Of 8 words, of what is packed: more than there are."""
+    """Returns an upper bound of the units of 8 words of the packed operand."""
     return p.batch * prod(p.input_size) * (p.geometry.in_channels + MAX_COLUMNS) // 4
 
 
@@ -222,7 +228,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
-    """The plan with a given tiling: what a benchmark compares."""
+    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
     work = Work.of(tiling, pieces_of(p), device)
     packed = tiling.in_tiles * work.packed_chunks(tiling) * tiling.panel_bytes
     why = "one product with dy as it is in memory, for which the other operand is packed"
@@ -293,7 +299,7 @@ def _operand_constants(tiling: Tiling) -> Constants:
 
 
 def _pack(p: Problem, device: Device, tiling: Tiling, work: Work) -> Launch:
-    """Writes the weight, or x, in the order of shared memory."""
+    """Returns the launch that packs the weight (for dx) or x (for dw)."""
     g = p.geometry
     chunks = work.packed_chunks(tiling)
     units = tiling.in_tiles * chunks * tiling.columns * STEPS

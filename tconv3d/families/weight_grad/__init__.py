@@ -1,1 +1,1 @@
-"""Weight gradients on tensor cores."""
+"""Kernel families that compute weight gradients on tensor cores."""

@@ -1,4 +1,5 @@
-"""The arguments of the kernels for the weight gradient on tensor cores (planning/arguments.py)."""
+"""Declares the arguments of the kernels for the weight gradient on tensor cores, as planning/arguments.py
+describes."""
 
 from __future__ import annotations
 

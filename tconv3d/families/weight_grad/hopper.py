@@ -1,7 +1,13 @@
 """Plans for the weight gradient on Hopper's warpgroup matrix instructions (hopper_weight_grad.cuh).
 
 Chooses which channels and taps a block owns, how its warps share them, the box of positions of a step, and into how
-many parts the steps are split. What is compiled in depends on the layer and on which of four kinds the volume is of.
+many parts the steps are divided (split-K). The compiled constants depend on the layer and on which of four kinds
+(`volume_kind`) the volume is of.
+
+Terms: a word is 32 bits, one float32 or two 16-bit elements; a segment is four words along w; a row of K is eight
+segments of x in shared memory; a chunk is four segments, one for each lane of a quad. A sheet is the part of dy that
+a block's taps read for one position along d; a plane is one phase of a sheet. A piece is the taps along w of one
+launch. A slot is the source and destination of one copy of dy. An item is one chunk for one tile of 64 rows.
 """
 
 from __future__ import annotations
@@ -28,21 +34,21 @@ from . import warps as weight_grad_planner
 from .arguments import HOPPER_WEIGHT_GRAD, REDUCE_TAPS
 from .warps import SEGMENT, wide
 
-ROW_SEGMENTS = 8  # of a row of K in shared memory
-MAX_SEGMENTS = 128  # of a box
-JOB_CHANNELS = 8  # that a producer warp copies at a time
-MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
-MAX_GROUPS = 12  # of sheets in shared memory
+ROW_SEGMENTS = 8  # segments of a row of K in shared memory
+MAX_SEGMENTS = 128  # most segments of a box
+JOB_CHANNELS = 8  # channels that a producer warp copies at a time
+MAX_TAPS_W = 8  # most taps along w of one launch; a wider kernel takes several launches
+MAX_GROUPS = 12  # most groups of sheets in shared memory
 MAX_ROW_TILES = 4
-BANKS = 32  # of shared memory, a word each
-OTHER_REGISTERS = (18, 22)  # of a consumer, with one and with two sets of fragments
-MIN_EFFICIENCY = 0.25  # of the products that count
-SLICED = 4  # times as much workspace may the parts of all slices of a batch take
-COPYING_IS_WORTH = 1.4  # how much longer than the products slow copies may take
+BANKS = 32  # banks of shared memory, one word wide
+OTHER_REGISTERS = (18, 22)  # a consumer thread's registers beside sums and operands, with 1 and 2 sets of operands
+MIN_EFFICIENCY = 0.25  # least fraction of a tiling's products that belong to real channels and taps
+SLICED = 4  # workspace limit for the parts of all slices of a batch, in multiples of `Device.workspace_bytes`
+COPYING_IS_WORTH = 1.4  # longest predicted time of word-by-word copies, relative to the products
 
 
 class Share(NamedTuple):
-    """How registers are divided: those of a thread that multiplies and of one that copies, and warpgroups of each."""
+    """Registers per consumer (multiplying) and per producer (copying) thread, and the warpgroups of each role."""
 
     consumer: int
     producer: int
@@ -54,57 +60,58 @@ class Share(NamedTuple):
         return 128 * (self.consumers + self.producers)
 
 
-# The first that consumers can do with. No more in all than the block's threads have when they start: what is not
-# there would be waited for, forever.
+# Divisions of the registers, the preferred ones first. No division has more registers in total than the block has at
+# launch: a warpgroup that asks for registers that do not exist waits forever.
 SHARES = (Share(192, 64, 2), Share(200, 56, 2), Share(224, 56, 1), Share(152, 56, 1, 3))
-# By the number of warpgroups that multiply, the last first.
+# The divisions by number of consumer warpgroups, the preferred ones last.
 _SHARES_OF = tuple((n, tuple(share for share in SHARES[::-1] if share.consumers == n)) for n in (2, 3))
 
 
 class Costs(NamedTuple):
-    """What a multiprocessor takes, in cycles, for choosing between tilings."""
+    """Costs per multiprocessor, in cycles unless stated otherwise, for choosing between tilings."""
 
-    l2_bytes: float  # in a cycle
-    fragments: float  # share of shared memory's cycles that tensor cores wait for, when operands are loaded
-    writes: float  # likewise, when x and dy arrive
-    item: float  # the operands' way to the first product
-    alone: float  # more of it with one set of operands
-    x_row: float  # of a producer warp: a row of K
-    x_vectors: float  # a job by vectors
-    x_words: float  # a job by words
-    y_block: float  # a block of slots of a plane
-    y_line: float  # each line of it
-    copying: float  # the barriers of a step
-    turning: float  # a job of x that is put in order
-    overlap: float  # of what is hidden behind the longest
-    tight: float  # how much longer it takes where shared memory has room for one group of sheets on its way
-    step: float  # barriers, the first operands
-    block: float  # tables, the sums' way out
+    l2_bytes: float  # bytes per cycle from the L2 cache
+    fragments: float  # fraction of the shared-memory cycles of fragment loads for which tensor cores wait
+    writes: float  # fraction of the shared-memory cycles of storing x and dy for which tensor cores wait
+    item: float  # cycles per item until its operands reach the first product
+    alone: float  # additional cycles per item with a single set of operands
+    x_row: float  # cycles of a producer warp per row of K
+    x_vectors: float  # cycles of a producer warp per job of x copied in 16-byte vectors
+    x_words: float  # cycles of a producer warp per job of x copied word by word
+    y_block: float  # cycles of a producer warp per block of slots of a plane of dy
+    y_line: float  # cycles of a producer warp per line (channel or pair of channels) of a block of slots
+    copying: float  # cycles per step of the producers' barriers
+    turning: float  # cycles per job of x whose words are reordered in shared memory
+    overlap: float  # fraction of the shorter activities' time that is not hidden behind the longest one
+    tight: float  # factor on memory time where shared memory has room for one group of sheets in flight
+    step: float  # cycles per step of barriers and the first operands
+    block: float  # cycles per block of building tables and storing the sums
 
 
-# Fitted to 40 times on one H200; and for copies word by word, which are older and less sure.
+# VECTORS is fitted to 40 measured times on one H200. WORDS is for copies word by word; its fit is less precise.
 VECTORS = Costs(60, 0.46, 0.33, 23, 8, 180, 26, 150, 400, 22, 570, 98, 0.15, 1.1, 190, 20000)
 WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 8000)
-SECTOR_WORDS = 8  # what a memory transaction moves at least
-MIN_PRODUCT_CYCLES = 12.0  # of a matrix instruction
-ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # a launch; what a multiprocessor moves in a cycle when adding parts
-# A block that writes its elements to their place: each of them, each run of neighbours; what `block` has of it.
+SECTOR_WORDS = 8  # words of a memory sector, the smallest transaction
+MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
+ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
+# A block that writes its sums straight to the result takes so many cycles per element and per run of adjacent
+# elements; `Costs.block` already includes RESULT_HIDDEN of these cycles.
 RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.85, 1.5, 10000.0
-ROUGH_BYTES = 28.0  # copied in a cycle, for a first choice
+ROUGH_BYTES = 28.0  # bytes copied per multiprocessor and cycle, for the rough cost of a candidate
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Taps along one dimension that a block has, and the phase planes that they read."""
+    """The taps along one dimension that a block owns, and the phase planes of dy that they read."""
 
     taps: tuple[int, ...]
-    offsets: tuple[int, ...]  # per plane: the output of the first position
-    planes: tuple[int, ...]  # per tap
-    shifts: tuple[int, ...]  # per tap: how far it reads from the position, in positions
+    offsets: tuple[int, ...]  # per plane: index of the output that the box's first position reads
+    planes: tuple[int, ...]  # per tap: index of the plane that it reads
+    shifts: tuple[int, ...]  # per tap: distance in its plane between a position and what the tap reads, in positions
 
     @classmethod
     def of(cls, axis: Axis, taps: tuple[int, ...], align: int = 1) -> Rows:
-        """Planes begin at a multiple of `align` outputs if the stride is 1."""
+        """Returns the rows of some taps. With stride 1, planes begin at a multiple of `align` outputs."""
         phases = sorted({axis.phase(t) for t in taps})
         first = {phase: min(axis.shift(t) for t in taps if axis.phase(t) == phase) for phase in phases}
         if axis.stride == 1:
@@ -122,8 +129,8 @@ class Rows:
 
 
 def row_choices(axis: Axis) -> Iterator[tuple[Rows, ...]]:
-    """Ways to divide the taps of a dimension among blocks, all of which read as many planes: all together, or so many
-    of a phase."""
+    """Yields divisions of a dimension's taps among kinds of blocks: all taps together, or each kind some taps of a
+    single phase."""
     taps = tuple(range(axis.kernel))
     yield (Rows.of(axis, taps),)
     phases = [axis.taps(phase) for phase in range(axis.stride) if axis.taps(phase)]
@@ -136,14 +143,14 @@ def row_choices(axis: Axis) -> Iterator[tuple[Rows, ...]]:
 
 @dataclass(frozen=True)
 class Planes:
-    """How the taps along w read a chunk of phase planes: which words are loaded, which operands are put together."""
+    """How the taps along w read a chunk of phase planes: which words are loaded, and which operands are joined."""
 
     rows: Rows
     per_word: int
-    stride: int  # along w: what lies between the words of a plane is not copied
+    stride: int  # stride along w: outputs of other phases between the elements of a plane are not copied
     lines = False
-    vector = 1  # words that are copied at a time
-    at_once = 1  # lines of positions that a segment has
+    vector = 1  # words per copy
+    at_once = 1  # lines of positions per segment
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -151,12 +158,12 @@ class Planes:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Per plane: the output of the first position."""
+        """Per plane, the index of the output that the box's first position reads."""
         return self.rows.offsets
 
     @cached_property
     def reads(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
-        """Per tap and step of a chunk: plane, first word, whether it is between two words."""
+        """Per tap and matrix instruction of a chunk: plane, first word, and whether the operand straddles words."""
         return tuple(
             tuple((plane, 2 * step + shift // self.per_word, shift % self.per_word) for step in range(2))
             for plane, shift in zip(self.rows.planes, self.rows.shifts, strict=True)
@@ -164,7 +171,7 @@ class Planes:
 
     @cached_property
     def loads(self) -> tuple[tuple[int, int], ...]:
-        """Plane and word, an even one."""
+        """Plane and first word of every load; first words are even."""
         found = set()
         for plane, word, odd in (read for tap in self.reads for read in tap):
             found |= {(plane, w - w % 2) for w in range(word, word + 2 + odd)}
@@ -178,23 +185,24 @@ class Planes:
         return -1 - self.joins.index(read) if read in self.joins else self.loads.index(read[:2])
 
     def line_words(self, segments: int) -> int:
-        """Words of a line of a plane that taps read."""
+        """Returns how many words of a line of a plane the taps read."""
         return segments * SEGMENT + max(-(-shift // self.per_word) for shift in self.rows.shifts)
 
     @property
     def vectors(self) -> int:
-        """Loads of 16 bytes from shared memory that a lane does for a chunk."""
+        """Number of 16-byte loads from shared memory per lane and chunk."""
         return len(self.loads)
 
     def registers(self, depth: int) -> int:
-        """Of so many sets of operands; one is made of what has been loaded meanwhile."""
+        """Returns the registers per thread of `depth` sets of operands and of the words that they are joined from."""
         if depth == 1:
             return 4 * (len(self.loads) + len({read for tap in self.reads for read in tap}))
-        # Products of builds of floats with less room ran one after the other.
+        # TF32 builds with joined operands get 6 more registers: with fewer, the compiler serializes the products.
         return 4 * depth * (len(self.loads) + len(self.joins)) + (6 if self.per_word == 1 and self.joins else 0)
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Per load and word of it which elements own taps read: 1 the first, 2 the second of 16-bit ones."""
+        """Returns, per load and word, a bit mask of the elements that own taps read: 1 for the first element, 2 for
+        the second 16-bit element."""
         found = {load: [0, 0] for load in self.loads}
         for tap, plane, shift in zip(self.taps, self.rows.planes, self.rows.shifts, strict=True):
             for element in range(shift, shift + SEGMENT * self.per_word) if axis.is_own(tap) else ():
@@ -218,54 +226,54 @@ class Planes:
 
 @dataclass(frozen=True)
 class Lines:
-    """How the taps along w read a chunk of lines as they lie in memory, phases side by side."""
+    """How the taps along w read a chunk of lines of dy as they lie in memory, with all phases side by side."""
 
     axis: Axis
     taps: tuple[int, ...]
     per_word: int
-    vector: int  # words that are copied at a time
-    at_once: int = 1  # lines of positions that a segment has
+    vector: int  # words per copy
+    at_once: int = 1  # lines of positions per segment
     lines = True
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The output of the first position, where a vector begins."""
+        """Index of the output where a line begins: the start of a vector at or before the first tap's output."""
         first = min(t * self.axis.dilation - self.axis.padding for t in self.taps)
         return (first - first % (self.vector * self.per_word),)
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Per tap: how far from the line's first element it reads for the first position."""
+        """Per tap, the distance in elements from the line's start to what the tap reads for the first position."""
         return tuple(t * self.axis.dilation - self.axis.padding - self.offsets[0] for t in self.taps)
 
     @property
     def _positions(self) -> int:
-        """That a lane has of a chunk, on each line."""
+        """Positions per lane, chunk and line."""
         return SEGMENT * self.per_word // self.at_once
 
     @cached_property
     def loads(self) -> tuple[tuple[int, int], ...]:
-        """Lines and first words of vectors of 16 bytes."""
+        """Line and first word of every 16-byte vector that a lane loads per channel."""
         vectors = sorted({word // 4 * 4 for word in self._words})
         return tuple(product(range(self.at_once), vectors))
 
     @cached_property
     def _words(self) -> set[int]:
-        """Of a line, that taps read for a lane's positions."""
+        """Words of a line that the taps read for a lane's positions."""
         read = {start + self.axis.stride * i for start in self.starts for i in range(self._positions)}
         return {element // self.per_word for element in read}
 
     @cached_property
     def joins(self) -> tuple[tuple[int, int], ...]:
-        """Lines and first elements of operands."""
+        """Line and first element of every operand."""
         return tuple(sorted({self._operand(start, step) for start in self.starts for step in range(2)}))
 
     def _operand(self, start: int, step: int) -> tuple[int, int]:
-        """Of a step of a chunk, which has half of a segment."""
+        """Returns line and first element of the operand of one matrix instruction, which uses half a segment."""
         return (step, start) if self.at_once == 2 else (0, start + step * 2 * self.per_word * self.axis.stride)
 
     def line_words(self, segments: int) -> int:
-        """Words of a line that taps read, in whole vectors."""
+        """Returns how many words of a line the taps read, rounded up to whole vectors."""
         last = max(self.starts) + self.axis.stride * (segments * self._positions - 1)
         return -(-(last // self.per_word + 1) // self.vector) * self.vector
 
@@ -274,11 +282,14 @@ class Lines:
         return 2 * len(self.loads)
 
     def registers(self, depth: int) -> int:
-        """Of vectors of two lines, much is never read, and so not loaded."""
+        """Returns the registers per thread of `depth` sets of operands and of the words that they are joined from.
+
+        With two lines per segment only the words that taps read are counted, since the others are not loaded.
+        """
         words = 4 * len(self.loads) if self.at_once == 1 else len(self._words) * self.at_once
         if depth == 1:
             return 4 * len(self.joins) + 2 * words
-        # Products of builds with less room for many taps ran one after the other.
+        # TF32 builds with more than 4 taps at stride 1 get 12 more registers: with fewer, products are serialized.
         many = 12 if len(self.taps) > 4 and self.axis.stride == 1 and self.per_word == 1 else 0
         return 8 * len(self.joins) + words + 4 + many
 
@@ -309,28 +320,28 @@ Words: TypeAlias = Planes | Lines
 
 @dataclass(frozen=True)
 class Layer:
-    """What the kernel is compiled for, besides the tiling."""
+    """The properties of a layer and its tensors that the kernel is compiled for, besides the tiling."""
 
     geometry: Geometry
     dtype: str
-    elements_x: bool  # 16-bit elements are copied one by one
-    vectors_x: bool  # x is copied by segments
-    elements_y: bool
-    vector_y: int  # words of dy that one copy may bring; 0: its lines are not whole words
-    unit_c_x: bool  # channels are contiguous
-    unit_c_y: bool
-    at_once: int = 1  # lines of x that are taken as one
+    elements_x: bool  # whether 16-bit elements of x are copied one by one
+    vectors_x: bool  # whether x is copied in 16-byte segments
+    elements_y: bool  # whether 16-bit elements of dy are copied one by one
+    vector_y: int  # most words of dy per copy; 0 if lines of dy are not whole words
+    unit_c_x: bool  # whether channels of x are contiguous
+    unit_c_y: bool  # whether channels of dy are contiguous
+    at_once: int = 1  # lines of x that are treated as one
 
     @property
     def slow(self) -> bool:
-        """Whether words are copied one by one, each from a place of its own."""
+        """Whether words are copied one by one, each from an address of its own."""
         return self.elements_x or self.unit_c_x or self.unit_c_y
 
     def costs(self, piece: Words) -> Costs:
         return WORDS if self.slow or (self.elements_y and not piece.lines) else VECTORS
 
     def turners(self, share: Share) -> int:
-        """Producer warps that put x in order; the others copy."""
+        """Returns how many producer warps reorder x in shared memory; the other producer warps copy."""
         return 1 if self.slow else 3 * share.producers // 2
 
     @property
@@ -344,18 +355,18 @@ class Layer:
 
     def words(self, taps: tuple[int, ...]) -> Words:
         axis = self.geometry.axes[2]
-        # Lines, if all that lies side by side in memory is of use. Small vectors may begin closer to the first tap.
+        # Lines of dy are copied as they lie in memory if the taps read all phases.
         if axis.stride > 1 and self.vector_y and len({axis.phase(t) for t in taps}) == axis.stride:
             return self.lines(taps)
         return Planes(Rows.of(axis, taps, self.plane_start), self.per_word, axis.stride)
 
     @property
     def plane_start(self) -> int:
-        """Elements of dy that the first position of a plane is a multiple of, where positions are neighbours."""
+        """Number of dy elements that the start of a plane is a multiple of, if the stride along w is 1."""
         return 1 if self.elements_y else self.per_word
 
     def takes(self, piece: Words) -> bool:
-        """Whether x and dy can be copied the way that a tiling's taps along w read them."""
+        """Tells whether x and dy can be copied the way that a tiling's taps along w read them."""
         if piece.at_once != self.at_once:
             return False
         if piece.lines:
@@ -365,20 +376,20 @@ class Layer:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How blocks and warps divide channels and taps. Everything here is compiled in."""
+    """How blocks and warps divide channels and taps. All fields are compiled in."""
 
     columns: int  # input channels of a block
     out_tile: int  # output channels of a block
-    rows_d: tuple[Rows, ...]  # per kind of block
-    rows_h: tuple[Rows, ...]
-    pieces: tuple[Words, ...]  # taps along w, one launch each
+    rows_d: tuple[Rows, ...]  # taps along d of every kind of block
+    rows_h: tuple[Rows, ...]  # taps along h of every kind of block
+    pieces: tuple[Words, ...]  # taps along w of every launch
     depth: int  # sets of fragments
     share: Share
     stages: int = 3
 
     @cached_property
     def block_rows(self) -> int:
-        """Rows of taps, along d and h."""
+        """Most pairs of a tap along d and a tap along h that a block owns."""
         return max(len(rows.taps) for rows in self.rows_d) * max(len(rows.taps) for rows in self.rows_h)
 
     @cached_property
@@ -392,32 +403,32 @@ class Tiling:
 
     @cached_property
     def reach(self) -> tuple[int, int]:
-        """Along d and h."""
+        """Largest shifts of taps along d and along h, in positions."""
         return max(rows.reach for rows in self.rows_d), max(rows.reach for rows in self.rows_h)
 
     @property
     def sides(self) -> int:
-        """Channels side by side in a line of dy."""
+        """Channels interleaved in a line of dy in shared memory."""
         return 1 if self.pieces[0].lines else 2
 
     @property
     def lines(self) -> int:
-        """Of dy in shared memory, for one place in a sheet."""
+        """Lines of dy in shared memory per line of a sheet: channels, or pairs of channels."""
         return self.out_tile // self.sides
 
     def kinds(self, g: Geometry) -> int:
-        """Blocks that together have all channels and taps along d and h."""
+        """Returns the number of kinds of blocks, which together own all channels and all taps along d and h."""
         channels = -(-g.in_per_group // self.columns) * -(-g.out_per_group // self.out_tile)
         return g.groups * channels * len(self.rows_d) * len(self.rows_h)
 
     @property
     def elements(self) -> int:
-        """Of the weight, that a block has."""
+        """Elements of the weight that a block owns."""
         return self.columns * self.out_tile * self.block_rows * max(len(piece.taps) for piece in self.pieces)
 
     @property
     def sums(self) -> int:
-        """Registers per thread."""
+        """Accumulator registers per consumer thread."""
         return self.row_tiles * max(len(piece.taps) for piece in self.pieces) * self.columns // 2
 
     def __str__(self) -> str:
@@ -432,7 +443,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Box(weight_grad_planner.Box):
-    """The positions of a step."""
+    """The box of positions of one step."""
 
     @property
     def k_rows(self) -> int:
@@ -441,7 +452,7 @@ class Box(weight_grad_planner.Box):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a tiling with a box has in shared memory, however lines and pairs are lengthened."""
+    """The sizes in shared memory of a tiling with a box that do not depend on padding against bank conflicts."""
 
     tiling: Tiling
     box: Box
@@ -456,7 +467,7 @@ class Contents:
 
     @property
     def segment_words(self) -> int:
-        """From segment to segment."""
+        """Words of dy in shared memory from one segment to the next."""
         piece = self.tiling.pieces[0]
         return SEGMENT * (piece.axis.stride if isinstance(piece, Lines) else 2)
 
@@ -466,38 +477,40 @@ class Contents:
 
     @cached_property
     def slots(self) -> int:
-        """Copies of a channel's plane along d."""
+        """Copies that bring one channel (or pair) of dy at one index along d."""
         _, h, w = self.tiling.planes
         return h * self.lines * w * self.line_words // self.tiling.pieces[0].vector
 
     @property
     def table_planes(self) -> int:
-        """Planes whose slots are in the table: small ones are copied several at a time."""
+        """Planes along d whose slots are in the table: small planes are copied several at a time."""
         return self.box.d * self.tiling.planes[0] if self.tiling.pieces[0].at_once > 1 else 1
 
     @cached_property
     def beside(self) -> int:
-        """Bytes of everything but groups of sheets."""
+        """Bytes of shared memory for stages of x, tables and barriers: all but the groups of sheets."""
         stages = self.tiling.stages * self.box.k_rows * self.tiling.columns * 128
         tables = 16 * self.slots * self.table_planes + 16 * self.box.k_rows * ROW_SEGMENTS
         return stages + tables + 8 * 3 * self.tiling.stages
 
     def group_bytes(self, pair_pitch: int) -> int:
-        """Of a group of sheets and its barriers."""
+        """Returns the bytes of a group of sheets and its two barriers."""
         return 4 * self.box.d * self.tiling.lines * pair_pitch + 8 * 2
 
     def groups(self, pair_pitch: int, room: int) -> int:
-        """Groups of sheets that fit, no more than are of use; 0 if there is no room for those at work and coming."""
+        """Returns how many groups of sheets fit, at most `ahead` + 3, or 0 if fewer than `ahead` + 2 fit: a step
+        reads `ahead` + 1 groups while at least one is in flight."""
         fitting = (room - self.beside) // self.group_bytes(pair_pitch)
         return min(fitting, self.ahead + 3, MAX_GROUPS) if fitting >= self.ahead + 2 <= MAX_GROUPS else 0
 
     def padded(self, room: int, pads: Iterable[int] = (0,), skews: Iterable[int] = (0,)) -> Iterator[Buffers]:
-        """With lines and pairs that are so many words longer, as far as there is room."""
+        """Yields the buffers that fit, for lines padded by `pads` words and pairs padded by `skews` words."""
         sides, planes = self.tiling.sides, self.tiling.planes
         multiple = 4 // sides
         for pad in pads:
             line_pitch = -(-self.line_words // multiple) * multiple + pad
-            # Where phases along w alternate, half of the banks more than a multiple: two planes' words meet in none.
+            # Planes of different phases along w are 16 of the 32 banks apart (8 words of each channel of a pair):
+            # words of two planes never share a bank.
             plane_pitch = self.lines * line_pitch
             plane_pitch += (8 - plane_pitch) % 16 if planes[2] > 1 else 0
             pair_pitch = -(-sides * prod(planes) * plane_pitch // 4) * 4
@@ -508,7 +521,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Shared memory of a tiling with a box. Pitches in words, with what lengthens them against bank conflicts."""
+    """Shared memory of a tiling with a box. Pitches are in words and include padding against bank conflicts."""
 
     contents: Contents
     line_pitch: int
@@ -530,7 +543,7 @@ class Buffers:
 
     @property
     def conflicts(self) -> float:
-        """How many of a quarter-warp's loads of dy (two pairs, four segments) meet in a bank, on average."""
+        """Average number of a quarter-warp's loads of dy (two pairs, four segments) that share a bank; 1 is ideal."""
         tiling = self.tiling
         line = tiling.sides * tiling.pieces[0].at_once * self.line_pitch
         pitches = (tiling.lines * self.pair_pitch, line, self.contents.segment_words, self.pair_pitch)
@@ -539,7 +552,7 @@ class Buffers:
 
 @lru_cache(maxsize=65536)
 def _conflicts(box: Box, sheet: int, line: int, segment: int, pair: int) -> float:
-    """From the pitches of what a box has, as far as banks tell them apart: far fewer than there are buffers."""
+    """Computes `Buffers.conflicts` from pitches modulo the number of banks, which makes cache hits frequent."""
     total, chunks = 0, range(0, box.segments, 4)
     for chunk in chunks:
         loads = [0] * (BANKS // 4)
@@ -554,7 +567,7 @@ def _conflicts(box: Box, sheet: int, line: int, segment: int, pair: int) -> floa
 
 
 def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
-    """With the pads that avoid most conflicts; None if nothing fits."""
+    """Returns the buffers with the padding that causes the fewest bank conflicts; None if nothing fits."""
     pads = (0,) if box.w % 4 == 0 else range(0, 16, 4 // tiling.sides)
     best, fewest = None, inf
     for made in Contents(tiling, box).padded(room, pads, range(0, 32, 4)):
@@ -566,19 +579,19 @@ def buffers(tiling: Tiling, box: Box, room: int) -> Buffers | None:
     return best
 
 
-# ---- Predicted times, in cycles of a multiprocessor.
+# ---- Predicted times in cycles per multiprocessor.
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What the step of one launch keeps busy."""
+    """Predicted cycles of the activities of one step of one launch."""
 
-    products: float  # tensor cores, and what keeps them from shared memory
-    copying: float  # the producers' instructions
-    turning: float
-    memory: float
-    overlap: float
-    overhead: float
+    products: float  # cycles of tensor cores, with their waits for shared memory
+    copying: float  # cycles of the copying producer warps
+    turning: float  # cycles of the producer warps that reorder x
+    memory: float  # cycles of transfers from the L2 cache
+    overlap: float  # fraction of the shorter activities' time that is not hidden behind the longest one
+    overhead: float  # cycles of barriers and the first operands
 
     @property
     def cycles(self) -> float:
@@ -587,12 +600,12 @@ class StepWork:
 
     @property
     def coming(self) -> float:
-        """Sheets that no step hides."""
+        """Cycles to bring a group of sheets before the first step, which no products hide."""
         return max(self.copying, self.memory)
 
 
 def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0) -> StepWork:
-    """`conflicts`: taken as known, if given."""
+    """Predicts one step. `conflicts`, if not 0, replaces `made.conflicts`."""
     contents, tiling, box = made.contents, made.tiling, made.box
     share, costs = tiling.share, layer.costs(piece)
     items = 2 * box.k_rows * share.consumers * tiling.row_tiles
@@ -600,8 +613,8 @@ def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0)
     words_x, words_y = box.k_rows * 32 * tiling.columns, planes * contents.slots * piece.vector * tiling.out_tile
     turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
     stride = 1 if isinstance(piece, Lines) else piece.stride
-    phases = len(piece.offsets)  # those that nobody needs lie in between
-    sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))  # lines begin anywhere in one
+    phases = len(piece.offsets)  # phases that taps read; unused phases lie between them in memory
+    sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))  # a line may begin anywhere in a sector
     sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (contents.line_words * stride))
     return StepWork(
         products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, conflicts or made.conflicts)
@@ -616,7 +629,7 @@ def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0)
 
 
 def _copy_cycles(layer: Layer, made: Contents, piece: Words, planes: int) -> float:
-    """Of one producer warp."""
+    """Returns the cycles that one producer warp alone would take to copy a step's x and dy."""
     costs, jobs_x = layer.costs(piece), made.box.k_rows * made.tiling.columns / JOB_CHANNELS
     together = made.table_planes
     blocks_y = planes // together * -(-made.slots * together // (32 if piece.lines else 16))
@@ -626,15 +639,16 @@ def _copy_cycles(layer: Layer, made: Contents, piece: Words, planes: int) -> flo
 
 
 def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
-    """A chunk of a row tile. Tensor cores wait while fragments are loaded: both come out of shared memory."""
+    """Returns the cycles of a chunk of a row tile. Tensor cores wait for some of the time in which fragments are
+    loaded, since both read shared memory."""
     products = 2 * len(piece.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
     loads = costs.fragments * 16 * piece.vectors * conflicts
     return products + loads + costs.item + (costs.alone if depth == 1 else 0.0)
 
 
 def boxes(size: Triple, per_word: int) -> Iterator[Box]:
-    """Boxes for a volume of `size`: whole lines or parts of them, of 32 to 1024 words. Small volumes are worth a look
-    at several planes of a few lines, which may fill rows of K better than all lines of one."""
+    """Yields boxes of whole lines or parts of lines for a volume of `size`. For small volumes a box may have some
+    lines of several planes along d, which may fill rows of K better than all lines of one plane."""
     depth, height, width = (max(extent, 1) for extent in size)
     whole, small = -(-width // (SEGMENT * per_word)), prod(size) < SMALL
     for w in sorted({whole if whole <= 16 else 0, -(-whole // 2), 8, 4} - {0}):
@@ -651,7 +665,7 @@ def boxes(size: Triple, per_word: int) -> Iterator[Box]:
 
 
 def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) -> float:
-    """Predicted cycles that one batch item of a volume takes all blocks of one kind."""
+    """Predicts the cycles that the blocks of one kind take in total for one batch item of a volume."""
     d, h, w = made.box.count(size, layer.per_word)
     works = [step_work(layer, made, piece, conflicts) for piece in made.tiling.pieces]
     return h * w * sum(d * work.cycles + made.contents.ahead * work.coming for work in works)
@@ -659,7 +673,7 @@ def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) 
 
 @lru_cache(maxsize=4096)
 def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffers | None:
-    # Without pads a box takes least room and, but for conflicts, least time.
+    # A box without padding and without bank conflicts gives a lower bound of the cost of the box.
     bare = [made for box in boxes(size, layer.per_word) for made in Contents(tiling, box).padded(room)]
     least = {made.box: box_cost(layer, made, size, conflicts=1.0) for made in bare}
     best, cost = None, inf
@@ -672,16 +686,16 @@ def best_buffers(layer: Layer, tiling: Tiling, size: Triple, room: int) -> Buffe
     return best
 
 
-SMALL = 4096  # positions of a batch item
-NOMINAL = (64, 64, 64)  # a large volume: those tilings that are best for it are worth a look
-CHOICES = (80, 60, 12, 12)  # of such tilings, by kind of volume: small ones are harder to divide evenly
-AS_GOOD = 1.03  # times the predicted cycles of the best: as good, as far as the model can tell
+SMALL = 4096  # positions of a batch item below which a volume counts as small
+NOMINAL = (64, 64, 64)  # size of the large volume whose best tilings are searched for every volume
+CHOICES = (80, 60, 12, 12)  # tilings searched per `volume_kind`: small volumes are harder to divide evenly
+AS_GOOD = 1.03  # ratio of predicted cycles to the least up to which tilings count as equally fast
 NOMINAL_BOXES = tuple(Box(1, h, w) for h in (2, 3, 4, 6, 8, 16) for w in (4, 8))
 
 
 @lru_cache(maxsize=1024)
 def tilings(layer: Layer, device: Device, count: int = 1) -> tuple[Tiling, ...]:
-    """The tilings that promise most, the best first."""
+    """Returns the `count` tilings with the least predicted cycles for the NOMINAL volume, the fastest first."""
     costs: list[tuple[float, Tiling]] = []
     for _, _, tiling in nsmallest(max(24, 2 * count), _candidates(layer)):
         made = [found for box in NOMINAL_BOXES if (found := buffers(tiling, box, device.shared_bytes))]
@@ -698,7 +712,7 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
     whole = tuple(
         layer.words(tuple(range(first, min(first + size, axis.kernel)))) for first in range(0, axis.kernel, size)
     )
-    if len({(piece.lines, piece.vector) for piece in whole}) > 1:  # a last piece that lacks a phase
+    if len({(piece.lines, piece.vector) for piece in whole}) > 1:  # The last piece lacks a phase.
         whole = tuple(replace(layer, vector_y=0).words(piece.taps) for piece in whole)
     yield whole
     if axis.stride == 1 and count == 1 and layer.vector_y > 1:
@@ -709,13 +723,14 @@ def _pieces(layer: Layer) -> Iterator[tuple[Words, ...]]:
 
 
 def _divisions(channels: int, multiple: int, most: int) -> list[int]:
-    """Sizes of tiles, multiples of `multiple`, that divide channels evenly."""
+    """Returns the tile sizes up to `most`, multiples of `multiple`, that divide channels evenly."""
     units = -(-channels // multiple)
     return sorted({size for parts in range(1, units + 1) if (size := -(-units // parts) * multiple) <= most})
 
 
 def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
-    """Tilings that fit the registers, each with a rough cost per position (halos left out) and a number."""
+    """Yields tilings that fit the registers, each after a rough cost per position, without halos, and a unique number
+    that breaks ties."""
     g, number = layer.geometry, 0
     channels = tuple(product(_divisions(g.in_per_group, 8, 256), _divisions(g.out_per_group, 2, 256)))
     for pieces, rows_d, rows_h in product(_pieces(layer), row_choices(g.axes[0]), row_choices(g.axes[1])):
@@ -731,7 +746,7 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
             copied = 64 * (columns + 1.3 * out_tile * planes) / ROUGH_BYTES
             for row_tiles, depth, share in _shares(rows * (out_tile // 2), taps * columns // 2, fragments):
                 if share.consumers > 2 and (layer.per_word == 2 or layer.slow):
-                    continue  # two keep shared memory, or what copies, busy enough
+                    continue  # Two consumer warpgroups already saturate shared memory or the producers.
                 tiles = share.consumers * row_tiles
                 if useful < MIN_EFFICIENCY * blocks * columns * 64 * tiles:
                     continue
@@ -742,23 +757,24 @@ def _candidates(layer: Layer) -> Iterator[tuple[float, int, Tiling]]:
 
 
 def _shares(pairs: int, sums: int, fragments: list[int]) -> Iterator[tuple[int, int, Share]]:
-    """Row tiles, sets of operands and shares of the registers for so many rows, each of two channels."""
+    """Yields row tiles per warpgroup, sets of operands and register shares for `pairs` rows of two channels each."""
     for consumers, shares in _SHARES_OF:
         row_tiles = -(-pairs // (32 * consumers))
         if row_tiles > MAX_ROW_TILES:
             continue
         needs = [held + row_tiles * (sums + 2) for held in fragments]
         fits = [(depth, share) for depth, need in enumerate(needs, 1) for share in shares if need <= share.consumer]
-        # The most operands that fit; fewer, if that leaves more to copy with.
+        # For each number of producer warpgroups, the most sets of operands that fit are taken.
         ways = {share.producers: (depth, share) for depth, share in fits}
         yield from ((row_tiles, depth, share) for depth, share in ways.values())
 
 
-# ---- The bias's gradient in the same pass.
+# ---- The bias gradient, which the same launches compute.
 
 
 def _bias_slots(axis: Axis, kinds: tuple[Rows, ...], step: int) -> tuple[tuple[int, ...], ...]:
-    """Per kind and tap: where the tap's phase begins among the parts of a sum, -1 for a tap that is not its own."""
+    """Returns, per kind of block and tap, the first slot of the tap's phase among a channel's partial sums; -1 for a
+    tap that is not an own tap."""
     most = max(len(rows.taps) for rows in kinds)
     of = {tap: axis.phase(tap) * step for tap in axis.own_taps}
     return tuple(tuple(of.get(t, -1) for t in rows.taps) + (-1,) * (most - len(rows.taps)) for rows in kinds)
@@ -779,8 +795,8 @@ def _bias_constants(p: Problem, tiling: Tiling, piece: Words) -> Constants:
 
 
 def bias_slots(g: Geometry, tiling: Tiling) -> int:
-    """Sums per channel that the blocks with one part of the positions and some input channels write: one for each row
-    of own taps."""
+    """Returns how many sums per output channel the blocks with one part of the positions and one tile of input
+    channels write: one for each row of own taps."""
     return len(tiling.pieces) * g.stride[0] * g.stride[1]
 
 
@@ -788,7 +804,7 @@ def bias_slots(g: Geometry, tiling: Tiling) -> int:
 
 
 def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
-    """Words that a load may bring: none may straddle the end of a line. 0: 16-bit elements one by one."""
+    """Returns the words of a load that never straddles the end of a line; 0 for 16-bit elements one by one."""
     per_word = 4 // p.item_bytes
     for words in (4, 2, 1):
         if p.aligned and strides[4] == 1 and not any(v % (words * per_word) for v in (*strides[:4], width)):
@@ -811,7 +827,7 @@ def _layer(p: Problem) -> Layer:
 
 
 def as_walked(p: Problem, at_once: int) -> tuple[Triple, tuple[int, ...]]:
-    """Size and strides of x, so many lines taken as one."""
+    """Returns the size and strides of x with `at_once` adjacent lines treated as one."""
     depth, height, width = p.input_size
     return (depth, height // at_once, width * at_once), (*p.input[:3], at_once * p.input[3], p.input[4])
 
@@ -844,8 +860,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 
 def plan(problem: Problem, device: Device, slices: int = 1) -> Plan:
-    """If there are slices, the problem is that of one of so many equal slices of the batch: all have their launches,
-    and one launch adds up what they leave."""
+    """Returns the plan. With several `slices`, the problem is one of so many equal slices of the batch: each slice
+    has launches of its own, and one launch adds the partial sums of all slices."""
     layer = _layer(problem)
     size, _ = as_walked(problem, layer.at_once)
     tiling = tiling_of(layer, device, problem.batch, size)
@@ -855,7 +871,7 @@ def plan(problem: Problem, device: Device, slices: int = 1) -> Plan:
 
 
 def cycles(problem: Problem, device: Device) -> float:
-    """Predicted, of all launches."""
+    """Predicts the cycles of all launches."""
     layer = _layer(problem)
     size, _ = as_walked(problem, layer.at_once)
     tiling = tiling_of(layer, device, problem.batch, size)
@@ -863,7 +879,7 @@ def cycles(problem: Problem, device: Device) -> float:
     return _tiling_cycles(layer, tiling, problem.batch, size, device)
 
 
-PASSES = (Pass.WEIGHT_GRAD,)  # that the family computes
+PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -872,12 +888,12 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by the model."""
+    """Returns the predicted work of the plan's launches."""
     return Work(2, cycles(problem, device))
 
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
-    """The plan with a given tiling: what a benchmark compares."""
+    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
     layer = _layer(p)
     made = best_buffers(layer, tiling, as_walked(p, layer.at_once)[0], device.shared_bytes)
     assert made is not None, "plan() of a problem that why_not() refuses"
@@ -914,35 +930,37 @@ def plan_buffers(p: Problem, device: Device, made: Buffers, slices: int = 1) -> 
 
 
 def _of_slice(main: Launch, index: int) -> Launch:
-    """With places of its own for what it leaves."""
+    """Returns the launch for one slice of the batch, with workspace regions of its own for its partial sums."""
     own = {name: f"{name} {index}" for name in ("workspace", "bias_parts")}
     return replace(main, pointers=tuple(own.get(name, name) for name in main.pointers))
 
 
 def _slices(device: Device, kinds: int) -> int:
-    """Warps that share the parts of an element: there are many parts where few kinds of blocks share the GPU.
+    """Returns how many warps share the partial sums of an element: more where few kinds of blocks share the GPU,
+    since there are many parts then.
 
-    (How many exactly depends on the volume, and what is compiled in must not.)
+    The exact number of parts is not used: it depends on the volume, and a compiled constant must not.
     """
     return max(slices for slices in (1, 2, 4, 8) if slices == 1 or 8 * slices <= device.multiprocessors // kinds)
 
 
 def _result_bytes(tiling: Tiling) -> int:
-    """Of shared memory, through which a single part goes to its place."""
+    """Returns the bytes of shared memory through which a block writes a single part to the result."""
     taps = tiling.block_rows * max(len(piece.taps) for piece in tiling.pieces)
     words = tiling.out_tile * (taps + 1 - taps % 2)
     return 4 * tiling.columns * (words + (20 - words) % 16)
 
 
 def _direct(p: Problem, device: Device, tiling: Tiling) -> bool:
-    """Whether a single part can be written as the result: a contiguous one, by way of the shared memory there is."""
+    """Tells whether a single part can be written straight to the result: dw is contiguous, and shared memory has room
+    to transpose a block's sums."""
     g = p.geometry
     dense = (g.out_per_group * g.taps, g.taps, g.kernel[1] * g.kernel[2], g.kernel[2], 1)
     return _result_bytes(tiling) <= device.shared_bytes and p.weight == dense
 
 
 def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_parts: int) -> Launch:
-    """Of the weight, unless it has none, and of the bias."""
+    """Returns the launch that adds the parts of the weight gradient (none if `splits` is 0) and the bias gradient."""
     g, (ci, co, _, _, tap) = p.geometry, p.weight
     count, threads = _count(g), 256
     slices = _slices(device, kinds)
@@ -950,7 +968,7 @@ def _sum_of_parts(p: Problem, device: Device, kinds: int, splits: int, bias_part
     def blocks(rows: int) -> int:
         return -(-g.out_per_group * g.taps // rows) * -(-g.in_channels // 32)
 
-    rows = 64 // slices  # 8 of a warp
+    rows = 64 // slices  # 8 rows per warp
     while rows > max(2, 8 // slices) and blocks(rows) < 3 * device.multiprocessors:
         rows //= 2
     bias_blocks = -(-g.out_channels // 8) if p.bias else 0
@@ -995,7 +1013,8 @@ def _steps(batch: int, size: Triple, layer: Layer, box: Box) -> int:
 
 
 def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> Callable[[int], float]:
-    """Predicted, of all steps in so many parts: blocks come in waves, and parts must be added."""
+    """Returns a function that predicts the cycles of all steps for a number of parts: blocks run in waves, and parts
+    are added afterwards."""
     steps, depths = _steps(batch, size, layer, made.box), made.box.count(size, layer.per_word)[0]
     work = max((step_work(layer, made, piece) for piece in made.tiling.pieces), key=lambda work: work.cycles)
     step, ahead, coming = work.cycles, made.contents.ahead, work.coming
@@ -1015,7 +1034,7 @@ def _cycles(layer: Layer, made: Buffers, batch: int, size: Triple, device: Devic
 
 
 def _result_cycles(tiling: Tiling, g: Geometry) -> float:
-    """Of a block that writes its sums to their place, beyond what every block takes."""
+    """Returns the cycles that a block takes to write its sums straight to the result, beyond `Costs.block`."""
     d, h, w = tiling.rows_d[0].taps, tiling.rows_h[0].taps, tiling.pieces[0].taps
     taps = {(i * g.kernel[1] + j) * g.kernel[2] + k for i, j, k in product(d, h, w)}
     runs = tiling.columns * tiling.out_tile * sum(tap - 1 not in taps for tap in taps)
@@ -1023,7 +1042,7 @@ def _result_cycles(tiling: Tiling, g: Geometry) -> float:
 
 
 def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device, slices: int = 1) -> int:
-    """Into how many parts the steps are split: what fills the GPU with the least left over at the end."""
+    """Returns the number of parts (split-K) of the steps with the least predicted cycles."""
     waves = -(-4 * device.multiprocessors // made.tiling.kinds(layer.geometry))
     steps = _steps(batch, size, layer, made.box)
     room = device.workspace_bytes if slices == 1 else SLICED * device.workspace_bytes // slices
@@ -1032,12 +1051,13 @@ def _splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Devic
 
 
 def _count(g: Geometry) -> int:
-    """Elements of the weight."""
+    """Returns the number of elements of the weight."""
     return g.in_channels * g.out_per_group * g.taps
 
 
 def tiling_of(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
-    """The tiling of a layer, if it has any: one of its repertoire, so that a new volume does not recompile."""
+    """Returns the tiling for a volume, or None. It is one of the layer's repertoire, so that a new volume seldom
+    compiles a new kernel."""
     return _repertoire.choose(
         (layer.geometry, layer.dtype, layer.unit_c_x, layer.unit_c_y, device),
         (layer, batch, size),
@@ -1051,7 +1071,7 @@ _repertoire = Repertoire[tuple[Geometry, str, bool, bool, Device], tuple[Layer, 
 
 
 def _typical_tilings(layer: Layer, device: Device, positions: int) -> Iterator[Tiling]:
-    """The best for typical volumes of about so many positions."""
+    """Yields the best tilings of the typical volumes nearest to `positions`."""
     volumes = [(batch, (edge, edge, edge * layer.at_once)) for batch, edge in TYPICAL]
     for volume in nearest(positions, ((batch * prod(size), (batch, size)) for batch, size in volumes)):
         if (found := _own_tiling(layer, device, *volume)) is not None:
@@ -1060,7 +1080,7 @@ def _typical_tilings(layer: Layer, device: Device, positions: int) -> Iterator[T
 
 @lru_cache(maxsize=1024)
 def _own_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tiling | None:
-    """The best for a volume."""
+    """Returns the best tiling for a volume, from the cache on disk if it has been searched before."""
     settings = (layer, replace(device, name=""), batch, size)
     found: Tiling | None = searched(__name__, settings, Tiling | None, lambda: _best_tiling(*settings))
     return found
@@ -1072,18 +1092,19 @@ def _best_tiling(layer: Layer, device: Device, batch: int, size: Triple) -> Tili
     least = min(costs.values(), default=inf)
     if least == inf:
         return None
-    # Of those that the model cannot tell apart the one that is best for large volumes.
+    # Among tilings that the model cannot tell apart, the first one is best for large volumes.
     return next(tiling for tiling in costs if costs[tiling] <= AS_GOOD * least)
 
 
 def forget() -> None:
-    """The next volume of every layer is its first."""
+    """Forgets all choices, so that the next volume of every layer counts as its first."""
     _own_tiling.cache_clear()
     _repertoire.forget()
 
 
 def _tiling_cycles(layer: Layer, tiling: Tiling, batch: int, size: Triple, device: Device) -> float:
-    """Predicted; infinite if the layer's tensors cannot be copied so, or if shared memory has no room for any box."""
+    """Predicts the cycles of all launches; infinite if the tensors cannot be copied as the tiling reads them, or if
+    no box fits shared memory."""
     if not all(layer.takes(piece) for piece in tiling.pieces):
         return inf
     made = best_buffers(layer, tiling, size, device.shared_bytes)
@@ -1134,7 +1155,8 @@ def _main(p: Problem, layer: Layer, made: Buffers, piece: Words, splits: int, di
 
 
 def _job_lines(layer: Layer, tiling: Tiling) -> int:
-    """Channels of dy, or pairs of them, that a producer warp copies at a time: a divisor of what a block has."""
+    """Returns how many channels of dy, or pairs of channels, a producer warp copies at a time: a divisor of
+    `tiling.lines`, unless channels are contiguous."""
     if layer.unit_c_y:
         return JOB_CHANNELS
     sizes = [size for size in range(1, 2 * JOB_CHANNELS + 1) if tiling.lines % size == 0]
@@ -1143,7 +1165,7 @@ def _job_lines(layer: Layer, tiling: Tiling) -> int:
 
 
 def _rows_constants(name: str, kinds: tuple[Rows, ...]) -> Constants:
-    """Tables by kind of block, filled up to one length with what is never used."""
+    """Returns the tables by kind of block, with rows padded to one length by zeros that are never read."""
     taps, planes = max(len(rows.taps) for rows in kinds), max(len(rows.offsets) for rows in kinds)
 
     def table(values: list[tuple[int, ...]], length: int) -> tuple[tuple[int, ...], ...]:

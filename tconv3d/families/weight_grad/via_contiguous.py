@@ -1,8 +1,9 @@
-"""Plans for the weight gradient of channels-last tensors by the kernel for contiguous ones (device/turn.cuh).
+"""Plans for the weight gradient of channels-last tensors by the kernel for contiguous tensors.
 
-`hopper_weight_grad` is at its best where lines of positions are runs of memory. Here x and dy are written as
-contiguous tensors first, into a bounded workspace, where that is predicted to be faster than what any kernel makes of
-them as they are.
+`hopper_weight_grad` is fastest where lines of positions are contiguous in memory. This family first transposes x and
+dy to contiguous tensors (device/turn.cuh) in a bounded workspace. It is chosen where the transposes and the kernel
+are predicted to be faster than any kernel that reads the channels-last tensors directly. In names, "turned" means
+transposed from channels-last to contiguous.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from ...planning.turning import Turning, channels_last, turn, turning
 from . import hopper
 
 REGION_ALIGN = 256
-MAX_BYTES = 2**28  # of what is turned at a time
-MAX_SLICES = 8  # of the batch, one after another
+MAX_BYTES = 2**28  # most bytes that are transposed at a time
+MAX_SLICES = 8  # most slices of the batch, which are computed one after another
 
-# What a multiprocessor does, in cycles.
-BYTES = 14.0  # read and written, in a cycle
-LAUNCH = 3500.0
+# Rates and costs of the transpose, for the predicted time.
+BYTES = 14.0  # bytes read and written per cycle by a multiprocessor
+LAUNCH = 3500.0  # cycles per launch
 
 
 def turnings(p: Problem) -> list[Turning]:
-    """Of those of dy and x that are channels-last."""
+    """Returns the transposes of those tensors, out of dy and x, that are channels-last."""
     g = p.geometry
     tensors: list[tuple[str, Strides, tuple[int, ...]]] = [
         ("dy", p.output, (p.batch, g.out_channels, *p.output_size)),
@@ -40,7 +41,7 @@ def turnings(p: Problem) -> list[Turning]:
 
 
 def turned(p: Problem) -> Problem:
-    """The same of turned tensors."""
+    """Returns the problem with the strides that dy and x have after they are transposed."""
     g, names = p.geometry, [each.from_ for each in turnings(p)]
     output = dense_strides((p.batch, g.out_channels, *p.output_size)) if "dy" in names else p.output
     input = dense_strides((p.batch, g.in_channels, *p.input_size)) if "x" in names else p.input
@@ -48,7 +49,7 @@ def turned(p: Problem) -> Problem:
 
 
 def slices_of(p: Problem) -> int:
-    """How many equal slices of the batch are turned one after another; 0 if there would be too many."""
+    """Returns how many equal slices of the batch are transposed one after another; 0 if MAX_SLICES do not suffice."""
     item = sum(each.rows * each.columns for each in turnings(p)) * p.item_bytes
     fitting = [n for n in range(1, MAX_SLICES + 1) if p.batch % n == 0 and 0 < p.batch // n * item <= MAX_BYTES]
     return min(fitting, default=0)
@@ -75,7 +76,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-PASSES = (Pass.WEIGHT_GRAD,)  # that the family computes
+PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -84,7 +85,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by the model."""
+    """Returns the predicted work of the plan's launches."""
     p, slices = problem, slices_of(problem)
     one = replace(turned(p), batch=p.batch // slices)
     moved = sum(2 * each.count * p.item_bytes / each.efficiency for each in turnings(p))
@@ -99,7 +100,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _around(p: Problem, slices: int, inner: Plan) -> Plan:
-    """The plan for contiguous tensors, with what writes these."""
+    """Returns the plan for contiguous tensors, with the launches that write them inserted."""
     found = turnings(p)
     names, regions, end = {"workspace": "parts"}, [], 0
     for each in found:
@@ -112,7 +113,7 @@ def _around(p: Problem, slices: int, inner: Plan) -> Plan:
     for i in range(slices):
         items = p.batch // slices
         launches.append(turn([replace(each, items=items, first=i * items) for each in found], overlaps=False))
-        # What overlaps may read x and dy before it waits.
+        # An overlapping launch may read x and dy before it waits for the transpose, so this one must not overlap.
         launches.append(replace(mains[i * each_has], overlaps=False))
         launches += mains[i * each_has + 1 : (i + 1) * each_has]
     turns = "" if slices == 1 else f", in {slices} slices of the batch"

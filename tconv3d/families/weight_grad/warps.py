@@ -1,7 +1,12 @@
 """Plans for the weight gradient on tensor cores (tensor_weight_grad.cuh).
 
-Chooses which channels and taps a block owns, how its warps share them, the box of positions it copies at a time, and
-into how many parts the positions are split. What is compiled in depends on the layer alone, never on the volume.
+Chooses which channels and taps a block owns, how its warps share them, the box of positions that it copies at a time,
+and into how many parts the positions are divided (split-K). The compiled constants depend on the layer alone, never
+on the volume.
+
+Terms: a word is 32 bits, one float32 or two 16-bit elements; a segment is four words along w; a chunk is four
+segments, one for each lane of a quad. A plane is one phase of dy along w. A tile is a box of positions. A job is what
+a warp copies at a time: some channels of 32 slots, each the words of one load.
 """
 
 from __future__ import annotations
@@ -23,18 +28,18 @@ from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.sums import reduce_parts
 from .arguments import TENSOR_WEIGHT_GRAD
 
-SEGMENT = 4  # words of 32 bits: one load of a lane
+SEGMENT = 4  # words of 32 bits per segment, which a lane loads at once
 CHUNK = 4  # segments that a warp multiplies at a time
-MAX_TAPS_W = 8  # taps along w that one launch has; a wider kernel takes several
-REGISTERS = 65536  # of a multiprocessor
-MIN_EFFICIENCY = 0.25  # of the products of a channel tile that count
+MAX_TAPS_W = 8  # most taps along w of one launch; a wider kernel takes several launches
+REGISTERS = 65536  # 32-bit registers of a multiprocessor
+MIN_EFFICIENCY = 0.25  # least fraction of a channel tile's products that belong to real channels
 
-# What a multiprocessor does per cycle, for choosing between tilings.
-CYCLES_PER_MULTIPLY = 8.0  # of one of the four schedulers
+# Rates and costs of a multiprocessor, for choosing between tilings.
+CYCLES_PER_MULTIPLY = 8.0  # cycles of a matrix instruction on one of the four schedulers
 L2_BYTES_PER_CYCLE = 24.0
-SECTOR_WORDS = 8  # what a memory transaction moves at least
-LATENCY = 700.0  # cycles that a job's loads are under way
-TILE_OVERHEAD = 400.0  # cycles: a barrier, and what the first chunk waits for
+SECTOR_WORDS = 8  # words of a memory sector, the smallest transaction
+LATENCY = 700.0  # cycles until a job's loads arrive
+TILE_OVERHEAD = 400.0  # cycles per tile of a barrier and of waiting for the first chunk
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,8 @@ class Window:
     """Two neighbouring segments of a plane of dy, loaded once for the taps that read out of them."""
 
     plane: int
-    start: int  # words
-    taps: tuple[tuple[int, int], ...]  # (tap along w, its shift in elements from the start)
+    start: int  # distance from the start of the plane's line, in words
+    taps: tuple[tuple[int, int], ...]  # (tap along w, shift from the window's start in elements)
 
     @cached_property
     def reach(self) -> int:
@@ -58,13 +63,13 @@ class Window:
 class Planes:
     """The phases of w that have taps, and the windows that a row of taps needs."""
 
-    offsets: tuple[int, ...]  # per plane: the output of the tile's first position
+    offsets: tuple[int, ...]  # per plane: index of the output that the tile's first position reads
     windows: tuple[Window, ...]
     per_word: int
 
     @classmethod
     def of(cls, axis: Axis, taps: range, per_word: int, vector: int) -> Planes:
-        """Planes that begin at a multiple of `vector` outputs, where the stride is 1."""
+        """Returns the planes of some taps. With stride 1, planes begin at a multiple of `vector` outputs."""
         offsets: list[int] = []
         windows: list[Window] = []
         segment = SEGMENT * per_word
@@ -89,28 +94,28 @@ class Planes:
 
     @cached_property
     def words(self) -> int:
-        """Of all windows."""
+        """Words of all windows together."""
         return sum(window.words for window in self.windows)
 
     def line_words(self, segments: int) -> int:
-        """Words of a line that taps read."""
+        """Returns how many words of a line the taps read."""
         last = max(window.start * self.per_word + window.reach for window in self.windows)
         return -(-(segments * SEGMENT * self.per_word + last) // self.per_word)
 
     def line_pitch(self, segments: int) -> int:
-        """Words of a line that windows touch: a multiple of a segment."""
+        """Returns how many words of a line the windows touch, a multiple of SEGMENT."""
         return (segments - 1) * SEGMENT + max(window.start + window.words for window in self.windows)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the kernel is compiled for, besides the tiling."""
+    """The properties of a layer and its tensors that the kernel is compiled for, besides the tiling."""
 
     geometry: Geometry
     dtype: str
     channels_last: bool
-    vector_x: int  # words that one load brings; 0: 16-bit elements one by one
-    vector_y: int
+    vector_x: int  # words per load of x; 0 if 16-bit elements are loaded one by one
+    vector_y: int  # words per load of dy; 0 if 16-bit elements are loaded one by one
 
     @property
     def per_word(self) -> int:
@@ -118,7 +123,7 @@ class Layer:
 
     @property
     def pieces(self) -> tuple[range, ...]:
-        """The taps along w that each launch has."""
+        """The taps along w of each launch."""
         kernel = self.geometry.kernel[2]
         count = -(-kernel // MAX_TAPS_W)
         size = -(-kernel // count)
@@ -128,27 +133,28 @@ class Layer:
         return Planes.of(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
 
     def loads(self, tiling: Tiling) -> tuple[int, int]:
-        """Channels of a job, of x and of dy: loads that a lane has under way, in registers if not asynchronous."""
+        """Returns the channels of a job of x and of dy, which is the number of loads that a lane has in flight;
+        without asynchronous copies they arrive in registers."""
         x, y = (8 if tiling.asynchronous or vector in (1, 2) else 4 for vector in (self.vector_x, self.vector_y))
         return x, y
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How blocks and warps divide channels, taps and positions. Everything here is compiled in."""
+    """How blocks and warps divide channels, taps and positions. All fields are compiled in."""
 
     warps: int
-    blocks: int  # per multiprocessor
-    tiles_in: int  # of 16 channels, per warp
-    tiles_out: int  # of 8 channels, per warp
+    blocks: int  # blocks per multiprocessor
+    tiles_in: int  # tiles of 16 input channels per warp
+    tiles_out: int  # tiles of 8 output channels per warp
     warps_in: int
     warps_out: int
-    rows_d: int  # taps along d and h that a block has
-    rows_h: int
+    rows_d: int  # taps along d of a block
+    rows_h: int  # taps along h of a block
     warps_rows: int
-    slices: int  # warps that share taps and channels, and divide the chunks
-    segments: int  # of a tile of positions
-    stages: int  # buffers; three when copies are asynchronous
+    slices: int  # warps with equal taps and channels, which divide the chunks of a tile
+    segments: int  # segments of a tile of positions
+    stages: int  # buffers in shared memory; three if copies are asynchronous
     asynchronous: bool
 
     @property
@@ -167,12 +173,12 @@ class Tiling:
         return 8 * self.tiles_out * self.warps_out
 
     def kinds(self, g: Geometry) -> int:
-        """Blocks that together have all channels and taps."""
+        """Returns the number of kinds of blocks, which together own all channels and taps."""
         channels = -(-g.in_per_group // self.block_in(g)) * -(-g.out_per_group // self.block_out)
         return g.groups * channels * -(-g.kernel[0] // self.rows_d) * -(-g.kernel[1] // self.rows_h)
 
     def sums(self, taps: int) -> int:
-        """Registers per thread."""
+        """Returns the accumulator registers per thread."""
         return self.rows * taps * self.tiles_in * self.tiles_out * 4
 
     def __str__(self) -> str:
@@ -185,30 +191,31 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Box:
-    """The tile of positions: run-time values, chosen for the volume."""
+    """The size of a tile of positions, chosen for the volume at run time."""
 
     d: int
     h: int
-    w: int  # segments
+    w: int  # segments along w
 
     @property
     def segments(self) -> int:
         return self.d * self.h * self.w
 
     def lines(self, g: Geometry, rows: tuple[int, int]) -> tuple[int, int]:
-        """Lines of dy along d and h that the rows of taps of a block reach."""
+        """Returns the lines of dy along d and h that the rows of taps of a block reach."""
         d, h, _ = g.axes
         along_d = d.stride * (self.d - 1) + d.dilation * (rows[0] - 1) + 1
         return along_d, h.stride * (self.h - 1) + h.dilation * (rows[1] - 1) + 1
 
     def count(self, size: Triple, per_word: int) -> Triple:
-        """Boxes along d, h, w."""
+        """Returns the number of boxes along d, h and w that cover a volume."""
         extents = (self.d, self.h, self.w * SEGMENT * per_word)
         return tuple(-(-extent // box) for extent, box in zip(size, extents, strict=True))
 
 
 def boxes(segments: int, lines: tuple[int, int]) -> Iterator[Box]:
-    """Boxes of at most so many segments, none longer than the volume has `lines` along d and h."""
+    """Yields boxes of at most `segments` segments, none larger along d and h than the volume, whose size is
+    `lines`."""
     for w in range(1, min(segments, 16) + 1):
         for h in range(1, min(segments // w, lines[1]) + 1):
             for d in range(1, min(segments // (w * h), lines[0]) + 1):
@@ -216,13 +223,13 @@ def boxes(segments: int, lines: tuple[int, int]) -> Iterator[Box]:
 
 
 def pitch_up(words: int) -> int:
-    """The next length that is 16 words more than a multiple of the 32 banks."""
+    """Returns the next length in words that is 16 more than a multiple of the 32 banks."""
     return words + (16 - words) % 32
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Shared memory of a tiling: room for the box that suits a large volume; other boxes must fit it."""
+    """Shared memory of a tiling, with room for the best box of a large volume; other boxes must fit it."""
 
     pitch_x: int
     plane: int
@@ -243,7 +250,7 @@ class Buffers:
 
 
 def _wide_boxes(segments: int) -> Iterator[Box]:
-    """Boxes of exactly so many segments, with lines long enough for whole memory transactions."""
+    """Yields boxes of exactly `segments` segments, with lines long enough for whole memory sectors."""
     for w in (4, 8):
         for h in range(1, segments // w + 1):
             if segments % (w * h) == 0:
@@ -256,7 +263,7 @@ def plane_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box, pa
 
 
 def copied_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box) -> int:
-    """Words of a channel of dy that a box moves, in whole sectors of memory."""
+    """Returns how many words of a channel of dy a box moves, counted in whole memory sectors."""
     along_d, along_h = box.lines(g, rows)
     return along_d * along_h * (planes.line_words(box.w) * g.stride[2] + SECTOR_WORDS - 1)
 
@@ -271,7 +278,7 @@ def _plane_room(g: Geometry, planes: Planes, rows: tuple[int, int], segments: in
     return pitch_up(plane_words(g, planes, rows, _best_wide_box(g, planes, rows, segments)))
 
 
-# ---- Which tiling.
+# ---- The choice of a tiling.
 
 
 def _candidates(layer: Layer) -> Iterator[Tiling]:
@@ -282,7 +289,7 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
         ((8, 1), (8, 2), (12, 1), (4, 2), (4, 4)), range(1, min(4, tiles_in) + 1), range(1, min(4, tiles_out) + 1)
     ):
         room = min(248, REGISTERS // (32 * warps * blocks) // 8 * 8)
-        # Fragments, addresses, words on their way.
+        # Registers for fragments, addresses and loads in flight.
         others = 8 * ti + (36 if layer.dtype == "float32" else 56) + (8 if g.stride[2] > 1 else 0)
         if 4 * taps * ti * to > room - others:
             continue
@@ -292,7 +299,7 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
             for rows_d, rows_h in product(range(1, g.kernel[0] + 1), range(1, g.kernel[1] + 1)):
                 if rows_d * rows_h < wr or rows_d * rows_h > 5 * wr or (rows_d > 5 or rows_h > 8):
                     continue
-                if g.kernel[0] % rows_d or g.kernel[1] % rows_h:  # a block whose last rows are empty
+                if g.kernel[0] % rows_d or g.kernel[1] % rows_h:  # The last block would have empty rows.
                     continue
                 for segments, stages in product((8, 16, 32, 64), (3,) if layer.dtype == "float32" else (2,)):
                     slices = warps // (wi * wo * wr)
@@ -306,7 +313,7 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
 
 
 def _slots(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> tuple[int, int]:
-    """Loads per channel of x and of dy that a box takes."""
+    """Returns the loads per channel of x and per channel of dy that a box takes."""
     along_d, along_h = box.lines(layer.geometry, tiling.block_rows)
     line = -(-planes.line_words(box.w) // max(1, layer.vector_y)) * len(planes.offsets)
     return box.segments * SEGMENT // max(1, layer.vector_x), along_d * along_h * line
@@ -321,7 +328,8 @@ def _jobs(layer: Layer, tiling: Tiling, slots: tuple[int, int]) -> tuple[int, in
 
 
 def _warp_cycles(planes: Planes, tiling: Tiling, segments: int) -> tuple[float, float, float]:
-    """Of tensor cores, shared memory and issuing, for the products of a tile of each block."""
+    """Returns the cycles of tensor cores, of shared memory and of issuing instructions, for the products of one tile
+    of every block of a multiprocessor."""
     chunks = -(-segments // (CHUNK * tiling.slices))
     multiplies = 2 * tiling.rows * planes.taps * tiling.tiles_in * tiling.tiles_out
     loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * planes.words // SEGMENT
@@ -335,12 +343,12 @@ def _warp_cycles(planes: Planes, tiling: Tiling, segments: int) -> tuple[float, 
 
 
 def _joined(*parts: float) -> float:
-    """Of a tile, whose parts overlap."""
+    """Returns the cycles of a tile whose activities overlap: 15% of the shorter ones are not hidden."""
     return max(parts) + 0.15 * (sum(parts) - max(parts)) + TILE_OVERHEAD
 
 
 def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
-    """Predicted cycles in which a multiprocessor's blocks each do one tile."""
+    """Predicts the cycles in which every block of a multiprocessor computes one tile."""
     g = layer.geometry
     multiplying, sharing, issuing = _warp_cycles(planes, tiling, box.segments)
     jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
@@ -362,13 +370,13 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
 
 
 def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
-    """What `_cost` is at least, quickly said: nothing is copied."""
+    """Returns a lower bound of `_cost` that is cheap to compute, since it leaves out all copies."""
     cycles = _joined(*_warp_cycles(planes, tiling, tiling.segments))
     return cycles / (tiling.blocks * tiling.segments) * tiling.kinds(layer.geometry)
 
 
 def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float | None:
-    """Predicted cycles for a segment of a large volume; None for a tiling that does not fit."""
+    """Predicts the cycles per segment of a large volume; None for a tiling that does not fit shared memory."""
     buffers = Buffers.of(layer, planes, tiling)
     if buffers.bytes > device.shared_bytes or (buffers.bytes + 1024) * tiling.blocks > device.shared_bytes + 1024:
         return None
@@ -381,7 +389,7 @@ def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float
 
 @lru_cache(maxsize=1024)
 def tiling_of(layer: Layer, device: Device) -> Tiling | None:
-    """The predicted fastest."""
+    """Returns the tiling with the least predicted time; None if no tiling fits."""
     planes = layer.planes(layer.pieces[0])
     best, least = None, inf
     for tiling in _candidates(layer):
@@ -404,7 +412,7 @@ def _layer(p: Problem) -> Layer:
 
 
 def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
-    """Words that a load may bring: none may straddle the end of a line."""
+    """Returns the words of a load that never straddles the end of a line; 0 for 16-bit elements one by one."""
     per_word = 4 // p.item_bytes
     for words in (4, 2, 1):
         if p.aligned and strides[4] == 1 and not any(v % (words * per_word) for v in (*strides[:4], width)):
@@ -429,7 +437,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-PASSES = (Pass.WEIGHT_GRAD,)  # that the family computes
+PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -437,7 +445,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by the model."""
+    """Returns the predicted work of the plan's launches."""
     return Work(2, cycles(problem, device))
 
 
@@ -448,7 +456,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
-    """The plan with a given tiling: what a benchmark compares."""
+    """Returns the plan for a given tiling, so that benchmarks can compare tilings."""
     g, layer = p.geometry, _layer(p)
     count = g.in_channels * g.out_per_group * g.taps
     pieces = [(taps, layer.planes(taps)) for taps in layer.pieces]
@@ -463,7 +471,7 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
 
 @lru_cache(maxsize=1024)
 def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
-    """The box that walks this volume in the least predicted time."""
+    """Returns the box with the least predicted time for this volume."""
     room = Buffers.of(layer, planes, tiling).plane
 
     def cost(box: Box) -> float:
@@ -479,7 +487,7 @@ def _box(p: Problem, layer: Layer, planes: Planes, tiling: Tiling) -> Box:
 
 @lru_cache(maxsize=65536)
 def _bank_conflicts(box: Box, plane_rows: int, line_rows: int, pitch: int) -> int:
-    """How many of a quarter-warp's loads of dy (two channels, four segments) meet in a bank, at worst."""
+    """Returns the most loads of dy by a quarter-warp (two channels, four segments) that share a bank; 1 is ideal."""
     worst = 1
     for chunk in range(0, box.segments - CHUNK + 1, CHUNK):
         banks = [0] * 8
@@ -493,14 +501,14 @@ def _bank_conflicts(box: Box, plane_rows: int, line_rows: int, pitch: int) -> in
 
 
 def _pad(g: Geometry, planes: Planes, tiling: Tiling, box: Box, room: int) -> tuple[int, int]:
-    """The fewest bank conflicts between lines of dy, and how many words each is lengthened by for that."""
+    """Returns the fewest bank conflicts between lines of dy, and the words of padding per line that achieve this."""
     plane_rows, pitch = g.stride[0] * box.lines(g, tiling.block_rows)[1], planes.line_pitch(box.w)
     pads = [pad for pad in range(0, 32, 4) if plane_words(g, planes, tiling.block_rows, box, pad) <= room]
     return min((_bank_conflicts(box, plane_rows, g.stride[1], pitch + pad), pad) for pad in pads)
 
 
 def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Tiling, box: Box, count: int) -> int:
-    """Into how many parts the positions are split: what fills the GPU with the least left over at the end."""
+    """Returns the number of parts (split-K) of the positions with the least predicted cycles."""
     kinds, slots = tiling.kinds(p.geometry), device.multiprocessors * tiling.blocks
     tiles = _tiles(p, layer, box)
     most = max(1, min(tiles, device.workspace_bytes // (count * 4), -(-4 * slots // kinds)))
@@ -509,13 +517,13 @@ def _splits(p: Problem, device: Device, layer: Layer, planes: Planes, tiling: Ti
 
 
 def _cycles(kinds: int, slots: int, tiles: int, tile: float, splits: int, count: int, device: Device) -> float:
-    """Predicted: blocks come in waves, and parts must be added."""
+    """Predicts the cycles of one launch and the sum of its parts. Blocks run in waves of `slots` blocks."""
     adding = splits * count * 8 / (16 * device.multiprocessors)
     return -(-kinds * splits // slots) * (-(-tiles // splits) + 1) * tile + adding
 
 
 def cycles(p: Problem, device: Device) -> float:
-    """Predicted, of all launches."""
+    """Predicts the cycles of all launches."""
     g, layer = p.geometry, _layer(p)
     tiling = tiling_of(layer, device)
     assert tiling is not None, "cycles() of a problem that why_not() refuses"
@@ -533,8 +541,8 @@ def _tiles(p: Problem, layer: Layer, box: Box) -> int:
 
 
 def wide(p: Problem, box: int) -> bool:
-    """Whether an offset, or an intermediate value of one, may leave 32 bits. Boxes of `box` segments at the most may
-    begin inside the volume and end beyond."""
+    """Tells whether an offset, or an intermediate value of one, may exceed 32 bits. Boxes of at most `box` segments
+    may begin inside the volume and end outside."""
     g = p.geometry
     reach = tuple(
         size + box * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
