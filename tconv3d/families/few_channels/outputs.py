@@ -169,7 +169,7 @@ class Tile:
 
     @property
     def item_pitch(self) -> int:
-        """Elements from channel to channel in a stage, or from row to row if channels-last, without conflicts."""
+        """Elements from channel to channel in a stage (channels-last: from row to row), without bank conflicts."""
         return self.chunk if self.layer.channels_last else 16 * self.row_tiles + 8
 
     @property
