@@ -144,7 +144,10 @@ def part_vector(side: Side) -> int:
 
 
 def tiles(side: Side, rows: int, multiple: int, part_limit: int) -> list[Tile]:
-    """Returns boxes of up to `rows` positions with a width that `multiple` divides and at most `part_limit` bytes."""
+    """Returns boxes of up to `rows` positions whose parts have at most `part_limit` bytes.
+
+    The width of a box is divisible by `multiple` and by the vectors of its part.
+    """
     vector = part_vector(side)
     step = max(1, vector) // gcd(side.gathers[2].input_step, max(1, vector))
     multiple = max(multiple, step)  # both are powers of two
