@@ -215,7 +215,7 @@ def plan_normalize(p: NormProblem, device: Device) -> Plan:
     strips = Strips.of(p.activation, device, FLIGHT)  # short strips, FLIGHT vectors per thread
     launch = strips.launch(
         NORMALIZE, 0, _operands(NORMALIZE), p.numbers,
-        min_blocks=2 if p.activation.channels_last else 4,  # more blocks do not fit the registers
+        min_blocks=2 if p.activation.channels_last else 4,  # resident blocks, which limit the registers per thread
         Result=p.result, Parameter=p.parameter,
     )  # fmt: skip
     return Plan("normalize", "one read and one write", (launch,), tile=_describe(strips))
