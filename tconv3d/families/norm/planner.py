@@ -2,7 +2,7 @@
 
 The kernels are passes over dense activations (sweep.cuh) and small reductions between them. A pass divides
 activations into strips; the sums of a strip go to one slot of its channel. The statistics are computed from moments
-(partial means and variances), which the convolution's kernel or a pass over its result writes.
+(count, sum and sum of squares of a set of values), which the convolution's kernel or a pass over its result writes.
 """
 
 from __future__ import annotations
