@@ -1,6 +1,7 @@
-"""`explain`: which kernel would run a layer, why, and what the hardware would allow.
+"""Provides `explain`: which kernels a layer would run, why, and the least time that the hardware allows.
 
-Needs no GPU and launches nothing. Asks the planner the questions the executor asks: what it says is what happens.
+`explain` needs no GPU and launches nothing. It asks the planner by the same functions as the executor, so that the
+explained plan is the plan that runs.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import DTYPES, OperandAddresses
 from .modules import ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm, resolved_output_padding
 
-LEFT = "PyTorch's operator"  # in the place of a kernel's name, where the planner refuses a layer
+LEFT = "PyTorch's operator"  # shown in place of a kernel's name if the planner refuses a layer
 
 
 @dataclass(frozen=True)
 class PassExplanation:
-    """One pass: the kernel, why this one, and the least the pass can take."""
+    """Explains one pass: its kernel, the reason for the choice, and the least time that the pass can take."""
 
     name: str
     kernel: str
     why: str
-    passed_over: dict[str, str]  # kernels that were not taken: the predicted time of an offer, or why there is none
+    passed_over: dict[str, str]  # for each kernel not taken: the predicted time of its offer, or its refusal
     tile: str
-    launches: int  # none of its own if it comes with another pass
+    launches: int  # number of launches; 0 if the launches of another pass compute this pass too
     workspace_bytes: int
     bytes: int
     flops: int
-    floor_ms: float | None  # None where the GPU's ceilings are not known
+    floor_ms: float | None  # least time in milliseconds; None if the GPU's ceilings are not known
     bound_by: str | None
-    kept_bytes: int = 0  # of the packed weight, which is kept where no gradient is wanted
-    together: tuple[str, ...] = ()  # the passes that the same launches compute, if they are several
-    predicted_us: float | None = None  # of the launches that compute the pass, with what they compute beside it
+    kept_bytes: int = 0  # bytes of the packed weight that calls without gradients keep
+    together: tuple[str, ...] = ()  # all passes that these launches compute, if there are several
+    predicted_us: float | None = None  # predicted microseconds of the launches, for all passes that they compute
 
 
 @dataclass(frozen=True)
 class AxisExplanation:
-    """The taps of one dimension: for each phase, (tap, shift) pairs."""
+    """Lists the taps of one dimension as (tap, shift) pairs for each phase."""
 
     name: str
     phases: tuple[tuple[tuple[int, int], ...], ...]
@@ -62,7 +63,7 @@ class AxisExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found. `str()` of it is for people, `as_dict()` for programs."""
+    """Holds the result of `explain`: `str()` of it is for people, `as_dict()` for programs."""
 
     layer: str
     input_shape: tuple[int, ...]
@@ -72,7 +73,7 @@ class Explanation:
     layout: str
     gpu: str
     ceilings: str
-    here: str  # what runs when this very call is made, now
+    here: str  # what runs if the call is made now on this machine
     taps: int
     phases: int
     empty_phases: int
@@ -81,7 +82,7 @@ class Explanation:
 
     @property
     def kernel(self) -> str:
-        """The forward pass's kernel."""
+        """The name of the forward pass's kernel."""
         return self.passes[0].kernel
 
     @property
@@ -107,9 +108,8 @@ def explain(
     >>> tconv3d.explain(input, weight, bias, stride=2)         # the arguments of conv_transpose3d
     >>> tconv3d.explain(layer, (1, 32, 64, 64, 64), gpu="H200")
 
-    `gpu` is a name (`tconv3d.gpus.GPUS`) or a compute capability ("9.0"); the present GPU if there is one, else H200
-    (under use_backend("emulator") what the emulator runs).
-    Tensors on the meta device will do.
+    `gpu` is a name (`tconv3d.gpus.GPUS`) or a compute capability ("9.0"). The default is the present GPU, or H200 if
+    there is none, or the emulator under use_backend("emulator"). Tensors may be on the meta device.
     """
     call = call_of(layer_or_input, *arguments, **keywords)
     with planner.aside():
@@ -124,8 +124,10 @@ def launches(
     device: Device,
     passes: Collection[Pass] = tuple(Pass),
 ) -> tuple[Launch, ...]:
-    """The kernel launches of a layer's passes: what to compile before its first call. With those of calls that keep
-    the packed weight."""
+    """Returns the kernel launches of a layer's passes, which can be compiled before its first call.
+
+    The launches of calls that keep the packed weight are included.
+    """
     call = call_of(layer, input)
     problems = [problem for problem in problems_of(*call) if problem.which in passes]
     if problems and _refusal(problems[0].geometry) is not None:
@@ -137,13 +139,14 @@ def launches(
         problems[0] = _activated_problem(call, layer.group_norm)
         normalize, gradient = _norm_plans(problems[0], layer.group_norm, device)
         plans = [normalize, gradient] if len(passes) > 1 else [normalize]
-        problems = [problem for problem in problems if problem.which is not Pass.BIAS_GRAD]  # the norm's has it
+        # The norm's gradient includes the gradient of the convolution's bias.
+        problems = [problem for problem in problems if problem.which is not Pass.BIAS_GRAD]
     plans += _plans(problems, device)
     return tuple(launch for plan in plans for each in (plan, plan.kept) if each for launch in each.launches)
 
 
 def _plans(problems: Sequence[Problem], device: Device) -> list[Plan]:
-    """Those of a training step: the forward pass, then the gradients, as one backward pass wants them."""
+    """Returns the plans of a training step: the forward pass, then the gradients of one backward pass."""
     forward = [problem for problem in problems if problem.which is Pass.FORWARD]
     gradients = tuple(problem for problem in problems if problem.which is not Pass.FORWARD)
     plans = [replace(planner.plan(problem, device), passes=(Pass.FORWARD,)) for problem in forward]
@@ -156,7 +159,7 @@ Call = tuple[Tensor, Tensor, Tensor | None, Convolution]
 def call_of(
     layer_or_input: torch.nn.ConvTranspose3d | ConvTranspose3dReLUGroupNorm | Tensor, *arguments: Any, **keywords: Any
 ) -> Call:
-    """The convolution of a layer and its input, or of the arguments of `conv_transpose3d`."""
+    """Returns the convolution of a layer and its input, or of the arguments of `conv_transpose3d`."""
     layer = layer_or_input
     if isinstance(layer, Tensor):
         _check_arguments(_call, "an input tensor", layer, *arguments, **keywords)
@@ -169,7 +172,7 @@ def call_of(
 def checked_layer(
     layer: object, expected: str = "a ConvTranspose3d layer or a fused block"
 ) -> torch.nn.ConvTranspose3d:
-    """The convolution of a layer or of a fused block; a TypeError that says what came in place of one."""
+    """Returns the convolution of a layer or of a fused block; raises a TypeError for anything else."""
     if isinstance(layer, ConvTranspose3dReLUGroupNorm):
         return layer.conv_transpose
     if not isinstance(layer, torch.nn.ConvTranspose3d):
@@ -181,7 +184,7 @@ def checked_layer(
 
 
 def _check_arguments(function: Callable[..., Call], first: str, *arguments: Any, **keywords: Any) -> None:
-    """Says what is missing or too much without the name of a function that nobody has called."""
+    """Raises a TypeError for missing or extra arguments that does not name an internal function."""
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
@@ -218,7 +221,7 @@ def _call(
 
 
 def find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
-    """The GPU to plan for, and its ceilings if they are known."""
+    """Returns the device to plan for, and its ceilings if they are known."""
     if name is None and current_backend() == "emulator":
         return executor.EMULATED, None
     if name is None and not torch.cuda.is_available():
@@ -265,12 +268,12 @@ def _explain(
 
 
 def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> list[Problem]:
-    """The passes as a training step would ask for them, by the functions that the executor asks with.
+    """Returns the problems of a training step, made by the functions that the executor uses.
 
-    The output gradient is taken to be a new tensor with the output's strides.
+    The output gradient is assumed to be a new tensor with the output's strides.
     """
     at = OperandAddresses(*(0 if tensor.is_meta else tensor.data_ptr() for tensor in (input, weight)))
-    input, weight = _on_meta(input), _on_meta(weight)  # A shape in place of a tensor has no device of its own.
+    input, weight = _on_meta(input), _on_meta(weight)  # an input given as a shape has no device
     bias = None if bias is None else _on_meta(bias)
     if input.dtype not in DTYPES:
         checks.check_forward(input, weight, bias, convolution)
@@ -288,12 +291,12 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    """A tensor of the same strides: those of views with gaps, too, which `Tensor.to` would not keep."""
+    """Returns a meta tensor with equal strides, even for views with gaps, whose strides `Tensor.to` would change."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _refusal(geometry: Geometry) -> str | None:
-    """Why the planner leaves a layer to PyTorch's operator; None if it does not."""
+    """Returns why the planner leaves a layer to PyTorch's operator, or None if it does not."""
     try:
         planner.check_limits(geometry)
     except planner.Refused as refusal:
@@ -325,7 +328,7 @@ def _explain_passes(problems: Sequence[Problem], device: Device, gpu: Gpu | None
 
 
 def _passed_over(which: Pass, taken: Offer, answers: Sequence[Answer]) -> dict[str, str]:
-    """What every other kernel said to a pass."""
+    """Returns the answers of all kernels that were not taken for a pass, in words."""
     found: dict[str, str] = {}
     for answer in answers:
         if which not in answer.passes or (answer.kernel, answer.passes) == (taken.kernel, taken.passes):
@@ -335,7 +338,7 @@ def _passed_over(which: Pass, taken: Offer, answers: Sequence[Answer]) -> dict[s
             found.setdefault(answer.kernel, answer.why)
             continue
         beside = f" together with {' and '.join(others)}" if others else ""
-        # The planner has a time predicted only if the lower bound could still win: so does this list.
+        # The planner predicts a time only if the lower bound could still win; otherwise the bound itself is shown.
         least = answer.least_microseconds >= taken.microseconds
         amount = f"at least {answer.least_microseconds:.3g}" if least else f"{answer.microseconds:.3g}"
         found[answer.kernel + beside] = f"predicted to take {amount} us"
@@ -366,13 +369,13 @@ def _explain_pass(problem: Problem, plan: Plan, gpu: Gpu | None) -> PassExplanat
     )
 
 
-# ---- layers with what follows them
+# ---- Layers with a fused ReLU or GroupNorm.
 
 
 def _explain_fused(
     layer: ConvTranspose3dReLUGroupNorm | ConvTranspose3dReLU, call: Call, gpu: str | None
 ) -> Explanation:
-    """The convolution's explanation, with the passes that differ."""
+    """Returns the convolution's explanation with the passes that a fused ReLU or GroupNorm changes or adds."""
     device, ceilings = find_gpu(gpu, call[0])
     plain = _explain(*call, (device, ceilings))
     norm = layer.group_norm if isinstance(layer, ConvTranspose3dReLUGroupNorm) else None
@@ -386,7 +389,7 @@ def _explain_fused(
     passes = (
         forward,
         _explain_sweep("normalize", normalize, 2 * moved, ceilings),
-        # The gradient of the convolution's bias comes with the norm's.
+        # The norm's gradient includes the gradient of the convolution's bias.
         _explain_sweep("norm_grad", gradient, (5 if gradient.kernel == "norm_grad" else 3) * moved, ceilings),
         *_explain_passes(gradients, device, ceilings),
     )
@@ -401,7 +404,7 @@ def _activation(problem: Problem) -> Activation:
 
 
 def _norm_plans(problem: Problem, norm: torch.nn.GroupNorm, device: Device) -> tuple[Plan, Plan]:
-    """Of a norm behind a forward pass: its own pass, and its gradients."""
+    """Returns the plans of normalization and of its gradient, for a norm after a forward pass."""
     parameter = next((DTYPES[tensor.dtype] for tensor in norm.parameters()), problem.dtype)
     normed = NormProblem(_activation(problem), problem.dtype, parameter, norm.num_groups)
     wanted = Wanted(True, norm.affine, problem.bias)
@@ -417,7 +420,7 @@ def _activated_problem(call: Call, norm: torch.nn.GroupNorm | None) -> Problem:
 
 
 def _explain_sweep(name: str, plan: Plan, moved: int, gpu: Gpu | None) -> PassExplanation:
-    """A pass over memory: no arithmetic to speak of."""
+    """Explains a pass over memory, whose arithmetic takes negligible time."""
     return PassExplanation(
         name=name,
         kernel=plan.kernel,

@@ -1,4 +1,4 @@
-"""Declares what a kernel takes at run time: its C++ struct and the bytes of a launch come from one declaration.
+"""Declares the run-time arguments of a kernel once, for its C++ struct and for the bytes of a launch.
 
     FILL = Arguments(
         "fill",
@@ -9,9 +9,9 @@
     FILL.pointers(words="workspace")  # the operands of a launch, in the order of the struct
     FILL.pack(count=7)                # the bytes behind the pointers, padded as C++ pads them
 
-A kernel that nobody declared (`declared` finds nothing) defines `struct Args` in its own header.
+A kernel without a declaration (`declared` returns None) defines `struct Args` in its own header.
 
-Knows nothing of what a kernel computes.
+This module knows nothing of what a kernel computes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Any, Protocol
 
 from .geometry import Triple
 
-LINE = 110  # columns of a generated line, as .clang-format says
+LINE = 110  # columns of a generated line, the limit in .clang-format
 
 
 class Type(Protocol):
-    """A type of C++ that Python writes as bytes and reads again."""
+    """Describes a C++ type that Python can write as bytes and read back."""
 
     @property
     def name(self) -> str: ...
@@ -49,10 +49,10 @@ class Field:
 
 @dataclass(frozen=True)
 class Plain:
-    """A number or an address; calling it makes a field of a struct, with its comment."""
+    """Describes the type of a number or an address; a call returns a field of this type with a comment."""
 
     name: str
-    form: str  # the letter that Python's `struct` has for it
+    form: str  # format character of Python's module `struct`
 
     def __call__(self, comment: str) -> Field:
         return Field(self, comment)
@@ -71,10 +71,10 @@ class Plain:
 
 
 class Struct:
-    """A struct of declared fields; calling it makes a field of another struct.
+    """Describes a struct of declared fields; a call returns a field of this type for another struct.
 
-    `header` names the header that defines it; without one the definition is generated. `make` turns the value that
-    planners give into the values of the fields by name.
+    `header` names the header that defines the struct; without a header the definition is generated. `make` converts
+    the value that planners give to the values of the fields by name.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Struct:
         return bytes(data)
 
     def read(self, data: bytes) -> dict[str, Any]:
-        """The values of the fields by name, those of structs as dictionaries."""
+        """Returns the values of the fields by name, with a dictionary for each inner struct."""
         places = {key: slice(at, at + self.fields[key].type.size) for key, at in self.offsets.items()}
         return {key: self.fields[key].type.read(data[place]) for key, place in places.items()}
 
     @property
     def inner(self) -> Iterator[Struct]:
-        """The structs that its fields are made of, those that others need first."""
+        """Yields the structs among the types of the fields, each after the structs that it contains."""
         for field in self.fields.values():
             if isinstance(field.type, Struct):
                 yield from field.type.inner
@@ -147,20 +147,22 @@ def _comment(text: str, indent: str) -> list[str]:
     return textwrap.wrap(text, LINE, initial_indent=f"{indent}// ", subsequent_indent=f"{indent}// ")
 
 
-# ---- the arguments of a kernel
+# ---- The arguments of a kernel.
 
 
 _declared: dict[str, Arguments] = {}
 
 
 def declared(kernel: str) -> Arguments | None:
-    """The arguments of a kernel; None if its header defines them. Every kernel of the package is declared by the
-    module that launches it, which `import tconv3d` imports."""
+    """Returns the declared arguments of a kernel, or None if the kernel's header defines them.
+
+    Every kernel of the package is declared by the module that launches it, which `import tconv3d` imports.
+    """
     return _declared.get(kernel)
 
 
 class Arguments(Struct):
-    """`struct Args` of a kernel: its pointers, and behind them everything else that changes from launch to launch."""
+    """Declares `struct Args` of a kernel: pointers, followed by all other values that change between launches."""
 
     def __init__(self, kernel: str, /, **fields: Field) -> None:
         super().__init__("Args", "What changes from launch to launch.", **fields)
@@ -173,14 +175,14 @@ class Arguments(Struct):
         _declared[kernel] = self
 
     def pointers(self, **operands: str) -> tuple[str, ...]:
-        """The operands that the pointers of a launch point to, "null" for none, in the order of the struct."""
+        """Returns the operands of a launch's pointers in the order of the struct, with "null" for a null pointer."""
         if operands.keys() != set(self.pointer_names):
             wanted, given = (", ".join(names) for names in (self.pointer_names, operands))
             raise TypeError(f"{self.kernel}: pointers expected: {wanted}; got: {given}")
         return tuple(operands[key] for key in self.pointer_names)
 
     def pack(self, **values: Any) -> bytes:
-        """What stands behind the pointers, as bytes."""
+        """Returns the bytes of the arguments after the pointers."""
         try:
             whole = self.write({**dict.fromkeys(self.pointer_names, 0), **values})
         except (TypeError, ValueError) as error:
@@ -188,30 +190,30 @@ class Arguments(Struct):
         return whole[8 * len(self.pointer_names) :]
 
     def given(self, operands: Sequence[str], scalars: bytes) -> dict[str, Any]:
-        """The arguments of a launch by name: operands for pointers, numbers, and dictionaries for structs."""
+        """Returns the arguments of a launch by name: operands for pointers, numbers, and dictionaries for structs."""
         values = self.read(bytes(8 * len(self.pointer_names)) + scalars)
         return values | dict(zip(self.pointer_names, operands, strict=True))
 
     @property
     def generated(self) -> list[Struct]:
-        """The structs that no header defines, in an order in which they can be compiled; Args is the last."""
+        """The structs that no header defines, in an order in which they compile; Args is at the end."""
         return list(dict.fromkeys([*(each for each in self.inner if not each.header), self]))
 
     @property
     def includes(self) -> list[str]:
-        """The headers that define types of the fields."""
+        """The names of the headers that define types of the fields."""
         return list(dict.fromkeys(each.header for each in self.inner if each.header))
 
     @cached_property
     def definitions(self) -> str:
-        """C++ that defines `Args`, to stand before the header of the kernel."""
+        """The C++ source that defines `Args`, which is compiled before the kernel's header."""
         includes = "".join(f'#include "{header}"\n' for header in self.includes)
         structs = "".join(each.definition for each in self.generated)
         check = f'static_assert(sizeof(Args) == {self.size}, "Python and C++ lay out Args alike");\n'
         return f"{includes}namespace tconv3d {{\n{structs}{check}}}  // namespace tconv3d\n"
 
 
-# ---- the types that kernels share
+# ---- Types that kernels share.
 
 
 POINTER, CONST_POINTER = Plain("void*", "P"), Plain("const void*", "P")
@@ -228,7 +230,7 @@ def _in_order(names: str) -> Callable[[Sequence[int]], Mapping[str, int]]:
 
 
 def _divider(divisor: int) -> dict[str, int]:
-    """n / divisor == (mulhi(n, multiplier) + n) >> shift for 0 <= n < 2^31."""
+    """Returns numbers with n / divisor == (mulhi(n, multiplier) + n) >> shift for 0 <= n < 2^31."""
     divisor = max(divisor, 1)
     shift = (divisor - 1).bit_length()
     multiplier = ((1 << 32) * ((1 << shift) - divisor)) // divisor + 1
@@ -236,7 +238,7 @@ def _divider(divisor: int) -> dict[str, int]:
 
 
 def _walk(walk: tuple[Triple, int]) -> dict[str, Any]:
-    """A walk over a volume with any batch, so many positions at a time."""
+    """Returns the values of `struct Walk` for a volume's size and a step in positions, for any batch size."""
     size, step = walk
     d, h, w = size = tuple(max(extent, 1) for extent in size)
     digits = (step // (w * h) % d, step // w % h, step % w)
@@ -244,12 +246,12 @@ def _walk(walk: tuple[Triple, int]) -> dict[str, Any]:
 
 
 def per_axis(name: str, values: Sequence[int]) -> dict[str, int]:
-    """Three arguments of one kind: per_axis("by", (2, 3, 4)) == {"by_d": 2, "by_h": 3, "by_w": 4}."""
+    """Returns one argument per dimension: per_axis("by", (2, 3, 4)) == {"by_d": 2, "by_h": 3, "by_w": 4}."""
     return {f"{name}_{axis}": value for axis, value in zip("dhw", values, strict=True)}
 
 
 def fields_per_axis(name: str, make: Callable[[str], Field], comment: str) -> dict[str, Field]:
-    """The fields that `per_axis` gives values to; the axis takes the place of {} in the comment."""
+    """Returns the fields that `per_axis` gives values to; the axis replaces {} in the comment."""
     return {f"{name}_{axis}": make(comment.format(axis)) for axis in "dhw"}
 
 

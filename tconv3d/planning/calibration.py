@@ -1,9 +1,9 @@
-"""What a GPU takes for the work of a kernel: a family counts work, measured rates make microseconds of it.
+"""Converts the work that a kernel family counts to microseconds, by rates measured on a GPU.
 
-A family states its work in the terms of its own model (`Work`): cycles of the busiest multiprocessor, or bytes and
-multiply-adds, and launches. The rates of a kernel on a GPU are data (`rates/<gpu>.json`), fitted to measured
-times by `tconv3d calibrate`. GPUs nobody has measured take the rates of the one that was, scaled by bandwidth and
-arithmetic rate; cycles of a multiprocessor are taken to be as long as there.
+A family states its work in the terms of its own model (`Work`): launches, and cycles of the busiest multiprocessor or
+multiply-adds. The rates of a kernel on a GPU are data (`rates/<gpu>.json`), fitted to measured times by `tconv3d
+calibrate`. A GPU without measured rates uses the rates of the reference GPU, scaled by memory bandwidth and float32
+rate; a cycle is taken to be equally long on both.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from .gpus import GPUS, Gpu
 from .problem import Device, Pass, Problem
 
 DIRECTORY = Path(__file__).with_name("rates")
-REFERENCE = "H200"  # the GPU whose rates others scale from
+REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured rates
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
-# The rates of a kernel that nobody has measured, in microseconds per unit: 1755 cycles take one microsecond, memory
-# moves half of 4.27 MB in one, and 1e9 float32 products take 78, half of the float32 rate of an H200.
+# Rates of a kernel without measured rates, in microseconds per unit, from an H200: 1755 cycles per microsecond, half
+# of its memory bandwidth of 4.27 MB per microsecond, and half of its float32 rate, so that 1e9 products take 78 us.
 DEFAULT = {"launches": 2.0, "kilocycles": 1 / 1.755, "megabytes": 2 / 4.27, "gigaproducts": 78.0}
 
 
 @dataclass(frozen=True)
 class Work:
-    """What the launches of a plan do: cycles of the busiest multiprocessor by the family's own model, or products
-    that are added up. The bytes of the tensors are known without it."""
+    """Counts the work of a plan's launches: cycles of the busiest multiprocessor by the family's model, or products.
+
+    The bytes of the tensors follow from the problem (`Problem.bytes`).
+    """
 
     launches: int = 1
     cycles: float = 0.0
@@ -37,13 +39,13 @@ class Work:
 
 
 def terms(problem: Problem, work: Work) -> dict[str, float]:
-    """Work on a problem in the units of the rates."""
+    """Returns the work on a problem in the units of the rates, by the names in TERMS."""
     values = (float(work.launches), work.cycles / 1e3, problem.bytes / 1e6, work.products / 1e9)
     return dict(zip(TERMS, values, strict=True))
 
 
 def kind_of(problem: Problem) -> str:
-    """What rates of a kernel may depend on beside the kernel: pass, type and memory layout."""
+    """Returns pass, type and memory layout as one text, the key of a kernel's rates."""
     strict = problem.dtype == "float32" and not problem.tf32
     dtype = "strict" if strict else "16 bit" if problem.item_bytes == 2 else problem.dtype
     strides = problem.input if problem.which is not Pass.BIAS_GRAD else problem.output
@@ -52,8 +54,8 @@ def kind_of(problem: Problem) -> str:
 
 
 def microseconds(kernel: str, problem: Problem, work: Work, device: Device) -> float:
-    """The predicted time of a kernel's work on a device; infinite for work of infinite cycles."""
-    if isinf(work.cycles):  # also for kernels whose time does not depend on cycles
+    """Returns the predicted time of a kernel's work on a device; infinite cycles take an infinite time."""
+    if isinf(work.cycles):  # infinite even for kernels whose rate per cycle is 0
         return inf
     rates = rates_of(kernel, kind_of(problem), device)
     return sum(rates.get(term, 0.0) * amount for term, amount in terms(problem, work).items())
@@ -61,7 +63,7 @@ def microseconds(kernel: str, problem: Problem, work: Work, device: Device) -> f
 
 @lru_cache(maxsize=4096)
 def rates_of(kernel: str, kind: str, device: Device) -> dict[str, float]:
-    """Microseconds per unit of every term."""
+    """Returns the microseconds per unit of every term, scaled if the device has no measured rates."""
     gpu = gpu_named(device.name)
     name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
     table = measured(name)
@@ -73,20 +75,20 @@ def rates_of(kernel: str, kind: str, device: Device) -> dict[str, float]:
 
 
 def scaled(rates: dict[str, float], measured_on: Gpu, gpu: Gpu) -> dict[str, float]:
-    """Rates of one GPU from those of another: memory by bandwidth, products by the rate of float32."""
+    """Returns the rates of `measured_on` scaled to `gpu`: memory by bandwidth, products by the float32 rate."""
     factors = {"megabytes": measured_on.copy / gpu.copy, "gigaproducts": measured_on.float32 / gpu.float32}
     return {term: rate * factors.get(term, 1.0) for term, rate in rates.items()}
 
 
 def gpu_named(name: str) -> Gpu | None:
-    """The GPU of the table whose name is part of a device's name, the longest name first."""
+    """Returns the GPU in GPUS with the longest name that is part of a device's name, or None."""
     plain = name.replace("-", " ").upper()
     return next((GPUS[known] for known in sorted(GPUS, key=len, reverse=True) if known.upper() in plain), None)
 
 
 @lru_cache(maxsize=16)
 def measured(name: str) -> dict[str, Any]:
-    """The fitted rates of a GPU, by kernel and kind; empty if nobody has measured it."""
+    """Returns the fitted rates of a GPU by kernel and kind; empty if there are none."""
     path = DIRECTORY / f"{name.lower().replace(' ', '-')}.json"
     if not path.is_file():
         return {}

@@ -1,6 +1,7 @@
-"""What one kernel launch consists of, before tensors have addresses.
+"""Describes a kernel launch before its tensors have addresses.
 
-The planner writes it, the compiler, the launcher and the emulator read it. Imports nothing of the package.
+Planners make launches; the compiler, the launcher and the emulator read them. This module imports nothing of the
+package.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ Constants: TypeAlias = tuple[tuple[str, Constant], ...]
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of the kernel in the header `<kernel>.cuh`.
+    """Describes one launch of the kernel in the header `<kernel>.cuh`.
 
-    The kernel's `Args` is the addresses of `pointers` followed by the bytes of `scalars`; planners get both from the
-    declaration of the kernel's arguments (arguments.py).
+    The kernel's `Args` are the addresses of the operands named by `pointers`, followed by the bytes of `scalars`.
+    Planners get both from the declaration of the kernel's arguments (arguments.py).
     """
 
     kernel: str
@@ -28,4 +29,4 @@ class Launch:
     shared_bytes: int
     pointers: tuple[str, ...]
     scalars: bytes
-    overlaps: bool = False  # may begin before the launch before it has ended: its kernel waits where it must
+    overlaps: bool = False  # may begin before the previous launch has ended; the kernel waits for it

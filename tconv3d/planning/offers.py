@@ -1,9 +1,9 @@
-"""The contract between the planner and the kernel families: offers, refusals, and the cheapest cover.
+"""Defines the contract between the planner and the kernel families: offers, refusals, and the cheapest cover.
 
 A family is asked once per call: `offer(wanted, device)` gets the wanted passes with their problems and answers with
-offers and refusals. An offer says which of the wanted passes it computes, how long that is predicted to take, and how
-to make the plan. A refusal says in words why the family does not compute a pass. A family knows nothing of the other
-families: the planner compares.
+offers and refusals. An offer says which of the wanted passes it computes, its predicted time, and how to make the
+plan. A refusal says in words why the family does not compute a pass. A family knows nothing of other families: only
+the planner compares. A cover is a set of offers that computes every wanted pass exactly once.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Wanted: TypeAlias = Mapping[Pass, Problem]
 
 @dataclass(frozen=True)
 class Offer:
-    """What a family would compute, the work that it would be, and the plan.
+    """Holds the passes that a family would compute, a function that counts the work, and one that makes the plan.
 
-    A family counts work, and the rates of the device make microseconds of it (`calibration.py`). Counting may take
-    long: `work` is called only if `least`, a lower bound that takes no time to find, could still win.
+    The rates of the device convert work to microseconds (`calibration.py`). Counting work may take 0.1 s or more, so
+    that `work` is called only if the lower bound `least` could still win.
     """
 
     kernel: str
     passes: tuple[Pass, ...]
-    problem: Problem  # of the first of the passes: rates depend on its type and layout
+    problem: Problem  # problem of the first pass, whose type and layout select the rates
     device: Device
     work: Callable[[], Work] = field(repr=False, compare=False)
     make: Callable[[], Plan] = field(repr=False, compare=False)
@@ -38,12 +38,12 @@ class Offer:
 
     @cached_property
     def microseconds(self) -> float:
-        """The predicted time."""
+        """The predicted time in microseconds."""
         return calibration.microseconds(self.kernel, self.problem, self.work(), self.device)
 
     @cached_property
     def least_microseconds(self) -> float:
-        """What it takes at least; 0 if nobody has said it."""
+        """A lower bound of the predicted time in microseconds; 0 if the family gives none."""
         if self.least is None:
             return 0.0
         return calibration.microseconds(self.kernel, self.problem, self.least, self.device)
@@ -54,7 +54,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a family does not compute some passes."""
+    """Says why a family does not compute some passes."""
 
     kernel: str
     passes: tuple[Pass, ...]
@@ -65,7 +65,7 @@ Answer: TypeAlias = Offer | Refusal
 
 
 class Family(Protocol):
-    """What the planner needs of a kernel family: a module of `families/` has this function."""
+    """Describes the function that the planner needs of every planner module in `families/`."""
 
     def offer(self, wanted: Wanted, device: Device) -> Iterable[Answer]: ...
 
@@ -79,7 +79,7 @@ def one_by_one(
     work: Callable[[Problem, Device], Work],
     plan: Callable[[Problem, Device], Plan],
 ) -> list[Answer]:
-    """The answers of a family that computes each of some passes alone; it has no answer for others."""
+    """Returns one answer for each wanted pass among `passes`, for a family that computes each of them alone."""
     asked = [problem for problem in wanted.values() if problem.which in passes]
     return [alone(kernel, problem, device, why_not, work, plan) for problem in asked]
 
@@ -92,7 +92,7 @@ def alone(
     work: Callable[[Problem, Device], Work],
     plan: Callable[[Problem, Device], Plan],
 ) -> Answer:
-    """The answer for one pass."""
+    """Returns an offer for one pass, or the refusal that `why_not` gives."""
     if refusal := why_not(problem, device):
         return Refusal(kernel, (problem.which,), refusal)
     make = partial(plan, problem, device)
@@ -107,7 +107,7 @@ def weight_with_bias(
     work: Callable[[Problem, Device], Work],
     plan: Callable[[Problem, Device], Plan],
 ) -> list[Answer]:
-    """The gradients of weight and bias by a kernel that adds up the one while it computes the other."""
+    """Returns the answer of a family whose kernel computes the gradients of weight and bias together."""
     if Pass.WEIGHT_GRAD not in wanted or Pass.BIAS_GRAD not in wanted:
         return []
     passes = (Pass.WEIGHT_GRAD, Pass.BIAS_GRAD)
@@ -119,10 +119,10 @@ def weight_with_bias(
 
 
 def cheapest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> tuple[Offer, ...] | None:
-    """The offers that compute every wanted pass exactly once in the least predicted time, or None.
+    """Returns the offers that compute every wanted pass exactly once in the least predicted time, or None.
 
-    An offer with a lower bound costs no more than that until it is part of the cheapest cover: only then is its work
-    counted, and the covers are compared once more.
+    An offer with a lower bound is priced at the bound until it is part of the cheapest cover. Only then is its work
+    counted, and covers are compared again.
     """
     counted = {id(offer) for offer in offers if offer.least is None}
 
@@ -140,7 +140,7 @@ def cheapest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> tuple[Offer, ..
 def _cover(
     wanted: frozenset[Pass], offers: Sequence[Offer], price: Callable[[Offer], float]
 ) -> tuple[Offer, ...] | None:
-    """The cheapest cover at these prices. There are at most three passes, so all covers are tried."""
+    """Returns the cheapest cover by trying all covers, which are few, because at most three passes are wanted."""
     if not wanted:
         return ()
     first = next(which for which in Pass if which in wanted)

@@ -1,12 +1,12 @@
-"""Geometry, type, layout and GPU -> which kernel, which tile. A pure function of plain data, explainable.
+"""Chooses kernel and tile for geometry, element type, memory layout and GPU, as a function of plain data.
 
-Every kernel family makes offers (`offers.py` is the contract), and the planner takes the cheapest cover of what is
-wanted: one pass, or the gradients of a backward pass, of which an offer may compute several. Launches of gradients
-may name any of "dy", "x", "weight", "null", "dx", "dw", "db", "workspace" and the regions of their workspace.
+Every kernel family makes offers (`offers.py` is the contract). The planner takes the set of offers that computes all
+wanted passes in the least predicted time. Wanted is one pass, or the gradients of a backward pass, of which an offer
+may compute several. Launches of gradients may name any of "dy", "x", "weight", "null", "dx", "dw", "db", "workspace"
+and the regions of their workspace.
 
-Statistics for a norm that follows are added here: a family only says whether its kernel has an epilogue
-(`HAS_EPILOGUE`: it applies `Problem.activation`), and in its plan whether the kernel leaves the moments that
-statistics are made of.
+The planner adds the launches for the statistics of a following norm. A family only declares `HAS_EPILOGUE` if its
+kernel applies `Problem.activation`, and `Plan.moments` if its kernel writes the moments for the statistics.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from .launch import Launch
 from .offers import Answer, Offer, Refusal, Wanted, cheapest
 from .problem import Device, Pass, Plan, Problem
 
-WORKSPACE_ALIGN = 256
+WORKSPACE_ALIGN = 256  # bytes
 
 FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("unfold", unfold_planner),
@@ -84,23 +84,23 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
 )
 
 
-# Limits of what is planned, so that no call takes very long or very much memory. Layers beyond the first two go to
-# the direct family, whose tables have an entry for each phase of one dimension and none for each tap. Layers beyond
-# the others are left to PyTorch's operator.
-MOST_TAPS = 4096  # of a kernel, for families that look at each; a kernel of 16x16x16 has as many
-MOST_PHASES = 4096  # of a layer, for families that look at each; a stride of 16x16x16 has as many
-MOST_DIRECT_PHASES = 2**16  # of a layer, for the direct family: each is computed, empty or not
-LONGEST_STRIDE = 1024  # along one dimension: three tables of so many 32-bit numbers are compiled into a kernel
-LONGEST_KERNEL = 2**16  # along one dimension
-FARTHEST = 2**30  # from an input to an output that it meets, in elements along one dimension: kernels have 32 bits
+# Limits that bound the time and memory of planning. Layers beyond MOST_TAPS or MOST_PHASES go to the direct family,
+# whose tables have an entry for each phase along one dimension and none for each tap. Layers beyond the other limits
+# are left to PyTorch's operator.
+MOST_TAPS = 4096  # taps per kernel: 16 x 16 x 16
+MOST_PHASES = 4096  # phases per layer: a stride of 16 x 16 x 16
+MOST_DIRECT_PHASES = 2**16  # phases per layer for the direct family, which computes phases without taps too
+LONGEST_STRIDE = 1024  # along one dimension: a kernel is compiled with three 32-bit tables of this length
+LONGEST_KERNEL = 2**16  # taps along one dimension
+FARTHEST = 2**30  # elements from an input to an output it contributes to, along one dimension: offsets have 32 bits
 
 
 class Refused(NotImplementedError):
-    """No kernel takes a call that is legal: it is left to PyTorch's operator. The message says why."""
+    """Raised for a legal call that no kernel takes, and that is left to PyTorch's operator. The message says why."""
 
 
 def check_limits(geometry: Geometry) -> None:
-    """Raises `Refused` for a layer whose planning, or whose kernels, could take very long."""
+    """Raises `Refused` for a layer beyond the limits of planning."""
     if geometry.phases > MOST_DIRECT_PHASES:
         raise Refused(f"a stride of {geometry.stride} has {geometry.phases} phases, more than {MOST_DIRECT_PHASES}")
     if max(geometry.stride) > LONGEST_STRIDE:
@@ -112,7 +112,7 @@ def check_limits(geometry: Geometry) -> None:
 
 
 def _too_many(wanted: Wanted) -> str | None:
-    """Why no family but the direct one is asked; None if all are."""
+    """Returns why only the direct family is asked for offers, or None if all families are."""
     for problem in wanted.values():
         taps, phases = problem.geometry.taps, problem.geometry.phases
         if taps > MOST_TAPS:
@@ -123,7 +123,7 @@ def _too_many(wanted: Wanted) -> str | None:
 
 
 def answers(wanted: Wanted, device: Device) -> list[Answer]:
-    """What every family says to the wanted passes: offers and refusals."""
+    """Returns the offers and refusals of every family for the wanted passes."""
     found: list[Answer] = []
     limit = _too_many(wanted)
     for name, family in FAMILIES:
@@ -136,7 +136,7 @@ def answers(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer:
-    """An offer of a kernel without epilogue is refused where a ReLU follows."""
+    """Returns the answer, or a refusal if a ReLU is wanted and the family's kernel has no epilogue."""
     relu = any(wanted[which].relu for which in answer.passes)
     if isinstance(answer, Offer) and relu and not getattr(family, "HAS_EPILOGUE", False):
         return Refusal(answer.kernel, answer.passes, "its kernel has no epilogue for a ReLU")
@@ -144,7 +144,7 @@ def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer
 
 
 def taken(wanted: Wanted, device: Device) -> tuple[Offer, ...]:
-    """The offers that compute all wanted passes in the least predicted time."""
+    """Returns the offers that compute all wanted passes in the least predicted time."""
     found = answers(wanted, device)
     cover = cheapest(tuple(wanted), [answer for answer in found if isinstance(answer, Offer)])
     if cover is None:
@@ -163,14 +163,14 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def _meeting(problem: Problem, device: Device) -> AbstractContextManager[None]:
-    """While a call is planned: its layer, whose gradients count apart, and its volume."""
+    """Tells the repertoire which layer and volume are planned; forward pass and gradients count as two layers."""
     layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, device)
     return repertoire.meeting(layer, (problem.batch, problem.input_size))
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """While somebody only asks for plans: what calls get afterwards does not depend on it."""
+    """Makes plans within its context for information only: they have no effect on the plans of later calls."""
     with repertoire.aside():
         try:
             yield
@@ -179,7 +179,7 @@ def aside() -> Iterator[None]:
 
 
 def forget() -> None:
-    """The next volume of every layer is its first."""
+    """Forgets the first volume of every layer, so that the next volume counts as the first."""
     plan.cache_clear()
     repertoire.forget()
     for _, family in FAMILIES:
@@ -187,16 +187,16 @@ def forget() -> None:
             family.forget()
 
 
-# ---- the gradients of one backward pass
+# ---- The gradients of one backward pass.
 
 
 def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
-    """All gradients that a backward pass wants, by launches that follow one another."""
+    """Returns one plan for all gradients that a backward pass wants."""
     return _in_turn(gradient_plans(problems, device))
 
 
 def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
-    """Who computes which gradients: the `passes` of each plan. In the order in which they run."""
+    """Returns the plans of the wanted gradients in the order in which they run; `Plan.passes` names the gradients."""
     if not problems:
         return []
     for problem in problems:
@@ -212,10 +212,11 @@ def _gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]
 
 
 def _in_turn(plans: Sequence[Plan]) -> Plan:
-    """One plan of several. Their workspaces lie over one another: what a plan left there, the next may overwrite.
+    """Joins several plans to one, whose workspaces share the same memory.
 
-    Except for an input gradient that prepares its operands first. The others run between that and the rest of it, so
-    that nothing waits for the preparation, and what it left stays.
+    If the first plan is an input gradient with launches that prepare operands, the other plans run between the
+    preparation and the rest of the input gradient, to hide the preparation. Their workspaces then begin after the
+    input gradient's workspace, so that the prepared operands are not overwritten.
     """
     if len(plans) == 1:
         return plans[0]
@@ -239,7 +240,7 @@ def _in_turn(plans: Sequence[Plan]) -> Plan:
 
 
 def _placed(plan: Plan, start: int) -> tuple[list[Launch], list[tuple[str, int]]]:
-    """A plan's launches and regions, with names of its own and a workspace that begins at `start`."""
+    """Returns a plan's launches and regions, with unique names and with the workspace beginning at `start` bytes."""
     places = ([("workspace", 0)] if start else []) + list(plan.regions)
     own = {name: f"{name} of {plan.passes[0].value}" for name, _ in places}
     launches = [

@@ -1,6 +1,6 @@
-"""The C++ names and sizes of element types, and the small arithmetic that planners share.
+"""Provides C++ names and sizes of element types, and small arithmetic that planners share.
 
-Knows nothing of kernels, layers or devices.
+This module knows nothing of kernels, layers or devices.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from .geometry import Triple
 from .problem import Strides
 
-# The C++ type of an element, by the name of PyTorch's type.
+# The C++ type of an element, by the name of PyTorch's dtype.
 SCALARS = {
     "float16": "tconv3d::Half",
     "bfloat16": "tconv3d::BFloat16",
@@ -23,10 +23,10 @@ def power_of_two_up(value: int) -> int:
 
 
 def accumulator(dtype: str) -> tuple[str, int]:
-    """The type that sums are kept in, and its size."""
+    """Returns the C++ type of accumulators for an element type, and its size in bytes."""
     return ("double", 8) if dtype == "float64" else ("float", 4)
 
 
 def even_pairs(strides: Strides, size: Triple) -> bool:
-    """Whether a new tensor's elements 2*i and 2*i + 1 along w are always both there, and aligned as a pair."""
+    """Returns whether elements 2*i and 2*i + 1 along w always both exist and are aligned as a pair."""
     return strides[4] == 1 and not any(v % 2 for v in (*strides[:4], size[2]))

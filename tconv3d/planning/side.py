@@ -1,7 +1,7 @@
-"""A forward pass or an input gradient seen as one thing: outputs that gather from inputs.
+"""Describes forward pass and input gradient alike, as outputs that gather from inputs.
 
-Planners whose kernel computes both passes by the same loop start from here. Knows geometry, sizes and strides; no
-kernel and no device.
+Planners of kernels that compute both passes by the same loop start from a `Side`. This module knows geometry, sizes
+and strides, but no kernel and no device.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from .launch import Constants
 from .problem import Pass, Problem, Strides, last_offset
 from .scalars import INT32_MAX
 
-# A sum of strict float32 with more than 32 terms is computed as a sum of sums, which bounds its rounding error.
+# A strict float32 sum of more than 32 terms is computed as a sum of partial sums, which bounds its rounding error.
 LONG_SUM = 32
-# Up to 64 terms each addition to a total also keeps what it rounds off: PyTorch's own error is small there.
+# Up to 64 terms each addition to a total is compensated for its rounding error, because PyTorch's own error is small.
 SHORT_SUM = 64
 
 
 @dataclass(frozen=True)
 class Side:
-    """A forward pass or an input gradient, seen as outputs that gather from inputs."""
+    """Describes a pass: y is computed from x, which are output and input, or dx and dy for the input gradient."""
 
     problem: Problem
     gathers: tuple[Gather, Gather, Gather]
-    reduced: int  # channels per group that are summed over
-    outs: int  # channels per group that are computed
+    reduced: int  # channels per group of x, which are summed over
+    outs: int  # channels per group of y
     x: Strides
     x_size: Triple
     y: Strides
     y_size: Triple
-    grid: Triple
-    weight: Strides  # reduced channel, computed channel, taps
+    grid: Triple  # positions q along each dimension, each with one output per phase
+    weight: Strides  # strides of the weight: channel of x, channel of y, taps d, h, w
 
     @classmethod
     def of(cls, problem: Problem) -> Side:
@@ -57,13 +57,13 @@ class Side:
 
     @property
     def operands(self) -> dict[str, str]:
-        """What a kernel's pointers x, w, bias and y point to."""
+        """The operands of a kernel's pointers x, w, bias and y."""
         names = ("x", "weight", "bias", "y") if self.problem.which is Pass.FORWARD else ("dy", "weight", "null", "dx")
         return dict(zip(("x", "w", "bias", "y"), names, strict=True))
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Strides and sizes of these tensors, as arguments of a kernel."""
+        """Strides and sizes of x, w and y as arguments of a kernel, by name."""
         return {
             "x_strides": self.x,
             "y_strides": self.y,
@@ -75,7 +75,7 @@ class Side:
 
     @property
     def wide(self) -> bool:
-        """Whether an offset, or an intermediate value of one, may leave 32 bits."""
+        """Whether an offset in elements, or an intermediate value of its computation, may exceed 32 bits."""
         reach = [
             (q - 1) * gather.input_step
             + max(abs(o) for o in gather.first_offset)
@@ -92,23 +92,23 @@ class Side:
 
     @property
     def terms(self) -> int:
-        """Products that an output is the sum of; of the phase that has most."""
+        """The most products that an output is the sum of, over all phases."""
         return self.reduced * prod(max(gather.count) for gather in self.gathers)
 
     @property
     def mean_terms(self) -> float:
-        """The same on the average; a phase counts as much as it has terms, as it does in an error's norm."""
+        """The mean number of products per output; a phase is weighted by its terms, as in the norm of an error."""
         return self.reduced * prod(sum(n * n for n in gather.count) / sum(gather.count) for gather in self.gathers)
 
     @property
     def chained(self) -> bool:
-        """Whether the sum is so long that sums of sums are worth their registers."""
+        """Whether sums are long enough to be computed as sums of partial sums, which takes more registers."""
         p = self.problem
         return p.dtype == "float32" and not p.tf32 and self.terms > LONG_SUM
 
     @property
     def keeps_rest(self) -> bool:
-        """Whether additions to totals keep what they round off."""
+        """Whether additions of partial sums are compensated for their rounding errors."""
         return self.chained and self.terms <= SHORT_SUM
 
     @property
@@ -123,15 +123,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Unrolled:
-    """The phases, taps and distinct loads of the innermost dimensions that a thread owns."""
+    """Lists phases, taps and distinct loads along the innermost dimensions that a thread or block owns."""
 
     phases: tuple[Triple, ...]
-    taps: tuple[tuple[int, int, Triple], ...]  # phase index, load index, tap
-    loads: tuple[Triple, ...]  # offsets
+    taps: tuple[tuple[int, int, Triple], ...]  # index of the phase, index of the load, tap (d, h, w)
+    loads: tuple[Triple, ...]  # offset of each load in x along d, h, w
 
     @classmethod
     def of(cls, gathers: tuple[Gather, Gather, Gather], unrolled: int) -> Unrolled:
-        one = Gather(1, 1, 0, 0, (0,), (0,), (1,))  # stands for a dimension that is not unrolled
+        one = Gather(1, 1, 0, 0, (0,), (0,), (1,))  # placeholder for a dimension that is not unrolled
         used = [one] * (3 - unrolled) + list(gathers[3 - unrolled :])
         phases = tuple(product(*(range(gather.phases) for gather in used)))
         found = [
@@ -146,7 +146,7 @@ class Unrolled:
 
     @property
     def most_taps(self) -> int:
-        """Of a phase."""
+        """The most taps that a phase has; 1 if there are no taps."""
         return max(Counter(phase for phase, _, _ in self.taps).values(), default=1)
 
     def tables(self) -> Constants:

@@ -1,6 +1,7 @@
-"""The launch that adds up the parts that other launches have left (device/reduce_gradients.cuh).
+"""Plans the launches that add up the partial sums of split-K kernels (device/reduce_gradients.cuh, reduce.cuh).
 
-Knows counts and places, not what they are parts of.
+A part is one partial result, laid out like the whole result. This module knows counts and places of parts, but not
+what they are parts of.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from .launch import Launch
 from .problem import Problem
 from .scalars import SCALARS, accumulator
 
-THREADS = 256
-MOST = 3  # results of one launch
+THREADS = 256  # per block
+MOST = 3  # results per launch
 
 _GRADIENT = Struct(
     "Gradient",
@@ -53,28 +54,28 @@ REDUCE = Arguments(
 
 @dataclass(frozen=True)
 class Sum:
-    """Parts that lie side by side, each laid out like the result: where they are, and what becomes of them."""
+    """Describes a sum of parts: the operand that holds the parts one after another, and the operand of the result."""
 
     parts: str
     result: str
-    count: int  # elements
-    pitch: int  # from part to part, in elements: a multiple of 4
-    number: int  # of parts
+    count: int  # elements of the result
+    pitch: int  # elements from one part to the next, a multiple of 4
+    number: int  # number of parts
 
 
 NOTHING = Sum("null", "null", 0, 0, 0)
 
 
 def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Launch:
-    """Adds parts in a fixed order, of at most MOST results.
+    """Returns the launch that adds the parts of at most MOST results, each in a fixed order.
 
-    `most_blocks`: of a result, that there should be if more warps share its parts than one.
+    Several warps share the parts of an element only if a result then needs at most `most_blocks` blocks.
     """
     places, sizes, blocks = dict[str, str](), dict[str, dict[str, int]](), 0
     sums = (*sums, *(NOTHING,) * (MOST - len(sums)))
     for name, each in zip(("first", "second", "third"), sums, strict=True):
         blocks_by_slices = {s: -(-each.count // (4 * THREADS // s)) for s in (1, 2, 4, 8)}
-        slices = max(  # that share the parts of an element
+        slices = max(  # number of warps that share the parts of an element
             s for s, own in blocks_by_slices.items() if s == 1 or (s <= each.number // 2 and own <= most_blocks)
         )
         own = blocks_by_slices[slices]
@@ -94,21 +95,21 @@ def add_parts(sums: Sequence[Sum], dtype: str, most_blocks: int = 2**31) -> Laun
     )
 
 
-REGION_ALIGN = 256  # bytes between the starts of regions of a workspace
+REGION_ALIGN = 256  # bytes to which regions of a workspace are aligned
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The sums that blocks leave, in the workspace."""
+    """Places the partial sums of a backward pass in the workspace, one region per gradient."""
 
     problem: Problem
-    splits: int
-    ranges: int
-    bias: int  # parts of a split; none if the gradient is not wanted
+    splits: int  # parts of the weight's gradient
+    ranges: int  # parts of the input's gradient; 1 if it is written directly
+    bias: int  # parts of the bias's gradient per split; 0 if this gradient is not wanted
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Per gradient: elements, and parts to add."""
+        """Number of elements and number of parts of each gradient, by the gradient's name."""
         p, g = self.problem, self.problem.geometry
         found = {"dw": (g.in_channels * g.out_per_group * g.taps, self.splits)}
         if self.bias:
@@ -118,7 +119,7 @@ class Parts:
         return found
 
     def pitch(self, name: str) -> int:
-        """From part to part, in elements."""
+        """Returns the elements from one part of a gradient to the next."""
         return -(-self.counts[name][0] // 4) * 4 if name in self.counts else 0
 
     @property
@@ -141,7 +142,7 @@ class Parts:
 
 
 def sum_of_parts(p: Problem, parts: Parts, dw: str = "dw") -> Launch:
-    """`dw`: where the weight's gradient goes."""
+    """Returns the launch that adds all parts; `dw` is the operand for the weight's gradient."""
     sums = [
         Sum(parts.place(n), dw if n == "dw" else n, count, parts.pitch(n), number)
         for n, (count, number) in parts.counts.items()
@@ -159,7 +160,7 @@ def reduce_parts(
     parts: str = "workspace",
     overlaps: bool = False,
 ) -> Launch:
-    """Adds `splits` parts of `count` elements into a tensor of three dimensions."""
+    """Returns the launch that adds `splits` parts of `count` elements to a tensor of three dimensions."""
     threads, acc_bytes = 256, accumulator(dtype)[1]
     lanes = 32 if count < 2**16 else 8 if count < 2**19 else 1
     outer, middle, inner = strides

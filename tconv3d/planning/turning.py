@@ -1,6 +1,7 @@
-"""Launches that write channels-last tensors as contiguous ones, or the other way round (device/turn.cuh, rows.cuh).
+"""Plans launches that change a tensor's memory layout (device/turn.cuh, device/rows.cuh).
 
-Knows shapes and places, not what the tensors are.
+To turn a tensor means to transpose it from channels-last to contiguous or back. This module knows shapes and places,
+but not what the tensors are.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from .launch import Launch
 from .problem import ITEM_BYTES, Strides
 from .scalars import SCALARS
 
-THREADS = 256
-TILE_WORDS = 4096
-MAX_CHANNELS = 64  # of a tile, where there are positions to fill it
-LEAST, MOST_OF_A_SIDE = 3, 9  # of a tile's channels, by their binary logarithm
-MOST = 3  # tensors of one launch
-ROW_PIECES = 8  # of 16 bytes, of a position, by a block that writes rows
-ROW_POSITIONS = 64
-ROW_THREADS = 128
+THREADS = 256  # per block of the kernel `turn`
+TILE_WORDS = 4096  # words of 4 bytes per tile
+MAX_CHANNELS = 64  # channels per tile, unless there are too few positions to fill the tile
+LEAST, MOST_OF_A_SIDE = 3, 9  # binary logarithms of the fewest and the most channels per tile
+MOST = 3  # tensors per launch
+ROW_PIECES = 8  # pieces of 16 bytes per position that a block of the kernel `rows` writes
+ROW_POSITIONS = 64  # positions per block of the kernel `rows`
+ROW_THREADS = 128  # threads per block of the kernel `rows`
 
 _MATRICES = Struct(
     "Matrices",
@@ -65,7 +66,7 @@ ROWS = Arguments(
 
 @dataclass(frozen=True)
 class Turning:
-    """A tensor that is some matrices, each of which is transposed."""
+    """Describes a tensor as a batch of matrices, each of which is transposed."""
 
     from_: str
     to: str
@@ -74,8 +75,8 @@ class Turning:
     columns: int
     channels_are_rows: bool
     item_bytes: int
-    pairs: bool  # elements of 16 bits two by two
-    first: int = 0  # item that is read; what is written begins with it
+    pairs: bool  # 16-bit elements are moved in pairs
+    first: int = 0  # index of the first matrix that is read; it becomes the first that is written
 
     @property
     def count(self) -> int:
@@ -83,7 +84,7 @@ class Turning:
 
     @property
     def log_tile(self) -> tuple[int, int]:
-        """Rows and columns of a tile, in elements."""
+        """Binary logarithms of the rows and columns of a tile, in elements."""
         log_words = (TILE_WORDS * (2 if self.pairs else 1)).bit_length() - 1
         channels, positions = (self.rows, self.columns) if self.channels_are_rows else (self.columns, self.rows)
         log_channels = max(LEAST, (min(channels, MAX_CHANNELS) - 1).bit_length())
@@ -101,7 +102,7 @@ class Turning:
         return self.items * prod(self.tiles)
 
     def arguments(self, first_block: int) -> dict[str, int]:
-        """The values of `struct Matrices`, for blocks of a launch from this one on."""
+        """Returns the values of `struct Matrices`; `first_block` is the first block that works on this tensor."""
         (log_rows, log_columns), (tiles_of_rows, tiles_of_columns) = self.log_tile, self.tiles
         return {
             "rows": self.rows,
@@ -118,7 +119,7 @@ class Turning:
 
     @property
     def efficiency(self) -> float:
-        """How much of a tile's channels there is."""
+        """The share of the tiles' channels that exist in the tensor, at most 1."""
         channels = self.rows if self.channels_are_rows else self.columns
         log_channels = self.log_tile[0 if self.channels_are_rows else 1]
         return channels / (-(-channels >> log_channels) << log_channels)
@@ -127,7 +128,7 @@ class Turning:
 def turning(
     name: str, to: str, shape: tuple[int, ...], item_bytes: int, aligned: bool, back: bool = False
 ) -> Turning:
-    """Of a tensor with this shape; `back`: from contiguous to channels-last."""
+    """Returns the transposition of a tensor from channels-last to contiguous, or from contiguous if `back`."""
     channels, positions = shape[1], prod(shape[2:])
     rows, columns = (channels, positions) if back else (positions, channels)
     pairs = item_bytes == 2 and aligned and rows % 2 == columns % 2 == 0
@@ -135,7 +136,7 @@ def turning(
 
 
 def turn(turnings: Sequence[Turning], overlaps: bool) -> Launch:
-    """Turns some tensors at once."""
+    """Returns the launch that turns up to MOST tensors of one element size."""
     places, sizes, first = dict[str, str](), dict[str, dict[str, int]](), 0
     assert 0 < len(turnings) <= MOST and len({each.item_bytes for each in turnings}) == 1
     for name, each in zip_longest(("first", "second", "third"), turnings):
@@ -161,7 +162,7 @@ def turn(turnings: Sequence[Turning], overlaps: bool) -> Launch:
 
 
 def channels_last(strides: Strides, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is dense with channels fastest, and turning it changes something."""
+    """Returns whether a tensor is dense channels-last, and not contiguous at the same time."""
     _, c, d, h, w = shape
     return c > 1 and d * h * w > 1 and strides == (c * d * h * w, 1, c * h * w, c * w, c)
 
@@ -176,10 +177,11 @@ def channel_rows(
     already: bool,
     hopper: bool = True,
 ) -> Launch:
-    """Writes "x", a tensor with these strides, as rows of channels, "rows", in the numbers that tensor cores take.
+    """Returns the launch that writes operand "x", with strides `read`, as rows of channels to operand "rows".
 
-    16-bit types are read by eight positions if possible, or by two. `already`: it has rows of channels, which are
-    only rounded. `hopper`: the launch may overlap others, and matrices may be stored as a whole.
+    Values are rounded to operands of tensor cores. 16-bit types are read in vectors of 8 positions if possible, else
+    of 2. `already`: x has rows of channels and is only rounded. `hopper`: the launch may overlap the previous one,
+    and a store to shared memory may transpose a matrix.
     """
     (d, h, w), (n, c, *volume) = size, read
     item_bytes = ITEM_BYTES[dtype]

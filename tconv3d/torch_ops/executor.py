@@ -1,8 +1,10 @@
-"""The four computations on tensors: forward, and the gradients of input, weight and bias, each alone or together.
+"""Runs the passes on tensors: forward, and the gradients of input, weight and bias, each alone or together.
 
-Tensors become a `Problem`, the planner's `Plan` becomes callables of the launcher (CUDA tensors) or of the emulator
-(CPU tensors), and both are kept under one key, so that a repeated call only allocates its result and launches.
-Arguments have been checked when a key is new; a call with a known key has the arguments of one that was checked.
+Tensors become a `Problem`, and the planner's `Plan` becomes a `Task`, run by the launcher (CUDA tensors) or the
+emulator (CPU tensors). Tasks are cached by one key, so that a repeated call only allocates its result and launches.
+Arguments are checked when a key is new; a known key implies that equal arguments were checked before.
+
+Packed weights may be kept between calls without gradients (`kept`).
 """
 
 from __future__ import annotations
@@ -28,26 +30,26 @@ from .problems import Asked, Layout, OperandAddresses, tf32_of
 from .pytorch_ops import statistics_dtype
 
 EMULATED = Device("emulator", (9, 0), multiprocessors=4, shared_bytes=232448)
-MAX_TASKS = 8192  # a program that never repeats a shape must not fill the memory
+MAX_TASKS = 8192  # cached tasks, limited because some programs never repeat a shape
 
 Addresses = tuple[int, ...]
 Start = Callable[[Addresses, int], None]
 Steps = list[tuple[Launch, tuple[int, ...]]]
-Wanted = tuple[bool, ...]  # the gradients of input, weight, bias
+Wanted = tuple[bool, ...]  # whether the gradients of input, weight and bias are wanted
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Of a plan whose first launch packs the weight: what it takes to leave that out. See `kept`.
+    """Prepares a plan whose first launch packs the weight, so that the launch can be skipped (see `kept`).
 
-    It may be another plan than that of calls which keep nothing.
+    The plan may differ from the plan of calls that keep no packed weight (`Plan.kept`).
     """
 
-    number: int  # the same for plans that pack alike
-    bytes: int  # of the packed weight
-    workspace_bytes: int  # without the packed weight
-    regions: tuple[int, ...]
-    prepare: Callable[[bool], Start]  # whether with the first launch
+    number: int  # number of the packed layout: plans with equal packing launches share packed weights
+    bytes: int  # size of the packed weight
+    workspace_bytes: int  # size of the workspace without the packed weight
+    regions: tuple[int, ...]  # offsets of regions in the workspace, in bytes
+    prepare: Callable[[bool], Start]  # prepares all launches (True), or all but the first (False)
 
     @functools.cached_property
     def start_all(self) -> Start:
@@ -55,11 +57,11 @@ class Packing:
 
     @functools.cached_property
     def start(self) -> Start:
-        """Of all launches but the first. The one that is the first now overlaps nothing."""
+        """Runs all launches but the packing launch; the first of them overlaps no previous launch."""
         return self.prepare(False)
 
     def launch(self, start: Start, like: Tensor, operands: Addresses, pack: kept.Pack, stream: int) -> None:
-        """All launches, or all but the first, with the packed weight in memory of its own."""
+        """Runs `start` (`start_all` or `start` of this object) with the packed weight in separate memory, `pack`."""
         operands = (*operands, pack[0])
         if self.regions:
             workspace = torch.empty(self.workspace_bytes, dtype=torch.uint8, device=like.device)
@@ -70,19 +72,19 @@ class Packing:
 
 @dataclass(frozen=True)
 class Task:
-    """A plan ready to run: the results to allocate, the scratch memory, and what launches it all."""
+    """Holds a plan that is ready to run: layouts of the results, workspace size, and prepared launches."""
 
-    results: tuple[Layout | None, ...]  # None: not wanted
+    results: tuple[Layout | None, ...]  # layouts of the results; None for a gradient that is not wanted
     workspace_bytes: int
-    start: Start  # of all operands and the stream
-    regions: tuple[int, ...] = ()  # places in the workspace that are operands too
+    start: Start  # runs all launches, given the addresses of all operands and the stream
+    regions: tuple[int, ...] = ()  # offsets in bytes of workspace regions, which are operands too
     packing: Packing | None = None
-    less: Callable[[], Task] | None = None  # the same in less workspace, for when memory is short
+    less: Callable[[], Task] | None = None  # makes a task with less workspace, for when memory is short
 
     def run(
         self, like: Tensor, addresses: Addresses, weight: Tensor | None = None, keep: bool = False
     ) -> list[Tensor | None]:
-        """Operands are `addresses`, then null, the results, the workspace (see `OPERANDS`)."""
+        """Allocates the results and launches with operands `addresses`, null, results, workspace (see `OPERANDS`)."""
         dtype, device = like.dtype, like.device
         results = [
             None if layout is None else torch.empty_strided(*layout, dtype=dtype, device=device)
@@ -93,9 +95,10 @@ class Task:
         return results
 
     def launch(self, like: Tensor, operands: Addresses, weight: Tensor | None = None, keep: bool = False) -> None:
-        """Operands are those given, then the workspace and its regions.
+        """Launches with the given operands, followed by the workspace and its regions.
 
-        `weight`: the weight, if one is read; `keep`: it may be kept packed (then it is the second operand).
+        `weight` is the weight if the task reads one. With `keep` the packed weight may be kept, and the weight must
+        be the second operand.
         """
         stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
         if weight is None or kept.captured(weight, stream):
@@ -123,7 +126,7 @@ class Task:
         return self.start(operands, stream)
 
 
-# The names planners use for the operands of a pass, in the order of `Task.run` and `Task.launch`.
+# Names that planners use for the operands of a pass, in the order of `Task.run` and `Task.launch`.
 OPERANDS = {
     Pass.FORWARD: ("x", "weight", "bias", "null", "y", "workspace"),
     Pass.INPUT_GRAD: ("dy", "weight", "null", "dx", "workspace"),
@@ -134,7 +137,7 @@ BACKWARD = ("dy", "x", "weight", "null", "dx", "dw", "db", "workspace")
 WITH_STATISTICS = ("x", "weight", "bias", "null", "y", "statistics", "workspace")
 
 _tasks: dict[tuple[Any, ...], Task] = {}
-_packings: dict[Launch, int] = {}  # by what packs
+_packings: dict[Launch, int] = {}  # number of a packed layout, by the launch that packs it
 _numbers = itertools.count()
 
 
@@ -151,7 +154,7 @@ def remember(key: tuple[Any, ...], task: Task) -> Task:
 
 
 def forget() -> None:
-    """The next call of every kind is planned anew."""
+    """Drops all cached plans and tasks, so that every call is planned anew."""
     planner.plan.cache_clear()
     repertoire.forget()
     _tasks.clear()
@@ -163,7 +166,7 @@ def _key(which: Pass | Wanted, first: Tensor, address: int, *rest: Any) -> tuple
 
 
 def _kind(tensor: Tensor | None, address: int) -> tuple[Any, ...] | None:
-    """What a plan, or a check, may depend on."""
+    """Returns the properties of a tensor that a plan or a check may depend on."""
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), address % 16, tensor.dtype, tensor.device
@@ -174,7 +177,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _leave(refusal: planner.Refused) -> None:
-    """What the planner refuses, PyTorch's operator computes."""
+    """Reports that PyTorch's operator computes a call that the planner refuses."""
     pytorch_ops.leave(str(refusal), current_backend(), stacklevel=5)
 
 
@@ -186,9 +189,9 @@ def forward(
     relu: bool = False,
     keep: bool = False,
 ) -> Tensor:
-    """input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] or None.
+    """Computes input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] -> [N, C_out, ...].
 
-    `keep`: nobody wants a gradient, so that the weight may be kept packed.
+    `keep`: no gradient is wanted, so that the packed weight may be kept.
     """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
@@ -216,7 +219,7 @@ def forward_with_statistics(
     convolution: Convolution,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The ReLU of the forward pass, and its statistics: [2, N, groups], means and reciprocal deviations."""
+    """Computes the ReLU of the forward pass, and its statistics [2, N, groups]: means and reciprocal deviations."""
     x, w = input.data_ptr(), weight.data_ptr()
     try:
         task = _forward_task(input, x, weight, w, bias, convolution, True, Norm(groups, eps))
@@ -244,7 +247,7 @@ def _forward_task(
     relu: bool,
     norm: Norm | None,
 ) -> Task:
-    """`x` and `w` are the addresses of input and weight."""
+    """Returns the task of a forward pass; `x` and `w` are the addresses of input and weight."""
     kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
     key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm)
     task = _tasks.get(key)
@@ -259,7 +262,7 @@ def _forward_task(
 
 
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
-    """grad_output [N, C_out, oD, oH, oW] -> [N, C_in, *input_size]."""
+    """Computes grad_output [N, C_out, oD, oH, oW] -> [N, C_in, *input_size]."""
     dy, w = grad_output.data_ptr(), weight.data_ptr()
     key = _key(Pass.INPUT_GRAD, grad_output, dy, _kind(weight, w), input_size, convolution)
     task = _tasks.get(key)
@@ -275,7 +278,7 @@ def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolut
 
 
 def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
-    """grad_output [N, C_out, oD, oH, oW], input [N, C_in, D, H, W] -> [C_in, C_out/groups, *kernel]."""
+    """Computes grad_output [N, C_out, oD, oH, oW], input [N, C_in, D, H, W] -> [C_in, C_out/groups, *kernel]."""
     dy, x = grad_output.data_ptr(), input.data_ptr()
     key = _key(Pass.WEIGHT_GRAD, grad_output, dy, _kind(input, x), kernel, convolution)
     task = _tasks.get(key)
@@ -290,7 +293,7 @@ def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution:
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
-    """grad_output [N, C_out, oD, oH, oW] -> [C_out]."""
+    """Computes grad_output [N, C_out, oD, oH, oW] -> [C_out]."""
     dy = grad_output.data_ptr()
     key = _key(Pass.BIAS_GRAD, grad_output, dy)
     task = _tasks.get(key)
@@ -309,9 +312,9 @@ def backward(
     kernel: Triple,
     convolution: Convolution,
 ) -> list[Tensor | None]:
-    """The gradients of input, weight and bias that are wanted, together: one key, one workspace.
+    """Computes the wanted gradients of input, weight and bias together, with one key and one workspace.
 
-    The input is needed for the weight's gradient and the weight for the input's; else they may be None.
+    The weight's gradient needs `input`, and the input's gradient needs `weight`; either may be None if not needed.
     """
     dy, x, w = grad_output.data_ptr(), _address(input), _address(weight)
     key = _key(wanted, grad_output, dy, _kind(input, x), _kind(weight, w), input_size, kernel, convolution)
@@ -359,7 +362,7 @@ def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
 
 
 def _offer(asked: tuple[Problem, ...], like: Tensor) -> None:
-    """What volumes of other sizes need is compiled elsewhere, meanwhile."""
+    """Has kernels that volumes of other sizes will need compiled in the background."""
     if like.is_cuda:
         background.offer(asked, device_of(like))
 
@@ -367,25 +370,25 @@ def _offer(asked: tuple[Problem, ...], like: Tensor) -> None:
 def _gradients_task(
     plan: Callable[[Device], Plan], names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor
 ) -> Task:
-    """Sums are split to fill the GPU. Where there is no memory for the parts, they are not."""
+    """Returns a task that splits sums to fill the GPU and whose `less` takes over if memory is short."""
     device, empty = device_of(like), like.new_empty(0)
     less = functools.cache(lambda: make_task(plan(device.thrifty), names, results, empty))
     return replace(make_task(plan(device), names, results, like), less=less)
 
 
 def make_task(plan: Plan, names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor) -> Task:
-    """`names`: of the operands, in the order in which the task will get them."""
+    """Prepares a plan; `names` are the names of the operands in the order in which the task gets them."""
     start, regions = _prepare_steps(_steps(plan, names), like), tuple(start for _, start in plan.regions)
     return Task(results, plan.workspace_bytes, start, regions, _packing(plan.kept or plan, names, like))
 
 
 def _steps(plan: Plan, names: tuple[str, ...]) -> Steps:
-    """The launches of a plan, and which operands each gets."""
+    """Returns the launches of a plan, each with the indices of its operands."""
     names = (*names, *(name for name, _ in plan.regions))
     return [
         (launch, tuple(names.index(name) for name in launch.pointers))
         for launch in plan.launches
-        if min(launch.grid) > 0  # a batch of zero has nothing to compute
+        if min(launch.grid) > 0  # a batch of 0 has launches with an empty grid
     ]
 
 
@@ -405,7 +408,7 @@ def _packing(plan: Plan, names: tuple[str, ...], like: Tensor) -> Packing | None
 
 
 def _prepare_steps(steps: Steps, like: Tensor) -> Start:
-    """What launches all steps: for each its kernel, and which operands it gets."""
+    """Returns a function that runs all steps on a GPU or in the emulator, depending on the device of `like`."""
     if like.is_cuda:
         from ..runtime import launcher
 

@@ -1,7 +1,7 @@
-"""Tensors to problems: what the planner is asked for a call, for the executor and for `explain` alike.
+"""Converts the tensors of a call to the problems that the planner solves, for the executor and for `explain`.
 
-A problem comes with the shape and strides of its result. Arguments are checked here, once. The tensors may be on the
-meta device; where their elements would lie is then given by `OperandAddresses`.
+A problem is returned with the shape and strides of its result. Arguments are checked in this module, once. The
+tensors may be on the meta device; `OperandAddresses` then gives the addresses that decide about alignment.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ DTYPES = {
     torch.float64: "float64",
 }
 
-Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides of a result
 Asked = tuple[Problem, Layout]
 
 
 class OperandAddresses(NamedTuple):
-    """Where the operands of a call begin; 0 for what the call does not read, or memory that is new."""
+    """Holds the addresses of a call's operands; 0 for operands that are not read or not yet allocated."""
 
     x: int = 0
     weight: int = 0
     dy: int = 0
 
     def aligned(self, *names: str) -> bool:
-        """Whether all of these are multiples of 16 bytes."""
+        """Returns whether the addresses of the named operands are multiples of 16 bytes."""
         return not any(getattr(self, name) % 16 for name in names)
 
 
 def tf32_allowed() -> bool:
-    """PyTorch's switch for float32 convolutions on CUDA."""
+    """Returns PyTorch's setting for TF32 in float32 convolutions on CUDA."""
     return torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
 
 
 def tf32_of(tensor: Tensor) -> bool:
-    """Whether products of this tensor may be rounded to TF32."""
+    """Returns whether values of this tensor may be rounded to TF32 before they are multiplied."""
     return tensor.dtype is torch.float32 and tf32_allowed()
 
 

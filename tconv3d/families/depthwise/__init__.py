@@ -1,1 +1,1 @@
-"""Depthwise layers: threads that keep all weights of a channel in registers."""
+"""Kernel family for depthwise layers: threads hold all weights of a channel in registers."""

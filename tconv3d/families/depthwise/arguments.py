@@ -1,4 +1,4 @@
-"""The arguments of the depthwise kernels (planning/arguments.py)."""
+"""Declares the run-time arguments of the depthwise kernels (see planning/arguments.py)."""
 
 from __future__ import annotations
 

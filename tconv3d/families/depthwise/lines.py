@@ -1,7 +1,7 @@
-"""Plans for the forward pass of depthwise layers of channels-last tensors (depthwise_lines.cuh): threads that
-own vectors of channels and walk along w.
+"""Plans depthwise_lines.cuh: the forward pass of depthwise layers on channels-last tensors.
 
-All types but float64, in exact float32 arithmetic. What is compiled in depends on the layer and its format alone.
+A thread owns a vector of channels of a line of outputs and walks along w. All types but float64 are computed in exact
+float32 arithmetic. The compile-time constants depend on the layer and the memory format alone.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ...planning.side import Side
 from .arguments import DEPTHWISE_LINES
 
 HAS_EPILOGUE = True
-THREADS = 128
-REGISTERS = 65536  # of a multiprocessor
-MAX_REGISTERS = 168  # of a thread: three blocks
-MAX_SHARED = 48 * 1024  # for the weights of a block
-VECTORS = (4, 2)  # channels of a thread
-LANES = 32  # vectors of a line's channels that a block has, at most
-AHEAD = (3, 2, 1)  # columns of x on their way
-CALLED = 8  # columns of x that are called into L2 before they are loaded
+THREADS = 128  # per block
+REGISTERS = 65536  # per multiprocessor
+MAX_REGISTERS = 168  # per thread, so that three blocks fit a multiprocessor
+MAX_SHARED = 48 * 1024  # bytes of shared memory for the weights of a block
+VECTORS = (4, 2)  # candidates for the channels per thread
+LANES = 32  # vectors of a line's channels per block, at most
+AHEAD = (3, 2, 1)  # candidates for the columns of x whose loads are in flight
+CALLED = 8  # columns from a thread's present column to the column that it prefetches into L2
 
 
 @dataclass(frozen=True)
 class Lines:
-    """How a block shares lines of outputs."""
+    """Derives how the threads of a block share lines of outputs."""
 
     side: Side
     vector: int
@@ -40,7 +40,7 @@ class Lines:
 
     @property
     def rows(self) -> tuple[int, int]:
-        """Lines of x that feed a line of outputs, along d and h."""
+        """The most lines of x that feed a line of outputs, along d and h."""
         d, h, _ = self.side.gathers
         return max(d.count), max(h.count)
 
@@ -59,14 +59,14 @@ class Lines:
 
     @property
     def tile(self) -> tuple[int, int]:
-        """Lines of a block, along d and h."""
+        """Lines of outputs per block, along d and h."""
         lines = THREADS // self.lanes
         d = 2 if lines >= 4 else 1
         return d, lines // d
 
     @property
     def registers(self) -> int:
-        """About what a thread needs."""
+        """An estimate of the registers per thread."""
         problem = self.side.problem
         rows, kernel_w = prod(self.rows), problem.geometry.kernel[2]
         values = self.ahead * rows * self.vector * problem.item_bytes // 4
@@ -78,7 +78,7 @@ class Lines:
 
     @property
     def resident(self) -> int:
-        """Blocks of a multiprocessor."""
+        """The number of blocks per multiprocessor that the registers allow."""
         return max(1, REGISTERS // (-(-self.registers // 8) * 8 * THREADS))
 
     def fits(self) -> bool:
@@ -86,7 +86,7 @@ class Lines:
 
 
 def _lines(problem: Problem) -> Lines | None:
-    """With the widest vectors that fit the tensors and the registers, and then with most on its way."""
+    """Returns the widest vectors that fit the tensors and the registers, then the most loads in flight, or None."""
     side, groups = Side.of(problem), problem.geometry.groups
     strides = (side.x[0], *side.x[2:], side.y[0], *side.y[2:], groups)
     for vector, ahead in product(VECTORS, AHEAD):
@@ -113,7 +113,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-PASSES = (Pass.FORWARD,)  # that the family computes
+PASSES = (Pass.FORWARD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -121,7 +121,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launch does, by counting bytes and products."""
+    """Returns the work of the launch: its products; the rates add the bytes of the tensors."""
     return Work(1, products=problem.flops / 2)
 
 
@@ -190,7 +190,7 @@ def _constants(lines: Lines) -> Constants:
 
 
 def _length(outputs: int, lines: Lines, flat: int, resident: int) -> int:
-    """Outputs along w of a block: what fills the GPU with the least left over, and the least repeated."""
+    """Returns the outputs along w per block that fill waves of blocks best, with few columns loaded twice."""
     stride = lines.side.problem.geometry.stride[2]
 
     def cost(parts: int) -> int:

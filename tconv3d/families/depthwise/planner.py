@@ -1,6 +1,10 @@
-"""Plans for depthwise layers (depthwise.cuh, depthwise_weight_grad.cuh): threads that walk along depth.
+"""Plans depthwise.cuh and depthwise_weight_grad.cuh: depthwise layers by threads that walk along depth.
 
-All types but float64, in exact float32 arithmetic. What is compiled in depends on the layer and its format alone.
+At every step of a walk a thread loads `input_step` planes, which feed a window of positions along depth. A lag is the
+number of steps from a position to the step that feeds it; a slot is an index in the window.
+
+All types but float64 are computed in exact float32 arithmetic. The compile-time constants depend on the layer and the
+memory format alone.
 """
 
 from __future__ import annotations
@@ -21,23 +25,24 @@ from ...planning.sums import reduce_parts
 from .arguments import DEPTHWISE, DEPTHWISE_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
-THREADS = 128
-REGISTERS = 65536  # of a multiprocessor
-MAX_REGISTERS = 200  # of a thread
-MAX_LOADS = 32
-AHEAD = 4  # planes of x that are called into L2 before they are loaded
+THREADS = 128  # per block
+REGISTERS = 65536  # per multiprocessor
+MAX_REGISTERS = 200  # per thread
+MAX_LOADS = 32  # loads of a thread per plane
+AHEAD = 4  # planes from a thread's present plane to the plane that it prefetches into L2
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The taps of a walk along depth: which plane of a step each reads, and which position of the window it feeds."""
+    """Lists the taps of a walk along depth: the plane of a step that each reads, and the slot that it feeds."""
 
     side: Side
-    first_lag: int
-    last_lags: tuple[int, ...]  # of each phase along depth
-    slots: int  # positions along depth that a step feeds, of one phase
-    taps: tuple[tuple[Triple, int, int, int, int, int], ...]  # tap, plane, slot, phase along d, phase, load
-    loads: tuple[tuple[int, int], ...]  # offsets along h and w
+    first_lag: int  # the least lag of all phases along depth
+    last_lags: tuple[int, ...]  # the greatest lag of each phase along depth
+    slots: int  # positions along depth that a step feeds, for the phase with most
+    # Each tap is: tap index (d, h, w), plane of the step, slot, phase along d, phase within the plane, load index.
+    taps: tuple[tuple[Triple, int, int, int, int, int], ...]
+    loads: tuple[tuple[int, int], ...]  # offsets of each load along h and w, in elements
 
     @classmethod
     def of(cls, side: Side) -> Walk:
@@ -52,7 +57,7 @@ class Walk:
             for fh, fw in product(range(h.phases), range(w.phases))
             for jh, jw in product(range(h.count[fh]), range(w.count[fw]))
         ]
-        # A phase without taps is stored, too: as if by a tap without a lag.
+        # A phase without taps is stored too, as if it had one tap with lag 0.
         lags = [[lag for _, of, lag, _ in depth if of == f] or [0] for f in range(d.phases)]
         last = tuple(max(found) for found in lags)
         loads = sorted({offset for _, _, offset in plane})
@@ -69,16 +74,20 @@ class Walk:
         return d.phases, h.phases, w.phases
 
     def registers(self, which: Pass) -> int:
-        """About what a thread needs."""
+        """Returns an estimate of the registers per thread."""
         if which is Pass.WEIGHT_GRAD:
             return -(-len(self.taps) // 32) * 32 + 2 * len(self.loads) + self.slots + 24
         problem = self.side.problem
         simple = problem.item_bytes == 4 and _known_stride(self.side.x, problem.geometry.groups) > 0
-        sums = (self.slots + (1 if _channel_lanes(self) else 4)) * prod(self.phases)  # and what is made of them
+        # Registers for the sums of the window, and for the temporaries of a store.
+        sums = (self.slots + (1 if _channel_lanes(self) else 4)) * prod(self.phases)
         return len(self.taps) + sums + 2 * len(self.loads) + (22 if simple else 40)
 
     def calls(self, every_position: bool) -> tuple[int, ...]:
-        """Loads that cover x once, all threads together; along w a line is called by its threads' first."""
+        """Returns the loads that are prefetched into L2, so that all threads together cover x once.
+
+        Threads that are neighbours along w (`every_position` is false) cover a line with one load each.
+        """
         _, h, w = self.side.gathers
         width = w.input_step if every_position else 1
         found = [i for i, at in enumerate(self.loads) if 0 <= at[0] < h.input_step and 0 <= at[1] < width]
@@ -114,19 +123,19 @@ class Walk:
 
 
 def _walk(problem: Problem) -> Walk:
-    """The weight gradient walks over dy, as the input gradient does."""
+    """Returns the walk of a pass; the weight gradient walks over dy, as the input gradient does."""
     which = Pass.INPUT_GRAD if problem.which is Pass.WEIGHT_GRAD else problem.which
     return Walk.of(Side.of(replace(problem, which=which)))
 
 
 def _channel_lanes(walk: Walk) -> int:
-    """Neighbouring threads that have neighbouring channels: where these are what is contiguous in memory, else 0."""
+    """Returns how many neighbouring threads have neighbouring channels; 0 unless tensors are channels-last."""
     y, groups = walk.side.y, walk.side.problem.geometry.groups
     return min(32, power_of_two_up(groups)) if y[1] == 1 and y[4] != 1 else 0
 
 
 def _patch(channel_lanes: int) -> tuple[int, int]:
-    """The positions of a block, along h and w, where neighbouring threads have neighbouring channels."""
+    """Returns the positions of a block along h and w if neighbouring threads have neighbouring channels."""
     if channel_lanes == 0:
         return 1, 1
     positions = THREADS // channel_lanes
@@ -135,7 +144,7 @@ def _patch(channel_lanes: int) -> tuple[int, int]:
 
 
 def _known_stride(strides: Strides, groups: int) -> int:
-    """Along w, if it follows from the format; else 0."""
+    """Returns the stride along w if the memory format alone determines it, else 0."""
     return strides[4] if strides[4] in (1, groups) else 0
 
 
@@ -205,7 +214,7 @@ def plan(problem: Problem, device: Device) -> Plan:
         scalars = DEPTHWISE_WEIGHT_GRAD.pack(march=march, x_strides=problem.input, units=units)
         return _plan_weight_grad(problem, walk, constants, scalars, grid, tile)
     _, h, w = side.gathers
-    pairs = w.phases == 2 and side.y[4] == 1  # outputs of two phases are neighbours
+    pairs = w.phases == 2 and side.y[4] == 1  # outputs of two phases are neighbours in memory
     launch = Launch(
         kernel="depthwise",
         constants=(
@@ -267,7 +276,7 @@ def _plan_weight_grad(p: Problem, walk: Walk, constants: Constants, scalars: byt
     )
 
 
-PASSES = (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # that the family computes
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -276,13 +285,13 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by counting bytes and products."""
+    """Returns the work of the launches: their products; the rates add the bytes of the tensors."""
     launches = 2 + problem.bias if problem.which is Pass.WEIGHT_GRAD else 1
     return Work(launches, products=problem.flops / 2)
 
 
 def _length(depth: int, most: int, slots: int, flat: int, resident: int) -> int:
-    """Positions along depth of a block: what fills the GPU with the least left over, and the least repeated."""
+    """Returns the positions along depth per block that fill waves of blocks best, with few planes loaded twice."""
 
     def cost(parts: int) -> int:
         length = -(-depth // parts)

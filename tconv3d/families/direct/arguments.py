@@ -1,4 +1,4 @@
-"""The arguments of the direct kernels and of the bias gradient (planning/arguments.py)."""
+"""Declares the run-time arguments of the direct kernels and of the bias gradient (see planning/arguments.py)."""
 
 from __future__ import annotations
 

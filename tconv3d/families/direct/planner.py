@@ -1,6 +1,7 @@
-"""Plans for the direct family: forward, input gradient, weight gradient and bias gradient by multiply-adds.
+"""Plans the direct family: forward pass and gradients of input, weight and bias by plain multiply-adds.
 
-Takes every problem. Chooses how many positions and channels a thread owns, and how the work is split.
+The family takes every problem. Its planner chooses how many positions and channels a thread owns, and how sums over
+positions are split.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from ...planning.sums import reduce_parts
 from .arguments import CHANNEL_SUM, DIRECT, DIRECT_WEIGHT_GRAD
 
 HAS_EPILOGUE = True
-MAX_THREADS = 256
-MAX_TAPS = 128  # that a thread may have all to itself, so that the loop over them is unrolled
-MAX_REGISTERS = 96  # of a thread, for its sums and loads
-STAGE_BYTES = 32 * 1024  # of weights that a block keeps in shared memory at a time
-WARPS_PER_MULTIPROCESSOR = 32  # that split kernels aim for
-LOAD_CYCLES = 400  # from a load of x to the next, in a multiprocessor with few warps
-CHAINED = 1.35  # times what the model says, where sums of sums are kept: of two measured layers, 1.33 and 1.40
-KEEPING_REST = 4  # instructions of an addition to a total that keeps what it rounds off
+MAX_THREADS = 256  # per block
+MAX_TAPS = 128  # taps that a thread may own, because the loop over its taps is unrolled
+MAX_REGISTERS = 96  # registers per thread for accumulators and loaded values
+STAGE_BYTES = 32 * 1024  # bytes of weights that a block stages in shared memory at a time
+WARPS_PER_MULTIPROCESSOR = 32  # resident warps that split sums aim for
+LOAD_CYCLES = 400  # cycles from one load of x to the next in a multiprocessor with few warps
+CHAINED = 1.35  # measured over predicted time if sums are added to totals: 1.33 and 1.40 for two layers
+KEEPING_REST = 4  # instructions of a compensated addition, which keeps its rounding error
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
-    """The direct family takes everything."""
+    """Returns None, because the direct family takes every problem."""
     return None
 
 
@@ -46,8 +47,11 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do: forward pass and input gradient by the model, gradients of weight and bias by counting
-    bytes and products."""
+    """Returns the work of the launches.
+
+    The work of forward pass and input gradient is cycles by the model, the work of the gradients of weight and bias
+    is products.
+    """
     if problem.which in (Pass.FORWARD, Pass.INPUT_GRAD):
         return Work(1, cycles(problem, device))
     return Work(2, products=problem.flops / 2)
@@ -64,13 +68,13 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 @dataclass(frozen=True)
 class GatherTile:
-    """How the direct kernel divides its work."""
+    """Describes how the direct kernel divides its work among threads."""
 
-    unrolled: int  # innermost dimensions (of w, h, d) whose phases and taps are all a thread's own
+    unrolled: int  # innermost dimensions (0 to 3 of w, h, d) along which a thread owns all phases and taps
     channels: int  # output channels per thread
     positions: int  # positions per thread
     tiles: int  # channel tiles per block, on neighbouring threads
-    vector: int  # reduced channels per load
+    vector: int  # channels that one load of x reads
 
     def __str__(self) -> str:
         owned = ("one phase", "all phases along w", "all phases along h, w", "all phases")[self.unrolled]
@@ -78,28 +82,30 @@ class GatherTile:
 
 
 def chain(side: Side, tile: GatherTile) -> int:
-    """After how many channels sums are added to totals; 0: never.
+    """Returns after how many channels sums are added to totals and restart; 0 for never.
 
-    The error of a sum of n terms grows with the square root of n; of sums of sums, with its fourth root.
+    The rounding error of a sum of n terms grows with the square root of n. Sums of about sqrt(n) terms each, added to
+    totals, have an error that grows with the fourth root of n.
     """
     if not side.chained:
         return 0
     taps = Unrolled.of(side.gathers, tile.unrolled).most_taps
     vectors = side.terms**0.5 / (taps * tile.vector)
     parts = 1
-    while side.keeps_rest and parts < tile.vector and parts * vectors <= 0.75:  # of a vector
+    # Compensated sums may be so short that they restart within a vector, after 1 / parts of its channels.
+    while side.keeps_rest and parts < tile.vector and parts * vectors <= 0.75:
         parts *= 2
     return tile.vector // parts if parts > 1 else tile.vector * max(1, round(vectors))
 
 
 def tiles(side: Side) -> list[GatherTile]:
-    """Every tile worth considering, the predicted fastest first."""
+    """Returns every tile worth considering, the predicted fastest first."""
     acc_bytes = accumulator(side.problem.dtype)[1]
     found = []
     for unrolled in range(4):
         owned = side.gathers[3 - unrolled :]
         taps, phases = prod(sum(gather.count) for gather in owned), prod(gather.phases for gather in owned)
-        if taps > MAX_TAPS or phases > MAX_REGISTERS:  # a phase takes a register at least
+        if taps > MAX_TAPS or phases > MAX_REGISTERS:  # every phase takes at least one register
             continue
         inner = Unrolled.of(side.gathers, unrolled)
         if unrolled and not 0 < len(inner.loads) <= 48:
@@ -124,10 +130,10 @@ def _tiles_per_block(side: Side, channels: int) -> int:
 
 
 def _cycles(side: Side, tile: GatherTile) -> float:
-    """Predicted cycles of a multiprocessor per warp, for an output channel at a position.
+    """Returns the predicted cycles of a multiprocessor per warp, output channel and position.
 
-    The weights were fitted to an H200 (benchmarks/candidates.py): what a multiply-add, a vector of weights, a load
-    of x, a row of taps, a phase and a store take when everything else is busy too.
+    The coefficients were fitted to times on an H200 (benchmarks/candidates.py). They are the cycles of a
+    multiply-add, a vector of weights, a load of x, a row of taps, a phase and a store while all other units are busy.
     """
     inner = Unrolled.of(side.gathers, tile.unrolled)
     outer = side.gathers[: 3 - tile.unrolled]
@@ -145,7 +151,7 @@ def _cycles(side: Side, tile: GatherTile) -> float:
 
 
 def cycles(problem: Problem, device: Device) -> float:
-    """Predicted for a forward pass or an input gradient: to compare with other kernels."""
+    """Returns the predicted cycles of the busiest multiprocessor for a forward pass or an input gradient."""
     side = Side.of(problem)
     tile = tiles(side)[0]
     warps = side.positions * side.outs * problem.geometry.groups / 32
@@ -155,7 +161,7 @@ def cycles(problem: Problem, device: Device) -> float:
 
 
 def _load_vector(side: Side, budget: int) -> int:
-    """How many neighbouring channels one load of x may bring."""
+    """Returns how many neighbouring channels one load of x may read, at most `budget`."""
     n, c, *rest = side.x
     vector = min(4, 16 // side.problem.item_bytes) if c == 1 and side.problem.aligned else 1
     while vector > 1 and (vector > budget or any(v % vector for v in (side.reduced, n, *rest))):
@@ -164,7 +170,7 @@ def _load_vector(side: Side, budget: int) -> int:
 
 
 def _stage(side: Side, tile: GatherTile, taps: int) -> tuple[int, int]:
-    """How many channels and how many rows of taps are staged at a time."""
+    """Returns how many channels and how many rows of taps are staged in shared memory at a time."""
     per_channel = taps * tile.tiles * tile.channels * accumulator(side.problem.dtype)[1]
     fit = max(1, STAGE_BYTES // per_channel)
     channels = max(tile.vector, min(side.reduced, fit) // tile.vector * tile.vector)
@@ -195,7 +201,7 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
     d, h, w = side.gathers
     constants: Constants = (
         ("kThreads", MAX_THREADS),
-        ("kMinBlocks", 512 // MAX_THREADS),  # at most 128 registers a thread
+        ("kMinBlocks", 512 // MAX_THREADS),  # at most 128 registers per thread
         ("Scalar", SCALARS[p.dtype]),
         ("Acc", acc),
         ("Epilogue", p.activation),
@@ -228,7 +234,7 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
     def blocks(threads: int) -> int:
         return -(-side.positions * tile.tiles // (threads * tile.positions)) * channel_blocks * phases
 
-    threads = MAX_THREADS  # fewer for small volumes, so that all multiprocessors have work
+    threads = MAX_THREADS  # small volumes get smaller blocks, so that all multiprocessors have work
     while threads > 64 and blocks(threads) < 2 * device.multiprocessors:
         threads //= 2
     launch = Launch(
@@ -244,12 +250,12 @@ def plan_gather(side: Side, device: Device, tile: GatherTile) -> Plan:
 
 
 def _lanes_are_positions(*tensors: Strides) -> bool:
-    """Neighbouring lanes read neighbouring positions, unless channels are what is contiguous in memory."""
+    """Returns whether neighbouring lanes read neighbouring positions: true unless all tensors are channels-last."""
     return not all(strides[1] == 1 and strides[4] != 1 for strides in tensors)
 
 
 def _splits(units: int, count: int, acc_bytes: int, positions: int, device: Device) -> int:
-    """Into how many parts a sum over positions is split: enough to fill the GPU, as few as that takes."""
+    """Returns the split-K factor of a sum over positions: the least that fills the GPU and fits the workspace."""
     wanted = -(-device.multiprocessors * WARPS_PER_MULTIPROCESSOR // units)
     return max(1, min(wanted, positions // 256, device.workspace_bytes // (count * acc_bytes)))
 
@@ -329,7 +335,7 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
     d, h, w = p.output_size
     positions = p.batch * d * h * w
     acc, acc_bytes = accumulator(p.dtype)
-    lanes_are_positions = _lanes_are_positions(p.output) or channels < 16  # too few to share among lanes
+    lanes_are_positions = _lanes_are_positions(p.output) or channels < 16  # fewer channels leave most lanes idle
     units = channels if lanes_are_positions else -(-channels // 32)
     splits = _splits(units, channels, acc_bytes, positions, device)
     wide = max(last_offset((p.batch + 1, channels, d + 1, h + 1, w + 1), p.output), positions + 2**16) > INT32_MAX

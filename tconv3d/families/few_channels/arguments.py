@@ -1,4 +1,4 @@
-"""The arguments of the kernels for few channels (planning/arguments.py)."""
+"""Declares the run-time arguments of the kernels for few channels (see planning/arguments.py)."""
 
 from __future__ import annotations
 

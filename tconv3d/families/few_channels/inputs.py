@@ -1,7 +1,7 @@
-"""Plans for few_inputs.cuh: few channels in, many out, with K = (tap, channel).
+"""Plans few_inputs.cuh: a GEMM with K = (tap, channel) for passes that read few channels and write many.
 
-The forward pass of layers with few input channels, and the input gradient of layers with few output channels. What is
-compiled in depends on the layer alone; the shape of a tile is an argument.
+These are the forward pass of layers with few input channels and the input gradient of layers with few output
+channels. The compile-time constants depend on the layer alone; the shape of a tile is a run-time argument.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from .arguments import FEW_INPUTS
 from .tiles import Taps, Tile, best, tiles
 
 HAS_EPILOGUE = True
-MAX_REDUCED = 4  # channels per group; with more, K of channels fills the tensor cores tap by tap
-MAX_STRIDED = 8  # for input gradients of strided layers: the channels of a phase plane do not lie together
-MIN_OUT = 8  # and columns, too, are to be filled
-MIN_RATIO = 4  # channels out for one in: a gathered operand is to be used more than once
-WARPS = 8
-SUMS = 64  # accumulators of a thread
-LINE_BYTES = 16  # that beginning a new line costs, in bytes of a long one
-BARRIER_BYTES = 8 * 1024  # likewise
-WEIGHT_BYTES = 64 * 1024  # of weights that a block keeps in shared memory
-# What a block takes, in cycles: its weights, and a tile, for each 8 of K and 8 channels; a tile in any case.
+MAX_REDUCED = 4  # read channels per group: with more, the channels of one tap alone fill K of a matrix instruction
+# Read channels per group for the input gradient of a strided layer, whose phases are not contiguous in dy.
+MAX_STRIDED = 8
+MIN_OUT = 8  # written channels per group: a matrix instruction has 8 columns
+MIN_RATIO = 4  # written channels per read channel, so that each gathered operand is used more than once
+WARPS = 8  # per block
+SUMS = 64  # accumulators per thread
+LINE_BYTES = 16  # cost of starting a line, as the number of bytes that take equally long to copy
+BARRIER_BYTES = 8 * 1024  # cost of a barrier, as the number of bytes that take equally long to copy
+WEIGHT_BYTES = 64 * 1024  # bytes of shared memory for the weights of a block
+# Cycles of a block: START is constant, STAGED is paid once per K step and 8 output channels to stage the weights,
+# MULTIPLIED per tile, K step, 8 output channels and 16 rows of a warp, and TILE per tile.
 START, STAGED, MULTIPLIED, TILE = 5000.0, 90.0, 14.0, 8500.0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What the kernel is compiled for: taps, and how a block divides rows and columns."""
+    """Derives the compile-time constants: the taps, and how a block divides rows and columns of the GEMM."""
 
     taps: Taps
 
@@ -46,12 +48,12 @@ class Layout:
 
     @property
     def step(self) -> int:
-        """K of a matrix instruction."""
+        """K of one matrix instruction, in elements."""
         return 32 // self.side.problem.item_bytes
 
     @cached_property
     def first_step(self) -> tuple[int, ...]:
-        """Of every phase, and the end."""
+        """The index of the first K step of every phase, followed by the number of all K steps."""
         return tuple(accumulate((-(-n * self.side.reduced // self.step) for n in self.taps.counts), initial=0))
 
     @property
@@ -64,12 +66,12 @@ class Layout:
 
     @property
     def together(self) -> int:
-        """Phases along w that a lane computes together, because their outputs are neighbours."""
+        """The number of phases along w that a lane computes together: 2 if their outputs are neighbours in memory."""
         return 2 if self.contiguous and self.side.gathers[2].phases == 2 else 1
 
     @property
     def pass_tiles(self) -> int:
-        """Tiles of 8 columns whose sums a warp has at a time."""
+        """The number of tiles of 8 columns whose accumulators a warp holds at a time."""
         return min(-(-self.side.outs // 8), SUMS // (4 * self.together))
 
     @property
@@ -82,14 +84,14 @@ class Layout:
 
     @property
     def block_out(self) -> int:
-        """Output channels of a block: as many passes as there is room for their weights."""
+        """Output channels per block: a whole number of warp passes, as many as WEIGHT_BYTES hold weights for."""
         most = max(1, WEIGHT_BYTES // max(1, self.steps * 256 * self.pass_tiles))
         passes = -(-self.side.outs // (8 * self.pass_tiles))
         return 8 * self.pass_tiles * -(-passes // -(-passes // most))
 
     @property
     def kinds(self) -> int:
-        """Blocks that differ in their output channels."""
+        """The number of distinct sets of output channels that blocks compute."""
         return self.side.problem.geometry.groups * -(-self.side.outs // self.block_out)
 
     @property
@@ -100,11 +102,11 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
-    """Layout, tile, and blocks to a multiprocessor: what covers the volume with the least predicted work."""
+    """Returns layout, tile and blocks per multiprocessor with the least predicted work, or None if no tile fits."""
     layout = Layout(Taps.of(Side.of(problem)))
 
     def work(tile: Tile) -> float:
-        """Bytes: results, whose short lines are dearer than their length, what is copied, and a barrier."""
+        """Returns the cost of a tile in bytes: results and copies with an extra cost per line, and a barrier."""
         (d, h, w), steps = tile.size, [gather.output_step for gather in layout.side.gathers]
         line = w * steps[2] * problem.item_bytes + LINE_BYTES
         results = min(layout.side.outs, layout.block_out) * d * steps[0] * h * steps[1] * line
@@ -113,7 +115,7 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
         return results + one_by_one * copies + BARRIER_BYTES
 
     found = []
-    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # one block alone waits at its barriers
+    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # a single resident block idles at its barriers
         room = ((device.shared_bytes + 1024) // blocks - 1024 - layout.table_bytes) // 2
         tile = best(tiles(layout.side, layout.rows, 2, room), work)
         if tile is not None:
@@ -143,7 +145,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # that the family computes
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -151,7 +153,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by the model."""
+    """Returns the work of the launch as the model predicts it."""
     return Work(1, cycles(problem, device))
 
 
@@ -162,7 +164,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def cycles(problem: Problem, device: Device) -> float:
-    """Predicted: up to a third too little."""
+    """Returns the predicted cycles of the busiest multiprocessor, up to a third fewer than measured."""
     choice = choose(problem, device)
     assert choice is not None, "cycles() of a problem that why_not() refuses"
     layout, tile, blocks = choice
@@ -172,12 +174,12 @@ def cycles(problem: Problem, device: Device) -> float:
 
 
 def _walkers(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
-    """Blocks with the same output channels."""
+    """Returns the number of blocks that share the tiles of one set of output channels."""
     return min(tile.count, max(1, device.multiprocessors * blocks // layout.kinds))
 
 
 def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
-    """The plan with a given tile: what a benchmark compares."""
+    """Returns the plan for a given tile; benchmarks compare such plans."""
     side = layout.side
     walkers = _walkers(layout, tile, blocks, device)
     launch = Launch(

@@ -1,7 +1,7 @@
-"""Plans for few_outputs.cuh: the forward pass with few output channels, products first, shifts afterwards.
+"""Plans few_outputs.cuh: the forward pass of layers with few output channels, products first, shifts afterwards.
 
-Chooses the tile of positions, how many rows of the product a warp has, and the ring of input chunks, by a count of
-what a multiprocessor has to do for a position.
+A model counts what a multiprocessor has to do per position, and chooses the tile of positions, the rows of the GEMM
+per warp, and the ring of input chunks in shared memory.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from ...planning.side import Side
 from .arguments import FEW_OUTPUTS
 
 HAS_EPILOGUE = True
-HEIGHTS, WIDTHS = (4, 8, 16), (8, 16, 32, 64)  # of tiles, in positions
-MIN_IN = 8  # channels per group; with fewer, K is not filled
-MAX_OUT = 4  # channels per group; with more, columns of channels fill the tensor cores
-MAX_SUMS = 96  # accumulators of a thread in the product
-MAX_TOTALS = 48  # and in the outputs of a position
-MAX_WARPS = 16
-STAGES = (2, 3, 4)
-KEPT_COPIES = 8  # of a lane and a chunk, whose places wait in registers
+HEIGHTS, WIDTHS = (4, 8, 16), (8, 16, 32, 64)  # sizes of tiles along h and w, in positions
+MIN_IN = 8  # input channels per group: fewer do not fill K of a matrix instruction
+MAX_OUT = 4  # output channels per group: with more, channels alone fill the columns of a matrix instruction
+MAX_SUMS = 96  # accumulators per thread for the GEMM
+MAX_TOTALS = 48  # registers per thread for the outputs of a position
+MAX_WARPS = 16  # per block
+STAGES = (2, 3, 4)  # candidates for the chunks of a warp's ring
+KEPT_COPIES = 8  # copies per lane and chunk up to which their addresses stay in registers
 
-# What a multiprocessor does per cycle, for choosing between tiles.
-CYCLES_PER_MULTIPLY = 6.0  # of one of the four schedulers; measured
-BYTES_PER_CYCLE = 18.0  # out of memory
-L2_BYTES_PER_CYCLE = 16.0
+# Rates of one multiprocessor, by which the model compares tiles.
+CYCLES_PER_MULTIPLY = 6.0  # cycles per matrix instruction of one of the four schedulers, measured on an H200
+BYTES_PER_CYCLE = 18.0  # bytes per cycle read from global memory
+L2_BYTES_PER_CYCLE = 16.0  # bytes per cycle read from L2
 SECTOR_BYTES = 32
-BARRIER_CYCLES = 100.0  # until all warps are under way again
-REGISTERS = 65536
+BARRIER_CYCLES = 100.0  # cycles from a barrier until all warps issue again
+REGISTERS = 65536  # per multiprocessor
 
 
 def _offsets(gather: Gather) -> list[int]:
@@ -47,19 +47,19 @@ def _span(gather: Gather) -> int:
 
 
 def _up(value: int, multiple: int, rest: int = 0) -> int:
-    """The least number from `value` on that leaves `rest` when divided by `multiple`."""
+    """Returns the least number >= `value` that is `rest` modulo `multiple`."""
     return value + (rest - value) % multiple
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What the kernel is compiled for, besides the tile."""
+    """Describes the compile-time constants that do not depend on the tile."""
 
     geometry: Geometry
     item_bytes: int
     channels_last: bool
-    vector: int  # elements that a copy moves; 0: elements one by one, through registers
-    strict: bool = False  # float32 by three TF32 products
+    vector: int  # elements per asynchronous copy; 0 if elements are copied one by one through registers
+    strict: bool = False  # every float32 product is computed as three TF32 products
 
     @classmethod
     def of(cls, problem: Problem) -> Layer:
@@ -81,7 +81,7 @@ class Layer:
 
     @property
     def group_tiles(self) -> int:
-        """Column tiles of as many output planes as an input plane completes."""
+        """The number of 8-column tiles for the `stride` output planes that one input plane completes."""
         _, h, w = self.geometry.kernel
         return -(-self.geometry.stride[0] * h * w * self.geometry.out_per_group // 8)
 
@@ -94,31 +94,31 @@ class Layer:
 
     @property
     def step(self) -> int:
-        """Input channels of a matrix instruction."""
+        """K of one matrix instruction, in input channels."""
         return 32 // self.item_bytes
 
     @property
     def halves(self) -> int:
-        """Operands that a value is the sum of."""
+        """The number of TF32 operands that a value is split into."""
         return 2 if self.strict else 1
 
     @property
     def products(self) -> int:
-        """Matrix instructions for what one would do with whole values."""
+        """The number of matrix instructions per step and tile of the GEMM: three for split values."""
         return 3 if self.strict else 1
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A block's positions with their halo, how its warps share the rows of the product, and its ring."""
+    """Describes a block's positions with their halo, how its warps share the rows of the GEMM, and its ring."""
 
     layer: Layer
     h: int
     w: int
-    whole: bool  # along w: the tile has all of x, and what lies beyond is zero
-    row_tiles: int  # tiles of 16 rows per warp
-    chunk: int  # input channels that a warp copies at a time
-    stages: int  # chunks of a warp in shared memory
+    whole: bool  # the tile spans all of x along w, so that everything beyond its ends is zero
+    row_tiles: int  # tiles of 16 GEMM rows per warp
+    chunk: int  # input channels per chunk, the unit that a warp copies at a time
+    stages: int  # chunks in a warp's ring in shared memory
 
     @property
     def chunks(self) -> int:
@@ -134,7 +134,7 @@ class Tile:
 
     @property
     def origin_w(self) -> int:
-        """The first item of a line, from the tile's first position: where a vector begins."""
+        """Offset of a line's first element from the tile's first position, rounded down to a vector's start."""
         if self.whole:
             return 0
         first = min(_offsets(self.layer.geometry.axes[2].scatter))
@@ -142,7 +142,7 @@ class Tile:
 
     @property
     def line(self) -> int:
-        """Items of a line of the tile with its halo: whole vectors."""
+        """Elements of a line of the tile with its halo, rounded up to whole vectors."""
         if self.whole:
             return self.w
         end = self.w + max(_offsets(self.layer.geometry.axes[2].scatter)) - self.origin_w
@@ -150,7 +150,7 @@ class Tile:
 
     @property
     def gap(self) -> int:
-        """Zeros between lines of columns, where outputs at the borders look for what lies beyond."""
+        """Zeros between lines in shared memory, which outputs at the borders read in place of elements outside x."""
         offsets = _offsets(self.layer.geometry.axes[2].scatter)
         return max(0, -min(offsets), max(offsets)) if self.whole else 0
 
@@ -164,23 +164,23 @@ class Tile:
 
     @property
     def pitch(self) -> int:
-        """Of a column in shared memory: 4 past a multiple of 32, so that fragments are stored without conflicts."""
+        """Words from column to column in shared memory: 4 modulo 32, against bank conflicts of fragment stores."""
         return _up(self.gap + -(-self.rows // self.line) * (self.line + self.gap), 32, 4)
 
     @property
     def item_pitch(self) -> int:
-        """Of a channel in a stage, or, channels-last, of a row: fragments are loaded without conflicts."""
+        """Elements from channel to channel in a stage (channels-last: from row to row), without bank conflicts."""
         return self.chunk if self.layer.channels_last else 16 * self.row_tiles + 8
 
     @property
     def stage_bytes(self) -> int:
-        """Of a warp."""
+        """Bytes of shared memory for one stage of one warp."""
         lines = 16 * self.row_tiles if self.layer.channels_last else self.chunk
         return lines * self.item_pitch * self.layer.item_bytes
 
     @property
     def copies(self) -> int:
-        """Of a lane and a chunk."""
+        """The number of copies that a lane issues per chunk."""
         return self.row_tiles * 16 * self.chunk // max(1, self.layer.vector) // 32
 
     @property
@@ -195,12 +195,12 @@ class Tile:
         totals = self.layer.geometry.stride[1] * self.layer.geometry.stride[2] * self.layer.geometry.out_per_group
         kept = self.copies * (1 if self.layer.channels_last else 2) if self.copies <= KEPT_COPIES else 0
         operands = 4 * self.row_tiles
-        if self.layer.strict:  # in halves, and sums beside the window's
+        if self.layer.strict:  # split operands, and separate accumulators for the products of one step
             operands += self.row_tiles * 8
         return _up(max(sums + operands + kept, sums + totals) + 36, 8)
 
     def blocks(self, device: Device) -> int:
-        """That a multiprocessor has room for. Registers are allotted to four warps at a time."""
+        """Returns how many blocks fit a multiprocessor. Registers are allocated for four warps at a time."""
         by_shared = (device.shared_bytes + 1024) // (self.shared_bytes + 1024)
         return min(by_shared, REGISTERS // (self.registers * 32 * _up(self.warps, 4)))
 
@@ -209,7 +209,7 @@ class Tile:
         return few and self.warps <= MAX_WARPS and self.blocks(device) >= 1
 
     def cycles(self, device: Device) -> float:
-        """Predicted cycles of a multiprocessor for a position and an input plane."""
+        """Returns the predicted cycles of a multiprocessor per position and input plane."""
         layer = self.layer
         blocks, positions = self.blocks(device), self.h * self.w
         multiplies = self.warps * self.row_tiles * layer.column_tiles * self.steps * layer.products
@@ -224,7 +224,7 @@ class Tile:
         )
         per_copy = 10 if self.copies <= KEPT_COPIES else 40
         instructions = (
-            multiplies * (2.3 if layer.strict else 1)  # additions to the window
+            multiplies * (2.3 if layer.strict else 1)  # strict products include additions to the window
             + self.warps * self.steps * (layer.column_tiles + self.row_tiles * (52 if layer.strict else 12))
             + self.warps * self.chunks * self.copies * per_copy
             + positions * group / 32 * 2
@@ -236,7 +236,7 @@ class Tile:
             fetched / L2_BYTES_PER_CYCLE,
             positions * layer.geometry.in_per_group * layer.item_bytes / BYTES_PER_CYCLE,
         )
-        alone = 4 / (blocks * self.warps)  # the less, the more of the rest is done at the same time
+        alone = 4 / (blocks * self.warps)  # share of the shorter parts that no other warp hides
         return (max(parts) + alone * (sum(parts) - max(parts)) + 2 * BARRIER_CYCLES / blocks) / positions
 
     def __str__(self) -> str:
@@ -244,7 +244,7 @@ class Tile:
 
 
 def tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Every tile that fits, the predicted fastest first. Of the volume, only a width below 64 matters."""
+    """Returns every tile that fits, the predicted fastest first; it depends on a volume's width only below 64."""
     layer = Layer.of(problem)
     width = problem.geometry.axes[2].positions(problem.output_size[2])
     widest = max(WIDTHS[0], power_of_two_up(width))
@@ -254,7 +254,8 @@ def tiles(problem: Problem, device: Device) -> list[Tile]:
         if w <= widest and (steps == 1 or problem.geometry.in_per_group > layer.step)
     ]
     fitting = [tile for tile in found if tile.fits(device)]
-    # Three stages are enough. Chunks of two steps help all but contiguous 16-bit types and strict float32 (measured).
+    # Equal predictions are decided for three stages, and for chunks of two steps except for contiguous 16-bit types
+    # and strict float32; chosen by measurement on an H200.
     larger = -1 if (layer.item_bytes == 4 and not layer.strict) or layer.channels_last else 1
     return sorted(fitting, key=lambda tile: (tile.cycles(device), abs(tile.stages - 3), larger * tile.chunk))
 
@@ -279,13 +280,13 @@ def why_not(problem: Problem, device: Device) -> str | None:
 
 
 def cycles(problem: Problem, device: Device) -> float:
-    """Predicted for the busiest multiprocessor: to compare with other kernels."""
+    """Returns the predicted cycles of the busiest multiprocessor."""
     tile = tiles(problem, device)[0]
     walked, _ = _walks(problem, tile, device)
     return walked * tile.cycles(device) * tile.h * tile.w * tile.blocks(device)
 
 
-PASSES = (Pass.FORWARD,)  # that the family computes
+PASSES = (Pass.FORWARD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -293,7 +294,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by the model."""
+    """Returns the work of the launch as the model predicts it."""
     return Work(1, cycles(problem, device))
 
 
@@ -302,7 +303,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def plan_tile(problem: Problem, device: Device, tile: Tile) -> Plan:
-    """The plan with a given tile: what a benchmark compares."""
+    """Returns the plan for a given tile; benchmarks compare such plans."""
     tiles_h, tiles_w, flat = _grid(problem, tile)
     _, planes = _walks(problem, tile, device)
     parts = -(-problem.output_size[0] // planes)
@@ -376,7 +377,7 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
 
 
 def _joined(problem: Problem) -> int:
-    """Outputs of a position and a line that lie side by side and can be stored together."""
+    """Returns how many outputs of a position and a line are contiguous and can be stored by one instruction."""
     g, (_, c, _, _, w) = problem.geometry, problem.output
     joined = g.stride[2] if w == 1 else 1
     if g.groups == 1 and w == g.out_channels and (c == 1 or g.out_channels == 1):
@@ -385,7 +386,7 @@ def _joined(problem: Problem) -> int:
 
 
 def _grid(problem: Problem, tile: Tile) -> tuple[int, int, int]:
-    """Tiles along height, along width, and all of a plane."""
+    """Returns the number of tiles along h, along w, and per plane of all batch items and groups."""
     g, (_, out_h, out_w) = problem.geometry, problem.output_size
     tiles_h = -(-g.axes[1].positions(out_h) // tile.h)
     tiles_w = -(-g.axes[2].positions(out_w) // tile.w)
@@ -393,8 +394,10 @@ def _grid(problem: Problem, tile: Tile) -> tuple[int, int, int]:
 
 
 def _walks(problem: Problem, tile: Tile, device: Device) -> tuple[float, int]:
-    """Input planes of all turns that blocks take, and output planes of a block: what fills the GPU with the least
-    left over, and the least halo along depth."""
+    """Returns the input planes that a multiprocessor walks in all waves of blocks, and the output planes per block.
+
+    Depth is cut so that the last wave of blocks is as full as possible, with little halo along depth.
+    """
     out, axis = problem.output_size[0], problem.geometry.axes[0]
     slots = device.multiprocessors * tile.blocks(device)
     *_, flat = _grid(problem, tile)

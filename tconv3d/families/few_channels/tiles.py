@@ -1,4 +1,7 @@
-"""What the planners for few channels share: taps by phase, and tiles of positions (few_channels.cuh)."""
+"""Taps by phase and tiles of positions, shared by the planners for few channels (few_channels.cuh).
+
+A part is the box of the tensor with few channels that a tile of positions reads.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ from ...planning.geometry import Gather, Triple
 from ...planning.launch import Constants
 from ...planning.side import Side
 
-LINE_ITEMS = 8  # a line in shared memory is a multiple of this
+LINE_ITEMS = 8  # the length of a line in shared memory is a multiple of 8 elements
 
 
 def origin(gather: Gather) -> int:
-    """The first element that position 0 reads."""
+    """Returns the index of the first element that position 0 reads; it may be negative."""
     return gather.reach[0]
 
 
@@ -27,12 +30,12 @@ def span(gather: Gather) -> int:
 
 @dataclass(frozen=True)
 class Taps:
-    """The taps of every phase, phase after phase, and where each reads, from the first element on."""
+    """Lists the taps phase after phase, and the offset at which each reads, relative to `origin`."""
 
     side: Side
     taps: tuple[Triple, ...]
     offsets: tuple[Triple, ...]
-    counts: tuple[int, ...]  # taps of each phase
+    counts: tuple[int, ...]  # number of taps of each phase
 
     @classmethod
     def of(cls, side: Side) -> Taps:
@@ -68,11 +71,11 @@ class Taps:
 
 @dataclass(frozen=True)
 class Tile:
-    """A box of positions, and what it reads of the tensor with few channels."""
+    """Describes a box of positions, and the part of the tensor with few channels that it reads."""
 
     side: Side
     size: Triple
-    vector: int  # elements that a copy of the part moves; 0: one by one, through registers
+    vector: int  # elements per asynchronous copy of the part; 0 if copied one by one through registers
 
     @property
     def part(self) -> Triple:
@@ -88,7 +91,7 @@ class Tile:
 
     @property
     def line_vectors(self) -> int:
-        """Copies of a line, from one vector's beginning to another's end."""
+        """The number of aligned vectors that cover a line of the part, each moved by one copy."""
         vector = max(1, self.vector)
         return -(-(origin(self.side.gathers[2]) % vector + self.part[2]) // vector)
 
@@ -102,7 +105,7 @@ class Tile:
 
     @property
     def counts(self) -> Triple:
-        """Tiles along each dimension."""
+        """The number of tiles along each dimension."""
         d, h, w = (-(-max(1, n) // of) for n, of in zip(self.side.grid, self.size, strict=True))
         return d, h, w
 
@@ -130,7 +133,7 @@ class Tile:
 
 
 def part_vector(side: Side) -> int:
-    """Elements that a copy of a part may move: lines of the tensor are multiples of it, and tiles will be."""
+    """Returns the elements per copy of a part, a divisor of the tensor's strides and width; 0 for single elements."""
     p, per_word = side.problem, 4 // side.problem.item_bytes
     *others, w = side.x
     if p.aligned and w == 1:
@@ -141,7 +144,10 @@ def part_vector(side: Side) -> int:
 
 
 def tiles(side: Side, rows: int, multiple: int, part_limit: int) -> list[Tile]:
-    """Boxes of up to `rows` positions, a multiple along w, whose part takes at most `part_limit` bytes."""
+    """Returns boxes of up to `rows` positions whose parts have at most `part_limit` bytes.
+
+    The width of a box is divisible by `multiple` and by the vectors of its part.
+    """
     vector = part_vector(side)
     step = max(1, vector) // gcd(side.gathers[2].input_step, max(1, vector))
     multiple = max(multiple, step)  # both are powers of two
@@ -159,5 +165,5 @@ def tiles(side: Side, rows: int, multiple: int, part_limit: int) -> list[Tile]:
 
 
 def best(found: list[Tile], cost: Callable[[Tile], float]) -> Tile | None:
-    """The tile that covers the volume at the least cost, `cost` being that of one tile."""
+    """Returns the tile that covers the volume at the least total cost; `cost` is the cost of one tile."""
     return min(found, key=lambda tile: prod(tile.counts) * cost(tile), default=None)

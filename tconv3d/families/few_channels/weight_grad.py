@@ -1,8 +1,8 @@
-"""Plans for few_weight_grad.cuh: the weight gradient of layers with few input or few output channels.
+"""Plans few_weight_grad.cuh: the weight gradient of layers with few input or few output channels.
 
-K = positions, rows are the channels of the tensor with many, columns the taps and channels of the one with few. What
-is compiled in depends on the layer (and on which vectors its volumes are multiples of); the shape of a tile is an
-argument.
+A GEMM with K = positions: rows are the channels of the tensor with many channels, columns are the taps and channels
+of the tensor with few. The compile-time constants depend on the layer and on the vector lengths that divide its
+tensors' strides and width; the shape of a tile is a run-time argument.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ from ...planning.sums import reduce_parts
 from .arguments import FEW_WEIGHT_GRAD
 from .tiles import Taps, Tile, best, tiles
 
-MAX_FEW = 4  # channels per group
-MIN_MANY = 8
-WARPS = 8
-SUMS = 64  # accumulators of a thread
-ROW_TILES = 4  # of 16 channels, that a block has at most
-BUFFER_BYTES = 40 * 1024  # of the tensor with many channels, in shared memory: two to a block, two blocks
-MAX_ROWS = 256  # positions of a tile
-LINE_BYTES = 32  # that beginning a new line costs, in bytes of a long one
-BARRIER_BYTES = 8 * 1024  # likewise
-START, TILE = 25000.0, 8000.0  # cycles: the first tile's way, and the sum of parts; a tile
+MAX_FEW = 4  # channels per group of the tensor with few channels
+MIN_MANY = 8  # channels per group of the tensor with many channels
+WARPS = 8  # per block
+SUMS = 64  # accumulators per thread
+ROW_TILES = 4  # tiles of 16 channels per block, at most
+# Bytes of a shared-memory buffer for the tensor with many channels: two buffers per block, two blocks per
+# multiprocessor.
+BUFFER_BYTES = 40 * 1024
+MAX_ROWS = 256  # positions per tile
+LINE_BYTES = 32  # cost of starting a line, as the number of bytes that take equally long to copy
+BARRIER_BYTES = 8 * 1024  # cost of a barrier, as the number of bytes that take equally long to copy
+START, TILE = 25000.0, 8000.0  # cycles of a block for its start and the sum of partial results, and per tile
 
 
 def few_side(problem: Problem) -> Side:
-    """The pass over the same two tensors that computes the one with many channels out of the one with few."""
+    """Returns the pass that would compute the tensor with many channels from the tensor with few channels."""
     g = problem.geometry
     which = Pass.INPUT_GRAD if g.out_per_group <= g.in_per_group else Pass.FORWARD
     return Side.of(replace(problem, which=which))
@@ -42,7 +44,7 @@ def few_side(problem: Problem) -> Side:
 
 @dataclass(frozen=True)
 class Layout:
-    """What the kernel is compiled for: taps, and how a block and its warps divide rows, columns and positions."""
+    """Derives the compile-time constants: taps, and how a block's warps divide rows, columns and positions."""
 
     taps: Taps
 
@@ -52,7 +54,7 @@ class Layout:
 
     @property
     def columns(self) -> tuple[tuple[int, int], ...]:
-        """Tiles of 8 columns: their phase, and the first of the phase's columns."""
+        """Phase and first column within the phase of every tile of 8 columns."""
         return tuple(
             (f, first) for f, n in enumerate(self.taps.counts) for first in range(0, n * self.side.reduced, 8)
         )
@@ -67,7 +69,7 @@ class Layout:
 
     @property
     def sets(self) -> int:
-        """Warps that differ in their columns; the others differ in their positions."""
+        """The number of warps of a block with different columns; warps with equal columns split the positions."""
         return min(WARPS, power_of_two_up(-(-len(self.columns) // self._most_tiles)))
 
     @property
@@ -85,19 +87,19 @@ class Layout:
 
     @property
     def run(self) -> int:
-        """Neighbouring positions of a lane."""
+        """The number of neighbouring positions that a lane loads: 16 bytes."""
         return 16 // self.side.problem.item_bytes
 
     @property
     def rows(self) -> int:
-        """Positions of a tile."""
+        """The most positions that a tile can have."""
         group, channels = 4 * self.run, 16 * self.row_tiles
         fit = BUFFER_BYTES // (channels * self.taps.phases * self.side.problem.item_bytes)
         return max(group, min(MAX_ROWS, power_of_two_up(fit // 2 + 1)))
 
     @property
     def phase_pitch(self) -> int:
-        """Of a phase: its positions, and what keeps copies of neighbouring phases in different banks."""
+        """Elements from phase to phase in shared memory, padded so that neighbouring phases use different banks."""
         per_word = 4 // self.side.problem.item_bytes
         return self.rows + (16 * per_word - self.rows) % (32 * per_word)
 
@@ -122,11 +124,11 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
-    """Layout, tile, and blocks to a multiprocessor: what covers the volume with the least to copy."""
+    """Returns layout, tile and blocks per multiprocessor with the least to copy, or None if no tile fits."""
     layout = Layout(Taps.of(few_side(problem)))
 
     def work(tile: Tile) -> float:
-        """In bytes: what is copied of both tensors, short lines being dearer than their length, and a barrier."""
+        """Returns the cost of a tile in bytes: copies of both tensors with an extra cost per line, and a barrier."""
         (d, h, w), steps = tile.size, [gather.output_step for gather in layout.side.gathers]
         lines = 16 * layout.row_tiles * d * steps[0] * h * steps[1]
         line = w * steps[2] * problem.item_bytes + LINE_BYTES
@@ -134,7 +136,7 @@ def choose(problem: Problem, device: Device) -> tuple[Layout, Tile, int] | None:
         return lines * line + 2 * tile.lines * part + BARRIER_BYTES
 
     found = []
-    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # one block alone waits at its barriers
+    for blocks, slowdown in ((2, 1.0), (1, 1.4)):  # a single resident block idles at its barriers
         room = ((device.shared_bytes + 1024) // blocks - 1024 - layout.table_bytes - 2 * layout.buffer_bytes) // 2
         tile = best(tiles(layout.side, layout.rows, layout.run, room), work)
         if tile is not None:
@@ -163,7 +165,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return None
 
 
-PASSES = (Pass.WEIGHT_GRAD,)  # that the family computes
+PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -171,7 +173,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by the model."""
+    """Returns the work of both launches as the model predicts it."""
     return Work(2, cycles(problem, device))
 
 
@@ -182,7 +184,7 @@ def plan(problem: Problem, device: Device) -> Plan:
 
 
 def cycles(problem: Problem, device: Device) -> float:
-    """Predicted: up to two fifths too little."""
+    """Returns the predicted cycles of the busiest multiprocessor, up to 40% fewer than measured."""
     choice = choose(problem, device)
     assert choice is not None, "cycles() of a problem that why_not() refuses"
     layout, tile, blocks = choice
@@ -190,7 +192,7 @@ def cycles(problem: Problem, device: Device) -> float:
 
 
 def _splits(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
-    """Parts of the positions."""
+    """Returns the split-K factor: into how many parts the positions are divided."""
     g = layout.side.problem.geometry
     wanted = max(1, device.multiprocessors * blocks // layout.kinds)
     room = device.workspace_bytes // (4 * g.in_channels * g.out_per_group * g.taps)
@@ -198,7 +200,7 @@ def _splits(layout: Layout, tile: Tile, blocks: int, device: Device) -> int:
 
 
 def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
-    """The plan with a given tile: what a benchmark compares."""
+    """Returns the plan for a given tile; benchmarks compare such plans."""
     side = layout.side
     p, g = side.problem, side.problem.geometry
     count = g.in_channels * g.out_per_group * g.taps
@@ -241,7 +243,7 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
 
 
 def _vector(layout: Layout) -> int:
-    """Elements of the tensor with many channels that a copy moves; 0: one by one, through registers."""
+    """Returns the elements per copy of the tensor with many channels; 0 if copied one by one through registers."""
     side = layout.side
     p, per_word = side.problem, 4 // side.problem.item_bytes
     *others, w = side.y
@@ -253,7 +255,7 @@ def _vector(layout: Layout) -> int:
 
 
 def _channel_lanes(side: Side) -> int:
-    """Neighbouring threads that copy neighbouring channels."""
+    """Returns how many neighbouring threads copy neighbouring channels: 8 if channels are contiguous, else 1."""
     return 8 if side.y[1] == 1 and side.y[4] != 1 else 1
 
 
@@ -263,7 +265,7 @@ def _constants(layout: Layout, tile: Tile, vector: int, channel_lanes: int) -> C
     many_is_input = p.which is Pass.INPUT_GRAD
     reach = [
         (n + layout.rows) * gather.output_step for n, gather in zip(side.grid, side.gathers, strict=True)
-    ]  # a tile may stick out of the volume
+    ]  # a tile may extend beyond the volume
     wide = last_offset((2, 16 * layout.row_tiles, *reach), (0, *side.y[1:])) > INT32_MAX
     return (
         ("kThreads", 32 * WARPS),

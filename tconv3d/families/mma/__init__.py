@@ -1,1 +1,1 @@
-"""Forward pass and input gradient on the tensor cores of every GPU since Ampere."""
+"""Kernel family for forward pass and input gradient on the tensor cores of every GPU since Ampere."""

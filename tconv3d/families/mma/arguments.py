@@ -1,4 +1,4 @@
-"""The arguments of the kernel on mma.sync and of the kernel that packs its weight (planning/arguments.py)."""
+"""Declares the run-time arguments of the kernels `mma` and `mma_pack` (see planning/arguments.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
-"""What the kernel on mma.sync can be built as, and how long a build is predicted to take (mma.cuh).
+"""Enumerates the builds of the kernel on mma.sync (mma.cuh) and predicts their time.
 
-A pure function of a layer's geometry, its volume and the device. Knows no launch.
+The result is a pure function of a layer's geometry, its volume and the device. This module knows nothing of launches.
+
+A row of taps is one tap along each dimension that is not unrolled; rows that read from one halo form a source. A slot
+holds a chunk of channels of one position of the halo (an item) in shared memory (mma_tile.cuh).
 """
 
 from __future__ import annotations
@@ -15,60 +18,61 @@ from ...planning.geometry import Triple
 from ...planning.problem import Device
 from ...planning.side import Side, Unrolled
 
-# Cycles of a multiprocessor are the unit of all costs.
-MULTIPLY_CYCLES = 2.0  # one matrix instruction, when all four schedulers issue them
-SHARED_BYTES_PER_CYCLE = 128.0
-L2_BYTES_PER_CYCLE = 24.0  # that a multiprocessor gets when all of them read
-MEMORY_BYTES_PER_CYCLE = 16.0  # that a multiprocessor can write to memory when all of them do
-ROWS_BYTES_PER_CYCLE = 12.0  # that a multiprocessor reads and writes when x is written as rows of channels
-LAUNCH_CYCLES = 5000.0  # from the end of a launch to the next one's first block, and its last block's
-ISSUE_PER_CYCLE = 4.0  # instructions, one of each scheduler
-COPY_INSTRUCTIONS = 8.0  # of a warp, to ask for one copy of each lane
-ROUND_INSTRUCTIONS = 2.0  # that round a word to TF32
-STORE_INSTRUCTIONS = 12.0  # of a warp, for one store of each lane
-STEP_CYCLES = 60.0  # a barrier
-JOB_CYCLES = 700.0  # from the loads of a job through registers until its words are in shared memory
-JOB_WORDS = 4  # of a thread, of a job: kJobWords of kernels/mma_copies.cuh
-ROW_CYCLES = 90.0  # that a warp waits for the first fragments of a row of taps
-BLOCK_CYCLES = 2500.0  # from a block's start to its first product, and until its last store is done
-TORN_STORES = 2.0  # times the memory cycles, where neighbours in memory are stored by different blocks
-TOGETHER = 3.0  # exponent of the norm that joins parts which overlap: two equal ones take 1.26 times as long as one
-OVERLAP = 0.1  # of the shorter of waiting and working is not hidden behind the longer
-LAST_ROUND = 0.7  # of a round that the last one takes, however few blocks it has
+# The unit of all costs is a cycle of one multiprocessor.
+MULTIPLY_CYCLES = 2.0  # cycles per matrix instruction if all four schedulers issue them
+SHARED_BYTES_PER_CYCLE = 128.0  # bytes per cycle of shared memory
+L2_BYTES_PER_CYCLE = 24.0  # bytes per cycle and multiprocessor that L2 delivers if all multiprocessors read
+MEMORY_BYTES_PER_CYCLE = 16.0  # bytes per cycle and multiprocessor written to memory if all multiprocessors write
+ROWS_BYTES_PER_CYCLE = 12.0  # bytes per cycle and multiprocessor read and written to rewrite x as rows of channels
+LAUNCH_CYCLES = 5000.0  # cycles that an additional launch costs for its start and end
+ISSUE_PER_CYCLE = 4.0  # instructions issued per cycle, one by each scheduler
+COPY_INSTRUCTIONS = 8.0  # instructions of a warp per copy of each lane
+ROUND_INSTRUCTIONS = 2.0  # instructions that round one word to TF32
+STORE_INSTRUCTIONS = 12.0  # instructions of a warp per store of each lane
+STEP_CYCLES = 60.0  # cycles of the barrier of a step
+JOB_CYCLES = 700.0  # cycles from the loads of a job (words copied through registers) to its stores in shared memory
+JOB_WORDS = 4  # words per thread and job: kJobWords in mma_copies.cuh
+ROW_CYCLES = 90.0  # cycles that a warp waits for the first fragments of a row of taps
+BLOCK_CYCLES = 2500.0  # cycles of a block before its first product and after its last
+TORN_STORES = 2.0  # factor on the memory cycles of stores if neighbours in memory are stored by different blocks
+TOGETHER = 3.0  # exponent of the p-norm that joins overlapping parts: two equal parts take 1.26 times one
+OVERLAP = 0.1  # share of the shorter of waiting and working that the longer does not hide
+LAST_ROUND = 0.7  # share of a full wave's time that the last wave of blocks takes at least
 
-SLOT_PAD = 16  # bytes after the channels of a slot
-K_STEP = 32  # bytes of channels
-REGISTERS = 65536  # of a multiprocessor
-OTHER_REGISTERS = 56  # of a thread, for addresses and counters
-JOB_REGISTERS = 12  # of a thread, for what comes through registers
-STORE_BYTES = 49152  # of shared memory that stores are put together in, or one tile's, if that is more
-BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system takes of each block
-MAX_CODE = 640  # matrix instructions that a row of taps may be unrolled to
-SAFE_SUMS = 128  # accumulators of a thread
-MAX_BLOCKS = 5  # of a multiprocessor
-MAX_REGISTERS = 244  # of a thread, by the estimate
-BOX_ITEM = 0.3  # of the time of a position's products, that an item of the halo takes
-BOX_LINE = 4.0  # items that the ends of a line in memory take, whose sectors are not whole
-WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # of a block, along positions and channels
-ROWS = (1, 2, 4)  # of taps, of a stage
-FEW_TILES, MANY_POSITIONS = 6, 8192  # a warp has so many tiles, or all channels, where there are so many positions
-STAGES = 3
-MAX_SOURCES = 16  # of a block phase, whose items a table marks by 16 bits
+SLOT_PAD = 16  # bytes after the channels of a slot, against bank conflicts
+K_STEP = 32  # bytes of channels per matrix instruction
+REGISTERS = 65536  # per multiprocessor
+OTHER_REGISTERS = 56  # registers per thread for addresses and counters
+JOB_REGISTERS = 12  # registers per thread for words copied through registers
+STORE_BYTES = 49152  # bytes of shared memory that stage stores; at least one column tile of each warp is staged
+BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system reserves per block
+MAX_CODE = 640  # matrix instructions in the unrolled code of a row of taps
+SAFE_SUMS = 128  # accumulators per thread
+MAX_BLOCKS = 5  # blocks per multiprocessor
+MAX_REGISTERS = 244  # registers per thread by the estimate `_registers`
+BOX_ITEM = 0.3  # cost of an item of the halo, relative to the products of a position
+BOX_LINE = 4.0  # cost of the partial sectors at the ends of a line in memory, in items
+WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # warps of a block along positions and along channels
+ROWS = (1, 2, 4)  # candidates for the rows of taps per stage
+# From 8192 positions on, a warp has at least 6 tiles of 16 x 8 sums, unless its columns are all output channels.
+FEW_TILES, MANY_POSITIONS = 6, 8192
+STAGES = 3  # stages of the ring of weights
+MAX_SOURCES = 16  # sources of a block phase: an item of the halo has one bit for each in a 16-bit mask
 
 
 @dataclass(frozen=True)
 class Build:
-    """Everything of a kernel that is compiled in and is not the layer's."""
+    """Holds the compile-time choices of a kernel that the layer does not determine."""
 
-    unrolled: int  # innermost dimensions whose phases all are a block's own
-    tiles_m: int  # tiles of 16 positions of a warp
-    tiles_n: int  # tiles of 8 channels of a warp
-    warps_m: int
-    warps_n: int
-    steps: int  # K steps of a chunk
-    rows: int  # of taps, of a stage
+    unrolled: int  # innermost dimensions (0 to 3 of w, h, d) along which a block has all phases
+    tiles_m: int  # tiles of 16 positions per warp
+    tiles_n: int  # tiles of 8 channels per warp
+    warps_m: int  # warps of a block along positions
+    warps_n: int  # warps of a block along channels
+    steps: int  # K steps per chunk of channels
+    rows: int  # rows of taps per stage
     stages: int
-    blocks: int  # of a multiprocessor
+    blocks: int  # blocks per multiprocessor
 
     @property
     def threads(self) -> int:
@@ -93,7 +97,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Row:
-    """One tap along each dimension that is not unrolled, and where it reads in its source's halo."""
+    """One tap along each dimension that is not unrolled, and the place in its source's halo where it reads."""
 
     taps: tuple[int, ...]
     place: Triple
@@ -101,18 +105,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of taps of a block phase that read out of the same halo."""
+    """Groups the rows of taps of a block phase that read from one halo."""
 
-    least: Triple  # offset in x from what the tile's first position stands for to the halo's beginning
+    least: Triple  # offset in x of the halo's start, from input_step times the tile's first position
     rows: tuple[Row, ...]
 
 
 @dataclass(frozen=True)
 class Window:
-    """Fragments along w that several inner taps read: of each tap, how many items behind the first it begins."""
+    """Describes consecutive fragments along w that several inner taps share, each tap at its own shift."""
 
-    place: Triple  # in the halo, from where the row of taps reads
-    taps: tuple[tuple[int, int], ...]  # inner tap, shift
+    place: Triple  # place in the halo, relative to the place of the row of taps
+    taps: tuple[tuple[int, int], ...]  # inner tap, and its shift from the window's start in positions
 
     @property
     def span(self) -> int:
@@ -121,7 +125,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Work:
-    """What a build has to do, of the layer alone."""
+    """Derives the part of a build's work that depends on the layer alone."""
 
     side: Side
     unrolled: int
@@ -136,13 +140,13 @@ class Work:
 
     @cached_property
     def line_steps(self) -> Triple:
-        """From line to line of a halo, in lines of x: the stride, where each phase of x has a halo of its own."""
+        """Lines of x from line to line of a halo: the input step if every phase of x has its own halo, else 1."""
         d, h, _ = (gather.input_step for gather in self.side.gathers)
         return (d, h, 1) if d * h <= MAX_SOURCES else (1, 1, 1)
 
     @cached_property
     def halo_steps(self) -> Triple:
-        """From position to position of a tile, in lines and items of a halo."""
+        """Lines (d, h) and items (w) of a halo from one position of a tile to the next."""
         steps = (gather.input_step for gather in self.side.gathers)
         return tuple(step // line for step, line in zip(steps, self.line_steps, strict=True))
 
@@ -186,24 +190,24 @@ class Work:
 
     @cached_property
     def most_rows(self) -> int:
-        """Of a block phase."""
+        """The most rows of taps that a block phase has."""
         return max(sum(len(source.rows) for source in phase) for phase in self.phases)
 
     @cached_property
     def least_rows(self) -> int:
-        """Of a source."""
+        """The fewest rows of taps that a source has."""
         return min((len(source.rows) for source in self.sources), default=1)
 
     @cached_property
     def reach(self) -> Triple:
-        """How far apart what the taps of a position read lies at most, in lines and items of a halo."""
+        """The greatest distance between two reads of one position's taps, in lines (d, h) and items (w) of a halo."""
         rows = (max((row.place[i] for row in self.rows), default=0) for i in range(3))
         loads = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
         return tuple(map(sum, zip(rows, loads, strict=True)))
 
     @cached_property
     def windows(self) -> tuple[Window, ...]:
-        """Of a row of taps."""
+        """The windows of a row of taps."""
         step = self.side.gathers[2].input_step
         found: dict[Triple, list[tuple[int, int]]] = {}
         for number, (_, load, _) in enumerate(self.inner.taps):
@@ -218,22 +222,22 @@ class Work:
 
     @property
     def dense_w(self) -> bool:
-        """Whether a block writes all phases along w."""
+        """Whether a block writes all phases along w, so that its stores fill whole sectors."""
         return self.unrolled > 0 or self.side.gathers[2].output_step == 1
 
 
 @dataclass(frozen=True)
 class Box:
-    """The positions of a block: run-time values, chosen for the volume."""
+    """Describes the positions of a block by run-time values, which are chosen for the volume."""
 
-    items: int  # batch items
-    tile: Triple  # positions of each of them
-    halo: Triple
-    plane: int  # slots of a plane of a line of the halo
-    line: int  # slots from line to line along h
-    sheet: int  # slots from line to line along d
-    slots: int
-    tiles: tuple[int, ...]  # how many boxes there are along n, d, h, w
+    items: int  # batch items per block
+    tile: Triple  # positions per batch item
+    halo: Triple  # positions of the halo per batch item
+    plane: int  # slots per plane of a line of the halo, where a line has one plane for each residue of the input step
+    line: int  # slots from line to line of the halo along h
+    sheet: int  # slots from line to line of the halo along d
+    slots: int  # slots of the halo
+    tiles: tuple[int, ...]  # number of boxes along n, d, h, w
 
     @classmethod
     def of(cls, work: Work, items: int, tile: Triple) -> Box:
@@ -242,7 +246,7 @@ class Box:
         plane = -(-halo[2] // steps[2])
         line = plane * steps[2] | 1
         sheet = halo[1] * line
-        if tile[1] < 8:  # lines of several sheets make 8 rows: they lie in different banks
+        if tile[1] < 8:  # the 8 rows of one ldmatrix come from several sheets and must lie in different banks
             sheet += (_power_of_two_up(tile[1]) - sheet) % 8
         tiles = tuple(-(-extent // t) for extent, t in zip(whole, (items, *tile), strict=True))
         return cls(items, tile, halo, plane, line, sheet, items * halo[0] * sheet, tiles)
@@ -270,7 +274,7 @@ def _power_of_two_up(value: int) -> int:
 
 @lru_cache(maxsize=4096)
 def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
-    """The best boxes for so many warps, each with 16 lines and tiles_m positions along w of these."""
+    """Returns the 4 cheapest boxes for `warps_m` warps, each with 16 lines and `tiles_m` positions along w."""
     found = []
     depth, height, width = work.side.grid
     for warps_w in (1, 2, 4, 8):
@@ -293,24 +297,24 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
 
 
 def _even_parts(size: int, most: int) -> set[int]:
-    """Extents that divide a size into parts as even as can be, none above `most`."""
+    """Returns the extents of up to 16 equal parts of a size, without extents above `most`."""
     return {extent for parts in range(1, 17) if (extent := -(-size // parts)) <= most}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A build with the box for a volume."""
+    """Combines a build with a box for a volume, and predicts its time."""
 
     work: Work
     build: Build
     box: Box
-    copy: int  # how the halo comes: kCopy of mma_copies.cuh
+    copy: int  # kCopy in mma_copies.cuh: how the halo is copied to shared memory
     item_bytes: int
-    rows: bool = False  # x is written as rows of channels first
+    rows: bool = False  # another launch first rewrites x as rows of channels
 
     @property
     def rounds(self) -> bool:
-        """Whether TF32 numbers are rounded where they are multiplied."""
+        """Whether values of x are rounded to TF32 before each product, because no earlier launch rounded them."""
         return self.item_bytes == 4 and not self.rows
 
     @property
@@ -348,20 +352,20 @@ class Candidate:
 
     @property
     def store_line(self) -> int:
-        """Elements from line to line of what is put together for stores: an odd number of times 16 bytes."""
+        """Elements from line to line of y staged in shared memory: an odd multiple of 16 bytes."""
         phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
         return (-(-self.box.tile[2] * phases * self.item_bytes // 16) | 1) * 16 // self.item_bytes
 
     @property
     def store_pitch(self) -> int:
-        """Elements from column to column: likewise."""
+        """Elements from column to column of y staged in shared memory: an odd multiple of 16 bytes."""
         phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
         lines = self.box.lines * (len(self.work.inner.phases) // phases)
         return (lines * self.store_line * self.item_bytes // 16 | 1) * 16 // self.item_bytes
 
     @property
     def store_tiles(self) -> int:
-        """Tiles of 8 columns of a warp that are put together at a time: the same for all boxes."""
+        """The number of 8-column tiles of a warp that are staged for stores at a time; equal for all boxes."""
         each = 8 * self.build.warps_n * self.build.positions * len(self.work.inner.phases) * self.item_bytes
         return max(1, min(self.build.tiles_n, STORE_BYTES // each))
 
@@ -382,7 +386,7 @@ class Candidate:
         return max(self.copy_bytes, self.store_bytes)
 
     def blocks_that_fit(self, device: Device) -> int:
-        """Of a multiprocessor, by shared memory: a block's limit leaves out what the system takes of each block."""
+        """Returns how many blocks fit a multiprocessor's shared memory, including the system's bytes per block."""
         return (device.shared_bytes + BLOCK_OVERHEAD) // (self.shared_bytes + BLOCK_OVERHEAD)
 
     @property
@@ -391,14 +395,14 @@ class Candidate:
         return prod(self.box.tiles) * g.groups * self.slices * len(self.work.phases)
 
     def cycles(self, device: Device) -> float:
-        """Predicted for the whole launch.
+        """Returns the predicted cycles of the whole launch, and of the launch that rewrites x, if any.
 
-        Blocks that share a multiprocessor are limited by what is busiest, and hide each other's waiting. A block
-        that has one for itself takes as long as everything that it does after another.
+        Blocks that share a multiprocessor are limited by its busiest unit, and hide each other's latency. A block
+        that is alone on a multiprocessor takes the sum of its overlapping parts, its waiting and its stores.
         """
         resident = self.build.blocks * device.multiprocessors
         whole = self.grid / resident
-        # The last round is seldom full, and its blocks have more of their multiprocessor to themselves.
+        # Blocks of the last wave, which is seldom full, share their multiprocessors with fewer blocks.
         rounds = whole + LAST_ROUND * (-(-self.grid // resident) - whole) if whole > 1 else 1.0
         sharing = min(self.build.blocks, -(-self.grid // device.multiprocessors))
         *inner, storing = self._parts()
@@ -407,7 +411,7 @@ class Candidate:
         return rounds * (max(alone, busy) + OVERLAP * min(alone, busy)) + self._writing_rows(device)
 
     def _writing_rows(self, device: Device) -> float:
-        """Cycles of the launch that writes x as rows of channels."""
+        """Returns the cycles of the launch that rewrites x as rows of channels; 0 if there is none."""
         if not self.rows:
             return 0.0
         side = self.work.side
@@ -417,18 +421,18 @@ class Candidate:
 
     @property
     def _waiting(self) -> float:
-        """Cycles of a block in which nothing is done, if no other block shares its multiprocessor."""
+        """Cycles for which a block idles if no other block shares its multiprocessor."""
         steps = sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources)
         rows = len(self.work.rows)
         warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
         each = STEP_CYCLES * steps + ROW_CYCLES * rows / warps_of_scheduler
-        if self.copy == 2:  # a job is hidden behind each row of taps, the others are not
+        if self.copy == 2:  # each row of taps hides one job of copies through registers, further jobs are exposed
             jobs = -(-self.box.halo_items * 8 * self.build.steps // (JOB_WORDS * self.build.threads))
             each += JOB_CYCLES * sum(max(0, jobs - len(source.rows)) for source in self.work.sources)
         return BLOCK_CYCLES + each * self.chunks / len(self.work.phases)
 
     def _parts(self) -> tuple[float, ...]:
-        """Cycles of tensor cores, shared memory, issuing, loads and stores, of an average block, each alone."""
+        """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average block."""
         b, side = self.build, self.work.side
         warps = b.warps_m * b.warps_n
         rows, sources = (len(each) / len(self.work.phases) for each in (self.work.rows, self.work.sources))
@@ -456,7 +460,7 @@ class Candidate:
 
     @property
     def _sector_waste(self) -> float:
-        """How much more than the halo is read, in whole sectors of 32 bytes."""
+        """Bytes read in whole sectors of 32 bytes, divided by the bytes of the halo."""
         if self.work.side.x[4] == 1:
             line = self.box.halo[2] * self.item_bytes
             return (line + 28.0) / line
@@ -465,22 +469,22 @@ class Candidate:
 
 
 def _together(parts: list[float]) -> float:
-    """Cycles of parts that overlap: little more than the longest alone, unless others are nearly as long."""
+    """Returns the cycles of overlapping parts by a p-norm: the longest part dominates."""
     return sum(part**TOGETHER for part in parts) ** (1 / TOGETHER)
 
 
 def _registers(work: Work, sums: int, tiles_m: int, tiles_n: int, copy: int) -> int:
-    """Of a thread, estimated."""
+    """Returns an estimate of the registers per thread."""
     window = 4 * (tiles_m + max(window.span for window in work.windows))
     return sums + window + 2 * tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
 
 
 def works(side: Side) -> Iterator[Work]:
-    """The divisions of taps into rows and inner taps worth a look."""
+    """Yields the divisions of taps into rows and inner taps that are worth considering."""
     for unrolled in range(4):
         work, own = Work(side, unrolled), side.gathers[3 - unrolled :]
         if unrolled == 1 and max(own[0].phases, max(own[0].count)) == 1:
-            continue  # there is one tap along w
+            continue  # a single tap along w leaves nothing to unroll
         if unrolled > 1 and max(gather.phases for gather in own[:-1]) == 1:
             continue
         if 0 < len(work.inner.loads) <= 32:
@@ -488,7 +492,7 @@ def works(side: Side) -> Iterator[Work]:
 
 
 def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
-    """Every build worth a look, with as many blocks to a multiprocessor as registers allow."""
+    """Yields every build worth considering, with as many blocks per multiprocessor as registers allow."""
     side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
     for tiles_m, tiles_n in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8)):
@@ -503,7 +507,7 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
             if len(work.inner.taps) * tiles_m * tiles_n * steps > MAX_CODE:
                 continue
             if copy and warps_m * warps_n % (2 * steps):
-                continue  # 8 positions of every word of a slot are copied at a time
+                continue  # a round of copies has 8 positions for every word of a slot
             needed = _registers(work, 4 * phases * tiles_m * tiles_n, tiles_m, tiles_n, copy)
             blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
             for rows in ROWS:
@@ -512,7 +516,7 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
 
 
 def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:
-    """Every build that fits the device, with its boxes. `rows`: the side reads rows of channels, written first."""
+    """Yields every build that fits the device, with its boxes. `rows`: x was rewritten as rows of channels."""
     for work in works(side):
         for build in builds(work, copy, item_bytes):
             for box in boxes(work, build.tiles_m, build.warps_m):
@@ -527,7 +531,7 @@ def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: boo
 def candidates_of(
     build: Build, side: Side, copy: int, item_bytes: int, device: Device, rows: bool
 ) -> Iterator[Candidate]:
-    """One build with its boxes, where it fits."""
+    """Yields one build with each of its boxes that fit the device."""
     work = Work(side, build.unrolled)
     for box in boxes(work, build.tiles_m, build.warps_m):
         found = Candidate(work, build, box, copy, item_bytes, rows)

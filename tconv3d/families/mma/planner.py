@@ -1,7 +1,8 @@
-"""Plans for forward pass and input gradient on tensor cores by mma.sync (mma.cuh, mma_pack.cuh).
+"""Plans forward pass and input gradient on tensor cores by mma.sync (mma.cuh, mma_pack.cuh).
 
-For every GPU since compute capability 8.0. Chooses how the
-halo comes into shared memory, takes the build that the model predicts to be fastest, and writes its launches.
+The kernels run on every GPU since compute capability 8.0. The planner chooses how the halo is copied to shared
+memory, takes the build that the model predicts to be fastest, and makes its launches. If the channels of x are not
+contiguous, a launch may first rewrite x as rows of channels (`rows` in this module).
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from .arguments import MMA, MMA_PACK
 from .model import Build, Candidate, Work, candidates, candidates_of
 
 HAS_EPILOGUE = True
-MIN_CHANNELS = 4  # of a group, on both sides: fewer leave most of a tile of 8 idle
-# Products that mma.sync adds up in a cycle of a multiprocessor, TF32 operands in registers, on an H200.
+MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
+# TF32 multiply-adds per cycle and multiprocessor by mma.sync with operands in registers, measured on an H200.
 PRODUCTS_PER_CYCLE = 565.0
-MAX_TAPS = 1024  # that the tables of a kernel hold
-PACK_THREADS = 256
+MAX_TAPS = 1024  # taps that the tables of a kernel hold
+PACK_THREADS = 256  # threads per block of mma_pack
 ALIGN = 256  # bytes to which a region of the workspace is aligned
-PACK_ELEMENTS = 8192  # that a block which packs has in shared memory
-PIECES, WORDS, HALVES = range(3)  # kCopy of mma_copies.cuh
+PACK_ELEMENTS = 8192  # elements of the weight in the shared memory of a block of mma_pack
+PIECES, WORDS, HALVES = range(3)  # kCopy in mma_copies.cuh: copies of 16 bytes, of 4 bytes, or of 2 via registers
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
-    """Why the kernel on mma.sync does not take a problem, or nothing."""
+    """Returns why the family does not take a problem, or None if it does."""
     return _why_never(problem, device) or _why_no_build(problem, device)
 
 
 def _why_never(problem: Problem, device: Device) -> str | None:
-    """What can be said before a build is searched for."""
+    """Returns a reason for refusal that is known without a search for a build, or None."""
     if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
         return "the kernel on mma.sync computes the forward pass and the input gradient"
     if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
@@ -68,7 +69,7 @@ def _why_no_build(problem: Problem, device: Device) -> str | None:
     return None
 
 
-PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # that the family computes
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -77,15 +78,15 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def least(problem: Problem, device: Device) -> calibration.Work:
-    """The products alone at the rate of mma.sync: the search for a build takes 0.1 s, this bound takes none."""
+    """Returns a lower bound of the work, products at the rate of mma.sync, without the 0.1 s search for a build."""
     rate = PRODUCTS_PER_CYCLE * 4 / problem.item_bytes
     return calibration.Work(2, problem.flops / 2 / (rate * device.multiprocessors))
 
 
 def work(problem: Problem, device: Device) -> calibration.Work:
-    """What its launches do, by the model."""
+    """Returns the work of the launches as the model predicts it."""
     found = _chosen(problem, device)
-    if found is None or _why_no_build(problem, device):  # An infinite time is never the least.
+    if found is None or _why_no_build(problem, device):  # work that is never the cheapest
         return calibration.Work(2, inf)
     return calibration.Work(2, found.cycles(device))
 
@@ -112,13 +113,13 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
         rows + _rows_bytes(problem) if found.rows else packed,
         tile,
         regions=(("rows", rows),) if found.rows else (),
-        packed_bytes=packed if problem.which is Pass.FORWARD else 0,  # an input gradient's weight is never kept
+        packed_bytes=packed if problem.which is Pass.FORWARD else 0,  # only forward passes reuse packed weights
         preparing=2 if found.rows else 1,
     )
 
 
 def _read(problem: Problem) -> tuple[int, ...]:
-    """The shape of what is read: x, or dy."""
+    """Returns the shape of the tensor that the pass reads: x, or dy for the input gradient."""
     side = Side.of(problem)
     return (problem.batch, side.reduced * problem.geometry.groups, *side.x_size)
 
@@ -136,7 +137,7 @@ def _rows(problem: Problem) -> Launch:
 
 
 def copy_of(side: Side) -> int:
-    """How the halo comes into shared memory."""
+    """Returns how the halo is copied to shared memory: PIECES, WORDS or HALVES."""
     p = side.problem
     item = 16 // p.item_bytes
     n, c, *rest = side.x
@@ -146,25 +147,25 @@ def copy_of(side: Side) -> int:
 
 
 def _halo_span(found: Candidate) -> int:
-    """The largest offset in x from the beginning of a halo, in elements."""
+    """Returns the largest offset in x from the start of a halo, in elements."""
     lines = (step * (extent - 1) for step, extent in zip(found.work.line_steps, found.box.halo, strict=True))
     places = (found.box.items - 1, 0, *lines)
     return sum(place * stride for place, stride in zip(places, found.work.side.x, strict=True))
 
 
-# ---- which build
+# ---- The choice of a build.
 
-Choice = tuple[Build, bool]  # what is compiled, and whether x is written as rows of channels first
+Choice = tuple[Build, bool]  # a build, and whether x is first rewritten as rows of channels
 _repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
 
 
 def forget() -> None:
-    """The next volume of every layer is its first."""
+    """Forgets the first volume of every layer, so that the next volume counts as the first."""
     _repertoire.forget()
 
 
 def _chosen(problem: Problem, device: Device) -> Candidate | None:
-    """A build of the layer's repertoire, so that a new volume does not recompile, with its best box."""
+    """Returns a build of the layer's repertoire (few builds for all volumes) with its best box, or None."""
     kind = (problem.which, problem.geometry, problem.dtype, problem.relu, problem.input[1] == 1)
     choice = _repertoire.choose(
         (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device),
@@ -177,7 +178,7 @@ def _chosen(problem: Problem, device: Device) -> Candidate | None:
 
 
 def _typical(problem: Problem) -> list[Problem]:
-    """The layer's pass over typical volumes, the nearest in size first."""
+    """Returns the layer's pass over typical volumes, the nearest in size first."""
     g, found = problem.geometry, []
     for batch, edge in TYPICAL:
         size = (edge, edge, edge)
@@ -196,7 +197,7 @@ def _typical(problem: Problem) -> list[Problem]:
 
 @lru_cache(maxsize=1024)
 def _own(problem: Problem, device: Device) -> Choice | None:
-    """The build that the model predicts to be fastest for this volume."""
+    """Returns the build that the model predicts to be fastest for this volume, or None."""
     settings = (problem, replace(device, name=""))
     found: Choice | None = searched(__name__, settings, Choice | None, lambda: _fastest(*settings))
     return found
@@ -209,7 +210,7 @@ def _fastest(problem: Problem, device: Device) -> Choice | None:
 
 @lru_cache(maxsize=4096)
 def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
-    """A build with the box that suits the volume best, if one fits."""
+    """Returns a build with its predicted fastest box for the volume, or None if none fits."""
     build, rows = choice
     for side, copy, of_rows in _sides(problem, device):
         if of_rows == rows:
@@ -219,7 +220,7 @@ def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
 
 
 def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]:
-    """What may be read: x as it is, and x written as rows of channels, where that can be."""
+    """Yields x as it is and, where possible, x rewritten as rows of channels: side, kind of copy, whether rows."""
     side, item = Side.of(problem), 16 // problem.item_bytes
     copy = copy_of(side)
     yield side, copy, False
@@ -228,13 +229,13 @@ def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]
 
 
 def _all(problem: Problem, device: Device) -> Iterator[Candidate]:
-    """Whatever can be built."""
+    """Yields every candidate that fits the device."""
     for side, copy, rows in _sides(problem, device):
         yield from candidates(side, copy, problem.item_bytes, device, rows)
 
 
 def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:
-    """The best builds by the model, each with the better of its boxes."""
+    """Returns the `most` predicted fastest builds, each with its fastest box."""
     best: dict[tuple[Build, bool], Candidate] = {}
     for each in _all(problem, device):
         other = best.get((each.build, each.rows))
@@ -243,11 +244,11 @@ def predicted(problem: Problem, device: Device, most: int) -> list[Candidate]:
     return sorted(best.values(), key=lambda each: each.cycles(device))[:most]
 
 
-# ---- the launches
+# ---- The launches.
 
 
 def _packed_order(work: Work) -> tuple[int, ...]:
-    """The taps in the order in which blocks use them."""
+    """Returns the indices of all taps in the order in which blocks use them."""
     kernel = work.side.problem.geometry.kernel
     order = []
     for row in work.rows:
@@ -258,7 +259,7 @@ def _packed_order(work: Work) -> tuple[int, ...]:
 
 
 def _source_tables(work: Work) -> Constants:
-    """Of each block phase its first source, of each source its first row, and what follows the last ones."""
+    """Returns tables of sources and rows of taps (mma_tile.cuh): first source of a phase, first row of a source."""
     first_source = (0, *accumulate(len(phase) for phase in work.phases))
     first_row = (0, *accumulate(len(source.rows) for source in work.sources))
     places, least = [row.place for row in work.rows], [source.least for source in work.sources]
@@ -273,7 +274,7 @@ def _source_tables(work: Work) -> Constants:
 
 
 def _window_tables(work: Work) -> Constants:
-    """Of each inner tap its phase, its window and its shift in that; where windows lie, and how long they are."""
+    """Returns tables of the inner taps (phase, window, shift in the window) and of the windows (place, span)."""
     windows = {tap: (i, shift) for i, window in enumerate(work.windows) for tap, shift in window.taps}
     taps = range(len(work.inner.taps))
     return (
@@ -290,7 +291,7 @@ def _window_tables(work: Work) -> Constants:
 
 
 def _layout_constants(found: Candidate) -> Constants:
-    """What the kernel and the launch that packs for it must agree on."""
+    """Returns the constants that `mma` and `mma_pack` must agree on."""
     side, build = found.work.side, found.build
     return (
         ("Scalar", SCALARS[side.problem.dtype]),
@@ -340,7 +341,7 @@ def _pack(found: Candidate) -> Launch:
 
 
 def _store_lanes(found: Candidate) -> int:
-    """Lanes that store a line of y: as many as it has words, in a power of two."""
+    """Returns how many lanes store a line of y: its number of words, rounded up to a power of two, at most 32."""
     phases = found.work.side.gathers[2].phases if found.work.unrolled else 1
     elements = found.box.tile[2] * phases
     words = -(-elements * found.item_bytes // 4)
@@ -393,7 +394,7 @@ def _main(found: Candidate) -> Launch:
 
 
 def _scalars(found: Candidate) -> bytes:
-    """The arguments of the kernel behind its pointers."""
+    """Returns the bytes of the kernel's arguments after its pointers."""
     side, box = found.work.side, found.box
     tile_d, tile_h, tile_w = box.tile
     return MMA.pack(

@@ -1,1 +1,1 @@
-"""ReLU and GroupNorm behind a convolution: statistics, normalization and their gradients."""
+"""Kernel family for ReLU and GroupNorm after a convolution: statistics, normalization and their gradients."""

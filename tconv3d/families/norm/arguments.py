@@ -1,4 +1,4 @@
-"""The arguments of the kernels that sweep over activations (planning/arguments.py)."""
+"""Declares the run-time arguments of the kernels that sweep over activations (see planning/arguments.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Plans for GroupNorm behind a convolution: its statistics, normalizing, and its gradient with the ReLU's.
+"""Plans GroupNorm after a convolution: its statistics, the normalization, and its gradient with the ReLU's.
 
-The kernels are passes over dense activations (sweep.cuh) and small reductions between them. The statistics
-come from moments, which the convolution's kernel leaves, or a pass over its result.
+The kernels are passes over dense activations (sweep.cuh) and small reductions between them. A pass divides
+activations into strips; the sums of a strip go to one slot of its channel. The statistics are computed from moments
+(count, sum and sum of squares of a set of values), which the convolution's kernel or a pass over its result writes.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from .arguments import (
     STATISTICS,
 )
 
-THREADS = 256
-VECTORS_PER_THREAD = 8  # of a strip; fewer where that leaves multiprocessors without work
-FLIGHT = 4  # vectors that a thread has on their way (sweep.cuh)
-STATISTICS_THREADS = (128, 512)  # for norm groups with few moments: adding up takes fewer steps; with many
+THREADS = 256  # per block
+VECTORS_PER_THREAD = 8  # vectors of a strip per thread; fewer if multiprocessors would have no work
+FLIGHT = 4  # loads of vectors that a thread has in flight (sweep.cuh)
+STATISTICS_THREADS = (128, 512)  # threads per block for norm groups with fewer and with at least MANY_MOMENTS moments
 MANY_MOMENTS = 1024
-# Both passes of the gradient in one launch (norm_both.cuh).
-BOTH_BLOCKS = 3  # on a multiprocessor
-KEPT_BYTES = 21 << 20  # that L2 keeps from the first pass to the second, beside what flows through it (measured)
-LEAST_BYTES = 32 << 20  # of all that is read: less stays in L2 from one launch to the next
-# Everything read once (norm_once.cuh).
-CONSUMERS = 16  # warps
-CHUNK_BYTES = 48 << 10  # smaller ones lose: a finder takes 2 us for each (measured)
-TABLE_BYTES = 4096  # of shared memory: barriers and the like
-MOST_STAGES = 16
-MOST_UNITS = 1024  # chunks of a norm group
-KEPT_GROUPS = 3  # that shared memory must have room for, in all
+# norm_both.cuh computes both passes of the gradient in one launch.
+BOTH_BLOCKS = 3  # blocks per multiprocessor
+KEPT_BYTES = 21 << 20  # bytes of dy and x that L2 holds from the first pass to the second, measured on an H200
+LEAST_BYTES = 32 << 20  # bytes of dy and x up to which L2 holds them from one launch to the next
+# norm_once.cuh reads dy and x once.
+CONSUMERS = 16  # consumer warps per block
+CHUNK_BYTES = 48 << 10  # bytes of dy and x per chunk: the finder warp takes 2 us per chunk on an H200
+TABLE_BYTES = 4096  # bytes of shared memory for barriers and tables
+MOST_STAGES = 16  # chunks in a block's shared memory, at most
+MOST_UNITS = 1024  # chunks per norm group, at most
+KEPT_GROUPS = 3  # norm groups that the shared memory of all blocks together must have room for
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -52,18 +53,18 @@ def ceil_div(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class Activation:
-    """Dense activations of one shape and format: what a convolution writes, and tensors like it."""
+    """Describes dense activations of one shape and format, such as the result of a convolution."""
 
     batch: int
     channels: int
     volume: int
     dtype: str
     channels_last: bool
-    aligned: bool = True  # all addresses are multiples of 16 bytes
+    aligned: bool = True  # the addresses of all tensors are multiples of 16 bytes
 
     @property
     def vector(self) -> int:
-        """Items of one access."""
+        """Elements per load or store."""
         if not self.aligned:
             return 1
         most = 16 // ITEM_BYTES[self.dtype]
@@ -76,7 +77,7 @@ class Activation:
 
 @dataclass(frozen=True)
 class Strips:
-    """How a sweep is divided: `struct Strips`, and the blocks for it."""
+    """Divides a sweep into strips: `struct Strips` of the kernels, and the number of blocks."""
 
     activation: Activation
     slots: int
@@ -92,7 +93,7 @@ class Strips:
             quantum, parallel = THREADS // across, a.batch * ceil_div(vectors, across) * (THREADS // 32)
         else:
             quantum, parallel = 32 * a.vector, rows
-        wanted = ceil_div(device.multiprocessors * 64, max(parallel, 1))  # strips of a channel that fill the GPU
+        wanted = ceil_div(device.multiprocessors * 64, max(parallel, 1))  # strips per channel that fill the GPU
         slots = max(
             ceil_div(a.volume, quantum * vectors_per_thread), min(wanted, ceil_div(a.volume, quantum * FLIGHT))
         )
@@ -111,8 +112,11 @@ class Strips:
         min_blocks: int = 2,
         **types: str,
     ) -> Launch:
-        """A launch of the kernel of these arguments, which adds up `sums` numbers for each channel. `numbers` are its
-        arguments beside pointers and strips, `types` those of the tensors beside the activation."""
+        """Returns a launch of the kernel that `arguments` declares, which sums `sums` numbers per channel.
+
+        `numbers` are the kernel's arguments other than pointers and strips, `types` the element types of the tensors
+        other than the activation.
+        """
         a = self.activation
         acc, acc_bytes = accumulator(a.dtype)
         constants: Constants = (
@@ -143,15 +147,15 @@ class Strips:
 
 
 def _operands(arguments: Arguments, **others: str) -> tuple[str, ...]:
-    """What a kernel's pointers point to: operands of their own names, but for `others`."""
+    """Returns the operands of a kernel's pointers: each operand has the pointer's name, except for `others`."""
     return arguments.pointers(**{**{name: name for name in arguments.pointer_names}, **others})
 
 
-# ---- statistics, behind the convolution
+# ---- Statistics of the convolution's result.
 
 
 def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
-    """The plan of a convolution, and the statistics of its result."""
+    """Returns the plan of a convolution, extended by launches that compute the statistics of its result."""
     assert problem.norm is not None
     channels, groups = problem.geometry.out_channels, problem.norm.groups
     acc, acc_bytes = accumulator(problem.dtype)
@@ -188,30 +192,30 @@ def with_statistics(plan: Plan, problem: Problem, device: Device) -> Plan:
     return replace(plan, launches=(*plan.launches, statistics))
 
 
-# ---- the passes over memory
+# ---- Normalization and its gradient, as passes over memory.
 
 
 @dataclass(frozen=True)
 class NormProblem:
-    """GroupNorm of activations whose statistics are known: `result` is the type of y and dy."""
+    """Describes GroupNorm of activations whose statistics are known."""
 
     activation: Activation
-    result: str
-    parameter: str  # the type of weight and bias, where there are any
+    result: str  # element type of y and dy
+    parameter: str  # element type of weight and bias, if there are any
     groups: int
 
     @property
     def numbers(self) -> dict[str, int]:
-        """Arguments that all kernels of the norm take."""
+        """The numeric arguments that all kernels of the norm take, by name."""
         return {"groups": self.groups, "per_group": self.activation.channels // self.groups}
 
 
 @lru_cache(maxsize=1024)
 def plan_normalize(p: NormProblem, device: Device) -> Plan:
-    strips = Strips.of(p.activation, device, FLIGHT)  # the shortest are the fastest
+    strips = Strips.of(p.activation, device, FLIGHT)  # short strips, FLIGHT vectors per thread
     launch = strips.launch(
         NORMALIZE, 0, _operands(NORMALIZE), p.numbers,
-        min_blocks=2 if p.activation.channels_last else 4,  # as the registers want it
+        min_blocks=2 if p.activation.channels_last else 4,  # resident blocks, which limit the registers per thread
         Result=p.result, Parameter=p.parameter,
     )  # fmt: skip
     return Plan("normalize", "one read and one write", (launch,), tile=_describe(strips))
@@ -219,7 +223,7 @@ def plan_normalize(p: NormProblem, device: Device) -> Plan:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which gradients: of what went into the ReLU, of the norm's parameters, of the convolution's bias."""
+    """Says which gradients are wanted: of the ReLU's input, the norm's parameters, the convolution's bias."""
 
     input: bool
     parameters: bool
@@ -240,7 +244,7 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
         "by_channel": a.batch * 2 * a.channels * acc_bytes,
         "bias_sums": a.batch * bias_slots * a.channels * acc_bytes if wanted.bias else 0,
     }
-    regions, end = [], 256  # never nothing, not for a batch of zero either
+    regions, end = [], 256  # a workspace of 256 bytes exists even for a batch of 0
     for name, size in rooms.items():
         regions.append((name, end))
         end += ceil_div(size, 256) * 256
@@ -263,7 +267,7 @@ def plan_gradient(p: NormProblem, wanted: Wanted, device: Device) -> Plan:
 
 
 def _passes(p: NormProblem, strips: Strips, wanted: Wanted) -> list[Launch]:
-    """Each pass a launch."""
+    """Returns the launches of the gradient with one launch per pass."""
     sums = strips.launch(NORM_SUMS, 2, _operands(NORM_SUMS), p.numbers, Gradient=p.result)
     coefficients = Launch(
         kernel="norm_coefficients",
@@ -291,7 +295,7 @@ def _bias_sums(wanted: Wanted) -> str:
 
 
 def _fill(regions: dict[str, int]) -> Launch:
-    """What blocks tell each other: not yet written."""
+    """Returns the launch that fills the memory through which blocks communicate with ones: "not yet written"."""
     words = (regions["by_channel"] - regions["sums"]) // 16
     return Launch(
         kernel="fill",
@@ -306,10 +310,10 @@ def _fill(regions: dict[str, int]) -> Launch:
 
 @dataclass(frozen=True)
 class Once:
-    """Both passes in one launch, for groups of which shared memory keeps several until their sums are known."""
+    """Plans norm_once.cuh: both passes in one launch, data held in shared memory until the sums are known."""
 
-    strips: Strips  # chunks
-    stages: int
+    strips: Strips  # each strip is a chunk, the unit of a bulk copy
+    stages: int  # chunks in the ring of a block
     blocks: int
 
     @classmethod
@@ -360,11 +364,11 @@ class Once:
 
 @dataclass(frozen=True)
 class Both:
-    """Both passes of the gradient in one launch, for groups of which L2 keeps as many as must be under way."""
+    """Plans norm_both.cuh: both passes in one launch, where L2 holds all norm groups between their passes."""
 
     strips: Strips
-    units: int  # blocks for a pass of a norm group
-    lag: int  # norm groups from the first pass to the second
+    units: int  # blocks per pass of a norm group
+    lag: int  # norm groups whose first pass runs before the second pass of the first of them
 
     @classmethod
     def of(cls, p: NormProblem, device: Device) -> Both | None:
@@ -377,7 +381,7 @@ class Both:
             return None
         strips = Strips.of(a, device)
         units = ceil_div(a.channels // p.groups * strips.slots, THREADS // 32)
-        rounds = ceil_div(device.multiprocessors * BOTH_BLOCKS, 2 * units)  # of groups that run at a time
+        rounds = ceil_div(device.multiprocessors * BOTH_BLOCKS, 2 * units)  # norm groups in flight, per pass
         lag = min(KEPT_BYTES // group_bytes, 1 + 2 * rounds)
         return cls(strips, units, lag) if lag > rounds else None
 
