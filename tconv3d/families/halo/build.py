@@ -1,4 +1,9 @@
-"""What is compiled of the halo kernel (`Build`), and how a volume is cut for it (`Tiling`, run-time arguments)."""
+"""Defines what is compiled of the halo kernel (`Build`) and how a volume is cut for it (`Tiling`, run-time arguments).
+
+The headers of halo.cuh and halo_layout.cuh explain most terms. A build on lines takes input lines as they lie in
+memory (halo_lines.cuh). An image is a copy of outputs in shared memory, as they will lie in global memory
+(halo_images.cuh, halo_joint.cuh). A portion is a range of a tile's chunks for split-K. A sheet is a plane of a halo.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +26,32 @@ from .arguments import PACK
 from .job import Job
 from .program import Program, Split, gather_program, programs
 
-SLAB = 64  # positions of one matrix instruction
-STEP_BYTES = 32  # of K that one matrix instruction takes
+SLAB = 64  # positions of one matrix instruction, and thus of a slab
+STEP_BYTES = 32  # bytes of K that one matrix instruction takes
 BARRIER_BYTES = 1024
-SCRATCH_BYTES = 4 * 1024  # of a consumer
-LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
-PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
-PACKING_BLOCKS = 600  # at least, if there is enough to pack: more than can run at once, each soon done
+SCRATCH_BYTES = 4 * 1024  # bytes of shared memory per consumer through which stores pass
+LOADER_BYTES = 5120  # bytes of shared memory because loaders' tables have whole batches of all loaders
+PACKED_AT_ONCE = 2048  # most weights that a block of the packing kernel holds, so that all their loads are in flight
+PACKING_BLOCKS = 600  # fewest blocks of the packing kernel if the weight is large: more than run at once
 PACKING_THREADS = 128
-REGISTERS = 65536  # of a multiprocessor
-CONSUMER_REGISTERS = 80  # at least, beside the accumulators
-MANY_SUMS = 96  # of a consumer's thread, with which consumers beside two producer warpgroups
-FEWER_REGISTERS = 64  # have fewer
-PRODUCER_REGISTERS = 64  # what loaders have use for; consumers get the rest
-STORE_CYCLES = 14  # of an accumulator, from the last product to the next
-MANY_REGISTERS = 104  # the same where they have twice as many items on their way
-COPYING_REGISTERS = 40  # what loaders have use for that copy past registers
-LEAST_REGISTERS = 32  # that they get along with, beside three consumers
-STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
-STRICT_PRODUCER_REGISTERS = 88
-VECTORS_OF_TURN = 4  # kTogether in halo_vectors.cuh
-MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
-LINE_REGISTERS = 164  # of a consumer's sums and of operands out of lines, at the most
-REGISTER_SETS = 3  # of operands that consumers load: one is loaded, two multiply
+REGISTERS = 65536  # registers of a multiprocessor
+CONSUMER_REGISTERS = 80  # fewest registers of a consumer thread besides its accumulators
+MANY_SUMS = 96  # accumulators of a consumer thread above which FEWER_REGISTERS applies beside two producer warpgroups
+FEWER_REGISTERS = 64  # fewest registers of a consumer thread besides more than MANY_SUMS accumulators
+PRODUCER_REGISTERS = 64  # registers of a producer thread with 16 elements in flight; consumers get the rest
+STORE_CYCLES = 14  # cycles to store one accumulator, from the last product of a tile to the first of the next
+MANY_REGISTERS = 104  # registers of a producer thread with 32 elements in flight
+COPYING_REGISTERS = 40  # registers of a producer thread that issues asynchronous copies
+LEAST_REGISTERS = 32  # fewest registers of a producer thread, beside three consumers
+STRICT_CONSUMER_REGISTERS = 56  # fewest registers of a consumer thread besides accumulators in strict float32
+STRICT_PRODUCER_REGISTERS = 88  # registers of a producer thread in strict float32, which splits values in two
+VECTORS_OF_TURN = 4  # vectors that a loader stores together (kTogether in halo_vectors.cuh)
+MAX_BESIDE = 1.2  # most elements that loads of whole vectors may fetch, as a multiple of the halo's elements
+LINE_REGISTERS = 164  # most registers of a consumer thread for accumulators and operands: builds with more spill
+REGISTER_SETS = 3  # sets of operands in a consumer's registers: one is loaded while two multiply
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
-NOT_PACKED = -2  # a field of a panel that nobody reads
+NOT_PACKED = -2  # marks a field that a panel of the packing kernel's table does not have
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -58,7 +63,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Run(IntEnum):
-    """What lies in a run of a weight's memory (`kRun` in pack.cuh, which has the same numbers)."""
+    """The dimensions that one contiguous run of a weight's memory covers (`kRun` in pack.cuh, with the same values)."""
 
     TAPS = 0
     COLUMN_TAPS = 1
@@ -69,27 +74,27 @@ class Run(IntEnum):
 
 @dataclass(frozen=True)
 class VectorTurn:
-    """What a batch of a loader takes of input vectors (BatchTransposed in halo_vectors.cuh)."""
+    """The input vectors that a loader takes in one batch (BatchTransposed in halo_vectors.cuh)."""
 
     vectors: int
     shares: int  # batches for all channels of a chunk
-    noted_bytes: int  # of where its vectors are
+    noted_bytes: int  # bytes of shared memory for the places of the vectors
 
 
 @dataclass(frozen=True)
 class VariantKind:
-    """Variants with as many shifts."""
+    """All variants that have the same numbers of shifts."""
 
     count: int
     panels: int
-    cycles_per_slab: float  # of the tensor cores, for all of K
-    shared_cycles: float  # of shared memory, for what these read
-    panel_bytes: int  # of all panels
+    cycles_per_slab: float  # tensor core cycles of a slab for all of K
+    shared_cycles: float  # shared memory cycles for the operands of a slab for all of K
+    panel_bytes: int  # bytes of all panels
 
 
 @dataclass(frozen=True)
 class Build:
-    """What one compilation of the kernel is for."""
+    """The choices that one compilation of the kernel fixes."""
 
     geometry: Geometry
     gather: bool
@@ -99,29 +104,29 @@ class Build:
     groups_per_tile: int
     out_tile: int
     row_bytes: int
-    slabs: int  # per consumer
+    slabs: int  # slabs per consumer
     consumers: int
     producers: int
     stages: int
     resident: bool
     slots: int
     shared_bytes: int
-    strict: bool = False  # float32 by three TF32 products
-    copied: bool = False  # whether what is read are rows of channels, copied past registers
-    rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
-    buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
-    lines: bool = False  # whether stages hold lines as they are in memory (halo_lines.cuh)
-    joint: bool = False  # the same for rows of outputs that begin anywhere: long runs (halo_joint.cuh)
-    in_registers: bool = False  # whether copied floats are rounded by consumers (halo_registers.cuh)
-    portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
-    fine: bool = False  # panels of one unit
-    divided: bool = False  # two consumers have the same slabs, and take turns at the panels
-    spread: bool = False  # blocks divide the chunks of the last tiles, to end at the same time
-    merged: int = 1  # groups of the layer that are one of `geometry`, with weights of zero between them
+    strict: bool = False  # whether each float32 product is three TF32 products
+    copied: bool = False  # whether asynchronous copies bring rows of channels to the stages
+    rewritten: bool = False  # whether a previous launch rounds the rows of channels that are copied
+    buffers: int = 0  # image buffers per consumer, for output rows that begin at any address; 0 without images
+    lines: bool = False  # whether stages hold input lines as they lie in memory (halo_lines.cuh)
+    joint: bool = False  # whether a build on lines stores outputs as long runs from any address (halo_joint.cuh)
+    in_registers: bool = False  # whether consumers round copied float32 values (halo_registers.cuh)
+    portioned: bool = False  # split-K of all tiles: whether blocks divide their chunks and store partial sums
+    fine: bool = False  # whether every panel has one unit
+    divided: bool = False  # split-K in a block: whether two consumers have the same slabs and alternate at panels
+    spread: bool = False  # split-K of the last tiles: whether blocks divide their chunks, to end at the same time
+    merged: int = 1  # groups of the layer per group of `geometry`, with zero weights from one to another
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """Of the variants."""
+        """The program of each variant."""
         if self.gather:
             return (gather_program(self.geometry.axes, self.march),)
         registers = self.lines and self.item_bytes == 2
@@ -131,24 +136,25 @@ class Build:
 
     @cached_property
     def window(self) -> int:
-        """Planes of outputs that those of one step of a march feed."""
+        """The number of output planes that one step of a march feeds."""
         return len(self.program.fields) if self.gather else self.program.dimensions[0].fields
 
     @property
     def march_step(self) -> int:
-        """Planes of outputs that are complete after a step of a march."""
+        """The number of output planes that a step of a march completes."""
         return 1 if self.gather else self.geometry.axes[0].stride
 
     @property
     def march_padding(self) -> int:
-        """How far behind a step of a march the first plane of outputs is that it feeds."""
+        """The padding p of a march: the first output plane that step i feeds is i * march_step - p."""
         axis = self.geometry.axes[0]
         return max(map(axis.shift, range(axis.kernel))) if self.gather else axis.padding
 
     @property
     def beside_instruction(self) -> float:
-        """Cycles of a matrix instruction beside its product, where a march orders its columns: what many small ones
-        lose (measured; nothing in 16 bits with operands out of registers)."""
+        """The overhead of a matrix instruction in cycles, by which the order of a march's columns is chosen.
+
+        The values were chosen by measurement on an H200; 16-bit operands out of registers have no overhead."""
         if not self.march or (self.lines and self.item_bytes == 2):
             return 0.0
         return 8.0 if self.item_bytes == 4 and self.geometry.in_per_group > self.step_items else 14.0
@@ -159,17 +165,17 @@ class Build:
 
     @cached_property
     def own_shifts(self) -> bool:
-        """Whether variants have shifts of their own: patterns have room for those of any."""
+        """Whether variants have shifts of their own; each pattern then has room for the most shifts of any variant."""
         return any(program.shifts != self.program.shifts for program in self.programs)
 
     @cached_property
     def pattern_shifts(self) -> tuple[int, ...]:
-        """Of each source and pattern, of the variant with most."""
+        """For each source and pattern, the most shifts that any variant has."""
         return tuple(max(map(len, shifts)) for shifts in zip(*(p.shifts for p in self.programs), strict=True))
 
     @cached_property
     def chunk_fields(self) -> int:
-        """Of all panels of a chunk that there is room for."""
+        """The number of fields in all panels of a chunk, with room for the most shifts of any variant."""
         p = self.program
         if not self.own_shifts:
             return p.chunk_fields
@@ -177,12 +183,12 @@ class Build:
 
     @cached_property
     def span(self) -> Triple:
-        """How much larger than a tile its halo is."""
+        """The number of positions along each dimension by which a halo is larger than its tile."""
         return tuple(max(program.span[axis] for program in self.programs) for axis in range(3))
 
     @cached_property
     def sheet_step(self) -> int:
-        """Planes from one that some shift reads to the next: more than one where kernels are dilated."""
+        """The number of planes from one that some shift reads to the next: above 1 if the kernel is dilated."""
         return gcd(*(shift[0] for program in self.programs for shifts in program.shifts for shift in shifts)) or 1
 
     @property
@@ -191,7 +197,7 @@ class Build:
 
     @property
     def written_bytes(self) -> int:
-        """Of an output as the kernel writes it."""
+        """The bytes of an output as the kernel writes it."""
         return 4 if self.portioned else self.item_bytes
 
     @property
@@ -204,12 +210,12 @@ class Build:
 
     @property
     def halves(self) -> int:
-        """TF32 numbers that a value is the sum of."""
+        """The number of TF32 numbers whose sum represents a value."""
         return 2 if self.strict else 1
 
     @property
     def terms(self) -> int:
-        """Matrix products that make one: low x high, high x low, high x high."""
+        """The number of TF32 products per product: in strict float32 low x high, high x low and high x high."""
         return 3 if self.strict else 1
 
     @property
@@ -218,7 +224,7 @@ class Build:
 
     @property
     def group_slots(self) -> int:
-        """Channels of a group in a row, with those that fill up its last step."""
+        """The number of channels that a group takes in a row, with padding to whole steps."""
         return round_up(self.geometry.in_per_group, self.step_items)
 
     @cached_property
@@ -235,27 +241,27 @@ class Build:
 
     @property
     def full_chunks(self) -> int:
-        """With as many steps as a row has."""
+        """The number of chunks that fill all steps of a row."""
         return self.channel_slots * self.item_bytes // self.part_bytes
 
     @property
     def staged(self) -> bool:
-        """Whether copied rows have more stages than two."""
+        """Whether asynchronous copies fill more than two stages, outside of marches."""
         return self.copied and not self.march and self.stages > 2
 
     @property
     def stages_filled(self) -> int:
-        """For one tile (for one plane, when marching)."""
+        """The number of stages that are filled for one tile, or for one plane of a march."""
         return self.chunks * (self.line_planes if self.lines else len(self.program.sources))
 
     @cached_property
     def line_planes(self) -> int:
-        """That a step of a march through lines reads."""
+        """The number of planes that a step of a march reads in a build on lines."""
         return len({phase[0] for phase in self.program.phases})
 
     @cached_property
     def steps(self) -> int:
-        """Of all chunks and terms."""
+        """The number of steps in all chunks and terms."""
         return self.terms * ceil_div(self.channel_slots, self.step_items)
 
     @cached_property
@@ -272,17 +278,17 @@ class Build:
 
     @property
     def chunk_bytes(self) -> int:
-        """Panels of one chunk of every source."""
+        """The bytes of the panels of one chunk of every source."""
         return self.halves * self.chunk_fields * self.out_tile * self.part_bytes
 
     @cached_property
     def tile_bytes(self) -> int:
-        """All panels of one column tile."""
+        """The bytes of all panels of one column tile."""
         return self.chunks * self.chunk_bytes
 
     @property
     def packed_bytes(self) -> int:
-        """All panels of all column tiles."""
+        """The bytes of all panels of all column tiles."""
         return self.column_tiles // len(self.programs) * sum(kind.count * kind.panel_bytes for kind in self.kinds)
 
     @cached_property
@@ -295,22 +301,22 @@ class Build:
 
     @cached_property
     def round_slabs(self) -> int:
-        """That the consumers compute at a time."""
+        """The number of slabs that all consumers compute at a time."""
         return self.slabs * self.consumers // self.turns
 
     @property
     def turns(self) -> int:
-        """Consumers that take turns at the panels."""
+        """The number of consumers that alternate at the panels of the same slabs."""
         return self.consumers if self.divided else 1
 
     @property
     def image_rows(self) -> int:
-        """Rows of outputs that are stored at a time: all that a position has in a plane."""
+        """The number of output rows that are stored at a time: all rows of a position in an output plane."""
         return self.program.dimensions[1].fields
 
     @property
     def reserved_bytes(self) -> int:
-        """For barriers, and for sums on their way to memory (halo_shared.cuh)."""
+        """The bytes of shared memory for barriers, and for sums between registers and memory (halo_shared.cuh)."""
         image = self.image_rows * (self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes + 32)
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
         part = self.slabs * self.columns * SLAB * 4 if self.divided else 0
@@ -319,38 +325,38 @@ class Build:
 
     @property
     def woven(self) -> int:
-        """Slabs whose positions a lane has in turn, where lines are taken as they are in memory."""
+        """The number of slabs that share every few positions in sequence in a build on lines (halo_lines.cuh)."""
         return 4 // self.item_bytes
 
     @property
     def joint_bytes(self) -> int:
-        """Of images of runs of outputs, in all buffers (halo_joint.cuh)."""
+        """The bytes of the images of long runs in all buffers (halo_joint.cuh)."""
         return self.joint_buffers * self.out_tile * self.joint_pitch if self.joint else 0
 
     @property
     def joint_buffers(self) -> int:
-        """One is filled, one emptied; in 16 bits, where they are smaller, consumers may be further ahead."""
+        """The number of buffers of images of long runs: two in float32, and four in 16-bit types, which are smaller."""
         return 8 // self.item_bytes
 
     @property
     def joint_pitch(self) -> int:
-        """Bytes of a channel in such a buffer, wherever its run begins."""
+        """The bytes of a channel in a buffer of images of long runs, with 16 bytes for the alignment of the run."""
         return self.round_slabs * SLAB * self.image_rows * self.geometry.stride[2] * self.item_bytes + 16
 
     @cached_property
     def stage_rows(self) -> int:
-        """As many as fit, with 8 bytes of every position that a loader's lane has. Of lines: words of a channel."""
+        """The number of rows that fit a stage, with 8 bytes per position in the loaders' tables (none with lines)."""
         left = self.shared_bytes - self.reserved_bytes - self.panel_bytes
         if self.lines:
             return max(0, left // self.stages // 1024 * 1024 // self.row_bytes)
         left -= LOADER_BYTES
         per_stage = left // (self.stages * self.halves * self.row_bytes + 8 * self.shares) * self.row_bytes
-        whole = max(1024, 32 * self.row_bytes) if self.copied else 1024  # turns of 32 rows
+        whole = max(1024, 32 * self.row_bytes) if self.copied else 1024  # a loader warp copies 32 rows per turn
         return max(0, per_stage // whole * whole // self.row_bytes)
 
     @cached_property
     def shares(self) -> int:
-        """Batches of a loader for all channels of a chunk."""
+        """The number of batches in which a loader takes all channels of a chunk."""
         if self.copied:
             return 1
         in_flight = max(1, self.in_flight * self.item_bytes // 16 // self.program.parts)
@@ -358,24 +364,25 @@ class Build:
 
     @property
     def in_flight(self) -> int:
-        """Items of a position that a loader's lane asks for at a time: two batches of them fill its registers. Few
-        loaders have more registers each, and ask for more where they gather (elsewhere it lost)."""
+        """The number of elements of a position that a batch of a loader's lane has in flight; registers hold two batches.
+
+        One producer warpgroup has more registers per thread, which are used in float32 input gradients."""
         few = self.producers == 1 and self.item_bytes == 4
         return 32 if few and self.gather and not (self.march or self.copied or self.strict) else 16
 
     @property
     def loaders(self) -> int:
-        """Warps that load the halo: one producer warp streams panels."""
+        """The number of warps that load the halo: one producer warp streams panels unless they are resident."""
         return 4 * self.producers - (0 if self.resident else 1)
 
     @property
     def sums(self) -> int:
-        """Registers of a consumer's thread that sums take. Strict: of one panel, and of all."""
+        """The number of accumulators of a consumer thread; strict float32 has those of a panel and the totals."""
         return self.halves * self.slabs * self.columns // 2
 
     @property
     def panels_at_once(self) -> int:
-        """Of strict float32, whose sums go to the totals together: as many as have 32 input channels."""
+        """The number of panels whose sums are added to the totals at once in strict float32: 32 input channels."""
         return 2 if self.strict and self.part_bytes <= 64 and not self.divided else 1
 
     @property
@@ -384,7 +391,7 @@ class Build:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a producer's and of a consumer's thread, together what the kernel starts with."""
+        """The registers of a producer thread and of a consumer thread, in all what the kernel starts with."""
         start = REGISTERS // self.threads // 8 * 8
         total = start * self.threads // 128
         beside = STRICT_CONSUMER_REGISTERS if self.strict else CONSUMER_REGISTERS
@@ -404,7 +411,7 @@ class Build:
 
     @cached_property
     def kinds(self) -> tuple[VariantKind, ...]:
-        """Of variants, those that take longest first."""
+        """The kinds of variants, those with the most taps first."""
         counts = Counter(tuple(map(len, program.shifts)) for program in self.programs)
         first = {tuple(map(len, program.shifts)): program for program in reversed(self.programs)}
         return tuple(
@@ -420,18 +427,17 @@ class Build:
 
     @property
     def cycles_per_slab(self) -> float:
-        """Of the tensor cores, for all of K (of one plane, when marching)."""
+        """The tensor core cycles of a slab for all of K (of one plane of a march), in the slowest kind of variant."""
         return self.kinds[0].cycles_per_slab
 
     @cached_property
     def lead(self) -> int:
-        """Panels by which the first of two consumers is ahead of the second: about as long as storing takes, and at
-        most half of a tile: all of it cost grouped_strided_g1 in bfloat16 13% (measured). None where 16-bit outputs
-        are stored through images (any lead cost grouped_strided 3 to 6%, measured), or as they are (1 to 3% of
-        gan_128_64_16, gan_256_128_8 and videogpt_240_240, measured). One panel where 16-bit outputs are stored as
-        long runs (3% of grouped_strided, measured; in float32 nothing).
+        """The number of panels by which the first of two consumers precedes the second (kLead in halo_consumer.cuh).
 
-        It has to get there without what the second one has not released.
+        The lead takes about as long as storing, and is at most half of a tile: a whole tile costs 13%. There is no
+        lead where 16-bit outputs are stored through images (any lead costs 3 to 6%) or in place (1 to 3%), nor for
+        float32 outputs in long runs; for 16-bit outputs in long runs one panel is 3% faster. The first consumer must
+        reach its lead without stages and slots that the second has not released.
         """
         p = self.program
         stored = self.sums * (self.march_step / self.window if self.march else 1)
@@ -446,18 +452,18 @@ class Build:
         if self.joint:
             return 1
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
-        least = sum(of_sources) if self.portioned or self.spread else panels  # a part of a tile may have one chunk
+        least = sum(of_sources) if self.portioned or self.spread else panels  # a block may have one chunk of a tile
         most = min(min(of_sources) * (self.stages - 1), least // 2, panels if self.resident else self.slots - 2)
         return max(0, min(round(wanted + 0.5), most))
 
     @property
     def in_place(self) -> bool:
-        """Whether two 16-bit phases along w are stored as they are (kInPlace in halo_stores.cuh)."""
+        """Whether both 16-bit phases along w are stored directly from registers (kInPlace in halo_stores.cuh)."""
         pairs = 2 in self.stored_vectors and self.geometry.stride[2] == 2
         return pairs and self.copied and self.item_bytes == 2 and not (self.march or self.gather)
 
     def lines_read(self, lines: int) -> int:
-        """Of the input, by so many lines of positions."""
+        """Returns the number of input lines that this number of lines of positions reads."""
         axis = self.geometry.axes[1]
         if self.gather:
             return (lines - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
@@ -465,42 +471,43 @@ class Build:
 
     @cached_property
     def line_sets(self) -> tuple[int, int]:
-        """Of operands out of lines: how many are in registers, and steps of each. None, if registers do not suffice
-        for two: the compiler would keep the products apart."""
+        """The number of operand sets in registers and the steps of each set, in a build on lines.
+
+        Both are 0 if registers do not suffice for two sets: the compiler would serialize the products."""
         axis = self.geometry.axes[2]
         shifts = (axis.dilation * (axis.kernel - 1) if self.gather else self.span[2]) + 1
         words = shifts + (axis.stride if self.gather else 1)
         for sets, steps in ((3, 2), (2, 2), (3, 1), (2, 1)):
-            coming = 2 * words if shifts > 1 else 0  # before they are those of every shift
+            coming = 2 * words if shifts > 1 else 0  # words that become the operands of all shifts
             if self.sums + self.slabs * steps * (sets * 4 * shifts + coming) <= LINE_REGISTERS:
                 return sets, steps
         return 0, 0
 
     @property
     def register_sets(self) -> int:
-        """Of operands that consumers load out of rows of channels. None, if registers do not suffice."""
-        words = self.slabs * self.row_bytes // 8  # of a set
+        """The number of operand sets that consumers load out of rows of channels; 0 if registers do not suffice."""
+        words = self.slabs * self.row_bytes // 8  # registers of a set
         return REGISTER_SETS if self.sums + REGISTER_SETS * words <= LINE_REGISTERS else 0
 
     @property
     def line_turns(self) -> int:
-        """In which a chunk of lines is multiplied, at the least (halo_lines.cuh)."""
+        """The number of turns in which the last chunk of lines is multiplied (halo_lines.cuh)."""
         steps = self.steps - (self.chunks - 1) * (self.part_bytes // STEP_BYTES)
         return self.lines_read(1) * ceil_div(steps, self.line_sets[1])
 
     @property
     def line_loads(self) -> int:
-        """Of operands for one step of a march, all of which are unrolled."""
+        """The number of operand loads for one step of a march in a build on lines, all of which are unrolled."""
         return self.slabs * self.steps * self.lines_read(1) * self.line_planes
 
     @property
     def line_words(self) -> int:
-        """Of a channel, that fit a stage."""
+        """The number of elements of a channel that fit a stage of lines."""
         return self.stage_rows * self.program.parts
 
     @cached_property
     def _depth_shifts(self) -> tuple[tuple[tuple[int, int], int], ...]:
-        """How many panels read so many planes further on, and of which phase along d."""
+        """Pairs of ((planes from a position to its input, phase along d), number of panels that read there)."""
         found: Counter[tuple[int, int]] = Counter()
         p = self.program
         for i, shifts in enumerate(p.shifts):
@@ -509,29 +516,30 @@ class Build:
         return tuple(found.items())
 
     def needed_panels(self, planes: range, size: int) -> float:
-        """Of all, those by which some of these planes of positions read an input of so many."""
+        """Returns the fraction of panels by which any of these planes of positions reads inside `size` input planes."""
         return _needed_panels(self._depth_shifts, self.program.read_step[0], planes, size)
 
     @property
     def skips(self) -> bool:
-        """Whether a slab leaves out products with planes above or below the input."""
+        """Whether consumers skip the products of a slab with planes above or below the input."""
         return (self.copied or self.spread) and not (self.resident or self.march or self.strict)
 
     @property
     def unrolled_shifts(self) -> int:
-        """Of a streaming build, whose loop is unrolled: in 16 bits (measured, docs/performance/wide.md), but not
-        where two slabs have several patterns, nor where panels are small: there it loses."""
+        """The number of shifts by which the loop of a streaming build is unrolled.
+
+        It is faster for 16-bit types, but slower if two slabs have several patterns, or if panels are small."""
         forward = self.skips and self.item_bytes == 2 and not (self.gather or self.portioned or self.fine)
         return 8 if forward and (self.slabs == 1 or len(self.program.patterns) == 1) else 1
 
     @property
     def torn(self) -> bool:
-        """Whether neighbouring outputs along w come from different column tiles."""
+        """Whether neighbouring outputs along w come from different column tiles, which write partial sectors."""
         return self.split[2] and self.geometry.axes[2].stride > 1
 
     @cached_property
     def max_passes(self) -> int:
-        """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
+        """The most passes over a tile: with several, the stages of all chunks must fit, and one to prefetch into."""
         return (
             1
             if self.march or self.portioned or self.spread or self.divided or self.stages <= self.stages_filled
