@@ -1,4 +1,4 @@
-"""Defines what is compiled of the halo kernel (`Build`) and how a volume is cut for it (`Tiling`, run-time arguments).
+"""Defines what is compiled of the halo kernel (`Build`) and how run-time arguments cut a volume for it (`Tiling`).
 
 The headers of halo.cuh and halo_layout.cuh explain most terms. A build on lines takes input lines as they lie in
 memory (halo_lines.cuh). An image is a copy of outputs in shared memory, as they will lie in global memory
@@ -63,7 +63,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Run(IntEnum):
-    """The dimensions that one contiguous run of a weight's memory covers (`kRun` in pack.cuh, with the same values)."""
+    """The dimensions that a contiguous run of a weight's memory covers (`kRun` in pack.cuh has the same values)."""
 
     TAPS = 0
     COLUMN_TAPS = 1
@@ -165,7 +165,7 @@ class Build:
 
     @cached_property
     def own_shifts(self) -> bool:
-        """Whether variants have shifts of their own; each pattern then has room for the most shifts of any variant."""
+        """Whether variants have shifts of their own; each pattern then has room for the shifts of any variant."""
         return any(program.shifts != self.program.shifts for program in self.programs)
 
     @cached_property
@@ -335,7 +335,7 @@ class Build:
 
     @property
     def joint_buffers(self) -> int:
-        """The number of buffers of images of long runs: two in float32, and four in 16-bit types, which are smaller."""
+        """The number of buffers of images of long runs: two in float32, four in the smaller 16-bit types."""
         return 8 // self.item_bytes
 
     @property
@@ -364,7 +364,7 @@ class Build:
 
     @property
     def in_flight(self) -> int:
-        """The number of elements of a position that a batch of a loader's lane has in flight; registers hold two batches.
+        """The number of elements in a batch that a loader's lane has in flight; registers hold two batches.
 
         One producer warpgroup has more registers per thread, which are used in float32 input gradients."""
         few = self.producers == 1 and self.item_bytes == 4
@@ -516,7 +516,7 @@ class Build:
         return tuple(found.items())
 
     def needed_panels(self, planes: range, size: int) -> float:
-        """Returns the fraction of panels by which any of these planes of positions reads inside `size` input planes."""
+        """Returns the fraction of panels by which any of these planes of positions reads inside `size` planes."""
         return _needed_panels(self._depth_shifts, self.program.read_step[0], planes, size)
 
     @property
@@ -649,7 +649,7 @@ class Build:
 
     @property
     def _shift_table(self) -> tuple[tuple[int, ...], ...]:
-        """Of one variant, or of all if they have their own, with room for as many of each pattern."""
+        """The shifts of one variant, or of all if they have their own, padded to the room of each pattern."""
         return tuple(
             (*shifts, *((0, 0, 0, 0),) * (room - len(shifts)))[i]
             for program in (self.programs if self.own_shifts else self.programs[:1])
@@ -659,10 +659,11 @@ class Build:
 
     @property
     def stored_vectors(self) -> dict[int, int]:
-        """What a store along w may take for some volume: so many neighbouring outputs, of so many positions.
+        """Maps the outputs of each vector that stores along w may use for some volume to the vector's positions.
 
-        16 bytes, or two outputs. Lines of tiles and of their halos must both be multiples of the positions, or be
-        neighbours in memory, so that a plane is one long line: as in runs without padding, which may take four.
+        A vector has 16 bytes or two outputs. Lines of tiles and of their halos must both be multiples of the
+        positions, or be neighbours in memory, so that a plane is one long line. The latter holds for runs without
+        padding, whose vectors may also have four outputs.
         """
         stride = 1 if self.gather else self.geometry.stride[2]
         if stride > 1 and (self.split[2] or stride % 2):
@@ -674,8 +675,10 @@ class Build:
         return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
 
     def lane_channels(self, job: Job) -> int:
-        """Neighbouring output channels that a lane has in its sums, and stores at once where channels are neighbours
-        in memory: 16 bytes, or fewer. Moments are of bands of whole blocks (halo_layout.cuh)."""
+        """Returns the number of neighbouring output channels in a lane's sums.
+
+        One store writes them to channels-last outputs: 16 bytes or less. Bands of moments have whole blocks of
+        columns (block_channels in halo_layout.cuh)."""
         if not job.written_last:
             return 1 if self.joint and self.item_bytes == 4 else 2
         rows = (self.geometry.out_per_group, job.written[0], *job.written[2:])
@@ -687,28 +690,29 @@ class Build:
         return 2
 
     def stores(self, job: Job) -> bool:
-        """Whether the way this build stores is one for the job's rows. Images are for those that are no
-        multiples of 16 bytes. Portions are for a result without gaps that nothing follows."""
+        """Returns whether this build can store the job's outputs.
+
+        Images are for rows that are no multiples of 16 bytes. Portions are for dense results without activation."""
         if self.lines:
             anywhere, dense = _begins_anywhere(job), job.written[3] == job.written_size[2]
             way = dense and (anywhere or job.item_bytes == 2) if self.joint else not anywhere
             return has_lines(job) and way and job.norm is None
         if self.in_registers:
-            # Rows that a launch has written are rounded already, and rounding twice adds half a unit twice.
+            # Rows that a previous launch has written are rounded already: rounding twice would add half a unit twice.
             return job.written_last and job.has_rows and not job.rows and job.norm is None
-        if self.portioned:  # parts are laid out like the result, and added as they are
+        if self.portioned:  # partial sums have the layout of the result, and are added element by element
             return job.dense and job.norm is None and job.activation == "tconv3d::Identity"
         if (self.divided or self.spread) and job.norm:
-            return False  # the second consumer, or a piece of a tile, would leave no moments
+            return False  # moments need the complete sums of an output
         along_w = job.written[4] == 1 and not job.written_last
         return not self.buffers or (along_w and any(v * self.item_bytes % 16 for v in _rows(job)))
 
     def vector(self, job: Job, tiling: Tiling) -> int:
-        """Neighbouring outputs along w that a store takes: rows begin and end at multiples of it."""
+        """Returns how many neighbouring outputs along w a store writes: rows begin and end at multiples of them."""
         width = job.written_size[2]
         lines: tuple[int, ...] = (tiling.tile[2], tiling.halo[2])
         rows = _rows(job)
-        one_phase = job.gather or job.geometry.stride[1] == 1  # else rows of other phases lie between the lines
+        one_phase = job.gather or job.geometry.stride[1] == 1  # no rows of other phases lie between lines
         if tiling.length and lines == (width, width) and job.written[3] == width and one_phase:
             lines = tuple(height * width for height in (tiling.tile[1], tiling.halo[1]))
             rows = (*job.written[:3], *lines)
@@ -720,17 +724,18 @@ class Build:
 
     @cached_property
     def origins_w(self) -> set[int]:
-        """Where lines of the halo begin, of all programs and sources."""
+        """The first inputs of a halo's lines, relative to the tile, in all programs and sources."""
         return {dimensions[2].origin for program in self.programs for dimensions in program.sources}
 
     def whole_lines(self, tiling: Tiling) -> bool:
-        """Whether rows left and right of the input are the same for all halos: then they are zero from the start.
-        Not where rows are copied, and zeros with them."""
+        """Returns whether all halos have the same rows left and right of the input, which are then cleared only once.
+
+        Asynchronous copies write such zeros with every halo, and builds on lines have no such rows."""
         loaded = not (self.lines or self.copied)
         return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1 and loaded
 
     def loaded_columns(self, job: Job, tiling: Tiling) -> range:
-        """Of the halo's columns those that may have input. Of lines: the columns that have outputs."""
+        """Returns the columns of the halo that may have input; in builds on lines the columns of positions."""
         if self.lines:
             return range(tiling.tile[2])
         if not self.whole_lines(tiling) or self.gather or self.copied or tiling.items > 1:
@@ -747,7 +752,7 @@ class Build:
         )
 
     def vectors(self, job: Job, tiling: Tiling) -> int:
-        """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""
+        """Returns the most vectors of 16 bytes along w that a line of the halo touches, or 0 if none are loaded."""
         step, items = self.program.read_step[2], 16 // self.item_bytes
         *outer, w = job.read
         if w != 1 or step != self.program.parts or tiling.items > 1 or self.item_bytes != 2 or self.copied:
@@ -763,14 +768,14 @@ class Build:
             spans = [(max(0, start), min(end, job.read_size[2])) for start, end in spans]
         vectors = max(0, *(ceil_div(start % items + end - start, items) for start, end in spans))
         if vectors * items > MAX_BESIDE * tiling.halo[2] * step:
-            return 0  # too much comes along (measured)
+            return 0  # too many elements outside the halo would be loaded
         noted = self.vector_batches(self.all_vectors(tiling, vectors)) * self.loaders * self.vector_turn.noted_bytes
         stages = self.stages * self.halves * self.stage_rows * self.row_bytes
         room = self.shared_bytes - self.reserved_bytes - self.panel_bytes - stages
         return vectors if noted + 128 * (self.loaders + 1) <= room else 0
 
     def pairs(self, job: Job, tiling: Tiling) -> bool:
-        """Whether positions are loaded by two neighbours along w: both are inside, or none, and aligned."""
+        """Returns whether loads take two neighbours along w: pairs are aligned, and both inside or both outside."""
         *outer, w = job.read
         columns = self.loaded_columns(job, tiling)
         starts = [origin + columns.start for origin in self.origins_w]
@@ -787,12 +792,13 @@ class Build:
         )
 
     def all_vectors(self, tiling: Tiling, vectors: int) -> int:
-        """Of a tile, at the most, if a line has so many. A run takes them in sequence, from the first that it touches
-        to the last, wherever it begins."""
+        """Returns the most vectors that a tile touches if each line touches `vectors`.
+
+        A run takes the vectors of its lines in sequence, from the first to the last that it touches."""
         if not tiling.length or not vectors:
             return vectors * tiling.lines
         line, items, (origin,) = tiling.halo[2], 16 // self.item_bytes, self.origins_w
-        first = max(-origin, -(origin % items))  # place of the first vector's first item
+        first = max(-origin, -(origin % items))  # column of the first vector's first element
 
         def vector(row: int) -> int:
             return row // line * vectors + min(max(0, row % line - first) // items, vectors)
@@ -805,18 +811,18 @@ class Build:
 
     @property
     def vector_turn(self) -> VectorTurn:
-        pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # that tensor cores read
+        pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # pieces of 16 bytes in a row
         turns = 2 if pieces in (2, 6) else 1
         return VectorTurn(turns * VECTORS_OF_TURN, pieces * turns // 4, turns * 160)
 
     def vector_batches(self, vectors: int) -> int:
-        """Of a loader warp, to fill a stage with so many vectors of the halo."""
+        """Returns the number of batches in which a loader warp fills a stage with this number of vectors."""
         turn = self.vector_turn
         return ceil_div(ceil_div(vectors, turn.vectors) * turn.shares, self.loaders)
 
     @property
     def layout_constants(self) -> Constants:
-        """What the halo kernel and the packing kernel share."""
+        """The constants that the halo kernel and the packing kernel share."""
         g, p = self.geometry, self.program
         return (
             ("kInRegisters", self.in_registers),
@@ -844,13 +850,13 @@ class Build:
         )
 
     def _padded_taps(self, program: Program) -> Iterator[tuple[Triple | None, ...]]:
-        """Those of each shift, none where a pattern has room for more shifts than it has."""
+        """Yields the taps of each shift, and no taps for each unused shift that a pattern has room for."""
         taps = iter(program.taps)
         for shifts, room in zip(program.shifts, self.pattern_shifts, strict=True):
             yield from (next(taps) if i < len(shifts) else () for i in range(room))
 
     def _weight_run(self, job: Job) -> Run:
-        """What lies in a run of a weight's memory."""
+        """Returns which dimensions a contiguous run of the weight's memory covers."""
         g = self.geometry
         read, written, *taps = job.weight
         _, kernel_h, kernel_w = g.kernel
@@ -876,7 +882,7 @@ class Build:
         )
         run = self._weight_run(job)
         channels, parts = self.part_bytes // self.item_bytes, self.column_tiles // len(self.programs) * self.chunks
-        if run == Run.COLUMNS:  # of 128 bytes, of a few taps
+        if run == Run.COLUMNS:  # a block takes up to 32 columns of a few taps
             columns = max(n for n in (32, 16, 8) if self.out_tile % n == 0)
             taps = max(1, PACKED_AT_ONCE // (columns * channels))
         else:
@@ -922,21 +928,20 @@ class Build:
         )
 
 
-@lru_cache(maxsize=4096)  # A search asks for the same planes with hundreds of builds.
+@lru_cache(maxsize=4096)  # a search asks for equal planes with hundreds of builds
 def _needed_panels(shifts: tuple[tuple[tuple[int, int], int], ...], step: int, planes: range, size: int) -> float:
     needed = (n for (shift, phase), n in shifts if any(0 <= (q + shift) * step + phase < size for q in planes))
     return sum(needed) / sum(n for _, n in shifts)
 
 
 def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
-    """Writes what a job reads, with these strides, as rows of channels. 16-bit types by eight positions if possible,
-    or by two; what has rows of channels already by vectors."""
+    """Returns the launch that writes the tensor that a job reads, which has these strides, as rows of channels."""
     already = replace(job, read=read, aligned=aligned).has_rows
     return channel_rows(job.dtype, job.batch, job.geometry.in_channels, job.read_size, read, aligned, already)
 
 
 def moment_band(build: Build, job: Job) -> int:
-    """Neighbouring output channels whose moments are kept together: of one norm group and one tile."""
+    """Returns how many neighbouring output channels of a norm group and a tile share their moments."""
     if job.norm is None:
         return 1
     band = gcd(job.geometry.out_channels // job.norm.groups, build.geometry.out_per_group, build.out_tile)
@@ -951,7 +956,7 @@ def _running(counts: Iterable[int]) -> tuple[int, ...]:
 
 
 def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
-    """For each field the one that holds the next output along w, where two are stored together."""
+    """Returns for each field the field with the next output along w, if one store writes both."""
     place = {field: i for i, field in enumerate(fields)}
     partners = [WITHOUT_PARTNER] * len(fields)
     for (d, h, w), i in place.items():
@@ -962,13 +967,14 @@ def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
 
 
 def _rows(job: Job) -> tuple[int, ...]:
-    """What must be multiples of a vector for rows of outputs to begin and end at multiples of it."""
+    """Returns the sizes that must be multiples of a vector for output rows to begin and end at multiples of it."""
     return (*job.written[:4], job.written_size[2])
 
 
 def has_lines(job: Job) -> bool:
-    """Whether lines can be copied as they are in memory, and those of outputs be stored by whole vectors, of two
-    positions each (in 16 bits of four: halo_lines.cuh), or as long runs."""
+    """Returns whether builds on lines can take the job: its input lines can be copied as they lie in memory.
+
+    Its output lines must allow stores of the outputs of two positions (four in 16-bit types), or be long runs."""
     *outer, line, one = job.read
     copied = one == 1 and line == job.read_size[2] and not any(v * job.item_bytes % 16 for v in (*outer, line))
     stride = 1 if job.gather else job.geometry.stride[2]
@@ -976,18 +982,18 @@ def has_lines(job: Job) -> bool:
     if job.item_bytes == 2 or _begins_anywhere(job):
         stored = stride == 2 and 0 <= stride * positions - width <= 1 and positions % (8 // job.item_bytes) == 0
     else:
-        pairs = not any(v % 2 for v in _rows(job))  # two positions of a lane are one access, in one line
+        pairs = not any(v % 2 for v in _rows(job))  # one store has two positions of a line
         stored = stride * positions == width and pairs
     return copied and stored and job.written[4] == 1 and job.aligned
 
 
 def _begins_anywhere(job: Job) -> bool:
-    """Whether rows of outputs are no multiples of the 16 bytes that a lane has of them."""
+    """Returns whether output rows begin or end at addresses that are no multiples of 16 bytes."""
     return not job.gather and any(v * job.item_bytes % 16 for v in _rows(job))
 
 
 def _wide(job: Job) -> bool:
-    """Whether an offset inside one channel's volume, or to the next channel, may leave 32 bits."""
+    """Returns whether an offset inside one channel's volume, or to the next channel, may exceed 32 bits."""
     axes = job.geometry.axes
     reach = [
         size + 2 * axis.kernel * axis.dilation + axis.padding + 64 * axis.stride
@@ -1000,7 +1006,7 @@ def _wide(job: Job) -> bool:
 
 
 def _vector_parts(job: Job, parts: int) -> bool:
-    """Whether the parts of a position can be loaded at once: all of them are inside, or none."""
+    """Returns whether one load can take all parts of a position: they are aligned, and all inside or all outside."""
     *outer, w = job.read
     even = not any(v % parts for v in (*outer, job.read_size[2]))
     return parts in (2, 4) and w == 1 and job.aligned and even
@@ -1010,65 +1016,66 @@ def _vector_parts(job: Job, parts: int) -> bool:
 class Shares:
     """How the planes of a march are divided among blocks (halo_tile.cuh)."""
 
-    planes: int  # of all tiles in sequence
-    even: int  # of tiles that are not divided
-    share: int  # of the rest, of a block
-    count: int  # of shares
-    beside: int  # column tiles of neighbouring blocks
-    in_turn: int  # column tiles of one block
-    pieces: int  # of a tile, at the most
+    planes: int  # planes of all tiles in sequence
+    even: int  # planes of the tiles that are not divided
+    share: int  # planes of a share, one block's part of the tiles that are divided; 0 if none are
+    count: int  # number of shares
+    beside: int  # column tiles that neighbouring blocks compute at the same time
+    in_turn: int  # column tiles that one block computes one after the other
+    pieces: int  # most pieces into which shares cut a tile
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How blocks divide chunks (halo_tile.cuh). Costs are parts of WHOLE, that of a chunk whose tile has
-    nothing to leave out."""
+    """How blocks divide the chunks of the last tiles (halo_tile.cuh).
+
+    The unit of cost is 1/WHOLE of the cost of a chunk that skips no products."""
 
     WHOLE: ClassVar[int] = 240
 
-    even: int  # chunks of tiles that are not divided
+    even: int  # chunks of the tiles that are not divided
     blocks: int
-    cost: int  # of a share
-    first_tile: int  # along d, or of the runs
-    stretches: tuple[tuple[int, int], ...]  # of the rest: chunks, and the cost of each
+    cost: int  # cost of a share, one block's part of the tiles that are divided
+    first_tile: int  # index along d, or of the run, of the tile with which the sequence of tiles begins
+    stretches: tuple[tuple[int, int], ...]  # for the tiles that are divided: numbers of chunks, and the cost of each
 
     @property
     def chunks(self) -> int:
-        """Of all tiles."""
+        """The number of chunks of all tiles."""
         return self.even + sum(chunks for chunks, _ in self.stretches)
 
     @property
     def busiest(self) -> float:
-        """Chunks of a block, as many as would take as long."""
+        """The time of the busiest block, in chunks that skip no products."""
         return self.even / self.blocks + (self.cost + self.WHOLE) / self.WHOLE
 
 
 MAX_STRETCHES = 4
-CHUNK = 0.2  # of what a chunk costs, what it does whatever its panels are
+CHUNK = 0.2  # fraction of a chunk's cost that does not depend on the panels that it skips
 NOT_SPREAD = Spread(0, 0, 0, 0, ((0, 0),) * MAX_STRETCHES)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a volume is cut into tiles, and a tile's positions into slabs."""
+    """The cut of a volume into tiles, and of a tile's positions into slabs (arguments.py explains the numbers)."""
 
-    tile: Triple  # positions; marching: all of depth
+    tile: Triple  # positions of a tile; in a march all of depth
     halo: Triple
     items: int  # batch items per tile
-    near: int  # of these, whose rows of a position are neighbours
-    tiles: tuple[int, int, int, int]  # batch, d, h, w
+    near: int  # batch items of a tile whose rows of one position are neighbours
+    tiles: tuple[int, int, int, int]  # number of tiles along the batch, d, h and w
     slabs: int
     slabs_w: int
     slabs_h: int
     group_rows: int
     slab_step: Triple
     run: int
-    length: int = 0  # rows of a tile that is a run of all lines; 0: tiles are boxes
-    sheets: int = 1  # batch items whose lines follow each other
-    reach: int = 0  # rows after a run that it reads
-    shared: bool = False  # marching: whether blocks divide the last tiles, to end at the same time
-    portions: int = 1  # of a tile's chunks, each a block's
-    sheet_step: int = 1  # planes from sheet to sheet of a run
+    length: int = 0  # rows of a tile that is a run of lines in sequence; 0 if tiles are boxes
+    sheets: int = 1  # batch items whose lines follow each other in a run
+    reach: int = 0  # rows behind a run that its positions read
+    shared: bool = False  # whether the blocks of a march divide the last tiles, to end at the same time
+    portions: int = 1  # blocks that divide the chunks of a tile
+    sheet_step: int = 1  # planes from one sheet of a run's halo to the next
 
     @property
     def rows(self) -> int:
@@ -1076,23 +1083,23 @@ class Tiling:
 
     @property
     def lines(self) -> int:
-        """Of the halo, or that a run touches."""
+        """The number of lines of a halo, or the most lines that the halo of a run touches."""
         return ceil_div(self.rows - 1, self.halo[2]) + 1 if self.length else prod(self.halo[:2])
 
     @property
     def item_tiles(self) -> int:
-        """Tiles that touch a batch item, at the most."""
+        """The most tiles that touch a batch item."""
         return (self.halo[1] * self.halo[2] - 2) // self.length + 2 if self.sheets > 1 else prod(self.tiles[1:])
 
     @property
     def flat(self) -> bool:
-        """Whether every slab has positions of one sheet."""
+        """Whether every slab has the positions of a single plane."""
         sheet = self.halo[1] * self.halo[2] * self.items
         return self.length == 0 and self.slab_step[0] == sheet
 
     @property
     def near_bits(self) -> int:
-        """Of the number of batch items that neighbouring lanes load."""
+        """The binary logarithm of the number of batch items, at most 8, that neighbouring lanes load."""
         return min(self.items, 8).bit_length() - 1
 
     @cached_property
@@ -1100,11 +1107,11 @@ class Tiling:
         return prod(self.tiles)
 
     def work(self, build: Build) -> int:
-        """Tiles times column tiles, times portions. Not of a march."""
+        """Returns tiles times column tiles times portions, the units of work outside of marches."""
         return self.count * build.column_tiles * self.portions
 
     def portion(self, build: Build) -> float:
-        """Of a tile's chunks, the most that a block has."""
+        """Returns the largest fraction of a tile's chunks that a block has."""
         return ceil_div(build.chunks, self.portions) / build.chunks
 
     def blocks(self, build: Build, multiprocessors: int) -> int:
@@ -1112,12 +1119,12 @@ class Tiling:
             shares = self.shares(build, multiprocessors)
             return shares.count * shares.beside
         blocks = max(min(self.work(build), multiprocessors), 1)
-        if build.resident:  # a block keeps the panels of one column tile
+        if build.resident:  # every block has the panels of a single column tile
             blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
         return blocks
 
     def shares(self, build: Build, multiprocessors: int) -> Shares:
-        """How blocks divide a march."""
+        """Returns how blocks divide a march."""
         columns, depth = build.column_tiles, self.tile[0]
         divisors = [columns] if build.resident else [n for n in range(1, columns + 1) if columns % n == 0]
         beside = max(divisors, key=lambda n: (multiprocessors // n * n, n))
@@ -1134,14 +1141,15 @@ class Tiling:
         return Shares(tiles * depth, even * depth, share if rest else 0, count, beside, columns // beside, pieces)
 
     def chunk_costs(self, build: Build, job: Job) -> list[float]:
-        """Of the tiles along d, or of the runs, of such that have nothing to leave out: by the panels that some of a
-        tile's positions need. That others of them do not gains little: consumers wait for each other."""
+        """Returns the cost of a chunk in each tile along d, or each run, as a fraction of one that skips no products.
+
+        A panel counts if any position of the tile needs it: consumers that skip it wait for the others."""
         depths = self._depths()
         needed = {planes: build.needed_panels(planes, job.read_size[0]) for planes in set(depths)}
         return [CHUNK + (1 - CHUNK) * needed[planes] for planes in depths]
 
     def _depths(self) -> list[range]:
-        """Planes of positions of the tiles along d, or of the runs."""
+        """Returns the planes of positions of each tile along d, or of each run."""
         if not self.length:
             return [range(tile * self.tile[0], (tile + 1) * self.tile[0]) for tile in range(self.tiles[1])]
         plane = self.halo[1] * self.halo[2]
@@ -1150,13 +1158,13 @@ class Tiling:
 
     @property
     def sheet_rows(self) -> int:
-        """Of the halo, from one plane to the next."""
+        """The number of rows of the halo from one plane to the next."""
         if self.length:
             return (self.length + self.reach) // self.sheet_step
         return self.halo[1] * self.halo[2] * self.items
 
     def spread(self, build: Build, job: Job, multiprocessors: int) -> Spread:
-        """How blocks divide the chunks of all tiles, those at the ends of depth last."""
+        """Returns how blocks divide the chunks of all tiles; the cheaper tiles at the ends of depth come last."""
         costs = [max(1, round(Spread.WHOLE * cost)) for cost in self.chunk_costs(build, job)]
         first = costs.index(max(costs))
         chunks = self.count // len(costs) * build.column_tiles * build.chunks
@@ -1167,7 +1175,7 @@ class Tiling:
                 stretches[-1:] = [(before[0] + chunks, cost)]
             elif len(stretches) < MAX_STRETCHES:
                 stretches.append((chunks, cost))
-            else:  # an average
+            else:  # there is no room for another stretch: the last one gets the average cost
                 all_chunks = before[0] + chunks
                 stretches[-1] = (all_chunks, max(1, round((before[0] * before[1] + chunks * cost) / all_chunks)))
         total = sum(n * cost for n, cost in stretches)
@@ -1191,27 +1199,28 @@ class Tiling:
 
 
 def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, int, Triple, int]]:
-    """Ways to cut a tile into slabs: near items, slabs, slabs_w, slabs_h, group_rows, slab_step, run."""
+    """Yields ways to cut a tile into slabs: (near items, slabs, slabs_w, slabs_h, group_rows, slab_step, run)."""
     depth, height, width = tile
     _, halo_h, halo_w = halo
     line, sheet = halo_w * items, halo_h * halo_w * items
     everything = INT32_MAX
     near = 8 // width
-    if width * near == 8 and items % (8 * near) == 0:  # 8 rows of whole lines, of 8 times as many items
+    if width * near == 8 and items % (8 * near) == 0:  # slabs of one line of 8 groups of near items
         across = items // (8 * near)
         step = (sheet, line, 8 * halo_w * near)
         yield near, depth * height * across, across, height, halo_w * near, step, everything
-    elif width * near == 8 and items % near == 0 and height * (items // near) % 8 == 0:  # or on 8 lines
+    elif width * near == 8 and items % near == 0 and height * (items // near) % 8 == 0:  # slabs of 8 lines
         across = height * (items // near) // 8
         yield near, depth * across, across, 1, halo_w * near, (sheet, 0, 8 * halo_w * near), everything
     if width * items % 8 == 0:
         across = width * items // 8
-        if height % 8 == 0 or depth == 1:  # 8 rows on 8 lines
+        if height % 8 == 0 or depth == 1:  # slabs of 8 rows on each of 8 lines
             down = ceil_div(height, 8)
             yield items, depth * down * across, across, down, line, (sheet, 8 * line, 8), everything
-        if depth % 8 == 0 and sheet < 2**14:  # 8 rows on 8 sheets
+        if depth % 8 == 0 and sheet < 2**14:  # slabs of 8 rows on each of 8 planes
             yield items, depth // 8 * height * across, across, height, sheet, (8 * sheet, line, 8), everything
-    run = width * items  # 64 rows in sequence: of a line, of a sheet, of everything
+    # Slabs of 64 rows in sequence may lie in a line, in a plane, or anywhere in the halo.
+    run = width * items
     yield items, depth * height * ceil_div(run, SLAB), ceil_div(run, SLAB), height, 8, (sheet, line, SLAB), run
     run = (height - 1) * line + width * items
     yield items, depth * ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (sheet, 0, SLAB), run
@@ -1220,15 +1229,15 @@ def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int,
 
 
 def _extents(size: int, fixed: Iterable[int]) -> list[int]:
-    """Candidates for a tile's extent along a dimension of `size` positions."""
+    """Returns the candidates for a tile's extent along a dimension of `size` positions."""
     even = {ceil_div(size, parts) for parts in range(1, 9)}
     return sorted(even | {value for value in fixed if value < size + 7})
 
 
 def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
-    """Marching tiles that are runs of the lines of all planes, of one batch item or of all."""
+    """Yields tilings of a march into runs of the lines of a plane, of one batch item or of all in sequence."""
     if build.buffers:
-        return  # a slab would cross the ends of lines
+        return  # images need slabs that end where lines end
     _, height, width = positions
     pitch = _pitches(build, positions, read_size)
     line, sheet = pitch[2], pitch[1] * pitch[2]
@@ -1246,8 +1255,9 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
 
 
 def _pitches(build: Build, positions: Triple, read_size: Triple) -> list[int]:
-    """From line to line and so on. The zeros right of a line can be those left of the next; below a plane, those
-    above the next batch item's, or plane's."""
+    """Returns the planes of a batch item, the lines of a plane and the rows of a line in a run, with zeros between.
+
+    The zeros behind a line are also the zeros before the next line; planes and batch items share zeros likewise."""
     return [
         extent
         + dimension.span
@@ -1259,7 +1269,7 @@ def _pitches(build: Build, positions: Triple, read_size: Triple) -> list[int]:
 def _run(
     build: Build, positions: Triple, halo: Triple, tiles: tuple[int, int, int, int], sheets: int, reach: int
 ) -> Tiling:
-    # Two slabs are woven: 8 rows of the one, 8 of the other, so that a warp has 32 rows in sequence.
+    # Two slabs alternate every 8 rows, so that a warp has 32 rows in sequence.
     woven = build.slabs % 2 == 0
     across, down, group, step = (
         (2, build.round_slabs // 2, 16, (0, 2 * SLAB, 8)) if woven else (build.round_slabs, 1, 8, (0, 0, SLAB))
@@ -1271,14 +1281,15 @@ def _run(
 
 
 def _deep_runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
-    """Tiles that are runs of all lines of a batch item, wherever lines and planes end, with a sheet of the halo for
-    every displacement along d."""
+    """Yields tilings into runs of all lines of a batch item, wherever lines and planes end.
+
+    The halo of such a run has a sheet for every displacement along d."""
     if build.gather or len(build.programs) > 1:
         return
     _, height, width = _pitches(build, positions, read_size)
     span_d, span_h, span_w = build.span
     length, step = SLAB * build.round_slabs, build.sheet_step
-    reach = round_up(length + span_h * width + span_w, step) - length  # sheets are whole numbers of planes' rows
+    reach = round_up(length + span_h * width + span_w, step) - length  # rows of a sheet are a multiple of step
     rows = ((positions[0] - 1) * height + positions[1] - 1) * width + positions[2]
     sheets = span_d // step + 1
     if sheets * (length + reach) > build.stage_rows or rows + length + reach > INT32_MAX // 2:
@@ -1288,7 +1299,7 @@ def _deep_runs(build: Build, batch: int, positions: Triple, read_size: Triple) -
 
 
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterable[Tiling]:
-    """All tilings of the volume that fit the build's stages."""
+    """Returns all tilings of the volume that fit the build's stages."""
     if build.spread:
         return [*_deep_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)]
     if not build.march:
@@ -1301,7 +1312,7 @@ def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> I
 
 
 def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
-    """Marching tiles of whole lines, whose positions are rows in sequence."""
+    """Yields tilings of a march into tiles of whole lines, whose positions are rows in sequence."""
     depth, height, width = positions
     most = build.round_slabs * SLAB // width
     for lines in {ceil_div(height, parts) for parts in range(ceil_div(height, max(1, most)), height + 1)}:
@@ -1316,20 +1327,20 @@ def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple)
 
 
 def channel_pitch(items: int, item_bytes: int) -> int:
-    """Items from channel to channel of a stage of lines (halo_lines.cuh)."""
+    """Returns the elements from one channel to the next in a stage of lines (`pitch` in halo_lines.cuh)."""
     in_word = 4 // item_bytes
     beside = 8 // in_word
     return in_word * ((items // in_word + 31 - beside) // 32 * 32 + beside)
 
 
 def forget_boxes() -> None:
-    """Many builds of a search share them; nobody needs them afterwards."""
+    """Clears the cached boxes, which many builds of a search share, at the end of the search."""
     _fitting_boxes.cache_clear()
     _all_boxes.cache_clear()
 
 
 class _Boxes(NamedTuple):
-    """What boxes depend on, but for the room of a stage: the same for many builds."""
+    """The parameters of boxes except for the size of a stage. Many builds of a search have equal parameters."""
 
     march: bool
     span: Triple
@@ -1343,7 +1354,7 @@ class _Boxes(NamedTuple):
 
 
 def _boxes(build: Build, batch: int, positions: Triple) -> tuple[Tiling, ...]:
-    """Tiles that are boxes of positions."""
+    """Returns the tilings into boxes of positions."""
     slabs = build.slabs, build.round_slabs, build.max_passes
     boxes = _Boxes(build.march, build.span, *slabs, build.buffers > 0, build.item_bytes, batch, positions)
     return _fitting_boxes(boxes, build.stage_rows)
@@ -1351,7 +1362,7 @@ def _boxes(build: Build, batch: int, positions: Triple) -> tuple[Tiling, ...]:
 
 @lru_cache(maxsize=128)
 def _fitting_boxes(boxes: _Boxes, stage_rows: int) -> tuple[Tiling, ...]:
-    """Those that fit a stage, each cut in the first of the ways with fewest slabs."""
+    """Returns the boxes that fit a stage, each cut in the first of the ways with the fewest slabs."""
     found = []
     for rows, ways in _all_boxes(boxes):
         fitting = [tiling for last, tiling in ways if last < stage_rows] if rows <= stage_rows else []
@@ -1362,14 +1373,14 @@ def _fitting_boxes(boxes: _Boxes, stage_rows: int) -> tuple[Tiling, ...]:
 
 @lru_cache(maxsize=16)
 def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
-    """The rows of a box's halo, and ways to cut the box, each with the last row that it reads."""
+    """Returns for each box the rows of its halo and the ways to cut the box, each with the last row that it reads."""
     march, span, slabs_together, per_round, max_passes, images, item_bytes, batch, positions = boxes
     span_d, span_h, span_w = span
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
     depths = [1] if march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
     limit = per_round * SLAB * max_passes
-    least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are all overhead
+    least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are mostly overhead
     found = []
     for items, depth, height, width in product(
         items_options,
@@ -1392,7 +1403,8 @@ def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
         ):
             if slabs > per_round * max_passes:
                 continue
-            # A consumer stores a line through images, or a part of one: by that, float32 lost (measured).
+            # A consumer stores a whole line through images or, with 16-bit types, a part of a line: parts are slower
+            # in float32.
             in_line = slabs_w == slabs_together or (slabs_w % slabs_together == 0 and item_bytes == 2)
             if images and (run != width or items > 1 or not in_line):
                 continue
@@ -1400,7 +1412,7 @@ def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
             last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
             last += displacement + span_w * near
             if any(reached <= last and tiling.slabs <= slabs for reached, tiling in ways):
-                continue  # one before is as good, and fits wherever this one does
+                continue  # a previous way has no more slabs, and fits wherever this way fits
             tiling = Tiling(
                 (deep, height, width), halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
             )
