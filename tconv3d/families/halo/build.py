@@ -811,7 +811,7 @@ class Build:
 
     @property
     def vector_turn(self) -> VectorTurn:
-        pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # pieces of 16 bytes in a row
+        pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # multiplied pieces of 16 bytes
         turns = 2 if pieces in (2, 6) else 1
         return VectorTurn(turns * VECTORS_OF_TURN, pieces * turns // 4, turns * 160)
 

@@ -5,7 +5,7 @@ A pass becomes a `Job`, the tensors that the kernel reads and writes. Three deci
 - `Program` (program.py): which shifts feed which phases, in which order the accumulators' columns stand, and thus
   the matrix instructions. It follows from the geometry.
 - `Build` (build.py): the constants that are compiled, such as columns, rows, stages and warpgroups. It follows from
-  geometry, type, layout, GPU and volume, but is one of a few that a layer has for all volumes (repertoire.py).
+  geometry, type, layout, GPU and volume, but a layer has only a few for all volumes (planning/repertoire.py).
 - `Tiling` (build.py): how the volume is cut into tiles, which are run-time arguments.
 
 The model of model.py compares builds and tilings. This module knows sizes and strides, never tensors. The headers of
