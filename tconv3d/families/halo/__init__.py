@@ -1,1 +1,1 @@
-"""Forward pass and input gradient on Hopper's tensor cores, from a tile of input with its halo."""
+"""The halo family computes the forward pass and the input gradient on Hopper's tensor cores from tiles with halos."""

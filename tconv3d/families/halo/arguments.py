@@ -1,4 +1,4 @@
-"""The arguments of the halo kernel and of the kernel that packs its weight (planning/arguments.py)."""
+"""Declares the arguments of the halo kernel and of the kernel that packs its weight (see planning/arguments.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What is compiled of the halo kernel (`Build`), and how a volume is cut for it (`Tiling`, run-time arguments)."""
+"""Defines what is compiled of the halo kernel (`Build`) and how run-time arguments cut a volume for it (`Tiling`).
+
+The headers of halo.cuh and halo_layout.cuh explain most terms. A build on lines takes input lines as they lie in
+memory (halo_lines.cuh). An image is a copy of outputs in shared memory, as they will lie in global memory
+(halo_images.cuh, halo_joint.cuh). A portion is a range of a tile's chunks for split-K. A sheet is a plane of a halo.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +26,32 @@ from .arguments import PACK
 from .job import Job
 from .program import Program, Split, gather_program, programs
 
-SLAB = 64  # positions of one matrix instruction
-STEP_BYTES = 32  # of K that one matrix instruction takes
+SLAB = 64  # positions of one matrix instruction, and thus of a slab
+STEP_BYTES = 32  # bytes of K that one matrix instruction takes
 BARRIER_BYTES = 1024
-SCRATCH_BYTES = 4 * 1024  # of a consumer
-LOADER_BYTES = 5120  # reserved for positions that round up to whole batches of all loaders
-PACKED_AT_ONCE = 2048  # weights, by a block that packs: a few of each thread, all on their way at once
-PACKING_BLOCKS = 600  # at least, if there is enough to pack: more than can run at once, each soon done
+SCRATCH_BYTES = 4 * 1024  # bytes of shared memory per consumer through which stores pass
+LOADER_BYTES = 5120  # bytes of shared memory because loaders' tables have whole batches of all loaders
+PACKED_AT_ONCE = 2048  # most weights that a block of the packing kernel holds, so that all their loads are in flight
+PACKING_BLOCKS = 600  # fewest blocks of the packing kernel if the weight is large: more than run at once
 PACKING_THREADS = 128
-REGISTERS = 65536  # of a multiprocessor
-CONSUMER_REGISTERS = 80  # at least, beside the accumulators
-MANY_SUMS = 96  # of a consumer's thread, with which consumers beside two producer warpgroups
-FEWER_REGISTERS = 64  # have fewer
-PRODUCER_REGISTERS = 64  # what loaders have use for; consumers get the rest
-STORE_CYCLES = 14  # of an accumulator, from the last product to the next
-MANY_REGISTERS = 104  # the same where they have twice as many items on their way
-COPYING_REGISTERS = 40  # what loaders have use for that copy past registers
-LEAST_REGISTERS = 32  # that they get along with, beside three consumers
-STRICT_CONSUMER_REGISTERS = 56  # the same of strict float32, where loaders split values in two
-STRICT_PRODUCER_REGISTERS = 88
-VECTORS_OF_TURN = 4  # kTogether in halo_vectors.cuh
-MAX_BESIDE = 1.2  # items of the vectors that are loaded, times those of the halo
-LINE_REGISTERS = 164  # of a consumer's sums and of operands out of lines, at the most
-REGISTER_SETS = 3  # of operands that consumers load: one is loaded, two multiply
+REGISTERS = 65536  # registers of a multiprocessor
+CONSUMER_REGISTERS = 80  # fewest registers of a consumer thread besides its accumulators
+MANY_SUMS = 96  # accumulators of a consumer thread above which FEWER_REGISTERS applies beside two producer warpgroups
+FEWER_REGISTERS = 64  # fewest registers of a consumer thread besides more than MANY_SUMS accumulators
+PRODUCER_REGISTERS = 64  # registers of a producer thread with 16 elements in flight; consumers get the rest
+STORE_CYCLES = 14  # cycles to store one accumulator, from the last product of a tile to the first of the next
+MANY_REGISTERS = 104  # registers of a producer thread with 32 elements in flight
+COPYING_REGISTERS = 40  # registers of a producer thread that issues asynchronous copies
+LEAST_REGISTERS = 32  # fewest registers of a producer thread, beside three consumers
+STRICT_CONSUMER_REGISTERS = 56  # fewest registers of a consumer thread besides accumulators in strict float32
+STRICT_PRODUCER_REGISTERS = 88  # registers of a producer thread in strict float32, which splits values in two
+VECTORS_OF_TURN = 4  # vectors that a loader stores together (kTogether in halo_vectors.cuh)
+MAX_BESIDE = 1.2  # most elements that loads of whole vectors may fetch, as a multiple of the halo's elements
+LINE_REGISTERS = 164  # most registers of a consumer thread for accumulators and operands: builds with more spill
+REGISTER_SETS = 3  # sets of operands in a consumer's registers: one is loaded while two multiply
 STORED_BY_PARTNER = -2
 WITHOUT_PARTNER = -1
-NOT_PACKED = -2  # a field of a panel that nobody reads
+NOT_PACKED = -2  # marks a field that a panel of the packing kernel's table does not have
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -58,7 +63,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Run(IntEnum):
-    """What lies in a run of a weight's memory (`kRun` in pack.cuh, which has the same numbers)."""
+    """The dimensions that a contiguous run of a weight's memory covers (`kRun` in pack.cuh has the same values)."""
 
     TAPS = 0
     COLUMN_TAPS = 1
@@ -69,27 +74,27 @@ class Run(IntEnum):
 
 @dataclass(frozen=True)
 class VectorTurn:
-    """What a batch of a loader takes of input vectors (BatchTransposed in halo_vectors.cuh)."""
+    """The input vectors that a loader takes in one batch (BatchTransposed in halo_vectors.cuh)."""
 
     vectors: int
     shares: int  # batches for all channels of a chunk
-    noted_bytes: int  # of where its vectors are
+    noted_bytes: int  # bytes of shared memory for the places of the vectors
 
 
 @dataclass(frozen=True)
 class VariantKind:
-    """Variants with as many shifts."""
+    """All variants that have the same numbers of shifts."""
 
     count: int
     panels: int
-    cycles_per_slab: float  # of the tensor cores, for all of K
-    shared_cycles: float  # of shared memory, for what these read
-    panel_bytes: int  # of all panels
+    cycles_per_slab: float  # tensor core cycles of a slab for all of K
+    shared_cycles: float  # shared memory cycles for the operands of a slab for all of K
+    panel_bytes: int  # bytes of all panels
 
 
 @dataclass(frozen=True)
 class Build:
-    """What one compilation of the kernel is for."""
+    """The choices that one compilation of the kernel fixes."""
 
     geometry: Geometry
     gather: bool
@@ -99,29 +104,29 @@ class Build:
     groups_per_tile: int
     out_tile: int
     row_bytes: int
-    slabs: int  # per consumer
+    slabs: int  # slabs per consumer
     consumers: int
     producers: int
     stages: int
     resident: bool
     slots: int
     shared_bytes: int
-    strict: bool = False  # float32 by three TF32 products
-    copied: bool = False  # whether what is read are rows of channels, copied past registers
-    rewritten: bool = False  # the same of rows that there are, but written anew first: rounded
-    buffers: int = 0  # of images, through which a consumer stores rows that begin anywhere; 0: without them
-    lines: bool = False  # whether stages hold lines as they are in memory (halo_lines.cuh)
-    joint: bool = False  # the same for rows of outputs that begin anywhere: long runs (halo_joint.cuh)
-    in_registers: bool = False  # whether copied floats are rounded by consumers (halo_registers.cuh)
-    portioned: bool = False  # whether blocks divide the chunks of a tile, and leave sums to add up
-    fine: bool = False  # panels of one unit
-    divided: bool = False  # two consumers have the same slabs, and take turns at the panels
-    spread: bool = False  # blocks divide the chunks of the last tiles, to end at the same time
-    merged: int = 1  # groups of the layer that are one of `geometry`, with weights of zero between them
+    strict: bool = False  # whether each float32 product is three TF32 products
+    copied: bool = False  # whether asynchronous copies bring rows of channels to the stages
+    rewritten: bool = False  # whether a previous launch rounds the rows of channels that are copied
+    buffers: int = 0  # image buffers per consumer, for output rows that begin at any address; 0 without images
+    lines: bool = False  # whether stages hold input lines as they lie in memory (halo_lines.cuh)
+    joint: bool = False  # whether a build on lines stores outputs as long runs from any address (halo_joint.cuh)
+    in_registers: bool = False  # whether consumers round copied float32 values (halo_registers.cuh)
+    portioned: bool = False  # split-K of all tiles: whether blocks divide their chunks and store partial sums
+    fine: bool = False  # whether every panel has one unit
+    divided: bool = False  # split-K in a block: whether two consumers have the same slabs and alternate at panels
+    spread: bool = False  # split-K of the last tiles: whether blocks divide their chunks, to end at the same time
+    merged: int = 1  # groups of the layer per group of `geometry`, with zero weights from one to another
 
     @cached_property
     def programs(self) -> tuple[Program, ...]:
-        """Of the variants."""
+        """The program of each variant."""
         if self.gather:
             return (gather_program(self.geometry.axes, self.march),)
         registers = self.lines and self.item_bytes == 2
@@ -131,24 +136,25 @@ class Build:
 
     @cached_property
     def window(self) -> int:
-        """Planes of outputs that those of one step of a march feed."""
+        """The number of output planes that one step of a march feeds."""
         return len(self.program.fields) if self.gather else self.program.dimensions[0].fields
 
     @property
     def march_step(self) -> int:
-        """Planes of outputs that are complete after a step of a march."""
+        """The number of output planes that a step of a march completes."""
         return 1 if self.gather else self.geometry.axes[0].stride
 
     @property
     def march_padding(self) -> int:
-        """How far behind a step of a march the first plane of outputs is that it feeds."""
+        """The padding p of a march: the first output plane that step i feeds is i * march_step - p."""
         axis = self.geometry.axes[0]
         return max(map(axis.shift, range(axis.kernel))) if self.gather else axis.padding
 
     @property
     def beside_instruction(self) -> float:
-        """Cycles of a matrix instruction beside its product, where a march orders its columns: what many small ones
-        lose (measured; nothing in 16 bits with operands out of registers)."""
+        """The overhead of a matrix instruction in cycles, by which the order of a march's columns is chosen.
+
+        The values were chosen by measurement on an H200; 16-bit operands out of registers have no overhead."""
         if not self.march or (self.lines and self.item_bytes == 2):
             return 0.0
         return 8.0 if self.item_bytes == 4 and self.geometry.in_per_group > self.step_items else 14.0
@@ -159,17 +165,17 @@ class Build:
 
     @cached_property
     def own_shifts(self) -> bool:
-        """Whether variants have shifts of their own: patterns have room for those of any."""
+        """Whether variants have shifts of their own; each pattern then has room for the shifts of any variant."""
         return any(program.shifts != self.program.shifts for program in self.programs)
 
     @cached_property
     def pattern_shifts(self) -> tuple[int, ...]:
-        """Of each source and pattern, of the variant with most."""
+        """For each source and pattern, the most shifts that any variant has."""
         return tuple(max(map(len, shifts)) for shifts in zip(*(p.shifts for p in self.programs), strict=True))
 
     @cached_property
     def chunk_fields(self) -> int:
-        """Of all panels of a chunk that there is room for."""
+        """The number of fields in all panels of a chunk, with room for the most shifts of any variant."""
         p = self.program
         if not self.own_shifts:
             return p.chunk_fields
@@ -177,12 +183,12 @@ class Build:
 
     @cached_property
     def span(self) -> Triple:
-        """How much larger than a tile its halo is."""
+        """The number of positions along each dimension by which a halo is larger than its tile."""
         return tuple(max(program.span[axis] for program in self.programs) for axis in range(3))
 
     @cached_property
     def sheet_step(self) -> int:
-        """Planes from one that some shift reads to the next: more than one where kernels are dilated."""
+        """The number of planes from one that some shift reads to the next: above 1 if the kernel is dilated."""
         return gcd(*(shift[0] for program in self.programs for shifts in program.shifts for shift in shifts)) or 1
 
     @property
@@ -191,7 +197,7 @@ class Build:
 
     @property
     def written_bytes(self) -> int:
-        """Of an output as the kernel writes it."""
+        """The bytes of an output as the kernel writes it."""
         return 4 if self.portioned else self.item_bytes
 
     @property
@@ -204,12 +210,12 @@ class Build:
 
     @property
     def halves(self) -> int:
-        """TF32 numbers that a value is the sum of."""
+        """The number of TF32 numbers whose sum represents a value."""
         return 2 if self.strict else 1
 
     @property
     def terms(self) -> int:
-        """Matrix products that make one: low x high, high x low, high x high."""
+        """The number of TF32 products per product: in strict float32 low x high, high x low and high x high."""
         return 3 if self.strict else 1
 
     @property
@@ -218,7 +224,7 @@ class Build:
 
     @property
     def group_slots(self) -> int:
-        """Channels of a group in a row, with those that fill up its last step."""
+        """The number of channels that a group takes in a row, with padding to whole steps."""
         return round_up(self.geometry.in_per_group, self.step_items)
 
     @cached_property
@@ -235,27 +241,27 @@ class Build:
 
     @property
     def full_chunks(self) -> int:
-        """With as many steps as a row has."""
+        """The number of chunks that fill all steps of a row."""
         return self.channel_slots * self.item_bytes // self.part_bytes
 
     @property
     def staged(self) -> bool:
-        """Whether copied rows have more stages than two."""
+        """Whether asynchronous copies fill more than two stages, outside of marches."""
         return self.copied and not self.march and self.stages > 2
 
     @property
     def stages_filled(self) -> int:
-        """For one tile (for one plane, when marching)."""
+        """The number of stages that are filled for one tile, or for one plane of a march."""
         return self.chunks * (self.line_planes if self.lines else len(self.program.sources))
 
     @cached_property
     def line_planes(self) -> int:
-        """That a step of a march through lines reads."""
+        """The number of planes that a step of a march reads in a build on lines."""
         return len({phase[0] for phase in self.program.phases})
 
     @cached_property
     def steps(self) -> int:
-        """Of all chunks and terms."""
+        """The number of steps in all chunks and terms."""
         return self.terms * ceil_div(self.channel_slots, self.step_items)
 
     @cached_property
@@ -272,17 +278,17 @@ class Build:
 
     @property
     def chunk_bytes(self) -> int:
-        """Panels of one chunk of every source."""
+        """The bytes of the panels of one chunk of every source."""
         return self.halves * self.chunk_fields * self.out_tile * self.part_bytes
 
     @cached_property
     def tile_bytes(self) -> int:
-        """All panels of one column tile."""
+        """The bytes of all panels of one column tile."""
         return self.chunks * self.chunk_bytes
 
     @property
     def packed_bytes(self) -> int:
-        """All panels of all column tiles."""
+        """The bytes of all panels of all column tiles."""
         return self.column_tiles // len(self.programs) * sum(kind.count * kind.panel_bytes for kind in self.kinds)
 
     @cached_property
@@ -295,22 +301,22 @@ class Build:
 
     @cached_property
     def round_slabs(self) -> int:
-        """That the consumers compute at a time."""
+        """The number of slabs that all consumers compute at a time."""
         return self.slabs * self.consumers // self.turns
 
     @property
     def turns(self) -> int:
-        """Consumers that take turns at the panels."""
+        """The number of consumers that alternate at the panels of the same slabs."""
         return self.consumers if self.divided else 1
 
     @property
     def image_rows(self) -> int:
-        """Rows of outputs that are stored at a time: all that a position has in a plane."""
+        """The number of output rows that are stored at a time: all rows of a position in an output plane."""
         return self.program.dimensions[1].fields
 
     @property
     def reserved_bytes(self) -> int:
-        """For barriers, and for sums on their way to memory (halo_shared.cuh)."""
+        """The bytes of shared memory for barriers, and for sums between registers and memory (halo_shared.cuh)."""
         image = self.image_rows * (self.slabs * SLAB * self.geometry.stride[2] * self.item_bytes + 32)
         images = self.buffers * self.out_tile * (round_up(image, 64) + 16)
         part = self.slabs * self.columns * SLAB * 4 if self.divided else 0
@@ -319,38 +325,38 @@ class Build:
 
     @property
     def woven(self) -> int:
-        """Slabs whose positions a lane has in turn, where lines are taken as they are in memory."""
+        """The number of slabs that share every few positions in sequence in a build on lines (halo_lines.cuh)."""
         return 4 // self.item_bytes
 
     @property
     def joint_bytes(self) -> int:
-        """Of images of runs of outputs, in all buffers (halo_joint.cuh)."""
+        """The bytes of the images of long runs in all buffers (halo_joint.cuh)."""
         return self.joint_buffers * self.out_tile * self.joint_pitch if self.joint else 0
 
     @property
     def joint_buffers(self) -> int:
-        """One is filled, one emptied; in 16 bits, where they are smaller, consumers may be further ahead."""
+        """The number of buffers of images of long runs: two in float32, four in the smaller 16-bit types."""
         return 8 // self.item_bytes
 
     @property
     def joint_pitch(self) -> int:
-        """Bytes of a channel in such a buffer, wherever its run begins."""
+        """The bytes of a channel in a buffer of images of long runs, with 16 bytes for the alignment of the run."""
         return self.round_slabs * SLAB * self.image_rows * self.geometry.stride[2] * self.item_bytes + 16
 
     @cached_property
     def stage_rows(self) -> int:
-        """As many as fit, with 8 bytes of every position that a loader's lane has. Of lines: words of a channel."""
+        """The number of rows that fit a stage, with 8 bytes per position in the loaders' tables (none with lines)."""
         left = self.shared_bytes - self.reserved_bytes - self.panel_bytes
         if self.lines:
             return max(0, left // self.stages // 1024 * 1024 // self.row_bytes)
         left -= LOADER_BYTES
         per_stage = left // (self.stages * self.halves * self.row_bytes + 8 * self.shares) * self.row_bytes
-        whole = max(1024, 32 * self.row_bytes) if self.copied else 1024  # turns of 32 rows
+        whole = max(1024, 32 * self.row_bytes) if self.copied else 1024  # a loader warp copies 32 rows per turn
         return max(0, per_stage // whole * whole // self.row_bytes)
 
     @cached_property
     def shares(self) -> int:
-        """Batches of a loader for all channels of a chunk."""
+        """The number of batches in which a loader takes all channels of a chunk."""
         if self.copied:
             return 1
         in_flight = max(1, self.in_flight * self.item_bytes // 16 // self.program.parts)
@@ -358,24 +364,25 @@ class Build:
 
     @property
     def in_flight(self) -> int:
-        """Items of a position that a loader's lane asks for at a time: two batches of them fill its registers. Few
-        loaders have more registers each, and ask for more where they gather (elsewhere it lost)."""
+        """The number of elements in a batch that a loader's lane has in flight; registers hold two batches.
+
+        One producer warpgroup has more registers per thread, which are used in float32 input gradients."""
         few = self.producers == 1 and self.item_bytes == 4
         return 32 if few and self.gather and not (self.march or self.copied or self.strict) else 16
 
     @property
     def loaders(self) -> int:
-        """Warps that load the halo: one producer warp streams panels."""
+        """The number of warps that load the halo: one producer warp streams panels unless they are resident."""
         return 4 * self.producers - (0 if self.resident else 1)
 
     @property
     def sums(self) -> int:
-        """Registers of a consumer's thread that sums take. Strict: of one panel, and of all."""
+        """The number of accumulators of a consumer thread; strict float32 has those of a panel and the totals."""
         return self.halves * self.slabs * self.columns // 2
 
     @property
     def panels_at_once(self) -> int:
-        """Of strict float32, whose sums go to the totals together: as many as have 32 input channels."""
+        """The number of panels whose sums are added to the totals at once in strict float32: 32 input channels."""
         return 2 if self.strict and self.part_bytes <= 64 and not self.divided else 1
 
     @property
@@ -384,7 +391,7 @@ class Build:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Of a producer's and of a consumer's thread, together what the kernel starts with."""
+        """The registers of a producer thread and of a consumer thread, in all what the kernel starts with."""
         start = REGISTERS // self.threads // 8 * 8
         total = start * self.threads // 128
         beside = STRICT_CONSUMER_REGISTERS if self.strict else CONSUMER_REGISTERS
@@ -404,7 +411,7 @@ class Build:
 
     @cached_property
     def kinds(self) -> tuple[VariantKind, ...]:
-        """Of variants, those that take longest first."""
+        """The kinds of variants, those with the most taps first."""
         counts = Counter(tuple(map(len, program.shifts)) for program in self.programs)
         first = {tuple(map(len, program.shifts)): program for program in reversed(self.programs)}
         return tuple(
@@ -420,18 +427,17 @@ class Build:
 
     @property
     def cycles_per_slab(self) -> float:
-        """Of the tensor cores, for all of K (of one plane, when marching)."""
+        """The tensor core cycles of a slab for all of K (of one plane of a march), in the slowest kind of variant."""
         return self.kinds[0].cycles_per_slab
 
     @cached_property
     def lead(self) -> int:
-        """Panels by which the first of two consumers is ahead of the second: about as long as storing takes, and at
-        most half of a tile: all of it cost grouped_strided_g1 in bfloat16 13% (measured). None where 16-bit outputs
-        are stored through images (any lead cost grouped_strided 3 to 6%, measured), or as they are (1 to 3% of
-        gan_128_64_16, gan_256_128_8 and videogpt_240_240, measured). One panel where 16-bit outputs are stored as
-        long runs (3% of grouped_strided, measured; in float32 nothing).
+        """The number of panels by which the first of two consumers precedes the second (kLead in halo_consumer.cuh).
 
-        It has to get there without what the second one has not released.
+        The lead takes about as long as storing, and is at most half of a tile: a whole tile costs 13%. There is no
+        lead where 16-bit outputs are stored through images (any lead costs 3 to 6%) or in place (1 to 3%), nor for
+        float32 outputs in long runs; for 16-bit outputs in long runs one panel is 3% faster. The first consumer must
+        reach its lead without stages and slots that the second has not released.
         """
         p = self.program
         stored = self.sums * (self.march_step / self.window if self.march else 1)
@@ -446,18 +452,18 @@ class Build:
         if self.joint:
             return 1
         wanted = STORE_CYCLES * stored * panels / (self.cycles_per_slab * self.slabs)
-        least = sum(of_sources) if self.portioned or self.spread else panels  # a part of a tile may have one chunk
+        least = sum(of_sources) if self.portioned or self.spread else panels  # a block may have one chunk of a tile
         most = min(min(of_sources) * (self.stages - 1), least // 2, panels if self.resident else self.slots - 2)
         return max(0, min(round(wanted + 0.5), most))
 
     @property
     def in_place(self) -> bool:
-        """Whether two 16-bit phases along w are stored as they are (kInPlace in halo_stores.cuh)."""
+        """Whether both 16-bit phases along w are stored directly from registers (kInPlace in halo_stores.cuh)."""
         pairs = 2 in self.stored_vectors and self.geometry.stride[2] == 2
         return pairs and self.copied and self.item_bytes == 2 and not (self.march or self.gather)
 
     def lines_read(self, lines: int) -> int:
-        """Of the input, by so many lines of positions."""
+        """Returns the number of input lines that this number of lines of positions reads."""
         axis = self.geometry.axes[1]
         if self.gather:
             return (lines - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
@@ -465,42 +471,43 @@ class Build:
 
     @cached_property
     def line_sets(self) -> tuple[int, int]:
-        """Of operands out of lines: how many are in registers, and steps of each. None, if registers do not suffice
-        for two: the compiler would keep the products apart."""
+        """The number of operand sets in registers and the steps of each set, in a build on lines.
+
+        Both are 0 if registers do not suffice for two sets: the compiler would serialize the products."""
         axis = self.geometry.axes[2]
         shifts = (axis.dilation * (axis.kernel - 1) if self.gather else self.span[2]) + 1
         words = shifts + (axis.stride if self.gather else 1)
         for sets, steps in ((3, 2), (2, 2), (3, 1), (2, 1)):
-            coming = 2 * words if shifts > 1 else 0  # before they are those of every shift
+            coming = 2 * words if shifts > 1 else 0  # words that become the operands of all shifts
             if self.sums + self.slabs * steps * (sets * 4 * shifts + coming) <= LINE_REGISTERS:
                 return sets, steps
         return 0, 0
 
     @property
     def register_sets(self) -> int:
-        """Of operands that consumers load out of rows of channels. None, if registers do not suffice."""
-        words = self.slabs * self.row_bytes // 8  # of a set
+        """The number of operand sets that consumers load out of rows of channels; 0 if registers do not suffice."""
+        words = self.slabs * self.row_bytes // 8  # registers of a set
         return REGISTER_SETS if self.sums + REGISTER_SETS * words <= LINE_REGISTERS else 0
 
     @property
     def line_turns(self) -> int:
-        """In which a chunk of lines is multiplied, at the least (halo_lines.cuh)."""
+        """The number of turns in which the last chunk of lines is multiplied (halo_lines.cuh)."""
         steps = self.steps - (self.chunks - 1) * (self.part_bytes // STEP_BYTES)
         return self.lines_read(1) * ceil_div(steps, self.line_sets[1])
 
     @property
     def line_loads(self) -> int:
-        """Of operands for one step of a march, all of which are unrolled."""
+        """The number of operand loads for one step of a march in a build on lines, all of which are unrolled."""
         return self.slabs * self.steps * self.lines_read(1) * self.line_planes
 
     @property
     def line_words(self) -> int:
-        """Of a channel, that fit a stage."""
+        """The number of elements of a channel that fit a stage of lines."""
         return self.stage_rows * self.program.parts
 
     @cached_property
     def _depth_shifts(self) -> tuple[tuple[tuple[int, int], int], ...]:
-        """How many panels read so many planes further on, and of which phase along d."""
+        """Pairs of ((planes from a position to its input, phase along d), number of panels that read there)."""
         found: Counter[tuple[int, int]] = Counter()
         p = self.program
         for i, shifts in enumerate(p.shifts):
@@ -509,29 +516,30 @@ class Build:
         return tuple(found.items())
 
     def needed_panels(self, planes: range, size: int) -> float:
-        """Of all, those by which some of these planes of positions read an input of so many."""
+        """Returns the fraction of panels by which any of these planes of positions reads inside `size` planes."""
         return _needed_panels(self._depth_shifts, self.program.read_step[0], planes, size)
 
     @property
     def skips(self) -> bool:
-        """Whether a slab leaves out products with planes above or below the input."""
+        """Whether consumers skip the products of a slab with planes above or below the input."""
         return (self.copied or self.spread) and not (self.resident or self.march or self.strict)
 
     @property
     def unrolled_shifts(self) -> int:
-        """Of a streaming build, whose loop is unrolled: in 16 bits (measured, docs/performance/wide.md), but not
-        where two slabs have several patterns, nor where panels are small: there it loses."""
+        """The number of shifts by which the loop of a streaming build is unrolled.
+
+        It is faster for 16-bit types, but slower if two slabs have several patterns, or if panels are small."""
         forward = self.skips and self.item_bytes == 2 and not (self.gather or self.portioned or self.fine)
         return 8 if forward and (self.slabs == 1 or len(self.program.patterns) == 1) else 1
 
     @property
     def torn(self) -> bool:
-        """Whether neighbouring outputs along w come from different column tiles."""
+        """Whether neighbouring outputs along w come from different column tiles, which write partial sectors."""
         return self.split[2] and self.geometry.axes[2].stride > 1
 
     @cached_property
     def max_passes(self) -> int:
-        """Passes keep the stages of all chunks, so there must be room for them, and for loading ahead."""
+        """The most passes over a tile: with several, the stages of all chunks must fit, and one to prefetch into."""
         return (
             1
             if self.march or self.portioned or self.spread or self.divided or self.stages <= self.stages_filled
@@ -641,7 +649,7 @@ class Build:
 
     @property
     def _shift_table(self) -> tuple[tuple[int, ...], ...]:
-        """Of one variant, or of all if they have their own, with room for as many of each pattern."""
+        """The shifts of one variant, or of all if they have their own, padded to the room of each pattern."""
         return tuple(
             (*shifts, *((0, 0, 0, 0),) * (room - len(shifts)))[i]
             for program in (self.programs if self.own_shifts else self.programs[:1])
@@ -651,10 +659,11 @@ class Build:
 
     @property
     def stored_vectors(self) -> dict[int, int]:
-        """What a store along w may take for some volume: so many neighbouring outputs, of so many positions.
+        """Maps the outputs of each vector that stores along w may use for some volume to the vector's positions.
 
-        16 bytes, or two outputs. Lines of tiles and of their halos must both be multiples of the positions, or be
-        neighbours in memory, so that a plane is one long line: as in runs without padding, which may take four.
+        A vector has 16 bytes or two outputs. Lines of tiles and of their halos must both be multiples of the
+        positions, or be neighbours in memory, so that a plane is one long line. The latter holds for runs without
+        padding, whose vectors may also have four outputs.
         """
         stride = 1 if self.gather else self.geometry.stride[2]
         if stride > 1 and (self.split[2] or stride % 2):
@@ -666,8 +675,10 @@ class Build:
         return {v: n for v, n in found.items() if (span % n == 0 or self.march) and (n == 1 or stride <= 2)}
 
     def lane_channels(self, job: Job) -> int:
-        """Neighbouring output channels that a lane has in its sums, and stores at once where channels are neighbours
-        in memory: 16 bytes, or fewer. Moments are of bands of whole blocks (halo_layout.cuh)."""
+        """Returns the number of neighbouring output channels in a lane's sums.
+
+        One store writes them to channels-last outputs: 16 bytes or less. Bands of moments have whole blocks of
+        columns (block_channels in halo_layout.cuh)."""
         if not job.written_last:
             return 1 if self.joint and self.item_bytes == 4 else 2
         rows = (self.geometry.out_per_group, job.written[0], *job.written[2:])
@@ -679,28 +690,29 @@ class Build:
         return 2
 
     def stores(self, job: Job) -> bool:
-        """Whether the way this build stores is one for the job's rows. Images are for those that are no
-        multiples of 16 bytes. Portions are for a result without gaps that nothing follows."""
+        """Returns whether this build can store the job's outputs.
+
+        Images are for rows that are no multiples of 16 bytes. Portions are for dense results without activation."""
         if self.lines:
             anywhere, dense = _begins_anywhere(job), job.written[3] == job.written_size[2]
             way = dense and (anywhere or job.item_bytes == 2) if self.joint else not anywhere
             return has_lines(job) and way and job.norm is None
         if self.in_registers:
-            # Rows that a launch has written are rounded already, and rounding twice adds half a unit twice.
+            # Rows that a previous launch has written are rounded already: rounding twice would add half a unit twice.
             return job.written_last and job.has_rows and not job.rows and job.norm is None
-        if self.portioned:  # parts are laid out like the result, and added as they are
+        if self.portioned:  # partial sums have the layout of the result, and are added element by element
             return job.dense and job.norm is None and job.activation == "tconv3d::Identity"
         if (self.divided or self.spread) and job.norm:
-            return False  # the second consumer, or a piece of a tile, would leave no moments
+            return False  # moments need the complete sums of an output
         along_w = job.written[4] == 1 and not job.written_last
         return not self.buffers or (along_w and any(v * self.item_bytes % 16 for v in _rows(job)))
 
     def vector(self, job: Job, tiling: Tiling) -> int:
-        """Neighbouring outputs along w that a store takes: rows begin and end at multiples of it."""
+        """Returns how many neighbouring outputs along w a store writes: rows begin and end at multiples of them."""
         width = job.written_size[2]
         lines: tuple[int, ...] = (tiling.tile[2], tiling.halo[2])
         rows = _rows(job)
-        one_phase = job.gather or job.geometry.stride[1] == 1  # else rows of other phases lie between the lines
+        one_phase = job.gather or job.geometry.stride[1] == 1  # no rows of other phases lie between lines
         if tiling.length and lines == (width, width) and job.written[3] == width and one_phase:
             lines = tuple(height * width for height in (tiling.tile[1], tiling.halo[1]))
             rows = (*job.written[:3], *lines)
@@ -712,17 +724,18 @@ class Build:
 
     @cached_property
     def origins_w(self) -> set[int]:
-        """Where lines of the halo begin, of all programs and sources."""
+        """The first inputs of a halo's lines, relative to the tile, in all programs and sources."""
         return {dimensions[2].origin for program in self.programs for dimensions in program.sources}
 
     def whole_lines(self, tiling: Tiling) -> bool:
-        """Whether rows left and right of the input are the same for all halos: then they are zero from the start.
-        Not where rows are copied, and zeros with them."""
+        """Returns whether all halos have the same rows left and right of the input, which are then cleared only once.
+
+        Asynchronous copies write such zeros with every halo, and builds on lines have no such rows."""
         loaded = not (self.lines or self.copied)
         return tiling.tiles[3] == 1 and tiling.length == 0 and len(self.origins_w) == 1 and loaded
 
     def loaded_columns(self, job: Job, tiling: Tiling) -> range:
-        """Of the halo's columns those that may have input. Of lines: the columns that have outputs."""
+        """Returns the columns of the halo that may have input; in builds on lines the columns of positions."""
         if self.lines:
             return range(tiling.tile[2])
         if not self.whole_lines(tiling) or self.gather or self.copied or tiling.items > 1:
@@ -739,7 +752,7 @@ class Build:
         )
 
     def vectors(self, job: Job, tiling: Tiling) -> int:
-        """How many vectors of 16 bytes along w a line of the halo touches at the most; 0: they are not loaded."""
+        """Returns the most vectors of 16 bytes along w that a line of the halo touches, or 0 if none are loaded."""
         step, items = self.program.read_step[2], 16 // self.item_bytes
         *outer, w = job.read
         if w != 1 or step != self.program.parts or tiling.items > 1 or self.item_bytes != 2 or self.copied:
@@ -755,14 +768,14 @@ class Build:
             spans = [(max(0, start), min(end, job.read_size[2])) for start, end in spans]
         vectors = max(0, *(ceil_div(start % items + end - start, items) for start, end in spans))
         if vectors * items > MAX_BESIDE * tiling.halo[2] * step:
-            return 0  # too much comes along (measured)
+            return 0  # too many elements outside the halo would be loaded
         noted = self.vector_batches(self.all_vectors(tiling, vectors)) * self.loaders * self.vector_turn.noted_bytes
         stages = self.stages * self.halves * self.stage_rows * self.row_bytes
         room = self.shared_bytes - self.reserved_bytes - self.panel_bytes - stages
         return vectors if noted + 128 * (self.loaders + 1) <= room else 0
 
     def pairs(self, job: Job, tiling: Tiling) -> bool:
-        """Whether positions are loaded by two neighbours along w: both are inside, or none, and aligned."""
+        """Returns whether loads take two neighbours along w: pairs are aligned, and both inside or both outside."""
         *outer, w = job.read
         columns = self.loaded_columns(job, tiling)
         starts = [origin + columns.start for origin in self.origins_w]
@@ -779,12 +792,13 @@ class Build:
         )
 
     def all_vectors(self, tiling: Tiling, vectors: int) -> int:
-        """Of a tile, at the most, if a line has so many. A run takes them in sequence, from the first that it touches
-        to the last, wherever it begins."""
+        """Returns the most vectors that a tile touches if each line touches `vectors`.
+
+        A run takes the vectors of its lines in sequence, from the first to the last that it touches."""
         if not tiling.length or not vectors:
             return vectors * tiling.lines
         line, items, (origin,) = tiling.halo[2], 16 // self.item_bytes, self.origins_w
-        first = max(-origin, -(origin % items))  # place of the first vector's first item
+        first = max(-origin, -(origin % items))  # column of the first vector's first element
 
         def vector(row: int) -> int:
             return row // line * vectors + min(max(0, row % line - first) // items, vectors)
@@ -797,18 +811,18 @@ class Build:
 
     @property
     def vector_turn(self) -> VectorTurn:
-        pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # that tensor cores read
+        pieces = self.part_bytes // 16 if self.chunks > 1 else 2 * self.steps  # multiplied pieces of 16 bytes
         turns = 2 if pieces in (2, 6) else 1
         return VectorTurn(turns * VECTORS_OF_TURN, pieces * turns // 4, turns * 160)
 
     def vector_batches(self, vectors: int) -> int:
-        """Of a loader warp, to fill a stage with so many vectors of the halo."""
+        """Returns the number of batches in which a loader warp fills a stage with this number of vectors."""
         turn = self.vector_turn
         return ceil_div(ceil_div(vectors, turn.vectors) * turn.shares, self.loaders)
 
     @property
     def layout_constants(self) -> Constants:
-        """What the halo kernel and the packing kernel share."""
+        """The constants that the halo kernel and the packing kernel share."""
         g, p = self.geometry, self.program
         return (
             ("kInRegisters", self.in_registers),
@@ -836,13 +850,13 @@ class Build:
         )
 
     def _padded_taps(self, program: Program) -> Iterator[tuple[Triple | None, ...]]:
-        """Those of each shift, none where a pattern has room for more shifts than it has."""
+        """Yields the taps of each shift, and no taps for each unused shift that a pattern has room for."""
         taps = iter(program.taps)
         for shifts, room in zip(program.shifts, self.pattern_shifts, strict=True):
             yield from (next(taps) if i < len(shifts) else () for i in range(room))
 
     def _weight_run(self, job: Job) -> Run:
-        """What lies in a run of a weight's memory."""
+        """Returns which dimensions a contiguous run of the weight's memory covers."""
         g = self.geometry
         read, written, *taps = job.weight
         _, kernel_h, kernel_w = g.kernel
@@ -868,7 +882,7 @@ class Build:
         )
         run = self._weight_run(job)
         channels, parts = self.part_bytes // self.item_bytes, self.column_tiles // len(self.programs) * self.chunks
-        if run == Run.COLUMNS:  # of 128 bytes, of a few taps
+        if run == Run.COLUMNS:  # a block takes up to 32 columns of a few taps
             columns = max(n for n in (32, 16, 8) if self.out_tile % n == 0)
             taps = max(1, PACKED_AT_ONCE // (columns * channels))
         else:
@@ -914,21 +928,20 @@ class Build:
         )
 
 
-@lru_cache(maxsize=4096)  # A search asks for the same planes with hundreds of builds.
+@lru_cache(maxsize=4096)  # a search asks for equal planes with hundreds of builds
 def _needed_panels(shifts: tuple[tuple[tuple[int, int], int], ...], step: int, planes: range, size: int) -> float:
     needed = (n for (shift, phase), n in shifts if any(0 <= (q + shift) * step + phase < size for q in planes))
     return sum(needed) / sum(n for _, n in shifts)
 
 
 def rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
-    """Writes what a job reads, with these strides, as rows of channels. 16-bit types by eight positions if possible,
-    or by two; what has rows of channels already by vectors."""
+    """Returns the launch that writes the tensor that a job reads, which has these strides, as rows of channels."""
     already = replace(job, read=read, aligned=aligned).has_rows
     return channel_rows(job.dtype, job.batch, job.geometry.in_channels, job.read_size, read, aligned, already)
 
 
 def moment_band(build: Build, job: Job) -> int:
-    """Neighbouring output channels whose moments are kept together: of one norm group and one tile."""
+    """Returns how many neighbouring output channels of a norm group and a tile share their moments."""
     if job.norm is None:
         return 1
     band = gcd(job.geometry.out_channels // job.norm.groups, build.geometry.out_per_group, build.out_tile)
@@ -943,7 +956,7 @@ def _running(counts: Iterable[int]) -> tuple[int, ...]:
 
 
 def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
-    """For each field the one that holds the next output along w, where two are stored together."""
+    """Returns for each field the field with the next output along w, if one store writes both."""
     place = {field: i for i, field in enumerate(fields)}
     partners = [WITHOUT_PARTNER] * len(fields)
     for (d, h, w), i in place.items():
@@ -954,13 +967,14 @@ def _partners(fields: tuple[Triple, ...], neighbours: bool) -> tuple[int, ...]:
 
 
 def _rows(job: Job) -> tuple[int, ...]:
-    """What must be multiples of a vector for rows of outputs to begin and end at multiples of it."""
+    """Returns the sizes that must be multiples of a vector for output rows to begin and end at multiples of it."""
     return (*job.written[:4], job.written_size[2])
 
 
 def has_lines(job: Job) -> bool:
-    """Whether lines can be copied as they are in memory, and those of outputs be stored by whole vectors, of two
-    positions each (in 16 bits of four: halo_lines.cuh), or as long runs."""
+    """Returns whether builds on lines can take the job: its input lines can be copied as they lie in memory.
+
+    Its output lines must allow stores of the outputs of two positions (four in 16-bit types), or be long runs."""
     *outer, line, one = job.read
     copied = one == 1 and line == job.read_size[2] and not any(v * job.item_bytes % 16 for v in (*outer, line))
     stride = 1 if job.gather else job.geometry.stride[2]
@@ -968,18 +982,18 @@ def has_lines(job: Job) -> bool:
     if job.item_bytes == 2 or _begins_anywhere(job):
         stored = stride == 2 and 0 <= stride * positions - width <= 1 and positions % (8 // job.item_bytes) == 0
     else:
-        pairs = not any(v % 2 for v in _rows(job))  # two positions of a lane are one access, in one line
+        pairs = not any(v % 2 for v in _rows(job))  # one store has two positions of a line
         stored = stride * positions == width and pairs
     return copied and stored and job.written[4] == 1 and job.aligned
 
 
 def _begins_anywhere(job: Job) -> bool:
-    """Whether rows of outputs are no multiples of the 16 bytes that a lane has of them."""
+    """Returns whether output rows begin or end at addresses that are no multiples of 16 bytes."""
     return not job.gather and any(v * job.item_bytes % 16 for v in _rows(job))
 
 
 def _wide(job: Job) -> bool:
-    """Whether an offset inside one channel's volume, or to the next channel, may leave 32 bits."""
+    """Returns whether an offset inside one channel's volume, or to the next channel, may exceed 32 bits."""
     axes = job.geometry.axes
     reach = [
         size + 2 * axis.kernel * axis.dilation + axis.padding + 64 * axis.stride
@@ -992,7 +1006,7 @@ def _wide(job: Job) -> bool:
 
 
 def _vector_parts(job: Job, parts: int) -> bool:
-    """Whether the parts of a position can be loaded at once: all of them are inside, or none."""
+    """Returns whether one load can take all parts of a position: they are aligned, and all inside or all outside."""
     *outer, w = job.read
     even = not any(v % parts for v in (*outer, job.read_size[2]))
     return parts in (2, 4) and w == 1 and job.aligned and even
@@ -1002,65 +1016,66 @@ def _vector_parts(job: Job, parts: int) -> bool:
 class Shares:
     """How the planes of a march are divided among blocks (halo_tile.cuh)."""
 
-    planes: int  # of all tiles in sequence
-    even: int  # of tiles that are not divided
-    share: int  # of the rest, of a block
-    count: int  # of shares
-    beside: int  # column tiles of neighbouring blocks
-    in_turn: int  # column tiles of one block
-    pieces: int  # of a tile, at the most
+    planes: int  # planes of all tiles in sequence
+    even: int  # planes of the tiles that are not divided
+    share: int  # planes of a share, one block's part of the tiles that are divided; 0 if none are
+    count: int  # number of shares
+    beside: int  # column tiles that neighbouring blocks compute at the same time
+    in_turn: int  # column tiles that one block computes one after the other
+    pieces: int  # most pieces into which shares cut a tile
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How blocks divide chunks (halo_tile.cuh). Costs are parts of WHOLE, that of a chunk whose tile has
-    nothing to leave out."""
+    """How blocks divide the chunks of the last tiles (halo_tile.cuh).
+
+    The unit of cost is 1/WHOLE of the cost of a chunk that skips no products."""
 
     WHOLE: ClassVar[int] = 240
 
-    even: int  # chunks of tiles that are not divided
+    even: int  # chunks of the tiles that are not divided
     blocks: int
-    cost: int  # of a share
-    first_tile: int  # along d, or of the runs
-    stretches: tuple[tuple[int, int], ...]  # of the rest: chunks, and the cost of each
+    cost: int  # cost of a share, one block's part of the tiles that are divided
+    first_tile: int  # index along d, or of the run, of the tile with which the sequence of tiles begins
+    stretches: tuple[tuple[int, int], ...]  # for the tiles that are divided: numbers of chunks, and the cost of each
 
     @property
     def chunks(self) -> int:
-        """Of all tiles."""
+        """The number of chunks of all tiles."""
         return self.even + sum(chunks for chunks, _ in self.stretches)
 
     @property
     def busiest(self) -> float:
-        """Chunks of a block, as many as would take as long."""
+        """The time of the busiest block, in chunks that skip no products."""
         return self.even / self.blocks + (self.cost + self.WHOLE) / self.WHOLE
 
 
 MAX_STRETCHES = 4
-CHUNK = 0.2  # of what a chunk costs, what it does whatever its panels are
+CHUNK = 0.2  # fraction of a chunk's cost that does not depend on the panels that it skips
 NOT_SPREAD = Spread(0, 0, 0, 0, ((0, 0),) * MAX_STRETCHES)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a volume is cut into tiles, and a tile's positions into slabs."""
+    """The cut of a volume into tiles, and of a tile's positions into slabs (arguments.py explains the numbers)."""
 
-    tile: Triple  # positions; marching: all of depth
+    tile: Triple  # positions of a tile; in a march all of depth
     halo: Triple
     items: int  # batch items per tile
-    near: int  # of these, whose rows of a position are neighbours
-    tiles: tuple[int, int, int, int]  # batch, d, h, w
+    near: int  # batch items of a tile whose rows of one position are neighbours
+    tiles: tuple[int, int, int, int]  # number of tiles along the batch, d, h and w
     slabs: int
     slabs_w: int
     slabs_h: int
     group_rows: int
     slab_step: Triple
     run: int
-    length: int = 0  # rows of a tile that is a run of all lines; 0: tiles are boxes
-    sheets: int = 1  # batch items whose lines follow each other
-    reach: int = 0  # rows after a run that it reads
-    shared: bool = False  # marching: whether blocks divide the last tiles, to end at the same time
-    portions: int = 1  # of a tile's chunks, each a block's
-    sheet_step: int = 1  # planes from sheet to sheet of a run
+    length: int = 0  # rows of a tile that is a run of lines in sequence; 0 if tiles are boxes
+    sheets: int = 1  # batch items whose lines follow each other in a run
+    reach: int = 0  # rows behind a run that its positions read
+    shared: bool = False  # whether the blocks of a march divide the last tiles, to end at the same time
+    portions: int = 1  # blocks that divide the chunks of a tile
+    sheet_step: int = 1  # planes from one sheet of a run's halo to the next
 
     @property
     def rows(self) -> int:
@@ -1068,23 +1083,23 @@ class Tiling:
 
     @property
     def lines(self) -> int:
-        """Of the halo, or that a run touches."""
+        """The number of lines of a halo, or the most lines that the halo of a run touches."""
         return ceil_div(self.rows - 1, self.halo[2]) + 1 if self.length else prod(self.halo[:2])
 
     @property
     def item_tiles(self) -> int:
-        """Tiles that touch a batch item, at the most."""
+        """The most tiles that touch a batch item."""
         return (self.halo[1] * self.halo[2] - 2) // self.length + 2 if self.sheets > 1 else prod(self.tiles[1:])
 
     @property
     def flat(self) -> bool:
-        """Whether every slab has positions of one sheet."""
+        """Whether every slab has the positions of a single plane."""
         sheet = self.halo[1] * self.halo[2] * self.items
         return self.length == 0 and self.slab_step[0] == sheet
 
     @property
     def near_bits(self) -> int:
-        """Of the number of batch items that neighbouring lanes load."""
+        """The binary logarithm of the number of batch items, at most 8, that neighbouring lanes load."""
         return min(self.items, 8).bit_length() - 1
 
     @cached_property
@@ -1092,11 +1107,11 @@ class Tiling:
         return prod(self.tiles)
 
     def work(self, build: Build) -> int:
-        """Tiles times column tiles, times portions. Not of a march."""
+        """Returns tiles times column tiles times portions, the units of work outside of marches."""
         return self.count * build.column_tiles * self.portions
 
     def portion(self, build: Build) -> float:
-        """Of a tile's chunks, the most that a block has."""
+        """Returns the largest fraction of a tile's chunks that a block has."""
         return ceil_div(build.chunks, self.portions) / build.chunks
 
     def blocks(self, build: Build, multiprocessors: int) -> int:
@@ -1104,12 +1119,12 @@ class Tiling:
             shares = self.shares(build, multiprocessors)
             return shares.count * shares.beside
         blocks = max(min(self.work(build), multiprocessors), 1)
-        if build.resident:  # a block keeps the panels of one column tile
+        if build.resident:  # every block has the panels of a single column tile
             blocks = max(blocks // build.column_tiles, 1) * build.column_tiles
         return blocks
 
     def shares(self, build: Build, multiprocessors: int) -> Shares:
-        """How blocks divide a march."""
+        """Returns how blocks divide a march."""
         columns, depth = build.column_tiles, self.tile[0]
         divisors = [columns] if build.resident else [n for n in range(1, columns + 1) if columns % n == 0]
         beside = max(divisors, key=lambda n: (multiprocessors // n * n, n))
@@ -1126,14 +1141,15 @@ class Tiling:
         return Shares(tiles * depth, even * depth, share if rest else 0, count, beside, columns // beside, pieces)
 
     def chunk_costs(self, build: Build, job: Job) -> list[float]:
-        """Of the tiles along d, or of the runs, of such that have nothing to leave out: by the panels that some of a
-        tile's positions need. That others of them do not gains little: consumers wait for each other."""
+        """Returns the cost of a chunk in each tile along d, or each run, as a fraction of one that skips no products.
+
+        A panel counts if any position of the tile needs it: consumers that skip it wait for the others."""
         depths = self._depths()
         needed = {planes: build.needed_panels(planes, job.read_size[0]) for planes in set(depths)}
         return [CHUNK + (1 - CHUNK) * needed[planes] for planes in depths]
 
     def _depths(self) -> list[range]:
-        """Planes of positions of the tiles along d, or of the runs."""
+        """Returns the planes of positions of each tile along d, or of each run."""
         if not self.length:
             return [range(tile * self.tile[0], (tile + 1) * self.tile[0]) for tile in range(self.tiles[1])]
         plane = self.halo[1] * self.halo[2]
@@ -1142,13 +1158,13 @@ class Tiling:
 
     @property
     def sheet_rows(self) -> int:
-        """Of the halo, from one plane to the next."""
+        """The number of rows of the halo from one plane to the next."""
         if self.length:
             return (self.length + self.reach) // self.sheet_step
         return self.halo[1] * self.halo[2] * self.items
 
     def spread(self, build: Build, job: Job, multiprocessors: int) -> Spread:
-        """How blocks divide the chunks of all tiles, those at the ends of depth last."""
+        """Returns how blocks divide the chunks of all tiles; the cheaper tiles at the ends of depth come last."""
         costs = [max(1, round(Spread.WHOLE * cost)) for cost in self.chunk_costs(build, job)]
         first = costs.index(max(costs))
         chunks = self.count // len(costs) * build.column_tiles * build.chunks
@@ -1159,7 +1175,7 @@ class Tiling:
                 stretches[-1:] = [(before[0] + chunks, cost)]
             elif len(stretches) < MAX_STRETCHES:
                 stretches.append((chunks, cost))
-            else:  # an average
+            else:  # there is no room for another stretch: the last one gets the average cost
                 all_chunks = before[0] + chunks
                 stretches[-1] = (all_chunks, max(1, round((before[0] * before[1] + chunks * cost) / all_chunks)))
         total = sum(n * cost for n, cost in stretches)
@@ -1183,27 +1199,28 @@ class Tiling:
 
 
 def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int, int, int, int, int, Triple, int]]:
-    """Ways to cut a tile into slabs: near items, slabs, slabs_w, slabs_h, group_rows, slab_step, run."""
+    """Yields ways to cut a tile into slabs: (near items, slabs, slabs_w, slabs_h, group_rows, slab_step, run)."""
     depth, height, width = tile
     _, halo_h, halo_w = halo
     line, sheet = halo_w * items, halo_h * halo_w * items
     everything = INT32_MAX
     near = 8 // width
-    if width * near == 8 and items % (8 * near) == 0:  # 8 rows of whole lines, of 8 times as many items
+    if width * near == 8 and items % (8 * near) == 0:  # slabs of one line of 8 groups of near items
         across = items // (8 * near)
         step = (sheet, line, 8 * halo_w * near)
         yield near, depth * height * across, across, height, halo_w * near, step, everything
-    elif width * near == 8 and items % near == 0 and height * (items // near) % 8 == 0:  # or on 8 lines
+    elif width * near == 8 and items % near == 0 and height * (items // near) % 8 == 0:  # slabs of 8 lines
         across = height * (items // near) // 8
         yield near, depth * across, across, 1, halo_w * near, (sheet, 0, 8 * halo_w * near), everything
     if width * items % 8 == 0:
         across = width * items // 8
-        if height % 8 == 0 or depth == 1:  # 8 rows on 8 lines
+        if height % 8 == 0 or depth == 1:  # slabs of 8 rows on each of 8 lines
             down = ceil_div(height, 8)
             yield items, depth * down * across, across, down, line, (sheet, 8 * line, 8), everything
-        if depth % 8 == 0 and sheet < 2**14:  # 8 rows on 8 sheets
+        if depth % 8 == 0 and sheet < 2**14:  # slabs of 8 rows on each of 8 planes
             yield items, depth // 8 * height * across, across, height, sheet, (8 * sheet, line, 8), everything
-    run = width * items  # 64 rows in sequence: of a line, of a sheet, of everything
+    # Slabs of 64 rows in sequence may lie in a line, in a plane, or anywhere in the halo.
+    run = width * items
     yield items, depth * height * ceil_div(run, SLAB), ceil_div(run, SLAB), height, 8, (sheet, line, SLAB), run
     run = (height - 1) * line + width * items
     yield items, depth * ceil_div(run, SLAB), ceil_div(run, SLAB), 1, 8, (sheet, 0, SLAB), run
@@ -1212,15 +1229,15 @@ def _slab_layouts(tile: Triple, halo: Triple, items: int) -> Iterator[tuple[int,
 
 
 def _extents(size: int, fixed: Iterable[int]) -> list[int]:
-    """Candidates for a tile's extent along a dimension of `size` positions."""
+    """Returns the candidates for a tile's extent along a dimension of `size` positions."""
     even = {ceil_div(size, parts) for parts in range(1, 9)}
     return sorted(even | {value for value in fixed if value < size + 7})
 
 
 def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
-    """Marching tiles that are runs of the lines of all planes, of one batch item or of all."""
+    """Yields tilings of a march into runs of the lines of a plane, of one batch item or of all in sequence."""
     if build.buffers:
-        return  # a slab would cross the ends of lines
+        return  # images need slabs that end where lines end
     _, height, width = positions
     pitch = _pitches(build, positions, read_size)
     line, sheet = pitch[2], pitch[1] * pitch[2]
@@ -1238,8 +1255,9 @@ def _runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Ite
 
 
 def _pitches(build: Build, positions: Triple, read_size: Triple) -> list[int]:
-    """From line to line and so on. The zeros right of a line can be those left of the next; below a plane, those
-    above the next batch item's, or plane's."""
+    """Returns the planes of a batch item, the lines of a plane and the rows of a line in a run, with zeros between.
+
+    The zeros behind a line are also the zeros before the next line; planes and batch items share zeros likewise."""
     return [
         extent
         + dimension.span
@@ -1251,7 +1269,7 @@ def _pitches(build: Build, positions: Triple, read_size: Triple) -> list[int]:
 def _run(
     build: Build, positions: Triple, halo: Triple, tiles: tuple[int, int, int, int], sheets: int, reach: int
 ) -> Tiling:
-    # Two slabs are woven: 8 rows of the one, 8 of the other, so that a warp has 32 rows in sequence.
+    # Two slabs alternate every 8 rows, so that a warp has 32 rows in sequence.
     woven = build.slabs % 2 == 0
     across, down, group, step = (
         (2, build.round_slabs // 2, 16, (0, 2 * SLAB, 8)) if woven else (build.round_slabs, 1, 8, (0, 0, SLAB))
@@ -1263,14 +1281,15 @@ def _run(
 
 
 def _deep_runs(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
-    """Tiles that are runs of all lines of a batch item, wherever lines and planes end, with a sheet of the halo for
-    every displacement along d."""
+    """Yields tilings into runs of all lines of a batch item, wherever lines and planes end.
+
+    The halo of such a run has a sheet for every displacement along d."""
     if build.gather or len(build.programs) > 1:
         return
     _, height, width = _pitches(build, positions, read_size)
     span_d, span_h, span_w = build.span
     length, step = SLAB * build.round_slabs, build.sheet_step
-    reach = round_up(length + span_h * width + span_w, step) - length  # sheets are whole numbers of planes' rows
+    reach = round_up(length + span_h * width + span_w, step) - length  # rows of a sheet are a multiple of step
     rows = ((positions[0] - 1) * height + positions[1] - 1) * width + positions[2]
     sheets = span_d // step + 1
     if sheets * (length + reach) > build.stage_rows or rows + length + reach > INT32_MAX // 2:
@@ -1280,7 +1299,7 @@ def _deep_runs(build: Build, batch: int, positions: Triple, read_size: Triple) -
 
 
 def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterable[Tiling]:
-    """All tilings of the volume that fit the build's stages."""
+    """Returns all tilings of the volume that fit the build's stages."""
     if build.spread:
         return [*_deep_runs(build, batch, positions, read_size), *_boxes(build, batch, positions)]
     if not build.march:
@@ -1293,7 +1312,7 @@ def tilings(build: Build, batch: int, positions: Triple, read_size: Triple) -> I
 
 
 def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple) -> Iterator[Tiling]:
-    """Marching tiles of whole lines, whose positions are rows in sequence."""
+    """Yields tilings of a march into tiles of whole lines, whose positions are rows in sequence."""
     depth, height, width = positions
     most = build.round_slabs * SLAB // width
     for lines in {ceil_div(height, parts) for parts in range(ceil_div(height, max(1, most)), height + 1)}:
@@ -1308,20 +1327,20 @@ def _whole_lines(build: Build, batch: int, positions: Triple, read_size: Triple)
 
 
 def channel_pitch(items: int, item_bytes: int) -> int:
-    """Items from channel to channel of a stage of lines (halo_lines.cuh)."""
+    """Returns the elements from one channel to the next in a stage of lines (`pitch` in halo_lines.cuh)."""
     in_word = 4 // item_bytes
     beside = 8 // in_word
     return in_word * ((items // in_word + 31 - beside) // 32 * 32 + beside)
 
 
 def forget_boxes() -> None:
-    """Many builds of a search share them; nobody needs them afterwards."""
+    """Clears the cached boxes, which many builds of a search share, at the end of the search."""
     _fitting_boxes.cache_clear()
     _all_boxes.cache_clear()
 
 
 class _Boxes(NamedTuple):
-    """What boxes depend on, but for the room of a stage: the same for many builds."""
+    """The parameters of boxes except for the size of a stage. Many builds of a search have equal parameters."""
 
     march: bool
     span: Triple
@@ -1335,7 +1354,7 @@ class _Boxes(NamedTuple):
 
 
 def _boxes(build: Build, batch: int, positions: Triple) -> tuple[Tiling, ...]:
-    """Tiles that are boxes of positions."""
+    """Returns the tilings into boxes of positions."""
     slabs = build.slabs, build.round_slabs, build.max_passes
     boxes = _Boxes(build.march, build.span, *slabs, build.buffers > 0, build.item_bytes, batch, positions)
     return _fitting_boxes(boxes, build.stage_rows)
@@ -1343,7 +1362,7 @@ def _boxes(build: Build, batch: int, positions: Triple) -> tuple[Tiling, ...]:
 
 @lru_cache(maxsize=128)
 def _fitting_boxes(boxes: _Boxes, stage_rows: int) -> tuple[Tiling, ...]:
-    """Those that fit a stage, each cut in the first of the ways with fewest slabs."""
+    """Returns the boxes that fit a stage, each cut in the first of the ways with the fewest slabs."""
     found = []
     for rows, ways in _all_boxes(boxes):
         fitting = [tiling for last, tiling in ways if last < stage_rows] if rows <= stage_rows else []
@@ -1354,14 +1373,14 @@ def _fitting_boxes(boxes: _Boxes, stage_rows: int) -> tuple[Tiling, ...]:
 
 @lru_cache(maxsize=16)
 def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
-    """The rows of a box's halo, and ways to cut the box, each with the last row that it reads."""
+    """Returns for each box the rows of its halo and the ways to cut the box, each with the last row that it reads."""
     march, span, slabs_together, per_round, max_passes, images, item_bytes, batch, positions = boxes
     span_d, span_h, span_w = span
     small = prod(positions) < 512
     items_options = [i for i in (1, 2, 4, 8, 16, 32, 64) if i == 1 or (small and i < 2 * batch)]
     depths = [1] if march else _extents(positions[0], (1, 2, 3, 4, 6, 8))
     limit = per_round * SLAB * max_passes
-    least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are all overhead
+    least = min(SLAB * per_round // 2, prod(positions) * batch // 256)  # smaller tiles are mostly overhead
     found = []
     for items, depth, height, width in product(
         items_options,
@@ -1384,7 +1403,8 @@ def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
         ):
             if slabs > per_round * max_passes:
                 continue
-            # A consumer stores a line through images, or a part of one: by that, float32 lost (measured).
+            # A consumer stores a whole line through images or, with 16-bit types, a part of a line: parts are slower
+            # in float32.
             in_line = slabs_w == slabs_together or (slabs_w % slabs_together == 0 and item_bytes == 2)
             if images and (run != width or items > 1 or not in_line):
                 continue
@@ -1392,7 +1412,7 @@ def _all_boxes(boxes: _Boxes) -> list[tuple[int, list[tuple[int, Tiling]]]]:
             last = (sheets - 1) * step[0] + (slabs_h - 1) * step[1] + (slabs_w - 1) * step[2] + 7 * group_rows + 7
             last += displacement + span_w * near
             if any(reached <= last and tiling.slabs <= slabs for reached, tiling in ways):
-                continue  # one before is as good, and fits wherever this one does
+                continue  # a previous way has no more slabs, and fits wherever this way fits
             tiling = Tiling(
                 (deep, height, width), halo, items, near, tiles, slabs, slabs_w, slabs_h, group_rows, step, run
             )

@@ -1,4 +1,7 @@
-"""A pass as the halo kernel sees it: what it reads and what it writes. Knows sizes and strides, never tensors."""
+"""Describes a pass as the halo kernel sees it: the tensor that it reads and the tensor that it writes.
+
+This module knows sizes and strides, never tensors.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,17 @@ from math import prod
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.problem import Norm, Pass, Problem, Strides, last_offset
 
-MERGED_BYTES = 64  # of the channels of merged groups
-LEAST_MERGED = 8  # channels of a group: of smaller ones most products would be with zeros
+MERGED_BYTES = 64  # most bytes of channels per position that a merged group has, in input and in output
+LEAST_MERGED = 8  # fewest channels of a group that is merged: with fewer, most products would be with zeros
 
 
 @dataclass(frozen=True)
 class Job:
-    """A pass as the kernel sees it: what it reads (x or dy) and writes (y or dx).
+    """One pass with the tensor that the kernel reads (x or dy) and the tensor that it writes (y or dx).
 
-    `geometry` has the read channels as its input channels, and the written ones as its output channels. `gather`: a
-    position gathers from all phase planes of what is read, instead of feeding all phases of what is written.
+    The input channels of `geometry` are those of the read tensor, and its output channels those of the written
+    tensor. If `gather` is true, a position gathers from all phase planes of the read tensor; otherwise it feeds all
+    phases of the written tensor. All strides are in elements.
     """
 
     geometry: Geometry
@@ -29,17 +33,17 @@ class Job:
     written_size: Triple
     read: Strides
     written: Strides
-    weight: Strides  # read channel, written channel, taps
-    weight_group: int  # from the weights of one group of the layer to the next one's
-    weight_tap: int = 0  # where tap (0, 0, 0) lies: at the end, where taps are taken in reverse
+    weight: Strides  # strides of the read channel, the written channel, and the taps along d, h and w
+    weight_group: int  # elements from the weights of one group of the layer to those of the next group
+    weight_tap: int = 0  # element of tap (0, 0, 0): not 0 if taps are read in reverse
     bias: bool = False
-    aligned: bool = True  # the address of what is read is a multiple of 16 bytes
-    activation: str = "tconv3d::Identity"  # of what is written
-    norm: Norm | None = None  # moments of what is written are left for it
-    strict: bool = False  # float32 by three TF32 products
-    rows: bool = False  # what is read are rows of operands that the launch before has written
-    merged: int = 1  # groups of the layer that are one group here, whose weights are zero between them
-    weight_aligned: bool = True  # the address of the weight is a multiple of 16 bytes
+    aligned: bool = True  # whether the address of the read tensor is a multiple of 16 bytes
+    activation: str = "tconv3d::Identity"  # device type of the activation that the epilogue applies
+    norm: Norm | None = None  # norm layer for which the kernel stores moments of its outputs
+    strict: bool = False  # whether each float32 product is three TF32 products
+    rows: bool = False  # whether a previous launch writes the read tensor as rows of channels, rounded to operands
+    merged: int = 1  # groups of the layer per group of `geometry`, with zero weights from one to another
+    weight_aligned: bool = True  # whether the address of the weight is a multiple of 16 bytes
 
     @property
     def item_bytes(self) -> int:
@@ -47,7 +51,7 @@ class Job:
 
     @property
     def written_last(self) -> bool:
-        """Whether what is written is contiguous along channels, not along w."""
+        """Whether the written tensor is contiguous along channels, not along w."""
         return self.written[1] == 1 and self.written[4] != 1
 
     @property
@@ -56,19 +60,19 @@ class Job:
 
     @property
     def vector_input(self) -> bool:
-        """Whether 16 bytes of neighbouring channels can be loaded at once."""
+        """Whether every 16 bytes of neighbouring channels of the read tensor can be one load."""
         items = 16 // self.item_bytes
         n, c, *rest = self.read
         return c == 1 and self.aligned and not any(v % items for v in (self.geometry.in_per_group, n, *rest))
 
     @property
     def has_rows(self) -> bool:
-        """Whether what is read are rows of channels that can be copied as they are."""
+        """Whether the read tensor has rows of channels that asynchronous copies of 16 bytes can take."""
         return self.vector_input and self.read_last
 
     @property
     def dense(self) -> bool:
-        """Whether what is written has no gaps."""
+        """Whether the written tensor has no gaps in memory."""
         sizes = (self.batch, self.geometry.out_channels, *self.written_size)
         return last_offset(sizes, self.written) + 1 == prod(sizes)
 
@@ -77,7 +81,11 @@ class Job:
         return self.batch * self.geometry.out_channels * prod(self.written_size)
 
     def as_copied(self, rewritten: bool) -> Job:
-        """The job of a build that copies its input: as it is if it can be, else of rows that are written first."""
+        """Returns the job for a build that copies rows of channels.
+
+        The copies read the given tensor, or, if it has no such rows or `rewritten` is true, the rows that a previous
+        launch writes to the workspace.
+        """
         if self.has_rows and not rewritten:
             return self
         channels, (d, h, w) = self.geometry.in_channels, self.read_size
@@ -85,7 +93,7 @@ class Job:
         return replace(self, read=read, aligned=True, rows=True)
 
     def as_merged(self, groups: int) -> Job:
-        """The job of a build that takes so many groups of the layer as one."""
+        """Returns the job for a build that merges this number of groups of the layer into one."""
         if groups == self.merged:
             return self
         return replace(self, geometry=merged_groups(self.geometry, groups), merged=groups)
@@ -131,7 +139,7 @@ def job_of(problem: Problem) -> Job:
 
 
 def groups_to_merge(geometry: Geometry, item_bytes: int) -> int:
-    """How many small groups may be one, so that what a position has of them is a piece of `MERGED_BYTES`."""
+    """Returns how many groups to merge: the most whose channels of a position have at most `MERGED_BYTES`."""
     sides = geometry.in_per_group, geometry.out_per_group
     if min(sides) < LEAST_MERGED:
         return 1
@@ -140,12 +148,15 @@ def groups_to_merge(geometry: Geometry, item_bytes: int) -> int:
 
 
 def merged_groups(geometry: Geometry, count: int) -> Geometry:
-    """The same with so many groups as one."""
+    """Returns the geometry in which every `count` groups are one."""
     return replace(geometry, groups=geometry.groups // count)
 
 
 def mirrored_axes(geometry: Geometry) -> tuple[Axis, Axis, Axis] | None:
-    """Of the forward pass that an input gradient of stride 1 is, taps reversed; None if there is no such pass."""
+    """Returns the axes of the forward pass with reversed taps that equals the input gradient of a layer of stride 1.
+
+    Returns None if the layer has more than one phase, or if the forward pass would need negative padding.
+    """
     d, h, w = (
         replace(axis, padding=axis.dilation * (axis.kernel - 1) - axis.padding, output_padding=-axis.output_padding)
         for axis in geometry.axes

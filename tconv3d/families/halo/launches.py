@@ -1,6 +1,6 @@
-"""The launches of the halo kernel, of what prepares its operands, and of what adds up its partial sums.
+"""Assembles the launches of a plan: the halo kernel, the kernels that prepare its operands, and the final sum.
 
-Knows builds and tilings, not how they are chosen.
+This module knows builds and tilings, not how they are chosen.
 """
 
 from __future__ import annotations
@@ -30,33 +30,36 @@ from .job import Job
 
 @dataclass(frozen=True)
 class HaloPlan:
-    """How the halo kernel solves a problem. `pack` writes `packed_bytes`, the same for the same weight."""
+    """The launches by which the halo kernel solves a problem, and the sizes of their buffers in the workspace.
+
+    `pack` writes `packed_bytes` bytes, which depend on the weight alone.
+    """
 
     build: Build
     tiling: Tiling
     pack: Launch
     packed_bytes: int
     main: Launch
-    cycles: float  # of the model
-    rows: Launch | None = None  # writes what is read as rows of channels
+    cycles: float  # predicted time of all launches, in cycles
+    rows: Launch | None = None  # launch that writes the read tensor as rows of channels
     rows_bytes: int = 0
-    moments: int = 0  # that the kernel leaves of each norm group of a batch item
-    sum: Launch | None = None  # adds portions, or pieces of tiles, up
+    moments: int = 0  # number of moments that the kernel stores for each norm group of a batch item
+    sum: Launch | None = None  # split-K: launch that adds up the partial sums
     portions_bytes: int = 0
 
     @property
     def launches(self) -> tuple[Launch, ...]:
-        """In order."""
+        """All launches, in the order in which they run."""
         return tuple(launch for launch in (self.pack, self.rows, self.main, self.sum) if launch is not None)
 
     @property
     def preparing(self) -> int:
-        """Launches at the beginning that prepare operands."""
+        """The number of launches before `main`, which prepare its operands."""
         return 1 if self.rows is None else 2
 
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
-    """The launches of a build and a tiling."""
+    """Returns the plan for a build and a tiling; `cost` is its predicted time in cycles."""
     job = job.as_merged(build.merged)
     given, job = job, job.as_copied(build.rewritten) if build.copied else job
     main = _main(build, tiling, job, device.multiprocessors)
@@ -97,7 +100,10 @@ def _main(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> Launc
 
 
 def _sum_of_pieces(build: Build, main: Launch) -> Launch:
-    """Adds up the pieces of tiles that blocks of the main launch have divided, and stores them: the same kernel."""
+    """Returns the launch that adds up and stores the tiles that blocks of the main launch have divided (kSpread).
+
+    It is the main launch's kernel with kAdds, in blocks of one consumer.
+    """
     roles = {"kAdds": True, "kThreads": 128, "kProducers": 0, "kConsumers": 1, "kSlabs": 1}
     return replace(
         main,
@@ -110,7 +116,7 @@ def _sum_of_pieces(build: Build, main: Launch) -> Launch:
 
 
 def _scalars(build: Build, tiling: Tiling, job: Job, shares: Shares, spread: Spread) -> bytes:
-    """The arguments of the kernel behind its pointers."""
+    """Returns the packed arguments of the halo kernel that follow its pointers."""
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
     vectors, columns = build.vectors(job, tiling), build.loaded_columns(job, tiling)
     return HALO.pack(
@@ -172,12 +178,15 @@ def _scalars(build: Build, tiling: Tiling, job: Job, shares: Shares, spread: Spr
 
 
 def _portion_pitch(job: Job) -> int:
-    """Elements of y from one portion to the next."""
+    """Returns the elements from the partial sums of one portion to those of the next, a multiple of 4."""
     return round_up(job.written_count, 4)
 
 
 def _moment_slots(build: Build, tiling: Tiling, shares: Shares) -> int:
-    """Moments that all tiles leave of a band of channels: every consumer warp once in each pass, or piece."""
+    """Returns how many moments are stored for a band of channels of a batch item.
+
+    Every consumer warp stores one for each pass over a tile or, in a march, for each piece of a tile.
+    """
     passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
     pieces = shares.pieces if build.march else 1
     return tiling.item_tiles * pieces * len(build.programs) * passes * 4 * build.consumers

@@ -1,4 +1,9 @@
-"""How long a build of the halo kernel takes for a volume: a model of its work, fitted to measured builds."""
+"""Predicts how long a build of the halo kernel takes for a volume, by a model that is fitted to measured builds.
+
+The headers of halo.cuh (march, run, slab, stage, spread), halo_layout.cuh (field, panel, source, chunk, variant) and
+halo_images.cuh (image) explain the terms. A round is what all consumers of a block multiply at a time, a share the
+planes or chunks that a block takes of the tiles that blocks divide (halo_tile.cuh).
+"""
 
 from __future__ import annotations
 
@@ -13,67 +18,69 @@ from .job import Job
 
 @dataclass(frozen=True)
 class Costs:
-    """The model's constants, in cycles of a multiprocessor unless said otherwise.
+    """The constants of the model. Times are in cycles of a multiprocessor.
 
-    Most are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and bfloat16);
-    `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot`, those of rows and of turns of lines,
-    since, to 446 float32 builds of random and reference layers (docs/performance/planner.md). `shared`, `supplied`,
-    `adding`, `pieced_bytes`, `busy`, `apart` and `little_hides` are set by hand, each by a few measured builds.
+    Most constants are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and
+    bfloat16). `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot` and the constants for rows
+    and for turns of lines are fitted to 446 float32 builds of random and reference layers
+    (docs/performance/planner.md). `shared`, `supplied`, `adding`, `pieced_bytes`, `busy`, `apart` and `little_hides`
+    are set by hand, each from a few measured builds, and `joint` and `joint_run` from 15 measured builds.
     """
 
-    start: float = 14300.0  # of a launch
-    tile: float = 3220.0  # of a tile: what nothing hides
-    plane: float = 158.0  # of a plane of a march
-    shared: float = 1.1  # planes of shares, times those of whole tiles: blocks side by side are at different depths
-    crooked: float = 1.21  # stores of runs, times those of boxes
-    batch: float = 1220.0  # of a loader warp, per batch of loads
-    few_loaders: float = 1.13  # the same beside one producer warpgroup, times
-    first: float = 0.565  # of the first stage's loads, what nothing is beside
-    copied: float = 400.0  # of a stage that is copied past registers: from its release to its arrival
-    arrival: float = 900.0  # of such a stage, until its copies have arrived, if they are to be rounded
-    copy: float = 15.0  # of a loader warp, per copy
-    arriving: float = 1800.0  # of such a stage, what products of few shifts wait for if there are two stages
-    stage: float = 71.5  # of filling a stage: barriers
-    find: float = 432.0  # of a loader warp, per batch of positions that it looks up, for every source of a tile
-    load: float = 1.69  # of a load by a warp, whoever issues it
-    sector: float = 1.79  # of a sector that it touches
-    product: float = 0.862  # of a cycle that tensor cores should take
-    panel: float = 67.4  # of a panel: barriers, and the drain of the tensor cores
-    streamed: float = 100.0  # the same, of a panel out of the ring, in floats
-    supplied: float = 82.6  # the same in 16 bits, and where the wait for panels is joined smoothly (`SUPPLY`)
-    slot: float = 1130.0  # from a slot's release to its next panel's arrival
-    rows: float = 3180.0  # of the launch that writes rows
-    rows_bytes: float = 1410.0  # that it moves per cycle
-    rewritten: float = 4000.0  # the same, if there are rows already
-    rewritten_bytes: float = 2500.0  # that it moves per cycle
-    adding: float = 7000.0  # of the launch that adds portions up
-    added_bytes: float = 1650.0  # per cycle, that it moves
-    pieced_bytes: float = 3000.0  # the same of pieces of tiles, most of which L2 has
-    busy: float = 1.03  # of blocks that divide the last tiles: all work to the end, and share L2 and power
-    store: float = 5.45  # of a store by a warp
-    scattered: float = 1.1  # stores along w where rows are batch items, times others and their number (at most 8)
-    apart: float = 2.2  # stores of one phase along w, times those of all
-    little_hides: float = 3.5  # the same beside one producer warpgroup
-    imaged: float = 3.5  # of as many outputs of 4 bytes through images
-    joint: float = 1.2  # the same, written to images of long runs
-    strict_panel: float = 180.0  # of strict float32, until a panel's products are there
-    strict_sum: float = 10.0  # the same, of adding one of its sums to a total
-    streaming: float = 0.68  # of the device memory, times other builds', where lines are taken as they are, and where
-    # channels-last outputs are stored 16 bytes of a lane at a time
-    line: float = 54.7  # bytes of lines as they are in memory that arrive in a cycle
-    line_stage: float = 214.0  # of a stage of them
-    turn: float = 108.0  # of a turn of their products: operands, which are loaded and rounded
-    quads: float = 1.2  # of stores of 32 outputs out of the sums, four of a lane at a time; of two, twice as much
-    cache_bytes: float = 134.0  # per cycle, from L2
-    memory_bytes: float = 1650.0  # per cycle, of the whole device memory
-    run: float = 0.105  # of the device memory, per run of outputs whose ends share sectors with other tiles
-    joint_run: float = 0.6  # the same of those that are stored as long ones (this and `joint`: set by 15 measured)
+    start: float = 14300.0  # cycles of a plan besides its work
+    tile: float = 3220.0  # cycles per tile that overlap with nothing
+    plane: float = 158.0  # cycles per plane of a march, besides its products
+    shared: float = 1.1  # factor on planes of shares, because neighbouring blocks are then at different depths
+    crooked: float = 1.21  # factor on stores if tiles are runs instead of boxes
+    batch: float = 1220.0  # cycles of a loader warp per batch of loads
+    few_loaders: float = 1.13  # factor on `batch` if there is one producer warpgroup
+    first: float = 0.565  # fraction of the first stage's load time that overlaps with nothing
+    copied: float = 400.0  # cycles from the release to the arrival of a stage that asynchronous copies fill
+    arrival: float = 900.0  # additional cycles per stage of asynchronous copies if loaders round it in shared memory
+    copy: float = 15.0  # cycles of a loader warp per asynchronous copy of 512 bytes
+    arriving: float = 1800.0  # cycles that products wait for each stage of copied rows, divided by stages - 1
+    stage: float = 71.5  # cycles of the barriers per stage that is filled through registers
+    find: float = 432.0  # cycles of a loader warp per batch of positions that it looks up, for each source of a tile
+    load: float = 1.69  # cycles of the multiprocessor per load by a warp
+    sector: float = 1.79  # cycles of the multiprocessor per sector of 32 bytes that a load touches
+    product: float = 0.862  # factor on the nominal cycles of the tensor cores
+    panel: float = 67.4  # cycles per resident panel: barriers, and the drain of the tensor cores
+    streamed: float = 100.0  # cycles per streamed panel in float32: barriers, and the drain of the tensor cores
+    supplied: float = 82.6  # replaces `streamed` with 16-bit types, and where consumers divide K
+    slot: float = 1130.0  # cycles from the release of a panel's slot to the arrival of the next panel
+    rows: float = 3180.0  # cycles of the launch that writes rows of channels, besides its traffic
+    rows_bytes: float = 1410.0  # bytes per cycle that the launch moves that writes rows of channels
+    rewritten: float = 4000.0  # cycles of the launch that rounds existing rows of channels, besides its traffic
+    rewritten_bytes: float = 2500.0  # bytes per cycle that the launch moves that rounds existing rows of channels
+    adding: float = 7000.0  # cycles of the launch that adds up partial sums, besides its traffic
+    added_bytes: float = 1650.0  # bytes per cycle that the launch moves that adds up portions
+    pieced_bytes: float = 3000.0  # bytes per cycle that the launch moves that adds up pieces of tiles, mostly from L2
+    busy: float = 1.03  # factor on the time of spread builds: blocks that are busy to the end share L2 and power
+    store: float = 5.45  # cycles per store by a warp
+    scattered: float = 1.1  # factor on stores along w, per near batch item (at most 8), if a tile has several
+    apart: float = 2.2  # factor on stores if a column tile has one phase along w
+    little_hides: float = 3.5  # replaces `apart` for stores along w beside one producer warpgroup
+    imaged: float = 3.5  # cycles per 32 outputs of 4 bytes that are stored through images
+    joint: float = 1.2  # cycles per 32 outputs that are written to images of long runs
+    strict_panel: float = 180.0  # strict float32: cycles of waiting for the products of a panel
+    strict_sum: float = 10.0  # strict float32: cycles per accumulator that is added to its total
+    # Factor on the device memory's time for builds that load lines as they lie in memory, and for builds whose lanes
+    # store 16 bytes of channels-last outputs at a time.
+    streaming: float = 0.68
+    line: float = 54.7  # bytes per cycle that arrive of lines as they lie in memory
+    line_stage: float = 214.0  # cycles per stage of lines
+    turn: float = 108.0  # cycles per turn of products on lines, to load and round the operands
+    quads: float = 1.2  # cycles per 32 outputs that lanes store four at a time; twice as many if two at a time
+    cache_bytes: float = 134.0  # bytes per cycle from L2 to a multiprocessor
+    memory_bytes: float = 1650.0  # bytes per cycle of the whole device memory
+    run: float = 0.105  # device memory cycles per run of outputs whose ends share sectors with other tiles
+    joint_run: float = 0.6  # replaces `run` for outputs that are stored as long runs
     torn: float = 2.87  # bytes of traffic per byte of an output whose neighbours come from another column tile
-    overlap: float = 2.6  # exponent of the norm that joins what overlaps: 1 is a sum, infinity the maximum
+    overlap: float = 2.6  # exponent of the norm that joins times that overlap: 1 is a sum, infinity the maximum
 
 
 COSTS = Costs()
-HALVES = replace(  # of 16-bit types: as they were fitted before, to reference layers
+HALVES = replace(  # constants for 16-bit types, fitted to reference layers
     COSTS,
     tile=1220.0,
     plane=153.0,
@@ -85,21 +92,26 @@ HALVES = replace(  # of 16-bit types: as they were fitted before, to reference l
     rows_bytes=1650.0,
     busy=1.0,
 )
-CROWDED = {4: 31.0, 2: 27.0}  # bytes per cycle of input and streamed panels, by an item's, beside a march's products
-UNEVEN = 0.5  # of the shortest tile: by how much blocks end at different times
-MAX_ROWS_BYTES = 2**29  # that may be allocated to write what is read as rows
-TURN_SLABS = 1 / 3  # exponent of the slabs of a turn: loads of several are on their way together
+CROWDED = {4: 31.0, 2: 27.0}  # most bytes per cycle of input and streamed panels in a march, by bytes of an element
+UNEVEN = 0.5  # difference between the times at which blocks end, as a fraction of the time of the shortest tile
+MAX_ROWS_BYTES = 2**29  # most bytes of the workspace for input that is rewritten as rows of channels
+TURN_SLABS = 1 / 3  # exponent of the number of slabs in the time of a turn: loads of several slabs are in flight
 SUPPLY = 3.0  # exponent of the norm that joins products and the panels that they wait for
-SKIPPED = 0.5  # of what is left out, what is gained: consumers wait for each other, and blocks for the last
-FILLED = 0.5  # of the time that shared memory takes what arrives, what operands wait
-SHARED_BYTES = 128  # per cycle, of shared memory
-COPY_BYTES = 512  # of a copy by a warp
-MAX_ROUNDS = 8  # of tiles, up to which blocks may divide the last ones
-NARROW = 64  # columns of a matrix instruction up to which shared memory binds it, and what else passes through that
+# Exponent of the fraction of products that remain when some are skipped. It is below 1 because consumers wait for
+# each other, and the launch waits for the last block.
+SKIPPED = 0.5
+FILLED = 0.5  # fraction of the shared memory time of arriving data during which operands wait
+SHARED_BYTES = 128  # bytes per cycle of shared memory
+COPY_BYTES = 512  # bytes of an asynchronous copy by a warp
+MAX_ROUNDS = 8  # most waves of tiles with which blocks may divide the last tiles
+NARROW = 64  # most columns of a matrix instruction that is bound by the bandwidth of shared memory
 
 
 def _load_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
-    """Of the loaders, for one tile or plane: their warps wait for loads, or the multiprocessor does."""
+    """Returns the loaders' cycles for one tile, or one plane of a march.
+
+    They are bound by the latency of each warp's loads or by the load throughput of the multiprocessor.
+    """
     warps = build.loaders
     groups = ceil_div(build.loaded_rows(job, tiling), 32)
     pieces = build.row_bytes // 16
@@ -128,25 +140,28 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
         sectors = loads * (build.item_bytes + 0.9 * lines)
     each = costs.batch * (costs.few_loaders if build.producers == 1 else 1.0)
     if build.buffers and build.march and build.producers == 1 and build.item_bytes == 2:
-        each /= 2  # four warps load as much as eight do beside these stores (measured)
+        each /= 2  # beside stores through images, four loader warps load as much as eight
     waiting = build.stages_filled * (batches * each + costs.stage)
     return max(waiting, loads * costs.load + sectors * costs.sector)
 
 
 def _line_bytes(build: Build, tiling: Tiling) -> float:
-    """Of one step of a march through lines as they are in memory."""
+    """Returns the bytes that one step of a march loads of lines as they lie in memory."""
     return tiling.rows * build.channel_slots * build.line_planes * build.item_bytes
 
 
 def _finding_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
-    """Of the loaders: where the rows of a tile lie in every source but the first, whatever the channels are. Not in
-    16 bits: that gave two of three measured input gradients to slower builds (docs/performance/planner.md)."""
+    """Returns the loaders' cycles to look up where the rows of a tile lie in every source but the first.
+
+    The number of channels does not matter. For 16-bit types the cycles are not counted, because with them the model
+    preferred slower builds for two of three measured input gradients.
+    """
     turns = ceil_div(ceil_div(build.loaded_rows(job, tiling), 32) * build.shares, build.loaders)
     return 0.0 if build.lines or build.item_bytes == 2 else costs.find * turns * (len(build.program.sources) - 1)
 
 
 def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: float, costs: Costs) -> float:
-    """Of the consumers' stores, for one tile (or so many planes)."""
+    """Returns the cycles of the consumers' stores for one tile, or for `planes` planes of a march."""
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.march_step / build.window
@@ -157,7 +172,7 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     if build.buffers:
         return outputs / 32 * costs.imaged * build.item_bytes / 4
     vector = build.lane_channels(job) if job.written_last else build.vector(job, tiling)
-    at_once = 1 if vector == 2 and not job.written_last else vector  # pairs along w have not been measured
+    at_once = 1 if vector == 2 and not job.written_last else vector  # a pair along w counts like a single output
     cost = costs.store * (costs.crooked if tiling.length else 1.0)
     if not job.written_last:
         cost *= costs.scattered * min(tiling.near, 8) if tiling.near > 1 else 1.0
@@ -167,14 +182,14 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
 
 
 def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
-    """Of the device memory, for everything."""
+    """Returns the device memory cycles for all inputs and outputs of the halo kernel."""
     g, item = build.geometry, build.item_bytes
     last = job.written_last
     width = job.written_size[2]
     inputs = job.batch * g.in_channels * prod(job.read_size) * item
     lines = job.batch * g.out_channels * job.written_size[0] * job.written_size[1]
     outputs = lines * width * item
-    if last:  # runs of channels
+    if last:  # a run of outputs is the channels of one position
         shared = 0.0 if build.out_tile * item % 32 == 0 else lines * width / build.out_tile
         return (outputs + inputs) / costs.memory_bytes + shared * costs.run
     stride_h, stride_w = (1, 1) if build.gather else g.stride[1:]
@@ -190,14 +205,14 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
 
 @dataclass(frozen=True)
 class _March:
-    """How a march goes through depth (`Work` in halo_tile.cuh)."""
+    """The sizes by which a march goes through depth (`Work` in halo_tile.cuh)."""
 
-    depth: int  # planes of positions of a tile
+    depth: int  # planes of positions in a tile
     inputs: int  # steps that have input
-    outputs: int  # planes
-    step: int  # of these, that a step completes
-    padding: int
-    window: int
+    outputs: int  # planes of outputs
+    step: int  # planes of outputs that a step completes
+    padding: int  # step i of the march feeds the planes of outputs from i * step - padding on
+    window: int  # planes of outputs that a step feeds
 
     @classmethod
     def of(cls, build: Build, tiling: Tiling, job: Job) -> _March:
@@ -206,14 +221,16 @@ class _March:
         return cls(tiling.tile[0], inputs, job.written_size[0], step, padding, build.window)
 
     def fed(self, first: int, last: int) -> int:
-        """Steps with input, for the outputs of so many planes of positions. The window's first may be those of the
-        share before, too."""
+        """Returns the number of steps with input that feed the outputs of planes `first` to before `last` of a tile.
+
+        The first of these steps may feed planes before `first` as well, so that neighbouring shares both count them.
+        """
         begin = max(0, ceil_div(first * self.step + self.padding - (self.window - 1), self.step))
         end = (min(last * self.step, self.outputs) - 1 + self.padding) // self.step + 1
         return max(0, min(end, self.inputs) - begin)
 
     def of_share(self, first: int, last: int) -> int:
-        """Such steps for the planes of all tiles in sequence from the first to the last."""
+        """Returns the number of steps with input for planes `first` to before `last` of all tiles in sequence."""
         found = 0
         while first < last:
             tile = first // self.depth * self.depth
@@ -225,12 +242,12 @@ class _March:
 
 @lru_cache(maxsize=4096)
 def _most_planes(march: _March, planes: int, share: int) -> int:
-    """Of all shares."""
+    """Returns the most steps with input that any share has."""
     return max(march.of_share(first, min(first + share, planes)) for first in range(0, planes, share))
 
 
 def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs) -> float:
-    """Planes of input that a block of a march multiplies."""
+    """Returns the most planes of input that a block of a march multiplies; planes of shares count `shared` times."""
     shares, march = tiling.shares(build, multiprocessors), _March.of(build, tiling, job)
     whole = shares.even // march.depth // shares.count * march.fed(0, march.depth)
     left = _most_planes(march, shares.planes - shares.even, shares.share) if shares.share else 0
@@ -239,7 +256,7 @@ def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs:
 
 @lru_cache(maxsize=1024)
 def _inside(axis: Axis, gather: bool, positions: int, size: int) -> float:
-    """Of the products of an axis, those with what lies inside of the input."""
+    """Returns the fraction of the products along an axis whose input lies inside the tensor."""
     read = [
         (q + axis.shift(tap)) * axis.stride + axis.phase(tap) if gather else q - axis.shift(tap)
         for q in range(positions)
@@ -249,9 +266,13 @@ def _inside(axis: Axis, gather: bool, positions: int, size: int) -> float:
 
 
 def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading: float, costs: Costs) -> list[float]:
-    """Of one tile of every kind of variant, or of so many planes of a march. `loading`: of a tile, or of a plane."""
+    """Returns the cycles of one tile, or of `planes` planes of a march, for every kind of variant.
+
+    `loading` is the loaders' cycles per tile, or per plane.
+    """
     rounds = ceil_div(tiling.slabs, build.round_slabs)
-    store = _store_cycles(build, tiling, job, rounds, planes, costs) * build.turns  # one consumer does
+    # If the consumers divide K, one of them stores for all.
+    store = _store_cycles(build, tiling, job, rounds, planes, costs) * build.turns
     reads = build.program.used_parts * len(build.program.sources)
     loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
     if build.lines:
@@ -269,7 +290,7 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
         panels = kind.panels * rounds * planes * portion
         streamed = 0 if build.resident else kind.panel_bytes * rounds * planes * portion
         multiply = multiplied * kind.cycles_per_slab
-        if build.copied:  # what arrives in shared memory is in the way of the operands
+        if build.copied:  # data that arrive in shared memory delay the reads of operands
             operands = multiplied * kind.shared_cycles
             multiply = max(multiply, operands + FILLED * (loaded + streamed) / SHARED_BYTES)
         supply = 0.0 if build.resident else panels * costs.slot / (build.slots - 1)
@@ -300,8 +321,10 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
 
 
 def _waiting_less(multiply: float, build: Build, costs: Costs) -> float:
-    """The time of products, which is fitted to two stages of copied rows, if there are more: chunks of few shifts
-    wait less for their rows."""
+    """Returns the cycles of products with the build's number of stages, from the cycles fitted to two stages.
+
+    More stages of copied rows shorten the waits for rows, which matter for chunks with few shifts.
+    """
     if not build.staged:
         return multiply
     rows = build.stages_filled * costs.arriving
@@ -310,7 +333,10 @@ def _waiting_less(multiply: float, build: Build, costs: Costs) -> float:
 
 
 def _chunk_parts(build: Build) -> list[tuple[int, float]]:
-    """How many chunks have such a part of a tile's products: the last one may have less than the others."""
+    """Returns pairs of a number of chunks and the fraction of a tile's products that each of them has.
+
+    The last chunk may have fewer products than the others.
+    """
     steps = ceil_div(build.channel_slots, build.step_items)
     each = build.part_bytes // STEP_BYTES
     last = steps - (build.chunks - 1) * each
@@ -320,7 +346,10 @@ def _chunk_parts(build: Build) -> list[tuple[int, float]]:
 
 
 def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: Costs | None = None) -> float:
-    """The model: how long the busiest multiprocessor takes, or the memory for all of them."""
+    """Returns the predicted cycles of a build and a tiling, with all launches.
+
+    The work of the busiest multiprocessor and the device memory's traffic overlap in part (`Costs.overlap`).
+    """
     costs = costs or (COSTS if build.item_bytes == 4 else HALVES)
     blocks = tiling.blocks(build, multiprocessors)
     loading = _load_cycles(build, tiling, job, costs)
@@ -331,10 +360,10 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         (work,) = _work_cycles(build, tiling, job, planes, loading, costs)
         work += costs.tile * tiles / tiling.tile[0] + costs.plane * planes
     elif build.spread:
-        (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)  # of a tile with nothing to leave out
+        (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)  # a tile that skips no products
         tiles = tiling.spread(build, job, multiprocessors).busiest / build.chunks
         work = (work * tiles + costs.tile * (tiles + 1)) * costs.busy
-    elif build.own_shifts:  # blocks take turns, the longest tiles first
+    elif build.own_shifts:  # blocks take tiles in turn, the longest first
         each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, loading, costs)]
         mean = sum(kind.count * work for kind, work in zip(build.kinds, each, strict=True)) / len(build.programs)
         work = max(mean * tiling.work(build) / blocks + UNEVEN * each[-1], each[0])
@@ -342,7 +371,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)
         work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
     work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
-    work += costs.first * loading / build.stages_filled  # of the first stage, which nothing is beside
+    work += costs.first * loading / build.stages_filled  # the first stage's loads
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
     memory *= costs.streaming if _streams(build, job) else 1.0
     around = _rows_cycles(build, job, costs) + (_adding_cycles(tiling, job, costs) if build.portioned else 0.0)
@@ -352,12 +381,15 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
 
 
 def _streams(build: Build, job: Job) -> bool:
-    """Whether the device memory is used best: by lines as they are, or by stores of 16 bytes of a lane."""
+    """Returns whether a build reaches the best device memory bandwidth (`Costs.streaming`).
+
+    It loads lines as they lie in memory, or its lanes store 16 bytes of channels-last outputs at a time.
+    """
     return build.lines or (job.written_last and build.lane_channels(job) * build.written_bytes == 16)
 
 
 def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
-    """Of writing what is read as rows, before anything else."""
+    """Returns the cycles of the launch that writes the read tensor as rows of channels, or 0 if there is none."""
     if not job.rows:
         return 0.0
     if build.rewritten:
@@ -366,27 +398,27 @@ def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
 
 
 def _adding_cycles(tiling: Tiling, job: Job, costs: Costs) -> float:
-    """Of adding the portions up."""
+    """Returns the cycles of the launch that adds up the portions."""
     return costs.adding + 4 * (tiling.portions + 1) * job.written_count / costs.added_bytes
 
 
 def _piecing_cycles(build: Build, multiprocessors: int, costs: Costs) -> float:
-    """Of adding up the pieces of tiles that blocks have divided: two of each are read, and one is written."""
+    """Returns the cycles of the launch that adds up pieces of divided tiles: it reads two pieces and writes one."""
     piece = 4 * build.round_slabs * SLAB * build.columns
     return costs.adding + 3 * multiprocessors * piece / costs.pieced_bytes
 
 
 @dataclass(frozen=True)
 class Least:
-    """What a build takes at least for a job: quickly said of a tiling, and less than `cycles`."""
+    """A bound that rules out tilings of a build faster than `cycles` can be computed."""
 
     build: Build
     job: Job
     costs: Costs
-    products: float  # of a round of slabs, of the tensor cores alone
-    round: float  # the same with what they wait for
-    memory: float  # of all tiles
-    around: float
+    products: float  # cycles of the tensor cores for a round of slabs
+    round: float  # cycles for a round of slabs, with the waits for panels and operands
+    memory: float  # device memory cycles for all tiles
+    around: float  # cycles of launching, and of the launch that writes rows of channels
 
     @classmethod
     def of(cls, build: Build, job: Job) -> Least:
@@ -412,7 +444,7 @@ class Least:
 
     @staticmethod
     def _round(build: Build, job: Job, kind: VariantKind, costs: Costs) -> float:
-        """Of a round of slabs of a kind of variant: products, and the panels or operands that they wait for."""
+        """Returns the cycles for a round of slabs of a kind of variant, with the waits for panels and operands."""
         multiply = build.round_slabs * kind.cycles_per_slab * costs.product
         if build.skips:
             multiply *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
@@ -431,14 +463,15 @@ class Least:
         return ceil_div(tiling.slabs, self.build.round_slabs) * tiling.portion(self.build)
 
     def exceeds(self, tiling: Tiling, multiprocessors: int, most: float) -> bool:
-        """Whether the tiling takes longer than that."""
+        """Returns whether the tiling takes more than `most` cycles."""
         build, costs, p = self.build, self.costs, self.costs.overlap
         of_a_tile = costs.plane if build.march else costs.tile
         times: float
         if build.march:
             times = _planes(build, tiling, self.job, multiprocessors, costs)
         elif build.spread:
-            # No chunk costs less than the part of it that is never left out: most tilings end here.
+            # However many products a chunk skips, it costs at least the fraction CHUNK of a whole chunk. Most tilings
+            # are ruled out here, without computing how blocks divide them.
             if CHUNK * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
                 return True
             times = tiling.spread(build, self.job, multiprocessors).busiest / build.chunks
@@ -447,7 +480,7 @@ class Least:
         else:
             times = ceil_div(tiling.work(build), tiling.blocks(build, multiprocessors))
         rounds = self._rounds(tiling)
-        if times * rounds * self.products > most:  # even where some are left out
+        if times * rounds * self.products > most:  # the tensor cores alone take longer
             return True
         work = times * (rounds * self.round + of_a_tile)
         around = self.around + (_adding_cycles(tiling, self.job, costs) if build.portioned else 0.0)
@@ -455,7 +488,10 @@ class Least:
 
 
 def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> list[Tiling]:
-    """The tiling with as many portions as there are multiprocessors for, or fewer. With one, if that is none."""
+    """Returns the tiling with every number of portions for which there are multiprocessors.
+
+    If there are too few multiprocessors for two portions, the result is the tiling itself.
+    """
     most = multiprocessors // tiling.work(build) if build.portioned else 1
     if most < 2:
         return [tiling]
@@ -463,9 +499,9 @@ def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> list[Tiling
     return [replace(tiling, portions=n) for n in counts if n <= most]
 
 
-@lru_cache(maxsize=256)  # what was chosen is asked for again when it is planned
+@lru_cache(maxsize=256)  # a plan asks again for the tiling of the build that was chosen
 def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
-    """The tiling that takes least, if it takes at most so many cycles, and these."""
+    """Returns the fastest tiling after its predicted cycles, or None if no tiling takes at most `most` cycles."""
     best: tuple[float, Tiling] | None = None
     job = job.as_merged(build.merged)
     if build.rewritten and not job.has_rows:
@@ -474,18 +510,18 @@ def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf)
     if not build.stores(job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
         return None
     if build.staged and not job.rows:
-        return None  # who also rounds rows has not been measured beside three stages
+        return None  # three stages are for rows that loaders do not have to round
     least = Least.of(build, job)
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
         if build.portioned and most < inf and 2 * tiling.work(build) > multiprocessors:
-            continue  # as good as without portions, at best
+            continue  # there are too few multiprocessors for two portions of every tile
         if build.spread and most < inf and tiling.work(build) > MAX_ROUNDS * multiprocessors:
-            continue  # the last round is a small part of all
+            continue  # the last wave is a small part of the time
         if build.spread and tiling.length and job.read_last and not build.copied:
-            continue  # runs of channels-last rows through registers lost (measured)
+            continue  # boxes are faster for channels-last input that is loaded through registers
         many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
         if job.norm and build.march and many:
-            continue  # a march adds up the moments of one batch item, or of two
+            continue  # a march can store the moments of at most two batch items per tile
         for made in portioned(build, tiling, multiprocessors) if build.portioned else (tiling,):
             if least.exceeds(made, multiprocessors, most):
                 continue

@@ -1,17 +1,15 @@
-"""Plans for the halo kernel: forward pass and input gradient on Hopper's tensor cores (halo.cuh explains the
-words).
+"""Plans the halo kernel: forward pass and input gradient on Hopper's tensor cores.
 
-A pass becomes a `Job`, what the kernel reads and writes. Then three decisions, each a pure function:
+A pass becomes a `Job`, the tensors that the kernel reads and writes. Three decisions follow, each a pure function:
 
-- `Program` (program.py): which shifts feed which phases, in which order the accumulators' columns stand, and so
-  which matrix instructions there are. Follows from the geometry.
-- `Build` (build.py): what is compiled: columns, rows, stages, warpgroups. Follows from geometry, type, layout,
-  GPU and volume, but is one of a few that the layer has for all volumes (planning/repertoire.py).
-- `Tiling` (build.py): how the volume is cut. Run-time arguments.
+- `Program` (program.py): which shifts feed which phases, in which order the accumulators' columns stand, and thus
+  the matrix instructions. It follows from the geometry.
+- `Build` (build.py): the constants that are compiled, such as columns, rows, stages and warpgroups. It follows from
+  geometry, type, layout, GPU and volume, but a layer has only a few for all volumes (planning/repertoire.py).
+- `Tiling` (build.py): how the volume is cut into tiles, which are run-time arguments.
 
-Builds and tilings are compared by the model of model.py.
-
-Knows sizes and strides, never tensors.
+The model of model.py compares builds and tilings. This module knows sizes and strides, never tensors. The headers of
+halo.cuh and halo_layout.cuh explain the terms; build.py explains line, image and portion.
 """
 
 from __future__ import annotations
@@ -46,45 +44,45 @@ from .model import NARROW, best_tiling
 from .program import MAX_COLUMNS, MAX_PARTS, Dimension, Split, gather_program, separable, splittable
 
 HAS_EPILOGUE = True
-MAX_SUMS = 128  # accumulators of a thread
-PART_COLUMNS = 96  # of a slab, up to which one producer warpgroup for images of parts of lines was not measured
-BUFFERS = 2  # of images, of a consumer: one is filled, one emptied
-LINE_STAGES = (4, 3)  # of lines as they are in memory: four are 4% faster (measured), if there is room
-JOINT_STAGES = (4, 3, 2)  # the same beside images of long runs
-MAX_LINE_TILES = 4  # of output channels, all of which read the same lines: more have not been measured
-MAX_LINE_LOADS = 100  # of operands in a step of a march, all unrolled: from 160 on, the compiler keeps products apart
-MAX_LINE_WORDS = 8  # of a line that feed two positions: registers of a lane
-LINE_CHANNELS = 32  # of a stage: a lane copies the lines of one
-STRICT_SUMS = 72  # the same of strict float32: there are as many totals, and loaders need registers too
-COPIED_SUMS = 152  # the same where loaders copy past registers, which leaves more of these
-THIRD_SUMS = 96  # the same of three consumers
-STAGED_ROW = 128  # bytes of the rows of a third stage: with smaller ones there are more panels to wait for (measured)
-MARCHING_SUMS = 96  # accumulators of a thread in strided marches that loop over chunks
-COPIED_BYTES = 128  # of a group's channels, from which rows of channels are worth a copy
-COPIED_LAST_BYTES = 64  # the same where there are rows already
-MAX_FIELDS = 32  # of all slabs of a consumer: outputs of a channel that a lane has fit a mask
-SEPARATE_CHANNELS = 32  # from which phases of different kernels are worth column tiles of their own
-MAX_TAPS = 800  # that a block can pack
-MAX_SOURCES = 64  # phase planes of the output gradient
-MOMENT_BYTES = 16  # struct Moments<float>
-AS_GOOD = 1.03  # times the cost of the best build: as good, as far as the model can tell
-SPREAD = 1.04  # times the cost of a build that divides the last tiles: what those that do not must be worse than
-TORN = 1.01  # of such equals, the cost of those that write sectors in parts, times others'
-HOPELESS = 1.5  # times the cost of the best build: not worth measuring
-RINGS = (64 * 1024,)  # bytes of the slots that panels are streamed through
-MARCHING_RINGS = (64 * 1024, 128 * 1024)  # the same of marches with two producer warpgroups (others: not measured)
-COPIED_RINGS = (64 * 1024, 96 * 1024, 128 * 1024)  # the same where loaders copy past registers
-STAGED_RINGS = (64 * 1024, 80 * 1024, 96 * 1024, 112 * 1024)  # the same beside more than two stages
-MAX_SLOTS = 8
-MAX_BESIDE_TWO = 192  # columns of a matrix instruction, beside two producer warpgroups
-SMALL_KINDS = 2  # of volumes that may have too few tiles for all multiprocessors, or for both consumers of a block
+MAX_SUMS = 128  # most accumulators of a consumer thread, unless a build has a limit of its own
+PART_COLUMNS = 96  # with more columns, 16-bit parts of lines are stored through images beside one producer warpgroup
+BUFFERS = 2  # buffers of images per consumer: one is filled while the other is emptied
+LINE_STAGES = (4, 3)  # numbers of stages to try for builds on lines: four are 4% faster on an H200, if they fit
+JOINT_STAGES = (4, 3, 2)  # numbers of stages to try for builds on lines that store long runs
+MAX_LINE_TILES = 4  # most tiles of output channels in builds on lines: every tile reads the same lines again
+MAX_LINE_LOADS = 100  # most unrolled operand loads per step of a march on lines: from 160 on, products are serialized
+MAX_LINE_WORDS = 8  # most words of a line that two positions read, each in a register of a lane
+LINE_CHANNELS = 32  # most channels in a stage of lines for 16-bit types and long runs: each lane copies one channel
+STRICT_SUMS = 72  # most accumulators of a consumer thread in strict float32, which has as many totals
+COPIED_SUMS = 152  # most accumulators of a consumer thread beside asynchronous copies, which need few registers
+THIRD_SUMS = 96  # most accumulators of a consumer thread if a block has three consumers
+STAGED_ROW = 128  # bytes of a row in builds with three stages: shorter rows have more panels to wait for
+MARCHING_SUMS = 96  # most accumulators of a consumer thread in strided marches that loop over chunks
+COPIED_BYTES = 128  # fewest bytes of a group's channels for which rows of channels are written to be copied
+COPIED_LAST_BYTES = 64  # fewest bytes of a group's channels for which channels-last input is copied
+MAX_FIELDS = 32  # most fields of all slabs of a consumer: a lane's outputs of a channel fit a mask of 32 bits
+SEPARATE_CHANNELS = 32  # fewest output channels for which phases with different taps get their own column tiles
+MAX_TAPS = 800  # most taps that a block of the packing kernel holds
+MAX_SOURCES = 64  # most phase planes of the output gradient
+MOMENT_BYTES = 16  # size of struct Moments<float> in bytes
+AS_GOOD = 1.03  # ratio of predicted times up to which two builds count as equally fast
+SPREAD = 1.04  # ratio of predicted times: the last tiles are divided only if that saves at least 4%
+TORN = 1.01  # factor on the predicted time of builds that write partial sectors, among equally fast builds
+HOPELESS = 1.5  # ratio to the best predicted time above which tuning does not measure a build
+RINGS = (64 * 1024,)  # bytes of all slots of streamed panels to try
+MARCHING_RINGS = (64 * 1024, 128 * 1024)  # bytes of all slots to try for marches with two producer warpgroups
+COPIED_RINGS = (64 * 1024, 96 * 1024, 128 * 1024)  # bytes of all slots to try beside asynchronous copies
+STAGED_RINGS = (64 * 1024, 80 * 1024, 96 * 1024, 112 * 1024)  # bytes of all slots to try beside three stages
+MAX_SLOTS = 8  # most slots of streamed panels
+MAX_BESIDE_TWO = 192  # most columns of a matrix instruction if a spread build has two producer warpgroups
+SMALL_KINDS = 2  # volumes of a smaller kind may have too few tiles for all multiprocessors, or for both consumers
 
 
 # ---- the choice ---------------------------------------------------------------------------------------------------
 
 
 def _splits(geometry: Geometry, march: bool) -> list[Split]:
-    """None, or depth's phases apart, or height's too, or all: of dimensions whose phases are alike, or of all."""
+    """Returns the splits to try: no dimension, depth, depth and height, or all three, as far as they can be split."""
     found: list[Split] = []
     for apart in (splittable, separable) if geometry.out_per_group >= SEPARATE_CHANNELS else (splittable,):
         depth, height, width = (apart(axis) and not march for axis in geometry.axes)
@@ -93,14 +91,14 @@ def _splits(geometry: Geometry, march: bool) -> list[Split]:
 
 
 def max_columns(strict: bool, copied: bool = False) -> int:
-    """Of all slabs of a consumer."""
+    """Returns the most columns that all slabs of a consumer may have together."""
     return 2 * (STRICT_SUMS if strict else COPIED_SUMS if copied else MAX_SUMS)
 
 
 def builds(
     geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False, strict: bool = False, last: bool = False
 ) -> Iterator[Build]:
-    """All builds worth a look. `last`: of channels-last tensors."""
+    """Yields all builds that the model compares. `last` says whether the tensors are channels-last."""
     yield from _builds(geometry, dtype, shared_bytes, gather, strict, copied=False)
     if gather and takes_lines(geometry, gather, dtype, strict):
         yield from _gathering_lines(geometry, shared_bytes)
@@ -129,7 +127,7 @@ def _builds(
         fields = prod(counts)
         if fields * 8 > min(most, MAX_COLUMNS):
             continue
-        together = [1]  # small groups share a tile, as many as a row and the columns hold
+        together = [1]  # possible numbers of small groups in a column tile
         if not march and not any(split):
             together += [
                 n
@@ -149,7 +147,7 @@ def _builds(
             for row_bytes, slabs, stages in product(rows, (1, 2, 3, 4), (2,)):
                 if slabs * columns > most or slabs * fields > MAX_FIELDS or (columns < 64 and slabs == 1):
                     continue
-                # More producers would leave a consumer too few registers.
+                # Beside many accumulators, two producer warpgroups would leave a consumer too few registers.
                 producers = 2 if slabs * columns <= (96 if strict else 192) and not copied else 1
                 build = Build(
                     geometry, gather, dtype, march, split, groups, out_tile, row_bytes, slabs, 2, producers, stages,
@@ -169,9 +167,10 @@ def _builds(
 
 
 def _kept_apart(build: Build) -> bool:
-    """Whether the compiler lets every product wait for the one before ("serialized" in its log): in strided marches
-    that loop over chunks, if a window is whole steps or sums are many (all that were compiled). Such builds took up
-    to 1.7 times what the model says."""
+    """Returns whether the compiler serializes the matrix instructions, which took up to 1.7 times the predicted time.
+
+    It does so in strided marches that loop over chunks, if the window is a multiple of the march's step or if there
+    are many accumulators."""
     loop = build.full_chunks > 1 and len(build.program.patterns) > 1
     if not build.march or not loop or build.strict:
         return False
@@ -179,7 +178,7 @@ def _kept_apart(build: Build) -> bool:
 
 
 def _streaming(build: Build) -> Iterator[Build]:
-    """The same with rings of different lengths, and, where loaders leave room for these, of small panels."""
+    """Yields the build with rings of several lengths and, beside asynchronous copies, also with small panels."""
     small = replace(build, fine=True)
     kinds = (build, small) if build.copied and small.slot_bytes < build.slot_bytes else (build,)
     marching = build.march and build.producers == 2
@@ -194,8 +193,9 @@ def _streaming(build: Build) -> Iterator[Build]:
 
 
 def _staged(build: Build) -> Iterator[Build]:
-    """The same with a third stage, for variants with so few taps that the rows of a stage arrive later than those of
-    the one before have been multiplied; and with a third consumer, where it has registers enough."""
+    """Yields the build with a third stage, and also with a third consumer if there are enough registers.
+
+    A third stage helps variants with few taps, which multiply a stage in less time than the next takes to arrive."""
     wide = build.copied and build.item_bytes == 4 and build.row_bytes == STAGED_ROW and build.slabs == 1
     if wide and build.own_shifts:
         for consumers in (2, 3) if build.sums <= THIRD_SUMS else (2,):
@@ -203,16 +203,16 @@ def _staged(build: Build) -> Iterator[Build]:
 
 
 def _divided(build: Build) -> Build | None:
-    """The same with consumers that divide K: every one has every other slot."""
+    """Returns the build with two consumers that divide K, each with every other slot, or None if it is impossible."""
     found = replace(build, divided=True, slots=build.slots if build.resident else max(4, build.slots // 2 * 2))
     return found if found.stage_rows >= 64 and not (build.march or build.gather or build.buffers) else None
 
 
 def _spread(build: Build) -> Iterator[Build]:
-    """The same with blocks that divide the last tiles; those with many sums by two producer warpgroups, too."""
+    """Yields the build with blocks that divide the last tiles, and also with a second producer warpgroup."""
     spread = replace(build, spread=True)
     yield spread
-    # Wider instructions need a kernel that starts with more registers; several fields spilled (measured: 12% slower).
+    # Beside two producer warpgroups, wider instructions lack registers, and several fields spill, which costs 12%.
     narrow = len(build.program.fields) == 1 and build.out_tile <= MAX_BESIDE_TWO
     if build.producers == 1 and not build.copied and build.sums <= MAX_SUMS and narrow:
         for slots in dict.fromkeys((build.slots, 6, 3)):
@@ -222,12 +222,12 @@ def _spread(build: Build) -> Iterator[Build]:
 
 
 def _buffered(build: Build) -> Iterator[Build]:
-    """The same with stores through images, if buffers fit."""
+    """Yields the build with stores through images, if their buffers fit shared memory."""
     whole = not build.gather and not build.split[2] and build.geometry.stride[2] > 1
     if not whole or build.strict or build.copied:
         return
-    # Where consumers have parts of lines, in 16 bits, four warps that load leave more to them than they lack: 4 to 7%
-    # (measured). Where they have whole lines, it lost 9%.
+    # For 16-bit types, one producer warpgroup instead of two is 4 to 7% faster if a consumer has a part of a line,
+    # and 9% slower if it has a whole line.
     parts = build.item_bytes == 2 and build.march and build.slabs == 1 and build.columns > PART_COLUMNS
     found = replace(build, buffers=BUFFERS, producers=1 if parts else build.producers)
     if found.stage_rows >= 64:
@@ -235,19 +235,19 @@ def _buffered(build: Build) -> Iterator[Build]:
 
 
 def takes_lines(geometry: Geometry, gather: bool, dtype: str, strict: bool) -> bool:
-    """Whether there are builds that take lines of input as they are in memory (halo_lines.cuh)."""
+    """Returns whether there are builds that take input lines as they lie in memory (halo_lines.cuh)."""
     depth, _, width = geometry.axes
     if (dtype != "float32" and gather) or strict or width.stride != 2 or geometry.in_per_group % 8:
         return False
     if not gather:
         return Dimension.whole(width).span + 2 <= MAX_LINE_WORDS
-    # A plane of dx must not be complete before the first step of the march.
+    # No plane of dx may be complete before the first step of the march.
     reach = width.dilation * (width.kernel - 1) + 1 + width.stride
     return reach <= MAX_LINE_WORDS and depth.dilation * (depth.kernel - 1) >= depth.padding
 
 
 def _in_lines(build: Build) -> Iterator[Build]:
-    """The same with lines of input as they are in memory, which need no loaders."""
+    """Yields the build with input lines as they lie in memory, which one producer warp copies."""
     if build.march and not build.copied and takes_lines(build.geometry, False, build.dtype, build.strict):
         lines = replace(build, lines=True, producers=1)
         whole = build.slabs % lines.woven == 0 and build.part_bytes // build.item_bytes <= LINE_CHANNELS
@@ -258,7 +258,7 @@ def _in_lines(build: Build) -> Iterator[Build]:
 
 
 def _in_registers(build: Build) -> Iterator[Build]:
-    """The same with floats that consumers round, whose copies wait for nobody."""
+    """Yields the build with consumers that round copied float32 input in registers (halo_registers.cuh)."""
     blocks = build.geometry.in_per_group % 16 == 0 and build.row_bytes >= 64
     if build.copied and build.dtype == "float32" and build.march and blocks:
         for stages in LINE_STAGES if build.register_sets else ():
@@ -268,7 +268,7 @@ def _in_registers(build: Build) -> Iterator[Build]:
 
 
 def _gathering_lines(geometry: Geometry, shared_bytes: int) -> Iterator[Build]:
-    """An input gradient that marches through lines of the output gradient as they are in memory."""
+    """Yields builds of an input gradient that marches through lines of dy as they lie in memory."""
     program = gather_program(geometry.axes, march=True)
     fields, out = len(program.fields), round_up(geometry.out_per_group, 8)
     out_tiles = dict.fromkeys(round_up(ceil_div(out, parts), 8) for parts in (1, 2, 3, 4))
@@ -292,15 +292,15 @@ def _line_stages(build: Build) -> Iterator[Build]:
 
 @dataclass(frozen=True)
 class Nominal:
-    """What a build is chosen for: a pass of a layer, and the kind of its volume."""
+    """A pass of a layer with the kind of its volume: tuning keeps one build for each."""
 
     geometry: Geometry
     gather: bool
     dtype: str
     written_last: bool
-    kind: int  # of volume, by its size
+    kind: int  # kind of the volume by its size (volume_kind)
     strict: bool = False
-    lines: bool = False  # whether they may be taken as they are in memory
+    lines: bool = False  # whether the kernel can take input lines as they lie in memory
 
     @classmethod
     def of(cls, job: Job) -> Nominal:
@@ -310,7 +310,7 @@ class Nominal:
 
 
 def _merged_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
-    """Those that take small groups as one, of channels-last results: stores have more of a position."""
+    """Yields builds that merge small groups, so that stores of channels-last outputs have more of a position."""
     groups = groups_to_merge(nominal.geometry, 4 if nominal.dtype == "float32" else 2)
     if groups > 1 and nominal.written_last and not (nominal.gather or nominal.strict):
         geometry = merged_groups(nominal.geometry, groups)
@@ -323,7 +323,7 @@ def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     each = builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last)
     for build in chain(each, _merged_builds(nominal, shared_bytes)):
         if nominal.kind < SMALL_KINDS and build.staged:
-            continue  # these have few tiles for each block
+            continue  # small volumes have too few tiles per block to profit from three stages
         yield build
         if nominal.kind < SMALL_KINDS:
             if build.can_be_portioned:
@@ -333,17 +333,18 @@ def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
 
 
 def spread_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
-    """Those whose blocks divide the last tiles."""
+    """Yields the builds whose blocks divide the last tiles."""
     last = nominal.written_last
     for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last):
-        narrow = build.item_bytes == 2 and build.program.unit * build.out_tile <= NARROW  # these lost (measured)
+        narrow = build.item_bytes == 2 and build.program.unit * build.out_tile <= NARROW  # slower if spread
         if build.can_be_spread and not narrow:
             yield from _spread(build)
 
 
 def choose(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
-    """The build for a job: the one that was measured to be best, if its layer was tuned. Otherwise one of the layer's
-    repertoire: a new volume does not recompile."""
+    """Returns the build for a job: the fastest measured build if the layer was tuned, else one of its repertoire.
+
+    The repertoire lets most new volumes use a build that is already compiled."""
     nominal = Nominal.of(job)
     build = _build_of(nominal, _tuning(nominal, shared_bytes, multiprocessors))
     if build is not None and best_tiling(build, job, multiprocessors) is not None:
@@ -374,10 +375,10 @@ def _positions(job: Job) -> int:
 
 @lru_cache(maxsize=1024)
 def _typical_jobs(nominal: Nominal) -> tuple[Job, ...]:
-    """A layer's passes over typical volumes."""
+    """Returns a layer's passes over the typical volumes of the repertoire."""
     found = []
     for batch, edge in TYPICAL:
-        for width in (edge, 2 * edge, edge + 1):  # whole pieces of 16 bytes, or not
+        for width in (edge, 2 * edge, edge + 1):  # lines that are multiples of 16 bytes, and others
             job = _typical_job(nominal, batch, (edge, edge, width))
             if job is not None and replace(Nominal.of(job), kind=nominal.kind) == nominal:
                 found.append(job)
@@ -386,7 +387,7 @@ def _typical_jobs(nominal: Nominal) -> tuple[Job, ...]:
 
 
 def _typical_job(nominal: Nominal, batch: int, size: Triple) -> Job | None:
-    """A pass of a layer over a volume of this size: of what is read, or, of what gathers, written."""
+    """Returns a layer's pass over an input of this size (a dx of this size for the input gradient)."""
     g = nominal.geometry
     other = g.output_size(size)
     if min(other) < 1:
@@ -412,22 +413,22 @@ def _build_of(nominal: Nominal, choice: dict[str, Any]) -> Build | None:
     return Build(geometry, nominal.gather, nominal.dtype, **{**found, "split": tuple(found["split"])})
 
 
-TUNED = ".tuned"  # the suffix of measured choices in the disk cache
+TUNED = ".tuned"  # suffix of measured choices in the disk cache
 
 
 def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
-    """What was measured, where the build was chosen by measurement; else nothing."""
+    """Returns what was measured if the build was chosen by measurement, else an empty string."""
     return str(_tuning(nominal, shared_bytes, multiprocessors)["tuned"])
 
 
 def keep(nominal: Nominal, shared_bytes: int, multiprocessors: int, build: Build, tuned: str) -> None:
-    """Makes a build the choice from now on, in all processes. `tuned` says what was measured."""
+    """Makes a build the choice for all processes from now on. `tuned` says what was measured."""
     cache.put(_key("tuned", nominal, shared_bytes, multiprocessors), TUNED, _encoded(build, tuned))
     forget()
 
 
 def forget() -> None:
-    """The next choice comes out of the disk cache."""
+    """Clears the choices in memory, so that the next choice is read from the disk cache."""
     _tuning.cache_clear()
     _choice.cache_clear()
     _repertoire.forget()
@@ -435,7 +436,7 @@ def forget() -> None:
 
 @lru_cache(maxsize=1024)
 def _tuning(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> dict[str, Any]:
-    """What a tuner left in the disk cache, if one did."""
+    """Returns the measured choice of the disk cache, or a choice without a build if there is none."""
     key = _key("tuned", nominal, shared_bytes, multiprocessors)
     choice: dict[str, Any] = json.loads(cache.find(key, TUNED) or _encoded(None))
     return choice
@@ -443,7 +444,7 @@ def _tuning(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> dict[s
 
 @lru_cache(maxsize=1024)
 def _choice(job: Job, shared_bytes: int, multiprocessors: int) -> dict[str, Any]:
-    """Searched once, then kept in the disk cache."""
+    """Returns the choice of the model, which is searched once and then read from the disk cache."""
     key = _key("chosen", job, shared_bytes, multiprocessors)
     search = partial(_search, job, shared_bytes, multiprocessors)
     choice: dict[str, Any] = json.loads(cache.get(key, ".json", lambda: _encoded(search())))
@@ -461,33 +462,33 @@ def _encoded(build: Build | None, tuned: str = "") -> bytes:
 
 
 def outdated_tunings() -> int:
-    """How many measured choices in the disk cache another version of this planner made: they are not used."""
+    """Returns how many measured choices in the disk cache are unused: another version of this planner made them."""
     return sum(json.loads(each)["planner"] != sources.program(__name__) for each in cache.payloads(TUNED))
 
 
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
-    """The best build by the model."""
+    """Returns the best build by the model."""
     nominal = Nominal.of(job)
     costs = _costs(builds_of(nominal, shared_bytes), job, multiprocessors)
     best = min(costs, key=lambda build: costs[build], default=None)
     divided: dict[Build, float] = {}
-    if best is not None and not (best.march and best.item_bytes == 2):  # no better than marches in 16 bits (measured)
+    if best is not None and not (best.march and best.item_bytes == 2):  # 16-bit marches are as fast as spread builds
         divided = _costs(spread_builds(nominal, shared_bytes), job, multiprocessors, costs[best] / SPREAD)
     forget_boxes()
     if best is None or divided:
         return min(divided, key=lambda build: divided[build], default=None)
-    # Those that the model cannot tell apart from the best.
+    # Builds within a factor of AS_GOOD of the best are equally fast as far as the model can tell.
     equals = [build for build in costs if costs[build] < AS_GOOD * costs[best] and build.copied == best.copied]
     return min(equals, key=lambda build: (-build.producers, costs[build] * (TORN if _torn(build, job) else 1.0)))
 
 
 def _torn(build: Build, job: Job) -> bool:
-    """Whether two column tiles write the same sectors of floats."""
+    """Returns whether two column tiles write parts of the same sectors of float32 outputs."""
     return build.torn and build.item_bytes == 4 and not job.written_last
 
 
 def _costs(found: Iterator[Build], job: Job, multiprocessors: int, most: float = inf) -> dict[Build, float]:
-    """Of the builds that may be as good as the best, and take at most so many cycles."""
+    """Returns the predicted cycles of the builds that may be as fast as the best and take at most `most` cycles."""
     costs: dict[Build, float] = {}
     for build in found:
         tiling = best_tiling(build, job, multiprocessors, min(most, AS_GOOD * min(costs.values(), default=inf)))
@@ -500,7 +501,7 @@ def _costs(found: Iterator[Build], job: Job, multiprocessors: int, most: float =
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
-    """Why the halo kernel does not take a problem, or nothing."""
+    """Returns why the halo kernel does not take a problem, or None if it does."""
     if device.capability != (9, 0):
         return "the halo kernel is for compute capability 9.0"
     if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
@@ -523,7 +524,7 @@ def why_not(problem: Problem, device: Device) -> str | None:
     return tensor_cores.why_not_halves(Side.of(problem).mean_terms) if job.strict else None
 
 
-PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # that the family computes
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that the family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
@@ -531,7 +532,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """What its launches do, by the model."""
+    """Returns the number of launches and the predicted cycles for a problem."""
     found = plan_or_none(job_of(problem), device)
     assert found is not None, "work() of a problem that why_not() refuses"
     return Work(len(found.launches), found.cycles)
@@ -563,7 +564,7 @@ def plan_of(found: HaloPlan, problem: Problem, why: str = "") -> Plan:
         if size:
             regions.append((name, round_up(end, 256)))
             end = round_up(end, 256) + size
-    packed = found.packed_bytes if problem.which is Pass.FORWARD else 0  # gradients' are never kept
+    packed = found.packed_bytes if problem.which is Pass.FORWARD else 0  # gradients never reuse a packed weight
     return Plan(
         "halo", why, tuple(launches), end, tile, tuple(regions), packed, found.moments, preparing=found.preparing
     )
@@ -575,7 +576,7 @@ def plan_or_none(job: Job, device: Device) -> HaloPlan | None:
 
 
 def candidates(job: Job, device: Device, most: int) -> list[HaloPlan]:
-    """The builds that the model likes best for a job, with their best tiling."""
+    """Returns plans for at most `most` builds, those with the least predicted times, each with its best tiling."""
     found = [
         plan
         for build in chain(*(kind(Nominal.of(job), device.shared_bytes) for kind in (builds_of, spread_builds)))

@@ -1,6 +1,7 @@
-"""The matrix instructions of the halo kernel: which shifts feed which phases, and in which order columns stand.
+"""Derives the matrix instructions of the halo kernel: which shifts feed which phases, and the order of the columns.
 
-Follows from the geometry alone (halo_layout.cuh explains the words).
+They follow from the geometry alone. The header of halo_layout.cuh explains the terms field, unit, source, part,
+panel, pattern and variant.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from math import prod
 
 from ...planning.geometry import Axis, Triple
 
-MAX_COLUMNS = 256  # of one matrix instruction, and of a slab's accumulators
-MAX_PARTS = 4  # phases along w that lie side by side in a row
+MAX_COLUMNS = 256  # most columns of one matrix instruction, and of a slab's accumulators
+MAX_PARTS = 4  # most phases along w that lie side by side in a row
 
 
 @dataclass(frozen=True)
 class Feed:
     """One tap of one dimension: input position q + offset feeds output `field` of position q.
 
-    When gathering, a position has one output, and `field` is the part of the row that is read.
+    In the input gradient a position has one output, and `field` is the part of the row that the tap reads.
     """
 
     offset: int
@@ -31,11 +32,11 @@ class Feed:
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension as one column tile sees it: all phases of it, or the only one that the tile computes."""
+    """One dimension as a column tile sees it: with all its phases, or with the only phase that the tile computes."""
 
     feeds: tuple[Feed, ...]
     fields: int  # outputs per position
-    offset: int  # of field 0 from output stride*q
+    offset: int  # output of field 0, relative to output stride*q
 
     @classmethod
     def whole(cls, axis: Axis) -> Dimension:
@@ -48,13 +49,13 @@ class Dimension:
 
     @classmethod
     def marching(cls, axis: Axis) -> Dimension:
-        """Depth when blocks walk along it: plane i feeds outputs i*stride - padding + tap*dilation."""
+        """Returns depth for a march, where input plane i feeds outputs i*stride - padding + tap*dilation."""
         feeds = tuple(Feed(0, t * axis.dilation, t) for t in range(axis.kernel))
         return cls(feeds, max(axis.dilation * (axis.kernel - 1) + 1, axis.stride), 0)
 
     @classmethod
     def gathering(cls, axis: Axis, phases: Iterable[int]) -> Dimension:
-        """The taps that read certain phases of dy; each phase is a part."""
+        """Returns the taps that read the given phases of dy; each phase is a part."""
         feeds = tuple(Feed(axis.shift(t), part, t) for part, phase in enumerate(phases) for t in axis.taps(phase))
         return cls(feeds, 1, 0)
 
@@ -64,42 +65,48 @@ class Dimension:
 
     @property
     def span(self) -> int:
-        """How many more inputs than positions a line of the halo has."""
+        """The number of inputs that a halo has beyond the positions of its tile along this dimension."""
         return max((feed.offset for feed in self.feeds), default=0) - self.origin
 
     @property
     def shape(self) -> list[tuple[int, int]]:
-        """What two dimensions must share for the same instructions to serve both."""
+        """The displacement and field of each tap. Dimensions of equal shape can use the same instructions."""
         return [(feed.offset - self.origin, feed.field) for feed in self.feeds]
 
 
 Dimensions = tuple[Dimension, Dimension, Dimension]
-Split = tuple[bool, bool, bool]  # which dimensions' phases are computed by column tiles of their own
+Split = tuple[bool, bool, bool]  # for d, h and w: whether each phase is computed by column tiles of its own
 
 
 def splittable(axis: Axis) -> bool:
-    """Whether the phases differ only in where they read and write."""
+    """Returns whether the phases of an axis differ only in where they read and write."""
     shapes = [sorted(Dimension.phase(axis, phase).shape) for phase in range(axis.stride)]
     return axis.stride > 1 and all(shape == shapes[0] for shape in shapes)
 
 
 def separable(axis: Axis) -> bool:
-    """Whether each phase can be computed by itself: it has taps, though maybe not as many as another."""
+    """Returns whether each phase of an axis can have column tiles of its own: every phase has at least one tap."""
     return axis.stride > 1 and all(axis.taps(phase) for phase in range(axis.stride))
 
 
 def instruction_cycles(columns: int) -> float:
-    """Of one matrix instruction with both operands in shared memory, of 32 bytes of K: measured (docs)."""
+    """Returns the cycles of one matrix instruction of 32 bytes of K with both operands in shared memory.
+
+    Tensor cores take columns / 2 cycles, and shared memory must deliver the operands (docs/performance/halo.md).
+    """
     return max(columns / 2, operand_cycles(columns))
 
 
 def operand_cycles(columns: int) -> float:
-    """Of shared memory, for both operands of such an instruction: 64 rows and the columns."""
+    """Returns the cycles for which a matrix instruction of 32 bytes of K occupies shared memory.
+
+    It reads 64 rows of the first operand and the columns of the second, at 128 bytes per cycle.
+    """
     return 16 + columns / 4
 
 
 def register_cycles(columns: int) -> float:
-    """The same where the first operand comes out of registers."""
+    """Returns the cycles of one matrix instruction of 32 bytes of K with its first operand in registers."""
     return max(columns / 2 + 2, 14)
 
 
@@ -107,19 +114,19 @@ def register_cycles(columns: int) -> float:
 class Program:
     """The matrix instructions of one chunk of channels, for any width of a field.
 
-    The compiler keeps matrix instructions apart (and waits between them) whose accumulators overlap in part, so the
-    columns are divided into units once and for all, and an instruction computes one unit: with zero weights for those
-    of its fields that the shift does not feed.
+    The compiler serializes matrix instructions whose accumulators overlap only in part. The columns are therefore
+    divided into units once, and every instruction computes one unit, with zero weights for the fields of the unit
+    that its shift does not feed.
     """
 
     sources: tuple[Dimensions, ...]
-    fields: tuple[Triple, ...]  # in the order of the columns: output offsets
-    unit: int  # fields of one instruction
-    patterns: tuple[tuple[int, ...], ...]  # the units that the shifts of a pattern feed
-    shifts: tuple[tuple[Triple, ...], ...]  # of each source and pattern: displacements of the halo, and the part
-    taps: tuple[tuple[Triple | None, ...], ...]  # of each shift: of every field of the units it feeds
-    phases: tuple[Triple, ...] = ((0, 0, 0),)  # of each source: which elements of the tensor it has
-    read_step: Triple = (1, 1, 1)  # from one of them to the next
+    fields: tuple[Triple, ...]  # output offsets of each field along d, h and w, in the order of the columns
+    unit: int  # number of fields that one instruction computes
+    patterns: tuple[tuple[int, ...], ...]  # for each pattern: the units that its shifts feed
+    shifts: tuple[tuple[Triple, ...], ...]  # for each source and pattern: displacements in the halo, and the part
+    taps: tuple[tuple[Triple | None, ...], ...]  # for each shift: the tap of every field of the units it feeds
+    phases: tuple[Triple, ...] = ((0, 0, 0),)  # for each source: its first element of the tensor along d, h and w
+    read_step: Triple = (1, 1, 1)  # elements of the tensor from one element of a source to the next
     used_parts: int = 1
 
     @classmethod
@@ -148,7 +155,11 @@ class Program:
 
     @classmethod
     def gathering(cls, axes: tuple[Axis, Axis, Axis]) -> Program:
-        """Of the input gradient: a source for every phase plane along d and h (and w, if a row cannot hold those)."""
+        """Returns the program of an input gradient.
+
+        Every phase plane along d and h is a source. Phases along w are parts of a row if there are at most
+        `MAX_PARTS` of them, and sources otherwise.
+        """
         beside = axes[2].stride <= MAX_PARTS
         choices: list[list[Triple]] = [
             [(phase,) for phase in range(axis.stride) if axis.taps(phase)] for axis in axes
@@ -186,43 +197,46 @@ class Program:
 
     @cached_property
     def span(self) -> Triple:
-        """How much larger than a tile its halo is."""
+        """The number of positions along each dimension by which a halo is larger than its tile."""
         return tuple(max(source[axis].span for source in self.sources) for axis in range(3))
 
     @property
     def parts(self) -> int:
-        """Into which a row is divided: a power of two."""
+        """The number of parts of a row: `used_parts`, rounded up to a power of two."""
         return 1 << (self.used_parts - 1).bit_length()
 
     @cached_property
     def chunk_fields(self) -> int:
-        """Fields of all panels of a chunk."""
+        """The number of fields in all panels of a chunk."""
         return sum(len(taps) for taps in self.taps)
 
     @property
     def panel_fields(self) -> int:
-        """Of the largest panel."""
+        """The number of fields in the largest panel."""
         return max((len(units) for units in self.patterns), default=0) * self.unit
 
     @cached_property
     def instructions(self) -> int:
-        """Of one slab and one step."""
+        """The number of matrix instructions for one slab and one step of 32 bytes of K."""
         units = [len(self.patterns[i % len(self.patterns)]) for i in range(len(self.shifts))]
         return sum(len(shifts) * count for shifts, count in zip(self.shifts, units, strict=True))
 
     def cycles(self, width: int, beside: float = 0.0, registers: bool = False) -> float:
-        """Of one slab and one step of 32 bytes; `beside`: what each instruction costs beside its product;
-        `registers`: whether its first operand comes out of these."""
+        """Returns the tensor core cycles of one slab and one step of 32 bytes of K, for fields of `width` columns.
+
+        `beside` is the overhead of each instruction in cycles; `registers` says whether the first operand is in
+        registers.
+        """
         cycles = register_cycles if registers else instruction_cycles
         return self.instructions * (cycles(self.unit * width) + beside)
 
     def shared_cycles(self, width: int) -> float:
-        """Of shared memory, for the operands of one slab and one step."""
+        """Returns the shared memory cycles for the operands of one slab and one step of 32 bytes of K."""
         return self.instructions * operand_cycles(self.unit * width)
 
 
 def _field_orders(counts: Triple) -> Iterator[tuple[Triple, ...]]:
-    """Orders of the phases worth trying: nested loops."""
+    """Yields the orders of the phases that are tried: nested loops over the three dimensions, in any nesting."""
     for order in permutations(range(3)):
         fields = []
         for phases in product(*(range(counts[axis]) for axis in order)):
@@ -233,7 +247,7 @@ def _field_orders(counts: Triple) -> Iterator[tuple[Triple, ...]]:
 
 @lru_cache(maxsize=256)
 def gather_program(axes: tuple[Axis, Axis, Axis], march: bool = False) -> Program:
-    """Marching: the fields are the planes of positions that those of one step of the march feed."""
+    """Returns the program of an input gradient. In a march, the fields are the planes of dx that one step feeds."""
     found = Program.gathering(axes)
     if not march:
         return found
@@ -251,12 +265,14 @@ def programs(
     fine: bool = False,
     registers: bool = False,
 ) -> tuple[Program, ...]:
-    """One program for each combination of the split dimensions' phases, those with the most taps first: the same but
-    for origins, offsets and taps, and, where phases have different numbers of these, shifts.
+    """Returns one program for each combination of the split dimensions' phases, programs with the most taps first.
 
-    Order and division of the columns are those with the cheapest instructions (`beside`: what each costs beside its
-    product; `registers`: whether their first operand comes out of these); of such, the widest, which take least out
-    of shared memory.
+    The programs have the same columns and differ in origins, offsets and taps; if phases have different numbers of
+    taps, they differ in shifts too.
+
+    The order of the columns and their division into units are the ones with the fewest cycles, then the fewest
+    patterns, then the widest units, which read least from shared memory. `beside` is the overhead of each instruction
+    in cycles; `registers` says whether the first operand is in registers; `fine` makes panels of one unit.
     """
     choices = [
         [Dimension.phase(axis, phase) for phase in range(axis.stride)] if apart else [Dimension.whole(axis)]
