@@ -94,8 +94,8 @@ WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 800
 SECTOR_WORDS = 8  # words of a memory sector, the smallest transaction
 MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
 ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
-# A block that writes its sums straight to the result takes RESULT_ELEMENT cycles per element and RESULT_RUN cycles per
-# run of adjacent elements; `Costs.block` already includes RESULT_HIDDEN of these cycles.
+# A block that writes its sums straight to the result takes RESULT_ELEMENT cycles per element and RESULT_RUN cycles
+# per run of adjacent elements; `Costs.block` already includes RESULT_HIDDEN of these cycles.
 RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.85, 1.5, 10000.0
 ROUGH_BYTES = 28.0  # bytes copied per multiprocessor and cycle, for the rough cost of a candidate
 
