@@ -194,7 +194,7 @@ def split_of(problem: Problem, tile: Tile, bundles: int, device: Device) -> Spli
     return min(found, key=lambda pair: pair[0])[1]
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

@@ -514,7 +514,7 @@ def bands_of(o: Operands, device: Device) -> Bands:
     return min(costs, key=lambda bands: costs[bands], default=())
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def why_not_together(problems: Wanted, device: Device) -> str | None:

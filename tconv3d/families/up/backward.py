@@ -38,7 +38,7 @@ STAGES = (8, 7, 6, 5, 4, 3)
 # Registers per thread of producers, input-gradient warps and weight-gradient warps, by bytes per element. Tiles of
 # 16-bit types have twice as many positions, so their input gradient needs more accumulators.
 REGISTERS = {4: (40, 104, 184), 2: (40, 120, 176)}
-# Registers per thread with three taps along w, where producers hold more addresses.
+# Registers per thread of the three roles with three taps along w, where producers copy to more addresses.
 REGISTERS_OF_THREE = (56, 104, 176)
 
 # Rates and costs of a multiprocessor, for choosing between tilings.
@@ -179,7 +179,7 @@ def _per_cycle(of_one: float, device: Device) -> float:
     return of_one * device.multiprocessors
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def why_not_layer(problems: Wanted, device: Device) -> str | None:

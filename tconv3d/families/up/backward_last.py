@@ -89,7 +89,7 @@ def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
     return found
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def why_not_together(problems: Wanted, device: Device) -> str | None:

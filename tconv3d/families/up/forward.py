@@ -200,7 +200,7 @@ def with_turns(tiling: Tiling, tiles: int, device: Device) -> Tiling:
     return replace(tiling, few=tiling.last and tiles <= FEW_TILES * splits_of(tiling, tiles, device))
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

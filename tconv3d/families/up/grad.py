@@ -160,7 +160,7 @@ def choose_for(p: Problem, device: Device) -> Tiling | None:
     return choose(p.geometry, p.which is Pass.WEIGHT_GRAD, p.batch * prod(p.input_size), device)
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

@@ -94,8 +94,8 @@ WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 800
 SECTOR_WORDS = 8  # words of a memory sector, the smallest transaction
 MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
 ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
-# A block that writes its sums straight to the result takes so many cycles per element and per run of adjacent
-# elements; `Costs.block` already includes RESULT_HIDDEN of these cycles.
+# A block that writes its sums straight to the result takes RESULT_ELEMENT cycles per element and RESULT_RUN cycles
+# per run of adjacent elements; `Costs.block` already includes RESULT_HIDDEN of these cycles.
 RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.85, 1.5, 10000.0
 ROUGH_BYTES = 28.0  # bytes copied per multiprocessor and cycle, for the rough cost of a candidate
 
@@ -197,7 +197,7 @@ class Planes:
         """Returns the registers per thread of `depth` sets of operands and of the words that they are joined from."""
         if depth == 1:
             return 4 * (len(self.loads) + len({read for tap in self.reads for read in tap}))
-        # TF32 builds with joined operands get 6 more registers: with fewer, the compiler serializes the products.
+        # TF32 builds with joined operands get 6 more registers: with fewer, products are serialized.
         return 4 * depth * (len(self.loads) + len(self.joins)) + (6 if self.per_word == 1 and self.joins else 0)
 
     def own_words(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
@@ -800,7 +800,7 @@ def bias_slots(g: Geometry, tiling: Tiling) -> int:
     return len(tiling.pieces) * g.stride[0] * g.stride[1]
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:

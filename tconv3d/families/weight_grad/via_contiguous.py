@@ -55,7 +55,7 @@ def slices_of(p: Problem) -> int:
     return min(fitting, default=0)
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def why_not(problem: Problem, device: Device) -> str | None:

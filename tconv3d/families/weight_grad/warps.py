@@ -400,7 +400,7 @@ def tiling_of(layer: Layer, device: Device) -> Tiling | None:
     return best
 
 
-# ---- The family.
+# ---- The interface of the family to the planner.
 
 
 def _layer(p: Problem) -> Layer:
