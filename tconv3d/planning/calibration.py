@@ -21,8 +21,8 @@ from .problem import Device, Pass, Problem
 DIRECTORY = Path(__file__).with_name("rates")
 REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured rates
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
-# Rates of a kernel without measured rates, in microseconds per unit, from an H200: 1755 cycles per microsecond, half
-# of its memory bandwidth of 4.27 MB per microsecond, and half of its float32 rate, so that 1e9 products take 78 us.
+# Rates of a kernel without measured rates, in microseconds per unit. They are derived from an H200: 1755 cycles per
+# microsecond, half the memory bandwidth of 4.27 MB/us, and 78 us for 1e9 products, half the float32 rate.
 DEFAULT = {"launches": 2.0, "kilocycles": 1 / 1.755, "megabytes": 2 / 4.27, "gigaproducts": 78.0}
 
 

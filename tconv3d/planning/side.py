@@ -75,7 +75,7 @@ class Side:
 
     @property
     def wide(self) -> bool:
-        """Whether an offset in elements, or an intermediate value of its computation, may exceed 32 bits."""
+        """Tells whether an offset in elements, or an intermediate value of its computation, may exceed 32 bits."""
         reach = [
             (q - 1) * gather.input_step
             + max(abs(o) for o in gather.first_offset)
@@ -102,13 +102,13 @@ class Side:
 
     @property
     def chained(self) -> bool:
-        """Whether sums are long enough to be computed as sums of partial sums, which takes more registers."""
+        """Tells whether sums are long enough to be computed as sums of partial sums, which takes more registers."""
         p = self.problem
         return p.dtype == "float32" and not p.tf32 and self.terms > LONG_SUM
 
     @property
     def keeps_rest(self) -> bool:
-        """Whether additions of partial sums are compensated for their rounding errors."""
+        """Tells whether additions of partial sums are compensated for their rounding errors."""
         return self.chained and self.terms <= SHORT_SUM
 
     @property

@@ -1,1 +1,1 @@
-"""Multiply-adds for every geometry and type."""
+"""Kernel family for every geometry and element type, by plain multiply-adds."""

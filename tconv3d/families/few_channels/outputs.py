@@ -30,7 +30,7 @@ STAGES = (2, 3, 4)  # candidates for the chunks of a warp's ring
 KEPT_COPIES = 8  # copies per lane and chunk up to which their addresses stay in registers
 
 # Rates of one multiprocessor, by which the model compares tiles.
-CYCLES_PER_MULTIPLY = 6.0  # cycles per matrix instruction of one of the four schedulers, measured on an H200
+CYCLES_PER_MULTIPLY = 6.0  # cycles per matrix instruction of a scheduler, chosen by measurement on an H200
 BYTES_PER_CYCLE = 18.0  # bytes per cycle read from global memory
 L2_BYTES_PER_CYCLE = 16.0  # bytes per cycle read from L2
 SECTOR_BYTES = 32

@@ -222,7 +222,7 @@ class Work:
 
     @property
     def dense_w(self) -> bool:
-        """Whether a block writes all phases along w, so that its stores fill whole sectors."""
+        """Tells whether a block writes all phases along w, so that its stores fill whole sectors."""
         return self.unrolled > 0 or self.side.gathers[2].output_step == 1
 
 
@@ -314,7 +314,7 @@ class Candidate:
 
     @property
     def rounds(self) -> bool:
-        """Whether values of x are rounded to TF32 before each product, because no earlier launch rounded them."""
+        """Tells whether x is rounded to TF32 before each product, because no earlier launch rounded it."""
         return self.item_bytes == 4 and not self.rows
 
     @property

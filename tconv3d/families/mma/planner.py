@@ -28,7 +28,7 @@ from .model import Build, Candidate, Work, candidates, candidates_of
 
 HAS_EPILOGUE = True
 MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
-# TF32 multiply-adds per cycle and multiprocessor by mma.sync with operands in registers, measured on an H200.
+# TF32 multiply-adds per cycle and multiprocessor by mma.sync with operands in registers, on an H200.
 PRODUCTS_PER_CYCLE = 565.0
 MAX_TAPS = 1024  # taps that the tables of a kernel hold
 PACK_THREADS = 256  # threads per block of mma_pack

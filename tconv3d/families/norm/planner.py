@@ -36,7 +36,7 @@ STATISTICS_THREADS = (128, 512)  # threads per block for norm groups with fewer 
 MANY_MOMENTS = 1024
 # norm_both.cuh computes both passes of the gradient in one launch.
 BOTH_BLOCKS = 3  # blocks per multiprocessor
-KEPT_BYTES = 21 << 20  # bytes of dy and x that L2 holds from the first pass to the second, measured on an H200
+KEPT_BYTES = 21 << 20  # bytes of dy and x that L2 holds between the passes, chosen by measurement on an H200
 LEAST_BYTES = 32 << 20  # bytes of dy and x up to which L2 holds them from one launch to the next
 # norm_once.cuh reads dy and x once.
 CONSUMERS = 16  # consumer warps per block
