@@ -97,13 +97,13 @@ def test_what_failed_once_passes(name: str, worker: Worker) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_cases_from_a_fixed_seed_pass(seed: int) -> None:
     plans = ("", *draw.PLANS) if DEVICE == "cpu" else ("",)
-    search = Search(seed, DEVICE, plans, cases=100, workers=1)
+    search = Search(seed, DEVICE, plans, cases=72, workers=1)
     search.run()
     assert not search.failures, "\n".join(failure.text for failure in search.failures)
-    assert search.run_cases >= 100
+    assert search.run_cases >= 72
 
 
 @pytest.mark.slow

@@ -52,6 +52,10 @@ def cases(seed: int, number: int, plans: tuple[str, ...] = ("", *PLANS), count: 
     dtype = random.choice(DTYPES if kind == "any" else DTYPES[:4])
     layer = _layer(random, kind)
     epilogue = random.choices(("", "relu", "norm"), (6, 2, 2))[0]
+    if dtype == "float32" and epilogue == "norm":
+        layer = replace(
+            layer, bias=True
+        )  # The bias keeps sums away from 0, where a ReLU's mask would be left to chance.
     base = Case(
         layer,
         dtype=dtype,
