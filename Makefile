@@ -2,6 +2,7 @@
 # make test     every check: ruff, clang-format, mypy, import-linter, the documentation site, the test suite with its ten
 #               slowest tests, and its kernels compiled for every GPU
 # make fuzz     random layers, tensors and calls against float64: SEED=, MINUTES=, CASES=, WORKERS=, SANITIZE=1, JSON=
+# make test-thorough  the test suite with every combination of parameters; make test runs every second of long tests
 # make test-oldest  a few tests with the oldest PyTorch that is supported, without a GPU
 # make docs     build the documentation site into artifacts/site
 # make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts
@@ -40,7 +41,7 @@ else
   if_present = $(3)
 endif
 
-.PHONY: demo test test-oldest check docs fuzz results format clean
+.PHONY: demo test test-thorough test-oldest check docs fuzz results format clean
 .DEFAULT_GOAL := test
 
 demo: $(READY)
@@ -53,6 +54,9 @@ test: check docs
 
 test-oldest: $(READY)
 	$(PY) tests/oldest_torch.py
+
+test-thorough: $(READY)
+	$(PY) -m pytest --thorough $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=$(WORKERS) --dist=worksteal)
 
 check: $(READY)
 	$(call if_present,$(PY) -m ruff --version,ruff,$(PY) -m ruff check .)

@@ -31,6 +31,34 @@ os.environ.setdefault("TCONV3D_BACKGROUND", "0")
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the kernels run in the emulator
 
 
+# Files whose tests with many parameters take minutes: make test runs every second combination of them, and
+# `pytest --thorough` (make test-thorough) all.
+THINNED = frozenset(
+    f"test_{name}.py"
+    for name in ("alignment", "conv_transpose3d", "fused", "halo", "input_grad", "mma", "weight_grad", "depthwise")
+)
+FEW = 4  # combinations of one test that are all run
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="every combination of parameters, not every second")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out every second combination of parameters of long tests, unless somebody asks for single tests."""
+    if config.getoption("--thorough") or any("::" in argument for argument in config.args):
+        return
+    groups: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.path.name in THINNED:
+            groups.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
+    left_out = [item for group in groups.values() if len(group) > FEW for item in group[1::2]]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        gone = {id(item) for item in left_out}
+        items[:] = [item for item in items if id(item) not in gone]
+
+
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"

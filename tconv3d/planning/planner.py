@@ -111,9 +111,11 @@ def check_limits(geometry: Geometry) -> None:
         raise Refused(f"kernel size times dilation plus padding exceeds {FARTHEST} in a dimension")
 
 
-def _too_many(wanted: Wanted) -> str | None:
+def _only_direct(wanted: Wanted) -> str | None:
     """Returns why only the direct family is asked for offers, or None if all families are."""
     for problem in wanted.values():
+        if problem.batch == 0:
+            return "there is nothing to compute"
         taps, phases = problem.geometry.taps, problem.geometry.phases
         if taps > MOST_TAPS:
             return f"{taps} taps are more than {MOST_TAPS}"
@@ -125,7 +127,7 @@ def _too_many(wanted: Wanted) -> str | None:
 def answers(wanted: Wanted, device: Device) -> list[Answer]:
     """Returns the offers and refusals of every family for the wanted passes."""
     found: list[Answer] = []
-    limit = _too_many(wanted)
+    limit = _only_direct(wanted)
     for name, family in FAMILIES:
         if limit is not None and family is not direct_planner:
             found.append(Refusal(name, tuple(wanted), limit))

@@ -43,6 +43,17 @@ KEPT: dict[str, list[Case]] = {
     "a store of 16 bytes to short lines": [
         Case(Layer(17, 16, (4, 7, 3), (1, 3, 2), (3, 3, 1), output_padding=(0, 1, 0)), dtype="float16")
     ],
+    "a block that begins in the middle of a job of channels": [
+        Case(
+            Layer(32, 32, (7, 5, 2), (3, 7, 1), (3, 2, 1), (5, 0, 0), (2, 2, 0), (2, 3, 2), batch=1, bias=False),
+            plans="H200",
+            favoured="cheapest",
+            wanted=("weight",),
+            input=Memory("ndhwc", gaps=(0, 2, 0, 0, 0)),
+            grad=Memory("ndhwc", gaps=(0, 0, 8, 1, 0)),
+        )
+    ],
+    "nothing to compute": [Case(Layer(8, 1, (1, 1, 1), (1, 1, 1), batch=0), dtype="float16", wanted=("input",))],
     "a weight at an odd address": [
         Case(
             Layer(40, 16, (1, 3, 7), (7, 3, 2), (1, 2, 2), output_padding=(0, 0, 1), batch=1, bias=False),
@@ -97,13 +108,13 @@ def test_what_failed_once_passes(name: str, worker: Worker) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_cases_from_a_fixed_seed_pass(seed: int) -> None:
     plans = ("", *draw.PLANS) if DEVICE == "cpu" else ("",)
-    search = Search(seed, DEVICE, plans, cases=72, workers=1)
+    search = Search(seed, DEVICE, plans, cases=60, workers=1)
     search.run()
     assert not search.failures, "\n".join(failure.text for failure in search.failures)
-    assert search.run_cases >= 72
+    assert search.run_cases >= 60
 
 
 @pytest.mark.slow

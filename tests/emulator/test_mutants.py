@@ -114,7 +114,7 @@ MUTANTS = {
     ),
     "a missing barrier": Mutant(
         DIRECT,
-        "__syncthreads();  // the last stage has been read",
+        "__syncthreads();  // all threads have read the previous stage",
         "",
         Layer(64, 4, (2, 2, 2), (5, 5, 5), bias=False, batch=1),
         "result: .* elements wrong",

@@ -101,7 +101,7 @@ def test_modules_of_a_planner() -> None:
         "tconv3d.families.halo.planner",
         "tconv3d.families.halo.build",
         "tconv3d.planning.geometry",
-        "tconv3d.families.direct.planner",
+        "tconv3d.planning.side",
     } <= found
     assert (
         not {

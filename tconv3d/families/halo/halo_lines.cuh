@@ -144,8 +144,7 @@ struct HaloLines {
   struct Pair {
     bool exists;
     int h, w;  // coordinates of the first position in the tile
-    int word;  // word of a stage that holds the first line and word that the pair may read, in the lane's
-               // first channel
+    int word;  // first word of a stage that the pair may read, in the lane's first channel
   };
   using Pairs = Pair[Config::kSlabs];
   static __device__ __forceinline__ void find(const Args& args, const Slab (&slabs)[Config::kSlabs], int warp,

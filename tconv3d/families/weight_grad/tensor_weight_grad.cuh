@@ -251,8 +251,9 @@ struct TensorWeightGrad {
     w += low(place.words);
     const bool line_inside = exists && d >= 0 && d < size.d && h >= 0 && h < size.h;
     // Channels past the group's last one read another channel again: their sums are never written. If
-    // kAllInside is true, the channels of a job are all inside the group, or none is.
-    constexpr bool kAllInside = (S::kLastInGroup + 1) % S::kJobChannels == 0;
+    // kAllInside is true, the channels of a job are all inside the group, or none is: blocks consist of whole
+    // jobs, and so does the group.
+    constexpr bool kAllInside = S::kWhole && (S::kLastInGroup + 1) % S::kJobChannels == 0;
     const int last = S::kLastInGroup - (kAllInside ? S::kJobChannels - 1 - lane % C::kLaneChannels : 0);
     const int in_group = min((kIsX ? block.first_in : block.first_out) + channel, last);
     const Index step = C::kLaneChannels * static_cast<Index>(strides.c);
