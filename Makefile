@@ -2,7 +2,7 @@
 # make test     every check: ruff, clang-format, mypy, import-linter, the documentation site, the test suite with its ten
 #               slowest tests, and its kernels compiled for every GPU
 # make fuzz     random layers, tensors and calls against float64: SEED=, MINUTES=, CASES=, WORKERS=, SANITIZE=1, JSON=
-# make test-thorough  the test suite with every combination of parameters; make test runs every second of long tests
+# make test-thorough  the test suite with every combination of parameters; make test runs a part of long tests
 # make test-oldest  a few tests with the oldest PyTorch that is supported, without a GPU
 # make docs     build the documentation site into artifacts/site
 # make results  measure everything again (a GPU and about ten minutes), fill the documents' tables, draw their charts

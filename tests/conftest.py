@@ -31,28 +31,36 @@ os.environ.setdefault("TCONV3D_BACKGROUND", "0")
 RECORD = os.environ.get("TCONV3D_TEST_RECORD")  # directory for a list of the kernels run in the emulator
 
 
-# Files whose tests with many parameters take minutes: make test runs every second combination of them, and
+# Files whose tests with many parameters take minutes: make test runs every second or third combination of them, and
 # `pytest --thorough` (make test-thorough) all.
-THINNED = frozenset(
-    f"test_{name}.py"
-    for name in ("alignment", "conv_transpose3d", "fused", "halo", "input_grad", "mma", "weight_grad", "depthwise")
-)
+THINNED = {
+    **dict.fromkeys(("alignment", "conv_transpose3d", "halo", "mma", "weight_grad"), 3),
+    **dict.fromkeys(
+        ("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "fused", "input_grad", "moments"), 2
+    ),
+    **dict.fromkeys(("up", "up_backward", "up_grad", "reuse"), 2),
+}
 FEW = 4  # combinations of one test that are all run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="every combination of parameters, not every second")
+    parser.addoption("--thorough", action="store_true", help="every combination of parameters")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out every second combination of parameters of long tests, unless somebody asks for single tests."""
+    """Keeps every second or third combination of parameters of long tests, unless somebody asks for single tests."""
     if config.getoption("--thorough") or any("::" in argument for argument in config.args):
         return
     groups: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.path.name in THINNED:
+        if item.path.stem.removeprefix("test_") in THINNED:
             groups.setdefault((item.path, getattr(item, "originalname", item.name)), []).append(item)
-    left_out = [item for group in groups.values() if len(group) > FEW for item in group[1::2]]
+    left_out = [
+        item
+        for (path, _), group in groups.items()
+        for i, item in enumerate(group)
+        if len(group) > FEW and i % THINNED[path.stem.removeprefix("test_")]
+    ]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         gone = {id(item) for item in left_out}
