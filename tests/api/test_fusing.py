@@ -301,7 +301,7 @@ def test_parametrizations_of_a_fused_norm_and_convolution() -> None:
     for position in (1, 3):
         nn.utils.parametrize.register_parametrization(model[position], "weight", nn.Tanh())
     x = torch.randn(1, 1, 2, 2, 2)
-    expected = nn.Sequential(*(getattr(model, name) for name in "0123456"))  # the same layers, one by one
+    expected = nn.Sequential(*(getattr(model, name) for name in "0123456"))  # the seven layers run one by one
     torch.testing.assert_close(model(x), expected(x))
     tconv3d.restore(model)
     torch.testing.assert_close(model(x), expected(x))

@@ -37,7 +37,7 @@ def edit(path: Path) -> None:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """Of every header, as if it were a kernel."""
+    """Reads every header as if it were a kernel."""
     names = sorted(sources.all_headers((directory,)))
     return {name: sources.digest(sources.included(name, (directory,))) for name in names}
 

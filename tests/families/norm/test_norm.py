@@ -68,7 +68,7 @@ def test_a_norm_with_one_parameter(which: str, ours: str) -> None:
 
 
 def norm_gradient(dy: Tensor, x: Tensor, groups: int, weight: Tensor) -> list[Tensor]:
-    """Of a ReLU's result x, in float64: what `norm_executor.gradient` computes."""
+    """Returns in float64 what `norm_executor.gradient` computes for a ReLU's result x."""
     leaves = [x.double().requires_grad_(), weight.double().requires_grad_(), torch.zeros_like(weight, dtype=F64)]
     y = F.group_norm(leaves[0], groups, leaves[1], leaves[2].requires_grad_())
     dx, dweight, dbias = torch.autograd.grad(y, leaves, dy.double())
@@ -125,7 +125,7 @@ def test_both_passes_of_the_norms_gradient_in_one_launch(
 
 
 ORDERED = ("one channel per group", "tensor cores, groups", "tensor cores, march")
-SANITIZED = ("one channel per group", "tensor cores, march")  # of those on tensor cores one: compiling takes a minute
+SANITIZED = ("one channel per group", "tensor cores, march")  # one on tensor cores: compiling takes a minute
 
 
 def all_passes(name: str) -> list[Tensor]:
