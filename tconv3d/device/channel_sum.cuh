@@ -9,23 +9,40 @@
 
 namespace tconv3d {
 
-// The lane's share of the sum of a contiguous run.
+// A sum of many values whose error does not grow with their number: every addition's rounding error is added
+// to the next value (compensated summation).
+template <class Acc>
+struct LongSum {
+  Acc total = 0, rest = 0;
+
+  __device__ __forceinline__ void add(Acc value) {
+    const Acc before = total;
+    value += rest;
+    total += value;
+    rest = (before - total) + value;
+    // A rest that is NaN, because the total is infinite, is dropped, so that an infinite total stays
+    // infinite.
+    if (!(rest - rest == 0)) rest = 0;
+  }
+};
+
+// Adds the lane's share of a contiguous run.
 template <class Acc, class Scalar, class Index>
-__device__ __forceinline__ Acc sum_run(const Scalar* run, Index length, int lane) {
+__device__ __forceinline__ void add_run(LongSum<Acc>& sum, const Scalar* run, Index length, int lane) {
   constexpr int kLanes = 32, kItems = 16 / static_cast<int>(sizeof(Scalar));
   const int past = static_cast<int>(reinterpret_cast<unsigned long long>(run) / sizeof(Scalar) % kItems);
   const Index wanted = (kItems - past) % kItems, head = wanted < length ? wanted : length;
   const Index vectors = (length - head) / kItems;
-  Acc sum = lane < head ? widen<Acc>(run[lane]) : Acc(0);
+  if (lane < head) sum.add(widen<Acc>(run[lane]));
   const Scalar* aligned = run + head;
 #pragma unroll 4
   for (Index i = lane; i < vectors; i += kLanes) {
     const auto vector = load_vector<kItems>(aligned + i * kItems);
 #pragma unroll
-    for (int k = 0; k < kItems; ++k) sum += widen<Acc>(vector.at[k]);
+    for (int k = 0; k < kItems; ++k) sum.add(widen<Acc>(vector.at[k]));
   }
   const Index tail = head + vectors * kItems + lane;
-  return tail < length ? sum + widen<Acc>(run[tail]) : sum;
+  if (tail < length) sum.add(widen<Acc>(run[tail]));
 }
 
 template <class C>
@@ -44,13 +61,13 @@ __device__ void run(const Args& args) {
 
   const Scalar* dy = static_cast<const Scalar*>(args.dy) + channel * static_cast<Index>(args.dy_strides.c);
   const Part<Index> part(static_cast<Index>(args.positions), args.splits, split);
-  Acc sum = 0;
+  LongSum<Acc> long_sum;
   if constexpr (C::kDense) {
     const Index volume = static_cast<Index>(args.volume);
     for (Index position = part.begin; position < part.end;) {
       const Index n = position / volume, offset = position - n * volume;
       const Index length = part.end - position < volume - offset ? part.end - position : volume - offset;
-      sum += sum_run<Acc>(dy + (n * static_cast<Index>(args.dy_strides.n) + offset), length, lane);
+      add_run(long_sum, dy + (n * static_cast<Index>(args.dy_strides.n) + offset), length, lane);
       position += length;
     }
   } else {
@@ -59,12 +76,13 @@ __device__ void run(const Args& args) {
 #pragma unroll 4
     for (Index position = first; position < part.end; position += C::kLanesArePositions ? kLanes : 1) {
       const Index step_w = C::kUnitW ? 1 : static_cast<Index>(args.dy_strides.w);
-      sum += widen<Acc>(
+      long_sum.add(widen<Acc>(
           dy[i.n * static_cast<Index>(args.dy_strides.n) + i.d * static_cast<Index>(args.dy_strides.d) +
-             i.h * static_cast<Index>(args.dy_strides.h) + i.w * step_w]);
+             i.h * static_cast<Index>(args.dy_strides.h) + i.w * step_w]));
       i.advance(args.walk);
     }
   }
+  Acc sum = long_sum.total;
   if constexpr (C::kLanesArePositions) sum = warp_sum(sum);
   if (!C::kLanesArePositions || lane == 0) {
     static_cast<Acc*>(args.parts)[static_cast<long long>(split) * args.channels + channel] = sum;

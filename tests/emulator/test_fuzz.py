@@ -83,6 +83,15 @@ KEPT: dict[str, list[Case]] = {
         )
         for size in ((1, 1, 26), (3, 2, 4))
     ],
+    "a bias gradient of equal values as one long sum": [
+        Case(
+            Layer(2, 16, (6, 20, 40), (3, 3, 3), (2, 2, 2), batch=1),
+            dtype="float32",
+            wanted=("bias",),
+            short=True,
+            grad=Memory("ndhwc", expanded="ncdhw"),
+        )
+    ],
     "an input at an odd address after one that was aligned": [
         Case(
             Layer(80, 80, size, (2, 4, 1), (2, 4, 1), (0, 3, 0), (0, 3, 1), (2, 2, 2), batch=1, bias=False),
