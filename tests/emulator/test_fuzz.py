@@ -83,6 +83,14 @@ KEPT: dict[str, list[Case]] = {
         )
         for size in ((1, 1, 26), (3, 2, 4))
     ],
+    "bits of a mask that the compiler for GPUs lost": [
+        Case(
+            Layer(16, 79, (2, 3, 17), (4, 2, 3), (2, 1, 2), (3, 1, 3), dilation=(2, 1, 3), batch=1),
+            dtype="float16",
+            plans="H200",
+            epilogue="norm",
+        )
+    ],
     "a bias gradient of equal values as one long sum": [
         Case(
             Layer(2, 16, (6, 20, 40), (3, 3, 3), (2, 2, 2), batch=1),

@@ -67,14 +67,25 @@ struct HaloMoments {
     });
     return mask;
   }
+  // Returns the bits of the complete fields that lie `depth` outputs behind a plane's first output.
+  static __device__ constexpr Mask bits_of_depth(int depth) {
+    Mask mask = 0;
+    for (int bit = 0; bit < kBits; ++bit) {
+      const int field = bit % Config::kFields;
+      const bool is = Accumulators::complete(field) && Config::kField(field, 0) == depth;
+      mask |= static_cast<Mask>(is) << bit;
+    }
+    return mask;
+  }
+  // One test for each depth selects a constant. Built bit by bit from the tests, the mask lost bits:
+  // NVRTC 13.0 turned single bits into an instruction that writes another byte of the register.
   static __device__ __forceinline__ Mask outputs_of_plane(const Args& args, const Place& at, int plane) {
     Mask mask = 0;
-    static_for<kBits>([&](auto bit) {
-      constexpr int kBit = decltype(bit)::value, kField = kBit % Config::kFields;
-      if constexpr (Accumulators::complete(kField)) {
-        const int d = plane * Config::kStrideD - Config::kPaddingD + Config::kField(kField, 0);
-        mask |= static_cast<Mask>(Stores::deep(args, at, d)) << kBit;
-      }
+    static_for<Config::kStrideD>([&](auto depth) {
+      constexpr int kDepth = decltype(depth)::value;
+      constexpr Mask kBitsOfDepth = bits_of_depth(kDepth);
+      const int d = plane * Config::kStrideD - Config::kPaddingD + kDepth;
+      mask |= Stores::deep(args, at, d) ? kBitsOfDepth : Mask(0);
     });
     return mask;
   }
