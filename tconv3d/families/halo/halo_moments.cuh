@@ -78,7 +78,7 @@ struct HaloMoments {
     return mask;
   }
   // One test for each depth selects a constant. Built bit by bit from the tests, the mask lost bits:
-  // NVRTC 13.0 turned single bits into an instruction that writes another byte of the register.
+  // NVRTC 13.0 to 13.4 turned single bits into an instruction that writes another byte of the register.
   static __device__ __forceinline__ Mask outputs_of_plane(const Args& args, const Place& at, int plane) {
     Mask mask = 0;
     static_for<Config::kStrideD>([&](auto depth) {
