@@ -285,7 +285,7 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
     asked = [
         problems.input_grad(grad_output, weight, size, convolution, at),
         problems.weight_grad(grad_output, input, kernel, convolution, at),
-        *([] if bias is None else [problems.bias_grad(grad_output)]),
+        *([] if bias is None else [problems.bias_grad(grad_output, at)]),
     ]
     return [forward, *(problem for problem, _ in asked)]
 

@@ -2,7 +2,9 @@
 //
 // A warp sums one part of the positions alone. Its lanes take 32 neighbouring positions of one channel, in
 // vectors of 16 bytes where the volume of a channel is one contiguous run (kDense), or, for channels-last
-// tensors, one position of 32 neighbouring channels. reduce.cuh adds the parts in a fixed order.
+// tensors, one position of 32 neighbouring channels. Where a channels-last tensor is a dense matrix
+// [positions][channels] whose rows are whole vectors (kRows), a block sums one part. reduce.cuh adds the
+// parts in a fixed order.
 #pragma once
 
 #include "cursor.cuh"
@@ -38,11 +40,56 @@ __device__ __forceinline__ void add_run(LongSum<Acc>& sum, const Scalar* run, In
 #pragma unroll 4
   for (Index i = lane; i < vectors; i += kLanes) {
     const auto vector = load_vector<kItems>(aligned + i * kItems);
+    Acc few = 0;
 #pragma unroll
-    for (int k = 0; k < kItems; ++k) sum.add(widen<Acc>(vector.at[k]));
+    for (int k = 0; k < kItems; ++k) few += widen<Acc>(vector.at[k]);
+    sum.add(few);
   }
   const Index tail = head + vectors * kItems + lane;
   if (tail < length) sum.add(widen<Acc>(run[tail]));
+}
+
+// Sums one part of the rows of the dense matrix dy [positions][channels]. Neighbouring threads have
+// neighbouring vectors of channels, and then neighbouring positions.
+template <class C>
+__device__ void sum_rows(const Args& args) {
+  using Scalar = typename C::Scalar;
+  using Acc = typename C::Acc;
+  using Index = typename IndexType<C::kWide>::type;
+  constexpr int kItems = 16 / static_cast<int>(sizeof(Scalar)), kAtOnce = 4;
+  __shared__ Acc shared[C::kThreads * kItems];
+  const int columns = args.channels / kItems, rows = C::kThreads / columns;
+  const int row = static_cast<int>(threadIdx.x) / columns, column = static_cast<int>(threadIdx.x) % columns;
+  const Part<Index> part(static_cast<Index>(args.positions), args.splits, static_cast<int>(blockIdx.x));
+  if (row < rows) {
+    const Scalar* dy = static_cast<const Scalar*>(args.dy) + column * kItems;
+    LongSum<Acc> sums[kItems];
+    for (Index first = part.begin + row; first < part.end; first += kAtOnce * rows) {
+      Vector<Scalar, kItems> vectors[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const Index position = first + i * rows;
+        vectors[i] = position < part.end ? load_vector<kItems>(dy + position * args.channels)
+                                         : Vector<Scalar, kItems>{};
+      }
+#pragma unroll
+      for (int k = 0; k < kItems; ++k) {
+        Acc few = 0;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) few += widen<Acc>(vectors[i].at[k]);
+        sums[k].add(few);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kItems; ++k) shared[threadIdx.x * kItems + k] = sums[k].total;
+  }
+  __syncthreads();
+  Acc* parts = static_cast<Acc*>(args.parts) + static_cast<long long>(blockIdx.x) * args.channels;
+  for (int channel = static_cast<int>(threadIdx.x); channel < args.channels; channel += C::kThreads) {
+    Acc sum = 0;
+    for (int i = 0; i < rows; ++i) sum += shared[i * args.channels + channel];
+    parts[channel] = sum;
+  }
 }
 
 template <class C>
@@ -51,6 +98,10 @@ __device__ void run(const Args& args) {
   using Acc = typename C::Acc;
   using Index = typename IndexType<C::kWide>::type;
   constexpr int kLanes = 32;
+  if constexpr (C::kRows) {
+    sum_rows<C>(args);
+    return;
+  }
   const int lane = threadIdx.x % kLanes;
   const long long warp = static_cast<long long>(blockIdx.x) * (C::kThreads / kLanes) + threadIdx.x / kLanes;
   const int units = C::kLanesArePositions ? args.channels : (args.channels + kLanes - 1) / kLanes;

@@ -128,11 +128,13 @@ class Plan:
     kept: Plan | None = None  # faster plan for calls that reuse a packed weight and skip the first launch
 
 
-def bias_grad_problem(batch: int, channels: int, size: Triple, dtype: str, output: Strides) -> Problem:
+def bias_grad_problem(
+    batch: int, channels: int, size: Triple, dtype: str, output: Strides, aligned: bool = True
+) -> Problem:
     """Returns the problem of a bias gradient, which depends on the output alone."""
     identity = Geometry.make(channels, channels, (1, 1, 1), groups=channels)
     none = (0, 0, 0, 0, 0)
-    return Problem(Pass.BIAS_GRAD, identity, batch, size, dtype, none, none, output)
+    return Problem(Pass.BIAS_GRAD, identity, batch, size, dtype, none, none, output, aligned=aligned)
 
 
 KINDS = (1024, 8192, 300_000)  # numbers of positions, batch included, at which a volume's kind changes

@@ -298,7 +298,7 @@ def bias_grad(grad_output: Tensor) -> Tensor:
     key = _key(Pass.BIAS_GRAD, grad_output, dy)
     task = _tasks.get(key)
     if task is None:
-        problem, layout = problems.bias_grad(grad_output)
+        problem, layout = problems.bias_grad(grad_output, OperandAddresses(dy=dy))
         task = remember(key, _prepare(problem, layout, grad_output))
     return _one(task.run(grad_output, (dy,)))
 
@@ -351,7 +351,7 @@ def _wanted_problems(
         assert input is not None
         found[1] = problems.weight_grad(grad_output, input, kernel, convolution, at)
     if wanted[2]:
-        found[2] = problems.bias_grad(grad_output)
+        found[2] = problems.bias_grad(grad_output, at)
     return found
 
 

@@ -133,7 +133,9 @@ def weight_grad(
     return problem, (shape, strides)
 
 
-def bias_grad(grad_output: Tensor) -> Asked:
+def bias_grad(grad_output: Tensor, at: OperandAddresses) -> Asked:
     batch, channels, *size = grad_output.shape
-    kind = DTYPES[grad_output.dtype]
-    return bias_grad_problem(batch, channels, tuple(size), kind, grad_output.stride()), ((channels,), (1,))
+    problem = bias_grad_problem(
+        batch, channels, tuple(size), DTYPES[grad_output.dtype], grad_output.stride(), at.aligned("dy")
+    )
+    return problem, ((channels,), (1,))

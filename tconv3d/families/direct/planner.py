@@ -16,7 +16,7 @@ from ...planning.calibration import Work
 from ...planning.geometry import Gather
 from ...planning.launch import Constants, Launch
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import Device, Pass, Plan, Problem, Strides, last_offset
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
 from ...planning.side import Side, Unrolled
 from ...planning.sums import reduce_parts
@@ -27,6 +27,7 @@ MAX_THREADS = 256  # per block
 MAX_TAPS = 128  # taps that a thread may own, because the loop over its taps is unrolled
 MAX_REGISTERS = 96  # registers per thread for accumulators and loaded values
 STAGE_BYTES = 32 * 1024  # bytes of weights that a block stages in shared memory at a time
+SUM_THREADS = 256  # per block of a bias gradient whose threads have vectors of channels
 WARPS_PER_MULTIPROCESSOR = 32  # resident warps that split sums aim for
 LOAD_CYCLES = 400  # cycles from one load of x to the next in a multiprocessor with few warps
 CHAINED = 1.35  # measured over predicted time if sums are added to totals: 1.33 and 1.40 for two layers
@@ -330,6 +331,14 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
     return Plan("direct_weight_grad", "multiply-adds, any setting", (main, reduce), splits * count * acc_bytes, tile)
 
 
+def _vectors_of_rows(p: Problem) -> int:
+    """Returns the vectors of 16 bytes of a position if dy is a dense channels-last matrix of them, else 0."""
+    channels = p.geometry.out_channels
+    dense = p.output == channels_last_strides((p.batch, channels, *p.output_size))
+    vectors, rest = divmod(channels * p.item_bytes, 16)
+    return vectors if dense and p.aligned and rest == 0 and vectors <= SUM_THREADS else 0
+
+
 def _plan_bias_grad(p: Problem, device: Device) -> Plan:
     channels = p.geometry.out_channels
     d, h, w = p.output_size
@@ -338,21 +347,28 @@ def _plan_bias_grad(p: Problem, device: Device) -> Plan:
     lanes_are_positions = _lanes_are_positions(p.output) or channels < 16  # fewer channels leave most lanes idle
     units = channels if lanes_are_positions else -(-channels // 32)
     splits = _splits(units, channels, acc_bytes, positions, device)
+    vectors = _vectors_of_rows(p)
+    if vectors:
+        least = 8 * (SUM_THREADS // vectors)  # positions of a part, so that every thread has 8
+        most = device.workspace_bytes // (channels * acc_bytes)
+        splits = max(1, min(4 * device.multiprocessors, positions // least, most))
+    threads = SUM_THREADS if vectors else 128
     wide = max(last_offset((p.batch + 1, channels, d + 1, h + 1, w + 1), p.output), positions + 2**16) > INT32_MAX
     main = Launch(
         kernel="channel_sum",
         constants=(
-            ("kThreads", 128),
+            ("kThreads", threads),
             ("kMinBlocks", 1),
             ("Scalar", SCALARS[p.dtype]),
             ("Acc", acc),
             ("kWide", wide),
+            ("kRows", vectors > 0),
             ("kUnitW", p.output[4] == 1),
             ("kLanesArePositions", lanes_are_positions),
             ("kDense", lanes_are_positions and p.output[2:] == (h * w, w, 1)),
         ),
-        grid=(-(-splits * units // 4), 1, 1),
-        threads=128,
+        grid=(splits if vectors else -(-splits * units // 4), 1, 1),
+        threads=threads,
         shared_bytes=0,
         pointers=CHANNEL_SUM.pointers(dy="dy", parts="workspace"),
         scalars=CHANNEL_SUM.pack(
