@@ -456,6 +456,8 @@ __device__ __forceinline__ void matrix_wait() {
 // `sums`. A thread has N / 2 sums: 4 for every 8 columns, at rows lane/4 and lane/4 + 8 of the warp's 16,
 // columns 2*(lane%4) and the next. A is a descriptor, or four words per lane in registers, laid out as in
 // warp_multiply for the warp's 16 rows; these registers must not change before matrix_wait.
+// issue_rows<operand>(sums, a, b) takes 16-bit operands whose rows in shared memory are K: 16 rows of each,
+// in two groups of 8, with 64 numbers of A and N of B along a row of 128 bytes.
 template <int kColumns>
 struct MatrixMultiply;
 
@@ -549,6 +551,16 @@ struct MatrixMultiply;
     static __device__ __forceinline__ void issue(float* d, const unsigned (&a)[4], unsigned long long b) { \
       TCONV3D_ISSUE_ANY(N, "{%" #A ", %" #B ", %" #C ", %" #D "}, %" #E, "", "r"(a[0]), "r"(a[1]),         \
                         "r"(a[2]), "r"(a[3]), "l"(b))                                                      \
+    }                                                                                                      \
+    template <Operand kOperand>                                                                            \
+    static __device__ __forceinline__ void issue_rows(float* d, unsigned long long a,                      \
+                                                      unsigned long long b) {                              \
+      static_assert(kOperand != Operand::kTf32, "rows of 32-bit numbers cannot be K");                     \
+      if constexpr (kOperand == Operand::kFloat16) {                                                       \
+        TCONV3D_ISSUE(N, "%" #A ", %" #B, "k16.f32.f16.f16", ", 1, 1, 1, 1, 1;", "l"(a), "l"(b));          \
+      } else {                                                                                             \
+        TCONV3D_ISSUE(N, "%" #A ", %" #B, "k16.f32.bf16.bf16", ", 1, 1, 1, 1, 1;", "l"(a), "l"(b));        \
+      }                                                                                                    \
     }                                                                                                      \
   }
 

@@ -50,6 +50,9 @@ from ..families.weight_grad import (
     hopper as hopper_weight_grad_planner,
 )
 from ..families.weight_grad import (
+    rows as rows_weight_grad_planner,
+)
+from ..families.weight_grad import (
     via_contiguous as turned_planner,
 )
 from ..families.weight_grad import (
@@ -76,6 +79,7 @@ FAMILIES: tuple[tuple[str, ModuleType], ...] = (
     ("turned", turned_planner),
     ("halo", halo_planner),
     ("hopper_weight_grad", hopper_weight_grad_planner),
+    ("rows_weight_grad", rows_weight_grad_planner),
     ("tensor_weight_grad", weight_grad_planner),
     ("mma", mma_planner),
     ("depthwise_lines", depthwise_lines_planner),

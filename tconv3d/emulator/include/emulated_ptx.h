@@ -321,6 +321,7 @@ struct EmulatedMultiply {
   unsigned long long a, b;
   int columns;
   Operand operand;
+  bool rows = false;  // rows of the operands in shared memory are K
 };
 
 // The matrix instructions that a thread has issued and not waited for, oldest first.
@@ -397,19 +398,39 @@ inline void read_fragment_rows(const unsigned* fragment, Operand operand, float 
   __syncwarp();
 }
 
+// Reads column `column` of an operand whose 16 rows of 128 bytes in shared memory are K.
+inline int read_operand_column(unsigned long long descriptor, unsigned column, Operand operand,
+                               float (&values)[16]) {
+  if (descriptor >> 62 != 1 || column >= 64)
+    emulator::fail("rows that are K have 128 bytes: column %u of layout %u", column,
+                   static_cast<unsigned>(descriptor >> 62));
+  const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
+  const unsigned start = emulator::map_shared_rank(static_cast<unsigned>(descriptor & 0x3FFFu) << 4,
+                                                   emulator::block().rank_in_cluster);
+  for (unsigned k = 0; k < 16; ++k) {
+    const unsigned logical = start + k / 8u * group_bytes + k % 8u * 128u + 2u * column;
+    const unsigned physical = logical ^ ((logical >> 7 & 7u) << 4);
+    std::uint16_t bits;
+    std::memcpy(&bits, emulator::shared_pointer(physical, 2), sizeof bits);
+    values[k] = operand == Operand::kFloat16 ? half_to_float(bits) : bits_to_float(std::uint32_t{bits} << 16);
+  }
+  return 16;
+}
+
 inline void execute(const EmulatedMultiply& item) {
   const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u % 4u;
+  const auto read = item.rows ? read_operand_column : read_operand_row;
   float rows[2][16], column[16];
   if (item.fragment) {
     read_fragment_rows(item.fragment, item.operand, rows);
   } else {
     for (unsigned half = 0; half < 2; ++half)
-      read_operand_row(item.a, 16u * warp + lane / 4u + 8u * half, item.operand, rows[half]);
+      read(item.a, 16u * warp + lane / 4u + 8u * half, item.operand, rows[half]);
   }
   for (int j = 0; j < item.columns / 8; ++j)
     for (unsigned e = 0; e < 2; ++e) {
-      const int count = read_operand_row(item.b, 8u * static_cast<unsigned>(j) + 2u * (lane % 4u) + e,
-                                         item.operand, column);
+      const int count =
+          read(item.b, 8u * static_cast<unsigned>(j) + 2u * (lane % 4u) + e, item.operand, column);
       for (int half = 0; half < 2; ++half) {
         float sum = 0.0f;
         for (int k = 0; k < count; ++k) sum += rows[half][k] * column[k];
@@ -455,6 +476,11 @@ struct MatrixMultiply {
   template <Operand kOperand>
   static void issue(float* sums, const unsigned (&a)[4], unsigned long long b) {
     emulator::thread_state<EmulatedMultiplies>().push({sums, a, 0, b, kColumns, kOperand});
+  }
+  template <Operand kOperand>
+  static void issue_rows(float* sums, unsigned long long a, unsigned long long b) {
+    static_assert(kOperand != Operand::kTf32, "rows of 32-bit numbers cannot be K");
+    emulator::thread_state<EmulatedMultiplies>().push({sums, nullptr, a, b, kColumns, kOperand, true});
   }
 };
 

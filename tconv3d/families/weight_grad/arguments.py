@@ -57,6 +57,21 @@ HOPPER_WEIGHT_GRAD = Arguments(
     **fields_per_axis("by", DIVIDER, "Divides by the boxes of the volume along {}."),
     by_jobs=DIVIDER("Divides by the copying jobs of one block of slots."),
 )
+ROWS_WEIGHT_GRAD = Arguments(
+    "rows_weight_grad",
+    x=CONST_POINTER("The input."),
+    dy=CONST_POINTER("The gradient of the output."),
+    parts=POINTER("Partial sums: [splits][taps][channels of the product's rows][channels of its columns]."),
+    x_strides=STRIDES("Strides of x."),
+    dy_strides=STRIDES("Strides of dy."),
+    x_size=EXTENT("Size of x."),
+    dy_size=EXTENT("Size of dy."),
+    boxes=INT32("Boxes of positions in all batch items."),
+    splits=INT32("Number of parts."),
+    by_d=DIVIDER("Divides by the planes of x."),
+    by_h=DIVIDER("Divides by the boxes of a plane along h."),
+    by_w=DIVIDER("Divides by the boxes of a plane along w."),
+)
 REDUCE_TAPS = Arguments(
     "reduce_taps",
     parts=CONST_POINTER("Partial sums: [splits][taps][out][in]."),

@@ -1,0 +1,361 @@
+"""Plans rows_weight_grad.cuh: weight gradients of channels-last 16-bit tensors on Hopper's tensor cores.
+
+A position's channels are a row of shared memory, and rows are K of the products. A block has 64 channels of one
+tensor, at most 64 of the other, and a set of taps that read the same planes of dy along d and the same phase along h.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from ...planning import offers
+from ...planning.calibration import Work
+from ...planning.geometry import Geometry, Triple
+from ...planning.launch import Launch
+from ...planning.offers import Answer, Wanted
+from ...planning.problem import Device, Pass, Plan, Problem, Strides, last_offset
+from ...planning.repertoire import TYPICAL, Repertoire, nearest
+from ...planning.scalars import INT32_MAX, SCALARS
+from ...planning.sums import reduce_parts
+from .arguments import ROWS_WEIGHT_GRAD
+
+CONSUMERS = 2  # warpgroups that multiply
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # per thread
+SUM_REGISTERS = 176  # registers per consumer thread for sums
+ROW_BYTES = 128
+ROW_CHANNELS = 64  # channels of a row
+LEAST_CHANNELS = 8  # channels per group that a piece of 16 bytes holds
+STAGES = (4, 3, 2)  # numbers of boxes in shared memory, best first
+BOXES = tuple((h, w) for h, w in product((1, 2, 4, 6, 8), (8, 16, 24, 32, 40, 48)) if h % 2 == 0 or w % 16 == 0)
+MOST_ROWS = 160  # positions of a box: loops over them are unrolled
+
+# Rates and costs of the model of time, in cycles of a multiprocessor.
+PRODUCT_CYCLES = 20.0  # for 64 rows, 32 columns and 16 positions
+BYTES_PER_CYCLE = 26.0  # that a multiprocessor copies from L2
+BOX_CYCLES = 120.0  # per box, for barriers and addresses
+BLOCK_CYCLES = 6000.0  # per block, for the first copies and the last stores
+
+
+@dataclass(frozen=True)
+class TapSet:
+    """Holds taps that read the same planes of dy along d, and the same phase along h."""
+
+    taps: tuple[Triple, ...]  # tap indices along d, h, w
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Describes the tile of a block: the channels of x and dy, sets of taps, and the box of positions."""
+
+    geometry: Geometry
+    rows_are_input: bool  # the product's 64 rows are channels of x
+    columns: int  # channels of the other tensor
+    sets: tuple[TapSet, ...]
+    box: tuple[int, int]  # positions along h and w
+    stages: int
+
+    @property
+    def taps(self) -> int:
+        """The most taps of a consumer."""
+        return max(-(-len(each.taps) // CONSUMERS) for each in self.sets)
+
+    @property
+    def phases_w(self) -> tuple[int, ...]:
+        """Phases along w that taps read."""
+        w = self.geometry.axes[2]
+        return tuple(sorted({w.phase(t) for t in range(w.kernel)}))
+
+    @property
+    def origin_w(self) -> int:
+        w = self.geometry.axes[2]
+        return min(w.shift(t) for t in range(w.kernel))
+
+    @property
+    def pitch(self) -> int:
+        """Rows of dy of a line and a phase."""
+        w = self.geometry.axes[2]
+        return self.box[1] + max(w.shift(t) for t in range(w.kernel)) - self.origin_w
+
+    def origin_h(self, each: TapSet) -> int:
+        return min(self.geometry.axes[1].shift(tap[1]) for tap in each.taps)
+
+    @property
+    def lines(self) -> int:
+        """Lines of dy of a box."""
+        h = self.geometry.axes[1]
+        reach = max(max(h.shift(tap[1]) for tap in each.taps) - self.origin_h(each) for each in self.sets)
+        return self.box[0] + reach
+
+    def row(self, each: TapSet, tap: Triple) -> int:
+        """Returns the row of dy, within a stage, that a tap reads for the first position of the box."""
+        _, h, w = self.geometry.axes
+        plane = self.phases_w.index(w.phase(tap[2])) * self.lines
+        return (plane + h.shift(tap[1]) - self.origin_h(each)) * self.pitch + w.shift(tap[2]) - self.origin_w
+
+    @property
+    def stage_bytes(self) -> int:
+        rows = prod(self.box) + len(self.phases_w) * self.lines * self.pitch
+        return -(-rows * ROW_BYTES // 1024) * 1024
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * (self.stage_bytes + 16)
+
+    @property
+    def kinds(self) -> int:
+        """Blocks that share a part of the volume."""
+        g = self.geometry
+        x, y = (ROW_CHANNELS, self.columns) if self.rows_are_input else (self.columns, ROW_CHANNELS)
+        return g.groups * -(-g.in_per_group // x) * -(-g.out_per_group // y) * len(self.sets)
+
+    def boxes(self, batch: int, size: Triple) -> int:
+        return batch * size[0] * -(-size[1] // self.box[0]) * -(-size[2] // self.box[1])
+
+    @property
+    def box_cycles(self) -> float:
+        taps = max(len(each.taps) for each in self.sets)
+        products = prod(self.box) / 16 * taps * self.columns / 32 * PRODUCT_CYCLES
+        x, y = (ROW_CHANNELS, self.columns) if self.rows_are_input else (self.columns, ROW_CHANNELS)
+        rows_y = len(self.phases_w) * self.lines * self.pitch
+        return max(products, 2 * (prod(self.box) * x + rows_y * y) / BYTES_PER_CYCLE) + BOX_CYCLES
+
+    def __str__(self) -> str:
+        side = "inputs x outputs" if self.rows_are_input else "outputs x inputs"
+        return f"64 x {self.columns} {side}, {self.taps} taps per warpgroup, boxes of {self.box[0]}x{self.box[1]}"
+
+
+def _tap_sets(g: Geometry, most: int) -> tuple[TapSet, ...]:
+    """Returns sets of at most `most` taps: taps of one index along d, and of one phase along h."""
+    d, h, w = g.axes
+    widths = -(-w.kernel // most)
+    across = [range(i * w.kernel // widths, (i + 1) * w.kernel // widths) for i in range(widths)]
+    found = []
+    for tap_d, phase in product(range(d.kernel), sorted({h.phase(t) for t in range(h.kernel)})):
+        along = [t for t in range(h.kernel) if h.phase(t) == phase]
+        count = -(-len(along) // max(1, most // max(map(len, across))))
+        for i, widths_of_set in product(range(count), across):
+            lines = along[i * len(along) // count : (i + 1) * len(along) // count]
+            found.append(TapSet(tuple(product((tap_d,), lines, widths_of_set))))
+    return tuple(found)
+
+
+def _columns(channels: int) -> int:
+    """Returns the channels of a tile of columns: equal shares, in whole pieces of 8."""
+    tiles = -(-channels // ROW_CHANNELS)
+    return -(-channels // (8 * tiles)) * 8
+
+
+@lru_cache(maxsize=256)
+def tiling(g: Geometry, batch: int, size: Triple, shared_bytes: int, multiprocessors: int) -> Tiling | None:
+    """Returns the tiling with the least predicted cycles, or None if no box fits shared memory."""
+    found = []
+    for rows_are_input in (True, False) if g.groups == 1 else (True,):
+        columns = _columns(g.out_per_group if rows_are_input else g.in_per_group)
+        sets = _tap_sets(g, CONSUMERS * (SUM_REGISTERS // (columns // 2)))
+        for box, stages in product(BOXES, STAGES):
+            if prod(box) > MOST_ROWS:
+                continue
+            made = Tiling(g, rows_are_input, columns, sets, box, stages)
+            if made.shared_bytes <= shared_bytes:
+                slow = {4: 1.0, 3: 1.03, 2: 1.15}[stages]
+                found.append((slow * _cycles(made, batch, size, multiprocessors, 2**40)[0], made))
+    return min(found, key=lambda each: each[0])[1] if found else None
+
+
+def _cycles(made: Tiling, batch: int, size: Triple, multiprocessors: int, most: int) -> tuple[float, int]:
+    """Returns the least predicted cycles over numbers of parts up to `most`, and that number."""
+    boxes, elements = made.boxes(batch, size), made.geometry.in_channels * made.geometry.out_per_group
+    count = elements * made.geometry.taps
+
+    def of(splits: int) -> float:
+        waves = -(-made.kinds * splits // multiprocessors)
+        adding = (splits + 1) * 4 * count / (BYTES_PER_CYCLE * multiprocessors)
+        return waves * (-(-boxes // splits) * made.box_cycles + BLOCK_CYCLES) + adding
+
+    end = max(1, min(most, boxes, -(-4 * multiprocessors // made.kinds)))
+    best = min(range(1, end + 1), key=of)
+    return of(best), best
+
+
+_repertoire = Repertoire[tuple[Geometry, Device], tuple[int, Triple], Tiling]()
+
+
+def forget() -> None:
+    """Forgets the first volume of every layer, so that the next volume counts as the first."""
+    _repertoire.forget()
+
+
+def _made(p: Problem, device: Device) -> Tiling | None:
+    """Returns the tiling for a volume, or None. It is one of a few of the layer, so that few kernels are compiled."""
+    g = p.geometry
+    positions = p.batch * prod(p.input_size)
+    typical = nearest(positions, ((n * edge**3, (n, (edge, edge, edge))) for n, edge in TYPICAL))
+
+    def of(batch: int, size: Triple) -> Tiling | None:
+        return tiling(g, batch, size, device.shared_bytes, device.multiprocessors)
+
+    return _repertoire.choose(
+        (g, device),
+        (p.batch, p.input_size),
+        lambda: of(p.batch, p.input_size),
+        lambda: (found for volume in typical if (found := of(*volume)) is not None),
+        lambda made, _: _cycles(made, p.batch, p.input_size, device.multiprocessors, 2**40)[0],
+    )
+
+
+def _rows_of_pieces(strides: Strides) -> bool:
+    return strides[1] == 1 and all(stride % LEAST_CHANNELS == 0 for stride in (strides[0], *strides[2:]))
+
+
+# ---- The interface of the family to the planner.
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    p, g = problem, problem.geometry
+    if device.capability[0] != 9:
+        return "it needs Hopper's warpgroup instructions"
+    if p.which is not Pass.WEIGHT_GRAD:
+        return f"computes weight gradients, not the pass {p.which.value}"
+    if p.dtype not in ("float16", "bfloat16"):
+        return "rows of 32-bit numbers cannot be K"
+    if not (_rows_of_pieces(p.input) and _rows_of_pieces(p.output) and p.aligned):
+        return "positions are not aligned rows of channels"
+    if g.in_per_group % LEAST_CHANNELS or g.out_per_group % LEAST_CHANNELS:
+        return f"channels per group are not multiples of {LEAST_CHANNELS}"
+    made = _made(p, device)
+    if made is None:
+        return "no box fits shared memory"
+    if made.boxes(p.batch, p.input_size) * made.kinds > INT32_MAX:
+        return "the volume is too large"
+    return None
+
+
+PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "rows_weight_grad", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """Returns the predicted work of the plan's launches."""
+    made = _made(problem, device)
+    assert made is not None
+    return Work(
+        2, _cycles(made, problem.batch, problem.input_size, device.multiprocessors, _most(problem, device))[0]
+    )
+
+
+def _most(p: Problem, device: Device) -> int:
+    """Returns the most parts that the workspace has room for."""
+    return max(1, device.workspace_bytes // (4 * p.geometry.in_channels * p.geometry.out_per_group * p.geometry.taps))
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    p, g = problem, problem.geometry
+    made = _made(p, device)
+    assert made is not None
+    _, splits = _cycles(made, p.batch, p.input_size, device.multiprocessors, _most(p, device))
+    boxes = made.boxes(p.batch, p.input_size)
+    d, h, w = g.axes
+    most = made.taps
+    taps = [_by_consumer(each) for each in made.sets]
+
+    def padded(numbers: list[list[int]]) -> tuple[int, ...]:
+        return tuple(number for own in numbers for number in (*own, *(0,) * (most - len(own))))
+
+    main = Launch(
+        kernel="rows_weight_grad",
+        constants=(
+            ("kThreads", 128 * (1 + CONSUMERS)),
+            ("kMinBlocks", 1),
+            ("Scalar", SCALARS[p.dtype]),
+            ("kWide", _wide(p)),
+            ("kConsumers", CONSUMERS),
+            ("kProducerRegisters", PRODUCER_REGISTERS),
+            ("kConsumerRegisters", CONSUMER_REGISTERS),
+            ("kStages", made.stages),
+            ("kRowsAreInput", made.rows_are_input),
+            ("kColumns", made.columns),
+            ("kGroups", g.groups),
+            ("kInPerGroup", g.in_per_group),
+            ("kOutPerGroup", g.out_per_group),
+            ("kTapsAll", g.taps),
+            ("kBoxH", made.box[0]),
+            ("kBoxW", made.box[1]),
+            ("kLinesY", made.lines),
+            ("kPitchY", made.pitch),
+            ("kOriginW", made.origin_w),
+            ("kPhasesW", len(made.phases_w)),
+            ("kPhaseW", made.phases_w),
+            *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
+            ("kSets", len(made.sets)),
+            ("kTaps", most),
+            ("kShiftD", tuple(d.shift(each.taps[0][0]) for each in made.sets)),
+            ("kPhaseD", tuple(d.phase(each.taps[0][0]) for each in made.sets)),
+            ("kPhaseH", tuple(h.phase(each.taps[0][1]) for each in made.sets)),
+            ("kOriginH", tuple(made.origin_h(each) for each in made.sets)),
+            ("kTapCount", tuple(tuple(map(len, own)) for own in taps)),
+            (
+                "kTapRow",
+                tuple(
+                    padded([[made.row(each, tap) for tap in own] for own in found])
+                    for each, found in zip(made.sets, taps, strict=True)
+                ),
+            ),
+            (
+                "kTapIndex",
+                tuple(
+                    padded([[(t[0] * h.kernel + t[1]) * w.kernel + t[2] for t in own] for own in found])
+                    for found in taps
+                ),
+            ),
+        ),
+        grid=(made.kinds * splits, 1, 1),
+        threads=128 * (1 + CONSUMERS),
+        shared_bytes=made.shared_bytes,
+        pointers=ROWS_WEIGHT_GRAD.pointers(x="x", dy="dy", parts="workspace"),
+        scalars=ROWS_WEIGHT_GRAD.pack(
+            x_strides=p.input,
+            dy_strides=p.output,
+            x_size=p.input_size,
+            dy_size=p.output_size,
+            boxes=boxes,
+            splits=splits,
+            by_d=p.input_size[0],
+            by_h=-(-p.input_size[1] // made.box[0]),
+            by_w=-(-p.input_size[2] // made.box[1]),
+        ),
+    )
+    count = g.in_channels * g.out_per_group * g.taps
+    ci, co, _, _, tap = p.weight
+    sizes, strides = (g.taps, g.in_channels, g.out_per_group), (tap, ci, co)
+    if not made.rows_are_input:
+        sizes, strides = (g.taps, g.out_per_group, g.in_per_group), (tap, co, ci)
+    reduce = reduce_parts(p.dtype, count, splits, "dw", sizes, strides)
+    return Plan(
+        "rows_weight_grad",
+        "rows of channels as they are, positions as K on warpgroup tensor cores",
+        (main, reduce),
+        splits * count * 4,
+        f"{made}, {made.stages} stages, {splits} parts",
+    )
+
+
+def _by_consumer(each: TapSet) -> list[tuple[Triple, ...]]:
+    share = -(-len(each.taps) // CONSUMERS)
+    return [each.taps[i * share : (i + 1) * share] for i in range(CONSUMERS)]
+
+
+def _wide(p: Problem) -> bool:
+    """Returns whether an offset within a plane of x or dy, also of a row that does not exist, may exceed 32 bits."""
+    g = p.geometry
+    reach = tuple(
+        size + axis.kernel * axis.dilation + axis.padding + 64 * axis.stride
+        for size, axis in zip(p.output_size, g.axes, strict=True)
+    )
+    x = last_offset((p.input_size[1] + 64, p.input_size[2] + 64), p.input[3:])
+    return max(x, last_offset(reach[1:], p.output[3:])) + max(g.in_channels, g.out_channels) > INT32_MAX

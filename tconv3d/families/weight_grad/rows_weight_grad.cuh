@@ -1,0 +1,298 @@
+// The weight gradient of channels-last 16-bit tensors on Hopper's tensor cores (sm_90a):
+//   dw[t][ci][co] = sum over n, i of  x[n][i][ci] * dy[n][stride*(i + shift(t)) + phase(t)][co]
+//
+// With the positions i as K this is a matrix product for every tap. A position's channels are a row of shared
+// memory for both operands, and the tensor cores take rows as K ("transposed" operands), so tensors go from
+// memory to the tensor cores as they are. dy is stored in one plane for each phase along w, so that the rows
+// that neighbouring positions read are neighbours, and a tap's shift moves an operand by whole rows.
+//
+// A block owns 64 channels of the operand with the rows of the product (kRowsAreInput: x), kColumns channels
+// of the other, and a set of taps that read the same planes of dy along d and the same phase along h. It
+// loops over its part of the volume in boxes of kBoxH x kBoxW positions of one plane:
+//
+//   producers, for each box:  copy its rows of x, and the rows of dy that the taps reach, to the next stage
+//   consumers, for each box:  for 16 positions, for each of their taps:  sums[tap] += x (x) dy[shifted]
+//
+// Sixteen positions are 8 neighbours of two lines (or, where a box has an odd number of lines, 16
+// neighbours). Partial sums of the parts are added by reduce.cuh in a fixed order. Rows outside the tensors
+// are zero.
+#pragma once
+
+#include "cursor.cuh"
+#include "operands.cuh"
+#include "ring.cuh"
+
+namespace tconv3d {
+
+template <class C>
+struct RowsWeightGrad {
+  using Scalar = typename C::Scalar;
+  using Index = typename IndexType<C::kWide>::type;
+
+  static constexpr int kRowBytes = 128, kRowChannels = 64, kPiece = 8;  // channels of 16 bytes
+  static constexpr int kProducers = 128, kConsumerWarps = 4 * C::kConsumers;
+  static constexpr int kBoxRows = C::kBoxH * C::kBoxW;
+  static constexpr int kPlaneRows = C::kLinesY * C::kPitchY;  // rows of dy of one phase along w
+  static constexpr int kRowsY = C::kPhasesW * kPlaneRows;
+  static constexpr int kBytesX = kBoxRows * kRowBytes;
+  static constexpr int kStageBytes = (kBytesX + kRowsY * kRowBytes + 1023) / 1024 * 1024;
+  static constexpr int kSums = C::kColumns / 2;
+  static constexpr bool kPairsOfLines = C::kBoxH % 2 == 0;
+  static_assert(C::kBoxW % (kPairsOfLines ? 8 : 16) == 0, "a box is a whole number of 16 positions");
+  // Channels that a block has of x and of dy.
+  static constexpr int kChannelsX = C::kRowsAreInput ? kRowChannels : C::kColumns;
+  static constexpr int kChannelsY = C::kRowsAreInput ? C::kColumns : kRowChannels;
+
+  // What a block computes, and its part of the volume.
+  struct Block {
+    int set, group, first_x, first_y, split;  // set of taps; first channels of x and dy within the group
+    int begin, end;                           // boxes of the part
+
+    static __device__ __forceinline__ Block make(const Args& args) {
+      constexpr int kTilesX = (C::kInPerGroup + kChannelsX - 1) / kChannelsX;
+      constexpr int kTilesY = (C::kOutPerGroup + kChannelsY - 1) / kChannelsY;
+      constexpr int kKinds = C::kSets * kTilesX * kTilesY * C::kGroups;
+      Block own;
+      own.split = static_cast<int>(blockIdx.x) / kKinds;
+      int kind = static_cast<int>(blockIdx.x) % kKinds;
+      own.set = kind % C::kSets;
+      kind /= C::kSets;
+      own.first_y = kind % kTilesY * kChannelsY;
+      kind /= kTilesY;
+      own.first_x = kind % kTilesX * kChannelsX;
+      own.group = kind / kTilesX;
+      const Part<int> part(args.boxes, args.splits, own.split);
+      own.begin = part.begin;
+      own.end = part.end;
+      return own;
+    }
+  };
+
+  // A box: its batch item and first position, and the plane of dy that its taps read.
+  struct Box {
+    int n, d, h, w, plane;
+    bool exists;  // whether the plane of dy exists; a box without one is skipped
+
+    static __device__ __forceinline__ Box make(const Args& args, int set, int index) {
+      Box box;
+      const int line = divide(index, args.by_w), plane = divide(line, args.by_h);
+      box.w = (index - line * static_cast<int>(args.by_w.divisor)) * C::kBoxW;
+      box.h = (line - plane * static_cast<int>(args.by_h.divisor)) * C::kBoxH;
+      box.n = divide(plane, args.by_d);
+      box.d = plane - box.n * args.x_size.d;
+      box.plane = (box.d + C::kShiftD(set)) * C::kStrideD + C::kPhaseD(set);
+      box.exists = box.plane >= 0 && box.plane < args.dy_size.d;
+      return box;
+    }
+  };
+
+  static __device__ __forceinline__ unsigned swizzled(unsigned address) {
+    return address ^ ((address >> 7 & 7u) << 4);
+  }
+
+  unsigned base;  // address of the first stage
+
+  __device__ __forceinline__ unsigned stage(int i) const {
+    return base + static_cast<unsigned>(i) * kStageBytes;
+  }
+  __device__ __forceinline__ unsigned full(int i) const {
+    return base + C::kStages * kStageBytes + 8u * static_cast<unsigned>(i);
+  }
+  __device__ __forceinline__ unsigned empty(int i) const { return full(C::kStages + i); }
+
+  __device__ __forceinline__ void start_barriers() const {
+    for (int i = 0; i < C::kStages; ++i) {
+      ptx::barrier_init(full(i), kProducers);
+      ptx::barrier_init(empty(i), kConsumerWarps);
+    }
+    ptx::fence_barrier_init();
+  }
+
+  // Copies pieces of 16 bytes: of x, kChannelsX / 8 for each row.
+  static __device__ __forceinline__ void copy_x(const Args& args, const Block& own, const Box& box,
+                                                unsigned to) {
+    constexpr int kPieces = kChannelsX / kPiece, kCount = kBoxRows * kPieces;
+    const int first = own.first_x;
+    const Scalar* x = static_cast<const Scalar*>(args.x) + box.n * args.x_strides.n +
+                      box.d * args.x_strides.d + (own.group * C::kInPerGroup + first);
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < kCount; i += kProducers) {
+      const int row = i / kPieces, piece = i % kPieces;
+      const int h = box.h + row / C::kBoxW, w = box.w + row % C::kBoxW;
+      const bool inside = h < args.x_size.h && w < args.x_size.w && first + piece * kPiece < C::kInPerGroup;
+      const Scalar* from = x + (h * static_cast<Index>(args.x_strides.h) +
+                                w * static_cast<Index>(args.x_strides.w) + piece * kPiece);
+      ptx::copy_piece(swizzled(to + static_cast<unsigned>(row * kRowBytes + 16 * piece)), from, inside);
+    }
+  }
+  // Copies the rows of dy that the set's taps reach. All phases along w of a position are copied in a row,
+  // because they are neighbours in memory.
+  static __device__ __forceinline__ void copy_y(const Args& args, const Block& own, const Box& box,
+                                                unsigned to) {
+    constexpr int kPieces = kChannelsY / kPiece, kCount = kRowsY * kPieces;
+    const int first = own.first_y;
+    const int first_h = box.h + C::kOriginH(own.set), first_w = box.w + C::kOriginW;
+    const Scalar* dy = static_cast<const Scalar*>(args.dy) + box.n * args.dy_strides.n +
+                       box.plane * args.dy_strides.d + (own.group * C::kOutPerGroup + first);
+#pragma unroll 4
+    for (int i = static_cast<int>(threadIdx.x); i < kCount; i += kProducers) {
+      const int piece = i % kPieces, which = i / kPieces % C::kPhasesW, at = i / kPieces / C::kPhasesW;
+      const int h = (first_h + at / C::kPitchY) * C::kStrideH + C::kPhaseH(own.set);
+      const int w = (first_w + at % C::kPitchY) * C::kStrideW + C::kPhaseW(which);
+      const bool inside = h >= 0 && h < args.dy_size.h && w >= 0 && w < args.dy_size.w &&
+                          first + piece * kPiece < C::kOutPerGroup;
+      const Scalar* from = dy + (h * static_cast<Index>(args.dy_strides.h) +
+                                 w * static_cast<Index>(args.dy_strides.w) + piece * kPiece);
+      const int row = which * kPlaneRows + at;
+      ptx::copy_piece(swizzled(to + static_cast<unsigned>(row * kRowBytes + 16 * piece)), from, inside);
+    }
+  }
+
+  // The copies of kAhead boxes are in flight while earlier boxes are handed to the consumers: a thread's
+  // copies must be complete, and visible to the tensor cores, before it arrives. Consumers release a box when
+  // they have the next one, so two stages are theirs.
+  __device__ __forceinline__ void produce(const Args& args) const {
+    constexpr int kAhead = C::kStages - 2;
+    const Block own = Block::make(args);
+    Ring next, handed;
+    int waiting = 0;  // boxes that are copied and not handed over
+    for (int i = own.begin; i < own.end; ++i) {
+      const Box box = Box::make(args, own.set, i);
+      if (!box.exists) continue;
+      ptx::barrier_wait(empty(next.index), next.parity ^ 1u);
+      copy_x(args, own, box, stage(next.index));
+      copy_y(args, own, box, stage(next.index) + kBytesX);
+      ptx::copy_commit();
+      next.advance(C::kStages);
+      if (++waiting > kAhead) {
+        ptx::copy_wait<kAhead>();
+        ptx::fence_async_proxy();
+        ptx::barrier_arrive(full(handed.index));
+        handed.advance(C::kStages);
+        --waiting;
+      }
+    }
+    ptx::copy_wait<0>();
+    ptx::fence_async_proxy();
+    for (; waiting > 0; --waiting) {
+      ptx::barrier_arrive(full(handed.index));
+      handed.advance(C::kStages);
+    }
+  }
+
+  __device__ __forceinline__ void consume(const Args& args, int consumer, int warp, int lane) const {
+    constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+    const Block own = Block::make(args);
+    float sums[C::kTaps][kSums];
+#pragma unroll
+    for (int t = 0; t < C::kTaps; ++t) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) sums[t][i] = 0.0f;
+    }
+    unsigned shift[C::kTaps];  // bytes from the start of dy in a stage to the first row that a tap reads
+#pragma unroll
+    for (int t = 0; t < C::kTaps; ++t) {
+      shift[t] = static_cast<unsigned>(C::kTapRow(own.set, consumer * C::kTaps + t) * kRowBytes);
+    }
+    const int taps = C::kTapCount(own.set, consumer);
+    Ring now;
+    int before = -1;  // the stage whose products may still be running
+    for (int i = own.begin; i < own.end; ++i) {
+      if (!Box::make(args, own.set, i).exists) continue;
+      ptx::barrier_wait(full(now.index), now.parity);
+      multiply<kOperand>(sums, shift, taps, stage(now.index));
+      ptx::matrix_wait<1>();
+      release(before, lane);
+      before = now.index;
+      now.advance(C::kStages);
+    }
+    ptx::matrix_wait<0>();
+    release(before, lane);
+#pragma unroll
+    for (int t = 0; t < C::kTaps; ++t) {
+#pragma unroll
+      for (int k = 0; k < kSums; ++k) ptx::pin(sums[t][k]);
+    }
+    static_for<C::kTaps>([&](auto t) {
+      if (t < taps) store(args, own, C::kTapIndex(own.set, consumer * C::kTaps + t), sums[t], warp, lane);
+    });
+  }
+  __device__ __forceinline__ void release(int before, int lane) const {
+    __syncwarp();
+    if (before >= 0 && lane == 0) ptx::barrier_arrive(empty(before));
+  }
+
+  template <ptx::Operand kOperand>
+  static __device__ __forceinline__ void multiply(float (&sums)[C::kTaps][kSums],
+                                                  const unsigned (&shift)[C::kTaps], int taps, unsigned x) {
+    constexpr unsigned kGroupX = (kPairsOfLines ? C::kBoxW : 8) * kRowBytes;
+    constexpr unsigned kGroupY = (kPairsOfLines ? C::kPitchY : 8) * kRowBytes;
+    constexpr int kLines = kPairsOfLines ? 2 : 1, kNeighbours = kPairsOfLines ? 8 : 16;
+    ptx::matrix_fence();
+#pragma unroll
+    for (int h = 0; h < C::kBoxH; h += kLines) {
+#pragma unroll
+      for (int w = 0; w < C::kBoxW; w += kNeighbours) {
+        const unsigned long long rows_x =
+            ptx::matrix_descriptor<kRowBytes>(x + (h * C::kBoxW + w) * kRowBytes, kGroupX);
+        const unsigned y = x + kBytesX + (h * C::kPitchY + w) * kRowBytes;
+        static_for<C::kTaps>([&](auto t) {
+          if (t < taps) {
+            const unsigned long long rows_y = ptx::matrix_descriptor<kRowBytes>(y + shift[t], kGroupY);
+            using Multiply = ptx::MatrixMultiply<C::kColumns>;
+            if constexpr (C::kRowsAreInput) {
+              Multiply::template issue_rows<kOperand>(sums[t], rows_x, rows_y);
+            } else {
+              Multiply::template issue_rows<kOperand>(sums[t], rows_y, rows_x);
+            }
+          }
+        });
+      }
+    }
+    ptx::matrix_commit();
+  }
+
+  // Stores the sums of a tap to its part, [taps][channels of the product's rows][channels of its columns].
+  static __device__ __forceinline__ void store(const Args& args, const Block& own, int tap,
+                                               const float (&sums)[kSums], int warp, int lane) {
+    constexpr int kRowsAll = C::kRowsAreInput ? C::kGroups * C::kInPerGroup : C::kOutPerGroup;
+    constexpr int kRowsEach = C::kRowsAreInput ? C::kInPerGroup : C::kOutPerGroup;
+    constexpr int kColumnsAll = C::kRowsAreInput ? C::kOutPerGroup : C::kInPerGroup;
+    const int first_row = C::kRowsAreInput ? own.first_x : own.first_y;
+    const int first_column = C::kRowsAreInput ? own.first_y : own.first_x;
+    float* const part =
+        static_cast<float*>(args.parts) + (static_cast<long long>(own.split) * C::kTapsAll + tap) *
+                                              (static_cast<long long>(kRowsAll) * kColumnsAll);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = first_row + 16 * warp + 8 * half + lane / 4;
+      float* const to = part + static_cast<long long>(own.group * kRowsEach + row) * kColumnsAll;
+#pragma unroll
+      for (int k = 0; k < C::kColumns / 8; ++k) {
+        const int column = first_column + 8 * k + 2 * (lane % 4);
+        if (row < kRowsEach && column < kColumnsAll) {
+          *reinterpret_cast<float2*>(to + column) = {sums[4 * k + 2 * half], sums[4 * k + 2 * half + 1]};
+        }
+      }
+    }
+  }
+};
+
+template <class Config>
+__device__ void run(const Args& args) {
+  using Kernel = RowsWeightGrad<Config>;
+  const Kernel kernel{ptx::shared_address(dynamic_shared<unsigned char>())};
+  const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (threadIdx.x == 0) kernel.start_barriers();
+  __syncthreads();
+  if (threadIdx.x < Kernel::kProducers) {
+    ptx::keep_registers<Config::kProducerRegisters>();
+    kernel.produce(args);
+  } else {
+    ptx::claim_registers<Config::kConsumerRegisters>();
+    kernel.consume(args, warp / 4 - 1, warp % 4, lane);
+  }
+}
+
+}  // namespace tconv3d
