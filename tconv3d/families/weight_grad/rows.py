@@ -22,9 +22,10 @@ from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.sums import reduce_parts
 from .arguments import ROWS_WEIGHT_GRAD
 
-CONSUMERS = 2  # warpgroups that multiply
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # per thread
-SUM_REGISTERS = 176  # registers per consumer thread for sums
+PRODUCERS, CONSUMERS = 2, 2  # warpgroups that copy, and that multiply
+THREADS = 128 * (PRODUCERS + CONSUMERS)
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 216  # per thread
+SUM_REGISTERS = 160  # registers per consumer thread for sums
 ROW_BYTES = 128
 ROW_CHANNELS = 64  # channels of a row
 LEAST_CHANNELS = 8  # channels per group that a piece of 16 bytes holds
@@ -270,10 +271,11 @@ def plan(problem: Problem, device: Device) -> Plan:
     main = Launch(
         kernel="rows_weight_grad",
         constants=(
-            ("kThreads", 128 * (1 + CONSUMERS)),
+            ("kThreads", THREADS),
             ("kMinBlocks", 1),
             ("Scalar", SCALARS[p.dtype]),
             ("kWide", _wide(p)),
+            ("kProducers", PRODUCERS),
             ("kConsumers", CONSUMERS),
             ("kProducerRegisters", PRODUCER_REGISTERS),
             ("kConsumerRegisters", CONSUMER_REGISTERS),
@@ -315,7 +317,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ),
         ),
         grid=(made.kinds * splits, 1, 1),
-        threads=128 * (1 + CONSUMERS),
+        threads=THREADS,
         shared_bytes=made.shared_bytes,
         pointers=ROWS_WEIGHT_GRAD.pointers(x="x", dy="dy", parts="workspace"),
         scalars=ROWS_WEIGHT_GRAD.pack(

@@ -30,7 +30,7 @@ struct RowsWeightGrad {
   using Index = typename IndexType<C::kWide>::type;
 
   static constexpr int kRowBytes = 128, kRowChannels = 64, kPiece = 8;  // channels of 16 bytes
-  static constexpr int kProducers = 128, kConsumerWarps = 4 * C::kConsumers;
+  static constexpr int kProducers = 128 * C::kProducers, kConsumerWarps = 4 * C::kConsumers;
   static constexpr int kBoxRows = C::kBoxH * C::kBoxW;
   static constexpr int kPlaneRows = C::kLinesY * C::kPitchY;  // rows of dy of one phase along w
   static constexpr int kRowsY = C::kPhasesW * kPlaneRows;
@@ -108,50 +108,70 @@ struct RowsWeightGrad {
     ptx::fence_barrier_init();
   }
 
-  // Copies pieces of 16 bytes: of x, kChannelsX / 8 for each row.
-  static __device__ __forceinline__ void copy_x(const Args& args, const Block& own, const Box& box,
-                                                unsigned to) {
-    constexpr int kPieces = kChannelsX / kPiece, kCount = kBoxRows * kPieces;
-    const int first = own.first_x;
-    const Scalar* x = static_cast<const Scalar*>(args.x) + box.n * args.x_strides.n +
-                      box.d * args.x_strides.d + (own.group * C::kInPerGroup + first);
+  // Copies the kCount rows of a line to address `to` on. A lane has one piece of 16 bytes of every kRows-th
+  // row: `from` is the first of them, `step` elements before the next, at column w of `end` columns; the next
+  // is step_w columns further. Rows outside, or all if the line does not exist, become zero.
+  template <int kPieces, int kCount>
+  static __device__ __forceinline__ void copy_line(const Scalar* from, Index step, int w, int step_w, int end,
+                                                   bool exists, unsigned to, int lane) {
+    constexpr int kRows = 32 / kPieces;
+    const int row = lane / kPieces, piece = lane % kPieces;
+    if (row >= kRows) return;
 #pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < kCount; i += kProducers) {
-      const int row = i / kPieces, piece = i % kPieces;
-      const int h = box.h + row / C::kBoxW, w = box.w + row % C::kBoxW;
-      const bool inside = h < args.x_size.h && w < args.x_size.w && first + piece * kPiece < C::kInPerGroup;
-      const Scalar* from = x + (h * static_cast<Index>(args.x_strides.h) +
-                                w * static_cast<Index>(args.x_strides.w) + piece * kPiece);
-      ptx::copy_piece(swizzled(to + static_cast<unsigned>(row * kRowBytes + 16 * piece)), from, inside);
+    for (int i = row; i < kCount; i += kRows) {
+      const bool inside = exists && w >= 0 && w < end;
+      ptx::copy_piece(swizzled(to + static_cast<unsigned>(i * kRowBytes + 16 * piece)), from, inside);
+      from += step;
+      w += step_w;
     }
   }
-  // Copies the rows of dy that the set's taps reach. All phases along w of a position are copied in a row,
-  // because they are neighbours in memory.
-  static __device__ __forceinline__ void copy_y(const Args& args, const Block& own, const Box& box,
-                                                unsigned to) {
-    constexpr int kPieces = kChannelsY / kPiece, kCount = kRowsY * kPieces;
-    const int first = own.first_y;
-    const int first_h = box.h + C::kOriginH(own.set), first_w = box.w + C::kOriginW;
+  // Copies line `line` of the box of x.
+  static __device__ __forceinline__ void copy_x(const Args& args, const Block& own, const Box& box, int line,
+                                                unsigned to, int lane) {
+    constexpr int kPieces = kChannelsX / kPiece, kRows = 32 / kPieces;
+    const int h = box.h + line, w = box.w + lane / kPieces;
+    const int channel = own.first_x + lane % kPieces * kPiece;
+    const Scalar* x = static_cast<const Scalar*>(args.x) + box.n * args.x_strides.n +
+                      box.d * args.x_strides.d + (own.group * C::kInPerGroup + channel);
+    const Index stride = static_cast<Index>(args.x_strides.w);
+    x += h * static_cast<Index>(args.x_strides.h) + w * stride;
+    const bool exists = h < args.x_size.h && channel < C::kInPerGroup;
+    copy_line<kPieces, C::kBoxW>(x, kRows * stride, w, kRows, args.x_size.w, exists,
+                                 to + static_cast<unsigned>(line * C::kBoxW * kRowBytes), lane);
+  }
+  // Copies the rows of line `line` and of one phase along w that the set's taps reach.
+  static __device__ __forceinline__ void copy_y(const Args& args, const Block& own, const Box& box, int line,
+                                                int which, unsigned to, int lane) {
+    constexpr int kPieces = kChannelsY / kPiece, kRows = 32 / kPieces;
+    const int h = (box.h + C::kOriginH(own.set) + line) * C::kStrideH + C::kPhaseH(own.set);
+    const int w = (box.w + C::kOriginW + lane / kPieces) * C::kStrideW + C::kPhaseW(which);
+    const int channel = own.first_y + lane % kPieces * kPiece;
     const Scalar* dy = static_cast<const Scalar*>(args.dy) + box.n * args.dy_strides.n +
-                       box.plane * args.dy_strides.d + (own.group * C::kOutPerGroup + first);
-#pragma unroll 4
-    for (int i = static_cast<int>(threadIdx.x); i < kCount; i += kProducers) {
-      const int piece = i % kPieces, which = i / kPieces % C::kPhasesW, at = i / kPieces / C::kPhasesW;
-      const int h = (first_h + at / C::kPitchY) * C::kStrideH + C::kPhaseH(own.set);
-      const int w = (first_w + at % C::kPitchY) * C::kStrideW + C::kPhaseW(which);
-      const bool inside = h >= 0 && h < args.dy_size.h && w >= 0 && w < args.dy_size.w &&
-                          first + piece * kPiece < C::kOutPerGroup;
-      const Scalar* from = dy + (h * static_cast<Index>(args.dy_strides.h) +
-                                 w * static_cast<Index>(args.dy_strides.w) + piece * kPiece);
-      const int row = which * kPlaneRows + at;
-      ptx::copy_piece(swizzled(to + static_cast<unsigned>(row * kRowBytes + 16 * piece)), from, inside);
+                       box.plane * args.dy_strides.d + (own.group * C::kOutPerGroup + channel);
+    const Index stride = static_cast<Index>(args.dy_strides.w);
+    dy += h * static_cast<Index>(args.dy_strides.h) + w * stride;
+    const bool exists = h >= 0 && h < args.dy_size.h && channel < C::kOutPerGroup;
+    copy_line<kPieces, C::kPitchY>(
+        dy, kRows * C::kStrideW * stride, w, kRows * C::kStrideW, args.dy_size.w, exists,
+        to + static_cast<unsigned>((which * kPlaneRows + line * C::kPitchY) * kRowBytes), lane);
+  }
+  // The lines of a box are shared out among the producers' warps.
+  static __device__ __forceinline__ void copy(const Args& args, const Block& own, const Box& box, unsigned to,
+                                              int warp, int lane) {
+    for (int job = warp; job < C::kBoxH + C::kLinesY * C::kPhasesW; job += kProducers / 32) {
+      if (job < C::kBoxH) {
+        copy_x(args, own, box, job, to, lane);
+      } else {
+        const int line = (job - C::kBoxH) / C::kPhasesW, which = (job - C::kBoxH) % C::kPhasesW;
+        copy_y(args, own, box, line, which, to + kBytesX, lane);
+      }
     }
   }
 
   // The copies of kAhead boxes are in flight while earlier boxes are handed to the consumers: a thread's
   // copies must be complete, and visible to the tensor cores, before it arrives. Consumers release a box when
   // they have the next one, so two stages are theirs.
-  __device__ __forceinline__ void produce(const Args& args) const {
+  __device__ __forceinline__ void produce(const Args& args, int warp, int lane) const {
     constexpr int kAhead = C::kStages - 2;
     const Block own = Block::make(args);
     Ring next, handed;
@@ -160,8 +180,7 @@ struct RowsWeightGrad {
       const Box box = Box::make(args, own.set, i);
       if (!box.exists) continue;
       ptx::barrier_wait(empty(next.index), next.parity ^ 1u);
-      copy_x(args, own, box, stage(next.index));
-      copy_y(args, own, box, stage(next.index) + kBytesX);
+      copy(args, own, box, stage(next.index), warp, lane);
       ptx::copy_commit();
       next.advance(C::kStages);
       if (++waiting > kAhead) {
@@ -288,10 +307,10 @@ __device__ void run(const Args& args) {
   __syncthreads();
   if (threadIdx.x < Kernel::kProducers) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    kernel.produce(args);
+    kernel.produce(args, warp, lane);
   } else {
     ptx::claim_registers<Config::kConsumerRegisters>();
-    kernel.consume(args, warp / 4 - 1, warp % 4, lane);
+    kernel.consume(args, warp / 4 - Config::kProducers, warp % 4, lane);
   }
 }
 
