@@ -24,11 +24,12 @@ from .arguments import ROWS_WEIGHT_GRAD
 
 PRODUCERS, CONSUMERS = 2, 2  # warpgroups that copy, and that multiply
 THREADS = 128 * (PRODUCERS + CONSUMERS)
-PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 216  # per thread
-SUM_REGISTERS = 160  # registers per consumer thread for sums
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 200  # per thread
+SUM_REGISTERS = 144  # registers per consumer thread for sums
 ROW_BYTES = 128
 ROW_CHANNELS = 64  # channels of a row
-LEAST_CHANNELS = 8  # channels per group that a piece of 16 bytes holds
+PIECE = 8  # channels in 16 bytes
+LEAST_CHANNELS, LEAST_ROWS = 16, 32  # channels per group of either tensor, and of the one that has more
 STAGES = (4, 3, 2)  # numbers of boxes in shared memory, best first
 BOXES = tuple((h, w) for h, w in product((1, 2, 4, 6, 8), (8, 16, 24, 32, 40, 48)) if h % 2 == 0 or w % 16 == 0)
 MOST_ROWS = 160  # positions of a box: loops over them are unrolled
@@ -36,6 +37,7 @@ MOST_ROWS = 160  # positions of a box: loops over them are unrolled
 # Rates and costs of the model of time, in cycles of a multiprocessor.
 PRODUCT_CYCLES = 20.0  # for 64 rows, 32 columns and 16 positions
 BYTES_PER_CYCLE = 26.0  # that a multiprocessor copies from L2
+COPY_CYCLES = 100.0  # for one copy of a producer's warp
 BOX_CYCLES = 120.0  # per box, for barriers and addresses
 BLOCK_CYCLES = 6000.0  # per block, for the first copies and the last stores
 
@@ -120,8 +122,11 @@ class Tiling:
         taps = max(len(each.taps) for each in self.sets)
         products = prod(self.box) / 16 * taps * self.columns / 32 * PRODUCT_CYCLES
         x, y = (ROW_CHANNELS, self.columns) if self.rows_are_input else (self.columns, ROW_CHANNELS)
-        rows_y = len(self.phases_w) * self.lines * self.pitch
-        return max(products, 2 * (prod(self.box) * x + rows_y * y) / BYTES_PER_CYCLE) + BOX_CYCLES
+        lines_y = len(self.phases_w) * self.lines
+        bytes_of_box = 2 * (prod(self.box) * x + lines_y * self.pitch * y)
+        copies = self.box[0] * -(-self.box[1] // (256 // x)) + lines_y * -(-self.pitch // (256 // y))
+        copying = max(bytes_of_box / BYTES_PER_CYCLE, copies / (4 * PRODUCERS) * COPY_CYCLES)
+        return max(products, copying) + BOX_CYCLES
 
     def __str__(self) -> str:
         side = "inputs x outputs" if self.rows_are_input else "outputs x inputs"
@@ -208,7 +213,7 @@ def _made(p: Problem, device: Device) -> Tiling | None:
 
 
 def _rows_of_pieces(strides: Strides) -> bool:
-    return strides[1] == 1 and all(stride % LEAST_CHANNELS == 0 for stride in (strides[0], *strides[2:]))
+    return strides[1] == 1 and all(stride % PIECE == 0 for stride in (strides[0], *strides[2:]))
 
 
 # ---- The interface of the family to the planner.
@@ -224,8 +229,11 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "rows of 32-bit numbers cannot be K"
     if not (_rows_of_pieces(p.input) and _rows_of_pieces(p.output) and p.aligned):
         return "positions are not aligned rows of channels"
-    if g.in_per_group % LEAST_CHANNELS or g.out_per_group % LEAST_CHANNELS:
-        return f"channels per group are not multiples of {LEAST_CHANNELS}"
+    fewer, more = sorted((g.in_per_group, g.out_per_group))
+    if fewer % PIECE or more % PIECE:
+        return f"channels per group are not multiples of {PIECE}"
+    if fewer < LEAST_CHANNELS or more < LEAST_ROWS:
+        return f"fewer than {LEAST_CHANNELS} x {LEAST_ROWS} channels per group leave tensor cores idle"
     made = _made(p, device)
     if made is None:
         return "no box fits shared memory"

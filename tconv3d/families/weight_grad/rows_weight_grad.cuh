@@ -109,18 +109,21 @@ struct RowsWeightGrad {
   }
 
   // Copies the kCount rows of a line to address `to` on. A lane has one piece of 16 bytes of every kRows-th
-  // row: `from` is the first of them, `step` elements before the next, at column w of `end` columns; the next
-  // is step_w columns further. Rows outside, or all if the line does not exist, become zero.
+  // row: `from` is the first of them, `step` bytes before the next, at column w; the next is step_w columns
+  // further. Rows outside of `end` columns become zero.
   template <int kPieces, int kCount>
-  static __device__ __forceinline__ void copy_line(const Scalar* from, Index step, int w, int step_w, int end,
-                                                   bool exists, unsigned to, int lane) {
+  static __device__ __forceinline__ void copy_line(const char* from, long long step, int w, int step_w,
+                                                   int end, unsigned to, int lane) {
     constexpr int kRows = 32 / kPieces;
     const int row = lane / kPieces, piece = lane % kPieces;
     if (row >= kRows) return;
-#pragma unroll 4
-    for (int i = row; i < kCount; i += kRows) {
-      const bool inside = exists && w >= 0 && w < end;
-      ptx::copy_piece(swizzled(to + static_cast<unsigned>(i * kRowBytes + 16 * piece)), from, inside);
+    unsigned at = to + static_cast<unsigned>(row * kRowBytes + 16 * piece);
+#pragma unroll
+    for (int i = 0; i < kCount; i += kRows) {
+      if (i + kRows <= kCount || i + row < kCount) {
+        ptx::copy_piece(swizzled(at), from, static_cast<unsigned>(w) < static_cast<unsigned>(end));
+      }
+      at += kRows * kRowBytes;
       from += step;
       w += step_w;
     }
@@ -131,12 +134,14 @@ struct RowsWeightGrad {
     constexpr int kPieces = kChannelsX / kPiece, kRows = 32 / kPieces;
     const int h = box.h + line, w = box.w + lane / kPieces;
     const int channel = own.first_x + lane % kPieces * kPiece;
-    const Scalar* x = static_cast<const Scalar*>(args.x) + box.n * args.x_strides.n +
-                      box.d * args.x_strides.d + (own.group * C::kInPerGroup + channel);
     const Index stride = static_cast<Index>(args.x_strides.w);
-    x += h * static_cast<Index>(args.x_strides.h) + w * stride;
+    const Scalar* x =
+        static_cast<const Scalar*>(args.x) +
+        (box.n * args.x_strides.n + box.d * args.x_strides.d +
+         (h * static_cast<Index>(args.x_strides.h) + w * stride + (own.group * C::kInPerGroup + channel)));
     const bool exists = h < args.x_size.h && channel < C::kInPerGroup;
-    copy_line<kPieces, C::kBoxW>(x, kRows * stride, w, kRows, args.x_size.w, exists,
+    copy_line<kPieces, C::kBoxW>(reinterpret_cast<const char*>(x), 2LL * kRows * stride, w, kRows,
+                                 exists ? args.x_size.w : 0,
                                  to + static_cast<unsigned>(line * C::kBoxW * kRowBytes), lane);
   }
   // Copies the rows of line `line` and of one phase along w that the set's taps reach.
@@ -146,13 +151,15 @@ struct RowsWeightGrad {
     const int h = (box.h + C::kOriginH(own.set) + line) * C::kStrideH + C::kPhaseH(own.set);
     const int w = (box.w + C::kOriginW + lane / kPieces) * C::kStrideW + C::kPhaseW(which);
     const int channel = own.first_y + lane % kPieces * kPiece;
-    const Scalar* dy = static_cast<const Scalar*>(args.dy) + box.n * args.dy_strides.n +
-                       box.plane * args.dy_strides.d + (own.group * C::kOutPerGroup + channel);
     const Index stride = static_cast<Index>(args.dy_strides.w);
-    dy += h * static_cast<Index>(args.dy_strides.h) + w * stride;
+    const Scalar* dy =
+        static_cast<const Scalar*>(args.dy) +
+        (box.n * args.dy_strides.n + box.plane * args.dy_strides.d +
+         (h * static_cast<Index>(args.dy_strides.h) + w * stride + (own.group * C::kOutPerGroup + channel)));
     const bool exists = h >= 0 && h < args.dy_size.h && channel < C::kOutPerGroup;
     copy_line<kPieces, C::kPitchY>(
-        dy, kRows * C::kStrideW * stride, w, kRows * C::kStrideW, args.dy_size.w, exists,
+        reinterpret_cast<const char*>(dy), 2LL * kRows * C::kStrideW * stride, w, kRows * C::kStrideW,
+        exists ? args.dy_size.w : 0,
         to + static_cast<unsigned>((which * kPlaneRows + line * C::kPitchY) * kRowBytes), lane);
   }
   // The lines of a box are shared out among the producers' warps.
