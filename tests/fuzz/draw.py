@@ -26,9 +26,10 @@ PRODUCTS = (1_000_000, 4_000_000, 16_000_000)  # limits on the products of a pas
 MOST_ELEMENTS = 150_000  # most elements of input or output
 DTYPES = ("tf32", "tf32", "float16", "bfloat16", "float32", "float64")
 PLANS = ("H200", "A100", "RTX 4090")
-# Kinds of layers with their draw weights: any layer, and two kinds for which there are special kernel families,
-# up-convolutions and small groups, mostly with dense tensors of one layout at multiples of 16 bytes.
-KINDS = {"any": 14, "up": 4, "groups": 2}
+# Kinds of layers with their draw weights: any layer, and three kinds for which there are special kernel families,
+# up-convolutions, small groups and rows of whole vectors of channels, mostly with dense tensors of one layout at
+# multiples of 16 bytes.
+KINDS = {"any": 14, "up": 4, "groups": 2, "rows": 2}
 WIDTH = 12  # least width of layers with small groups; narrower ones go to other families
 
 # Kernel, stride, padding, output padding, dilation of layers that networks have, equal in all dimensions.
@@ -128,6 +129,8 @@ def _channels(random: Random, of: str) -> tuple[int, int, int]:
     if of == "groups":
         groups = 2 * random.randint(1, 4)
         return groups * random.choice((2, 3, 4, 8)), groups * random.choice((2, 4, 5, 8)), groups
+    if of == "rows":
+        return 16 + 8 * random.randint(0, 10), 32 + 8 * random.randint(0, 8), 1
     kind = random.random()
     if kind < 0.1:  # depthwise layer
         groups = random.choice((1, 2, 3, 5, 8, 16, 24, 32, 33))

@@ -44,6 +44,7 @@ FAVOURED: dict[str, Favour] = {
     "": Favour(SPECIAL),
     "cheapest": Favour(),
     "turned": Favour(("turned",)),
+    "rows": Favour(("rows_weight_grad",)),
     "unfold": Favour(("unfold",)),
     "up_backward": Favour(("up_backward", "up_backward_last")),
     "up_grad": Favour(("up_grad",), ((up_grad_planner, {"MIN_CHANNELS": 1, "MIN_POSITIONS": 1}),)),
