@@ -91,6 +91,10 @@ KEPT: dict[str, list[Case]] = {
             epilogue="norm",
         )
     ],
+    "lanes of a warp that wait for products when none are unfinished": [
+        Case(Layer(66, 40, size, (1, 1, 1), batch=1, bias=False), dtype="float32", epilogue="relu", order="reversed")
+        for size in ((2, 3, 6), (3, 4, 55))
+    ],
     "a bias gradient of equal values as one long sum": [
         Case(
             Layer(2, 16, (6, 20, 40), (3, 3, 3), (2, 2, 2), batch=1),

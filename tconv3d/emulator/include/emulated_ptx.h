@@ -454,6 +454,7 @@ inline void matrix_commit() {
 
 template <int kPending>
 inline void matrix_wait() {
+  __syncwarp();  // .sync.aligned: all lanes of the warp wait together, even if nothing is unfinished
   auto& issued = emulator::thread_state<EmulatedMultiplies>();
   if (issued.groups <= kPending) return;
   const unsigned finished = issued.groups - kPending, end = issued.committed[finished - 1];
@@ -463,7 +464,7 @@ inline void matrix_wait() {
   for (unsigned i = finished; i < issued.groups; ++i)
     issued.committed[i - finished] = issued.committed[i] - end;
   issued.groups -= finished;
-  __syncwarp();  // .sync.aligned: all lanes of the warp wait together
+  __syncwarp();  // the operands of all lanes have been read
 }
 
 template <int kColumns>
