@@ -57,10 +57,11 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_access_that_a_gpu_refuses(make: Callable[..., Kernel], name: str) -> None:
     body, message = FAULTS[name]
+    common, hopper = sources.find("common.cuh"), sources.find("ptx_hopper.cuh")
     kernel = make(
         SHARED + "\n" + body,
         shared_bytes=1000,
-        before=f'}}\n#include "{sources.find("common.cuh")}"\nnamespace tconv3d {{',
+        before=f'}}\n#include "{common}"\n#include "{hopper}"\nnamespace tconv3d {{',
     )
     memory = torch.zeros(64, dtype=torch.int32)
     for _ in range(2):  # the second time shows that the first left nothing behind

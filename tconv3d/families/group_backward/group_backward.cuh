@@ -35,6 +35,7 @@
 #pragma once
 
 #include "operands.cuh"
+#include "ptx_hopper.cuh"
 #include "ring.cuh"
 
 namespace tconv3d {
