@@ -72,11 +72,6 @@ def test_an_access_that_a_gpu_refuses(make: Callable[..., Kernel], name: str) ->
 @pytest.mark.parametrize(
     ("body", "change", "message"),
     [
-        (
-            "",
-            {"grid": (16, 1, 1), "constants": (("kClusterSize", 16),)},
-            "clusters of 16 blocks, where 8 are the most",
-        ),
         ("__shared__ int large[13000]; large[t] = t; args.a[t] = large[0];", {}, "bytes of static shared memory"),
     ],
 )

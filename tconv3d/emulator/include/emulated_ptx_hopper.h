@@ -166,8 +166,7 @@ inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand
   const auto layout = static_cast<unsigned>(descriptor >> 62);
   const unsigned row_bytes = layout == 1 ? 128 : layout == 2 ? 64 : 32;
   const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
-  const unsigned start = emulator::map_shared_rank(static_cast<unsigned>(descriptor & 0x3FFFu) << 4,
-                                                   emulator::block().rank_in_cluster);
+  const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
   const int count = operand == Operand::kTf32 ? 8 : 16;
   for (unsigned half = 0; half < 2; ++half) {
     const unsigned logical = start + row / 8u * group_bytes + row % 8u * row_bytes + 16u * half;
@@ -210,8 +209,7 @@ inline int read_operand_column(unsigned long long descriptor, unsigned column, O
     emulator::fail("rows that are K have 128 bytes: column %u of layout %u", column,
                    static_cast<unsigned>(descriptor >> 62));
   const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
-  const unsigned start = emulator::map_shared_rank(static_cast<unsigned>(descriptor & 0x3FFFu) << 4,
-                                                   emulator::block().rank_in_cluster);
+  const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
   for (unsigned k = 0; k < 16; ++k) {
     const unsigned logical = start + k / 8u * group_bytes + k % 8u * 128u + 2u * column;
     const unsigned physical = logical ^ ((logical >> 7 & 7u) << 4);
