@@ -58,6 +58,7 @@ def clear_plans() -> None:
     hopper_weight_grad_planner.forget()
 
 
+FAMILIES = {"warp": weight_grad_planner, "warpgroup": hopper_weight_grad_planner}
 SEARCHES = {"warp": weight_grad_planner, "warpgroup": hopper_search}
 KERNELS = {"warp": "tensor_weight_grad", "warpgroup": "hopper_weight_grad"}
 
