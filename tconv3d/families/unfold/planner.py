@@ -24,7 +24,7 @@ from math import inf, prod
 from ...planning import tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
-from ...planning.launch import Launch
+from ...planning.launch import Launch, axis_constants
 from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, dense_strides
 from ...planning.repertoire import Repertoire, searched
@@ -404,7 +404,6 @@ def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:
 def _unfold(p: Problem, band: Band, slices: Slices, first_slice: int, bias: bool) -> Launch:
     o, g = slices.operands, p.geometry
     of_x = -(-(-(-g.in_channels // 8) * o.chunks_w) // (UNFOLD_THREADS // 32 * AT_ONCE))
-    axes = tuple(zip("DHW", g.axes, strict=True))
     return Launch(
         kernel="unfold",
         constants=(
@@ -415,10 +414,7 @@ def _unfold(p: Problem, band: Band, slices: Slices, first_slice: int, bias: bool
             ("kChannels", slices.channels),
             ("kAtOnce", AT_ONCE),
             ("kBias", bias),
-            *((f"kKernel{n}", axis.kernel) for n, axis in axes),
-            *((f"kStride{n}", axis.stride) for n, axis in axes),
-            *((f"kPadding{n}", axis.padding) for n, axis in axes),
-            *((f"kDilation{n}", axis.dilation) for n, axis in axes),
+            *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
         ),
         grid=(slices.blocks + of_x, 1, 1),
         threads=UNFOLD_THREADS,

@@ -19,7 +19,7 @@ from ...planning import tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, dense_strides
 from ...planning.scalars import SCALARS
@@ -325,7 +325,7 @@ def constants_of(p: Problem, tiling: Tiling, registers: tuple[int, int, int]) ->
         ("Scalar", SCALARS[p.dtype]),
         ("kIn", g.in_channels),
         ("kOut", g.out_channels),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel"),
         ("kColumns", tiling.columns),
         ("kChunks", tiling.chunks),
         ("kRanges", tiling.ranges),

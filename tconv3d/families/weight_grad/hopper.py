@@ -18,7 +18,7 @@ from ...planning import offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry, Triple
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
@@ -369,6 +369,5 @@ def _constants(p: Problem, layer: Layer, tiling: Tiling, piece: Words) -> Consta
         ("kTapW", piece.taps),
         *piece.constants,
         *_bias_constants(p, tiling, piece),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel", "stride"),
     )

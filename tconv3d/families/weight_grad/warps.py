@@ -20,7 +20,7 @@ from ...planning import offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
@@ -373,8 +373,5 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kTapW", tuple(taps)),
         ("kTapWindow", tuple(place[t][0] for t in taps)),
         ("kTapOffset", tuple(place[t][1] for t in taps)),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kPadding{n}", axis.padding) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kDilation{n}", axis.dilation) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
     )
