@@ -276,20 +276,11 @@ inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, 
                            {"__shfl_up_sync", file, line});
 }
 
-inline void __threadfence() {}
-inline void __threadfence_block() {}
-inline void __threadfence_system() {}
 inline void __nanosleep(unsigned, EMULATOR_SITE) { emulator::yield(file, line); }
 [[noreturn]] inline void __trap(EMULATOR_SITE) { emulator::trap({"__trap()", file, line}); }
 
 // ---- Atomics: one OS thread runs a launch, so plain memory operations are atomic.
 
-template <class T>
-inline T atomicExch(T* address, T value) {
-  const T old = *address;
-  *address = value;
-  return old;
-}
 template <class T>
 inline T atomicCAS(T* address, T compare, T value) {
   const T old = *address;
@@ -311,8 +302,6 @@ EMULATOR_ATOMIC(atomicMin, int, old < value ? old : value)
 EMULATOR_ATOMIC(atomicMin, unsigned, old < value ? old : value)
 EMULATOR_ATOMIC(atomicMax, int, old > value ? old : value)
 EMULATOR_ATOMIC(atomicMax, unsigned, old > value ? old : value)
-EMULATOR_ATOMIC(atomicOr, unsigned, old | value)
-EMULATOR_ATOMIC(atomicAnd, unsigned, old& value)
 
 // ---- Arithmetic.
 
@@ -341,14 +330,6 @@ double rint(double) noexcept;
 }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
 
 // As in CUDA, the result for two integers is unsigned if either is, and a float beside a double gives a
 // double.
@@ -385,45 +366,20 @@ extern "C" int abs(int) noexcept;
 
 inline int __float_as_int(float x) { return emulator::bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return emulator::bits<unsigned>(x); }
-inline float __int_as_float(int x) { return emulator::bits<float>(x); }
 inline float __uint_as_float(unsigned x) { return emulator::bits<float>(x); }
-inline long long __double_as_longlong(double x) { return emulator::bits<long long>(x); }
-inline double __longlong_as_double(long long x) { return emulator::bits<double>(x); }
-inline int __float2int_rn(float x) { return static_cast<int>(rintf(x)); }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
-inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __mulhi(int a, int b) { return static_cast<int>((static_cast<long long>(a) * b) >> 32); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
 }
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-  return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
-}
 
-// Loads and stores with cache hints ignore the hint.
+// The cache hint of a load is ignored.
 template <class T>
 inline T __ldg(const T* address) {
   return *address;
-}
-template <class T>
-inline T __ldcs(const T* address) {
-  return *address;
-}
-template <class T>
-inline T __ldcg(const T* address) {
-  return *address;
-}
-template <class T>
-inline void __stcs(T* address, T value) {
-  *address = value;
-}
-template <class T>
-inline void __stcg(T* address, T value) {
-  *address = value;
 }
 
 using cuda_size_t = decltype(sizeof 0);

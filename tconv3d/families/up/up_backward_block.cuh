@@ -67,6 +67,15 @@ struct UpBackwardGroups {
   }
 };
 
+// A kernel has these constants, and the functions that are called by way of kernel() and Kernel:
+//   kWeightWords, kWordsAll   words of an input channel's weights: those that the block owns, and all
+//   kSetBlocks                blocks of K of the weights that are reordered together
+//   kStageBytes, kStageXBytes, kTableBytes   bytes of a stage of dy, of a stage of x, and of all tables
+//   kBarriersX                barriers of a stage of x
+//   kInputSlabs, kBatches     input gradient: slabs of 64 positions of a tile, batches of a chunk
+//   kPrefetched               input gradient: whether registers suffice to load a batch ahead
+//   kRowSlabs, kSteps         weight gradient: slabs of 64 rows of a chunk, K steps of all slabs together
+//   kBiasSlabs                weight gradient: slabs whose sums for the bias are kept apart
 template <class C, class Kernel>
 struct UpBackwardBlock {
   using Scalar = typename C::Scalar;

@@ -36,9 +36,8 @@ template <class C>
 struct UpBackwardLast : UpBackwardBlock<C, UpBackwardLast<C>> {
   using Block = UpBackwardBlock<C, UpBackwardLast<C>>;
   using Block::args, Block::split, Block::range, Block::first_in, Block::warp, Block::lane, Block::weights;
-  using Block::kConsumerWarps, Block::kSharers;
-  using Block::kItem, Block::kPerWord, Block::kRounded, Block::kBlockWords, Block::kGroupsOfBlock,
-      Block::kSums;
+  using Block::kConsumerWarps;
+  using Block::kItem, Block::kPerWord, Block::kRounded, Block::kGroupsOfBlock, Block::kSums;
   using Block::meet, Block::rounded, Block::sum_of_quad;
   using Block::stages, Block::stages_x, Block::tables, Block::full, Block::empty, Block::barrier_x;
   using typename Block::Scalar, typename Block::Groups, typename Block::Loaded, typename Block::Batch;
@@ -55,8 +54,8 @@ struct UpBackwardLast : UpBackwardBlock<C, UpBackwardLast<C>> {
   static constexpr int kPlaces = 3;  // tiles whose Places are in shared memory
   static constexpr int kPlacesBytes = 16 * kPlaces * kTile,
                        kTableBytes = kPlacesBytes + 8 * C::kChunks * kPieces;
-  static constexpr int kBarriersX =
-      4;  // the third: x was read for the transpose; the fourth: it is transposed
+  // The third barrier: x was read for the transpose. The fourth: it is transposed.
+  static constexpr int kBarriersX = 4;
   static constexpr int kSetBlocks = 1, kInputSlabs = 1, kBatches = kPieces / 4;
   static constexpr bool kPrefetched = true;
   // Slabs of 64 elements of dy's rows per chunk.
