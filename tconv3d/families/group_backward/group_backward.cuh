@@ -34,9 +34,9 @@
 // Partial sums of dw and db are written side by side and added by reduce_gradients.cuh in a fixed order.
 #pragma once
 
-#include "group_input_grad.cuh"
-#include "group_producer.cuh"
-#include "group_weight_grad.cuh"
+#include "group_backward_input_grad.cuh"
+#include "group_backward_producer.cuh"
+#include "group_backward_weight_grad.cuh"
 
 namespace tconv3d {
 

@@ -38,8 +38,8 @@
 namespace tconv3d {
 
 template <class C>
-struct UpBackward : UpBackwardBlock<C, UpBackward<C>> {
-  using Block = UpBackwardBlock<C, UpBackward<C>>;
+struct UpBackward : UpBackwardBlock<C, Args, UpBackward<C>> {
+  using Block = UpBackwardBlock<C, Args, UpBackward<C>>;
   using Block::args, Block::split, Block::range, Block::first_in, Block::warp, Block::lane, Block::weights;
   using Block::kConsumerWarps, Block::kSharers;
   using Block::kItem, Block::kPerWord, Block::kRounded, Block::kBlockWords, Block::kGroupsOfBlock,

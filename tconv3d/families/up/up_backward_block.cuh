@@ -76,7 +76,7 @@ struct UpBackwardGroups {
 //   kPrefetched               input gradient: whether registers suffice to load a batch ahead
 //   kRowSlabs, kSteps         weight gradient: slabs of 64 rows of a chunk, K steps of all slabs together
 //   kBiasSlabs                weight gradient: slabs whose sums for the bias are kept apart
-template <class C, class Kernel>
+template <class C, class Arguments, class Kernel>
 struct UpBackwardBlock {
   using Scalar = typename C::Scalar;
   using Groups = UpBackwardGroups<C>;
@@ -94,7 +94,7 @@ struct UpBackwardBlock {
 
   static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 3 && C::kStagesX >= 2);
 
-  const Args& args;
+  const Arguments& args;
   int split, range, first_in;
   int warp, lane;
   unsigned char* stages_x;
@@ -103,7 +103,7 @@ struct UpBackwardBlock {
   unsigned char* tables;  // tables of the kernel
   unsigned barriers;
 
-  __device__ __forceinline__ UpBackwardBlock(const Args& arguments)
+  __device__ __forceinline__ UpBackwardBlock(const Arguments& arguments)
       : args(arguments),
         split(static_cast<int>(blockIdx.x) / kKinds),
         range(static_cast<int>(blockIdx.x) % kKinds / kInTiles),

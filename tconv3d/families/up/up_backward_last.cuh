@@ -33,8 +33,8 @@
 namespace tconv3d {
 
 template <class C>
-struct UpBackwardLast : UpBackwardBlock<C, UpBackwardLast<C>> {
-  using Block = UpBackwardBlock<C, UpBackwardLast<C>>;
+struct UpBackwardLast : UpBackwardBlock<C, Args, UpBackwardLast<C>> {
+  using Block = UpBackwardBlock<C, Args, UpBackwardLast<C>>;
   using Block::args, Block::split, Block::range, Block::first_in, Block::warp, Block::lane, Block::weights;
   using Block::kConsumerWarps;
   using Block::kItem, Block::kPerWord, Block::kRounded, Block::kGroupsOfBlock, Block::kSums;

@@ -43,9 +43,9 @@
 // when they load it. Elements outside the tensors are zero in both.
 #pragma once
 
-#include "hopper_weight_operands.cuh"
-#include "hopper_weight_producers.cuh"
-#include "hopper_weight_results.cuh"
+#include "hopper_weight_grad_operands.cuh"
+#include "hopper_weight_grad_producers.cuh"
+#include "hopper_weight_grad_results.cuh"
 
 namespace tconv3d {
 

@@ -1,7 +1,7 @@
 // The input gradient of group_backward.cuh: warps that hold all weights in registers.
 #pragma once
 
-#include "group_tiles.cuh"
+#include "group_backward_tiles.cuh"
 
 namespace tconv3d {
 

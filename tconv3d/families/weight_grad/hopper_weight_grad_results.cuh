@@ -2,7 +2,7 @@
 // result if there is a single part, and as partial sums of the bias gradient.
 #pragma once
 
-#include "hopper_weight_block.cuh"
+#include "hopper_weight_grad_block.cuh"
 
 namespace tconv3d {
 

@@ -1,7 +1,7 @@
 // The producer of group_backward.cuh: copies of dy and x to shared memory.
 #pragma once
 
-#include "group_tiles.cuh"
+#include "group_backward_tiles.cuh"
 
 namespace tconv3d {
 

@@ -2,7 +2,7 @@
 // memory, and the transpose and rounding of x.
 #pragma once
 
-#include "hopper_weight_block.cuh"
+#include "hopper_weight_grad_block.cuh"
 
 namespace tconv3d {
 

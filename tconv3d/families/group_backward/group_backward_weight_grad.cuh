@@ -2,7 +2,7 @@
 // registers.
 #pragma once
 
-#include "group_tiles.cuh"
+#include "group_backward_tiles.cuh"
 
 namespace tconv3d {
 

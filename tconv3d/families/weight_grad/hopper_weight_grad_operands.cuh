@@ -2,7 +2,7 @@
 // become operands of matrix instructions, and are added to the bias gradient.
 #pragma once
 
-#include "hopper_weight_block.cuh"
+#include "hopper_weight_grad_block.cuh"
 
 namespace tconv3d {
 
