@@ -172,14 +172,13 @@ int fake_cuLaunchKernelEx(const Config* config, std::uintptr_t kernel, void** pa
   for (unsigned i = 0; i < config->attribute_count; ++i) {
     if (config->attributes[i].id == 6) overlap = config->attributes[i].overlap;
   }
-  return call(
-      "cuLaunchKernelEx",
-      "kernel=%d device=%d grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%lu attributes=%u "
-      "overlap=%u args=%s torn=%d extra=%d",
-      int(kernel - kKernels), int(contexts.back() - kContexts), config->grid[0], config->grid[1],
-      config->grid[2], config->block[0], config->block[1], config->block[2], config->shared_bytes,
-      (unsigned long)stream, config->attribute_count, overlap, arguments.c_str(), torn,
-      extra != nullptr);
+  return call("cuLaunchKernelEx",
+              "kernel=%d device=%d grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%lu attributes=%u "
+              "overlap=%u args=%s torn=%d extra=%d",
+              int(kernel - kKernels), int(contexts.back() - kContexts), config->grid[0], config->grid[1],
+              config->grid[2], config->block[0], config->block[1], config->block[2], config->shared_bytes,
+              (unsigned long)stream, config->attribute_count, overlap, arguments.c_str(), torn,
+              extra != nullptr);
 }
 
 int fake_cuGetErrorName(int, const char** name) {
