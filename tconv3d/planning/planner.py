@@ -20,44 +20,22 @@ from types import ModuleType
 from ..families.depthwise import lines as depthwise_lines_planner
 from ..families.depthwise import planner as depthwise_planner
 from ..families.direct import planner as direct_planner
-from ..families.few_channels import (
-    inputs as few_inputs_planner,
-)
-from ..families.few_channels import (
-    outputs as few_outputs_planner,
-)
-from ..families.few_channels import (
-    weight_grad as few_weight_grad_planner,
-)
+from ..families.few_channels import inputs as few_inputs_planner
+from ..families.few_channels import outputs as few_outputs_planner
+from ..families.few_channels import weight_grad as few_weight_grad_planner
 from ..families.group_backward import planner as group_backward_planner
 from ..families.halo import planner as halo_planner
 from ..families.mma import planner as mma_planner
 from ..families.norm import planner as norm_planner
 from ..families.unfold import planner as unfold_planner
-from ..families.up import (
-    backward as up_backward_planner,
-)
-from ..families.up import (
-    backward_last as up_backward_last_planner,
-)
-from ..families.up import (
-    forward as up_planner,
-)
-from ..families.up import (
-    grad as up_grad_planner,
-)
-from ..families.weight_grad import (
-    hopper as hopper_weight_grad_planner,
-)
-from ..families.weight_grad import (
-    rows as rows_weight_grad_planner,
-)
-from ..families.weight_grad import (
-    via_contiguous as turned_planner,
-)
-from ..families.weight_grad import (
-    warps as weight_grad_planner,
-)
+from ..families.up import backward as up_backward_planner
+from ..families.up import backward_last as up_backward_last_planner
+from ..families.up import forward as up_planner
+from ..families.up import grad as up_grad_planner
+from ..families.weight_grad import hopper as hopper_weight_grad_planner
+from ..families.weight_grad import rows as rows_weight_grad_planner
+from ..families.weight_grad import via_contiguous as turned_planner
+from ..families.weight_grad import warps as weight_grad_planner
 from . import repertoire
 from .geometry import Geometry
 from .launch import Launch

@@ -14,7 +14,7 @@ from ...planning import offers
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Gather
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
@@ -302,10 +302,7 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         ("kTileIn", tile_in),
         ("kTileOut", tile_out),
         ("kTapsW", taps_w),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kPadding{n}", axis.padding) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kDilation{n}", axis.dilation) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
     )
     warps = splits * units
     main = Launch(

@@ -31,6 +31,7 @@
 #pragma once
 
 #include "operands.cuh"
+#include "ptx_hopper.cuh"
 
 namespace tconv3d {
 
