@@ -25,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from halo_names import describe, geometry_of
 
 from tconv3d.families.halo import job as halo_job
-from tconv3d.families.halo import planner as halo_planner
-from tconv3d.families.halo.build import Build, Tiling, tilings
+from tconv3d.families.halo.build import Build
+from tconv3d.families.halo.candidates import Nominal, builds_of
 from tconv3d.families.halo.job import Job
 from tconv3d.families.halo.model import COSTS, HALVES, Costs, cycles, portioned
-from tconv3d.families.halo.planner import Nominal
+from tconv3d.families.halo.tiling import Tiling, tilings
 from tconv3d.planning.geometry import Triple
 from tconv3d.planning.problem import Device, Pass, Problem
 from tconv3d.tools.bench.layers import Layer, random_layers
@@ -74,15 +74,14 @@ def _without_units(build: str) -> str:
 
 @lru_cache(maxsize=1)
 def _builds(nominal: Nominal) -> list[Build]:
-    return list(halo_planner.builds_of(nominal, H200.shared_bytes))
+    return list(builds_of(nominal, H200.shared_bytes))
 
 
 def sample_of(name: str, job: Job, build: str, tiling: str, ms: float) -> Sample | None:
     """Returns the sample of a table's row, or None if the planner no longer considers that build."""
     for made in _builds(Nominal.of(job)):
         if _without_units(describe(made)) == _without_units(build):
-            merged = job.as_merged(made.merged)
-            read = merged.as_copied(made.rewritten) if made.copied else merged
+            read = job.as_merged(made.tile.merged).arriving(made.input)
             for cut in tilings(made, job.batch, job.positions, job.read_size):
                 for whole in portioned(made, cut, H200.multiprocessors):
                     if str(whole) == tiling:
