@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import IntEnum
 from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any
@@ -36,45 +36,45 @@ def round_up(value: int, multiple: int) -> int:
 # ---- the choices --------------------------------------------------------------------------------------------------
 
 
-class Input(Enum):
+class Input(IntEnum):
     """How input arrives in the stages of a block."""
 
-    LOADED = "loaded"  # producers load it to registers, round it and store it to the stages
-    COPIED = "copied"  # asynchronous copies bring rows of channels; producers round float32 in shared memory
-    REWRITTEN = "rewritten"  # asynchronous copies bring rows of channels that a previous launch has rounded
-    IN_REGISTERS = "in registers"  # asynchronous copies bring rows; consumers round float32 (halo_registers.cuh)
-    LINES = "lines"  # asynchronous copies bring lines as they lie in memory (halo_lines.cuh)
+    LOADED = 0  # producers load it to registers, round it and store it to the stages
+    COPIED = 1  # asynchronous copies bring rows of channels; producers round float32 in shared memory
+    REWRITTEN = 2  # asynchronous copies bring rows of channels that a previous launch has rounded
+    IN_REGISTERS = 3  # asynchronous copies bring rows; consumers round float32 (halo_registers.cuh)
+    LINES = 4  # asynchronous copies bring lines as they lie in memory (halo_lines.cuh)
 
-    def __init__(self, value: str) -> None:
-        self.copied = value not in ("loaded", "lines")  # whether asynchronous copies bring rows of channels
+    def __init__(self, value: int) -> None:
+        self.copied = value in (1, 2, 3)  # whether asynchronous copies bring rows of channels
 
 
-class Output(Enum):
+class Output(IntEnum):
     """How sums leave the registers of consumers."""
 
-    DIRECT = "direct"  # stores of lanes, for channels-last outputs also through a small scratch
-    IMAGES = "images"  # images of output rows, which may begin at any address (halo_images.cuh)
-    LONG_RUNS = "long runs"  # images of all output rows of a tile of lines, as long runs (halo_joint.cuh)
+    DIRECT = 0  # stores of lanes, for channels-last outputs also through a small scratch
+    IMAGES = 1  # images of output rows, which may begin at any address (halo_images.cuh)
+    LONG_RUNS = 2  # images of all output rows of a tile of lines, as long runs (halo_joint.cuh)
 
 
-class Division(Enum):
+class Division(IntEnum):
     """Who divides K, the sum over input channels and taps (split-K)."""
 
-    NOBODY = "nobody"
-    BLOCKS = "blocks"  # blocks divide the chunks of every tile, and another launch adds up their portions
-    LAST_TILES = "last tiles"  # blocks divide the chunks of the last tiles only, to end at the same time
-    CONSUMERS = "consumers"  # the consumers of a block have the same slabs and alternate at panels
+    NOBODY = 0
+    BLOCKS = 1  # blocks divide the chunks of every tile, and another launch adds up their portions
+    LAST_TILES = 2  # blocks divide the chunks of the last tiles only, to end at the same time
+    CONSUMERS = 3  # the consumers of a block have the same slabs and alternate at panels
 
 
-class Weights(Enum):
+class Weights(IntEnum):
     """Where the packed weights of a column tile live."""
 
-    RESIDENT = "resident"  # all panels stay in shared memory
-    STREAMED = "streamed"  # panels pass through slots of shared memory
-    SMALL_PANELS = "small panels"  # panels of one unit each pass through slots of shared memory
+    RESIDENT = 0  # all panels stay in shared memory
+    STREAMED = 1  # panels pass through slots of shared memory
+    SMALL_PANELS = 2  # panels of one unit each pass through slots of shared memory
 
-    def __init__(self, value: str) -> None:
-        self.resident = value == "resident"
+    def __init__(self, value: int) -> None:
+        self.resident = value == 0
 
 
 @dataclass(frozen=True)

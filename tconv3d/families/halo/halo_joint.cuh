@@ -1,4 +1,4 @@
-// How rows of outputs that begin at any address leave a block as few long runs (kJoint). Such
+// How rows of outputs that begin at any address leave a block as few long runs (Output::kLongRuns). Such
 // builds take input lines as they lie in memory (halo_lines.cuh), so that their producers have few loads to
 // issue.
 //
@@ -48,8 +48,9 @@ struct HaloJoint {
   // ---- Consumers write images.
 
   static constexpr int kPlanes = Config::kStrideD;  // planes of outputs that are complete after a step
-  static constexpr int kVectors =
-      Config::kJoint ? Words::kPieces * Words::kVectors : 1;  // 16-byte vectors of a lane in a plane
+  static constexpr int kVectors = Config::kOutput == Output::kLongRuns
+                                      ? Words::kPieces * Words::kVectors
+                                      : 1;  // 16-byte vectors of a lane in a plane
 
   // With 16-bit outputs and odd lengths of rows and channels, rows and channels begin alternately at a 4-byte
   // word and in the middle of one, so that the first one decides for all.
@@ -59,7 +60,7 @@ struct HaloJoint {
   // Outputs that are complete but not written yet. With 16-bit outputs they are written while the products of
   // the next step are in flight, if they fit into registers together with the sums: at most 160 registers.
   static constexpr int kKept = Config::kSlabs * HaloSums<Config>::kSums + kPlanes * kVectors * 4;
-  static constexpr bool kLater = Config::kJoint && kItem == 2 && kKept <= 160;
+  static constexpr bool kLater = Config::kOutput == Output::kLongRuns && kItem == 2 && kKept <= 160;
   struct Waiting {
     uint4 words[kPlanes][kVectors];
     unsigned run[kPlanes];  // low address bits of the run of the first channel

@@ -26,8 +26,8 @@
 //
 // Packed weights: [column tile][source][chunk][pattern, shift in it][half][unit, field, channel: a
 // row][kPartBytes, swizzled], in the order of consumption, so that a panel is one linear copy. Several small
-// groups in one tile share the rows: each has its own steps of the part. With kInRegisters the channels of a
-// row are in the order in which lanes hold them (pack.cuh).
+// groups in one tile share the rows: each has its own steps of the part. With Input::kInRegisters the
+// channels of a row are in the order in which lanes hold them (pack.cuh).
 #pragma once
 
 #include "operands.cuh"

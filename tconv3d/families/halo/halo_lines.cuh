@@ -1,4 +1,4 @@
-// The halo kernel on input as it lies in memory (kLines): marches over contiguous tensors.
+// The halo kernel on input as it lies in memory (Input::kLines): marches over contiguous tensors.
 //
 // A tile has whole lines, so that its halo is one run of memory for every channel and plane, which the copy
 // engine brings to a stage: [channel][line, w], channels a pitch apart. No warp transposes it. Consumers load
@@ -39,9 +39,10 @@ struct HaloLines {
   static constexpr int kUnitColumns = Layout::kUnitColumns;
   static constexpr int kItem = sizeof(Scalar), kWordItems = 4 / kItem;
   static constexpr int kWoven = Shared::kWoven;  // slabs that share every 2 * kWoven positions in sequence
-  static_assert(!Config::kLines || kItem == 4 || (Config::kSlabs % 2 == 0 && !Config::kGather),
+  static_assert(Config::kInput != Input::kLines || kItem == 4 ||
+                    (Config::kSlabs % 2 == 0 && !Config::kGather),
                 "16 bits march forward, two slabs at a time");
-  static_assert(!Config::kLines || (Config::kReadStepW & (Config::kReadStepW - 1)) == 0,
+  static_assert(Config::kInput != Input::kLines || (Config::kReadStepW & (Config::kReadStepW - 1)) == 0,
                 "two positions read from a multiple of the vectors that load() takes");
 
   // Returns the pitch of channels in a stage in 32-bit words: a multiple of 32 plus 8, so that the four

@@ -96,7 +96,7 @@ def _main(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> Launc
 
 
 def _sum_of_pieces(build: Build, main: Launch) -> Launch:
-    """Returns the launch that adds up and stores the tiles that blocks of the main launch have divided (kSpread).
+    """Returns the launch that adds up and stores the tiles that blocks of the main launch have divided among them.
 
     It is the main launch's kernel with kAdds, in blocks of one consumer.
     """

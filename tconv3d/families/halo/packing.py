@@ -9,7 +9,7 @@ from ...planning.geometry import Triple
 from ...planning.launch import Launch
 from ...planning.scalars import SCALARS
 from .arguments import PACK
-from .build import Build, ceil_div
+from .build import Build, Input, ceil_div
 from .constants import layout_constants
 from .job import Job
 from .program import Program
@@ -57,6 +57,7 @@ def pack(build: Build, job: Job) -> Launch:
             ("kColumnVectors", vectors),
             ("kRun", int(run)),
             ("kMerged", build.tile.merged),
+            ("kLaneOrder", build.input is Input.IN_REGISTERS),
             ("kReversed", job.weight[4] < 0),
             ("kSharedBytes", shared_bytes),
             *layout_constants(build),
