@@ -2,8 +2,8 @@
 
     python benchmarks/halo_fit.py planner_7.json planner_8.json
 
-It prints the constants, the error of the model, and for every layer how much slower the build with the least
-predicted time is than the fastest measured build.
+It prints the constants, which tconv3d/planning/models/ has, the error of the model, and for every layer how much
+slower the build with the least predicted time is than the fastest measured build.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tconv3d.families.halo import job as halo_job
 from tconv3d.families.halo.build import Build
 from tconv3d.families.halo.candidates import Nominal, builds_of
 from tconv3d.families.halo.job import Job
-from tconv3d.families.halo.model import COSTS, HALVES, Costs, cycles, portioned
+from tconv3d.families.halo.measured import COSTS, HALVES, Costs
+from tconv3d.families.halo.model import cycles, portioned
 from tconv3d.families.halo.tiling import Tiling, tilings
 from tconv3d.planning.geometry import Triple
 from tconv3d.planning.problem import Device, Pass, Problem
@@ -173,7 +174,7 @@ def main() -> None:
     costs = fit(samples, start, options.steps, options.seed) if options.steps else start
     report(samples, costs, options.verbose)
     for name, value in asdict(costs).items():
-        print(f"    {name}: float = {value:.3g}")
+        print(f'   "{name}": {value:.3g}')
 
 
 if __name__ == "__main__":

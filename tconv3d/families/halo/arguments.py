@@ -92,9 +92,7 @@ HALO = Arguments(
     portions=INT32("With kBlocks: blocks that divide the chunks of a tile."),
     share_cost=INT32("With kLastTiles: cost of a share, into which the chunks after the first part are divided."),
     shares=INT32("With kLastTiles: shares in all."),
-    first_tile=INT32(
-        "With kLastTiles: the tile along d, or run, that comes first; cheaper tiles come last."
-    ),
+    first_tile=INT32("With kLastTiles: the tile along d, or run, that comes first; cheaper tiles come last."),
     sheet_rows=INT32("Rows of the halo from one plane to the next."),
     by_sheet=DIVIDER("Divides by the rows of the halo from one plane of positions to the next."),
     tiles_n=DIVIDER("Divides by the tiles along the batch."),

@@ -19,6 +19,7 @@ from math import gcd
 from typing import Any
 
 from ...planning.geometry import Geometry, Triple
+from .measured import COMMON
 from .program import Program, Split, gather_program, programs
 
 SLAB = 64  # positions of one matrix instruction, and thus of a slab
@@ -165,10 +166,12 @@ class Build:
     def beside_instruction(self) -> float:
         """The overhead of a matrix instruction in cycles, by which the order of a march's columns is chosen.
 
-        The values were chosen by measurement on an H200; 16-bit operands out of registers have no overhead."""
+        16-bit operands out of registers have no overhead.
+        """
         if not self.march or (self.input is Input.LINES and self.item_bytes == 2):
             return 0.0
-        return 8.0 if self.item_bytes == 4 and self.geometry.in_per_group > self.step_items else 14.0
+        many = self.item_bytes == 4 and self.geometry.in_per_group > self.step_items
+        return COMMON.instruction_many_channels if many else COMMON.instruction
 
     @cached_property
     def own_shifts(self) -> bool:

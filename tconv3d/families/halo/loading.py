@@ -11,11 +11,12 @@ from math import gcd
 
 from .build import Build, Input, ceil_div
 from .job import Job
+from .measured import COMMON
 from .shared_memory import free_bytes
 from .tiling import Tiling
 
 VECTORS_OF_TURN = 4  # vectors that a loader stores together (kTogether in halo_vectors.cuh)
-MAX_BESIDE = 1.2  # most elements that loads of whole vectors may fetch, as a multiple of the halo's elements
+MAX_BESIDE = COMMON.beside
 
 
 @dataclass(frozen=True)

@@ -15,96 +15,12 @@ from ...planning.geometry import Axis
 from . import loading
 from .build import SLAB, STEP_BYTES, Build, Division, Input, Output, VariantKind, ceil_div
 from .job import Job
+from .measured import COMMON, COSTS, HALVES, Costs
 from .registers import batches_per_chunk, line_turns
 from .storing import can_store, lane_channels, vector
-from .tiling import CHUNK, Tiling, tilings
+from .tiling import Tiling, tilings
 
-
-@dataclass(frozen=True)
-class Costs:
-    """The constants of the model. Times are in cycles of a multiprocessor.
-
-    Most constants are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and
-    bfloat16). `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot` and the constants for rows
-    and for turns of lines are fitted to 446 float32 builds of random and reference layers
-    (docs/performance/planner.md). `shared`, `supplied`, `adding`, `pieced_bytes`, `busy`, `apart` and `little_hides`
-    are set by hand, each from a few measured builds, and `joint` and `joint_run` from 15 measured builds.
-    """
-
-    start: float = 14300.0  # cycles of a plan besides its work
-    tile: float = 3220.0  # cycles per tile that overlap with nothing
-    plane: float = 158.0  # cycles per plane of a march, besides its products
-    shared: float = 1.1  # factor on planes of shares, because neighbouring blocks are then at different depths
-    crooked: float = 1.21  # factor on stores if tiles are runs instead of boxes
-    batch: float = 1220.0  # cycles of a loader warp per batch of loads
-    few_loaders: float = 1.13  # factor on `batch` if there is one producer warpgroup
-    first: float = 0.565  # fraction of the first stage's load time that overlaps with nothing
-    copied: float = 400.0  # cycles from the release to the arrival of a stage that asynchronous copies fill
-    arrival: float = 900.0  # additional cycles per stage of asynchronous copies if loaders round it in shared memory
-    copy: float = 15.0  # cycles of a loader warp per asynchronous copy of 512 bytes
-    arriving: float = 1800.0  # cycles that products wait for each stage of copied rows, divided by stages - 1
-    stage: float = 71.5  # cycles of the barriers per stage that is filled through registers
-    find: float = 432.0  # cycles of a loader warp per batch of positions that it looks up, for each source of a tile
-    load: float = 1.69  # cycles of the multiprocessor per load by a warp
-    sector: float = 1.79  # cycles of the multiprocessor per sector of 32 bytes that a load touches
-    product: float = 0.862  # factor on the nominal cycles of the tensor cores
-    panel: float = 67.4  # cycles per resident panel: barriers, and the drain of the tensor cores
-    streamed: float = 100.0  # cycles per streamed panel in float32: barriers, and the drain of the tensor cores
-    supplied: float = 82.6  # replaces `streamed` with 16-bit types, and where consumers divide K
-    slot: float = 1130.0  # cycles from the release of a panel's slot to the arrival of the next panel
-    rows: float = 3180.0  # cycles of the launch that writes rows of channels, besides its traffic
-    rows_bytes: float = 1410.0  # bytes per cycle that the launch moves that writes rows of channels
-    rewritten: float = 4000.0  # cycles of the launch that rounds existing rows of channels, besides its traffic
-    rewritten_bytes: float = 2500.0  # bytes per cycle that the launch moves that rounds existing rows of channels
-    adding: float = 7000.0  # cycles of the launch that adds up partial sums, besides its traffic
-    added_bytes: float = 1650.0  # bytes per cycle that the launch moves that adds up portions
-    pieced_bytes: float = 3000.0  # bytes per cycle that the launch moves that adds up pieces of tiles, mostly from L2
-    busy: float = 1.03  # factor on the time of spread builds: blocks that are busy to the end share L2 and power
-    store: float = 5.45  # cycles per store by a warp
-    scattered: float = 1.1  # factor on stores along w, per near batch item (at most 8), if a tile has several
-    apart: float = 2.2  # factor on stores if a column tile has one phase along w
-    little_hides: float = 3.5  # replaces `apart` for stores along w beside one producer warpgroup
-    imaged: float = 3.5  # cycles per 32 outputs of 4 bytes that are stored through images
-    joint: float = 1.2  # cycles per 32 outputs that are written to images of long runs
-    strict_panel: float = 180.0  # strict float32: cycles of waiting for the products of a panel
-    strict_sum: float = 10.0  # strict float32: cycles per accumulator that is added to its total
-    # Factor on the device memory's time for builds that load lines as they lie in memory, and for builds whose lanes
-    # store 16 bytes of channels-last outputs at a time.
-    streaming: float = 0.68
-    line: float = 54.7  # bytes per cycle that arrive of lines as they lie in memory
-    line_stage: float = 214.0  # cycles per stage of lines
-    turn: float = 108.0  # cycles per turn of products on lines, to load and round the operands
-    quads: float = 1.2  # cycles per 32 outputs that lanes store four at a time; twice as many if two at a time
-    cache_bytes: float = 134.0  # bytes per cycle from L2 to a multiprocessor
-    memory_bytes: float = 1650.0  # bytes per cycle of the whole device memory
-    run: float = 0.105  # device memory cycles per run of outputs whose ends share sectors with other tiles
-    joint_run: float = 0.6  # replaces `run` for outputs that are stored as long runs
-    torn: float = 2.87  # bytes of traffic per byte of an output whose neighbours come from another column tile
-    overlap: float = 2.6  # exponent of the norm that joins times that overlap: 1 is a sum, infinity the maximum
-
-
-COSTS = Costs()
-HALVES = replace(  # constants for 16-bit types, fitted to reference layers
-    COSTS,
-    tile=1220.0,
-    plane=153.0,
-    batch=1110.0,
-    few_loaders=1.0,
-    first=0.0,
-    slot=1010.0,
-    rows=3000.0,
-    rows_bytes=1650.0,
-    busy=1.0,
-)
-CROWDED = {4: 31.0, 2: 27.0}  # most bytes per cycle of input and streamed panels in a march, by bytes of an element
-UNEVEN = 0.5  # difference between the times at which blocks end, as a fraction of the time of the shortest tile
 MAX_ROWS_BYTES = 2**29  # most bytes of the workspace for input that is rewritten as rows of channels
-TURN_SLABS = 1 / 3  # exponent of the number of slabs in the time of a turn: loads of several slabs are in flight
-SUPPLY = 3.0  # exponent of the norm that joins products and the panels that they wait for
-# Exponent of the fraction of products that remain when some are skipped. It is below 1 because consumers wait for
-# each other, and the launch waits for the last block.
-SKIPPED = 0.5
-FILLED = 0.5  # fraction of the shared memory time of arriving data during which operands wait
 SHARED_BYTES = 128  # bytes per cycle of shared memory
 COPY_BYTES = 512  # bytes of an asynchronous copy by a warp
 MAX_ROUNDS = 8  # most waves of tiles with which blocks may divide the last tiles
@@ -263,6 +179,12 @@ def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs:
     return whole + left * costs.shared
 
 
+def _remaining(build: Build, job: Job) -> float:
+    """Returns the fraction of the time of products that remains when products outside the input are skipped."""
+    inside = _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0])
+    return float(inside**COMMON.skipped)
+
+
 @lru_cache(maxsize=1024)
 def _inside(axis: Axis, gather: bool, positions: int, size: int) -> float:
     """Returns the fraction of the products along an axis whose input lies inside the tensor."""
@@ -290,26 +212,26 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
     portion = tiling.portion(build)
     load = planes * loading * portion + _finding_cycles(build, tiling, job, costs)
     loaded *= portion
-    p, found = costs.overlap, []
+    p, norm, found = costs.overlap, COMMON.supply, []
     resident = build.weights.resident
     divided = build.division is Division.CONSUMERS
     smooth = build.input.copied or divided
     multiplied = rounds * build.round_slabs * planes * portion * costs.product
     if build.skips and tiling.flat and build.division is not Division.LAST_TILES:
-        multiplied *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
+        multiplied *= _remaining(build, job)
     for kind in build.kinds:
         panels = kind.panels * rounds * planes * portion
         streamed = 0 if resident else kind.panel_bytes * rounds * planes * portion
         multiply = multiplied * kind.cycles_per_slab
         if build.input.copied:  # data that arrive in shared memory delay the reads of operands
             operands = multiplied * kind.shared_cycles
-            multiply = max(multiply, operands + FILLED * (loaded + streamed) / SHARED_BYTES)
+            multiply = max(multiply, operands + COMMON.filled * (loaded + streamed) / SHARED_BYTES)
         supply = 0.0 if resident else panels * costs.slot / (build.block.slots - 1)
-        multiply = (multiply**SUPPLY + supply**SUPPLY) ** (1 / SUPPLY) if smooth else max(multiply, supply)
+        multiply = (multiply**norm + supply**norm) ** (1 / norm) if smooth else max(multiply, supply)
         multiply = _waiting_less(multiply, build, costs)
         if build.input is Input.LINES:
             turns = line_turns(build) * build.stages_filled * planes * rounds
-            multiply += turns * costs.turn * build.tile.slabs**TURN_SLABS
+            multiply += turns * costs.turn * build.tile.slabs**COMMON.turn_slabs
         else:
             short = build.item_bytes == 2 or divided
             of_a_panel = costs.panel if resident else costs.supplied if short else costs.streamed
@@ -326,7 +248,8 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
             for count, part in _chunk_parts(build)
         )
         if build.march and not resident and not build.input.copied:
-            cost = max(cost, (loaded + streamed) / CROWDED[build.item_bytes])
+            crowded = COMMON.crowded_float32 if build.item_bytes == 4 else COMMON.crowded_16_bit
+            cost = max(cost, (loaded + streamed) / crowded)
         found.append(cost)
     return found
 
@@ -338,9 +261,9 @@ def _waiting_less(multiply: float, build: Build, costs: Costs) -> float:
     """
     if not build.staged:
         return multiply
-    rows = build.stages_filled * costs.arriving
-    two, more = (multiply**SUPPLY + (rows / (stages - 1)) ** SUPPLY for stages in (2, build.block.stages))
-    return multiply * (more / two) ** (1 / SUPPLY)
+    rows, norm = build.stages_filled * costs.arriving, COMMON.supply
+    two, more = (multiply**norm + (rows / (stages - 1)) ** norm for stages in (2, build.block.stages))
+    return multiply * (more / two) ** (1 / norm)
 
 
 def _chunk_parts(build: Build) -> list[tuple[int, float]]:
@@ -378,7 +301,7 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
     elif build.own_shifts:  # blocks take tiles in turn, the longest first
         each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, loading, costs)]
         mean = sum(kind.count * work for kind, work in zip(build.kinds, each, strict=True)) / len(build.programs)
-        work = max(mean * tiling.work(build) / blocks + UNEVEN * each[-1], each[0])
+        work = max(mean * tiling.work(build) / blocks + COMMON.uneven * each[-1], each[0])
     else:
         (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)
         work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
@@ -463,13 +386,13 @@ class Least:
         """Returns the cycles for a round of slabs of a kind of variant, with the waits for panels and operands."""
         multiply = build.round_slabs * kind.cycles_per_slab * costs.product
         if build.skips:
-            multiply *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
+            multiply *= _remaining(build, job)
         if not build.weights.resident:
             multiply = max(multiply, kind.panels * costs.slot / (build.block.slots - 1))
         multiply = _waiting_less(multiply, build, costs)
         if build.input is Input.LINES:
             turns = line_turns(build) * build.stages_filled
-            return multiply + turns * costs.turn * build.tile.slabs**TURN_SLABS
+            return multiply + turns * costs.turn * build.tile.slabs**COMMON.turn_slabs
         if build.strict:
             sums = build.tile.slabs * build.columns / 2
             multiply += kind.panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
@@ -486,9 +409,9 @@ class Least:
         if build.march:
             times = _planes(build, tiling, self.job, multiprocessors, costs)
         elif build.division is Division.LAST_TILES:
-            # However many products a chunk skips, it costs at least the fraction CHUNK of a whole chunk. Most tilings
-            # are ruled out here, without computing how blocks divide them.
-            if CHUNK * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
+            # However many products a chunk skips, it costs at least a fraction of a whole chunk. Most tilings are
+            # ruled out here, without computing how blocks divide them.
+            if COMMON.chunk * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
                 return True
             times = tiling.spread(build, self.job, multiprocessors).busiest / build.chunks
         elif build.own_shifts:

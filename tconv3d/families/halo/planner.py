@@ -34,6 +34,7 @@ from .build import Build, round_up
 from .candidates import Nominal, builds_of, last_tiles_divided
 from .job import Job, job_of
 from .launches import HaloPlan, assemble
+from .measured import VERSION
 from .model import best_tiling
 from .packing import pack
 from .program import MAX_PARTS
@@ -120,7 +121,7 @@ class Tuning:
 
     build: Build | None = None
     tuned: str = ""  # what was measured
-    planner: str = ""  # digest of the planner's sources
+    planner: str = ""  # version of the planner
 
 
 def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
@@ -130,7 +131,7 @@ def tuned(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> str:
 
 def keep(nominal: Nominal, shared_bytes: int, multiprocessors: int, build: Build, tuned: str) -> None:
     """Makes a build the choice for all processes from now on. `tuned` says what was measured."""
-    tuning = Tuning(build, tuned, sources.program(__name__))
+    tuning = Tuning(build, tuned, _version())
     cache.put(_tuning_key(nominal, shared_bytes, multiprocessors), TUNED, plain.dumps(tuning).encode())
     forget()
 
@@ -151,19 +152,24 @@ def _tuning(nominal: Nominal, shared_bytes: int, multiprocessors: int) -> Tuning
 
 
 def _tuning_key(*settings: object) -> str:
-    return cache.key("choice", sources.program(__name__), repr(("tuned", *settings)))
+    return cache.key("choice", _version(), repr(("tuned", *settings)))
+
+
+def _version() -> str:
+    """Returns a digest of everything but the layer that a choice depends on."""
+    return cache.key(sources.program(__name__), VERSION)
 
 
 @lru_cache(maxsize=1024)
 def _choice(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     """Returns the choice of the model, which is searched once and then read from the disk cache."""
-    settings = ("chosen", job, shared_bytes, multiprocessors)
+    settings = ("chosen", VERSION, job, shared_bytes, multiprocessors)
     return searched(__name__, settings, Build | None, lambda: _search(job, shared_bytes, multiprocessors))
 
 
 def outdated_tunings() -> int:
     """Returns how many measured choices in the disk cache are unused: another version of this planner made them."""
-    return sum(json.loads(each)["planner"] != sources.program(__name__) for each in cache.payloads(TUNED))
+    return sum(json.loads(each)["planner"] != _version() for each in cache.payloads(TUNED))
 
 
 def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:

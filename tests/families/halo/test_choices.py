@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 from enum import IntEnum
+from uuid import uuid4
 
 import pytest
-from halo_cases import SETTINGS, build_for
+from halo_cases import SETTINGS, Tensors, build_for
 
+from tconv3d.families.halo import planner
 from tconv3d.families.halo.build import Build, Division, Input, Output, Weights
+from tconv3d.families.halo.job import job_of
 from tconv3d.runtime import plain, sources
 
 
@@ -32,6 +35,18 @@ def test_a_build_is_the_same_after_it_was_stored(name: str) -> None:
     build = build_for(SETTINGS[name])
     stored = plain.loads(plain.dumps(build), Build)
     assert stored == build and hash(stored) == hash(build) and str(stored) == str(build)
+
+
+def test_other_constants_of_the_model_need_other_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(Tensors(SETTINGS["march"]).problem)
+    searched = []
+    monkeypatch.setattr(planner, "_search", lambda *settings: searched.append(settings))
+    monkeypatch.setattr(planner, "VERSION", f"constants of {uuid4()}")
+    for _ in range(2):
+        planner.forget()
+        assert planner._choice(job, 232448, 132) is None
+    planner.forget()
+    assert len(searched) == 1, "once, and then read from the disk cache"
 
 
 def test_fields_of_tile_and_block_are_replaced_by_name() -> None:
