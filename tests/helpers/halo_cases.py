@@ -28,7 +28,7 @@ needs_compiler = pytest.mark.skipif(not emulator.available(), reason="no C++ com
 CHOSEN = ("input", "output", "march", "split", "row_bytes", "slabs", "groups", "merged", "outputs")
 MARCH: dict[str, object] = {"march": True}
 LINES: dict[str, object] = {"march": True, "input": Input.LINES, "output": Output.DIRECT}
-JOINT: dict[str, object] = {**LINES, "output": Output.LONG_RUNS}
+LONG_RUNS: dict[str, object] = {**LINES, "output": Output.LONG_RUNS}
 FLAT: dict[str, object] = {"march": False, "split": (False, False, False)}
 COPIED: dict[str, object] = {"input": Input.COPIED}
 STREAMED: dict[str, object] = {"weights": Weights.STREAMED, "slots": 2}
@@ -131,19 +131,21 @@ SETTINGS = {
     "lines, bfloat16, groups": Case(
         16, 16, (3, 5, 8), (3, 3, 4), (1, 2, 2), 1, 0, groups=2, dtype="bfloat16", batch=3, build=LINES
     ),
-    "lines, long runs": Case(16, 20, (3, 3, 68), 3, 2, 1, build={**JOINT, "slabs": 1}),
+    "lines, long runs": Case(16, 20, (3, 3, 68), 3, 2, 1, build={**LONG_RUNS, "slabs": 1}),
     "lines, long runs, whole lines": Case(
-        16, 16, (3, 5, 12), 3, 2, 1, groups=2, batch=3, build={**JOINT, "slabs": 2}
+        16, 16, (3, 5, 12), 3, 2, 1, groups=2, batch=3, build={**LONG_RUNS, "slabs": 2}
     ),
-    "lines, long runs, bfloat16": Case(24, 20, (3, 3, 72), 3, 2, 1, dtype="bfloat16", build=JOINT),
+    "lines, long runs, bfloat16": Case(24, 20, (3, 3, 72), 3, 2, 1, dtype="bfloat16", build=LONG_RUNS),
     "lines, long runs, bfloat16, odd rows of even volumes": Case(
-        16, 8, (2, 4, 72), 3, 2, 1, (1, 0, 0), batch=2, dtype="bfloat16", build=JOINT
+        16, 8, (2, 4, 72), 3, 2, 1, (1, 0, 0), batch=2, dtype="bfloat16", build=LONG_RUNS
     ),
-    "lines, long runs, bfloat16, groups": Case(32, 32, (4, 5, 128), 3, 2, 1, groups=4, dtype="bfloat16", build=JOINT),
-    "lines, long runs, float16": Case(40, 8, (3, 5, 8), 3, 2, 1, 1, dtype="float16", build=JOINT),
-    "lines, long runs, stride 1": Case(8, 8, (4, 7, 8), (4, 3, 3), (1, 1, 2), 1, build=JOINT),
+    "lines, long runs, bfloat16, groups": Case(
+        32, 32, (4, 5, 128), 3, 2, 1, groups=4, dtype="bfloat16", build=LONG_RUNS
+    ),
+    "lines, long runs, float16": Case(40, 8, (3, 5, 8), 3, 2, 1, 1, dtype="float16", build=LONG_RUNS),
+    "lines, long runs, stride 1": Case(8, 8, (4, 7, 8), (4, 3, 3), (1, 1, 2), 1, build=LONG_RUNS),
     "lines, short runs": Case(
-        8, 8, (3, 1, 8), (2, 1, 3), (1, 1, 2), (0, 0, 5), dtype="float16", batch=3, build=JOINT
+        8, 8, (3, 1, 8), (2, 1, 3), (1, 1, 2), (0, 0, 5), dtype="float16", batch=3, build=LONG_RUNS
     ),
     "lines, float16": Case(40, 8, (3, 5, 8), 3, 2, 1, 1, dtype="float16", build=LINES),
     "float16": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, dtype="float16", build=FLAT),

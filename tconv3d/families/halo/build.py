@@ -55,7 +55,7 @@ class Output(IntEnum):
 
     DIRECT = 0  # stores of lanes, for channels-last outputs also through a small scratch
     IMAGES = 1  # images of output rows, which may begin at any address (halo_images.cuh)
-    LONG_RUNS = 2  # images of all output rows of a tile of lines, as long runs (halo_joint.cuh)
+    LONG_RUNS = 2  # images of all output rows of a tile of lines, as long runs (halo_long_runs.cuh)
 
 
 class Division(IntEnum):
@@ -272,11 +272,6 @@ class Build:
             return (lines - 1) * axis.stride + axis.dilation * (axis.kernel - 1) + 1
         return lines + self.span[1]
 
-    @property
-    def woven(self) -> int:
-        """The number of slabs that share every few positions in sequence if input arrives in lines."""
-        return 4 // self.item_bytes
-
     # ---- elements and K
 
     @cached_property
@@ -292,11 +287,6 @@ class Build:
     def halves(self) -> int:
         """The number of TF32 numbers whose sum represents a value."""
         return 2 if self.strict else 1
-
-    @property
-    def terms(self) -> int:
-        """The number of TF32 products per product: in strict float32 low x high, high x low and high x high."""
-        return 3 if self.strict else 1
 
     @property
     def step_items(self) -> int:
@@ -319,15 +309,10 @@ class Build:
     def chunks(self) -> int:
         return ceil_div(self.channel_slots * self.item_bytes, self.part_bytes)
 
-    @property
-    def full_chunks(self) -> int:
-        """The number of chunks that fill all steps of a row."""
-        return self.channel_slots * self.item_bytes // self.part_bytes
-
     @cached_property
     def steps(self) -> int:
-        """The number of steps in all chunks and terms."""
-        return self.terms * ceil_div(self.channel_slots, self.step_items)
+        """The number of steps in all chunks; strict float32 has three TF32 products for each product."""
+        return (3 if self.strict else 1) * ceil_div(self.channel_slots, self.step_items)
 
     # ---- columns and panels
 
@@ -407,17 +392,6 @@ class Build:
         """Whether consumers skip the products of a slab with planes above or below the input."""
         few = self.input.copied or self.division is Division.LAST_TILES
         return few and not (self.weights.resident or self.march or self.strict)
-
-    @property
-    def can_divide_tiles(self) -> bool:
-        """Whether several blocks can divide the chunks of a tile."""
-        direct = self.output is Output.DIRECT and self.input is not Input.LINES
-        return direct and not (self.march or self.weights.resident) and self.chunks > 1
-
-    @property
-    def can_divide_last_tiles(self) -> bool:
-        undivided = self.division is Division.NOBODY
-        return self.can_divide_tiles and undivided and not (self.strict or self.own_shifts)
 
     def __str__(self) -> str:
         apart = ", ".join(name for name, split in zip("dhw", self.split, strict=True) if split)

@@ -1,13 +1,13 @@
 """Yields the builds of the halo kernel that the model compares for a layer.
 
-Limits here keep out builds that do not fit registers and shared memory, and kinds of builds that lost wherever they
-were measured. This module knows layers and kinds of volumes, not their sizes.
+Its limits leave out builds that do not fit registers and shared memory, and builds that were slower wherever they
+were measured on an H200. This module knows layers and kinds of volumes, not their sizes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from math import prod
 
@@ -44,8 +44,31 @@ MARCHING_RINGS = (64 * 1024, 128 * 1024)  # bytes of all slots to try for marche
 COPIED_RINGS = (64 * 1024, 96 * 1024, 128 * 1024)  # bytes of all slots to try beside asynchronous copies
 STAGED_RINGS = (64 * 1024, 80 * 1024, 96 * 1024, 112 * 1024)  # bytes of all slots to try beside three stages
 MAX_SLOTS = 8  # most slots of streamed panels
-MAX_BESIDE_TWO = 192  # most columns of a matrix instruction if a spread build has two producer warpgroups
+MAX_BESIDE_TWO = 192  # most columns of an instruction if blocks divide the last tiles beside two producer warpgroups
 SMALL_KINDS = 2  # volumes of a smaller kind may have too few tiles for all multiprocessors, or for both consumers
+
+
+@dataclass(frozen=True)
+class Nominal:
+    """A pass of a layer with the kind of its volume: tuning keeps one build for each."""
+
+    geometry: Geometry
+    gather: bool
+    dtype: str
+    written_last: bool
+    kind: int  # kind of the volume by its size (volume_kind)
+    strict: bool = False
+    lines: bool = False  # whether input can arrive in lines
+
+    @property
+    def item_bytes(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    @classmethod
+    def of(cls, job: Job) -> Nominal:
+        kind = volume_kind(job.all_positions)
+        lines = takes_lines(job.geometry, job.gather, job.dtype, job.strict) and has_lines(job)
+        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
 
 
 def _splits(geometry: Geometry, march: bool) -> list[Split]:
@@ -62,32 +85,51 @@ def max_columns(strict: bool, copied: bool = False) -> int:
     return 2 * (STRICT_SUMS if strict else COPIED_SUMS if copied else MAX_SUMS)
 
 
-def builds(
-    geometry: Geometry, dtype: str, shared_bytes: int, gather: bool = False, strict: bool = False, last: bool = False
-) -> Iterator[Build]:
-    """Yields all builds that the model compares. `last` says whether the tensors are channels-last."""
-    yield from _builds(geometry, dtype, shared_bytes, gather, strict, Input.LOADED)
-    if gather and takes_lines(geometry, gather, dtype, strict):
-        yield from _gathering_lines(geometry, shared_bytes)
-    bytes = geometry.in_per_group * (4 if dtype == "float32" else 2)
-    if not strict and bytes % 16 == 0 and bytes >= (COPIED_LAST_BYTES if last else COPIED_BYTES):
-        for build in _builds(geometry, dtype, shared_bytes, gather, strict, Input.COPIED):
+def builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
+    """Yields the builds for volumes of all kinds."""
+    yield from _builds(nominal, shared_bytes, Input.LOADED)
+    if nominal.gather and takes_lines(nominal.geometry, True, nominal.dtype, nominal.strict):
+        yield from _gathering_lines(nominal.geometry, shared_bytes)
+    bytes = nominal.geometry.in_per_group * nominal.item_bytes
+    if (
+        not nominal.strict
+        and bytes % 16 == 0
+        and bytes >= (COPIED_LAST_BYTES if nominal.written_last else COPIED_BYTES)
+    ):
+        for build in _builds(nominal, shared_bytes, Input.COPIED):
             yield build
-            if dtype == "float32" and build.input is Input.COPIED:
+            if nominal.dtype == "float32" and build.input is Input.COPIED:
                 yield build.but(input=Input.REWRITTEN)
 
 
-def _builds(
-    geometry: Geometry, dtype: str, shared_bytes: int, gather: bool, strict: bool, input: Input
-) -> Iterator[Build]:
+def _builds(nominal: Nominal, shared_bytes: int, input: Input) -> Iterator[Build]:
     """Yields the builds whose input arrives in the given way, or in a way that follows from it."""
-    item_bytes = 4 if dtype == "float32" else 2
-    most = max_columns(strict, input.copied)
-    group_bytes = round_up(geometry.in_per_group * item_bytes, STEP_BYTES)
+    strict = nominal.strict
+    for march, split, tile, columns in _tiles(nominal, max_columns(strict, input.copied)):
+        # Beside many accumulators, two producer warpgroups would leave a consumer too few registers.
+        producers = 2 if columns <= (96 if strict else 192) and not input.copied else 1
+        block = Block(consumers=2, producers=producers, stages=2, slots=1, shared_bytes=shared_bytes)
+        build = Build(nominal.geometry, nominal.gather, nominal.dtype, strict, march, split, tile, block, input)
+        serialized = _is_serialized(build)
+        if stage_rows(build) >= LEAST_ROWS and not build.own_shifts:
+            if not serialized:
+                yield build
+                yield from _with_images(build)
+                yield from _in_registers(build)
+            yield from _in_lines(build)
+        if not serialized and (build.tile_bytes > 0.6 * shared_bytes or build.own_shifts):
+            streaming = build.but(weights=Weights.STREAMED)
+            yield from _streaming(streaming)
+            yield from _staged(streaming)
+
+
+def _tiles(nominal: Nominal, most: int) -> Iterator[tuple[bool, Split, Tile, int]]:
+    """Yields (march, split, tile, columns) for tiles whose slabs have at most `most` columns in all per consumer."""
+    geometry, axes, gather = nominal.geometry, nominal.geometry.axes, nominal.gather
     out = round_up(geometry.out_per_group, 8)
-    axes = geometry.axes
     ways = [(march, split) for march in (False, True) for split in _splits(geometry, march)]
     row_parts = gather_program(axes).parts if gather else 1
+    group_bytes = round_up(geometry.in_per_group * nominal.item_bytes, STEP_BYTES) * row_parts
     for march, split in ways[:1] if gather else ways:
         counts = [1 if apart or gather else axis.stride for axis, apart in zip(axes, split, strict=True)]
         if march:
@@ -95,50 +137,31 @@ def _builds(
         fields = prod(counts)
         if fields * 8 > min(most, MAX_COLUMNS):
             continue
-        together = [1]  # possible numbers of small groups in a column tile
-        if not march and not any(split):
-            together += [
-                n
-                for n in range(2, geometry.groups + 1)
-                if geometry.groups % n == 0 and n * group_bytes * row_parts <= 128 and n * fields * out <= most
-            ]
-        groups = together[-1]
+        together = [n for n in range(2, geometry.groups + 1) if geometry.groups % n == 0 and n * group_bytes <= 128]
+        fitting = [n for n in together if n * fields * out <= most and not march and not any(split)]
+        groups = max(fitting, default=1)
         if groups > 1:
-            rows = [min(r for r in (32, 64, 128) if r >= groups * group_bytes * row_parts)]
+            rows = [min(r for r in (32, 64, 128) if r >= groups * group_bytes)]
         else:
-            whole = group_bytes * row_parts
-            rows = [r for r in (128, 64, 32) if 32 * row_parts <= r < 2 * whole and (r > 32 or whole == 32)]
+            small = group_bytes == 32
+            rows = [r for r in (128, 64, 32) if 32 * row_parts <= r < 2 * group_bytes and (r > 32 or small)]
         widest = min(min(most, MAX_COLUMNS) // (fields * groups) // 8 * 8, out)
         parts = ceil_div(out, widest)
-        for out_tile in dict.fromkeys(round_up(ceil_div(out, n), 8) for n in (parts, 2 * parts)):
-            columns = fields * groups * out_tile
+        for outputs in dict.fromkeys(round_up(ceil_div(out, n), 8) for n in (parts, 2 * parts)):
+            columns = fields * groups * outputs
             for row_bytes, slabs in product(rows, (1, 2, 3, 4)):
-                if slabs * columns > most or slabs * fields > MAX_FIELDS or (columns < 64 and slabs == 1):
-                    continue
-                # Beside many accumulators, two producer warpgroups would leave a consumer too few registers.
-                producers = 2 if slabs * columns <= (96 if strict else 192) and not input.copied else 1
-                tile = Tile(groups, out_tile, slabs, row_bytes)
-                block = Block(consumers=2, producers=producers, stages=2, slots=1, shared_bytes=shared_bytes)
-                build = Build(geometry, gather, dtype, strict, march, split, tile, block, input)
-                apart = _kept_apart(build)
-                if stage_rows(build) >= LEAST_ROWS and not build.own_shifts:
-                    if not apart:
-                        yield build
-                        yield from _with_images(build)
-                        yield from _in_registers(build)
-                    yield from _in_lines(build)
-                if not apart and (build.tile_bytes > 0.6 * shared_bytes or build.own_shifts):
-                    streaming = build.but(weights=Weights.STREAMED)
-                    yield from _streaming(streaming)
-                    yield from _staged(streaming)
+                narrow = columns < 64 and slabs == 1
+                if slabs * columns <= most and slabs * fields <= MAX_FIELDS and not narrow:
+                    yield march, split, Tile(groups, outputs, slabs, row_bytes), slabs * columns
 
 
-def _kept_apart(build: Build) -> bool:
+def _is_serialized(build: Build) -> bool:
     """Returns whether the compiler serializes the matrix instructions, which took up to 1.7 times the predicted time.
 
     It does so in strided marches that loop over chunks, if the window is a multiple of the march's step or if there
     are many accumulators."""
-    loop = build.full_chunks > 1 and len(build.program.patterns) > 1
+    full_chunks = build.channel_slots * build.item_bytes // build.part_bytes  # chunks that fill all steps of a row
+    loop = full_chunks > 1 and len(build.program.patterns) > 1
     if not build.march or not loop or build.strict:
         return False
     return build.window % build.march_step == 0 or build.sums > MARCHING_SUMS
@@ -179,6 +202,17 @@ def _divided(build: Build) -> Build | None:
     found = build.but(division=Division.CONSUMERS, slots=slots)
     flat = not (build.march or build.gather) and build.output is not Output.IMAGES
     return found if flat and stage_rows(found) >= LEAST_ROWS else None
+
+
+def _can_divide_tiles(build: Build) -> bool:
+    """Returns whether several blocks can divide the chunks of a tile."""
+    direct = build.output is Output.DIRECT and build.input is not Input.LINES
+    return direct and not (build.march or build.weights.resident) and build.chunks > 1
+
+
+def can_divide_last_tiles(build: Build) -> bool:
+    """Returns whether several blocks can divide the chunks of the last tiles."""
+    return _can_divide_tiles(build) and not (build.strict or build.own_shifts)
 
 
 def _dividing_last_tiles(build: Build) -> Iterator[Build]:
@@ -223,7 +257,8 @@ def _in_lines(build: Build) -> Iterator[Build]:
     """Yields the build with input lines as they lie in memory, which one producer warp copies."""
     if build.march and not build.input.copied and takes_lines(build.geometry, False, build.dtype, build.strict):
         lines = build.but(input=Input.LINES, producers=1)
-        whole = build.tile.slabs % lines.woven == 0 and build.part_bytes // build.item_bytes <= LINE_CHANNELS
+        woven = 4 // build.item_bytes  # slabs that share every few positions in sequence
+        whole = build.tile.slabs % woven == 0 and build.part_bytes // build.item_bytes <= LINE_CHANNELS
         if whole or build.dtype == "float32":
             yield from _line_stages(lines)
         if whole:
@@ -256,6 +291,7 @@ def _gathering_lines(geometry: Geometry, shared_bytes: int) -> Iterator[Build]:
 
 
 def _line_stages(build: Build) -> Iterator[Build]:
+    """Yields the build on lines with several numbers of stages, if registers suffice for its operands."""
     if not line_sets(build)[0] or build.out_tiles > MAX_LINE_TILES or line_loads(build) > MAX_LINE_LOADS:
         return
     for stages in LONG_RUN_STAGES if build.output is Output.LONG_RUNS else LINE_STAGES:
@@ -264,43 +300,23 @@ def _line_stages(build: Build) -> Iterator[Build]:
             yield found
 
 
-@dataclass(frozen=True)
-class Nominal:
-    """A pass of a layer with the kind of its volume: tuning keeps one build for each."""
-
-    geometry: Geometry
-    gather: bool
-    dtype: str
-    written_last: bool
-    kind: int  # kind of the volume by its size (volume_kind)
-    strict: bool = False
-    lines: bool = False  # whether input can arrive in lines
-
-    @classmethod
-    def of(cls, job: Job) -> Nominal:
-        kind = volume_kind(job.all_positions)
-        lines = takes_lines(job.geometry, job.gather, job.dtype, job.strict) and has_lines(job)
-        return cls(job.geometry, job.gather, job.dtype, job.written_last, kind, job.strict, lines)
-
-
 def _merged_builds(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     """Yields builds that merge small groups, so that stores of channels-last outputs have more of a position."""
-    groups = groups_to_merge(nominal.geometry, 4 if nominal.dtype == "float32" else 2)
+    groups = groups_to_merge(nominal.geometry, nominal.item_bytes)
     if groups > 1 and nominal.written_last and not (nominal.gather or nominal.strict):
-        geometry = merged_groups(nominal.geometry, groups)
-        for build in builds(geometry, nominal.dtype, shared_bytes, last=True):
+        merged = replace(nominal, geometry=merged_groups(nominal.geometry, groups))
+        for build in builds(merged, shared_bytes):
             yield build.but(merged=groups)
 
 
 def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
-    last = nominal.written_last
-    each = builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last)
-    for build in chain(each, _merged_builds(nominal, shared_bytes)):
+    """Yields the builds for volumes of one kind, except those whose blocks divide the last tiles."""
+    for build in chain(builds(nominal, shared_bytes), _merged_builds(nominal, shared_bytes)):
         if nominal.kind < SMALL_KINDS and build.staged:
             continue  # small volumes have too few tiles per block to profit from three stages
         yield build
         if nominal.kind < SMALL_KINDS:
-            if build.can_divide_tiles:
+            if _can_divide_tiles(build):
                 yield build.but(division=Division.BLOCKS)
             if (divided := _divided(build)) is not None:
                 yield divided
@@ -308,8 +324,7 @@ def builds_of(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
 
 def last_tiles_divided(nominal: Nominal, shared_bytes: int) -> Iterator[Build]:
     """Yields the builds whose blocks divide the last tiles."""
-    last = nominal.written_last
-    for build in builds(nominal.geometry, nominal.dtype, shared_bytes, nominal.gather, nominal.strict, last):
+    for build in builds(nominal, shared_bytes):
         narrow = build.item_bytes == 2 and build.program.unit * build.tile.outputs <= NARROW  # slower if divided
-        if build.can_divide_last_tiles and not narrow:
+        if can_divide_last_tiles(build) and not narrow:
             yield from _dividing_last_tiles(build)

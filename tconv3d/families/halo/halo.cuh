@@ -44,6 +44,7 @@
 // The terms field, unit, panel, pattern, chunk and column tile are explained in halo_layout.cuh. This file
 // has the consumers' loops. The other files, from the outside in:
 //
+// - halo_choices.cuh: the four questions that a build answers
 // - halo_tile.cuh: the part of the problem that a block works on
 // - halo_shared.cuh: the layout of shared memory
 // - halo_loaders.cuh: the producers' loop, with halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for
@@ -56,16 +57,16 @@
 // - halo_pieces.cuh and halo_add.cuh: tiles whose chunks several blocks divide
 // - halo_products.cuh: matrix instructions
 // - halo_sums.cuh: accumulators
-// - halo_stores.cuh, halo_images.cuh, halo_words.cuh and halo_joint.cuh: stores of outputs
+// - halo_stores.cuh, halo_images.cuh, halo_words.cuh and halo_long_runs.cuh: stores of outputs
 // - halo_moments.cuh: moments of the outputs for a norm layer
 #pragma once
 
 #include "halo_add.cuh"
 #include "halo_divided.cuh"
 #include "halo_images.cuh"
-#include "halo_joint.cuh"
 #include "halo_lines.cuh"
 #include "halo_loaders.cuh"
+#include "halo_long_runs.cuh"
 #include "halo_moments.cuh"
 #include "halo_panels.cuh"
 #include "halo_products.cuh"
@@ -88,7 +89,7 @@ struct Halo {
   using Stores = HaloStores<Config>;
   using Images = HaloImages<Config>;
   using Lines = HaloLines<Config>;
-  using Joint = HaloJoint<Config>;
+  using LongRuns = HaloLongRuns<Config>;
   using AllMoments = HaloMoments<Config>;
   static constexpr bool kStrict = Config::kHalves == 2;
   // The loop over shifts is unrolled where stores are short: this saves 1 to 4% of the time on an H200, and
@@ -346,19 +347,19 @@ struct Halo {
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
           moments.start(args, at, slabs, warp, lane);
         }
-        typename Joint::Waiting
+        typename LongRuns::Waiting
             waiting;  // Output::kLongRuns: outputs of the previous step that are not written yet
         for (int plane = 0; plane < at.planes; ++plane) {
           if constexpr (Config::kInput == Input::kLines) {
             if (plane < fed) {
               Lines::multiply(args, at, me, sums, pairs, at.first_plane + plane, [&](auto turn) {
-                if constexpr (Joint::kLater) {
-                  Joint::template write_between<decltype(turn)::value, Lines::kStepTurns>(args, me, pairs,
-                                                                                          waiting);
+                if constexpr (LongRuns::kLater) {
+                  LongRuns::template write_between<decltype(turn)::value, Lines::kStepTurns>(args, me, pairs,
+                                                                                             waiting);
                 }
               });
-            } else if constexpr (Joint::kLater) {
-              Joint::write_all(args, me, pairs, waiting);
+            } else if constexpr (LongRuns::kLater) {
+              LongRuns::write_all(args, me, pairs, waiting);
             }
           } else if constexpr (Config::kInput == Input::kInRegisters) {
             if (plane < fed) HaloRegisters<Config>::multiply(args, me, sums, slabs);
@@ -383,8 +384,8 @@ struct Halo {
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
           if constexpr (Config::kOutput == Output::kLongRuns) {
-            Joint::take(args, at, sums, at.first_plane + plane, waiting);
-            if constexpr (!Joint::kLater) Joint::write_all(args, me, pairs, waiting);
+            LongRuns::take(args, at, sums, at.first_plane + plane, waiting);
+            if constexpr (!LongRuns::kLater) LongRuns::write_all(args, me, pairs, waiting);
           } else if constexpr (Config::kInput == Input::kLines && sizeof(typename Config::Scalar) == 2) {
             HaloWords<Config>::store(args, at, me, sums, pairs, at.first_plane + plane);
           } else if constexpr (Config::kInput == Input::kLines) {
@@ -399,7 +400,7 @@ struct Halo {
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
           moments.store(args, at, 4 * consumer + warp, lane);
         }
-        if constexpr (Config::kOutput == Output::kLongRuns) Joint::write_all(args, me, pairs, waiting);
+        if constexpr (Config::kOutput == Output::kLongRuns) LongRuns::write_all(args, me, pairs, waiting);
       }
     }
   }
@@ -429,7 +430,7 @@ __device__ __forceinline__ void run_roles(const Args& args) {
       if (warp == 1) {
         HaloLines<Config>::copy(args, shared, lane);
       } else if constexpr (Config::kOutput == Output::kLongRuns) {
-        HaloJoint<Config>::store(args, shared, warp == 0 ? 0 : warp - 1, lane);
+        HaloLongRuns<Config>::store(args, shared, warp == 0 ? 0 : warp - 1, lane);
       }
     } else if constexpr (Config::kWeights == Weights::kResident) {
       if (threadIdx.x == 0) HaloPanels<Config>::load_all(args, shared);

@@ -17,7 +17,7 @@ struct Input {
 struct Output {
   static constexpr int kDirect = 0;    // They are stored by lanes, or through a small scratch.
   static constexpr int kImages = 1;    // They pass through images of output rows (halo_images.cuh).
-  static constexpr int kLongRuns = 2;  // They pass through images of long runs of rows (halo_joint.cuh).
+  static constexpr int kLongRuns = 2;  // They pass through images of long runs of rows (halo_long_runs.cuh).
 };
 
 // Config::kDivision: who divides K, the sum over input channels and taps.

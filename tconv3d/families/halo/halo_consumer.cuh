@@ -16,7 +16,7 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   int index;
   Ring<Config::kStages> stages;
   Ring<Config::kWeights == Weights::kResident ? 1 : Config::kSlots> slots;
-  Ring<Shared::kJointBuffers> images;
+  Ring<Config::kLongRunBuffers> images;
   int variant;  // variant of the tile at hand
   int depth;    // first position of the tile along d
   int depths;   // Division::kLastTiles: planes of positions that the tile touches

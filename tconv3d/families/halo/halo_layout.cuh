@@ -75,7 +75,7 @@ struct HaloLayout {
   // The output channels of a field are mapped to its columns as follows. A lane's accumulators hold two of
   // every 8 columns. For channels-last outputs (kLaneChannels > 2) each lane gets neighbouring channels of a
   // block of columns; blocks are as large as still fit the field. For kLaneChannels == 1 a lane has every
-  // fourth channel, as the images of long runs need it (halo_joint.cuh).
+  // fourth channel, as the images of long runs need it (halo_long_runs.cuh).
   //
   // block_channels() returns how many neighbouring channels a lane has in the block that begins at column
   // `first`.

@@ -5,8 +5,8 @@
 // the first operand out of the stage into registers, at any shift, and round it there. Rows of an operand in
 // registers may be any positions: a lane takes a pair of neighbours, so that its sums are neighbouring
 // outputs of a channel (four with both phases along w), which it stores directly without scratch (or, where
-// rows of outputs begin at any address, as halo_joint.cuh says). Words that several shifts along w read are
-// loaded once, and all units of these shifts multiply out of the same registers.
+// rows of outputs begin at any address, as halo_long_runs.cuh says). Words that several shifts along w read
+// are loaded once, and all units of these shifts multiply out of the same registers.
 //
 // With 16-bit types a word of a stage has two neighbouring positions of a channel, whereas an operand needs
 // one position of two channels: a lane loads the words of four positions and four channels, and regroups

@@ -29,9 +29,6 @@ struct HaloLoaders {
   static constexpr bool kMayHavePairs = sizeof(Scalar) == 2 && !Config::kUnitC && !Choices::kCopiesRows &&
                                         Config::kParts == 1 && Config::kReadStepW == 1 && Layout::kDense;
 
-  // Whether a place may have a part of the chunks only.
-  static constexpr bool kPartly = Choices::kDividesTiles;
-
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
   static constexpr int kSharedBytes =
@@ -72,7 +69,7 @@ struct HaloLoaders {
       __syncwarp();
       chunk = at.first_chunk();
       run = at.start;
-      if constexpr (kPartly) {
+      if constexpr (Choices::kDividesTiles) {
         first_chunk = chunk;
         end_chunk = at.end_chunk();
       }
@@ -87,8 +84,8 @@ struct HaloLoaders {
       if constexpr (Layout::kDense) {
         x += Layout::kPartItems * static_cast<int>(sizeof(Scalar)) * args.x_stride.c;
       }
-      if (++chunk < (kPartly ? end_chunk : Layout::kChunks)) return true;
-      chunk = kPartly ? first_chunk : 0;
+      if (++chunk < (Choices::kDividesTiles ? end_chunk : Layout::kChunks)) return true;
+      chunk = Choices::kDividesTiles ? first_chunk : 0;
       if constexpr (Config::kSources > 1) {
         if (++source < Config::kSources) {
           find(args);

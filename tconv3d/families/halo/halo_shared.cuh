@@ -45,10 +45,9 @@ struct HaloShared {
       Config::kWeights == Weights::kResident ? Layout::kTileBytes : Config::kSlots * Config::kSlotBytes;
   static constexpr int kRingBarriers =
       2 * Config::kStages + (Config::kWeights == Weights::kResident ? 1 : 2 * Config::kSlots);
-  static constexpr int kJointBuffers = Config::kJointBuffers;
-  static constexpr int kJointWarps = 3;  // producer warps that store; the fourth one copies
+  static constexpr int kLongRunWarps = 3;  // producer warps that store; the fourth one copies
   static constexpr int kBarriers = kRingBarriers + 2 + (Config::kDivision == Division::kConsumers ? 8 : 0) +
-                                   (Config::kOutput == Output::kLongRuns ? 2 * kJointBuffers : 0);
+                                   (Config::kOutput == Output::kLongRuns ? 2 * Config::kLongRunBuffers : 0);
 
   // A warp's sums pass through scratch to become contiguous lines: 32 outputs of 8 channels, or 16 outputs of
   // 16 channels.
@@ -68,8 +67,8 @@ struct HaloShared {
   // memory (halo_lines.cuh).
   static constexpr int kWoven = 4 / static_cast<int>(sizeof(typename Config::Scalar));
   // With Output::kLongRuns all consumers write to images of runs, laid out as in global memory
-  // (halo_joint.cuh).
-  static constexpr int kJointBytes = Config::kOutTile * Config::kJointPitch;
+  // (halo_long_runs.cuh).
+  static constexpr int kLongRunBytes = Config::kOutTile * Config::kLongRunPitch;
   static constexpr int kScratchStart =
       Config::kStages * kStageBytes + kPanelBytes + (8 * kBarriers + 15) / 16 * 16;
   // The second of two consumers that divide K hands its sums to the first through this memory
@@ -78,7 +77,8 @@ struct HaloShared {
   static constexpr int kPartBytes =
       Config::kDivision == Division::kConsumers ? Config::kSlabs * Layout::kColumns * 64 * 4 : 0;
   static constexpr int kTableStart =
-      kPartStart + kPartBytes + (Config::kOutput == Output::kLongRuns ? kJointBuffers * kJointBytes : 0);
+      kPartStart + kPartBytes +
+      (Config::kOutput == Output::kLongRuns ? Config::kLongRunBuffers * kLongRunBytes : 0);
   static_assert(kHalfBytes % 1024 == 0 && kPanelBytes % 8 == 0, "swizzles start at multiples of 1024");
   static_assert(Config::kWeights == Weights::kResident || Config::kSlotBytes % 1024 == 0,
                 "swizzles start at multiples of 1024");
@@ -107,10 +107,10 @@ struct HaloShared {
   // Consumers arrive at image_full() after filling an image, producers at image_empty() after storing it.
   __device__ __forceinline__ unsigned image_full(unsigned i) const { return barrier(kRingBarriers + 2 + i); }
   __device__ __forceinline__ unsigned image_empty(unsigned i) const {
-    return barrier(kRingBarriers + 2 + kJointBuffers + i);
+    return barrier(kRingBarriers + 2 + Config::kLongRunBuffers + i);
   }
   __device__ __forceinline__ unsigned char* image(unsigned i) const {
-    return dynamic_shared<unsigned char>() + kPartStart + i * kJointBytes;
+    return dynamic_shared<unsigned char>() + kPartStart + i * kLongRunBytes;
   }
 
   // Returns the image buffers of a consumer.
@@ -148,9 +148,9 @@ struct HaloShared {
       }
     }
     if constexpr (Config::kOutput == Output::kLongRuns) {
-      for (int i = 0; i < kJointBuffers; ++i) {
+      for (int i = 0; i < Config::kLongRunBuffers; ++i) {
         ptx::barrier_init(image_full(i), kConsumerWarps * 32);
-        ptx::barrier_init(image_empty(i), kJointWarps * 32);
+        ptx::barrier_init(image_empty(i), kLongRunWarps * 32);
       }
     } else {
       for (int i = kRingBarriers + 2; i < kBarriers; ++i) ptx::barrier_init(barrier(i), 32);

@@ -43,13 +43,13 @@ class Costs:
     adding: float  # cycles of the launch that adds up partial sums, besides its traffic
     added_bytes: float  # bytes per cycle that the launch moves that adds up portions
     pieced_bytes: float  # bytes per cycle that the launch moves that adds up pieces of tiles, mostly from L2
-    busy: float  # factor on the time of spread builds: blocks that are busy to the end share L2 and power
+    busy: float  # factor on the time if blocks divide the last tiles: blocks busy to the end share L2 and power
     store: float  # cycles per store by a warp
     scattered: float  # factor on stores along w, per near batch item (at most 8), if a tile has several
     apart: float  # factor on stores if a column tile has one phase along w
     little_hides: float  # replaces `apart` for stores along w beside one producer warpgroup
     imaged: float  # cycles per 32 outputs of 4 bytes that are stored through images
-    joint: float  # cycles per 32 outputs that are written to images of long runs
+    long_runs: float  # cycles per 32 outputs that are written to images of long runs
     strict_panel: float  # strict float32: cycles of waiting for the products of a panel
     strict_sum: float  # strict float32: cycles per accumulator that is added to its total
     # Factor on the device memory's time for builds that load lines as they lie in memory, and for builds whose lanes
@@ -62,7 +62,7 @@ class Costs:
     cache_bytes: float  # bytes per cycle from L2 to a multiprocessor
     memory_bytes: float  # bytes per cycle of the whole device memory
     run: float  # device memory cycles per run of outputs whose ends share sectors with other tiles
-    joint_run: float  # replaces `run` for outputs that are stored as long runs
+    long_run: float  # replaces `run` for outputs that are stored as long runs
     torn: float  # bytes of traffic per byte of an output whose neighbours come from another column tile
     overlap: float  # exponent of the norm that joins times that overlap: 1 is a sum, infinity the maximum
 

@@ -89,7 +89,7 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     if build.march:
         outputs = outputs * build.march_step / build.window
     if build.output is Output.LONG_RUNS:
-        return outputs / 32 * costs.joint
+        return outputs / 32 * costs.long_runs
     if build.input is Input.LINES:
         return outputs / 32 * costs.quads * (2 if build.gather else 1)
     if build.output is Output.IMAGES:
@@ -124,7 +124,7 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     else:
         runs = lines / (1 if build.split[1] else tiling.tile[1] * stride_h)
     traffic = outputs * (costs.torn if build.torn else 1.0) + inputs
-    of_a_run = costs.joint_run if build.output is Output.LONG_RUNS else costs.run
+    of_a_run = costs.long_run if build.output is Output.LONG_RUNS else costs.run
     return traffic / costs.memory_bytes + (0.0 if aligned else runs * of_a_run)
 
 

@@ -178,23 +178,19 @@ def _search(job: Job, shared_bytes: int, multiprocessors: int) -> Build | None:
     costs = _costs(builds_of(nominal, shared_bytes), job, multiprocessors)
     best = min(costs, key=lambda build: costs[build], default=None)
     divided: dict[Build, float] = {}
-    if best is not None and not (best.march and best.item_bytes == 2):  # 16-bit marches are as fast as spread builds
+    if best is not None and not (
+        best.march and best.item_bytes == 2
+    ):  # dividing tiles is no faster than 16-bit marches
         divided = _costs(last_tiles_divided(nominal, shared_bytes), job, multiprocessors, costs[best] / SPREAD)
     forget_boxes()
     if best is None or divided:
         return min(divided, key=lambda build: divided[build], default=None)
     # Builds within a factor of AS_GOOD of the best are equally fast as far as the model can tell.
-    equals = [
-        build for build in costs if costs[build] < AS_GOOD * costs[best] and build.input.copied == best.input.copied
-    ]
-    return min(
-        equals, key=lambda build: (-build.block.producers, costs[build] * (TORN if _torn(build, job) else 1.0))
-    )
-
-
-def _torn(build: Build, job: Job) -> bool:
-    """Returns whether two column tiles write parts of the same sectors of float32 outputs."""
-    return build.torn and build.item_bytes == 4 and not job.written_last
+    good = (build for build in costs if costs[build] < AS_GOOD * costs[best])
+    equals = (build for build in good if build.input.copied == best.input.copied)
+    # Column tiles of a torn build write parts of the same sectors of float32 outputs.
+    factor = TORN if best.item_bytes == 4 and not job.written_last else 1.0
+    return min(equals, key=lambda build: (-build.block.producers, costs[build] * (factor if build.torn else 1.0)))
 
 
 def _costs(found: Iterator[Build], job: Job, multiprocessors: int, most: float = inf) -> dict[Build, float]:

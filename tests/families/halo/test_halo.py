@@ -304,7 +304,7 @@ SPREAD = {
 def test_shares_of_the_chunks_add_up(name: str) -> None:
     case = SPREAD[name]
     tensors, build = Tensors(case), build_for(case)
-    assert replace(build, division=Division.NOBODY).can_divide_last_tiles
+    assert candidates.can_divide_last_tiles(build)
     job = job_of(tensors.problem)
     found = [t for t in tilings(build, case.batch, job.positions, job.read_size) if t.slabs <= build.round_slabs]
     ways = set()

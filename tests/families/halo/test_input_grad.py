@@ -146,10 +146,8 @@ class Gradient:
 @pytest.mark.parametrize("name", LINES)
 def test_marches_through_lines(name: str) -> None:
     gradient = Gradient(replace(LINES[name], bias=False))
-    geometry = gradient.job.geometry
-    found = [
-        b for b in candidates.builds(geometry, "float32", DEVICE.shared_bytes, gather=True) if b.input is Input.LINES
-    ]
+    builds = candidates.builds(candidates.Nominal.of(gradient.job), DEVICE.shared_bytes)
+    found = [build for build in builds if build.input is Input.LINES]
     for build in found[:: len(found) - 1]:
         plan = halo_planner.plan_build(build, gradient.job, DEVICE)
         assert plan is not None
@@ -159,7 +157,7 @@ def test_marches_through_lines(name: str) -> None:
 @pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
 def test_blocks_divide_the_last_tiles() -> None:
     gradient = Gradient(Layer(16, 72, (5, 3, 4), (3, 3, 2), (2, 2, 2), (1, 1, 0), batch=3, bias=False))
-    found = candidates.builds(gradient.job.geometry, "float32", DEVICE.shared_bytes, gather=True)
+    found = candidates.builds(candidates.Nominal.of(gradient.job), DEVICE.shared_bytes)
     build = next(
         b.but(weights=Weights.STREAMED, slots=3, division=Division.LAST_TILES)
         for b in found

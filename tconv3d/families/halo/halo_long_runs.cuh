@@ -19,7 +19,7 @@
 namespace tconv3d {
 
 template <class Config>
-struct HaloJoint {
+struct HaloLongRuns {
   using Scalar = typename Config::Scalar;
   using Shared = HaloShared<Config>;
   using Stores = HaloStores<Config>;
@@ -30,8 +30,8 @@ struct HaloJoint {
   using Sums = typename HaloSums<Config>::Sums;
 
   static constexpr int kItem = sizeof(Scalar), kItems = 16 / kItem;
-  static constexpr int kPitch = Config::kJointPitch;  // bytes from image to image
-  static constexpr int kWarps = Shared::kJointWarps;
+  static constexpr int kPitch = Config::kLongRunPitch;  // bytes from image to image
+  static constexpr int kWarps = Shared::kLongRunWarps;
   static constexpr int kEnds = 2 * kItems;  // lanes that store the ends of one run
 
   // Returns the address of the run of the tile's first channel in output plane 0.
@@ -140,7 +140,7 @@ struct HaloJoint {
   // ---- Producer warps store images: each warp has some channels.
 
   static __device__ __forceinline__ void store(const Args& args, const Shared& shared, int warp, int lane) {
-    Ring<Shared::kJointBuffers> images;
+    Ring<Config::kLongRunBuffers> images;
     for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
       const Place at = work.place(args);
       unsigned char* const y = first_run(args, at);
