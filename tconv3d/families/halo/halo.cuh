@@ -31,7 +31,7 @@
 // multiprocessors. Blocks divide the chunks of a tile, and each stores partial sums, in the order of y, for
 // the launch that adds them up (reduce_gradients.cuh).
 //
-// Spread (Division::kLastTiles) is split-K for the last wave only, because tiles seldom fill whole waves of
+// Shares (Division::kLastTiles) are split-K for the last wave only, because tiles seldom fill whole waves of
 // all multiprocessors. Every block first takes the same number of whole tiles; the chunks of the remaining
 // tiles are divided into shares of equal cost. A block whose share covers only a piece of a tile stores its
 // partial sums for the launch that adds them up and writes the outputs (halo_add.cuh).
@@ -259,9 +259,8 @@ struct Halo {
         }
       });
       if (last_pass) me.finished.stage = me.stages.index;
-      if constexpr (Config::kDivision == Division::kConsumers) {  // A consumer that divides K may have no
-                                                                  // panel in the next chunk, so
-                                                                  // it releases the stage here.
+      if constexpr (Config::kDivision == Division::kConsumers) {
+        // A consumer that divides K may have no panel in the next chunk, so it releases the stage here.
         ptx::matrix_wait<0>();
         me.release();
       }
@@ -347,8 +346,7 @@ struct Halo {
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
           moments.start(args, at, slabs, warp, lane);
         }
-        typename LongRuns::Waiting
-            waiting;  // Output::kLongRuns: outputs of the previous step that are not written yet
+        typename LongRuns::Waiting waiting;  // outputs of the previous step that are not written yet
         for (int plane = 0; plane < at.planes; ++plane) {
           if constexpr (Config::kInput == Input::kLines) {
             if (plane < fed) {

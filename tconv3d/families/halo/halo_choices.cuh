@@ -1,5 +1,5 @@
-// The four questions that a build of the halo kernel answers, each by one constant of its Config. build.py
-// has the same names and numbers, and says for which layers a choice is made.
+// The four questions that a build of the halo kernel answers, each by one constant of its Config. The planner
+// has the same names and numbers (build.py).
 #pragma once
 
 namespace tconv3d {
