@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from ..families.halo import planner as halo_planner
+from ..families.halo.candidates import Nominal
 from ..families.halo.job import job_of
 from ..families.halo.launches import HaloPlan
-from ..families.halo.planner import Nominal
 from ..planning import planner
 from ..planning.problem import Device, Pass, Problem, last_offset
 from ..torch_ops import checks, executor, ops

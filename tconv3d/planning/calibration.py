@@ -4,6 +4,9 @@ A family states its work in the terms of its own model (`Work`): launches, and c
 multiply-adds. The rates of a kernel on a GPU are data (`rates/<gpu>.json`), fitted to measured times by `tconv3d
 calibrate`. A GPU without measured rates uses the rates of the reference GPU, scaled by memory bandwidth and float32
 rate; a cycle is taken to be equally long on both.
+
+The constants of a family's model that were measured on the reference GPU are data too (`models/<gpu>.json`), with the
+unit and the origin of each.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from .gpus import GPUS, Gpu
 from .problem import Device, Pass, Problem
 
 DIRECTORY = Path(__file__).with_name("rates")
+MODELS = Path(__file__).with_name("models")
 REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured rates
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
 # Rates of a kernel without measured rates, in microseconds per unit. They are derived from an H200: 1755 cycles per
@@ -94,3 +98,10 @@ def measured(name: str) -> dict[str, Any]:
         return {}
     rates: dict[str, Any] = json.loads(path.read_text())["kernels"]
     return rates
+
+
+def model_constants(family: str) -> dict[str, dict[str, float]]:
+    """Returns the values of the constants of a family's model, by section and name, on the reference GPU."""
+    sections = json.loads((MODELS / f"{REFERENCE.lower()}.json").read_text())[family]
+    sections.pop("origins")
+    return {name: {key: each["value"] for key, each in found.items()} for name, found in sections.items()}

@@ -155,7 +155,7 @@ def test_a_damaged_entry_is_the_models_choice_again(untuned: Path) -> None:
     untuned_explanation = explain_elsewhere(untuned)
     assert tune(3.0, 2.0, 4.0, 3.0, 2.0).changed
     (file,) = (untuned / cache.LAYOUT).glob(f"*{halo_planner.TUNED}")
-    file.write_bytes(file.read_bytes().replace(b'"slabs": ', b'"slabs": 7'))
+    file.write_bytes(file.read_bytes().replace(b'"slabs":', b'"slabs":7'))
     assert explain_elsewhere(untuned) == untuned_explanation
     forget()
     assert tconv3d.explain(small_layer(), SHAPE).passes[0].why == "Hopper's tensor cores"

@@ -123,6 +123,18 @@ def test_files_say_what_they_are_and_where_they_come_from(path: Path) -> None:
             assert found["times"] >= 1 and found["typical_error"] >= 0, (kernel, kind)
 
 
+@pytest.mark.parametrize("path", sorted(calibration.MODELS.glob("*.json")), ids=lambda path: path.stem)
+def test_constants_of_models_have_a_unit_and_an_origin(path: Path) -> None:
+    text = json.loads(path.read_text())
+    assert path.stem.upper() in GPUS and path.stem.upper() in text.pop("gpu").upper()
+    for family, sections in text.items():
+        origins = sections.pop("origins")
+        for name, constants in sections.items():
+            for constant, found in constants.items():
+                assert set(found) == {"value", "unit", "origin"} and found["unit"], (family, name, constant)
+                assert found["value"] >= 0 and found["origin"] in origins, (family, name, constant)
+
+
 def offers_for(layer: Layer, dtype: torch.dtype, layout: torch.memory_format) -> Iterator[Offer]:
     """What families offer for a layer of the benchmark, in TF32 or in 16 bits."""
     shapes = (layer.input_shape, layer.weight_shape)
