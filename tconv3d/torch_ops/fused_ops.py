@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..families.norm.planner import Wanted
-from . import executor, norm_executor, pytorch_ops
+from . import batching, executor, norm_executor, pytorch_ops
 from .backend import current_backend, use_backend
 from .checks import Convolution, number
 from .ops import (
     _LIBRARY,
     _SETTINGS,
     _alone,
+    _below_autograd,
     _cast,
     _convolution,
     _fake_forward,
@@ -33,6 +34,9 @@ from .ops import (
     _needed,
     _plain,
     _register,
+    _save_for_forward,
+    _tangent,
+    _tangents,
     _unchanged,
     _wanted,
     why_not_ours,
@@ -61,7 +65,7 @@ for _schema in (
 
 def _recording(*tensors: Tensor | None) -> bool:
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # `Function.apply` rejects tensors with tangents
+    return (wanted and torch.is_grad_enabled()) or _forward_mode()
 
 
 # ---- ReLU
@@ -81,16 +85,26 @@ class _Relu(torch.autograd.Function):
         if alone:
             result = executor.forward(input, weight, bias, convolution, relu=True)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with _below_autograd():
                 result = torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
         # Only tensors that a wanted gradient needs are saved. The result is saved, because it is the ReLU's mask.
         kept = input if weight.requires_grad else None, weight if input.requires_grad else None
         ctx.save_for_backward(*kept, result)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
+        _save_for_forward(ctx, input, weight, result)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, _: None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, __: None) -> Tensor | None:
+        input, weight, result = ctx.saved_tensors
+        with _tangents():
+            found = _tangent(input, weight, dx, dw, db, ctx.call[2])
+            return None if found is None else torch.ops.aten.threshold_backward(found, result, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         input, weight, result = ctx.saved_tensors
         passed: Tensor = torch.ops.aten.threshold_backward(grad, result.detach(), 0)
         return None, *_gradients(passed, input, weight, _wanted(ctx), *ctx.call), None
@@ -211,7 +225,7 @@ class _Statistics(torch.autograd.Function):
         if alone:
             found = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with _below_autograd():
                 found = torch.ops.tconv3d.conv_transpose3d_relu_statistics.default(
                     input, weight, bias, groups, eps, *convolution
                 )
@@ -254,7 +268,7 @@ class _Normalize(torch.autograd.Function):
         ctx.call = eps, current_backend()
         if alone:
             return norm_executor.normalize(input, statistics, weight, norm_bias, None, dtype)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             result: Tensor = torch.ops.tconv3d.normalize.default(input, statistics, weight, norm_bias, dtype)
             return result
 
@@ -414,6 +428,7 @@ def _register_block() -> None:
 
 
 _register_block()
+batching.register(_LIBRARY)
 
 
 # ---- entry points
@@ -476,6 +491,10 @@ def _record_block(
     dtype: torch.dtype,
     convolution: Convolution,
 ) -> Tensor:
+    if _forward_mode() or torch._C._are_functorch_transforms_active():
+        # The steps have derivatives of the first order in reverse alone. PyTorch's GroupNorm has all others.
+        result = conv_transpose3d_relu(input, weight, bias, convolution)
+        return F.group_norm(result.to(dtype), groups, norm_weight, norm_bias, eps)
     constant = None if bias is None else bias.detach()  # the gradient of the bias comes from the second step
     steps = (_record_statistics, _record_normalize) if alone else (_Statistics.apply, _Normalize.apply)
     result, statistics = steps[0](alone, input, weight, constant, groups, eps, convolution)
