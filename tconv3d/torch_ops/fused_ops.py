@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..families.norm.planner import Wanted
-from . import batching, executor, norm_executor, pytorch_ops
+from . import batching, executor, flops, norm_executor, pytorch_ops
 from .backend import current_backend, use_backend
 from .checks import Convolution, number
 from .ops import (
@@ -41,7 +41,7 @@ from .ops import (
     _wanted,
     why_not_ours,
 )
-from .pytorch_ops import statistics_dtype, with_strides
+from .pytorch_ops import statistics_dtype
 
 Wants = tuple[bool, bool, bool]  # which gradients of the norm are wanted, with the fields of `Wanted` in order
 
@@ -129,12 +129,7 @@ def _normalize(
 ) -> Tensor:
     if why_not_ours(input) is None:
         return norm_executor.normalize(input, statistics, weight, bias, None, dtype)
-    per_group = input.shape[1] // statistics.shape[2]
-    mean, rstd = statistics.repeat_interleave(per_group, 2)[..., None, None, None]
-    scale = rstd if weight is None else rstd * weight.to(rstd.dtype)[:, None, None, None]
-    shifted = (input - mean) * scale
-    result = shifted if bias is None else shifted + bias.to(rstd.dtype)[:, None, None, None]
-    return with_strides(result.to(dtype), input.stride())
+    return pytorch_ops.normalize(input, statistics, weight, bias, dtype)
 
 
 def _gradient(
@@ -147,19 +142,7 @@ def _gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if why_not_ours(input) is None:
         return norm_executor.gradient(grad, input, statistics, weight, parameters, Wanted(*wanted))
-    batch, channels, *size = input.shape
-    kind, groups = statistics.dtype, statistics.shape[2]
-    dx, dweight, dbias = torch.ops.aten.native_group_norm_backward(
-        grad.to(kind).contiguous(), input.to(kind).contiguous(), statistics[0].contiguous(),
-        statistics[1].contiguous(), None if weight is None else weight.to(kind), batch, channels,
-        size[0] * size[1] * size[2], groups, (True, True, True),
-    )  # fmt: skip
-    passed = torch.ops.aten.threshold_backward(dx, input, 0).to(input.dtype)
-    return (
-        with_strides(passed, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
-        torch.stack([dweight, dbias]).to(parameters) if wanted[1] else input.new_empty(0, dtype=parameters),
-        passed.sum((0, 2, 3, 4)) if wanted[2] else input.new_empty(0),
-    )
+    return pytorch_ops.norm_gradient(grad, input, statistics, weight, parameters, wanted)
 
 
 def _block(
@@ -429,6 +412,7 @@ def _register_block() -> None:
 
 _register_block()
 batching.register(_LIBRARY)
+flops.register()
 
 
 # ---- entry points
@@ -444,7 +428,9 @@ def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, co
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
-                return _named("conv_transpose3d_relu", executor.forward, input, weight, bias, convolution, True, True)
+                arguments = input, weight, bias, convolution, True, True
+                shown = input, weight, bias, *convolution
+                return _named("conv_transpose3d_relu", executor.forward, shown, *arguments)
             return executor.forward(input, weight, bias, convolution, True, True)
         if not watched:
             return _record_relu(True, input, weight, bias, convolution)
@@ -468,7 +454,10 @@ def conv_transpose3d_relu_group_norm(
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(*operands):
             if watched:
-                return _named("conv_transpose3d_relu_group_norm", _ours, *operands, *settings, convolution, True)
+                shown = *operands, groups, eps, None, *convolution
+                return _named(
+                    "conv_transpose3d_relu_group_norm", _ours, shown, *operands, *settings, convolution, True
+                )
             return _ours(*operands, *settings, convolution, True)
         if not watched:
             return _record_block(True, *operands, *settings, convolution)

@@ -3,9 +3,9 @@
 The four operators are closed under differentiation: the derivative of each, in reverse and in forward mode, is a
 combination of the others, so second derivatives run on the same kernels.
 
-The package calls the functions at the end of this file. They skip the dispatcher if nothing but autograd could observe
-the call, because dispatching through Python costs more than the launch. Under torch.func every call goes through the
-dispatcher, which applies one transform after the other.
+The package calls the functions at the end of this file. They skip the dispatcher if nothing but autograd could
+observe the call, because dispatching through Python costs more than the launch. Under torch.func every call goes
+through the dispatcher, which applies one transform after the other.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
     backend = backend or current_backend()
     if backend == "torch":
         return 'use_backend("torch")'
+    if torch._C._is_tracing() and torch.onnx.is_in_onnx_export():
+        return "ONNX has PyTorch's operators only"
     if backend == "cuda" and not tensor.is_cuda:
         raise RuntimeError(f'use_backend("cuda") expects CUDA tensors, but got a tensor on {tensor.device}')
     if backend == "emulator" and tensor.device.type != "cpu":
@@ -255,6 +257,10 @@ def _gradients(
     size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     together = any(wanted) and _unchanged(grad, input, weight) and not torch.is_grad_enabled()
     if together and why_not_ours(grad, backend) is None:
+        if torch._C._autograd._profiler_enabled():
+            shown = grad, tuple(input_shape), tuple(weight_shape), tuple(wanted), *convolution
+            arguments = grad, input, weight, wanted, size, kernel, convolution
+            return _named("conv_transpose3d_backward", executor.backward, shown, *arguments)
         return executor.backward(grad, input, weight, wanted, size, kernel, convolution)
     with use_backend(backend):
         return (
@@ -494,16 +500,19 @@ def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolu
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
-                return _named("conv_transpose3d", executor.forward, input, weight, bias, convolution, False, True)
+                arguments = input, weight, bias, convolution, False, True
+                shown = input, weight, bias, *convolution
+                return _named("conv_transpose3d", executor.forward, shown, *arguments)
             return executor.forward(input, weight, bias, convolution, False, True)
         if not watched:
             return _record_forward(True, input, weight, bias, convolution)
     return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
 
 
-def _named(name: str, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Calls a function without the dispatcher, under the operator's name in the profiler."""
-    with torch.profiler.record_function(f"tconv3d::{name}"):
+def _named(name: str, function: Callable[..., Any], shown: Sequence[Any], *arguments: Any) -> Any:
+    """Calls a function without the dispatcher. A profiler sees it by the operator's name and arguments (`shown`)."""
+    values = [list(value) if isinstance(value, tuple) else value for value in shown]  # the profiler shows no tuples
+    with torch._C._profiler._RecordFunctionFast(f"tconv3d::{name}", values):
         return function(*arguments)
 
 
