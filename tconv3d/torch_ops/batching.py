@@ -35,25 +35,24 @@ def _front_or_none(tensor: Tensor | None, dim: int | None, size: int) -> Tensor 
     return None if tensor is None else _front(tensor, dim, size)
 
 
-def _into_batch(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """Folds B into the batch: [N, C, D, H, W] with one more dimension -> [B*N, C, D, H, W]."""
+def _channels_last(mapped: Tensor) -> bool:
+    """Tells whether the tensors of which [B, N, C, D, H, W] consists are channels-last."""
+    return mapped.shape[0] > 0 and suggests_channels_last(mapped[0])
+
+
+def _through_batch(tensor: Tensor, dim: int | None, size: int, call: Callable[[Tensor], Tensor]) -> Tensor:
+    """Folds B into the batch, [N, C, D, H, W] with one more dimension -> [B*N, C, D, H, W], and the result back."""
     mapped = _front(tensor, dim, size)
-    if suggests_channels_last(mapped[0]):
-        return mapped.movedim(2, -1).flatten(0, 1).movedim(-1, 1)
-    return mapped.flatten(0, 1)
-
-
-def _out_of_batch(tensor: Tensor, size: int) -> Tensor:
-    """Returns [B, N, C, D, H, W] from [B*N, C, D, H, W]."""
-    return tensor.unflatten(0, (size, tensor.shape[0] // size))
+    last = _channels_last(mapped)
+    folded = mapped.movedim(2, -1).flatten(0, 1).movedim(-1, 1) if last else mapped.flatten(0, 1)
+    return call(folded).unflatten(0, (size, mapped.shape[1]))
 
 
 def _into_channels(tensor: Tensor, dim: int | None, size: int, groups: int = 1) -> Tensor:
     """Folds B into the channels of each group: [N, G*C, D, H, W] with one more dimension -> [N, G*B*C, D, H, W]."""
     mapped = _front(tensor, dim, size)
-    last = suggests_channels_last(mapped[0])
     split = mapped.unflatten(2, (groups, mapped.shape[2] // groups))  # [B, N, G, C, D, H, W]
-    if last:
+    if _channels_last(mapped):
         return split.permute(1, 4, 5, 6, 2, 0, 3).flatten(4, 6).movedim(-1, 1)
     return split.permute(1, 2, 0, 3, 4, 5, 6).flatten(1, 3)
 
@@ -90,7 +89,7 @@ def _forward(operator: Any) -> Rule:
         of_input, of_weight, of_bias = dims[:3]
         groups = settings[3]
         if of_weight is None and of_bias is None:
-            return _out_of_batch(operator(_into_batch(input, of_input, size), weight, bias, *settings), size), 0
+            return _through_batch(input, of_input, size, lambda x: operator(x, weight, bias, *settings)), 0
         weights, biases = _front(weight, of_weight, size), _front_or_none(bias, of_bias, size)
         if of_input is None:
             columns = weights.movedim(0, 1).flatten(1, 2)  # [C_in, B * C_out / groups, ...]
@@ -112,8 +111,7 @@ def _input_grad(operator: Any) -> Rule:
         of_grad, of_weight = dims[:2]
         groups = settings[3]
         if of_weight is None:
-            dx = operator(_into_batch(grad, of_grad, size), weight, input_size, *settings)
-            return _out_of_batch(dx, size), 0
+            return _through_batch(grad, of_grad, size, lambda dy: operator(dy, weight, input_size, *settings)), 0
         weights = _front(weight, of_weight, size)
         if of_grad is None:
             dx = operator(grad, _into_rows(weights, groups), input_size, *settings)
@@ -167,8 +165,8 @@ def _block(operator: Any) -> Rule:
     ) -> tuple[Any, Any]:
         parameters = weight, bias, norm_weight, norm_bias
         if all(dim is None for dim in dims[1:5]):
-            y = operator(_into_batch(input, dims[0], size), *parameters, num_groups, eps, dtype, *settings)
-            return _out_of_batch(y, size), 0
+            rest = *parameters, num_groups, eps, dtype, *settings
+            return _through_batch(input, dims[0], size, lambda x: operator(x, *rest)), 0
         folded = [
             None if tensor is None else _front(tensor, dim, size).flatten(0, 1)
             for tensor, dim in zip(parameters, dims[1:5], strict=True)

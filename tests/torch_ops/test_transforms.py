@@ -48,13 +48,20 @@ def randn(shape: Sequence[int], seed: int) -> Tensor:
 def mapped(
     operands: Sequence[Tensor], which: Sequence[int], seed: int
 ) -> tuple[list[Tensor], tuple[int | None, ...]]:
-    """Returns operands, those in `which` SIZE times along any dimension, and the dimensions for `vmap`."""
+    """Returns operands, those in `which` SIZE times along any dimension, and the dimensions for `vmap`.
+
+    Contiguous operands are mapped in contiguous memory, channels-last operands keep their channels last in memory.
+    """
     random = torch.Generator().manual_seed(seed)
     found, dims = [], []
     for operand, is_mapped in zip(operands, which, strict=True):
         dim = int(torch.randint(operand.dim() + 1, (1,), generator=random)) if is_mapped else None
         many = torch.randn((SIZE, *operand.shape), generator=random, dtype=F64).to(operand)
-        found.append(operand if dim is None else many.movedim(0, dim).contiguous())
+        if operand.is_contiguous():
+            many = many.movedim(0, dim or 0).contiguous()
+        else:
+            many = many.movedim(2, -1).contiguous().movedim(-1, 2).movedim(0, dim or 0)
+        found.append(operand if dim is None else many)
         dims.append(dim)
     return found, tuple(dims)
 
@@ -78,6 +85,19 @@ def test_vmap(which: tuple[int, ...], ours: str, counted: dict[str, int]) -> Non
         torch.testing.assert_close(got, vmap(theirs(LAYER), dims, out_dim)(*operands))
 
 
+@pytest.mark.parametrize("which", [(1, 0, 0), (1, 1, 1)], ids=str)
+def test_vmap_keeps_channels_last(which: tuple[int, ...], ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+    forward = executor.forward
+    monkeypatch.setattr(executor, "forward", lambda *a: seen.append(a[0]) or forward(*a))  # type: ignore[func-returns-value]
+    x, w, b = LAYER.operands(F64, ours)
+    operands, dims = mapped((x.contiguous(memory_format=torch.channels_last_3d), w, b), which, seed=0)
+    operands[0] = operands[0].movedim(dims[0], 0)  # type: ignore[arg-type]
+    vmap(call(LAYER), (0, *dims[1:]))(*operands)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last_3d)
+    assert (seen[0].data_ptr() == operands[0].data_ptr()) == (which == (1, 0, 0)), "an input alone is not copied"
+
+
 @pytest.mark.parametrize("name", ["conv_transpose3d_input_grad", "conv_transpose3d_weight_grad"])
 @pytest.mark.parametrize("which", BOTH, ids=str)
 def test_vmap_of_gradients(name: str, which: tuple[int, ...], ours: str, counted: dict[str, int]) -> None:
@@ -87,8 +107,8 @@ def test_vmap_of_gradients(name: str, which: tuple[int, ...], ours: str, counted
     other, size = (w, LAYER.size) if "input" in name else (x, LAYER.kernel)
     for memory_format in FORMATS.values():
         counted.update(dict.fromkeys(counted, 0))
-        (first, second), dims = mapped((dy, other), which, seed=len(name))
-        first = first if which[0] else first.contiguous(memory_format=memory_format)
+        operands = dy.contiguous(memory_format=memory_format), other
+        (first, second), dims = mapped(operands, which, seed=len(name))
         got = vmap(lambda a, b: operator(a, b, size, *LAYER.settings), dims)(first, second)
         once(counted, name.removeprefix("conv_transpose3d_"))
         with tconv3d.use_backend("torch"):
@@ -120,8 +140,10 @@ def test_nested_vmap(ours: str, counted: dict[str, int]) -> None:
     torch.testing.assert_close(got, nested(theirs(LAYER)))
 
 
-def test_an_empty_batch_and_a_map_of_one(ours: str) -> None:
+def test_an_empty_batch_and_a_map_of_one_or_none(ours: str) -> None:
     x, w, b = LAYER.operands(F64, ours)
+    nothing = vmap(call(LAYER), (0, None, None))(x.expand(0, *x.shape), w, b)
+    assert nothing.shape == (0, *theirs(LAYER)(x, w, b).shape)
     for many in (x[:0].expand(2, *x[:0].shape), x[None]):
         got = vmap(call(LAYER), (0, None, None))(many, w, b)
         torch.testing.assert_close(got, vmap(theirs(LAYER), (0, None, None))(many, w, b))
