@@ -27,6 +27,7 @@ from .ops import (
     _below_autograd,
     _cast,
     _convolution,
+    _dispatched_in_forward_mode,
     _fake_forward,
     _forward_mode,
     _gradients,
@@ -91,7 +92,7 @@ class _Relu(torch.autograd.Function):
         kept = input if weight.requires_grad else None, weight if input.requires_grad else None
         ctx.save_for_backward(*kept, result)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
-        _save_for_forward(ctx, input, weight, result)
+        _save_for_forward(ctx, alone, input, weight, result)
         return result
 
     @staticmethod
@@ -378,7 +379,7 @@ def _register_block() -> None:
         return _fake_forward(input, weight, bias, _convolution(arguments[8:])).to(arguments[7])
 
     def autograd(*arguments: Any) -> Tensor:
-        if _recording(*arguments[:5]):
+        if _recording(*arguments[:5]) or _dispatched_in_forward_mode():
             call: list[Any] = [*arguments[:8], _convolution(arguments[8:])]
             return _record_block(False, *call)
         with torch._C._AutoDispatchBelowAutograd():

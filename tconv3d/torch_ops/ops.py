@@ -86,6 +86,18 @@ def _forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
+def _dispatched_in_forward_mode() -> bool:
+    """Tells whether tensors of a call that came through the dispatcher may carry tangents.
+
+    PyTorch's compiler replays `torch.func.jvp` without `forward_ad`'s counter of levels.
+    """
+    if _forward_mode():
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp
+
+
 # ---- implementations by this library's kernels or by PyTorch's operator
 
 
@@ -177,9 +189,9 @@ def _apply(function: Any, *arguments: Any) -> Any:
         torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
 
 
-def _save_for_forward(ctx: Any, *tensors: Tensor) -> None:
+def _save_for_forward(ctx: Any, alone: bool, *tensors: Tensor) -> None:
     """Keeps tensors until `jvp` has run. A missing tangent, or gradient, is then None instead of zeros."""
-    if _forward_mode():
+    if _forward_mode() or (not alone and _dispatched_in_forward_mode()):
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
@@ -199,7 +211,7 @@ class _Forward(torch.autograd.Function):
         # Only tensors that a wanted gradient needs are saved.
         ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
-        _save_for_forward(ctx, input, weight)
+        _save_for_forward(ctx, alone, input, weight)
         if alone:
             return executor.forward(input, weight, bias, convolution)
         with _below_autograd():
@@ -284,7 +296,7 @@ class _InputGrad(torch.autograd.Function):
         ctx.save_for_backward(grad_output if needs_weight else None, weight if needs_output else None)
         ctx.call = tuple(weight.shape[2:]), convolution, current_backend()
         ctx.input_size = input_size
-        _save_for_forward(ctx, grad_output, weight)
+        _save_for_forward(ctx, alone, grad_output, weight)
         if alone:
             return _input_grad(grad_output, weight, input_size, convolution)
         with _below_autograd():
@@ -324,7 +336,7 @@ class _WeightGrad(torch.autograd.Function):
         ctx.save_for_backward(grad_output if needs_input else None, input if needs_output else None)
         ctx.call = tuple(input.shape[2:]), convolution, current_backend()
         ctx.kernel = kernel
-        _save_for_forward(ctx, grad_output, input)
+        _save_for_forward(ctx, alone, grad_output, input)
         if alone:
             return _weight_grad(grad_output, input, kernel, convolution)
         with _below_autograd():
@@ -390,7 +402,7 @@ def _register(name: str, implementation: Any, function: Any, fake: Any, tensors:
 
     def autograd(*arguments: Any) -> Tensor:
         wanted = any(a is not None and a.requires_grad for a in arguments[:tensors])
-        if (wanted and torch.is_grad_enabled()) or _forward_mode():
+        if (wanted and torch.is_grad_enabled()) or _dispatched_in_forward_mode():
             result: Tensor = _apply(function, *split(arguments))
             return result
         with torch._C._AutoDispatchBelowAutograd():

@@ -392,16 +392,21 @@ def test_batched_gradients_of_the_fused_block(how: str, ours: str, launched: lis
 # ---- with the compiler, and where PyTorch's operator runs
 
 
-def test_compiled_gradients_per_sample(ours: str, counted: dict[str, int]) -> None:
+COMPILED: dict[str, Callable[[Function], Function]] = {
+    "gradients per sample": lambda f: lambda x, w, b: vmap(grad(loss(f), (0, 1, 2)), (0, None, None))(x, w, b),
+    "jvp": lambda f: lambda x, w, b: jvp(f, (x, w, b), (x.sin(), w.sin(), b.sin())),
+    "hessian": lambda f: lambda x, w, b: hessian(lambda w: loss(f)(x, w, b))(w),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_transforms(name: str, ours: str, counted: dict[str, int]) -> None:
     torch._dynamo.reset()
-    operands = LAYER.operands(F64, ours)
-
-    def gradients(function: Function) -> Function:
-        return lambda x, w, b: vmap(grad(loss(function), (0, 1, 2)), (0, None, None))(x, w, b)
-
-    got = torch.compile(gradients(call(LAYER)), backend="aot_eager", fullgraph=True)(*operands)
-    assert all(counted.values())
-    torch.testing.assert_close(got, gradients(theirs(LAYER))(*operands))
+    operands = SMALL.operands(F64, ours)
+    transform = COMPILED[name]
+    got = torch.compile(transform(call(SMALL)), backend="aot_eager", fullgraph=True)(*operands)
+    assert counted["forward"]
+    torch.testing.assert_close(got, transform(theirs(SMALL))(*operands))
 
 
 def test_pytorchs_operator_under_transforms(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
