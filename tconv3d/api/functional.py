@@ -32,7 +32,7 @@ def conv_transpose3d(
     if not are_tensors(input, weight, bias):
         settings = stride, padding, output_padding, groups, dilation
         return _overridden(conv_transpose3d, input, weight, bias, *settings)
-    if not _ours(input):
+    if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
     convolution = convolution_of(stride, padding, output_padding, groups, dilation)
     check_rank(input, weight)
@@ -55,7 +55,7 @@ def conv_transpose3d_relu(
     if not are_tensors(input, weight, bias):
         settings = stride, padding, output_padding, groups, dilation
         return _overridden(conv_transpose3d_relu, input, weight, bias, *settings)
-    if not _ours(input):
+    if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return torch.relu(result)
     convolution = convolution_of(stride, padding, output_padding, groups, dilation)
@@ -89,7 +89,7 @@ def conv_transpose3d_relu_group_norm(
             (stride, padding, output_padding, groups, dilation),
         )
         return _overridden(conv_transpose3d_relu_group_norm, input, weight, bias, *norm, *settings)
-    if not _ours(input):
+    if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return F.group_norm(torch.relu(result), num_groups, norm_weight, norm_bias, eps)
     if input.dim() == 4:  # PyTorch's GroupNorm treats the first dimension as the batch, even of an unbatched input
@@ -102,13 +102,6 @@ def conv_transpose3d_relu_group_norm(
     return fused_ops.conv_transpose3d_relu_group_norm(
         input, weight, bias, norm_weight, norm_bias, num_groups, eps, convolution
     )
-
-
-def _ours(input: Tensor) -> bool:
-    """Tells whether this library's operator is called: in a graph always, unless the graph becomes an ONNX file."""
-    if torch.compiler.is_compiling():
-        return not torch.onnx.is_in_onnx_export()
-    return ops.why_not_ours(input) is None
 
 
 def _overridden(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -1,7 +1,7 @@
 """This library's operators in terms of PyTorch's, for programs that know PyTorch's operators only.
 
-Exporters and quantizers take a program of `torch.export` after `run_decompositions(decompositions())`. This module
-knows operators, and nothing of kernels.
+Quantizers and other tools take a program of `torch.export` after `run_decompositions(decompositions())`. PyTorch's
+ONNX exporter finds the table by itself. This module knows operators, and nothing of kernels.
 """
 
 from __future__ import annotations
@@ -74,3 +74,17 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     operators, which other tools can read.
     """
     return {getattr(torch.ops.tconv3d, name).default: function for name, function in _TABLE.items()}
+
+
+def _register() -> None:
+    """Adds the table to PyTorch's table of decompositions, which its ONNX exporter reads.
+
+    PyTorch would also compute shapes by a decomposition of that table, if sizes are symbolic, unless the operator is
+    in the table of shape functions; the operators' own shape functions are then used.
+    """
+    for operator, function in decompositions().items():
+        torch._decomp.decomposition_table[operator] = function
+        torch._decomp.meta_table[operator] = function
+
+
+_register()
