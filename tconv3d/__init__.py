@@ -10,6 +10,7 @@ from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dRe
 from .api.tune import Tuned, tune
 from .runtime import launcher
 from .torch_ops.backend import current_backend, use_backend
+from .torch_ops.decompositions import decompositions
 from .torch_ops.kept import keep_weights
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "conv_transpose3d_relu",
     "conv_transpose3d_relu_group_norm",
     "current_backend",
+    "decompositions",
     "explain",
     "keep_weights",
     "plan_swaps",

@@ -85,10 +85,13 @@ def check_callable(value: object, name: str, function: str) -> None:
         raise TypeError(f"{function}() expected {name} to be a function or None, but got {value!r}")
 
 
+def are_tensors(input: object, weight: object, bias: object) -> bool:
+    """Tells whether the operands are tensors. No other check runs in every call."""
+    return isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+
+
 def check_tensors(input: object, weight: object, bias: object) -> None:
-    """Raises unless the operands are tensors. No other check runs in every call."""
-    if isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)):
-        return
+    """Raises unless the operands are tensors."""
     for name, value in (("input", input), ("weight", weight), ("bias", bias)):
         if not isinstance(value, Tensor) and not (name == "bias" and value is None):
             raise TypeError(
@@ -202,6 +205,13 @@ def check_norm(
     convolution: Convolution,
 ) -> None:
     """Checks a GroupNorm of the convolution's result: input [N, C_in, D, H, W], norm_weight and norm_bias [C_out]."""
+    tracing = torch._C._get_tracing_state()
+    if tracing is not None:  # torch.jit.trace would warn about every comparison of sizes
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        try:
+            return check_norm(input, weight, norm_weight, norm_bias, num_groups, convolution)
+        finally:
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
     channels = weight.shape[1] * convolution[3]
     for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if tensor is None:

@@ -47,6 +47,42 @@ def forward_with_statistics(
     return result, torch.stack([mean, (variance + eps).rsqrt()])
 
 
+def normalize(
+    input: Tensor, statistics: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Returns the GroupNorm of `input`, given means and reciprocal standard deviations [2, N, groups]."""
+    per_group = input.shape[1] // statistics.shape[2]
+    mean, rstd = statistics.repeat_interleave(per_group, 2)[..., None, None, None]
+    scale = rstd if weight is None else rstd * weight.to(rstd.dtype)[:, None, None, None]
+    shifted = (input - mean) * scale
+    result = shifted if bias is None else shifted + bias.to(rstd.dtype)[:, None, None, None]
+    return with_strides(result.to(dtype), input.stride())
+
+
+def norm_gradient(
+    grad: Tensor,
+    input: Tensor,
+    statistics: Tensor,
+    weight: Tensor | None,
+    parameters: torch.dtype,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the gradients of the ReLU's input, of the norm's parameters [2, C] and of the convolution's bias."""
+    batch, channels, *size = input.shape
+    kind, groups = statistics.dtype, statistics.shape[2]
+    dx, dweight, dbias = torch.ops.aten.native_group_norm_backward(
+        grad.to(kind).contiguous(), input.to(kind).contiguous(), statistics[0].contiguous(),
+        statistics[1].contiguous(), None if weight is None else weight.to(kind), batch, channels,
+        size[0] * size[1] * size[2], groups, (True, True, True),
+    )  # fmt: skip
+    passed = torch.ops.aten.threshold_backward(dx, input, 0).to(input.dtype)
+    return (
+        with_strides(passed, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
+        torch.stack([dweight, dbias]).to(parameters) if wanted[1] else input.new_empty(0, dtype=parameters),
+        passed.sum((0, 2, 3, 4)) if wanted[2] else input.new_empty(0),
+    )
+
+
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
     shape = (grad_output.shape[0], weight.shape[0], *input_size)
     result = _backward(grad_output, _shaped(grad_output, shape), weight, convolution, 0)
