@@ -47,6 +47,17 @@ NORMALIZE = Arguments(
     y=POINTER("The normalized activations."),
     **_GROUPS,
 )
+TAIL_PASS = Arguments(
+    "tail_pass",
+    x=CONST_POINTER("The activations."),
+    y=POINTER("The value of the expression for every element of x."),
+    vectors=CONST_POINTER("[vectors][batch][channels]: numbers that are constant along a channel's volume."),
+    whole_0=CONST_POINTER("A tensor of the shape and layout of x, or null; so are the next three."),
+    whole_1=CONST_POINTER("A tensor of the shape and layout of x, or null."),
+    whole_2=CONST_POINTER("A tensor of the shape and layout of x, or null."),
+    whole_3=CONST_POINTER("A tensor of the shape and layout of x, or null."),
+    strips=_STRIPS("The strips of a sweep."),
+)
 NORM_SUMS = Arguments(
     "norm_sums",
     dy=_DY,
