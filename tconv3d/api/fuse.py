@@ -35,8 +35,8 @@ class FuseReport:
 
     weight: str  # the affine map that moves into the weight, "" if there is none
     kernel: str  # the expression that the convolution's kernel evaluates, "" if there is none
-    one_pass: str  # the expression of the one pass over the result, "" if there is no pass
     statistics: str  # the means and variances that are taken of the result, "" if there are none
+    passes: tuple[str, ...]  # the expressions of every pass over the result
     pytorch: tuple[str, ...]  # the operators that run in PyTorch behind the fused part
     why_not: str = ""  # why nothing is fused
 
@@ -47,7 +47,7 @@ class FuseReport:
             ("in the weight", self.weight),
             ("in the convolution's kernel", self.kernel),
             ("statistics of its result", self.statistics),
-            ("in one pass over its result", self.one_pass),
+            *(("in one pass over its result", each) for each in self.passes),
             ("in PyTorch", ", ".join(self.pytorch)),
         )
         return "\n".join(f"{name}: {text}" for name, text in lines if text) or "nothing follows the convolution"
@@ -80,17 +80,18 @@ class FusedTail(nn.Module):
         with torch.no_grad():
             prepared = self._prepare(input, extra)
         if isinstance(prepared, str):
-            return FuseReport("", "", "", "", (), prepared)
+            return FuseReport("", "", "", (), (), prepared)
         s = prepared.stages
         taken = s.statistics
+        passes = [each.launch for each in (*s.rounds.sums, *s.rounds.written)]
         return FuseReport(
             weight="" if s.affine.expression == VALUE else str(s.affine.expression),
             kernel="" if s.epilogue == VALUE else str(s.epilogue),
-            one_pass="" if s.computed == VALUE else str(s.computed),
             statistics=""
             if taken is None
             else f"of {taken.groups} norm groups" + (", over the batch" if taken.over_batch else ""),
-            pytorch=s.left,
+            passes=tuple(", ".join(map(str, launch.expressions)) for launch in passes),
+            pytorch=s.rounds.left_names,
         )
 
     def train(self, mode: bool = True) -> FusedTail:
@@ -123,9 +124,10 @@ class FusedTail(nn.Module):
         shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
         layout = shape, result_strides(shape, input, weight), input.dtype, input.device
         try:
-            return Prepared(stages(trace(self.tail, *layout, extra), self.exact_order))
+            found = stages(trace(self.tail, *layout, extra), self.exact_order)
         except CannotTrace as error:
             return f"the tail cannot be traced: {error}"
+        return "its expressions have too many operands" if found is None else Prepared(found)
 
     def _why_not(self, input: Tensor, extra: tuple[Any, ...]) -> str | None:
         layer = self.convolution

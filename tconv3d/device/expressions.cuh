@@ -152,13 +152,14 @@ struct Choice {
   }
 };
 
-// The operands of an expression whose value is another number than before.
+// The operands of an expression, and one more local number.
 template <class In>
-struct WithValue {
+struct WithLocal {
   using Acc = typename In::Acc;
+  static constexpr int kLocals = In::kLocals + 1;
   const In& in;
   Acc number;
-  __device__ __forceinline__ Acc value() const { return number; }
+  __device__ __forceinline__ Acc value() const { return in.value(); }
   template <int kIndex>
   __device__ __forceinline__ Acc vector() const {
     return in.template vector<kIndex>();
@@ -167,14 +168,29 @@ struct WithValue {
   __device__ __forceinline__ Acc whole() const {
     return in.template whole<kIndex>();
   }
+  template <int kIndex>
+  __device__ __forceinline__ Acc local() const {
+    if constexpr (kIndex == In::kLocals) {
+      return number;
+    } else {
+      return in.template local<kIndex>();
+    }
+  }
 };
 
-// `Second` of the result of `First`, which is computed once.
-template <class First, class Second>
-struct Then {
+// Computes `First` once, as the next local number, and then `Rest`, which may use it several times.
+template <class First, class Rest>
+struct Let {
   template <class In>
   static __device__ __forceinline__ auto of(const In& in) {
-    return Second::of(WithValue<In>{in, First::of(in)});
+    return Rest::of(WithLocal<In>{in, First::of(in)});
+  }
+};
+template <int kIndex>
+struct Local {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In& in) {
+    return in.template local<kIndex>();
   }
 };
 
@@ -182,6 +198,7 @@ struct Then {
 template <class Accumulator>
 struct OnlyValue {
   using Acc = Accumulator;
+  static constexpr int kLocals = 0;
   Acc sum;
   __device__ __forceinline__ Acc value() const { return sum; }
 };

@@ -24,7 +24,6 @@ _AFFINE: dict[str, Callable[..., Tensor]] = {
     "Product": torch.mul,
     "Quotient": torch.div,
     "Negative": torch.neg,
-    "Then": torch.add,  # its operands are evaluated one after the other
 }
 
 
@@ -55,9 +54,8 @@ class Expression:
         if self.name not in _AFFINE or any(degree is None for degree in degrees):
             return None
         first, *rest = [degree or 0 for degree in degrees]
-        if self.name in ("Product", "Then"):
-            total = first + rest[0] if self.name == "Product" else first * rest[0]
-            return total if total <= 1 else None
+        if self.name == "Product":
+            return first + rest[0] if first + rest[0] <= 1 else None
         if self.name == "Quotient":
             return None if rest[0] else first
         return max(first, *rest) if rest else first
@@ -70,8 +68,6 @@ class Expression:
             return vectors[int(self.numbers[0])]
         if self.name == "Number":
             return torch.full_like(value, math.ldexp(int(self.numbers[0]), int(self.numbers[1])))
-        if self.name == "Then":
-            return self.operands[1].evaluate(self.operands[0].evaluate(value, vectors), vectors)
         return _AFFINE[self.name](*(operand.evaluate(value, vectors) for operand in self.operands))
 
 
@@ -98,13 +94,6 @@ def number(value: float | int | bool) -> Expression:
     while mantissa and mantissa % 2 == 0:
         mantissa, power = mantissa // 2, power + 1
     return Expression("Number", numbers=(str(mantissa), str(power)))
-
-
-def then(first: Expression, second: Expression) -> Expression:
-    """Returns `second` with the result of `first` as its value, which is computed once."""
-    if first == VALUE:
-        return second
-    return first if second == VALUE else Expression("Then", (first, second))
 
 
 Build = Callable[..., Expression]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ..torch_ops import executor, tail_executor
 from ..torch_ops.checks import Convolution
 from ..torch_ops.pytorch_ops import statistics_dtype
 from .expressions import VALUE
-from .stages import Stages, Statistics, volume_of
+from .pointwise import rows_of
+from .rounds import Launch, Reduction, Rounds
+from .stages import Stages, Statistics
 
 Env = dict[fx.Node, Any]
 
@@ -40,25 +43,16 @@ class Prepared:
             weight, bias = self._folded
         if s.statistics is None:
             tail = "" if s.epilogue == VALUE else s.epilogue.cpp
-            result = executor.forward(input, weight, bias, convolution, keep=True, tail=tail)
+            fed = executor.forward(input, weight, bias, convolution, keep=True, tail=tail)
         else:
             groups = s.statistics.groups
-            result, found = executor.forward_with_statistics(
+            fed, found = executor.forward_with_statistics(
                 input, weight, bias, groups, 0.0, convolution, keep=True, tail=s.epilogue.cpp
             )
-            env.update(_means_and_variances(found, s.statistics))
-        self._compute(s.before, env)
-        if s.computed != VALUE:
-            wholes = [_like(result, env[node]) for node in s.wholes]
-            vectors = self._vectors(s.vectors, env, result) if s.vectors else None
-            dtype = s.last.meta["val"].dtype
-            result = tail_executor.evaluate(result, s.computed.cpp, vectors, wholes, dtype)
-        elif result.dtype is not s.last.meta["val"].dtype:
-            result = result.to(s.last.meta["val"].dtype)
-        env[s.last] = result
-        self._compute(s.after, env)
-        (output,) = (node for node in s.graph.graph.nodes if node.op == "output")
-        return fx.node.map_arg(output.args[0], lambda node: env[node])
+            env.update(means_and_variances(found, s.statistics))
+        env[s.fed] = fed
+        run_rounds(s.graph, s.rounds, s.fed, env)
+        return outputs(s.graph, env)
 
     def _start(self, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any]) -> Env:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
@@ -67,7 +61,7 @@ class Prepared:
         seen = _versions([weight, bias, *captured.values()])
         if seen is None or seen != self._seen:
             env: Env = dict(captured)
-            self._compute([node for node in s.before if _is_constant(node, env)], env)
+            _compute(s.constants, env)
             self._folded = None
             if s.affine.expression != VALUE:
                 vectors = [env[node] for node in s.affine.vectors]
@@ -78,27 +72,75 @@ class Prepared:
         env.update(zip(placeholders[1:], extra, strict=True))
         return env
 
-    def _compute(self, nodes: Sequence[fx.Node], env: Env) -> None:
-        """Computes nodes with PyTorch, in order; those that are known already are skipped."""
-        for node in nodes:
-            if node not in env and node.op == "call_function":
-                arguments = fx.node.map_arg((node.args, node.kwargs), lambda each: env[each])
-                env[node] = node.target(*arguments[0], **arguments[1])  # type: ignore[operator]
-            elif node not in env and node.op == "get_attr":
-                env[node] = getattr(self.stages.graph, node.target)  # type: ignore[arg-type]
 
-    def _vectors(self, nodes: Sequence[fx.Node], env: Env, like: Tensor) -> Tensor:
-        """Returns vectors [number of vectors, N, C] as the kernel reads them."""
-        shape = tuple(like.shape)
-        rows = []
-        for node in nodes:
-            value, target = env[node], self.stages.shapes[node]
-            leading = volume_of(target, shape)
-            assert leading is not None
-            value = value.reshape((1,) * (len(target) - value.dim()) + tuple(value.shape))
-            value = value.reshape(value.shape[:leading]).expand(target[:leading])
-            rows.append(value.reshape(shape[:2]).to(statistics_dtype(like.dtype)))
-        return torch.stack(rows)
+def run_rounds(graph: fx.GraphModule, rounds: Rounds, value: fx.Node, env: Env, keep: bool = False) -> None:
+    """Computes everything behind `value`, whose tensor may be overwritten unless `keep` says otherwise."""
+    x = env[value]
+    for each in rounds.sums:
+        _compute_ready(rounds.small, env)
+        expressions = tuple(expression.cpp for expression in each.launch.expressions)
+        found = tail_executor.sums(x, expressions, *_operands(each.launch, env, x))
+        for reduction, total in zip(each.reductions, found, strict=True):
+            env[reduction.node] = _finished(reduction, total)
+    _compute_ready(rounds.small, env)
+    needed = {each for node in rounds.left for each in node.all_input_nodes} | set(_output(graph).all_input_nodes)
+    for index, written in enumerate(rounds.written):
+        overwrite = not keep and value not in needed and index == len(rounds.written) - 1
+        operands = _operands(written.launch, env, x)
+        dtype = written.node.meta["val"].dtype
+        (expression,) = written.launch.expressions
+        env[written.node] = tail_executor.evaluate(x, expression.cpp, *operands, dtype, overwrite)
+    _compute(rounds.left, env)
+
+
+def outputs(graph: fx.GraphModule, env: Env) -> Any:
+    return fx.node.map_arg(_output(graph).args[0], lambda node: env[node])
+
+
+def _output(graph: fx.GraphModule) -> fx.Node:
+    return next(node for node in graph.graph.nodes if node.op == "output")
+
+
+def _compute(nodes: Sequence[fx.Node], env: Env) -> None:
+    """Computes nodes with PyTorch, in order; those that are known already are skipped."""
+    for node in nodes:
+        if node not in env:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: env[each])
+            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _compute_ready(nodes: Sequence[fx.Node], env: Env) -> None:
+    """Computes the nodes whose operands are all known."""
+    for node in nodes:
+        if node not in env and all(each in env for each in node.all_input_nodes):
+            _compute((node,), env)
+
+
+def _operands(launch: Launch, env: Env, x: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    """Returns vectors [number of vectors, N, C] and whole tensors as the kernels read them."""
+    wholes = [_like(x, env[node]) for node in launch.wholes]
+    if not launch.vectors:
+        return None, wholes
+    rows = []
+    for node, target in launch.vectors:
+        value, leading = env[node], rows_of(target, tuple(x.shape))
+        assert leading is not None
+        value = value.reshape((1,) * (len(target) - value.dim()) + tuple(value.shape))
+        value = value.reshape(value.shape[:leading]).expand(target[:leading])
+        rows.append(value.reshape(x.shape[:2]).to(statistics_dtype(x.dtype)))
+    return torch.stack(rows), wholes
+
+
+def _finished(reduction: Reduction, total: Tensor) -> Tensor:
+    """Returns a sum or mean with the shape and type of its node, out of the sums of every channel, [N, C]."""
+    like = reduction.node.meta["val"]
+    leading = rows_of(reduction.viewed, (*total.shape, prod(reduction.viewed) // total.numel(), 1, 1))
+    assert leading is not None
+    total = total.reshape(reduction.viewed[:leading])
+    reduced = [dim for dim in reduction.dims if dim < leading]
+    if reduced:
+        total = total.sum(reduced)
+    return (total / reduction.count).reshape(like.shape).to(like.dtype)
 
 
 def fold(
@@ -123,7 +165,7 @@ def fold(
     return scaled, shifted.to(weight.dtype)
 
 
-def _means_and_variances(found: Tensor, statistics: Statistics) -> Env:
+def means_and_variances(found: Tensor, statistics: Statistics) -> Env:
     """Returns what the `var_mean` nodes give, out of means and reciprocal deviations [2, N, groups]."""
     mean, deviation = found.double()
     variance = deviation.reciprocal().square()
@@ -137,13 +179,6 @@ def _means_and_variances(found: Tensor, statistics: Statistics) -> Env:
             value.reshape(like.shape).to(like.dtype) for value, like in zip((variance, mean), shapes, strict=True)
         )
     return env
-
-
-def _is_constant(node: fx.Node, env: Env) -> bool:
-    """Tells whether a node is computed from captured tensors alone, and notes it, since nodes come in order."""
-    known = all(each in env or each.meta.get("tconv3d_constant", False) for each in node.all_input_nodes)
-    node.meta["tconv3d_constant"] = known
-    return known
 
 
 def _versions(tensors: Sequence[Tensor | None]) -> tuple[Any, ...] | None:

@@ -1,31 +1,46 @@
-"""Plans the pass behind a convolution that evaluates an expression of every element (tail_pass.cuh)."""
+"""Plans the passes behind a convolution that evaluate expressions (tail_pass.cuh) and their sums (tail_sums.cuh)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from ...planning.arguments import Arguments
 from ...planning.problem import Device, Plan
-from .arguments import TAIL_PASS
+from .arguments import TAIL_PASS, TAIL_SUMS
 from .planner import FLIGHT, Activation, Strips
 
 
 @dataclass(frozen=True)
 class TailProblem:
-    """Describes an expression of dense activations, of vectors, and of further tensors of the same layout."""
+    """Describes expressions of dense activations, of vectors, and of further tensors of the same layout."""
 
     activation: Activation
-    result: str  # element type of the result
-    expression: str  # C++ type (device/expressions.cuh)
+    expressions: tuple[str, ...]  # C++ types (device/expressions.cuh)
     vectors: int
     wholes: int
 
 
 @lru_cache(maxsize=1024)
-def plan_tail(p: TailProblem, device: Device) -> Plan:
+def plan_pass(p: TailProblem, result: str, device: Device) -> Plan:
+    """Returns the plan of a pass that writes one expression, with elements of type `result`."""
     strips = Strips.of(p.activation, device, FLIGHT)  # short strips, FLIGHT vectors per thread
-    launch = strips.launch(
-        TAIL_PASS, 0, TAIL_PASS.pointers(**{name: name for name in TAIL_PASS.pointer_names}), {}, Result=p.result
-    )
-    constants = (("Expression", p.expression), ("kVectors", p.vectors), ("kWholes", p.wholes))
-    return Plan("tail_pass", "one read and one write", (replace(launch, constants=(*launch.constants, *constants)),))
+    return _plan(TAIL_PASS, p, strips, 0, ("Expression", p.expressions[0]), Result=result)
+
+
+@lru_cache(maxsize=1024)
+def plan_sums(p: TailProblem, device: Device) -> tuple[Plan, int]:
+    """Returns the plan of a pass that sums expressions, and the slots of every channel of a batch item."""
+    strips = Strips.of(p.activation, device)
+    listed = f"tconv3d::ExpressionList<{', '.join(p.expressions)}>"
+    return _plan(TAIL_SUMS, p, strips, len(p.expressions), ("Expressions", listed)), strips.slots
+
+
+def _plan(
+    arguments: Arguments, p: TailProblem, strips: Strips, sums: int, expression: tuple[str, str], **types: str
+) -> Plan:
+    pointers = arguments.pointers(**{name: name for name in arguments.pointer_names})
+    launch = strips.launch(arguments, sums, pointers, {}, **types)
+    constants = (expression, ("kVectors", p.vectors), ("kWholes", p.wholes))
+    launch = replace(launch, constants=(*launch.constants, *constants))
+    return Plan(arguments.kernel, "every operand is read once", (launch,))
