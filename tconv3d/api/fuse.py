@@ -2,7 +2,8 @@
 
 The function (the tail) is traced once for each kind of call. What can be computed from the convolution's sums is
 computed in its kernel, what needs statistics or other tensors in one pass over the result, and the rest in PyTorch
-(`tails/stages.py`). Calls that record gradients run the convolution and then the tail as it is written.
+(`tails/stages.py`). Calls that record gradients store the convolution's result and run tail and gradients as passes
+over it, if the whole tail can run so; otherwise the tail runs as it is written.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ..tails.running import Prepared
 from ..tails.stages import stages
 from ..tails.tracing import CannotTrace, trace
 from ..torch_ops import checks, ops
+from ..torch_ops.chain_ops import Chain
 from ..torch_ops.checks import convolution_of
 from ..torch_ops.problems import tf32_of
 from ..torch_ops.pytorch_ops import result_strides
@@ -54,7 +56,7 @@ class FuseReport:
 
 
 class FusedTail(nn.Module):
-    """Runs a transposed convolution and its tail, fused where no gradient is recorded."""
+    """Runs a transposed convolution and its tail, fused where that is possible."""
 
     def __init__(self, convolution: nn.ConvTranspose3d, tail: Callable[..., Any], exact_order: bool) -> None:
         super().__init__()
@@ -66,14 +68,31 @@ class FusedTail(nn.Module):
     def forward(self, input: Tensor, *extra: Any) -> Any:
         """Takes the convolution's input, and what the tail takes after the convolution's result."""
         prepared = self._prepare(input, extra)
-        if not isinstance(prepared, str):
-            weight, bias, *settings = arguments(self.convolution, input, None)
-            try:
+        if isinstance(prepared, str):
+            return self._unfused(input, *extra)
+        weight, bias, *settings = arguments(self.convolution, input, None)
+        convolution = convolution_of(*settings)
+        try:
+            if not self._recording(prepared, input, extra):
                 with torch.no_grad():
-                    return prepared.run(input, weight, bias, convolution_of(*settings), extra)
-            except Refused:  # the planner leaves this layer to PyTorch's operator
-                pass
+                    return prepared.run(input, weight, bias, convolution, extra)
+            passes = prepared.differentiable
+            if passes.possible and not extra:
+                return Chain.apply(passes, self._unfused, input, weight, bias, convolution, *passes.wanted)
+        except Refused:  # the planner leaves this layer to PyTorch's operator
+            pass
+        return self._unfused(input, *extra)
+
+    def _unfused(self, input: Tensor, *extra: Any) -> Any:
         return self.tail(self.convolution(input), *extra)
+
+    def _recording(self, prepared: Prepared, input: Tensor, extra: tuple[Any, ...]) -> bool:
+        """Tells whether a call records gradients."""
+        if not torch.is_grad_enabled():
+            return False
+        layer = self.convolution
+        tensors = [input, layer.weight, layer.bias, *extra, *prepared.differentiable.wanted]
+        return any(isinstance(each, Tensor) and each.requires_grad for each in tensors)
 
     def report(self, input: Tensor, *extra: Any) -> FuseReport:
         """Returns what becomes of the tail in a call with these arguments that records no gradients."""
@@ -83,7 +102,7 @@ class FusedTail(nn.Module):
             return FuseReport("", "", "", (), (), prepared)
         s = prepared.stages
         taken = s.statistics
-        passes = [each.launch for each in (*s.rounds.sums, *s.rounds.written)]
+        passes = [*(each.launch for each in s.rounds.sums), *(each.launch for each in s.rounds.written)]
         return FuseReport(
             weight="" if s.affine.expression == VALUE else str(s.affine.expression),
             kernel="" if s.epilogue == VALUE else str(s.epilogue),
@@ -111,11 +130,6 @@ class FusedTail(nn.Module):
             if len(self._prepared) >= MOST_KINDS:
                 self._prepared.clear()
             prepared = self._prepared[key] = self._traced(input, extra)
-        if isinstance(prepared, Prepared) and torch.is_grad_enabled():
-            graph = prepared.stages.graph
-            captured = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
-            if any(tensor.requires_grad for tensor in captured):
-                return "gradients are recorded"
         return prepared
 
     def _traced(self, input: Tensor, extra: tuple[Any, ...]) -> Prepared | str:
@@ -135,8 +149,6 @@ class FusedTail(nn.Module):
         tensors += [each for each in extra if isinstance(each, Tensor)]
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return "a transform or a compiler looks at the call"
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-            return "gradients are recorded"
         if input.dim() != 5 or input.numel() == 0:
             return "the input is no batch of volumes"
         if not all(map(ops.is_plain, tensors)):
@@ -160,7 +172,7 @@ class FusedTail(nn.Module):
         )
 
     def _key(self, input: Tensor, extra: tuple[Any, ...]) -> Any:
-        """Returns what a trace depends on: shapes, types, layouts, modes of modules, and which parameters there are."""
+        """Returns what a trace depends on: shapes, types, layouts, modes of modules, and their parameters."""
         modules = self.tail.modules() if isinstance(self.tail, nn.Module) else ()
         state = tuple(
             (module.training, *map(id, module._parameters.values()), *map(id, module._buffers.values()))
@@ -176,10 +188,11 @@ class FusedTail(nn.Module):
 def fuse(layer: nn.ConvTranspose3d, tail: Callable[..., Any], *, exact_order: bool = False) -> FusedTail:
     """Returns a module that computes `tail(layer(input), *more)`, fused into the convolution where that is possible.
 
-    `layer` is a transposed convolution of PyTorch or of this library; its parameters stay its own. `tail` is a module,
-    or any function of the convolution's result and of further arguments of the call. Tensors that a function captures
-    are read when a call of a new kind is traced. `exact_order=True` keeps affine maps (inference BatchNorm, scales) out
-    of the weight, so that products are rounded as without the map. `FusedTail.report(input)` says what is fused.
+    `layer` is a transposed convolution of PyTorch or of this library; its parameters stay its own. `tail` is a
+    module, or any function of the convolution's result and of further arguments of the call. Which tensors a function
+    captures is found out when a call of a new kind is traced. `exact_order=True` keeps affine maps (inference
+    BatchNorm, scales) out of the weight, so that products are rounded as without the map. `FusedTail.report(input)`
+    says what is fused.
     """
     if not isinstance(layer, nn.ConvTranspose3d):
         raise TypeError(f"fuse: expected an nn.ConvTranspose3d, got {type(layer).__name__}")

@@ -1,8 +1,8 @@
 """Finds the nodes of a graph that are pointwise functions of others, and writes them as expressions.
 
-An element node has a number for every element of the convolution's result, [N, C, D, H, W] or a view of it that keeps
-the order of elements. Its operands are element nodes, constants, and nodes that broadcast: vectors, which are constant
-along a channel's volume, and whole tensors. This module knows graphs and shapes, no kernels.
+An element node has a number for every element of the convolution's result, [N, C, D, H, W] or a view of it that
+keeps the order of elements. Its operands are element nodes, constants, and nodes that broadcast: vectors, which are
+constant along a channel's volume, and whole tensors. This module knows graphs and shapes, no kernels.
 """
 
 from __future__ import annotations
@@ -59,9 +59,32 @@ def is_view(node: fx.Node) -> bool:
         return True
     if packet_of(node) is not aten._to_copy:
         return False
-    given = {name for name, value in node.kwargs.items() if value is not None and name != "memory_format"}
-    kinds = (*FLOATS, torch.bool)
-    return given <= {"dtype"} and meta(node).dtype in FLOATS and meta(node.all_input_nodes[0]).dtype in kinds
+    source = meta(node.all_input_nodes[0])
+    same = meta(node).device == source.device and meta(node).layout == source.layout
+    return same and meta(node).dtype in FLOATS and source.dtype in (*FLOATS, torch.bool)
+
+
+_CONSTANTS: dict[Any, Callable[[fx.Node], Any]] = {
+    aten.full: lambda node: node.args[1],
+    aten.full_like: lambda node: node.args[1],
+    aten.scalar_tensor: lambda node: node.args[0],
+    **dict.fromkeys((aten.zeros, aten.zeros_like), lambda node: 0),
+    **dict.fromkeys((aten.ones, aten.ones_like), lambda node: 1),
+}
+
+
+def constant(node: fx.Node) -> float | None:
+    """Returns the number that all elements of a node have, or None."""
+    find = _CONSTANTS.get(packet_of(node)) if node.op == "call_function" else None
+    value = None if find is None else find(node)
+    return value if isinstance(value, (int, float)) else None
+
+
+def unexpanded(node: fx.Node) -> fx.Node:
+    """Returns the node that a chain of `expand` repeats along new or single dimensions."""
+    while node.op == "call_function" and packet_of(node) is aten.expand:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def is_vector(node: fx.Node, target: Shape, full: Shape) -> bool:
@@ -69,6 +92,13 @@ def is_vector(node: fx.Node, target: Shape, full: Shape) -> bool:
     rows, own = rows_of(target, full), shape_of(node)
     own = (1,) * (len(target) - len(own)) + own
     return rows is not None and len(own) == len(target) and all(size == 1 for size in own[rows:])
+
+
+def is_expanded_vector(node: fx.Node, full: Shape) -> bool:
+    """Tells whether a node repeats a vector along every channel's volume."""
+    if node.op != "call_function" or packet_of(node) is not aten.expand or rows_of(shape_of(node), full) is None:
+        return False
+    return is_vector(unexpanded(node), shape_of(node), full)
 
 
 def is_pointwise(
@@ -88,7 +118,8 @@ def is_pointwise(
     shape = shape_of(node)
     if any(shape_of(each) != shape for each in used):
         return False
-    return all(each in elements or operand(each, shape) for each in node.all_input_nodes)
+    others = [unexpanded(each) for each in node.all_input_nodes if each not in elements]
+    return all(constant(each) is not None or operand(each, shape) for each in others)
 
 
 @dataclass
@@ -105,7 +136,9 @@ class Writer:
     def write(self, node: fx.Node, shared: bool = True) -> Expression:
         """Returns a node as an expression. With `shared`, what is used several times is computed once."""
         order = _inside(node, self.elements, self.value)
-        uses = Counter(self._source(each) for n in order if not is_view(n) for each in n.args if _is_node(each))
+        uses = Counter(
+            self._source(each) for n in order if not is_view(n) for each in n.args if isinstance(each, fx.Node)
+        )
         several = [n for n in order if shared and not is_view(n) and uses[n] > 1 and n is not self._source(node)]
         names: dict[fx.Node, Expression] = {}
         bound: list[Expression] = []
@@ -113,8 +146,8 @@ class Writer:
             bound.append(self._tree(each, names))
             names[each] = Expression("Local", numbers=(str(len(names)),))
         result = self._tree(node, names)
-        for each in reversed(bound):
-            result = Expression("Let", (each, result))
+        for first in reversed(bound):
+            result = Expression("Let", (first, result))
         return result
 
     def _source(self, node: fx.Node) -> fx.Node:
@@ -130,8 +163,12 @@ class Writer:
             return VALUE
         if node in names:
             return names[node]
+        if node not in self.elements and (value := constant(unexpanded(node))) is not None:
+            return number(value)
         if node not in self.elements or node.op == "placeholder":
-            return self._leaf(node, target)
+            return self._leaf(node if node in self.elements else unexpanded(node), target)
+        if is_expanded_vector(node, self.full):
+            return self._leaf(unexpanded(node), shape_of(node))
         if is_view(node):
             return self._tree(node.all_input_nodes[0], names, target)
         shape = shape_of(node)
@@ -148,10 +185,6 @@ class Writer:
         if node not in self.wholes:
             self.wholes.append(node)
         return whole(self.wholes.index(node))
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
 
 
 def _inside(node: fx.Node, elements: Container[fx.Node], start: fx.Node) -> list[fx.Node]:

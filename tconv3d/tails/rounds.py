@@ -19,7 +19,20 @@ import torch
 from torch import fx
 
 from .expressions import Expression
-from .pointwise import FLOATS, Shape, Writer, is_pointwise, is_vector, meta, name_of, packet_of, rows_of, shape_of
+from .pointwise import (
+    FLOATS,
+    Shape,
+    Writer,
+    is_expanded_vector,
+    is_pointwise,
+    is_vector,
+    meta,
+    name_of,
+    packet_of,
+    rows_of,
+    shape_of,
+)
+from .tracing import writes
 
 aten = torch.ops.aten
 
@@ -78,6 +91,11 @@ class Rounds:
     left: tuple[fx.Node, ...]
 
     @property
+    def reductions(self) -> tuple[fx.Node, ...]:
+        """The sums and means that passes compute, in order."""
+        return tuple(reduction.node for each in self.sums for reduction in each.reductions)
+
+    @property
     def left_names(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(name_of(node) for node in self.left))
 
@@ -94,12 +112,17 @@ class _Sorted:
 
     def add(self, node: fx.Node, kind: torch.dtype) -> None:
         inputs = node.all_input_nodes
+        if writes(node) and any(each in self.elements for each in inputs):
+            self.left.append(node)
+            return
         if any(each not in self.elements and each not in self.small for each in inputs):
             self.left.append(node)
             return
         level = max([*(self.elements.get(each, self.small.get(each, 0)) for each in inputs), 0])
         used = [each for each in inputs if each in self.elements]
-        if not used:
+        if not used and is_expanded_vector(node, self.full):
+            self.elements[node] = level
+        elif not used:
             self.small[node] = level
         elif is_pointwise(node, self.elements, self.full, lambda each, shape: self._operand(each, shape, kind)):
             self.elements[node] = level
@@ -119,7 +142,7 @@ class _Sorted:
 def rounds(
     graph: fx.Graph, value: fx.Node, wholes: Iterable[fx.Node], known: Mapping[fx.Node, Any], inside: set[fx.Node]
 ) -> Rounds | None:
-    """Returns the launches behind `value`, the element node that every pass reads; None if there are too many operands.
+    """Returns the launches behind `value`, the element node that every pass reads; None if operands are too many.
 
     `wholes` are further element nodes that exist already, `known` small nodes that exist already. `inside` are nodes
     that earlier stages compute and nobody else needs.
@@ -136,7 +159,8 @@ def rounds(
     if any(shape_of(node) != full or meta(node).dtype not in FLOATS for node in ends):
         return None
     starts = (value, *wholes)
-    needed = _needed([*ends, *found.left, output])
+    effects = [node for node in nodes if writes(node)]
+    needed = _needed([*ends, *found.left, *effects, output])
     sums = []
     for level in range(max((each for _, each in found.reductions.values()), default=-1) + 1):
         here = [each for each, at in found.reductions.values() if at == level and each.node in needed]
@@ -147,7 +171,7 @@ def rounds(
                 return None
             sums.append(Sums(some, launch))
     written = []
-    for node in sorted(ends, key=list(graph.nodes).index):
+    for node in (each for each in nodes if each in ends):
         launch = _launch([node], starts, found.elements, full)
         if launch is None:
             return None
@@ -191,7 +215,8 @@ def _reduction(node: fx.Node, full: Shape) -> Reduction | None:
     viewed = shape_of(node.all_input_nodes[0])
     rows = rows_of(viewed, full)
     given = node.args[1] if len(node.args) > 1 else None
-    dims = range(len(viewed)) if not given else [dim % len(viewed) for dim in given]  # type: ignore[union-attr, operator]
+    listed: list[Any] = list(given) if isinstance(given, (list, tuple)) else []
+    dims = [dim % len(viewed) for dim in listed] or list(range(len(viewed)))
     if rows is None or not set(range(rows, len(viewed))) <= set(dims):
         return None
     return Reduction(node, viewed, tuple(sorted(dims)), packet is aten.mean)

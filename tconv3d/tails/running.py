@@ -1,12 +1,14 @@
 """Runs a convolution with what follows it: the stages of a tail on this library's kernels, the rest in PyTorch.
 
-Gradients are not recorded here: the caller runs convolution and tail one after the other if any are wanted.
+Without gradients the convolution's kernel computes as much of the tail as it can (`Prepared.run`). With gradients it
+stores its plain result z, which is saved, and passes over z compute the tail and its gradients (`Differentiable`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -17,9 +19,10 @@ from ..torch_ops import executor, tail_executor
 from ..torch_ops.checks import Convolution
 from ..torch_ops.pytorch_ops import statistics_dtype
 from .expressions import VALUE
+from .gradients import backward
 from .pointwise import rows_of
 from .rounds import Launch, Reduction, Rounds
-from .stages import Stages, Statistics
+from .stages import Stages, Statistics, stages
 
 Env = dict[fx.Node, Any]
 
@@ -54,6 +57,11 @@ class Prepared:
         run_rounds(s.graph, s.rounds, s.fed, env)
         return outputs(s.graph, env)
 
+    @cached_property
+    def differentiable(self) -> Differentiable:
+        """What calls with gradients run."""
+        return Differentiable(self.stages.graph)
+
     def _start(self, weight: Tensor, bias: Tensor | None, convolution: Convolution, extra: Sequence[Any]) -> Env:
         """Returns the captured and passed tensors, and what is computed from captured tensors alone."""
         s, nodes = self.stages, self.stages.graph.graph.nodes
@@ -71,6 +79,55 @@ class Prepared:
         placeholders = [node for node in nodes if node.op == "placeholder"]
         env.update(zip(placeholders[1:], extra, strict=True))
         return env
+
+
+class Differentiable:
+    """Holds what a call with gradients needs: the tail as passes over z, and its gradients as passes over z."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self.graph = graph
+        captured = [getattr(graph, node.target) for node in graph.graph.nodes if node.op == "get_attr"]
+        self.wanted = [each for each in {id(each): each for each in captured}.values() if each.requires_grad]
+        plain = stages(graph, plain=True)
+        gradient = None
+        if plain is not None and not plain.rounds.left:
+            taken = plain.statistics.nodes if plain.statistics is not None else ()
+            self.reduced = (*taken, *plain.rounds.reductions)
+            gradient = backward(plain.graph, self.wanted, self.reduced)
+        self.possible = gradient is not None
+        if plain is not None and gradient is not None:
+            self.plain, self.gradient = plain, gradient
+
+    def run(self, input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> tuple[Tensor, ...]:
+        """Returns the tail's result, z, and the sums, means and variances over space that the tail takes."""
+        s = self.plain
+        env: Env = {node: getattr(s.graph, node.target) for node in s.graph.graph.nodes if node.op == "get_attr"}
+        if s.statistics is None:
+            z = executor.forward(input, weight, bias, convolution)
+        else:
+            z, found = executor.forward_with_statistics(
+                input, weight, bias, s.statistics.groups, 0.0, convolution, tail=VALUE.cpp
+            )
+            env.update(means_and_variances(found, s.statistics))
+        env[s.fed] = z
+        _compute(s.constants, env)
+        run_rounds(s.graph, s.rounds, s.fed, env, keep=True)
+        saved = [env[node] for node in self.reduced]
+        flat = [tensor for each in saved for tensor in (each if isinstance(each, tuple) else (each,))]
+        return outputs(s.graph, env), z, *flat
+
+    def gradients(self, z: Tensor, grad: Tensor, saved: Sequence[Tensor]) -> list[Tensor | None]:
+        """Returns the gradients of z and of the wanted captured tensors; `saved` is what `run` returned after z."""
+        g = self.gradient
+        env: Env = {node: getattr(g.graph, node.target) for node in g.graph.graph.nodes if node.op == "get_attr"}
+        left = iter(saved)
+        for node in g.saved:
+            env[node] = (next(left), next(left)) if isinstance(node.meta["val"], (tuple, list)) else next(left)
+        env[g.value], env[g.grad] = z, _like(z, grad)
+        _compute(g.constants, env)
+        run_rounds(g.graph, g.rounds, g.value, env, keep=True)
+        found: list[Tensor | None] = list(outputs(g.graph, env))
+        return found
 
 
 def run_rounds(graph: fx.GraphModule, rounds: Rounds, value: fx.Node, env: Env, keep: bool = False) -> None:

@@ -22,6 +22,7 @@ from torch import fx
 from .expressions import Expression
 from .pointwise import Shape, Writer, dependent, is_pointwise, is_vector, is_view, meta, rows_of, shape_of
 from .rounds import Rounds, rounds
+from .tracing import copied, without_variances, writes
 
 aten = torch.ops.aten
 
@@ -56,20 +57,26 @@ class Stages:
     rounds: Rounds
 
 
-def stages(graph: fx.GraphModule, exact_order: bool = False) -> Stages | None:
+def stages(graph: fx.GraphModule, exact_order: bool = False, plain: bool = False) -> Stages | None:
     """Returns the stages of a traced tail, whose first placeholder is z, [N, C, D, H, W]; None if it has no fit.
 
-    With `exact_order` no affine map moves into the weight.
+    With `exact_order` no affine map moves into the weight; with `plain` the convolution stores z itself.
     """
+    graph = copied(graph)
     nodes = list(graph.graph.nodes)
     z, *passed = [node for node in nodes if node.op == "placeholder"]
     shape = shape_of(z)
-    captured = [node for node in nodes if node not in dependent(nodes, [z, *passed]) and node.op != "output"]
+    effects = [node for node in nodes if node.op == "call_function" and writes(node)]
+    moving = dependent(nodes, [z, *passed, *effects])
+    captured = [node for node in nodes if node not in moving and node.op != "output"]
     affine = _Head(z, nodes, shape, set() if exact_order else set(captured))
-    a = affine.last_affine()
+    a = z if plain else affine.last_affine()
     head = _Head(a, nodes, shape, set())
-    u = head.bottlenecks()[-1]
+    u = z if plain else head.bottlenecks()[-1]
     found = _statistics(u, nodes, shape)
+    without_variances(graph.graph, found.nodes if found else ())
+    graph.recompile()
+    nodes = list(graph.graph.nodes)
     known = dict.fromkeys([*captured, *passed, *(found.nodes if found else ())])
     writer = Writer(shape, z, affine.elements)
     folded = writer.write(a, shared=False)
@@ -102,9 +109,9 @@ class _Head:
 
         for node in nodes:
             inputs = [each for each in node.all_input_nodes if each in after]
-            if node is not start and inputs and all(each in self.elements for each in inputs):
-                if is_pointwise(node, self.elements, shape, operand):
-                    self.elements[node] = None
+            known_all = bool(inputs) and all(each in self.elements for each in inputs)
+            if node is not start and known_all and is_pointwise(node, self.elements, shape, operand):
+                self.elements[node] = None
 
     def ancestors(self, node: fx.Node) -> set[fx.Node]:
         """Returns the nodes that a node is computed from, from the start on, and the node itself."""

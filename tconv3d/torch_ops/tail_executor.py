@@ -1,8 +1,8 @@
 """Runs the passes behind a convolution that evaluate expressions of every element, or sum them.
 
 Only this package calls these functions, so arguments are not checked. Prepared tasks are in the executor's table.
-`vectors` is [number of vectors, N, C] in the accumulator's type; `wholes` are up to four tensors of x's type, shape and
-strides; x is dense, [N, C, D, H, W].
+`vectors` is [number of vectors, N, C] in the accumulator's type; `wholes` are up to four tensors of x's type, shape
+and strides; x is dense, [N, C, D, H, W].
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ def evaluate(
     x: Tensor, expression: str, vectors: Tensor | None, wholes: Sequence[Tensor], dtype: torch.dtype, overwrite: bool
 ) -> Tensor:
     """Returns an expression of x. With `overwrite` x is the result if its type is the result's."""
-    y = x if overwrite and x.dtype is dtype else torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
+    y = (
+        x
+        if overwrite and x.dtype is dtype
+        else torch.empty_strided(x.shape, x.stride(), dtype=dtype, device=x.device)
+    )
     key = _key("tail_pass", x, (expression,), vectors, wholes, y)
     task = executor.known(key)
     if task is None:

@@ -15,7 +15,8 @@ struct TailPass : TailOperands<C> {
   __device__ __forceinline__ TailPass(const Args& args, const Sweep<C>& sweep)
       : TailOperands<C>(args, sweep), y(static_cast<Result*>(args.y) + sweep.start) {}
   template <int kCount>
-  __device__ __forceinline__ void use(int at, const typename TailOperands<C>::template Items<kCount>& items) const {
+  __device__ __forceinline__ void use(int at,
+                                      const typename TailOperands<C>::template Items<kCount>& items) const {
     Vector<Result, kCount> results;
 #pragma unroll
     for (int i = 0; i < kCount; ++i)

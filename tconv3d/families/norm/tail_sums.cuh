@@ -24,7 +24,8 @@ struct TailSums : TailOperands<C> {
 
   Acc sums[Sweep<C>::kOwn][kSums] = {};
 
-  __device__ __forceinline__ TailSums(const Args& args, const Sweep<C>& sweep) : TailOperands<C>(args, sweep) {}
+  __device__ __forceinline__ TailSums(const Args& args, const Sweep<C>& sweep)
+      : TailOperands<C>(args, sweep) {}
   template <int kCount>
   __device__ __forceinline__ void use(int, const typename TailOperands<C>::template Items<kCount>& items) {
 #pragma unroll
