@@ -6,6 +6,7 @@ from .api.accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, resto
 from .api.ahead import compile_ahead
 from .api.explain import Explanation, explain
 from .api.functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
+from .api.fuse import FusedTail, FuseReport, fuse
 from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
 from .api.tune import Tuned, tune
 from .runtime import launcher
@@ -18,6 +19,8 @@ __all__ = [
     "ConvTranspose3dReLU",
     "ConvTranspose3dReLUGroupNorm",
     "Explanation",
+    "FuseReport",
+    "FusedTail",
     "LayerSwap",
     "SwapReport",
     "Tuned",
@@ -29,6 +32,7 @@ __all__ = [
     "current_backend",
     "decompositions",
     "explain",
+    "fuse",
     "keep_weights",
     "plan_swaps",
     "restore",

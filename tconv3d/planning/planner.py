@@ -120,10 +120,10 @@ def answers(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer:
-    """Returns the answer, or a refusal if a ReLU is wanted and the family's kernel has no epilogue."""
-    relu = any(wanted[which].relu for which in answer.passes)
-    if isinstance(answer, Offer) and relu and not getattr(family, "HAS_EPILOGUE", False):
-        return Refusal(answer.kernel, answer.passes, "its kernel has no epilogue for a ReLU")
+    """Returns the answer, or a refusal if an epilogue is wanted and the family's kernel has none."""
+    epilogue = any(wanted[which].has_epilogue for which in answer.passes)
+    if isinstance(answer, Offer) and epilogue and not getattr(family, "HAS_EPILOGUE", False):
+        return Refusal(answer.kernel, answer.passes, "its kernel has no epilogue")
     return answer
 
 

@@ -188,15 +188,19 @@ def forward(
     convolution: Convolution,
     relu: bool = False,
     keep: bool = False,
+    tail: str = "",
 ) -> Tensor:
     """Computes input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] -> [N, C_out, ...].
 
-    `keep`: no gradient is wanted, so that the packed weight may be kept.
+    `keep`: no gradient is wanted, so that the packed weight may be kept. `tail`: the C++ name of an expression of the
+    result (device/expressions.cuh); a call with one may raise `planner.Refused`.
     """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
-        task = _forward_task(input, x, weight, w, bias, convolution, relu, None)
+        task = _forward_task(input, x, weight, w, bias, convolution, relu, None, tail)
     except planner.Refused as refusal:
+        if tail:
+            raise
         _leave(refusal)
         return pytorch_ops.forward(input, weight, bias, convolution, relu)
     if bias is not None and bias.stride(0) != 1:
@@ -218,12 +222,18 @@ def forward_with_statistics(
     eps: float,
     convolution: Convolution,
     keep: bool = False,
+    tail: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Computes the ReLU of the forward pass, and its statistics [2, N, groups]: means and reciprocal deviations."""
+    """Computes the ReLU of the forward pass, and its statistics [2, N, groups]: means and reciprocal deviations.
+
+    `tail`: an expression that takes the place of the ReLU; a call with one may raise `planner.Refused`.
+    """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
-        task = _forward_task(input, x, weight, w, bias, convolution, True, Norm(groups, eps))
+        task = _forward_task(input, x, weight, w, bias, convolution, not tail, Norm(groups, eps), tail)
     except planner.Refused as refusal:
+        if tail:
+            raise
         _leave(refusal)
         return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
     (layout,) = task.results
@@ -246,14 +256,15 @@ def _forward_task(
     convolution: Convolution,
     relu: bool,
     norm: Norm | None,
+    tail: str = "",
 ) -> Task:
     """Returns the task of a forward pass; `x` and `w` are the addresses of input and weight."""
     kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
-    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm)
+    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm, tail)
     task = _tasks.get(key)
     if task is not None:
         return task
-    problem, layout = problems.forward(input, weight, bias, convolution, OperandAddresses(x, w), relu, norm)
+    problem, layout = problems.forward(input, weight, bias, convolution, OperandAddresses(x, w), relu, norm, tail)
     plan = planner.plan(problem, device_of(input))
     names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
     task = remember(key, make_task(plan, names, (layout,), input))

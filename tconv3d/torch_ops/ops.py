@@ -477,6 +477,11 @@ def _plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and _has_storage(tensor) and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Tells whether kernels can read a tensor's memory without the dispatcher."""
+    return _plain(tensor)
+
+
 def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Tells whether nothing but autograd could observe a call, so that the dispatcher can be skipped."""
     return _unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()

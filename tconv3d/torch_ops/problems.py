@@ -58,6 +58,7 @@ def forward(
     at: OperandAddresses,
     relu: bool = False,
     norm: Norm | None = None,
+    tail: str = "",
 ) -> Asked:
     geometry = checks.check_forward(input, weight, bias, convolution)
     if norm is not None:
@@ -78,6 +79,7 @@ def forward(
         aligned=at.aligned("x"),
         weight_aligned=at.aligned("weight"),
         relu=relu,
+        tail=tail,
         norm=norm,
     )
     return problem, (shape, strides)

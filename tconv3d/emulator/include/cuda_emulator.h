@@ -317,6 +317,13 @@ float logf(float) noexcept;
 float floorf(float) noexcept;
 float ceilf(float) noexcept;
 float rintf(float) noexcept;
+float expm1f(float) noexcept;
+float log1pf(float) noexcept;
+float tanhf(float) noexcept;
+float erff(float) noexcept;
+float sinf(float) noexcept;
+float cosf(float) noexcept;
+float powf(float, float) noexcept;
 double fma(double, double, double) noexcept;
 double sqrt(double) noexcept;
 double fabs(double) noexcept;
@@ -327,6 +334,13 @@ double log(double) noexcept;
 double floor(double) noexcept;
 double ceil(double) noexcept;
 double rint(double) noexcept;
+double expm1(double) noexcept;
+double log1p(double) noexcept;
+double tanh(double) noexcept;
+double erf(double) noexcept;
+double sin(double) noexcept;
+double cos(double) noexcept;
+double pow(double, double) noexcept;
 }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
