@@ -188,14 +188,16 @@ def forward(
     convolution: Convolution,
     relu: bool = False,
     keep: bool = False,
+    window: bool = False,
 ) -> Tensor:
     """Computes input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] -> [N, C_out, ...].
 
-    `keep`: no gradient is wanted, so that the packed weight may be kept.
+    `keep`: no gradient is wanted, so that the packed weight may be kept. `window`: padding and output padding may be
+    any integers (`Axis.window`).
     """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
-        task = _forward_task(input, x, weight, w, bias, convolution, relu, None)
+        task = _forward_task(input, x, weight, w, bias, convolution, relu, None, window)
     except planner.Refused as refusal:
         _leave(refusal)
         return pytorch_ops.forward(input, weight, bias, convolution, relu)
@@ -246,14 +248,15 @@ def _forward_task(
     convolution: Convolution,
     relu: bool,
     norm: Norm | None,
+    window: bool = False,
 ) -> Task:
     """Returns the task of a forward pass; `x` and `w` are the addresses of input and weight."""
     kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
-    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm)
+    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm, window)
     task = _tasks.get(key)
     if task is not None:
         return task
-    problem, layout = problems.forward(input, weight, bias, convolution, OperandAddresses(x, w), relu, norm)
+    problem, layout = problems.forward(input, weight, bias, convolution, OperandAddresses(x, w), relu, norm, window)
     plan = planner.plan(problem, device_of(input))
     names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
     task = remember(key, make_task(plan, names, (layout,), input))

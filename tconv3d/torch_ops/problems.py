@@ -58,8 +58,9 @@ def forward(
     at: OperandAddresses,
     relu: bool = False,
     norm: Norm | None = None,
+    window: bool = False,
 ) -> Asked:
-    geometry = checks.check_forward(input, weight, bias, convolution)
+    geometry = checks.check_forward(input, weight, bias, convolution, window)
     if norm is not None:
         checks.check_norm_groups(geometry.out_channels, norm.groups)
     shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
