@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..torch_ops.pytorch_ops import suggests_channels_last
-from .shards import Box, common, volume
+from .shards import Box, shared, volume
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,6 @@ def part(tensor: Tensor, box: Box, inside: Box) -> Tensor:
     slices = [slice(i.start - b.start, i.stop - b.start) for b, i in zip(box, inside, strict=True)]
     index: tuple[slice, ...] = (slice(None), slice(None), *slices)
     return tensor[index]
-
-
-def shared(one: Box, other: Box) -> Box:
-    return tuple(common(a, b) for a, b in zip(one, other, strict=True))
 
 
 @dataclass

@@ -27,6 +27,11 @@ class Placing:
     place: tuple[int, ...]  # this rank's shard along each of the three
     neighbours: Neighbours
 
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        """The mesh dimensions that split depth, height or width."""
+        return tuple(dim for dim in self.neighbours.mesh_dims if dim is not None)
+
     @cached_property
     def summed(self) -> tuple[int, ...]:
         """The mesh dimensions along which ranks have different elements, so that parameter gradients are summed."""

@@ -51,6 +51,11 @@ def common(one: range, other: range) -> range:
     return range(first, max(first, min(one.stop, other.stop)), one.step)
 
 
+def shared(one: Box, other: Box) -> Box:
+    """Returns the rows that are in both boxes."""
+    return tuple(common(a, b) for a, b in zip(one, other, strict=True))
+
+
 @dataclass(frozen=True)
 class Slab:
     """Describes targets at one end of a shard that need a halo, and the rows of the buffer they are computed from.
@@ -159,22 +164,22 @@ class Split:
                     return index, halo, neighbour, owned
         return None
 
-    def check(self, name: str) -> None:
-        """Raises `ShardTooSmall` if a shard needs rows that neither it nor its neighbours own."""
+    def check(self, name: str, transposed: bool = True) -> None:
+        """Raises `ShardTooSmall` if a shard needs rows that neither it nor its neighbours own.
+
+        A plain convolution (`transposed` is false) is a backward pass whose sources are the user's input.
+        """
         found = self.misfit
         if found is None:
             return
         index, halo, neighbour, owned = found
-        least = self.least_size
-        advice = (
-            f"no {name} suits {self.shards} shards, use fewer"
-            if least is None
-            else f"the least {name} for {self.shards} shards is {least}"
-        )
+        size, least = (self.size, self.least_size) if transposed else (self.source_size, self.least_source_size)
+        advice = f"no {name} suits them" if least is None else f"the least {name} for {self.shards} shards is {least}"
+        rows = "rows of the output gradient" if transposed and self.backward else "input rows"
         raise ShardTooSmall(
-            f"an input {name} of {self.size} is too small for {self.shards} shards: shard {index} needs "
-            f"{'output' if self.backward else 'input'} rows {halo.start} to {halo.stop - 1} of shard {neighbour}, "
-            f"which has {len(owned)} rows ({owned.start} to {owned.stop - 1}); {advice}"
+            f"an input of {name} {size} is too small for {self.shards} shards: shard {index} needs {len(halo)} "
+            f"{rows} ({halo.start} to {halo.stop - 1}) of shard {neighbour} beside it, which has {len(owned)}; "
+            f"{advice}"
         )
 
     @property
@@ -188,6 +193,15 @@ class Split:
                 and min(larger.source_size, larger.target_size)
             ):
                 return size
+        return None
+
+    @property
+    def least_source_size(self) -> int | None:
+        """The least number of sources, above the present one, whose halos fit in a pass of as many targets."""
+        for size in range(self.size + 1, self.size + FARTHEST_SEARCH):
+            larger = replace(self, size=size, axis=replace(self.axis, output_padding=0))
+            if larger.source_size > self.source_size and larger.misfit is None:
+                return larger.source_size
         return None
 
 
