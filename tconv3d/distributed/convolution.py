@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor
 from ..planning.geometry import Axis, Geometry
 from ..torch_ops import checks, windows
 from ..torch_ops.backend import Backend, current_backend, use_backend
+from ..torch_ops.pytorch_ops import suggests_channels_last
 from . import exchange
 from .exchange import Neighbours, Pieces, memory_order, part, rows_outermost
-from .placing import Placing, local_parameter, placed, placing_of
+from .placing import Placing, local_of, local_parameter, placed, placing_of, waited
 from .reduction import ordered_sums, sum_dtype
 from .shards import Block, BlockSlab, Box, block, volume
 
@@ -50,7 +51,7 @@ def conv_transpose3d(
     bias_local = local_parameter(bias, "bias", placing)
     checks.check_tensors(input, weight_local, bias_local)
     assert weight_local is not None
-    local = input.to_local()
+    local = local_of(input)
     local, weight_local, bias_local = _autocast(local, weight_local, bias_local)
     convolution = checks.convolution_of(stride, padding, output_padding, groups, dilation)
     whole = torch.empty(input.shape, dtype=local.dtype, device="meta")
@@ -63,7 +64,8 @@ def conv_transpose3d(
         call.block(True)  # raises now if the backward pass would not fit
     result = _Convolve.apply(local, weight_local, bias_local, call)
     shape = (input.shape[0], geometry.out_channels, *geometry.output_size(call.input_size))
-    return placed(result, placing, shape)
+    last = placing.neighbours.channels_last or suggests_channels_last(weight_local)
+    return placed(result, placing, shape, last)
 
 
 def _autocast(*tensors: Any) -> list[Any]:
@@ -111,6 +113,7 @@ class _Convolve(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
+        grad = waited(grad)
         with use_backend(ctx.call.backend):
             return *_Gradients(ctx.call, grad, input, weight, ctx.kernel, ctx.needs_input_grad[:3]).compute(), None
 
@@ -187,14 +190,15 @@ def with_halos(
     `meanwhile` runs while the first messages are in flight; a slab is handed over, with the buffer of its sources,
     while the messages of the next dimension are in flight.
     """
-    pieces = Pieces()
+    channels_last = neighbours.channels_last
+    pieces = Pieces(channels_last)
     pieces.add(here.sources, own)
     started = False
     ready: list[tuple[BlockSlab, Tensor]] = []
     for dim in here.dims:
-        slabs = [(slab, _buffer(slab, pieces, own, dim)) for slab in here.slabs(dim)]
+        slabs = [(slab, _buffer(slab, pieces, own)) for slab in here.slabs(dim)]
         arriving = {box: part(buffer, slab.sources, box) for slab, buffer in slabs for box in slab.halos}
-        order = memory_order(own, dim)
+        order = memory_order(dim, channels_last)
         receives = {step: arriving[box].permute(order) for step, box in here.receives(dim).items()}
         sends = {step: pieces.gather(box, dim) for step, box in here.sends(dim).items()}
         flight = exchange.start(neighbours, dim, sends, receives)
@@ -213,9 +217,9 @@ def with_halos(
         completed(*each)
 
 
-def _buffer(slab: BlockSlab, pieces: Pieces, own: Tensor, dim: int) -> Tensor:
-    """Returns the buffer of a slab's sources, with all rows but the halos along `dim`, which are to arrive in it."""
-    buffer = rows_outermost(own, slab.sources, dim)
+def _buffer(slab: BlockSlab, pieces: Pieces, own: Tensor) -> Tensor:
+    """Returns the buffer of a slab's sources, with all rows but those that are to arrive in it."""
+    buffer = rows_outermost(own, slab.sources, slab.dim, pieces.channels_last)
     if volume(slab.sources) > pieces.known(slab.sources) + sum(map(volume, slab.halos)):
         buffer.zero_()  # some rows have no reader among the targets
     pieces.copy_into(buffer, slab.sources)

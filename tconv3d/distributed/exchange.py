@@ -16,16 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..torch_ops.pytorch_ops import suggests_channels_last
 from .shards import Box, shared, volume
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Finds the ranks beside this one: the mesh dimension that splits depth, height and width, or None."""
+    """Finds the ranks beside this one, and says in which order a message has its elements.
+
+    The order must be equal on all ranks. It comes from the strides of the whole DTensor, never from those of a shard.
+    """
 
     mesh: DeviceMesh
-    mesh_dims: tuple[int | None, ...]
+    mesh_dims: tuple[int | None, ...]  # the mesh dimension that splits depth, height and width
+    channels_last: bool
 
     def group(self, dim: int) -> Any:
         mesh_dim = self.mesh_dims[dim]
@@ -49,6 +52,7 @@ def part(tensor: Tensor, box: Box, inside: Box) -> Tensor:
 class Pieces:
     """Holds disjoint pieces of the whole volume [N, C, D, H, W], by the rows that they have."""
 
+    channels_last: bool  # the order of elements in messages
     pieces: list[tuple[Box, Tensor]] = field(default_factory=list)
 
     def add(self, box: Box, tensor: Tensor) -> None:
@@ -72,27 +76,27 @@ class Pieces:
         """
         for has, tensor in self.pieces:
             if shared(has, box) == box:
-                rows_first = part(tensor, has, box).permute(memory_order(tensor, dim))
+                rows_first = part(tensor, has, box).permute(memory_order(dim, self.channels_last))
                 if rows_first.is_contiguous():
                     return rows_first
-        buffer = rows_outermost(self.pieces[0][1], box, dim)
+        buffer = rows_outermost(self.pieces[0][1], box, dim, self.channels_last)
         self.copy_into(buffer, box)
-        return buffer.permute(memory_order(self.pieces[0][1], dim))
+        return buffer.permute(memory_order(dim, self.channels_last))
 
 
-def memory_order(like: Tensor, dim: int) -> tuple[int, ...]:
+def memory_order(dim: int, channels_last: bool) -> tuple[int, ...]:
     """Returns the dimensions from the outermost to the innermost in memory: `dim` (0: depth) first."""
-    order = (0, 2, 3, 4, 1) if suggests_channels_last(like) else (0, 1, 2, 3, 4)
+    order = (0, 2, 3, 4, 1) if channels_last else (0, 1, 2, 3, 4)
     return (dim + 2, *(each for each in order if each != dim + 2))
 
 
-def rows_outermost(like: Tensor, box: Box, dim: int) -> Tensor:
+def rows_outermost(like: Tensor, box: Box, dim: int, channels_last: bool) -> Tensor:
     """Returns an uninitialized tensor [N, C, *box] whose rows along `dim` are contiguous pieces of memory.
 
-    A message of whole rows can therefore be received in place. The other dimensions follow in the order of `like`.
+    A message of whole rows can therefore be received in place.
     """
     shape = (*like.shape[:2], *map(len, box))
-    order = memory_order(like, dim)
+    order = memory_order(dim, channels_last)
     memory = torch.empty([shape[each] for each in order], dtype=like.dtype, device=like.device)
     back = [order.index(each) for each in range(5)]
     return memory.permute(back)
@@ -112,9 +116,24 @@ class Exchange:
         self.alive.clear()
 
 
+_connected: set[str] = set()
+
+
+def _connect(group: Any, device: str) -> None:
+    """Connects all ranks of an NCCL group, once.
+
+    NCCL wants all ranks to take part in a group's first operation, and a rank may have no neighbour to talk to.
+    """
+    name = group.group_name
+    if name not in _connected and dist.get_backend(group) == "nccl":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    _connected.add(name)
+
+
 def start(neighbours: Neighbours, dim: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Exchange:
     """Starts to send and receive messages, by the neighbour (-1 or +1) along a dimension. They are contiguous."""
     group = neighbours.group(dim)
+    _connect(group, neighbours.mesh.device_type)
     operations = [
         dist.P2POp(operation, message, neighbours.rank(dim, step), group)
         for operation, messages in ((dist.irecv, receives), (dist.isend, sends))

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..planning.geometry import Axis
-from ..torch_ops.pytorch_ops import suggests_channels_last
 from . import exchange
 from .exchange import Neighbours, Pieces, part, rows_outermost
-from .placing import Placing, local_parameter, placed, placing_of
+from .placing import Placing, local_of, local_parameter, placed, placing_of, waited
 from .reduction import replicated
 from .shards import NAMES, Block, Box, Split, shared
 
@@ -81,11 +80,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, here: Block, neighbours: Neighbours, fill: float) -> Tensor:
         ctx.here, ctx.neighbours, ctx.own_shape = here, neighbours, own.shape
-        pieces = Pieces()
+        last = neighbours.channels_last
+        pieces = Pieces(last)
         pieces.add(here.sources, own)
         for dim in here.dims:
-            halos = {step: (box, rows_outermost(own, box, dim)) for step, box in here.receives(dim).items()}
-            order = exchange.memory_order(own, dim)
+            halos = {step: (box, rows_outermost(own, box, dim, last)) for step, box in here.receives(dim).items()}
+            order = exchange.memory_order(dim, last)
             receives = {step: tensor.permute(order) for step, (_, tensor) in halos.items()}
             sends = {step: pieces.gather(box, dim) for step, box in here.sends(dim).items()}
             exchange.start(neighbours, dim, sends, receives).wait()
@@ -93,7 +93,7 @@ class _Gather(torch.autograd.Function):
                 pieces.add(box, tensor)
         box = read_box(here)
         result = torch.full((*own.shape[:2], *map(len, box)), fill, dtype=own.dtype, device=own.device)
-        if suggests_channels_last(own):
+        if last:
             result = result.contiguous(memory_format=torch.channels_last_3d)
         pieces.copy_into(result, box)
         return result
@@ -101,13 +101,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad, last = waited(grad), ctx.neighbours.channels_last
         here, has, box = ctx.here, _extended(ctx.here), read_box(ctx.here)
         total = grad.new_zeros((*grad.shape[:2], *map(len, has)))
         both = shared(has, box)
         part(total, has, both).copy_(part(grad, box, both))
         for dim in reversed(here.dims):
-            receives = {step: rows_outermost(total, sent, dim) for step, sent in here.sends(dim).items()}
-            order = exchange.memory_order(total, dim)
+            receives = {step: rows_outermost(total, sent, dim, last) for step, sent in here.sends(dim).items()}
+            order = exchange.memory_order(dim, last)
             sends = {
                 step: part(total, has, received).permute(order).contiguous()
                 for step, received in here.receives(dim).items()
@@ -136,7 +137,7 @@ def _run(
     """Gathers the rows that this rank's outputs read, and runs an operator without padding on them."""
     placing = placing_of(input, function)
     here = gathering_block(tuple(input.shape[2:]), axes, placing.shards, placing.place)
-    gathered = _Gather.apply(input.to_local(), here, placing.neighbours, fill)
+    gathered = _Gather.apply(local_of(input), here, placing.neighbours, fill)
     local = operator(gathered, placing, here)
     shape = (input.shape[0], channels, *(split.target_size for split in here.splits))
     return placed(local, placing, shape)

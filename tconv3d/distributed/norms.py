@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .placing import Placing, local_parameter, placed, placing_of
+from .placing import Placing, local_of, local_parameter, placed, placing_of, waited
 from .reduction import gathered, ordered_sums, replicated, sum_dtype
 
 
@@ -108,7 +108,7 @@ class _Normalize(torch.autograd.Function):
         kind: Kind = ctx.kind
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         normal = (local.reshape(kind.shape).to(mean.dtype) - mean).mul_(deviation)
-        dy = grad.reshape(kind.shape).to(mean.dtype)
+        dy = waited(grad).reshape(kind.shape).to(mean.dtype)
         dw = (dy * normal).sum(kind.parameter_dims) if needs_weight else None
         db = dy.sum(kind.parameter_dims) if needs_bias else None
         dw, db = ordered_sums([dw, db], kind.mesh, kind.summed)
@@ -134,7 +134,9 @@ def group_norm(
 ) -> DTensor:
     """Computes `torch.nn.functional.group_norm` of a split volume."""
     placing = placing_of(input, "group_norm")
-    local = input.to_local()
+    if input.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+        input = cast(DTensor, input.float())  # as autocast does
+    local = local_of(input)
     kind = group_kind(local, num_groups, placing)
     found = statistics(local.detach(), kind)
     return placed(
@@ -161,7 +163,7 @@ def batch_norm(
 ) -> DTensor:
     """Computes `torch.nn.functional.batch_norm` of a split volume; running statistics change as in one process."""
     placing = placing_of(input, "batch_norm")
-    local = input.to_local()
+    local = local_of(input)
     parameters = _parameters(weight, bias, placing)
     if not training:
         w, b = (None if each is None else replicated(each, placing.mesh, placing.summed) for each in parameters)

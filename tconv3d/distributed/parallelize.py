@@ -25,7 +25,7 @@ from ..torch_ops import checks
 from .convolution import conv_transpose3d
 from .gathering import avg_pool3d, conv3d, max_pool3d
 from .norms import batch_norm, group_norm, instance_norm
-from .placing import placed, placing_of
+from .placing import local_of, placed, placing_of
 from .reduction import replicated
 from .shards import NAMES
 
@@ -161,7 +161,7 @@ class SplitPReLU(nn.PReLU):
             return super().forward(input)
         placing = placing_of(input, "prelu")
         weight = replicated(self.weight, placing.mesh, placing.summed)
-        return placed(torch.prelu(input.to_local(), weight), placing, input.shape)
+        return placed(torch.prelu(local_of(input), weight), placing, input.shape)
 
 
 _SPLIT: dict[type[nn.Module], type[nn.Module]] = {

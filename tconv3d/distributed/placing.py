@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -67,13 +68,24 @@ def placing_of(input: object, function: str) -> Placing:
         tuple(input.placements),
         tuple(1 if dim is None else mesh.size(dim) for dim in mesh_dims),
         tuple(0 if dim is None else coordinate[dim] for dim in mesh_dims),
-        Neighbours(mesh, tuple(mesh_dims)),
+        Neighbours(mesh, tuple(mesh_dims), suggests_channels_last(input)),
     )
 
 
-def placed(local: Tensor, placing: Placing, shape: Sequence[int]) -> DTensor:
-    """Returns the DTensor of this shape whose local shard is given."""
-    dense = channels_last_strides if suggests_channels_last(local) else contiguous_strides
+def local_of(input: DTensor) -> Tensor:
+    """Returns this rank's shard, after a collective operation that may still be writing it."""
+    return waited(input.to_local())
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """Returns a tensor as kernels can read it, after a collective operation that may still be writing it."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def placed(local: Tensor, placing: Placing, shape: Sequence[int], channels_last: bool | None = None) -> DTensor:
+    """Returns the DTensor of this shape whose local shard is given; like the input, it is channels-last or not."""
+    last = placing.neighbours.channels_last if channels_last is None else channels_last
+    dense = channels_last_strides if last else contiguous_strides
     return DTensor.from_local(
         local,
         placing.mesh,

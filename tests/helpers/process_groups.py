@@ -147,6 +147,8 @@ def _work(pipe: Any, rank: int, size: int, timeout: float, store: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all processes are on this machine
     os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"] = str(rank), str(size), str(rank)
+    # Groups that a mesh makes later have this limit too.
+    dist.distributed_c10d.default_pg_timeout = timedelta(seconds=timeout)
     options = {"rank": rank, "world_size": size, "timeout": timedelta(seconds=timeout)}
     dist.init_process_group("gloo", init_method=f"file://{store}", **options)
     while True:

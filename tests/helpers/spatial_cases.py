@@ -102,6 +102,8 @@ Passes = tuple[Tensor, list[Tensor]]  # a result, and the gradients of input, we
 
 def split_passes(cases: list[Case], kernels: Kernels, broken: str = "") -> list[Passes | None]:
     """Runs on every rank: returns the rank's shards of results and gradients; None where the rank has no shard."""
+    for case in cases:  # before anything can fail, because all ranks must take part
+        mesh_of(case.shards)
     with BROKEN[broken]():
         return [_split_passes(case, kernels) for case in cases]
 
