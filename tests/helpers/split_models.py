@@ -87,3 +87,120 @@ def split_step(norm: str, size: tuple[int, ...], shards: tuple[int, ...], dims: 
 
 def volume(size: tuple[int, ...]) -> Tensor:
     return torch.randn((2, 2, *size), generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+# ---- single operators
+
+Operator = tuple[str, dict[str, Any], tuple[Any, ...]]  # the function's name, its settings, and parameter shapes
+
+OPERATORS: dict[str, Operator] = {
+    "convolution": ("conv3d", {"padding": 1}, ((3, 2, 3, 3, 3), (3,))),
+    "strided convolution": ("conv3d", {"stride": 2, "padding": (2, 1, 0)}, ((3, 2, 5, 3, 1), (3,))),
+    "dilated groups": ("conv3d", {"dilation": 2, "padding": "same", "groups": 2}, ((4, 1, 3, 3, 3), None)),
+    "valid": ("conv3d", {"padding": "valid"}, ((2, 2, 2, 2, 2), None)),
+    "maximum": ("max_pool3d", {"kernel_size": 3, "stride": 2, "padding": 1}, ()),
+    "maximum, ceil": ("max_pool3d", {"kernel_size": 2, "stride": 2, "ceil_mode": True}, ()),
+    "dilated maximum": ("max_pool3d", {"kernel_size": 2, "stride": 1, "dilation": 2}, ()),
+    "mean": ("avg_pool3d", {"kernel_size": 2}, ()),
+    "padded mean": ("avg_pool3d", {"kernel_size": 3, "stride": 2, "padding": 1}, ()),
+    "mean of what is inside": (
+        "avg_pool3d", {"kernel_size": 3, "stride": 2, "padding": 1, "ceil_mode": True, "count_include_pad": False}, ()
+    ),
+    "mean, ceil": ("avg_pool3d", {"kernel_size": 2, "stride": 2, "ceil_mode": True}, ()),
+    "divisor": ("avg_pool3d", {"kernel_size": 2, "divisor_override": 3}, ()),
+    "group norm": ("group_norm", {"num_groups": 1}, ((2,), (2,))),
+    "instance norm": ("instance_norm", {}, ((2,), (2,))),
+}  # fmt: skip
+SIZES = ((8, 8, 8), (9, 7, 6), (5, 10, 4))
+SPLITS: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (((2,), (2,)), ((4,), (3,)), ((2, 2), (2, 4)))
+
+
+def operator_steps(name: str, module: Any, place: Any = None) -> list[list[Any]]:
+    """Returns results and gradients of an operator for all sizes and splits; whole tensors in one process."""
+    function, settings, shapes = OPERATORS[name]
+    found = []
+    for size in SIZES:
+        for shards, dims in SPLITS:
+            random = torch.Generator().manual_seed(5)
+            input = torch.randn((2, 2, *size), generator=random, dtype=torch.float64)
+            parameters = [
+                None if shape is None else torch.randn(shape, generator=random, dtype=torch.float64).requires_grad_()
+                for shape in shapes
+            ]
+            leaf = input.clone().requires_grad_()
+            split = leaf if place is None else place(leaf, shards, dims)
+            named = dict(zip(("weight", "bias"), parameters, strict=False))
+            try:
+                result = getattr(module, function)(split, **named, **settings)
+            except ValueError as error:  # a shard is smaller than a halo
+                found.append([str(error)])
+                continue
+            factors = torch.randn(result.shape, generator=random, dtype=torch.float64)
+            factors = factors if place is None else place(factors, shards, dims)
+            leaves = [leaf, *(each for each in parameters if each is not None)]
+            grads = torch.autograd.grad((result * factors).sum(), leaves)
+            whole = result.full_tensor() if isinstance(result, DTensor) else result
+            found.append([whole.detach(), *grads])
+    return found
+
+
+def split_operator_steps(name: str) -> list[list[Any]]:
+    """Runs on every rank: results and gradients of an operator, of volumes split among all four or two ranks."""
+    from torch.distributed.tensor import Shard
+
+    from tconv3d import distributed
+
+    def place(tensor: Tensor, shards: tuple[int, ...], dims: tuple[int, ...]) -> DTensor:
+        return distributed.shard(tensor, meshes[shards], [Shard(dim) for dim in dims])
+
+    meshes = {shards: mesh_of(shards) for shards, _ in SPLITS}
+    meshes[(2,)] = _halves()
+    return operator_steps(name, distributed, place)
+
+
+_half: list[Any] = []
+
+
+def _halves() -> Any:
+    """Returns a mesh of two ranks for every rank: ranks 0 and 1, or ranks 2 and 3."""
+    if not _half:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        _half.append(init_device_mesh("cpu", (2, 2), mesh_dim_names=("apart", "together"))["together"])
+    return _half[0]
+
+
+# ---- other models
+
+
+def other_models() -> dict[str, bool]:
+    """Runs on every rank: tells for some models whether their results are those of one process."""
+    import copy
+
+    from tconv3d import distributed
+
+    mesh = mesh_of((4,))
+    torch.manual_seed(0)
+    models = {
+        "fused block": tconv3d.ConvTranspose3dReLUGroupNorm(4, 4, 4, 2, 2, 1),
+        "fused ReLU": tconv3d.ConvTranspose3dReLU(4, 4, 3, 2, 1, 1),
+        "ours": tconv3d.ConvTranspose3d(4, 4, 2, 2),
+        "accelerated": tconv3d.accelerate(
+            nn.Sequential(nn.ConvTranspose3d(4, 4, 4, 2, 1), nn.ReLU(), nn.GroupNorm(2, 4))
+        ),
+        "softmax": nn.Sequential(nn.Conv3d(4, 3, 1), nn.Softmax(1)),
+        "no statistics": nn.BatchNorm3d(4, track_running_stats=False),
+    }
+    found = {}
+    input = torch.randn(2, 4, 8, 4, 4, generator=torch.Generator().manual_seed(1))
+    for name, model in models.items():
+        expected = copy.deepcopy(model)(input)
+        calls: list[str] = []
+        model.register_forward_hook(lambda *_, calls=calls: calls.append("hook"))
+        names = [key for key, _ in model.named_parameters()]
+        distributed.parallelize(model, mesh, 2)
+        got = model(input)
+        whole = got.full_tensor()
+        plain = type(got) is DTensor and calls == ["hook"] and names == [key for key, _ in model.named_parameters()]
+        found[name] = plain and torch.allclose(whole, expected, rtol=1e-4, atol=1e-5)
+    return found
