@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 
 import pytest
+from places import PYTHONPATH, ROOT
 
 from tconv3d.distributed.shards import Block, ShardTooSmall, Split, block, chunk, volume
 from tconv3d.planning.geometry import Axis, Geometry
@@ -144,3 +148,12 @@ def test_a_shard_smaller_than_its_halo_is_refused_with_the_least_size() -> None:
     assert isinstance(block(geometry, (least, 4, 4), (4, 1, 1), (2, 0, 0), False), Block)
     assert block(geometry, (least, 4, 4), (4, 1, 1), (2, 0, 0), True)
     assert all(Split(Axis(7, 1, 3), size, 4).misfit is None for size in range(9, 40))
+
+
+def test_importing_the_package_does_not_import_torchs_dtensors() -> None:
+    code = (
+        "import sys, tconv3d\n"
+        "assert 'tconv3d.distributed' not in sys.modules\n"
+        "assert tconv3d.distributed.parallelize and 'tconv3d.distributed' in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": PYTHONPATH})
