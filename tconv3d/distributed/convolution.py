@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,10 +55,11 @@ def conv_transpose3d(
     local = local_of(input)
     local, weight_local, bias_local = _autocast(local, weight_local, bias_local)
     convolution = checks.convolution_of(stride, padding, output_padding, groups, dilation)
-    whole = torch.empty(input.shape, dtype=local.dtype, device="meta")
-    on_meta = [None if each is None else each.to("meta") for each in (weight_local, bias_local)]
-    geometry = checks.check_forward(whole, on_meta[0], on_meta[1], convolution)  # type: ignore[arg-type]
     checks.check_same_kind(local, weight_local, "Input", "weight")
+    if bias_local is not None:
+        checks.check_same_kind(local, bias_local, "Input", "bias")
+    bias_shape = None if bias_local is None else tuple(bias_local.shape)
+    geometry = _geometry(tuple(input.shape), tuple(weight_local.shape), bias_shape, convolution)
     call = _Call(geometry, tuple(input.shape[2:]), placing, current_backend())
     wanted = [each is not None and each.requires_grad for each in (local, weight_local, bias_local)]
     if torch.is_grad_enabled() and any(wanted):
@@ -66,6 +68,16 @@ def conv_transpose3d(
     shape = (input.shape[0], geometry.out_channels, *geometry.output_size(call.input_size))
     last = placing.neighbours.channels_last or suggests_channels_last(weight_local)
     return placed(result, placing, shape, last)
+
+
+@lru_cache(maxsize=1024)
+def _geometry(
+    input: tuple[int, ...], weight: tuple[int, ...], bias: tuple[int, ...] | None, convolution: checks.Convolution
+) -> Geometry:
+    """Returns the geometry of a call by the shapes of its operands. Raises what one process would raise."""
+    x, w, b = (None if shape is None else torch.empty(shape, device="meta") for shape in (input, weight, bias))
+    assert x is not None and w is not None
+    return checks.check_forward(x, w, b, convolution)
 
 
 def _autocast(*tensors: Any) -> list[Any]:
@@ -159,11 +171,11 @@ class _Gradients:
             computed, _ = self._backward(sources, None, (True, False), slab.computed, slab.axes)
             if computed is not None:
                 part(self.input_grad, here.targets, slab.targets).copy_(part(computed, slab.computed, slab.targets))
-        for halo in slab.halos if self.wanted[1] else ():
-            assert self.input is not None
-            readers = here.readers(slab.dim, halo)
-            dy, x = part(sources, slab.sources, halo), part(self.input, here.targets, readers)
-            self._add(self._backward(dy, x, (False, True), readers, here.window(halo, readers))[1])
+        for halo, readers, axes in zip(slab.halos, slab.readers, slab.reader_axes, strict=True):
+            if self.wanted[1]:
+                assert self.input is not None
+                dy, x = part(sources, slab.sources, halo), part(self.input, here.targets, readers)
+                self._add(self._backward(dy, x, (False, True), readers, axes)[1])
 
     def _backward(
         self, dy: Tensor, x: Tensor | None, wanted: tuple[bool, bool], targets: Box, axes: tuple[Axis, ...]
@@ -195,13 +207,13 @@ def with_halos(
     pieces.add(here.sources, own)
     started = False
     ready: list[tuple[BlockSlab, Tensor]] = []
-    for dim in here.dims:
-        slabs = [(slab, _buffer(slab, pieces, own)) for slab in here.slabs(dim)]
+    for stage in here.stages:
+        slabs = [(slab, _buffer(slab, pieces, own)) for slab in stage.slabs]
         arriving = {box: part(buffer, slab.sources, box) for slab, buffer in slabs for box in slab.halos}
-        order = memory_order(dim, channels_last)
-        receives = {step: arriving[box].permute(order) for step, box in here.receives(dim).items()}
-        sends = {step: pieces.gather(box, dim) for step, box in here.sends(dim).items()}
-        flight = exchange.start(neighbours, dim, sends, receives)
+        order = memory_order(stage.dim, channels_last)
+        receives = {step: arriving[box].permute(order) for step, box in stage.receives.items()}
+        sends = {step: pieces.gather(box, stage.dim) for step, box in stage.sends.items()}
+        flight = exchange.start(neighbours, stage.dim, sends, receives)
         if not started:
             meanwhile()
             started = True

@@ -83,11 +83,12 @@ class _Gather(torch.autograd.Function):
         last = neighbours.channels_last
         pieces = Pieces(last)
         pieces.add(here.sources, own)
-        for dim in here.dims:
-            halos = {step: (box, rows_outermost(own, box, dim, last)) for step, box in here.receives(dim).items()}
+        for stage in here.stages:
+            dim = stage.dim
+            halos = {step: (box, rows_outermost(own, box, dim, last)) for step, box in stage.receives.items()}
             order = exchange.memory_order(dim, last)
             receives = {step: tensor.permute(order) for step, (_, tensor) in halos.items()}
-            sends = {step: pieces.gather(box, dim) for step, box in here.sends(dim).items()}
+            sends = {step: pieces.gather(box, dim) for step, box in stage.sends.items()}
             exchange.start(neighbours, dim, sends, receives).wait()
             for box, tensor in halos.values():
                 pieces.add(box, tensor)
@@ -106,16 +107,17 @@ class _Gather(torch.autograd.Function):
         total = grad.new_zeros((*grad.shape[:2], *map(len, has)))
         both = shared(has, box)
         part(total, has, both).copy_(part(grad, box, both))
-        for dim in reversed(here.dims):
-            receives = {step: rows_outermost(total, sent, dim, last) for step, sent in here.sends(dim).items()}
+        for stage in reversed(here.stages):
+            dim = stage.dim
+            receives = {step: rows_outermost(total, sent, dim, last) for step, sent in stage.sends.items()}
             order = exchange.memory_order(dim, last)
             sends = {
                 step: part(total, has, received).permute(order).contiguous()
-                for step, received in here.receives(dim).items()
+                for step, received in stage.receives.items()
             }
             arriving = {step: tensor.permute(order) for step, tensor in receives.items()}
             exchange.start(ctx.neighbours, dim, sends, arriving).wait()
-            for step, sent in here.sends(dim).items():
+            for step, sent in stage.sends.items():
                 part(total, has, sent).add_(receives[step])
         return part(total, has, here.sources), None, None, None
 

@@ -215,6 +215,18 @@ class BlockSlab:
     targets: Box
     halos: tuple[Box, ...]
     axes: tuple[Axis, ...]
+    readers: tuple[Box, ...]  # for each halo the targets that read it
+    reader_axes: tuple[tuple[Axis, ...], ...]  # for each halo the axes of the window from the halo to its readers
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Holds what happens along one dimension: messages by neighbour (-1 or +1), and slabs that they complete."""
+
+    dim: int
+    slabs: tuple[BlockSlab, ...]
+    sends: dict[int, Box]
+    receives: dict[int, Box]
 
 
 @dataclass(frozen=True)
@@ -266,7 +278,14 @@ class Block:
             computed[dim], targets[dim] = slab.computed, slab.targets
             halos = tuple(self.reached(dim, halo) for halo in slab.halos)
             axes = self.window(sources, tuple(computed))
-            yield BlockSlab(dim, sources, tuple(computed), tuple(targets), halos, axes)
+            readers = tuple(self.readers(dim, halo) for halo in halos)
+            reader_axes = tuple(self.window(*pair) for pair in zip(halos, readers, strict=True))
+            yield BlockSlab(dim, sources, tuple(computed), tuple(targets), halos, axes, readers, reader_axes)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The dimensions whose halos are exchanged, in this order."""
+        return tuple(Stage(dim, tuple(self.slabs(dim)), self.sends(dim), self.receives(dim)) for dim in self.dims)
 
     def receives(self, dim: int) -> dict[int, Box]:
         """Returns the sources that arrive along a dimension from the neighbours -1 and +1."""

@@ -48,6 +48,18 @@ def test_meshes_with_dimensions_of_one_rank_and_three_split_dimensions(four_rank
     assert not wrong_cases(four_ranks, cases, "direct")
 
 
+def test_shards_without_rows_take_part(four_ranks: Group) -> None:
+    """Nine rows on four ranks are 3, 3, 3 and 0; the last rank has no input, and no output, one, or three outputs."""
+    for layer, outputs in (
+        (Layer(2, 3, (9, 3, 3), (3, 1, 1), padding=(1, 0, 0)), 0),
+        (Layer(2, 3, (9, 3, 3), (2, 1, 1)), 1),
+        (Layer(2, 3, (9, 3, 3), (4, 1, 1)), 3),
+    ):
+        case = Case(layer, (4,), (2,))
+        assert four_ranks.run(spatial_cases.rows_of_results, case)[3] == outputs
+        assert not wrong_cases(four_ranks, [case], "direct")
+
+
 @pytest.mark.parametrize("broken", ["row beside", "no halo", "halo without readers"])
 def test_a_wrong_halo_is_noticed(four_ranks: Group, broken: str) -> None:
     """The comparison can fail: messages have other rows, no halo is exchanged, or halos miss in a weight gradient."""

@@ -104,8 +104,11 @@ def split_passes(cases: list[Case], kernels: Kernels, broken: str = "") -> list[
     """Runs on every rank: returns the rank's shards of results and gradients; None where the rank has no shard."""
     for case in cases:  # before anything can fail, because all ranks must take part
         mesh_of(case.shards)
+    block.cache_clear()
     with BROKEN[broken]():
-        return [_split_passes(case, kernels) for case in cases]
+        found = [_split_passes(case, kernels) for case in cases]
+    block.cache_clear()
+    return found
 
 
 def _split_passes(case: Case, kernels: Kernels) -> Passes | None:
@@ -120,6 +123,13 @@ def _split_passes(case: Case, kernels: Kernels) -> Passes | None:
         local = result.to_local()
         grads = torch.autograd.grad(local, [leaf, *leaves], case.own(grad, tuple(place)))
     return local.detach(), list(grads)
+
+
+def rows_of_results(case: Case) -> int:
+    """Runs on every rank: returns how many rows along the first split dimension its result has."""
+    result = split_passes([case], "direct")[0]
+    assert result is not None
+    return int(result[0].shape[case.dims[0]])
 
 
 def _leaves(case: Case, place: tuple[int, ...]) -> tuple[Tensor, list[Tensor], Tensor]:
