@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -116,7 +117,7 @@ class Exchange:
         self.alive.clear()
 
 
-_connected: set[str] = set()
+_connected: WeakSet[Any] = WeakSet()  # process groups
 
 
 def _connect(group: Any, device: str) -> None:
@@ -124,10 +125,9 @@ def _connect(group: Any, device: str) -> None:
 
     NCCL wants all ranks to take part in a group's first operation, and a rank may have no neighbour to talk to.
     """
-    name = group.group_name
-    if name not in _connected and dist.get_backend(group) == "nccl":
+    if group not in _connected and dist.get_backend(group) == "nccl":
         dist.all_reduce(torch.zeros(1, device=device), group=group)
-    _connected.add(name)
+    _connected.add(group)
 
 
 def start(neighbours: Neighbours, dim: int, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Exchange:
