@@ -1,5 +1,7 @@
 """tconv3d: transposed 3D convolution on CUDA kernels of its own, a drop-in for PyTorch's."""
 
+from typing import Any
+
 import torch
 
 from .api.accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
@@ -41,6 +43,16 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `tconv3d.distributed` when it is first asked for, because `torch.distributed.tensor` takes long."""
+    if name == "distributed":
+        import importlib
+
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 if torch.version.cuda is not None:  # imports the launcher's modules now, not in the first call
     launcher.preload()

@@ -98,6 +98,8 @@ def _only_direct(wanted: Wanted) -> str | None:
     for problem in wanted.values():
         if problem.batch == 0:
             return "there is nothing to compute"
+        if any(axis.padding < 0 for axis in problem.geometry.axes):
+            return "the first outputs of a window with negative padding read no input"
         taps, phases = problem.geometry.taps, problem.geometry.phases
         if taps > MOST_TAPS:
             return f"{taps} taps are more than {MOST_TAPS}"

@@ -99,16 +99,17 @@ def check_tensors(input: object, weight: object, bias: object) -> None:
             )
 
 
-def check_settings(convolution: Convolution) -> None:
+def check_settings(convolution: Convolution, window: bool = False) -> None:
+    """Checks the settings of a call. Those of a `window` (`Axis.window`) may have any padding and output padding."""
     stride, padding, output_padding, groups, dilation = convolution
     for name, values in zip(
         ("stride", "padding", "output_padding", "dilation"), (*convolution[:3], dilation), strict=True
     ):
         if max(values) >= 2**31:
             raise RuntimeError(f"expected {name} to be below 2^31, got {name}={list(values)}")
-    if min(padding) < 0:
+    if min(padding) < 0 and not window:
         raise RuntimeError(f"negative padding is not supported, got padding={list(padding)}")
-    if min(output_padding) < 0:
+    if min(output_padding) < 0 and not window:
         raise RuntimeError(f"negative output_padding is not supported, got output_padding={list(output_padding)}")
     if min(stride) <= 0:
         raise RuntimeError(f"non-positive stride is not supported, got stride={list(stride)}")
@@ -116,7 +117,7 @@ def check_settings(convolution: Convolution) -> None:
         raise RuntimeError(f"dilation should be greater than zero, got dilation={list(dilation)}")
     if groups <= 0:
         raise RuntimeError(f"non-positive groups is not supported, got groups={groups}")
-    if any(o >= max(s, d) for o, s, d in zip(output_padding, stride, dilation, strict=True)):
+    if not window and any(o >= max(s, d) for o, s, d in zip(output_padding, stride, dilation, strict=True)):
         raise RuntimeError(
             "output padding must be smaller than either stride or dilation, but got "
             f"output_padding={list(output_padding)}, stride={list(stride)}, dilation={list(dilation)}"
@@ -148,10 +149,12 @@ def check_same_kind(first: Tensor, second: Tensor, first_name: str, second_name:
         )
 
 
-def check_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Geometry:
+def check_forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, window: bool = False
+) -> Geometry:
     """Checks a forward pass: input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out]."""
     check_rank(input, weight)
-    check_settings(convolution)
+    check_settings(convolution, window)
     check_same_kind(input, weight, "Input", "weight")
     if bias is not None:
         check_same_kind(input, bias, "Input", "bias")

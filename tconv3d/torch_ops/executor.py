@@ -189,15 +189,17 @@ def forward(
     relu: bool = False,
     keep: bool = False,
     tail: str = "",
+    window: bool = False,
 ) -> Tensor:
     """Computes input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] -> [N, C_out, ...].
 
     `keep`: no gradient is wanted, so that the packed weight may be kept. `tail`: the C++ name of an expression of the
-    result (device/expressions.cuh); a call with one may raise `planner.Refused`.
+    result (device/expressions.cuh); a call with one may raise `planner.Refused`. `window`: padding and output padding
+    may be any integers (`Axis.window`).
     """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
-        task = _forward_task(input, x, weight, w, bias, convolution, relu, None, tail)
+        task = _forward_task(input, x, weight, w, bias, convolution, relu, None, tail, window)
     except planner.Refused as refusal:
         if tail:
             raise
@@ -257,14 +259,16 @@ def _forward_task(
     relu: bool,
     norm: Norm | None,
     tail: str = "",
+    window: bool = False,
 ) -> Task:
     """Returns the task of a forward pass; `x` and `w` are the addresses of input and weight."""
     kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
-    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm, tail)
+    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm, tail, window)
     task = _tasks.get(key)
     if task is not None:
         return task
-    problem, layout = problems.forward(input, weight, bias, convolution, OperandAddresses(x, w), relu, norm, tail)
+    at = OperandAddresses(x, w)
+    problem, layout = problems.forward(input, weight, bias, convolution, at, relu, norm, tail, window)
     plan = planner.plan(problem, device_of(input))
     names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
     task = remember(key, make_task(plan, names, (layout,), input))

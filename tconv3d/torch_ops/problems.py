@@ -59,8 +59,9 @@ def forward(
     relu: bool = False,
     norm: Norm | None = None,
     tail: str = "",
+    window: bool = False,
 ) -> Asked:
-    geometry = checks.check_forward(input, weight, bias, convolution)
+    geometry = checks.check_forward(input, weight, bias, convolution, window)
     if norm is not None:
         checks.check_norm_groups(geometry.out_channels, norm.groups)
     shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))

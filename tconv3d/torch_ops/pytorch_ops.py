@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from types import EllipsisType
 
 import torch
 from torch import Tensor
 
-from ..planning.geometry import Triple
+from ..planning.geometry import Geometry, Triple
 from ..planning.problem import Strides, channels_last_strides, contiguous_strides
 from .backend import Backend
 from .checks import Convolution
@@ -33,7 +34,18 @@ def forward(
     input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, relu: bool = False
 ) -> Tensor:
     stride, padding, output_padding, groups, dilation = convolution
-    result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    if _takes(convolution):
+        result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+    else:
+        whole = torch.conv_transpose3d(input, weight, bias, stride, 0, 0, groups, dilation)
+        size = Geometry.make(
+            input.shape[1], whole.shape[1], tuple(weight.shape[2:]), stride, padding, output_padding, groups, dilation
+        ).output_size(tuple(input.shape[2:]))
+        result = whole.new_zeros((*whole.shape[:2], *size))
+        if bias is not None:
+            result += bias[:, None, None, None]
+        inside, outside = _overlap(padding, size, tuple(whole.shape[2:]))
+        result[inside] = whole[outside]
     return with_strides(result.relu_() if relu else result, result_strides(result.shape, input, weight))
 
 
@@ -124,10 +136,40 @@ def backward(
 def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, convolution: Convolution, which: int) -> Tensor:
     stride, padding, output_padding, groups, dilation = convolution
     mask = [which == 0, which == 1, False]
+    if not _takes(convolution):
+        kernel = tuple(weight.shape[2:])
+        geometry = Geometry.make(1, 1, kernel, stride, (0, 0, 0), (0, 0, 0), 1, dilation)
+        size = geometry.output_size(tuple(input.shape[2:]))
+        whole = grad_output.new_zeros((*grad_output.shape[:2], *size))
+        inside, outside = _overlap(padding, tuple(grad_output.shape[2:]), size)
+        whole[outside] = grad_output[inside]
+        grad_output, padding, output_padding = whole, (0, 0, 0), (0, 0, 0)
     grads = torch.ops.aten.convolution_backward(
         grad_output, input, weight, None, stride, padding, dilation, True, output_padding, groups, mask
     )
     return grads[which]
+
+
+def _takes(convolution: Convolution) -> bool:
+    """Tells whether PyTorch's operator takes the settings. Those of a window may be outside its limits."""
+    stride, padding, output_padding, _, dilation = convolution
+    limits = zip(output_padding, map(max, stride, dilation), strict=True)
+    return min(padding) >= 0 and all(0 <= extra < limit for extra, limit in limits)
+
+
+def _overlap(
+    padding: Triple, size: Triple, whole: Triple
+) -> tuple[tuple[slice | EllipsisType, ...], tuple[slice | EllipsisType, ...]]:
+    """Returns where a window of this size and the whole output without padding have elements in common.
+
+    Element `o` of the window is element `o + padding` of the whole output. The first result indexes the window, the
+    second the whole output.
+    """
+    first = [max(0, -p) for p in padding]
+    last = [max(f, min(n, m - p)) for f, n, m, p in zip(first, size, whole, padding, strict=True)]
+    inside = [slice(f, e) for f, e in zip(first, last, strict=True)]
+    outside = [slice(f + p, e + p) for f, e, p in zip(first, last, padding, strict=True)]
+    return (..., *inside), (..., *outside)
 
 
 def _shaped(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -59,7 +59,7 @@ def slug(heading: str) -> str:
 def test_the_documents_are_there() -> None:
     names = {identify(document) for document in DOCUMENTS}
     assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
-    assert names >= {f"docs/{name}.md" for name in ("api", "export", "fused")}
+    assert names >= {f"docs/{name}.md" for name in ("api", "distributed", "export", "fused")}
     assert names >= {f"docs/{name}.md" for name in ("architecture", "kernel", "numerics", "performance")}
     assert names >= {f"docs/{name}.md" for name in ("benchmarking", "quickstart", "swapping", "troubleshooting")}
     assert "TERMS AND CONDITIONS" in (ROOT / "LICENSE").read_text()

@@ -1,0 +1,27 @@
+"""Volumes that are split in space over the ranks of a `DeviceMesh`: see docs/distributed.md.
+
+`import tconv3d` alone does not import this package, because `torch.distributed.tensor` takes long to import.
+"""
+
+from .convolution import conv_transpose3d
+from .gathering import avg_pool3d, conv3d, max_pool3d
+from .norms import batch_norm, group_norm, instance_norm
+from .parallelize import CannotSplit, SplitLayer, SplitReport, parallelize, plan_split, shard
+from .shards import ShardTooSmall
+
+__all__ = [
+    "CannotSplit",
+    "ShardTooSmall",
+    "SplitLayer",
+    "SplitReport",
+    "avg_pool3d",
+    "batch_norm",
+    "conv3d",
+    "conv_transpose3d",
+    "group_norm",
+    "instance_norm",
+    "max_pool3d",
+    "parallelize",
+    "plan_split",
+    "shard",
+]
