@@ -26,8 +26,8 @@ from ..families.halo.planner import Nominal
 from ..planning import planner
 from ..planning.problem import Device, Pass, Problem, last_offset
 from ..torch_ops import checks, executor, ops
+from ..torch_ops.clock import Clock, Timer
 from .ahead import fill_cache
-from .clock import Clock, Timer
 from .explain import call_of, problems_of
 from .modules import ConvTranspose3dReLUGroupNorm
 

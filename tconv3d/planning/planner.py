@@ -33,6 +33,7 @@ from ..families.group_backward import planner as group_backward_planner
 from ..families.halo import planner as halo_planner
 from ..families.mma import planner as mma_planner
 from ..families.norm import planner as norm_planner
+from ..families.pytorch import planner as pytorch_planner
 from ..families.unfold import planner as unfold_planner
 from ..families.up import (
     backward as up_backward_planner,
@@ -61,7 +62,7 @@ from ..families.weight_grad import (
 from . import repertoire
 from .geometry import Geometry
 from .launch import Launch
-from .offers import Answer, Offer, Refusal, Wanted, cheapest
+from .offers import Answer, Cover, Offer, Refusal, Wanted, ranked
 from .problem import Device, Pass, Plan, Problem
 
 WORKSPACE_ALIGN = 256  # bytes
@@ -128,8 +129,11 @@ def _only_direct(wanted: Wanted) -> str | None:
     return None
 
 
-def answers(wanted: Wanted, device: Device) -> list[Answer]:
-    """Returns the offers and refusals of every family for the wanted passes."""
+def answers(wanted: Wanted, device: Device, pytorch: bool = False) -> list[Answer]:
+    """Returns the offers and refusals of every family for the wanted passes.
+
+    `pytorch`: PyTorch's operator may compute the call, so that it is asked too.
+    """
     found: list[Answer] = []
     limit = _only_direct(wanted)
     for name, family in FAMILIES:
@@ -138,7 +142,7 @@ def answers(wanted: Wanted, device: Device) -> list[Answer]:
             continue
         for answer in family.offer(wanted, device):
             found.append(_with_epilogue(answer, family, wanted))
-    return found
+    return [*found, *pytorch_planner.offer(wanted, device)] if pytorch else found
 
 
 def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer:
@@ -149,27 +153,41 @@ def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer
     return answer
 
 
-def taken(wanted: Wanted, device: Device) -> tuple[Offer, ...]:
-    """Returns the offers that compute all wanted passes in the least predicted time."""
-    found = answers(wanted, device)
-    cover = cheapest(tuple(wanted), [answer for answer in found if isinstance(answer, Offer)])
-    if cover is None:
+def taken(wanted: Wanted, device: Device, pytorch: bool = False) -> Cover:
+    """Returns the offers that compute all wanted passes at the least price."""
+    return best(answers(wanted, device, pytorch), wanted, device, 1)[0]
+
+
+def best(found: Sequence[Answer], wanted: Wanted, device: Device, most: int) -> list[Cover]:
+    """Returns the covers with the least prices, at most `most` and at least one, the cheapest first."""
+    covers = ranked(tuple(wanted), [answer for answer in found if isinstance(answer, Offer)], most)
+    if not covers:
         refusals = "; ".join(f"{each.kernel}: {each.why}" for each in found if isinstance(each, Refusal))
         raise NotImplementedError(f"no kernels take {', '.join(w.value for w in wanted)} on {device}: {refusals}")
-    return cover
+    return covers
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, device: Device) -> Plan:
+def plan(problem: Problem, device: Device, pytorch: bool = False) -> Plan:
     check_limits(problem.geometry)
-    with _meeting(problem, device):
-        (offer,) = taken({problem.which: problem}, device)
-        found = offer.make()
+    wanted = {problem.which: problem}
+    with meeting(wanted, device):
+        return plan_of(taken(wanted, device, pytorch), wanted, device)
+
+
+def plan_of(cover: Cover, wanted: Wanted, device: Device) -> Plan:
+    """Returns one plan for all passes of a cover. Offers must be asked and planned within one `meeting`."""
+    if cover[0].kernel == pytorch_planner.KERNEL:
+        return cover[0].plan()
+    if len(wanted) > 1:
+        return _in_turn(_ordered(cover))
+    problem, found = next(iter(wanted.values())), cover[0].make()
     return norm_planner.with_statistics(found, problem, device) if problem.norm else found
 
 
-def _meeting(problem: Problem, device: Device) -> AbstractContextManager[None]:
+def meeting(wanted: Wanted, device: Device) -> AbstractContextManager[None]:
     """Tells the repertoire which layer and volume are planned; forward pass and gradients count as two layers."""
+    problem = next(iter(wanted.values()))
     layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, device)
     return repertoire.meeting(layer, (problem.batch, problem.input_size))
 
@@ -196,25 +214,25 @@ def forget() -> None:
 # ---- The gradients of one backward pass.
 
 
-def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
+def plan_gradients(problems: tuple[Problem, ...], device: Device, pytorch: bool = False) -> Plan:
     """Returns one plan for all gradients that a backward pass wants."""
-    return _in_turn(gradient_plans(problems, device))
+    return _in_turn(gradient_plans(problems, device, pytorch))
 
 
-def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
+def gradient_plans(problems: tuple[Problem, ...], device: Device, pytorch: bool = False) -> list[Plan]:
     """Returns the plans of the wanted gradients in the order in which they run; `Plan.passes` names the gradients."""
     if not problems:
         return []
     for problem in problems:
         check_limits(problem.geometry)
-    with _meeting(problems[0], device):
-        found = _gradient_plans(problems, device)
+    wanted = {problem.which: problem for problem in problems}
+    with meeting(wanted, device):
+        return _ordered(taken(wanted, device, pytorch))
+
+
+def _ordered(cover: Cover) -> list[Plan]:
     order = list(Pass)
-    return sorted(found, key=lambda plan: order.index(plan.passes[0]))
-
-
-def _gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
-    return [offer.plan() for offer in taken({problem.which: problem for problem in problems}, device)]
+    return sorted((offer.plan() for offer in cover), key=lambda plan: order.index(plan.passes[0]))
 
 
 def _in_turn(plans: Sequence[Plan]) -> Plan:

@@ -182,7 +182,7 @@ def _gradients(
     size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     together = any(wanted) and _unchanged(grad, input, weight) and not torch.is_grad_enabled()
     if together and why_not_ours(grad, backend) is None:
-        return executor.backward(grad, input, weight, wanted, size, kernel, convolution)
+        return executor.backward(grad, input, weight, wanted, size, kernel, convolution, backend)
     with use_backend(backend):
         return (
             conv_transpose3d_input_grad(grad, weight, size, convolution) if wanted[0] else None,

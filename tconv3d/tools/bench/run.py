@@ -21,11 +21,11 @@ from torch import nn
 import tconv3d
 from tconv3d import emulator
 from tconv3d.api import fusing
-from tconv3d.api.clock import Clock, Timer
 from tconv3d.api.explain import Explanation
 from tconv3d.planning.problem import Pass
 from tconv3d.torch_ops import executor
 from tconv3d.torch_ops.backend import Backend
+from tconv3d.torch_ops.clock import Clock, Timer
 
 from . import accuracy, ahead, cases, models, rivals
 from .host import host_times
