@@ -177,12 +177,16 @@ def plan(problem: Problem, device: Device, pytorch: bool = False) -> Plan:
 
 def plan_of(cover: Cover, wanted: Wanted, device: Device) -> Plan:
     """Returns one plan for all passes of a cover. Offers must be asked and planned within one `meeting`."""
-    if cover[0].kernel == pytorch_planner.KERNEL:
-        return cover[0].plan()
-    if len(wanted) > 1:
-        return _in_turn(_ordered(cover))
-    problem, found = next(iter(wanted.values())), cover[0].make()
-    return norm_planner.with_statistics(found, problem, device) if problem.norm else found
+    return _in_turn(plans_of(cover, wanted, device))
+
+
+def plans_of(cover: Cover, wanted: Wanted, device: Device) -> list[Plan]:
+    """Returns the plans of a cover in the order in which they run; `Plan.passes` names the passes of each."""
+    order, problem = list(Pass), next(iter(wanted.values()))
+    plans = sorted((offer.plan() for offer in cover), key=lambda plan: order.index(plan.passes[0]))
+    if problem.norm and not plans[0].aten:
+        return [norm_planner.with_statistics(plan, problem, device) for plan in plans]
+    return plans
 
 
 def meeting(wanted: Wanted, device: Device) -> AbstractContextManager[None]:
@@ -227,12 +231,7 @@ def gradient_plans(problems: tuple[Problem, ...], device: Device, pytorch: bool 
         check_limits(problem.geometry)
     wanted = {problem.which: problem for problem in problems}
     with meeting(wanted, device):
-        return _ordered(taken(wanted, device, pytorch))
-
-
-def _ordered(cover: Cover) -> list[Plan]:
-    order = list(Pass)
-    return sorted((offer.plan() for offer in cover), key=lambda plan: order.index(plan.passes[0]))
+        return plans_of(taken(wanted, device, pytorch), wanted, device)
 
 
 def _in_turn(plans: Sequence[Plan]) -> Plan:

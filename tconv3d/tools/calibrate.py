@@ -44,7 +44,7 @@ from ..torch_ops.problems import DTYPES as DTYPE_NAMES
 from .arguments import integer
 from .bench.layers import LAYERS, Layer, random_layers
 from .bench.precision import DTYPES, LAYOUTS, in_layout, precision
-from .bench.results import describe_machine
+from .bench.results import Row, describe_machine, read
 
 KINDS = (
     ("tf32", "contiguous"),
@@ -89,10 +89,7 @@ class Candidate:
 
 def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) -> list[Candidate]:
     """All offers worth a measurement, planned and compiled. Runs in a process that does not touch the GPU."""
-    module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
-    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
-    with precision(dtype):
-        problems = problems_of(*call_of(_convolution(module), x))
+    problems = _problems(layer, dtype, layout)
     found: list[Candidate] = []
     for forward in (True, False):
         wanted = {p.which: p for p in problems if (p.which is Pass.FORWARD) is forward}
@@ -108,6 +105,14 @@ def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) ->
     launches = {(launch.kernel, launch.constants) for each in found for launch in each.plan.launches}
     compile_all(tuple(sorted(launches, key=repr)), compiler.architecture(device.capability))
     return found
+
+
+def _problems(layer: Layer, dtype: str, layout: str) -> list[Problem]:
+    """The problems of a training step of a layer's convolution."""
+    module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
+    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
+    with precision(dtype):
+        return problems_of(*call_of(_convolution(module), x))
 
 
 def prepare_all(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], console: Console) -> list[Candidate]:
@@ -223,19 +228,17 @@ def timed_pytorch(name: str, wanted: Wanted, ms: float) -> Timed:
     return Timed(name, pytorch_planner.KERNEL, pytorch_planner.kind_of(wanted), passes, amount, 1e3 * ms)
 
 
-def pytorch_times(results: Mapping[str, Any]) -> Iterator[Timed]:
+def pytorch_times(rows: Iterable[Row]) -> Iterator[Timed]:
     """Yields the times of PyTorch's operator, with its default settings, in results of `tconv3d bench`."""
-    for row in results["rows"]:
-        ms = row.get("torch_ms", {}).get("default")
-        if ms is None or row["follow"]:
+    for row in rows:
+        ms = row.torch_ms.get("default")
+        if ms is None or row.follow:
             continue
-        layer, dtype, layout = Layer.of(row["shape"]), row["dtype"], row["layout"]
-        module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
-        x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
-        with precision(dtype):
-            problems = problems_of(*call_of(_convolution(module), x))
-        forward = row["pass"] == "forward"
-        yield timed_pytorch(row["layer"], {p.which: p for p in problems if (p.which is Pass.FORWARD) is forward}, ms)
+        shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.shape.items()}
+        layer = Layer(**shape)
+        forward = row.which == "forward"
+        problems = [p for p in _problems(layer, row.dtype, row.layout) if (p.which is Pass.FORWARD) is forward]
+        yield timed_pytorch(row.layer, {problem.which: problem for problem in problems}, ms)
 
 
 # ---- fitting
@@ -341,17 +344,15 @@ def fit_pytorch(path: Path, results: Sequence[Path], console: Console) -> None:
     stored = json.loads(path.read_text())
     rows: list[Timed] = []
     for each in results:
-        found = json.loads(each.read_text())
-        if found["machine"]["gpu"] != stored["machine"]["gpu"]:
-            raise ValueError(f"{each.name} was measured on {found['machine']['gpu']}, not {stored['machine']['gpu']}")
-        rows += pytorch_times(found)
+        found = read(each)
+        if found.machine["gpu"] != stored["machine"]["gpu"]:
+            raise ValueError(f"{each.name} was measured on {found.machine['gpu']}, not {stored['machine']['gpu']}")
+        rows += pytorch_times(found.rows)
     if not rows:
         raise ValueError("these results have no time of PyTorch's operator")
+    names = " ".join(each.name for each in results)
+    stored["pytorch_origin"] = f"tconv3d calibrate --pytorch {names} --out {path.name}"
     stored["errors"] = ERRORS
-    stored["origin"] = {
-        "kernels": stored["origin"]["kernels"] if isinstance(stored["origin"], dict) else stored["origin"],
-        "pytorch": f"tconv3d calibrate --pytorch {' '.join(each.name for each in results)} --out {path.name}",
-    }
-    stored["kernels"] |= fit(rows)
+    stored["kernels"] = stored.pop("kernels") | fit(rows)  # the kernels come last in the file
     path.write_text(json.dumps(stored, indent=1) + "\n")
     console.print(f"{len(rows)} times of PyTorch's operator: {path}")

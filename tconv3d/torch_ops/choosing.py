@@ -2,8 +2,8 @@
 
 Offers are timed at the first call of a layer if `torch.backends.cudnn.benchmark` is on, which is PyTorch's own switch
 for this, or if nobody has calibrated the GPU. The winner is stored on disk (`planning/winners.py`), so that later
-calls, in this and in other processes, take the same one and give the same bits. Nothing is timed while a CUDA graph
-is captured or if memory is short: then the prediction decides.
+calls, in this and in other processes, take the same one and give the same bits; `tune` stores winners too. Nothing is
+timed while a CUDA graph is captured or if memory is short: then the prediction decides.
 
 PyTorch's operator is one of the offers, unless the caller asked for this library's kernels (`use_backend("cuda")`) or
 for deterministic algorithms.
@@ -31,7 +31,7 @@ from ..planning.problem import Device, Plan
 from ..planning.winners import Timing, Winner
 from .backend import Backend, current_backend
 from .clock import L2_FLUSH_BYTES, Stopwatch, Timer
-from .measuring import BUDGET_MS, Candidate, Run, race
+from .measuring import Candidate, Run, Trial, race
 
 MEASURE = "TCONV3D_MEASURE"  # the environment variable with the initial choice of `measure_offers`
 BEST = 3  # covers of this library's kernels that are timed, besides PyTorch's operator
@@ -104,11 +104,10 @@ def measured_by(clock: Timer) -> Iterator[None]:
 
 
 def measures(device: Device, benchmark: bool, cuda: bool) -> bool:
-    """Returns whether offers are timed, or stored winners used, for calls on a device."""
-    when = when_measured()
-    if when == "never" or not (cuda or _clock is not None):
+    """Returns whether offers are timed at the first call of a layer on a device."""
+    if not _winners_count(cuda):
         return False
-    return when == "always" or benchmark or not calibration.calibrated(device)
+    return when_measured() == "always" or benchmark or not calibration.calibrated(device)
 
 
 @dataclass(frozen=True)
@@ -123,12 +122,11 @@ class Call:
 
 
 class Choice(NamedTuple):
-    """Holds the offers that were taken, and why."""
+    """Holds the offers that were taken, and the measurement that decided, if one did."""
 
     cover: Cover
     answers: Sequence[Answer]
-    winner: Winner | None = None  # the measurement that decided, if one did
-    final: bool = True  # whether later calls may reuse the choice
+    winner: Winner | None = None
 
 
 def plan(call: Call, settings: Settings) -> tuple[Plan, bool]:
@@ -136,90 +134,105 @@ def plan(call: Call, settings: Settings) -> tuple[Plan, bool]:
 
     Raises `planner.Refused` for a layer beyond the limits of planning.
     """
-    benchmark, pytorch = settings
-    if not measures(call.device, benchmark, call.like.is_cuda):
-        problems = tuple(call.wanted.values())
-        if len(problems) == 1:
-            return planner.plan(problems[0], call.device, pytorch), True
-        return planner.plan_gradients(problems, call.device, pytorch), True
-    for problem in call.wanted.values():
+    wanted, device, problems = call.wanted, call.device, tuple(call.wanted.values())
+    for problem in problems:
         planner.check_limits(problem.geometry)
-    with planner.meeting(call.wanted, call.device):
-        choice = choose(call.wanted, call.device, settings, call.like.is_cuda, call)
-        return planner.plan_of(choice.cover, call.wanted, call.device), choice.final
-
-
-def choose(wanted: Wanted, device: Device, settings: Settings, cuda: bool, call: Call | None = None) -> Choice:
-    """Returns the offers that are taken for a call.
-
-    Without `call` nothing is timed, but a stored winner counts: `explain` asks like this.
-    """
-    benchmark, pytorch = settings
-    answers = planner.answers(wanted, device, pytorch)
-    offers = [answer for answer in answers if isinstance(answer, Offer)]
-    if measures(device, benchmark, cuda):
-        entry = winners.key(wanted, device, offers, (*versions(cuda), f"benchmark {benchmark}"))
-        winner = winners.find(entry)
-        cover = None if winner is None else winners.cover_of(winner, offers)
-        if cover is not None:
-            return Choice(cover, answers, winner)
-        if call is not None and _capturing(call.like):
-            return Choice(_predicted(answers, wanted, device), answers, final=False)
-        if call is not None and (won := _measure(call, answers, BEST, BUDGET_MS)) is not None:
-            found, complete = won
-            winner = winners.keep_first(entry, found) if complete else found
-            cover = winners.cover_of(winner, offers)
+    cuda = call.like.is_cuda
+    may_measure = measures(device, settings[0], cuda) and not _capturing(call.like)
+    if _winners_count(cuda):
+        with planner.meeting(wanted, device):
+            offers = _offers(planner.answers(wanted, device, settings[1]))
+            entry = _entry(wanted, device, offers, settings, cuda)
+            winner = winners.find(entry)
+            if winner is None and may_measure:
+                winner = _measured_first(call, offers, entry)
+            cover = None if winner is None else winners.cover_of(winner, offers)
             if cover is not None:
-                return Choice(cover, answers, winner)
-    return Choice(_predicted(answers, wanted, device), answers)
+                return planner.plan_of(cover, wanted, device), True
+    final = may_measure or not measures(device, settings[0], cuda)
+    if len(problems) == 1:
+        return planner.plan(problems[0], device, settings[1]), final
+    return planner.plan_gradients(problems, device, settings[1]), final
 
 
-def measure_all(call: Call, settings: Settings, most: int, budget_ms: float) -> Winner | None:
-    """Times up to `most` covers and PyTorch's operator, and stores the winner in place of an earlier one.
+def choice(wanted: Wanted, device: Device, settings: Settings, cuda: bool) -> Choice:
+    """Returns the offers that a call would take now. Nothing is timed, but a stored winner counts.
 
-    `tune` measures like this. Returns None if fewer than two could be timed.
+    Must be called within `planner.meeting`.
     """
-    benchmark, pytorch = settings
-    with planner.meeting(call.wanted, call.device):
-        answers = planner.answers(call.wanted, call.device, pytorch)
-        offers = [answer for answer in answers if isinstance(answer, Offer)]
-        found = _measure(call, answers, most, budget_ms)
-        if found is None:
-            return None
-        cuda = call.like.is_cuda
-        entry = winners.key(call.wanted, call.device, offers, (*versions(cuda), f"benchmark {benchmark}"))
-        winners.replace_with(entry, found[0])
-        return found[0]
+    answers = planner.answers(wanted, device, settings[1])
+    offers = _offers(answers)
+    winner = winners.find(_entry(wanted, device, offers, settings, cuda)) if _winners_count(cuda) else None
+    cover = None if winner is None else winners.cover_of(winner, offers)
+    if cover is not None:
+        return Choice(cover, answers, winner)
+    return Choice(planner.best(answers, wanted, device, 1)[0], answers)
 
 
-def _predicted(answers: Sequence[Answer], wanted: Wanted, device: Device) -> Cover:
-    return planner.best(answers, wanted, device, 1)[0]
+def measure_all(call: Call, settings: Settings, most: int, clock: Timer, budget_ms: float) -> list[Trial]:
+    """Times up to `most` covers of this library's kernels, the best by prediction first, and PyTorch's operator.
 
-
-def _measure(call: Call, answers: Sequence[Answer], most: int, budget_ms: float) -> tuple[Winner, bool] | None:
-    """Returns the winner among the best covers and PyTorch's operator, and whether all could be timed.
-
-    Returns None if there is no room in memory, or if fewer than two could be timed.
+    The winner is stored in place of an earlier one. `tune` measures like this; `clock` takes a median itself.
     """
     wanted, device, cuda = call.wanted, call.device, call.like.is_cuda
-    ours = [answer for answer in answers if answer.kernel != PYTORCH]
-    theirs = [(answer,) for answer in answers if isinstance(answer, Offer) and answer.kernel == PYTORCH]
-    first, *others = planner.best(ours, wanted, device, most)
-    covers = [first, *theirs, *others]
+    with planner.meeting(wanted, device):
+        offers = _offers(planner.answers(wanted, device, settings[1]))
+        covers = _contenders(wanted, device, offers, most)
+        trials = race([_candidate(call, cover) for cover in covers], clock, cuda, budget_ms, runs=1)
+        winner = _winner(covers, trials, wanted, device)
+        if winner is not None:
+            winners.replace_with(_entry(wanted, device, offers, settings, cuda), winner)
+    return trials
+
+
+def _winners_count(cuda: bool) -> bool:
+    """Returns whether stored winners are used: on a GPU, unless the user wants predictions alone."""
+    return (cuda or _clock is not None) and when_measured() != "never"
+
+
+def _offers(answers: Sequence[Answer]) -> list[Offer]:
+    return [answer for answer in answers if isinstance(answer, Offer)]
+
+
+def _entry(wanted: Wanted, device: Device, offers: Sequence[Offer], settings: Settings, cuda: bool) -> str:
+    """Returns the name of the entry of a winner; PyTorch's times depend on `torch.backends.cudnn.benchmark`."""
+    return winners.key(wanted, device, offers, (*versions(cuda), f"benchmark {settings[0]}"))
+
+
+def _contenders(wanted: Wanted, device: Device, offers: Sequence[Offer], most: int) -> list[Cover]:
+    """Returns the best covers of this library's kernels by prediction, with PyTorch's operator after the first."""
+    first, *others = planner.best([each for each in offers if each.kernel != PYTORCH], wanted, device, most)
+    return [first, *((each,) for each in offers if each.kernel == PYTORCH), *others]
+
+
+def _measured_first(call: Call, offers: Sequence[Offer], entry: str) -> Winner | None:
+    """Times the best offers and returns the winner, or None if memory is short or fewer than two could be timed.
+
+    The winner is stored unless another process has stored one, which then counts. A winner is not stored if memory
+    was too short for one of the others.
+    """
+    wanted, device, like = call.wanted, call.device, call.like
+    covers = _contenders(wanted, device, offers, BEST)
     if len(covers) < 2 or not _room(call):
         return None
-    candidates = [_candidate(call, cover) for cover in covers]
     try:
-        with torch.cuda.device(call.like.device) if cuda else contextlib.nullcontext(), torch.no_grad():
-            trials = race(candidates, _clock or Stopwatch(call.like.device), cuda, budget_ms)
+        with torch.cuda.device(like.device) if like.is_cuda else contextlib.nullcontext(), torch.no_grad():
+            stopwatch = _clock or Stopwatch(like.device)
+            trials = race([_candidate(call, cover) for cover in covers], stopwatch, like.is_cuda)
     except torch.OutOfMemoryError:  # there was no room for the memory that flushes the L2 cache
         return None
+    winner = _winner(covers, trials, wanted, device)
+    if winner is None or any(trial.short_of_memory for trial in trials):
+        return winner
+    return winners.keep_first(entry, winner)
+
+
+def _winner(covers: Sequence[Cover], trials: Sequence[Trial], wanted: Wanted, device: Device) -> Winner | None:
     timed = sorted((trial.ms, number) for number, trial in enumerate(trials) if trial.times)
     if len(timed) < 2:
         return None
     timings = tuple(Timing(trials[number].name, 1e3 * ms) for ms, number in timed)
-    winner = Winner(winners.parts(covers[timed[0][1]]), timings, _where(wanted, device))
-    return winner, not any(trial.short_of_memory for trial in trials)
+    return Winner(winners.parts(covers[timed[0][1]]), timings, _where(wanted, device))
 
 
 def _candidate(call: Call, cover: Cover) -> Candidate:

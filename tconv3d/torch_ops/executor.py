@@ -535,6 +535,11 @@ def device_of(tensor: Tensor) -> Device:
     return _cuda_device(tensor.get_device()) if tensor.is_cuda else EMULATED
 
 
+def is_present(device: Device) -> bool:
+    """Returns whether a device is one of this machine's GPUs, as `device_of` describes them."""
+    return torch.cuda.is_available() and any(_cuda_device(i) is device for i in range(torch.cuda.device_count()))
+
+
 @functools.cache
 def _cuda_device(index: int) -> Device:
     from ..runtime import launcher

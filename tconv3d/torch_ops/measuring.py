@@ -68,10 +68,14 @@ def race(
     stopwatch: Timer,
     cuda: bool,
     budget_ms: float = BUDGET_MS,
+    runs: int = MOST_RUNS,
     seconds: Callable[[], float] = time.perf_counter,
 ) -> list[Trial]:
-    """Returns a trial for each candidate, in the same order. `seconds` is the host's clock."""
-    spent, trials, runs = 0.0, list[Trial](), dict[int, Run]()
+    """Returns a trial for each candidate, in the same order, with at most `runs` times.
+
+    `stopwatch` returns the milliseconds of one run. `seconds` is the host's clock.
+    """
+    spent, trials, prepared = 0.0, list[Trial](), dict[int, Run]()
 
     def timed(run: Run) -> float:
         nonlocal spent
@@ -82,7 +86,7 @@ def race(
 
     def first_time(number: int) -> float:
         nonlocal spent
-        run = runs[number] = candidates[number].prepare()
+        run = prepared[number] = candidates[number].prepare()
         run()
         ms = timed(run)
         spent += ms  # the run before took as long
@@ -95,9 +99,9 @@ def race(
             trials.append(Trial(candidate.name, why_not=f"there was no time left of {budget_ms:.0f} ms"))
             continue
         trials.append(attempt(candidate.name, lambda number=number: first_time(number), cuda))  # type: ignore[misc]
-    for _ in range(MOST_RUNS - 1):
+    for _ in range(runs - 1):
         best = min((trial.ms for trial in trials), default=inf)
         for number, trial in enumerate(trials):
             if trial.times and trial.ms <= HOPELESS * best and spent + trial.times[-1] <= budget_ms:
-                trial.times.append(timed(runs[number]))
+                trial.times.append(timed(prepared[number]))
     return trials
