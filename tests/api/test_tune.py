@@ -108,7 +108,9 @@ def test_the_fastest_is_kept_for_all_processes(untuned: Path) -> None:
     before = tconv3d.explain(layer, SHAPE).passes[0]
     reported: list[Tuned] = []
     clock = invented(3.0, 4.0, 2.0, 3.0, 2.0)
-    found = tconv3d.tune(layer, SHAPE, gradients=False, candidates=2, offers=False, report=reported.append, clock=clock)
+    found = tconv3d.tune(
+        layer, SHAPE, gradients=False, candidates=2, offers=False, report=reported.append, clock=clock
+    )
     (forward,) = found
     assert found == reported
     assert (forward.changed, forward.before_ms, forward.ms) == (True, 3.0, 2.0)
@@ -229,7 +231,9 @@ def test_what_does_not_fit_the_memory_is_left_out(untuned: Path) -> None:
 def test_under_autocast_the_type_is_the_one_it_casts_to(untuned: Path) -> None:
     layer = tconv3d.ConvTranspose3d(8, 8, 2, stride=2)
     with torch.autocast("cpu", torch.float16):
-        (found,) = tconv3d.tune(layer, torch.randn(SHAPE), gradients=False, candidates=0, offers=False, clock=invented(1.0))
+        (found,) = tconv3d.tune(
+            layer, torch.randn(SHAPE), gradients=False, candidates=0, offers=False, clock=invented(1.0)
+        )
     assert (found.kernel, len(found.trials)) == ("halo", 1)
     assert found.trials[0].build.startswith(str(halo_planner.choose(job_of(problem()), 232448, 4)))
 

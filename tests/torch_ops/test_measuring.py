@@ -1,4 +1,4 @@
-"""Timing candidates against each other: who is timed, how often, and what happens when one fails. The clocks are fake."""
+"""Timing candidates against each other by fake clocks: who is timed, how often, and what if one fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_who_is_far_behind_is_not_run_again() -> None:
 @pytest.mark.parametrize("ms", [0.1, 3.0, 9.0, 20.0, 40.0])
 def test_no_more_than_the_budget_is_spent(ms: float) -> None:
     bench = Bench(a=ms, b=ms, c=ms, d=ms)
-    found = bench.race({name: ms for name in "abcd"})
+    found = bench.race(dict.fromkeys("abcd", ms))
     assert ms * len(bench.runs) <= BUDGET_MS
     assert found["a"].times and len(bench.runs) >= 2
     for trial in found.values():
