@@ -118,8 +118,9 @@ def explain(
     >>> tconv3d.explain(input, weight, bias, stride=2)         # the arguments of conv_transpose3d
     >>> tconv3d.explain(layer, (1, 32, 64, 64, 64), gpu="H200")
 
-    `gpu` is a name (`tconv3d.gpus.GPUS`) or a compute capability ("9.0"). The default is the present GPU, or H200 if
-    there is none, or the emulator under use_backend("emulator"). Tensors may be on the meta device.
+    `gpu` is a name (`tconv3d.planning.gpus.GPUS`) or a compute capability ("9.0"). The default is the present GPU, or
+    H200 if there is none, or the emulator under use_backend("emulator"). The environment variable TCONV3D_AS makes
+    each of these plan as another GPU. Tensors may be on the meta device.
     """
     call = call_of(layer_or_input, *arguments, **keywords)
     with planner.aside():
@@ -233,9 +234,10 @@ def _call(
 def find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
     """Returns the device to plan for, and its ceilings if they are known."""
     if name is None and current_backend() == "emulator":
-        return executor.EMULATED, None
+        return executor.device_of(torch.empty(0)), None
     if name is None and not torch.cuda.is_available():
-        name = DEFAULT_GPU
+        default = gpus.find(DEFAULT_GPU)
+        return gpus.as_told(default.device), default
     if name is None:
         index = tensor.get_device() if tensor.is_cuda else torch.cuda.current_device()
         device = executor.device_of(torch.empty(0, device=f"cuda:{index}"))
@@ -332,7 +334,7 @@ def _explain_call(wanted: Mapping[Pass, Problem], device: Device, gpu: Gpu | Non
     """Explains the passes of one call: a forward pass, or the gradients of a backward pass."""
     present, backend = executor.is_present(device), current_backend()
     settings = choosing.circumstances(present, backend)
-    if not present and device is not executor.EMULATED:  # a GPU by name: what would run there
+    if not present and device != executor.device_of(torch.empty(0)):  # a GPU by name: what would run there
         settings = False, backend in ("auto", "torch")
     with planner.meeting(wanted, device):
         choice = choosing.choice(wanted, device, settings, present)

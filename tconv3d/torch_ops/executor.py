@@ -532,7 +532,8 @@ def _prepare_steps(steps: Steps, like: Tensor) -> Start:
 
 
 def device_of(tensor: Tensor) -> Device:
-    return _cuda_device(tensor.get_device()) if tensor.is_cuda else EMULATED
+    """Returns the device that calls on a tensor are planned for: a GPU, the emulator, or what TCONV3D_AS says."""
+    return _cuda_device(tensor.get_device()) if tensor.is_cuda else gpus.as_told(EMULATED)
 
 
 def is_present(device: Device) -> bool:

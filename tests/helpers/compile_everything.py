@@ -223,7 +223,7 @@ def main() -> int:
         for family in (lambda kernel: kernel.family, lambda kernel: kernel.name)
     )
     by_gpu = planned(options.records)
-    work = [(kernel, arch) for arch in (HOPPER, *OLDEST, *OTHERS) for kernel in by_gpu.get(arch, [])]
+    work = [(kernel, arch) for arch in (*OLDEST, *OTHERS) for kernel in by_gpu.get(arch, [])]
     already = {(kernel.name, arch) for kernel, arch in work}
     work += [(kernel, arch) for kernel in of_type for arch in OLDEST]
     work += [(kernel, arch) for kernel in of_kernel for arch in OTHERS if (kernel.name, arch) not in already]

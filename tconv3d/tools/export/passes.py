@@ -89,7 +89,7 @@ class Operation:
 
 
 def variants(dtypes: Sequence[str], layouts: Sequence[str], gpu: str | None = None) -> list[Variant]:
-    """Returns every variant; `gpu` is the name or compute capability of the GPU to plan for among those of its kind."""
+    """Returns every variant; `gpu` names the GPU to plan for in place of the usual one of its kind."""
     precisions = [precision for dtype in dtypes for precision in PRECISIONS[dtype]]
     device = None if gpu is None else gpus.find(gpu).device
     kind = None if device is None else "hopper" if device.capability == (9, 0) else "any"
