@@ -10,6 +10,7 @@ This module knows neither tensors nor clocks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -65,8 +66,13 @@ def key(wanted: Wanted, device: Device, offers: Sequence[Offer], versions: Seque
     gpu = replace(device, workspace_bytes=0)
     choice = sorted((offer.kernel, [which.value for which in offer.passes]) for offer in offers)
     settings = (layer, first.relu, first.norm, volume, gpu, choice)
-    kernels = sources.digest(sources.all_headers())
-    return cache.key("winner", sources.program(PLANNER), kernels, repr(settings), *versions)
+    return cache.key("winner", sources.program(PLANNER), _kernels(), repr(settings), *versions)
+
+
+@functools.cache
+def _kernels() -> str:
+    """Returns the digest of all kernels' sources, computed once per process."""
+    return sources.digest(sources.all_headers())
 
 
 def find(entry: str) -> Winner | None:
