@@ -8,7 +8,7 @@ from math import inf
 import pytest
 import torch
 
-from tconv3d.torch_ops import measuring
+from tconv3d.torch_ops import clock, measuring
 from tconv3d.torch_ops.measuring import BUDGET_MS, MOST_RUNS, Candidate, Run, Trial, race
 
 
@@ -101,3 +101,42 @@ def test_a_gpu_that_became_unusable_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "synchronize", unusable)
     with pytest.raises(RuntimeError, match="illegal memory access"):
         measuring.attempt("ours", fail, cuda=True)
+
+
+@pytest.mark.parametrize(("launch_us", "flushes"), [(1, 1), (60, 3), (5000, clock.MAX_FLUSHES)])
+def test_the_stopwatch_keeps_the_gpu_busy_while_the_host_launches(
+    launch_us: float, flushes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of flushes follows from the launch before; the time is the one between the events."""
+    log, now = list[str](), 0.0
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("event")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 7.0
+
+    class Flush:
+        def zero_(self) -> None:
+            log.append("flush")
+
+    def run() -> None:
+        nonlocal now
+        log.append("run")
+        now += launch_us * 1e-6
+
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(clock, "L2_FLUSH_BYTES", 1)
+    stopwatch = clock.Stopwatch(torch.device("cpu"))
+    stopwatch.flush = Flush()  # type: ignore[assignment]
+    assert stopwatch(run) == stopwatch(run) == 7.0
+    once = ["event", "run", "event", "wait"]
+    assert log == ["flush"] * 2 + once + ["flush"] * flushes + once
