@@ -35,6 +35,7 @@ def add(commands: Any) -> None:
     bench.add_argument("--model", action="append", default=[], metavar="PACKAGE:FACTORY", help=_MODEL_HELP)
     bench.add_argument("--input", type=shape, metavar="SHAPE", help="the model's input: 1x1x96x96x96")
     bench.add_argument("--no-torch", action="store_true", help="only ours, without PyTorch's variants")
+    bench.add_argument("--offers", action="store_true", help=_OFFERS_HELP)
     bench.add_argument("--host", action="store_true", help="the host's time to launch a layer too")
     bench.add_argument(
         "--budget", type=seconds, default=0.15, metavar="S", help="seconds for one timing; default 0.15"
@@ -70,6 +71,8 @@ _MODEL_HELP = (
     "all transposed convolutions of the model that this function returns, alone or with an example input, "
     "and the model as a whole"
 )
+
+_OFFERS_HELP = "with PyTorch's operator among the offers, timed at the first call; cudnn.benchmark is on"
 
 _AS_HELP = "plan as for this GPU (A100, 8.0, or A100,108 with its multiprocessors), and run on the GPU at hand"
 
@@ -128,6 +131,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         backward=arguments.backward,
         torch=not arguments.no_torch,
         host=arguments.host,
+        offers=arguments.offers,
         budget_s=arguments.budget,
         seed=arguments.input_seed,
         command=_command(arguments),
