@@ -137,7 +137,7 @@ def launches(
 ) -> tuple[Launch, ...]:
     """Returns the kernel launches of a layer's passes, which can be compiled before its first call.
 
-    The launches of calls that keep the packed weight are included.
+    The launches of calls that keep the packed weight are included, and those of all offers that the first call times.
     """
     call = call_of(layer, input)
     problems = [problem for problem in problems_of(*call) if problem.which in passes]
@@ -161,7 +161,11 @@ def _plans(problems: Sequence[Problem], device: Device) -> list[Plan]:
     forward = [problem for problem in problems if problem.which is Pass.FORWARD]
     gradients = tuple(problem for problem in problems if problem.which is not Pass.FORWARD)
     plans = [replace(planner.plan(problem, device), passes=(Pass.FORWARD,)) for problem in forward]
-    return plans + planner.gradient_plans(gradients, device)
+    plans += planner.gradient_plans(gradients, device)
+    if executor.is_present(device):
+        for asked in (tuple(forward), gradients):
+            plans += choosing.contending_plans({problem.which: problem for problem in asked}, device)
+    return plans
 
 
 Call = tuple[Tensor, Tensor, Tensor | None, Convolution]

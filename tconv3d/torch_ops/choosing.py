@@ -169,6 +169,16 @@ def choice(wanted: Wanted, device: Device, settings: Settings, cuda: bool) -> Ch
     return Choice(planner.best(answers, wanted, device, 1)[0], answers)
 
 
+def contending_plans(wanted: Wanted, device: Device) -> list[Plan]:
+    """Returns the plans of our kernels that the first call on a GPU would time; none if it would time nothing."""
+    settings = circumstances(True)
+    if not wanted or not measures(device, settings[0], True):
+        return []
+    with planner.meeting(wanted, device):
+        covers = _contenders(wanted, device, _offers(planner.answers(wanted, device)), BEST)
+        return [planner.plan_of(cover, wanted, device) for cover in covers] if len(covers) > 1 else []
+
+
 def measure_all(call: Call, settings: Settings, most: int, clock: Timer, budget_ms: float) -> list[Trial]:
     """Times up to `most` covers of this library's kernels, the best by prediction first, and PyTorch's operator.
 

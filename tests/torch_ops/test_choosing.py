@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tconv3d
 from tconv3d import emulator
+from tconv3d.api.explain import launches
 from tconv3d.planning import calibration, planner, winners
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass, Plan
@@ -440,6 +441,19 @@ def test_the_best_few_by_prediction_are_timed() -> None:
         assert names[1] == "pytorch" and "pytorch" not in names[2:] and len(names) <= 1 + choosing.BEST
         prices = [sum(offer.price for offer in cover) for cover in (covers[0], *covers[2:])]
         assert prices == sorted(prices) and covers[0] == planner.taken(wanted, device)
+
+
+def test_kernels_of_offers_that_will_be_timed_can_be_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU that nobody has calibrated, `compile_ahead` compiles all that the first call times."""
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    module, a100 = tconv3d.ConvTranspose3d(8, 4, 2, 2), GPUS["A100"].device
+    alone = {launch.kernel for launch in launches(module, SHAPE8, a100, (Pass.FORWARD,))}
+    monkeypatch.setattr(executor, "is_present", lambda device: True)
+    assert {launch.kernel for launch in launches(module, SHAPE8, a100, (Pass.FORWARD,))} > alone
+    h200 = GPUS["H200"].device
+    calibrated = launches(module, SHAPE8, h200, (Pass.FORWARD,))
+    monkeypatch.setattr(executor, "is_present", lambda device: False)
+    assert launches(module, SHAPE8, h200, (Pass.FORWARD,)) == calibrated, "nothing is timed on an H200"
 
 
 SHAPE8 = (2, 8, 3, 3, 4)
