@@ -13,6 +13,7 @@ from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dRe
 from .api.tune import Tuned, tune
 from .runtime import launcher
 from .torch_ops.backend import current_backend, use_backend
+from .torch_ops.choosing import measure_offers
 from .torch_ops.decompositions import decompositions
 from .torch_ops.kept import keep_weights
 
@@ -36,6 +37,7 @@ __all__ = [
     "explain",
     "fuse",
     "keep_weights",
+    "measure_offers",
     "plan_swaps",
     "restore",
     "tune",

@@ -27,6 +27,7 @@ from ..families.group_backward import planner as group_backward_planner
 from ..families.halo import planner as halo_planner
 from ..families.mma import planner as mma_planner
 from ..families.norm import planner as norm_planner
+from ..families.pytorch import planner as pytorch_planner
 from ..families.unfold import planner as unfold_planner
 from ..families.up import backward as up_backward_planner
 from ..families.up import backward_last as up_backward_last_planner
@@ -39,7 +40,7 @@ from ..families.weight_grad import warps as weight_grad_planner
 from . import repertoire
 from .geometry import Geometry
 from .launch import Launch
-from .offers import Answer, Offer, Refusal, Wanted, cheapest
+from .offers import Answer, Cover, Offer, Refusal, Wanted, ranked
 from .problem import Device, Pass, Plan, Problem
 
 WORKSPACE_ALIGN = 256  # bytes
@@ -108,8 +109,11 @@ def _only_direct(wanted: Wanted) -> str | None:
     return None
 
 
-def answers(wanted: Wanted, device: Device) -> list[Answer]:
-    """Returns the offers and refusals of every family for the wanted passes."""
+def answers(wanted: Wanted, device: Device, pytorch: bool = False) -> list[Answer]:
+    """Returns the offers and refusals of every family for the wanted passes.
+
+    `pytorch`: PyTorch's operator may compute the call, so that it is asked too.
+    """
     found: list[Answer] = []
     limit = _only_direct(wanted)
     for name, family in FAMILIES:
@@ -118,7 +122,7 @@ def answers(wanted: Wanted, device: Device) -> list[Answer]:
             continue
         for answer in family.offer(wanted, device):
             found.append(_with_epilogue(answer, family, wanted))
-    return found
+    return [*found, *pytorch_planner.offer(wanted, device)] if pytorch else found
 
 
 def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer:
@@ -129,27 +133,45 @@ def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer
     return answer
 
 
-def taken(wanted: Wanted, device: Device) -> tuple[Offer, ...]:
-    """Returns the offers that compute all wanted passes in the least predicted time."""
-    found = answers(wanted, device)
-    cover = cheapest(tuple(wanted), [answer for answer in found if isinstance(answer, Offer)])
-    if cover is None:
+def taken(wanted: Wanted, device: Device, pytorch: bool = False) -> Cover:
+    """Returns the offers that compute all wanted passes at the least price."""
+    return best(answers(wanted, device, pytorch), wanted, device, 1)[0]
+
+
+def best(found: Sequence[Answer], wanted: Wanted, device: Device, most: int) -> list[Cover]:
+    """Returns the covers with the least prices, at most `most` and at least one, the cheapest first."""
+    covers = ranked(tuple(wanted), [answer for answer in found if isinstance(answer, Offer)], most)
+    if not covers:
         refusals = "; ".join(f"{each.kernel}: {each.why}" for each in found if isinstance(each, Refusal))
         raise NotImplementedError(f"no kernels take {', '.join(w.value for w in wanted)} on {device}: {refusals}")
-    return cover
+    return covers
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, device: Device) -> Plan:
+def plan(problem: Problem, device: Device, pytorch: bool = False) -> Plan:
     check_limits(problem.geometry)
-    with _meeting(problem, device):
-        (offer,) = taken({problem.which: problem}, device)
-        found = offer.make()
-    return norm_planner.with_statistics(found, problem, device) if problem.norm else found
+    wanted = {problem.which: problem}
+    with meeting(wanted, device):
+        return plan_of(taken(wanted, device, pytorch), wanted, device)
 
 
-def _meeting(problem: Problem, device: Device) -> AbstractContextManager[None]:
+def plan_of(cover: Cover, wanted: Wanted, device: Device) -> Plan:
+    """Returns one plan for all passes of a cover. Offers must be asked and planned within one `meeting`."""
+    return _in_turn(plans_of(cover, wanted, device))
+
+
+def plans_of(cover: Cover, wanted: Wanted, device: Device) -> list[Plan]:
+    """Returns the plans of a cover in the order in which they run; `Plan.passes` names the passes of each."""
+    order, problem = list(Pass), next(iter(wanted.values()))
+    plans = sorted((offer.plan() for offer in cover), key=lambda plan: order.index(plan.passes[0]))
+    if problem.norm and not plans[0].aten:
+        return [norm_planner.with_statistics(plan, problem, device) for plan in plans]
+    return plans
+
+
+def meeting(wanted: Wanted, device: Device) -> AbstractContextManager[None]:
     """Tells the repertoire which layer and volume are planned; forward pass and gradients count as two layers."""
+    problem = next(iter(wanted.values()))
     layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, device)
     return repertoire.meeting(layer, (problem.batch, problem.input_size))
 
@@ -176,25 +198,20 @@ def forget() -> None:
 # ---- The gradients of one backward pass.
 
 
-def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
+def plan_gradients(problems: tuple[Problem, ...], device: Device, pytorch: bool = False) -> Plan:
     """Returns one plan for all gradients that a backward pass wants."""
-    return _in_turn(gradient_plans(problems, device))
+    return _in_turn(gradient_plans(problems, device, pytorch))
 
 
-def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
+def gradient_plans(problems: tuple[Problem, ...], device: Device, pytorch: bool = False) -> list[Plan]:
     """Returns the plans of the wanted gradients in the order in which they run; `Plan.passes` names the gradients."""
     if not problems:
         return []
     for problem in problems:
         check_limits(problem.geometry)
-    with _meeting(problems[0], device):
-        found = _gradient_plans(problems, device)
-    order = list(Pass)
-    return sorted(found, key=lambda plan: order.index(plan.passes[0]))
-
-
-def _gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
-    return [offer.plan() for offer in taken({problem.which: problem for problem in problems}, device)]
+    wanted = {problem.which: problem for problem in problems}
+    with meeting(wanted, device):
+        return plans_of(taken(wanted, device, pytorch), wanted, device)
 
 
 def _in_turn(plans: Sequence[Plan]) -> Plan:

@@ -134,6 +134,7 @@ class Plan:
     passes: tuple[Pass, ...] = ()  # passes that the launches compute, for a plan of a backward pass
     preparing: int = 0  # number of launches at the beginning that only prepare operands
     kept: Plan | None = None  # faster plan for calls that reuse a packed weight and skip the first launch
+    aten: bool = False  # there are no launches: PyTorch's operator computes the passes
 
 
 def bias_grad_problem(

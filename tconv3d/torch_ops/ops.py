@@ -271,9 +271,9 @@ def _gradients(
     if together and why_not_ours(grad, backend) is None:
         if torch._C._autograd._profiler_enabled():
             shown = grad, tuple(input_shape), tuple(weight_shape), tuple(wanted), *convolution
-            arguments = grad, input, weight, wanted, size, kernel, convolution
+            arguments = grad, input, weight, wanted, size, kernel, convolution, backend
             return _named("conv_transpose3d_backward", executor.backward, shown, *arguments)
-        return executor.backward(grad, input, weight, wanted, size, kernel, convolution)
+        return executor.backward(grad, input, weight, wanted, size, kernel, convolution, backend)
     with use_backend(backend):
         return (
             conv_transpose3d_input_grad(grad, weight, size, convolution) if wanted[0] else None,

@@ -122,6 +122,14 @@ def backward(
 ) -> list[Tensor | None]:
     """Returns the wanted gradients of input, weight and bias. A tensor that no wanted gradient needs may be None."""
     found: list[Tensor | None] = [None, None, None]
+    if wanted[0] and wanted[1]:  # one call, as PyTorch's own backward pass
+        assert input is not None and weight is not None
+        stride, padding, output_padding, groups, dilation = convolution
+        rest = stride, padding, dilation, True, output_padding, groups, list(wanted)
+        found = list(torch.ops.aten.convolution_backward(grad_output, input, weight, [grad_output.shape[1]], *rest))
+        found[0] = with_strides(found[0], result_strides(input.shape, grad_output, weight))  # type: ignore[arg-type]
+        found[1] = with_strides(found[1], contiguous_strides(weight.shape))  # type: ignore[arg-type]
+        return found if wanted[2] else [*found[:2], None]
     if wanted[0]:
         assert weight is not None
         found[0] = input_grad(grad_output, weight, input_size, convolution)

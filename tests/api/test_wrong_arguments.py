@@ -73,6 +73,8 @@ case("compile_ahead", lambda: anything.compile_ahead(LAYER, 3, gpu="H200"), Type
 case("compile_ahead", lambda: anything.compile_ahead(LAYER, SHAPE, gpu=9), TypeError, "but got 9 of type int")
 
 case("keep_weights", lambda: anything.keep_weights("no"), TypeError, "expected True or False, but got 'no'")
+case("measure_offers", lambda: anything.measure_offers("no"), ValueError, "expected 'auto', .* but got 'no'")
+case("measure_offers", lambda: anything.measure_offers(False), ValueError, "expected 'auto', .* but got False")
 case("use_backend", lambda: anything.use_backend("gpu"), ValueError, "expected one of 'auto', .* got 'gpu'")
 case("use_backend", lambda: anything.use_backend(None), ValueError, "expected one of 'auto', .* got None")
 

@@ -54,7 +54,7 @@ def work(problem: Problem, device: Device) -> Work:
     is products.
     """
     if problem.which in (Pass.FORWARD, Pass.INPUT_GRAD):
-        return Work(1, cycles(problem, device))
+        return Work(1, cycles(problem, device), tensor_cores=False)
     return Work(2, products=problem.flops / 2)
 
 
