@@ -19,8 +19,8 @@ from rich.text import Text
 from torch import Tensor, nn
 
 import tconv3d
-from tconv3d.api.clock import Clock
 from tconv3d.tools import tables, tasks
+from tconv3d.torch_ops.clock import Clock
 
 # Largest error allowed, as a fraction of the tensor's largest absolute value. TF32 rounds with a relative error of up
 # to 2^-11, while a tap in a wrong place gives an error about as large as the values.

@@ -285,8 +285,8 @@ def _forward_task(
 ) -> Task:
     """Returns the task of a forward pass; `x` and `w` are the addresses of input and weight.
 
-    PyTorch's operator is no offer for a call with a tail, which it does not compute, nor for a window of a layer, whose
-    bits must be those of the whole layer.
+    PyTorch's operator is no offer for a call with a tail, which it does not compute, nor for a window of a layer,
+    whose bits must be those of the whole layer.
     """
     kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
     settings = choosing.circumstances(input.is_cuda)
@@ -295,7 +295,8 @@ def _forward_task(
     # Written out instead of by `_key` and `_kind`, because every call makes this key: calling them takes 0.5 us.
     key = (
         Pass.FORWARD, input.dtype, input.device, tf32_of(input), settings, input.shape, input.stride(), x % 16,
-        weight.shape, weight.stride(), w % 16, weight.dtype, weight.device, kind, convolution, relu, norm, tail, window,
+        weight.shape, weight.stride(), w % 16, weight.dtype, weight.device, kind, convolution, relu, norm,
+        tail, window,
     )  # fmt: skip
     task = _tasks.get(key)
     if task is not None:
