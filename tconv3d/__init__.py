@@ -7,6 +7,7 @@ from .api.ahead import compile_ahead
 from .api.explain import Explanation, explain
 from .api.functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
 from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
+from .api.precompile import Precompiled, load_precompiled, precompile
 from .api.tune import Tuned, tune
 from .runtime import launcher
 from .torch_ops.backend import current_backend, use_backend
@@ -18,6 +19,7 @@ __all__ = [
     "ConvTranspose3dReLUGroupNorm",
     "Explanation",
     "LayerSwap",
+    "Precompiled",
     "SwapReport",
     "Tuned",
     "accelerate",
@@ -28,7 +30,9 @@ __all__ = [
     "current_backend",
     "explain",
     "keep_weights",
+    "load_precompiled",
     "plan_swaps",
+    "precompile",
     "restore",
     "tune",
     "use_backend",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .. import emulator
 from ..families.norm import planner as norm_planner
 from ..families.norm.planner import Activation, NormProblem, Wanted
 from ..planning import gpus, planner
@@ -24,6 +25,7 @@ from ..planning.gpus import DEFAULT_GPU, Gpu
 from ..planning.launch import Launch
 from ..planning.offers import Answer, Offer, Refusal
 from ..planning.problem import Device, Norm, Pass, Plan, Problem
+from ..runtime import compiler, packs
 from ..torch_ops import checks, executor, ops, problems, pytorch_ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
@@ -51,6 +53,7 @@ class PassExplanation:
     kept_bytes: int = 0  # bytes of the packed weight that calls without gradients keep
     together: tuple[str, ...] = ()  # all passes that these launches compute, if there are several
     predicted_us: float | None = None  # predicted microseconds of the launches, for all passes that they compute
+    packed: str = ""  # which of the kernels come from loaded packs, and from which; empty if none is loaded
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,7 @@ def _explain(
     refusal = _refusal(geometry)
     output_shape = (input.shape[0], geometry.out_channels, *problems[0].output_size)
     return Explanation(
-        layer=_describe(geometry, bias is not None),
+        layer=describe(geometry, bias is not None),
         input_shape=tuple(input.shape),
         output_shape=output_shape,
         dtype=dtype,
@@ -322,6 +325,7 @@ def _explain_passes(problems: Sequence[Problem], device: Device, gpu: Gpu | None
                     _explain_pass(problem, plans[which], gpu),
                     passed_over=_passed_over(which, offer, answers),
                     predicted_us=offer.microseconds,
+                    packed=_packed(plans[which], device),
                 )
             )
     return tuple(explained)
@@ -369,6 +373,21 @@ def _explain_pass(problem: Problem, plan: Plan, gpu: Gpu | None) -> PassExplanat
     )
 
 
+def _packed(plan: Plan, device: Device) -> str:
+    """Says which kernels of a plan come from loaded packs; empty if no pack is loaded."""
+    if not packs.loaded():
+        return ""
+    kernels = dict.fromkeys((launch.kernel, launch.constants) for launch in plan.launches)
+    arch = compiler.architecture(device.compiled_capability)
+    names = [
+        emulator.packed_name(*each) if device == executor.EMULATED else compiler.packed_name(*each, arch)
+        for each in kernels
+    ]
+    holders = [pack for name in names if (pack := packs.holder(name)) is not None]
+    places = ", ".join(dict.fromkeys(str(pack.path) for pack in holders))
+    return f"{len(holders)} of {len(names)} kernels from " + (f"the pack {places}" if holders else "loaded packs")
+
+
 # ---- Layers with a fused ReLU or GroupNorm.
 
 
@@ -384,20 +403,24 @@ def _explain_fused(
     if norm is None:
         return replace(plain, layer=f"{plain.layer}, ReLU", passes=(forward, *plain.passes[1:]))
     normalize, gradient = _norm_plans(problem, norm, device)
-    moved = _activation(problem).bytes
+    moved = activation(problem).bytes
     gradients = [each for each in problems_of(*call) if each.which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)]
     passes = (
         forward,
-        _explain_sweep("normalize", normalize, 2 * moved, ceilings),
+        replace(_explain_sweep("normalize", normalize, 2 * moved, ceilings), packed=_packed(normalize, device)),
         # The norm's gradient includes the gradient of the convolution's bias.
-        _explain_sweep("norm_grad", gradient, (5 if gradient.kernel == "norm_grad" else 3) * moved, ceilings),
+        replace(
+            _explain_sweep("norm_grad", gradient, (5 if gradient.kernel == "norm_grad" else 3) * moved, ceilings),
+            packed=_packed(gradient, device),
+        ),
         *_explain_passes(gradients, device, ceilings),
     )
     text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"
     return replace(plain, layer=text, passes=passes)
 
 
-def _activation(problem: Problem) -> Activation:
+def activation(problem: Problem) -> Activation:
+    """Returns the result of a forward pass as the norm's planner describes it."""
     last = problem.output[1] == 1 and problem.output[4] != 1
     size = prod(problem.output_size)
     return Activation(problem.batch, problem.geometry.out_channels, size, problem.dtype, last)
@@ -406,7 +429,7 @@ def _activation(problem: Problem) -> Activation:
 def _norm_plans(problem: Problem, norm: torch.nn.GroupNorm, device: Device) -> tuple[Plan, Plan]:
     """Returns the plans of normalization and of its gradient, for a norm after a forward pass."""
     parameter = next((DTYPES[tensor.dtype] for tensor in norm.parameters()), problem.dtype)
-    normed = NormProblem(_activation(problem), problem.dtype, parameter, norm.num_groups)
+    normed = NormProblem(activation(problem), problem.dtype, parameter, norm.num_groups)
     wanted = Wanted(True, norm.affine, problem.bias)
     return norm_planner.plan_normalize(normed, device), norm_planner.plan_gradient(normed, wanted, device)
 
@@ -450,7 +473,9 @@ def _here(input: Tensor, weight: Tensor, refusal: str | None) -> str:
     return "these kernels" if input.is_cuda else "these kernels, in the emulator"
 
 
-def _describe(geometry: Geometry, bias: bool) -> str:
+def describe(geometry: Geometry, bias: bool) -> str:
+    """Describes a layer in few words: settings with PyTorch's default value are left out."""
+
     def three(values: tuple[int, ...]) -> str:
         return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
 
@@ -501,6 +526,7 @@ def _lines(e: Explanation) -> list[str]:
             f"  {p.name}: {p.kernel} ({p.why}){_predicted(p)}",
             *(f"    not {name}: {reason}" for name, reason in p.passed_over.items()),
             f"    {p.tile}; {_how_launched(p)}",
+            *([f"    {p.packed}"] if p.packed else []),
             f"    {p.bytes / 1e6:.4g} MB, {p.flops / 1e9:.4g} GFLOP{floor}",
         ]
     return lines
