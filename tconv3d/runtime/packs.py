@@ -149,7 +149,8 @@ def write(
 def read(path: Path) -> Pack:
     """Opens a pack and checks all of it; raises PackError in words if it cannot be used."""
     try:
-        file = open(path, "rb")  # noqa: SIM115  kept open, so that another file of this name changes nothing
+        # The file is kept open, so that another file of this name changes nothing.
+        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
     except OSError as error:
         raise PackError(f"{path} cannot be read: {error.strerror}") from error
     try:
@@ -167,10 +168,16 @@ def read(path: Path) -> Pack:
         raise
 
 
+def _without_waiting(name: str, flags: int) -> int:
+    """Opens a file without waiting for a writer if it is a pipe."""
+    return os.open(name, flags | os.O_NONBLOCK)
+
+
 def _read_index(path: Path, file: BinaryIO, size: int) -> Index:
     header = file.read(_HEADER_BYTES)
     if not header.startswith(_MAGIC):
-        kind = "a pack of another format" if header.startswith(b"tconv3d pack ") else "not a pack"
+        other = len(header) >= len(_MAGIC) and header.startswith(b"tconv3d pack ")
+        kind = "a pack of another format" if other else "not a pack"
         raise PackError(f"{path} is {kind}: expected a file that tconv3d.precompile of this version wrote")
     length = int.from_bytes(header[len(_MAGIC) : len(_MAGIC) + 8], "little")
     if len(header) < _HEADER_BYTES or length > size - _HEADER_BYTES:

@@ -15,7 +15,8 @@ from tconv3d.tools.arguments import shape
 from tconv3d.tools.bench import layers, models
 from tconv3d.tools.bench.commands import add_layer_flag
 
-_MODEL_HELP = "the model that this function returns, alone or with an example input; its layers are swapped as `accelerate` does"
+_MODEL_HELP = "the model that this function returns, alone or with an example input; `accelerate` swaps its layers"
+_GPU_HELP = f"of: {gpus.names()}; with another number of multiprocessors: H100,114"
 
 
 def add(commands: Any) -> None:
@@ -27,13 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--shape", action="append", type=shape, default=[], metavar="SHAPE", help="of a model's input: 1x1x96x96x96"
     )
-    parser.add_argument(
-        "--gpu",
-        action="append",
-        required=True,
-        metavar="GPU",
-        help=f"of: {gpus.names()}; with multiprocessors: A100,108",
-    )
+    parser.add_argument("--gpu", action="append", required=True, metavar="GPU", help=_GPU_HELP)
     parser.add_argument("--dtype", nargs="+", choices=PRECISIONS, help="default: the type of each layer's input")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, help="default: the layout of each layer's input")
     parser.add_argument("--no-gradients", action="store_true", help="only the forward pass")
