@@ -34,7 +34,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from . import plain
 
@@ -99,7 +99,7 @@ class Pack:
 
     path: Path
     index: Index
-    file: BinaryIO
+    descriptor: int  # of the open file
     places: dict[str, Place] = field(default_factory=dict)
 
     def read(self, name: str) -> bytes | None:
@@ -107,7 +107,7 @@ class Pack:
         place = self.places.get(name)
         if place is None:
             return None
-        payload = os.pread(self.file.fileno(), place.entry.bytes, place.start)
+        payload = os.pread(self.descriptor, place.entry.bytes, place.start)
         if hashlib.sha256(payload).hexdigest() != place.entry.sha256:
             raise PackError(f"{self.path} was changed after it had been loaded: {place.entry.what} is damaged")
         return payload
@@ -149,32 +149,29 @@ def write(
 def read(path: Path) -> Pack:
     """Opens a pack and checks all of it; raises PackError in words if it cannot be used."""
     try:
-        # The file is kept open, so that another file of this name changes nothing.
-        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115
+        # The file is kept open, so that another file of this name changes nothing. A pipe is not waited for.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise PackError(f"{path} cannot be read: {error.strerror}") from error
     try:
-        found = os.fstat(file.fileno())
+        found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             raise PackError(f"{path} is not a file")
         if found.st_mode & stat.S_IWOTH:
             raise PackError(f"{path} can be written by everybody, and its kernels would run: chmod o-w")
-        pack = Pack(path, _read_index(path, file, found.st_size), file)
-        _place_entries(pack, file.tell(), found.st_size)
+        index, start = _read_index(path, descriptor, found.st_size)
+        pack = Pack(path, index, descriptor)
+        _place_entries(pack, start, found.st_size)
         _check_payloads(pack)
         return pack
     except BaseException:
-        file.close()
+        os.close(descriptor)
         raise
 
 
-def _without_waiting(name: str, flags: int) -> int:
-    """Opens a file without waiting for a writer if it is a pipe."""
-    return os.open(name, flags | os.O_NONBLOCK)
-
-
-def _read_index(path: Path, file: BinaryIO, size: int) -> Index:
-    header = file.read(_HEADER_BYTES)
+def _read_index(path: Path, descriptor: int, size: int) -> tuple[Index, int]:
+    """Returns the index and the offset of the first payload."""
+    header = os.pread(descriptor, _HEADER_BYTES, 0)
     if not header.startswith(_MAGIC):
         other = len(header) >= len(_MAGIC) and header.startswith(b"tconv3d pack ")
         kind = "a pack of another format" if other else "not a pack"
@@ -184,14 +181,14 @@ def _read_index(path: Path, file: BinaryIO, size: int) -> Index:
         raise PackError(f"{path} is cut off: it has {size} bytes, which end before its index does")
     if length > LARGEST_INDEX:
         raise PackError(f"{path} has an index of {length} bytes, more than {LARGEST_INDEX}")
-    text = file.read(length)
+    text = os.pread(descriptor, length, _HEADER_BYTES)
     if hashlib.sha256(text).digest() != header[len(_MAGIC) + 8 :]:
         raise PackError(f"{path} is damaged: its index does not have its checksum")
     try:
         index: Index = plain.loads(text, Index)
     except ValueError as error:
         raise PackError(f"{path} has an index that does not describe a pack: {error}") from error
-    return index
+    return index, _HEADER_BYTES + length
 
 
 def _place_entries(pack: Pack, start: int, size: int) -> None:
@@ -206,11 +203,11 @@ def _place_entries(pack: Pack, start: int, size: int) -> None:
 
 
 def _check_payloads(pack: Pack) -> None:
-    for entry in pack.index.entries:
-        digest, left = hashlib.sha256(), entry.bytes
-        while left and (piece := pack.file.read(min(left, PIECE))):
+    for entry, start in pack.places.values():
+        digest, end = hashlib.sha256(), start + entry.bytes
+        while start < end and (piece := os.pread(pack.descriptor, min(end - start, PIECE), start)):
             digest.update(piece)
-            left -= len(piece)
+            start += len(piece)
         if digest.hexdigest() != entry.sha256:
             raise PackError(f"{pack.path} is damaged: {entry.what[:200]} does not have its checksum")
 
@@ -235,6 +232,8 @@ def unload() -> None:
     """Forgets all packs, and reads the environment variable again at the next look."""
     global _environment_read
     with _lock:
+        for pack in _loaded:
+            os.close(pack.descriptor)
         _loaded.clear()
         _environment_read = False
 
@@ -272,7 +271,7 @@ def _of_environment() -> Iterator[Pack]:
 def _usable(path: Path) -> Pack:
     pack = read(Path(os.path.abspath(path)))
     if pack.index.sources != fingerprint():
-        pack.file.close()
+        os.close(pack.descriptor)
         raise PackError(
             f"{pack.path} was written by tconv3d {pack.index.version[:20]} with other kernels or planners than this "
             "installation has, so that none of its kernels would be found: write it with the version that loads it"
