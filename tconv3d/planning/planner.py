@@ -58,7 +58,7 @@ from ..families.weight_grad import (
 from ..families.weight_grad import (
     warps as weight_grad_planner,
 )
-from . import repertoire
+from . import folding, repertoire
 from .geometry import Geometry
 from .launch import Launch
 from .offers import Answer, Offer, Refusal, Wanted, cheapest
@@ -138,7 +138,7 @@ def answers(wanted: Wanted, device: Device) -> list[Answer]:
             continue
         for answer in family.offer(wanted, device):
             found.append(_with_epilogue(answer, family, wanted))
-    return found
+    return [*found, *folding.answers(wanted, device, taken, _in_turn)]
 
 
 def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from places import ROOT
+from packed_model import SHAPES, model
+from places import PYTHONPATH
 from torch import nn
 
 import tconv3d
@@ -31,14 +32,6 @@ needs_compiler = pytest.mark.skipif(
     pytest.importorskip("importlib.util").find_spec("cuda.core") is None, reason="compiling needs cuda-core"
 )
 
-SHAPES = ((1, 4, 2, 3, 4), (2, 4, 2, 2, 2))
-
-
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    layers = nn.ConvTranspose3d(4, 4, 2, stride=2), nn.ReLU(), nn.GroupNorm(2, 4), nn.ConvTranspose3d(4, 2, 1)
-    return tconv3d.accelerate(nn.Sequential(*layers))
-
 
 @pytest.fixture(autouse=True)
 def no_packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -52,7 +45,7 @@ def no_packs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 ELSEWHERE = """
 import sys, warnings
 import torch, tconv3d
-from test_precompile import SHAPES, model
+from packed_model import SHAPES, model
 from tconv3d import emulator
 from tconv3d.runtime import cache
 warnings.simplefilter("error")
@@ -64,8 +57,7 @@ path = sys.argv[1]
 def elsewhere(script: str, path: Path, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     empty = tmp_path / "empty"
     empty.mkdir(exist_ok=True)
-    python = os.pathsep.join(map(str, (ROOT, Path(__file__).parent, ROOT / "tests" / "helpers")))
-    settings = {"PATH": str(empty), "TCONV3D_CACHE_DIR": "/proc/no/such/place", "PYTHONPATH": python}
+    settings = {"PATH": str(empty), "TCONV3D_CACHE_DIR": "/proc/no/such/place", "PYTHONPATH": PYTHONPATH}
     kept = {name: value for name, value in os.environ.items() if name not in ("CXX", packs.VARIABLE)}
     command = [sys.executable, "-c", ELSEWHERE + textwrap.dedent(script), str(path)]
     return subprocess.run(
