@@ -45,8 +45,8 @@ __device__ void run(const Args& args) {
   const long long index = static_cast<long long>(blockIdx.x) * C::kThreads + threadIdx.x;
   if (index >= args.runs) return;
   const Run at = run_of(args, static_cast<int>(index), C::kRun);
-  const Word* from = static_cast<const Word*>(args.from) + (C::kBack ? at.folded : at.whole);
-  Word* to = static_cast<Word*>(args.to) + (C::kBack ? at.whole : at.folded);
+  const Word* from = static_cast<const Word*>(args.source) + (C::kBack ? at.folded : at.whole);
+  Word* to = static_cast<Word*>(args.target) + (C::kBack ? at.whole : at.folded);
   const long long read = C::kBack ? args.tap : args.whole_strides.w;
   const long long write = C::kBack ? args.whole_strides.w : args.tap;
 #pragma unroll 4

@@ -43,24 +43,21 @@ WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}  # C++ typ
 
 FOLD = Arguments(
     KERNEL,
-    # "from" is a keyword of Python.
-    **{
-        "from": CONST_POINTER("The tensor that is read."),
-        "to": POINTER("The tensor that is written."),
-        "whole_strides": STRIDES("Strides of the tensor that is not folded."),
-        "item": INT64("Elements of the folded tensor from one batch item to the next."),
-        "channel": INT64("Elements of the folded tensor from one output channel to the next."),
-        "tap": INT64("Elements of the folded tensor from one tap to the next."),
-        "position": INT64("Elements of the folded tensor from one position to the next."),
-        "runs": INT64("Lines of taps along w, of all positions, channels and batch items."),
-        "kernel_d": INT32("Taps along d."),
-        "by_positions": DIVIDER("Divides by the positions of a batch item."),
-        "by_lines": DIVIDER("Divides by the lines of taps of a position."),
-        "by_channels": DIVIDER("Divides by the output channels."),
-        "by_w": DIVIDER("Divides by the positions along w."),
-        "by_h": DIVIDER("Divides by the positions along h."),
-        "by_kernel_h": DIVIDER("Divides by the taps along h."),
-    },
+    source=CONST_POINTER("The tensor that is read."),
+    target=POINTER("The tensor that is written."),
+    whole_strides=STRIDES("Strides of the tensor that is not folded."),
+    item=INT64("Elements of the folded tensor from one batch item to the next."),
+    channel=INT64("Elements of the folded tensor from one output channel to the next."),
+    tap=INT64("Elements of the folded tensor from one tap to the next."),
+    position=INT64("Elements of the folded tensor from one position to the next."),
+    runs=INT64("Lines of taps along w, of all positions, channels and batch items."),
+    kernel_d=INT32("Taps along d."),
+    by_positions=DIVIDER("Divides by the positions of a batch item."),
+    by_lines=DIVIDER("Divides by the lines of taps of a position."),
+    by_channels=DIVIDER("Divides by the output channels."),
+    by_w=DIVIDER("Divides by the positions along w."),
+    by_h=DIVIDER("Divides by the positions along h."),
+    by_kernel_h=DIVIDER("Divides by the taps along h."),
 )
 
 Cover = Callable[[Wanted, Device], tuple[Offer, ...]]  # returns the cheapest offers of all families
@@ -120,7 +117,7 @@ class Folded:
             grid=(-(-runs // THREADS), 1, 1),
             threads=THREADS,
             shared_bytes=0,
-            pointers=FOLD.pointers(**{"from": source, "to": target}),
+            pointers=FOLD.pointers(source=source, target=target),
             scalars=FOLD.pack(
                 whole_strides=whole,
                 item=item,
