@@ -24,7 +24,7 @@ from tconv3d.planning import planner
 from tconv3d.planning.gpus import GPUS, device_named
 from tconv3d.planning.launch import Constants
 from tconv3d.planning.problem import Device
-from tconv3d.runtime import compiler, packs
+from tconv3d.runtime import background, compiler, packs
 from tconv3d.torch_ops import executor
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
@@ -166,6 +166,26 @@ def test_volumes_may_come_in_any_order(gpu: str) -> None:
         have = {(each.kernel, each.constants) for each in deployed.launches(calls, device)}
         for order in permutations(calls):
             assert kernels_in_order(list(order), device) <= have
+        planner.forget()
+
+
+def test_every_volume_after_a_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Volumes and batch sizes that were not named launch packed kernels if a named volume came before them."""
+    monkeypatch.setattr(background, "EDGES", (8,))  # fewer volumes, which take less time to plan
+    monkeypatch.setattr(background, "BATCHES", (1,))
+    monkeypatch.setattr(background, "RESTS", (0, 1))
+    layer, device = tconv3d.ConvTranspose3d(16, 2, 1), GPUS["A100"].device
+    (found,) = deployed.layers_of(layer, [(1, 16, 4, 4, 8)])
+    named = deployed.variants(found, ["bfloat16"], None, False)
+    shapes = [(3, 16, 5, 6, 9), (1, 16, 40, 40, 40)]
+    (others,) = deployed.layers_of(layer, shapes)
+    with planner.aside():
+        have = {(each.kernel, each.constants) for each in deployed.launches(named, device)}
+        have |= set(deployed.launches_of_every_volume(named, device))
+        for other in deployed.variants(others, ["bfloat16"], None, False):
+            planner.forget()
+            plans = [planner.plan(each.forward, device) for each in (*named, other)]
+            assert {(launch.kernel, launch.constants) for plan in plans for launch in plan.launches} <= have
         planner.forget()
 
 
