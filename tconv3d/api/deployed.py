@@ -58,6 +58,7 @@ class Variant:
     layer: Deployed
     problems: tuple[Problem, ...]  # the forward pass, and the gradients that may be wanted
     layout: str
+    turned: tuple[Problem, ...] = ()  # the gradients for a contiguous output gradient, if the output is not
 
     @property
     def forward(self) -> Problem:
@@ -126,7 +127,14 @@ def _kind(variant: Variant) -> tuple[Any, ...]:
 
 def _launches(variant: Variant, device: Device) -> Iterator[Launch]:
     yield from _of_plan(planner.plan(variant.forward, device))
-    gradients = variant.problems[1:]
+    for gradients in (variant.problems[1:], variant.turned):
+        yield from _gradient_launches(gradients, device)
+    if variant.layer.norm is not None:
+        yield from _norm_launches(variant, variant.layer.norm, device)
+
+
+def _gradient_launches(gradients: tuple[Problem, ...], device: Device) -> Iterator[Launch]:
+    """Yields the launches of every combination of gradients, also for when memory is short."""
     for problem in gradients:  # an operator of its own computes each gradient under torch.compile
         for each in (device, device.thrifty):
             yield from _of_plan(planner.plan(problem, each))
@@ -134,8 +142,6 @@ def _launches(variant: Variant, device: Device) -> Iterator[Launch]:
         for wanted in combinations(gradients, count):
             for each in (device, device.thrifty):
                 yield from _of_plan(planner.plan_gradients(wanted, each))
-    if variant.layer.norm is not None:
-        yield from _norm_launches(variant, variant.layer.norm, device)
 
 
 def _of_plan(plan: Plan) -> Iterator[Launch]:
@@ -203,20 +209,27 @@ def _variant(
     input, weight, bias, convolution = call_of(layer.convolution, x, *(() if size is None else (size,)))
     cast = _cast(dtype)
     planned: Call = input, cast(weight), None if bias is None else cast(bias), convolution
-    forward, *gradients = [
-        each if tf32 is None or each.which is Pass.BIAS_GRAD else replace(each, tf32=tf32)
-        for each in problems_of(*planned)
-    ]
+    forward, *gradients = _with_tf32(problems_of(*planned), tf32)
+    _, *turned = _with_tf32(problems_of(*planned, contiguous_gradient=True), tf32)
     norm = None if layer.norm is None else Norm(layer.norm.num_groups, layer.norm.eps)
     forward = replace(forward, relu=layer.relu, norm=norm)
     if norm is not None:  # the norm's gradient includes the gradient of the convolution's bias
         gradients = [problem for problem in gradients if problem.which is not Pass.BIAS_GRAD]
+        turned = []  # the norm's gradient has the layout of its input
     channels_last = forward.input[1] == 1 and forward.input[4] != 1
     return Variant(
         layer,
         (forward, *(gradients if backward else ())),
         layout or ("channels_last_3d" if channels_last else "contiguous"),
+        tuple(turned) if backward and turned != gradients else (),
     )
+
+
+def _with_tf32(problems: list[Problem], tf32: bool | None) -> list[Problem]:
+    """Returns the problems with TF32 or without, or as they are for None; sums for the bias know no TF32."""
+    if tf32 is None:
+        return problems
+    return [each if each.which is Pass.BIAS_GRAD else replace(each, tf32=tf32) for each in problems]
 
 
 def _cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -270,10 +270,16 @@ def _explain(
     )
 
 
-def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> list[Problem]:
+def problems_of(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    convolution: Convolution,
+    contiguous_gradient: bool = False,
+) -> list[Problem]:
     """Returns the problems of a training step, made by the functions that the executor uses.
 
-    The output gradient is assumed to be a new tensor with the output's strides.
+    The output gradient is assumed to be a new tensor with the output's strides, or contiguous if told so.
     """
     at = OperandAddresses(*(0 if tensor.is_meta else tensor.data_ptr() for tensor in (input, weight)))
     input, weight = _on_meta(input), _on_meta(weight)  # an input given as a shape has no device
@@ -284,6 +290,7 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
         raise NotImplementedError(f"PyTorch's operator runs dtype {dtype}: tconv3d has no kernel for it")
     forward, (shape, strides) = problems.forward(input, weight, bias, convolution, at)
     grad_output = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
+    grad_output = grad_output.contiguous() if contiguous_gradient else grad_output
     size, kernel = forward.input_size, forward.geometry.kernel
     asked = [
         problems.input_grad(grad_output, weight, size, convolution, at),

@@ -156,10 +156,11 @@ def kernels_in_order(calls: list[deployed.Variant], device: Device) -> Kernels:
     return found
 
 
-@pytest.mark.parametrize("gpu", ["H200", "A100"])
-def test_volumes_may_come_in_any_order(gpu: str) -> None:
+@pytest.mark.parametrize(("gpu", "volumes"), [("H200", 2), ("A100", 3)])
+def test_volumes_may_come_in_any_order(gpu: str, volumes: int) -> None:
     layer = tconv3d.ConvTranspose3d(32, 16, 3, stride=2, padding=1)
-    found = deployed.layers_of(layer, [(1, 32, 4, 4, 8), (1, 32, 32, 32, 32), (8, 32, 12, 12, 12)])
+    shapes = [(1, 32, 4, 4, 8), (1, 32, 32, 32, 32), (8, 32, 12, 12, 12)]
+    found = deployed.layers_of(layer, shapes[:volumes])
     calls = deployed.variants(found[0], [torch.bfloat16], ["channels_last_3d"], True)
     device = GPUS[gpu].device
     with planner.aside():
@@ -210,6 +211,9 @@ def test_types_and_layouts_of_the_calls_or_as_told() -> None:
         ("1x4x2x3x4", "channels_last_3d", "float32"),
         ("2x4x2x2x2", "contiguous", "float32"),
     ]
+    last = deployed.variants(replace(found[1], calls=found[1].calls[:1]), None, ["channels_last_3d"], True)[0]
+    assert [each.which for each in last.turned] == [each.which for each in last.problems[1:]]
+    assert last.turned[0].output[4] == 1 != last.problems[1].output[4] and first[0].turned == first[1].turned == ()
     assert first[0].forward.relu and first[0].forward.norm is not None and len(first[0].problems) == 3
     told = deployed.variants(found[1], ["tf32", "float32", torch.bfloat16], ["contiguous"], False)
     assert [(each.forward.dtype, each.forward.tf32) for each in told[:3]] == [
