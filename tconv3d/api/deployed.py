@@ -82,7 +82,7 @@ def layers_of(model: nn.Module, inputs: Sequence[Any]) -> list[Deployed]:
     norms = _norms(model)
     found: dict[nn.Module, list[LayerCall]] = {}
     for each in inputs:
-        example = torch.empty(tuple(each)) if _is_shape(each) else each
+        example = _of_shape(each, model) if _is_shape(each) else each
         for layer, calls in survey.calls(model, example, _is_ours).items():
             found.setdefault(layer, []).extend(calls)
     return [_deployed(names[layer], layer, norms, calls) for layer, calls in found.items()]
@@ -173,6 +173,12 @@ def _is_ours(module: nn.Module) -> bool:
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) > 0 and all(isinstance(each, int) for each in value)
+
+
+def _of_shape(shape: Sequence[int], model: nn.Module) -> Tensor:
+    """Returns an input of this shape, with the type and on the device of the model's parameters."""
+    like = next((each for each in model.parameters() if each.is_floating_point()), torch.empty(0))
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
 def _norms(model: nn.Module) -> dict[nn.Module, nn.GroupNorm]:

@@ -26,6 +26,7 @@ from ..planning.launch import Constant, Constants
 from . import cache, packs, sources
 
 ENTRY = "tconv3d_kernel"
+MOST_LISTED = 20  # contents of a pack that an error message lists
 
 # "-v" makes ptxas report registers and spills. Fast math is off: division, denormals and rounding follow IEEE 754.
 # `device_as_default_execution_space` makes lambdas in device functions device functions without an annotation.
@@ -116,8 +117,7 @@ def compile(kernel: str, constants: Constants, arch: str) -> Compiled:
 
 def entry(kernel: str, constants: Constants, arch: str) -> bytes:
     """Returns a compiled kernel and its log as the payload of an entry, for the cache and for packs."""
-    packed = packs.find(packed_name(kernel, constants, arch))
-    if packed is not None:
+    if packs.loaded() and (packed := packs.find(packed_name(kernel, constants, arch))) is not None:
         return packed
     unit = translation_unit(kernel, constants)
     try:
@@ -139,7 +139,7 @@ def _not_packed(error: MissingCompilerError, what: str, arch: str) -> MissingCom
     found = packs.loaded()
     if not found:
         return error
-    listed = [f"{pack.path}:" + "".join(f"\n  {content}" for content in pack.index.contents) for pack in found]
+    listed = [f"{pack.path}:\n{pack.described(MOST_LISTED)}" for pack in found]
     return MissingCompilerError(
         f"{error}\nThe loaded packs do not hold this kernel for {arch}. They hold kernels for these layers and "
         "volumes; write a pack with tconv3d.precompile that names this one too:\n" + "\n".join(listed) + f"\nThe "

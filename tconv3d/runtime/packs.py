@@ -112,6 +112,12 @@ class Pack:
             raise PackError(f"{self.path} was changed after it had been loaded: {place.entry.what} is damaged")
         return payload
 
+    def described(self, most: int) -> str:
+        """Returns what the pack was made for, a line for each part, and how many more there are than `most`."""
+        lines = [f"  {content}" for content in self.index.contents[:most]]
+        more = len(self.index.contents) - most
+        return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])
+
     @property
     def summary(self) -> str:
         """The pack in one line: its path, number of entries, and the GPUs it was made for."""

@@ -224,6 +224,12 @@ def test_types_and_layouts_of_the_calls_or_as_told() -> None:
     assert all(len(each.problems) == 1 and each.layout == "contiguous" for each in told)
 
 
+def test_a_shape_is_an_input_like_the_models_parameters() -> None:
+    there = nn.Sequential(nn.Conv3d(2, 4, 1), nn.ConvTranspose3d(4, 2, 2)).to("meta", torch.bfloat16)
+    (found,) = deployed.layers_of(there, [(1, 2, 3, 3, 3)])
+    assert found.name == "1" and found.calls[0].shape == (1, 4, 3, 3, 3) and found.calls[0].dtype == torch.bfloat16
+
+
 def test_an_output_size_that_a_call_asks_for_is_packed() -> None:
     class Sized(nn.Module):
         def __init__(self) -> None:

@@ -43,6 +43,7 @@ def test_what_is_written_is_found(path: Path) -> None:
     assert [packs.find(name) for name in NAMES] == PAYLOADS
     assert packs.find(cache.key("another") + ".cubin") is None
     assert "3 entries for H200 (9.0)" in pack.summary and str(path) in pack.summary
+    assert pack.described(1) == f"  {CONTENT}" and pack.described(0) == "  and 1 more"
 
 
 def test_the_cache_looks_in_packs_first_and_needs_no_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
