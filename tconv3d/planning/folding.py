@@ -273,7 +273,9 @@ def _unfolded_forward(problem: Problem, products: Plan) -> Plan:
     bias = replace(layer, batch=1, size=(1, 1, 1))
     sizes = {FOLDED: layer.bytes, **({FOLDED_BIAS: bias.bytes} if problem.bias else {})}
     workspace_bytes, regions = _placed(products, sizes)
-    launches = [_renamed(launch, {"y": FOLDED, "bias": FOLDED_BIAS}) for launch in products.launches]
+    # Without a bias, launches name it too and get a null pointer.
+    names = {"y": FOLDED, **({"bias": FOLDED_BIAS} if problem.bias else {})}
+    launches = [_renamed(launch, names) for launch in products.launches]
     if problem.bias:  # the bias of a channel is repeated for its taps: a tensor whose strides but one are 0
         packing = 1 if products.packed_bytes else 0
         repeat = bias.launch("bias", FOLDED_BIAS, (0, 1, 0, 0, 0), aligned=False)

@@ -35,7 +35,7 @@ def up(in_channels: int, out_channels: int, size: Triple, kernel: Triple, **more
 LAYERS = {
     "one channel": up(32, 1, (2, 2, 3), (8, 8, 8)),
     "video": up(16, 3, (2, 1, 2), (2, 16, 16)),
-    "odd": up(24, 2, (1, 2, 2), (5, 5, 5), batch=1),
+    "odd": up(24, 2, (1, 2, 2), (5, 5, 5), batch=1, bias=False),
     "groups": up(32, 2, (2, 2, 2), (4, 4, 8), groups=2),
 }
 LAST = torch.channels_last_3d
@@ -86,9 +86,9 @@ def test_every_pass_against_float64(
     given = operands(LAYERS[name], dtype, x, w)
     check(LAYERS[name], dtype, "cpu", given, tf32=dtype == torch.float32)
     # The bias, y and dy are folded, and dy once more if dx and x have different memory layouts.
-    assert plans.count("fold") in (3, 4)
+    assert plans.count("fold") - (len(given) == 3) in (2, 3)
     with guarded(), torch.no_grad():
-        tconv3d.conv_transpose3d(*given, *LAYERS[name].settings)
+        tconv3d.conv_transpose3d(*given[:2], given[2] if len(given) == 3 else None, *LAYERS[name].settings)
 
 
 @needs_emulator
