@@ -10,6 +10,7 @@ from .api.explain import Explanation, explain
 from .api.functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
 from .api.fuse import FusedTail, FuseReport, fuse
 from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
+from .api.precompile import Precompiled, load_precompiled, precompile
 from .api.tune import Tuned, tune
 from .runtime import launcher
 from .torch_ops.backend import current_backend, use_backend
@@ -25,6 +26,7 @@ __all__ = [
     "FuseReport",
     "FusedTail",
     "LayerSwap",
+    "Precompiled",
     "SwapReport",
     "Tuned",
     "accelerate",
@@ -37,8 +39,10 @@ __all__ = [
     "explain",
     "fuse",
     "keep_weights",
+    "load_precompiled",
     "measure_offers",
     "plan_swaps",
+    "precompile",
     "restore",
     "tune",
     "use_backend",

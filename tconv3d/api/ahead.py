@@ -70,7 +70,12 @@ def fill_cache(launches: Iterable[Launch], device: Device) -> int:
 
     Compile errors are ignored here: the same kernel fails again, with a message, when it is launched.
     """
-    kernels = tuple(dict.fromkeys((launch.kernel, launch.constants) for launch in launches))
+    return fill_cache_with(((launch.kernel, launch.constants) for launch in launches), device)
+
+
+def fill_cache_with(wanted: Iterable[tuple[str, Constants]], device: Device) -> int:
+    """Compiles kernels in several processes, as `fill_cache` does for launches."""
+    kernels = tuple(dict.fromkeys(wanted))
     count = min(MOST_PROCESSES, os.cpu_count() or 1, len(kernels))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     arch = compiler.architecture(device.compiled_capability)

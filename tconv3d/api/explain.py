@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .. import emulator
 from ..families.norm import planner as norm_planner
 from ..families.norm.planner import Activation, NormProblem, Wanted
 from ..families.pytorch.planner import KERNEL as PYTORCH
@@ -25,6 +26,7 @@ from ..planning.gpus import DEFAULT_GPU, Gpu
 from ..planning.launch import Launch
 from ..planning.offers import Answer, Offer, Refusal
 from ..planning.problem import Device, Norm, Pass, Plan, Problem
+from ..runtime import compiler, packs
 from ..torch_ops import checks, choosing, executor, ops, problems, pytorch_ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
@@ -55,6 +57,7 @@ class PassExplanation:
     pytorch_us: float | None = None  # predicted microseconds of PyTorch's offer, if it makes one
     measured: str = ""  # who won, and by what, if offers were timed; empty if the prediction decided
     measured_us: dict[str, float] = field(default_factory=dict)  # the timed offers with their microseconds
+    packed: str = ""  # which of the kernels come from loaded packs, and from which; empty if none is loaded
 
 
 @dataclass(frozen=True)
@@ -260,7 +263,7 @@ def _explain(
     passes = _explain_passes(problems, device, gpu)
     output_shape = (input.shape[0], geometry.out_channels, *problems[0].output_size)
     return Explanation(
-        layer=_describe(geometry, bias is not None),
+        layer=describe(geometry, bias is not None),
         input_shape=tuple(input.shape),
         output_shape=output_shape,
         dtype=dtype,
@@ -284,10 +287,16 @@ def _explain(
     )
 
 
-def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> list[Problem]:
+def problems_of(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    convolution: Convolution,
+    contiguous_gradient: bool = False,
+) -> list[Problem]:
     """Returns the problems of a training step, made by the functions that the executor uses.
 
-    The output gradient is assumed to be a new tensor with the output's strides.
+    The output gradient is assumed to be a new tensor with the output's strides, or contiguous if told so.
     """
     at = OperandAddresses(*(0 if tensor.is_meta else tensor.data_ptr() for tensor in (input, weight)))
     input, weight = _on_meta(input), _on_meta(weight)  # an input given as a shape has no device
@@ -298,6 +307,7 @@ def problems_of(input: Tensor, weight: Tensor, bias: Tensor | None, convolution:
         raise NotImplementedError(f"PyTorch's operator runs dtype {dtype}: tconv3d has no kernel for it")
     forward, (shape, strides) = problems.forward(input, weight, bias, convolution, at)
     grad_output = torch.empty_strided(shape, strides, dtype=input.dtype, device="meta")
+    grad_output = grad_output.contiguous() if contiguous_gradient else grad_output
     size, kernel = forward.input_size, forward.geometry.kernel
     asked = [
         problems.input_grad(grad_output, weight, size, convolution, at),
@@ -358,6 +368,7 @@ def _explain_call(wanted: Mapping[Pass, Problem], device: Device, gpu: Gpu | Non
             passed_over=passed_over,
             predicted_us=None if isinf(offer.microseconds) else offer.microseconds,
             pytorch_us=theirs,
+            packed=_packed(plans[which], device),
             measured=measured,
             measured_us={} if choice.winner is None else {t.name: t.microseconds for t in choice.winner.timings},
         )
@@ -419,6 +430,21 @@ def _explain_pass(problem: Problem, plan: Plan, gpu: Gpu | None) -> PassExplanat
     )
 
 
+def _packed(plan: Plan, device: Device) -> str:
+    """Says which kernels of a plan come from loaded packs; empty if no pack is loaded."""
+    if not packs.loaded():
+        return ""
+    kernels = dict.fromkeys((launch.kernel, launch.constants) for launch in plan.launches)
+    arch = compiler.architecture(device.compiled_capability)
+    names = [
+        emulator.packed_name(*each) if device == executor.EMULATED else compiler.packed_name(*each, arch)
+        for each in kernels
+    ]
+    holders = [pack for name in names if (pack := packs.holder(name)) is not None]
+    places = ", ".join(dict.fromkeys(str(pack.path) for pack in holders))
+    return f"{len(holders)} of {len(names)} kernels from " + (f"the pack {places}" if holders else "loaded packs")
+
+
 # ---- Layers with a fused ReLU or GroupNorm.
 
 
@@ -434,20 +460,24 @@ def _explain_fused(
     if norm is None:
         return replace(plain, layer=f"{plain.layer}, ReLU", passes=(forward, *plain.passes[1:]))
     normalize, gradient = _norm_plans(problem, norm, device)
-    moved = _activation(problem).bytes
+    moved = activation(problem).bytes
     gradients = [each for each in problems_of(*call) if each.which in (Pass.INPUT_GRAD, Pass.WEIGHT_GRAD)]
     passes = (
         forward,
-        _explain_sweep("normalize", normalize, 2 * moved, ceilings),
+        replace(_explain_sweep("normalize", normalize, 2 * moved, ceilings), packed=_packed(normalize, device)),
         # The norm's gradient includes the gradient of the convolution's bias.
-        _explain_sweep("norm_grad", gradient, (5 if gradient.kernel == "norm_grad" else 3) * moved, ceilings),
+        replace(
+            _explain_sweep("norm_grad", gradient, (5 if gradient.kernel == "norm_grad" else 3) * moved, ceilings),
+            packed=_packed(gradient, device),
+        ),
         *_explain_passes(gradients, device, ceilings),
     )
     text = f"{plain.layer}, ReLU, GroupNorm of {norm.num_groups} groups{'' if norm.affine else ', not affine'}"
     return replace(plain, layer=text, passes=passes)
 
 
-def _activation(problem: Problem) -> Activation:
+def activation(problem: Problem) -> Activation:
+    """Returns the result of a forward pass as the norm's planner describes it."""
     last = problem.output[1] == 1 and problem.output[4] != 1
     size = prod(problem.output_size)
     return Activation(problem.batch, problem.geometry.out_channels, size, problem.dtype, last)
@@ -456,7 +486,7 @@ def _activation(problem: Problem) -> Activation:
 def _norm_plans(problem: Problem, norm: torch.nn.GroupNorm, device: Device) -> tuple[Plan, Plan]:
     """Returns the plans of normalization and of its gradient, for a norm after a forward pass."""
     parameter = next((DTYPES[tensor.dtype] for tensor in norm.parameters()), problem.dtype)
-    normed = NormProblem(_activation(problem), problem.dtype, parameter, norm.num_groups)
+    normed = NormProblem(activation(problem), problem.dtype, parameter, norm.num_groups)
     wanted = Wanted(True, norm.affine, problem.bias)
     return norm_planner.plan_normalize(normed, device), norm_planner.plan_gradient(normed, wanted, device)
 
@@ -504,7 +534,9 @@ def _here(input: Tensor, weight: Tensor, refusal: str | None, passes: Sequence[P
     return "these kernels" if input.is_cuda else "these kernels, in the emulator"
 
 
-def _describe(geometry: Geometry, bias: bool) -> str:
+def describe(geometry: Geometry, bias: bool) -> str:
+    """Describes a layer in few words: settings with PyTorch's default value are left out."""
+
     def three(values: tuple[int, ...]) -> str:
         return str(values[0]) if len(set(values)) == 1 else "x".join(map(str, values))
 
@@ -570,6 +602,7 @@ def _lines(e: Explanation) -> list[str]:
             *([f"    {p.measured}"] if p.measured else []),
             *(f"    not {name}: {reason}" for name, reason in p.passed_over.items()),
             f"    {p.tile}; {_how_launched(p)}",
+            *([f"    {p.packed}"] if p.packed else []),
             f"    {p.bytes / 1e6:.4g} MB, {p.flops / 1e9:.4g} GFLOP{floor}",
         ]
     return lines

@@ -6,8 +6,8 @@ This module reads models and never changes them. It knows nothing of kernels, pl
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,28 +41,48 @@ def input_shapes(model: nn.Module, example_input: Any) -> dict[nn.Module, tuple[
     `example_input` is a tensor, a tuple of arguments or a mapping of keyword arguments. The call runs on a copy of
     the model with fake tensors: nothing is computed, no statistic of the model is updated, no random number is drawn.
     """
+    found = calls(model, example_input, is_transposed_convolution)
+    return {layer: tuple(dict.fromkeys(call.shape for call in those)) for layer, those in found.items()}
+
+
+class LayerCall(NamedTuple):
+    """Describes the input of one call of a layer, and the output size that the call asked for."""
+
+    shape: Shape
+    strides: Shape
+    dtype: torch.dtype
+    output_size: tuple[int, ...] | None
+
+
+def calls(
+    model: nn.Module, example_input: Any, wanted: Callable[[nn.Module], bool]
+) -> dict[nn.Module, tuple[LayerCall, ...]]:
+    """Returns the different calls that each wanted layer gets when the model is called, as `input_shapes` does."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
         with FakeCopyMode(mode):
             # The model is copied, because a call may store tensors in its buffers and attributes.
             fake = copy.deepcopy(model)
-        seen = _listen(fake)
+        layers = zip(_unique(model, wanted), _unique(fake, wanted), strict=True)
+        seen = {layer: _listen(twin) for layer, twin in layers}
         arguments, keywords = call_arguments(_pytree.tree_map_only(Tensor, mode.from_tensor, example_input))
         fake(*arguments, **keywords)
-    layers = zip(transposed_convolutions(model), transposed_convolutions(fake), strict=True)
-    return {layer: tuple(seen[twin]) for layer, twin in layers if twin in seen}
+    return {layer: tuple(found) for layer, found in seen.items() if found}
 
 
-def _listen(model: nn.Module) -> dict[nn.Module, list[Shape]]:
-    """Returns a dictionary that hooks fill, when the model runs, with each transposed convolution's input shapes."""
-    seen: dict[nn.Module, list[Shape]] = {}
+def _unique(model: nn.Module, wanted: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    return [module for module in model.modules() if wanted(module)]
 
-    def remember(module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        shape = tuple(arguments[0].shape)
-        if shape not in seen.setdefault(module, []):
-            seen[module].append(shape)
 
-    for module in transposed_convolutions(model):
-        module.register_forward_pre_hook(remember)
+def _listen(layer: nn.Module) -> dict[LayerCall, None]:
+    """Returns a dictionary whose keys a hook adds when the layer is called: one for each different call."""
+    seen: dict[LayerCall, None] = {}
+
+    def remember(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        x, *rest = arguments or (keywords["input"],)
+        size = keywords.get("output_size") or (rest[0] if rest else None)
+        seen[LayerCall(tuple(x.shape), tuple(x.stride()), x.dtype, None if size is None else tuple(size))] = None
+
+    layer.register_forward_pre_hook(remember, with_kwargs=True)
     return seen
 
 

@@ -29,6 +29,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
 import shlex
 import shutil
 import struct
@@ -37,8 +38,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ..planning.launch import Launch
-from ..runtime import cache, compiler, sources
+from ..planning.launch import Constants, Launch
+from ..runtime import cache, compiler, packs, sources
 
 _HERE = Path(__file__).parent
 _INCLUDE = _HERE / "include"
@@ -73,7 +74,7 @@ emulator::Kernel emulated_kernel = {{
 
 
 def available() -> bool:
-    """Returns whether this machine has a C++ compiler."""
+    """Returns whether this machine has a C++ compiler, which kernels that are in no loaded pack need."""
     return _find_compiler() is not None
 
 
@@ -84,10 +85,7 @@ def prepare(
 
     `order` replaces TCONV3D_EMULATOR_ORDER; `kernels`, one directory with all headers, replaces `sources.KERNELS`.
     """
-    unit = compiler.translation_unit(launch.kernel, launch.constants) + _EPILOGUE.format(
-        kernel=launch.kernel, entry=compiler.ENTRY
-    )
-    library = _load(launch.kernel, unit, kernels)
+    library = _load(launch.kernel, launch.constants, kernels)
     grid = (ctypes.c_uint * 3)(*launch.grid)
     pack = struct.Struct(f"={len(launch.pointers)}Q").pack
 
@@ -104,6 +102,24 @@ def prepare(
             raise RuntimeError(error.value.decode(errors="replace"))
 
     return run
+
+
+def packed(kernel: str, constants: Constants) -> tuple[str, bytes]:
+    """Returns the name and the payload of a kernel for a pack: a shared library of this system."""
+    key, build = _entry(kernel, _unit(kernel, constants), None)
+    return packed_name(kernel, constants), cache.get(key, ".so", build)
+
+
+def _unit(kernel: str, constants: Constants) -> str:
+    return compiler.translation_unit(kernel, constants) + _EPILOGUE.format(kernel=kernel, entry=compiler.ENTRY)
+
+
+def packed_name(kernel: str, constants: Constants) -> str:
+    """Returns the name of a kernel in a pack. No compiler is needed to know it, so it is not the cache's name."""
+    unit = _unit(kernel, constants)
+    places = (*sources.KERNELS, _INCLUDE)
+    parts = sources.digest(_sources(kernel, places)), unit, *_sanitizers(), _debug() * "debug", platform.machine()
+    return cache.key("packed", *parts) + ".so"
 
 
 _stacks: list[int | None] = []  # free lists of fiber stacks, reused because mapping new ones is slow
@@ -126,13 +142,26 @@ def _parse_order(order: str) -> tuple[int, int]:
     return _ORDERS[name], int(seed or "0")
 
 
-def _load(kernel: str, unit: str, kernels: Path | None) -> ctypes.CDLL:
+def _load(kernel: str, constants: Constants, kernels: Path | None) -> ctypes.CDLL:
+    name = packed_name(kernel, constants) if kernels is None and packs.loaded() else ""
+    if name and (found := packs.find(name)) is not None:
+        return _open(cache.temporary(*os.path.splitext(name), found))
+    key, build = _entry(kernel, _unit(kernel, constants), kernels)
+    return _open(cache.path(key, ".so", build))
+
+
+def _entry(kernel: str, unit: str, kernels: Path | None) -> tuple[str, Callable[[], bytes]]:
+    """Returns the key of a kernel's library in the disk cache, and the function that builds it."""
     cxx, flags = _compiler(), _flags()
     places = (*(sources.KERNELS if kernels is None else (kernels,)), _INCLUDE)
+    key = cache.key(sources.digest(_sources(kernel, places)), unit, _version(cxx), cxx, *flags, *_CHECKS)
+    return key, lambda: _build(kernel, unit, places, cxx, flags)
+
+
+def _sources(kernel: str, places: tuple[Path, ...]) -> sources.Files:
+    """Returns all files that a kernel's library is built from."""
     files = sources.headers(kernel, places) | sources.included(_HEADER.name, places)
-    files |= sources.included(_RUNTIME.name, (_HERE, _INCLUDE))
-    key = cache.key(sources.digest(files), unit, _version(cxx), cxx, *flags, *_CHECKS)
-    return _open(cache.path(key, ".so", lambda: _build(kernel, unit, places, cxx, flags)))
+    return files | sources.included(_RUNTIME.name, (_HERE, _INCLUDE))
 
 
 @functools.cache
@@ -196,11 +225,14 @@ def _sanitizers() -> list[str]:
     return [name for name in os.environ.get("TCONV3D_EMULATOR_SANITIZE", "").split(",") if name]
 
 
+def _debug() -> bool:
+    return os.environ.get("TCONV3D_EMULATOR_DEBUG", "") not in ("", "0")
+
+
 def _flags() -> tuple[str, ...]:
     sanitizers = _sanitizers()
-    debug = os.environ.get("TCONV3D_EMULATOR_DEBUG", "") not in ("", "0")
     # Compiling takes longer than running: -Og compiles in two thirds of the time of -O1, and kernels run as fast.
-    flags = [*_FLAGS, *(("-O0", "-g3") if debug else ("-Og",))]
+    flags = [*_FLAGS, *(("-O0", "-g3") if _debug() else ("-Og",))]
     if shutil.which("ld.gold"):  # links in 0.03 s instead of 0.08 s; a small kernel compiles in 0.2 s
         flags.append("-fuse-ld=gold")
     if sanitizers:
@@ -225,6 +257,7 @@ def _compiler() -> str:
     if (path := _find_compiler()) is None:
         raise RuntimeError(
             "the emulator needs a C++ compiler and found none: install g++, or name one in the variable CXX"
+            + "".join(f"; the kernel is not in the pack {pack.summary}" for pack in packs.loaded())
         )
     return path
 

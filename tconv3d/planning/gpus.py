@@ -86,6 +86,17 @@ def find(name: str) -> Gpu:
     raise ValueError(f"expected a GPU of {names()}, got {name!r}")
 
 
+def device_named(text: str) -> Device:
+    """Returns the device of a GPU's name or compute capability, optionally with its multiprocessors: "H100,114"."""
+    if not isinstance(text, str):
+        find(text)  # raises
+    name, _, multiprocessors = text.partition(",")
+    if multiprocessors and not multiprocessors.strip().isdigit():
+        raise ValueError(f"expected a GPU and a number of multiprocessors (A100,108), got {text!r}")
+    device = find(name).device
+    return replace(device, multiprocessors=int(multiprocessors)) if multiprocessors else device
+
+
 def known(device: Device) -> Gpu | None:
     """Returns the listed GPU with the driver's name of a device ("NVIDIA A100-SXM4-80GB"), or None.
 

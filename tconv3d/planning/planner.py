@@ -37,7 +37,7 @@ from ..families.weight_grad import hopper as hopper_weight_grad_planner
 from ..families.weight_grad import rows as rows_weight_grad_planner
 from ..families.weight_grad import via_contiguous as turned_planner
 from ..families.weight_grad import warps as weight_grad_planner
-from . import repertoire
+from . import folding, repertoire
 from .geometry import Geometry
 from .launch import Launch
 from .offers import Answer, Cover, Offer, Refusal, Wanted, ranked
@@ -122,6 +122,7 @@ def answers(wanted: Wanted, device: Device, pytorch: bool = False) -> list[Answe
             continue
         for answer in family.offer(wanted, device):
             found.append(_with_epilogue(answer, family, wanted))
+    found += folding.answers(wanted, device, taken, _in_turn)
     return [*found, *pytorch_planner.offer(wanted, device)] if pytorch else found
 
 

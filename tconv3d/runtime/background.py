@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,7 +41,7 @@ from ..planning.geometry import Triple
 from ..planning.launch import Constants
 from ..planning.problem import Device, Pass, Problem, Strides, channels_last_strides, contiguous_strides
 from ..planning.repertoire import TYPICAL
-from . import cache, compiler, plain, sources
+from . import cache, compiler, packs, plain, sources
 
 try:
     import fcntl
@@ -185,6 +185,7 @@ def start() -> subprocess.Popen[bytes]:
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
+        packs.VARIABLE: os.pathsep.join(str(pack.path) for pack in packs.loaded()),
     }
     return subprocess.Popen(
         [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[1]), _WORK, str(SHARE)],
@@ -292,21 +293,25 @@ def prepare(work: Work, report: Callable[[str], None] = lambda text: None) -> No
         return
     problems, device = work
     arch, seen = compiler.architecture(device.compiled_capability), set[Kernel]()
-
-    def compile(calls: Iterable[Problems]) -> None:
-        for kernel in (kernel for each in calls for kernel in _kernels(each, device)):
-            if kernel not in seen:
-                seen.add(kernel)
-                report(f"{_describe(problems)}, kernel {len(seen)}")
-                with contextlib.suppress(compiler.CompileError):  # the launch fails again, with a message
-                    compiler.compile(*kernel, arch)
-
-    compile((problems, *others(problems)))
-    planner.forget()
-    with repertoire.typical_builds():  # also compiles typical builds that none of the volumes chose
-        compile(others(problems, TYPICAL))
-    planner.forget()
+    for kernel in kernels(work):
+        if kernel not in seen:
+            seen.add(kernel)
+            report(f"{_describe(problems)}, kernel {len(seen)}")
+            with contextlib.suppress(compiler.CompileError):  # the launch fails again, with a message
+                compiler.compile(*kernel, arch)
     cache.put(_done_key(work), ".done", json.dumps(len(seen)).encode())
+
+
+def kernels(work: Work) -> Iterator[Kernel]:
+    """Yields the kernels of a layer for volumes of all sizes, some repeatedly, if the given volume comes first."""
+    problems, device = work
+    for each in (problems, *others(problems)):
+        yield from _kernels(each, device)
+    planner.forget()
+    with repertoire.typical_builds():  # also builds of typical volumes that none of the volumes chose
+        for each in others(problems, TYPICAL):
+            yield from _kernels(each, device)
+    planner.forget()
 
 
 def _kernels(problems: Problems, device: Device) -> Iterator[Kernel]:

@@ -20,6 +20,8 @@ read-only directory that has entries is still read.
 Entries are code that this process will run. Therefore a directory or an entry that another user could have written
 (`trust`) is not read; a warning says what to do, and the user's own cache directory is used instead.
 
+Loaded packs (`packs`) are looked at first: an entry of a pack is never built, and needs no directory.
+
 Entries lie in a directory named after the layout of the cache (`LAYOUT`). Entries of an older layout are never read:
 `outdated` counts them, and `clear` and `clear_outdated` remove them.
 
@@ -39,10 +41,11 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from . import trust
+from . import packs, trust
 
 try:
     import fcntl
@@ -131,17 +134,19 @@ def key(*parts: str | bytes) -> str:
 
 def get(key: str, suffix: str, build: Callable[[], bytes]) -> bytes:
     """Returns the payload of an entry, and builds it if it is missing."""
-    return _fetch(key + suffix, build)[0]
+    return _noted(key + suffix, _fetch(key + suffix, build)[0])
 
 
 def path(key: str, suffix: str, build: Callable[[], bytes]) -> Path:
     """Returns a file, valid in this process, that begins with an entry's payload, and builds it if it is missing."""
-    name = key + suffix
-    payload, stored = _fetch(name, build)
-    if stored is not None:
-        return stored
-    with _thread_lock(name):
-        file = _private_directory() / name
+    payload, stored = _fetch(key + suffix, build)
+    return stored if stored is not None else temporary(key, suffix, payload)
+
+
+def temporary(key: str, suffix: str, payload: bytes) -> Path:
+    """Returns a file that begins with a payload and is removed when this process ends."""
+    with _thread_lock(key + suffix):
+        file = _private_directory() / (key + suffix)
         if _read(file) is None:
             _write(file, payload)
         return file
@@ -158,8 +163,31 @@ def put(key: str, suffix: str, payload: bytes) -> None:
 
 def find(key: str, suffix: str) -> bytes | None:
     """Returns the payload of an entry, or None if there is no entry."""
-    root = place()
-    return _look_up(key + suffix, root / (key + suffix) if root is not None else None)
+    name = key + suffix
+    if (found := packs.find(name)) is None:
+        root = place()
+        found = _look_up(name, root / name if root is not None else None)
+    return None if found is None else _noted(name, found)
+
+
+_notes: ContextVar[dict[str, bytes] | None] = ContextVar("entries to be noted", default=None)
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[str, bytes]]:
+    """Yields a dictionary of the names and payloads of all entries that this thread gets or finds meanwhile."""
+    notes: dict[str, bytes] = {}
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def _noted(name: str, payload: bytes) -> bytes:
+    if (notes := _notes.get()) is not None:
+        notes[name] = payload
+    return payload
 
 
 def payloads(suffix: str) -> Iterator[bytes]:
@@ -223,7 +251,9 @@ _swept: set[Path] = set()
 
 
 def _fetch(name: str, build: Callable[[], bytes]) -> tuple[bytes, Path | None]:
-    """Returns an entry's payload, and its file or None if the entry could not be stored."""
+    """Returns an entry's payload, and its file or None if the entry has no file of its own."""
+    if (packed := packs.find(name)) is not None:
+        return packed, None
     root = place()
     file = root / name if root is not None else None
     if (payload := _look_up(name, file)) is not None:

@@ -23,9 +23,10 @@ from importlib import metadata
 
 from ..planning import arguments
 from ..planning.launch import Constant, Constants
-from . import cache, sources
+from . import cache, packs, sources
 
 ENTRY = "tconv3d_kernel"
+MOST_LISTED = 20  # contents of a pack that an error message lists
 
 # "-v" makes ptxas report registers and spills. Fast math is off: division, denormals and rounding follow IEEE 754.
 # `device_as_default_execution_space` makes lambdas in device functions device functions without an annotation.
@@ -109,12 +110,41 @@ def translation_unit(kernel: str, constants: Constants) -> str:
 
 
 def compile(kernel: str, constants: Constants, arch: str) -> Compiled:
-    """Returns a compiled kernel from the disk cache or from NVRTC."""
-    unit = translation_unit(kernel, constants)
-    key = cache.key(sources.digest(sources.headers(kernel)), unit, arch, repr(options()), identity())
-    entry = cache.get(key, ".cubin", lambda: _build(kernel, constants, unit, arch))
-    log, cubin = _unpack(entry)
+    """Returns a compiled kernel from a loaded pack, from the disk cache or from NVRTC."""
+    log, cubin = _unpack(entry(kernel, constants, arch))
     return Compiled(cubin, log)
+
+
+def entry(kernel: str, constants: Constants, arch: str) -> bytes:
+    """Returns a compiled kernel and its log as the payload of an entry, for the cache and for packs."""
+    if packs.loaded() and (packed := packs.find(packed_name(kernel, constants, arch))) is not None:
+        return packed
+    unit = translation_unit(kernel, constants)
+    try:
+        key = cache.key(sources.digest(sources.headers(kernel)), unit, arch, repr(options()), identity())
+        return cache.get(key, ".cubin", lambda: _build(kernel, constants, unit, arch))
+    except MissingCompilerError as error:
+        raise _not_packed(error, describe(kernel, constants), arch) from error
+
+
+def packed_name(kernel: str, constants: Constants, arch: str) -> str:
+    """Returns the name of a kernel in a pack. No compiler is needed to know it, so it is not the cache's name."""
+    unit = translation_unit(kernel, constants)
+    parts = ("packed", sources.digest(sources.headers(kernel)), unit, arch, repr(options()))
+    return cache.key(*parts) + ".cubin"
+
+
+def _not_packed(error: MissingCompilerError, what: str, arch: str) -> MissingCompilerError:
+    """Returns the error with what the loaded packs hold, if there are packs."""
+    found = packs.loaded()
+    if not found:
+        return error
+    listed = [f"{pack.path}:\n{pack.described(MOST_LISTED)}" for pack in found]
+    return MissingCompilerError(
+        f"{error}\nThe loaded packs do not hold this kernel for {arch}. They hold kernels for these layers and "
+        "volumes; write a pack with tconv3d.precompile that names this one too:\n" + "\n".join(listed) + f"\nThe "
+        f"kernel is {what}"
+    )
 
 
 def options() -> dict[str, object]:

@@ -319,7 +319,11 @@ def _describe(launch: Launch) -> str:
 
 def _versions() -> str:
     version = _check(_driver().cuDriverGetVersion(), "cuDriverGetVersion")
+    try:
+        compiled = f"compiled by {compiler.version()}"
+    except compiler.MissingCompilerError:
+        compiled = "from a pack"
     return (
-        f"compiled by {compiler.version()} for a driver of CUDA {version // 1000}.{version % 1000 // 10} "
+        f"{compiled} for a driver of CUDA {version // 1000}.{version % 1000 // 10} "
         "(if that is the older one: update the driver, or install the extra of its CUDA major version)"
     )

@@ -1,4 +1,4 @@
-"""Implements `tconv3d info | explain | demo | bench | verify | tune | report | export | cache`.
+"""Implements `tconv3d info | explain | demo | bench | verify | tune | report | export | precompile | cache`.
 
 Each command parses its flags, calls the library as any user would, and prints. The exit status is 0 for success, 1 if
 the library refused or a result was wrong, 2 if the command was not understood, 130 if it was interrupted. Only the
@@ -22,15 +22,10 @@ from rich.text import Text
 import tconv3d
 from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
-from tconv3d.planning import gpus
-from tconv3d.runtime import background, cache, compiler
-from tconv3d.tools import calibrate, demo, tables, tasks
-from tconv3d.tools.arguments import integer, triple
+from tconv3d.runtime import background, cache, compiler, packs
+from tconv3d.tools import calibrate, demo, explaining, precompiling, tasks
 from tconv3d.tools.bench import commands as bench
 from tconv3d.tools.export import command as export
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
-LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,10 +52,7 @@ def parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print as JSON")
     info.set_defaults(run=_info)
 
-    explain = commands.add_parser("explain", help="which kernel a layer would run, and why; needs no GPU")
-    _add_layer(explain)
-    explain.add_argument("--json", action="store_true", help="print as JSON")
-    explain.set_defaults(run=_explain)
+    explaining.add(commands)
 
     show = commands.add_parser("demo", help="the reference tasks, on the GPU or in the emulator")
     show.add_argument("task", nargs="*", metavar="TASK", help=f"only these, of: {', '.join(tasks.NAMES)}")
@@ -68,56 +60,13 @@ def parser() -> argparse.ArgumentParser:
 
     bench.add(commands)
     export.add(commands)
+    precompiling.add(commands)
     calibrate.add(commands)
 
     stored = commands.add_parser("cache", help="the compiled kernels on disk")
     stored.add_argument("action", choices=["size", "path", "clear", "clear-outdated"], nargs="?", default="size")
     stored.set_defaults(run=_cache)
     return parser
-
-
-def _add_layer(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `explain`: a layer, the input it gets, and the GPU to plan for."""
-    layer = parser.add_argument_group("layer", "a triple is one number, or depth,height,width")
-    layer.add_argument("--in-channels", type=integer(1), required=True, metavar="N")
-    layer.add_argument("--out-channels", type=integer(1), required=True, metavar="N")
-    layer.add_argument("--kernel", type=triple(1), required=True, metavar="TRIPLE")
-    for name, value in (("stride", 1), ("padding", 0), ("output-padding", 0), ("dilation", 1)):
-        least = triple(value)  # PyTorch's default of each setting is also its smallest valid value
-        layer.add_argument(f"--{name}", type=least, default=(value,) * 3, metavar="TRIPLE", help=f"default {value}")
-    layer.add_argument("--groups", type=integer(1), default=1, metavar="N", help="default 1")
-    layer.add_argument("--no-bias", action="store_true")
-    call = parser.add_argument_group("input")
-    call.add_argument("--size", type=triple(1), required=True, metavar="TRIPLE", help="the input's volume")
-    call.add_argument("--batch", type=integer(1), default=1, metavar="N", help="default 1")
-    call.add_argument("--dtype", choices=DTYPES, default="float32")
-    call.add_argument("--layout", choices=LAYOUTS, default="contiguous")
-    call.add_argument("--gpu", metavar="GPU", help=f"a name or a compute capability (9.0): {gpus.names()}")
-
-
-def _explain(arguments: argparse.Namespace) -> int:
-    dtype = DTYPES[arguments.dtype]
-    layer = tconv3d.ConvTranspose3d(
-        arguments.in_channels,
-        arguments.out_channels,
-        arguments.kernel,
-        stride=arguments.stride,
-        padding=arguments.padding,
-        output_padding=arguments.output_padding,
-        groups=arguments.groups,
-        bias=not arguments.no_bias,
-        dilation=arguments.dilation,
-        device="meta",
-        dtype=dtype,
-    )
-    shape = (arguments.batch, arguments.in_channels, *arguments.size)
-    x = torch.empty(shape, dtype=dtype, device="meta", memory_format=LAYOUTS[arguments.layout])
-    explanation = tconv3d.explain(layer, x, gpu=arguments.gpu)
-    if arguments.json:
-        print(json.dumps(explanation.as_dict(), indent=2))
-    else:
-        tables.print_lines(explanation)
-    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -137,6 +86,8 @@ def _cache(arguments: argparse.Namespace) -> int:
             print(f"{_kernels(old)} of an older version are not used: `tconv3d cache clear-outdated` removes them")
         if old_choices := halo_planner.outdated_tunings():
             print(f"{old_choices} of the tuned layers were tuned with another version: tune them again")
+        for pack in packs.loaded():
+            print(f"looked at first: {pack.summary}")
         if meanwhile := background.status():
             print(meanwhile)
     else:
@@ -175,6 +126,7 @@ def environment() -> dict[str, str]:
         "compiler": _compiler(),
         "cuda-core": _version("cuda-core"),
         "cache": f"{cache.directory() or 'no home directory'}: {_kernels(cache.size())}",
+        "precompiled": "; ".join(pack.summary for pack in packs.loaded()) or f"none: {packs.VARIABLE} names no file",
         "emulator": _emulator(),
     }
 

@@ -22,7 +22,6 @@ from .backend import current_backend, use_backend
 from .checks import Convolution, number
 from .ops import (
     _LIBRARY,
-    _SETTINGS,
     _alone,
     _below_autograd,
     _cast,
@@ -45,23 +44,6 @@ from .ops import (
 from .pytorch_ops import statistics_dtype
 
 Wants = tuple[bool, bool, bool]  # which gradients of the norm are wanted, with the fields of `Wanted` in order
-
-_OPERANDS = "Tensor input, Tensor weight, Tensor? bias"
-_NORM = "Tensor? norm_weight, Tensor? norm_bias"
-for _schema in (
-    f"conv_transpose3d_relu({_OPERANDS}, {_SETTINGS}) -> Tensor",
-    f"conv_transpose3d_relu_group_norm({_OPERANDS}, {_NORM}, int num_groups, float eps, ScalarType dtype, "
-    f"{_SETTINGS}) -> Tensor",
-    # conv_transpose3d_relu_statistics and normalize are the two steps of conv_transpose3d_relu_group_norm. Statistics
-    # are means and reciprocal standard deviations, [2, N, groups].
-    f"conv_transpose3d_relu_statistics({_OPERANDS}, int num_groups, float eps, {_SETTINGS}) -> (Tensor, Tensor)",
-    f"normalize(Tensor input, Tensor statistics, {_NORM}, ScalarType dtype) -> Tensor",
-    # relu_group_norm_grad returns the gradients of the ReLU's input, of norm_weight and norm_bias as one tensor
-    # [2, C], and of the convolution's bias [C].
-    "relu_group_norm_grad(Tensor grad_output, Tensor input, Tensor statistics, Tensor? norm_weight, "
-    "ScalarType parameters, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
-):
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def _recording(*tensors: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Registers the operators with PyTorch: schemas, CPU, CUDA, fake, autograd and autocast implementations.
+"""Registers the operators with PyTorch: CPU, CUDA, fake, autograd and autocast implementations.
 
 The four operators are closed under differentiation: the derivative of each, in reverse and in forward mode, is a
 combination of the others, so second derivatives run on the same kernels.
@@ -19,21 +19,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..planning.geometry import Triple
-from . import checks, executor, pytorch_ops
+from . import checks, executor, operators, pytorch_ops
 from .backend import Backend, current_backend, use_backend
 from .checks import Convolution
 from .problems import DTYPES
 from .pytorch_ops import result_strides
 
-_LIBRARY = torch.library.Library("tconv3d", "DEF")
-_SETTINGS = "int[3] stride, int[3] padding, int[3] output_padding, int groups, int[3] dilation"
-for _schema in (
-    f"conv_transpose3d(Tensor input, Tensor weight, Tensor? bias, {_SETTINGS}) -> Tensor",
-    f"conv_transpose3d_input_grad(Tensor grad_output, Tensor weight, SymInt[3] input_size, {_SETTINGS}) -> Tensor",
-    f"conv_transpose3d_weight_grad(Tensor grad_output, Tensor input, SymInt[3] kernel, {_SETTINGS}) -> Tensor",
-    "conv_transpose3d_bias_grad(Tensor grad_output) -> Tensor",
-):
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY = operators.library()
 
 
 def _convolution(settings: tuple[Any, ...]) -> Convolution:

@@ -3,7 +3,8 @@
 // The real Python binding of the driver is loaded on top of it, so the tests see what the driver would see:
 // the launch configuration, the bytes of the arguments, the context that is current in the calling thread.
 // FAKE_CUDA_LOG names the file; FAKE_CUDA_FAIL=<call>:<code> makes a call fail; FAKE_CUDA_VERSION and
-// FAKE_CUDA_ARGS_BYTES replace what the driver says of itself and of the kernel.
+// FAKE_CUDA_ARGS_BYTES replace what the driver says of itself and of the kernel; FAKE_CUDA_CODE names a file that
+// loaded code is compared with.
 #include <dlfcn.h>
 #include <unistd.h>
 
@@ -125,13 +126,24 @@ int fake_cuThreadExchangeStreamCaptureMode(int* mode) {
   return call("cuThreadExchangeStreamCaptureMode", "mode=%d", capture_mode);
 }
 
+// Tells whether code begins with the content of the file that the environment variable FAKE_CUDA_CODE names.
+int is_expected(const void* code) {
+  const char* name = std::getenv("FAKE_CUDA_CODE");
+  std::FILE* file = name ? std::fopen(name, "rb") : nullptr;
+  if (!file) return 0;
+  std::vector<char> expected(1 << 20);
+  expected.resize(std::fread(expected.data(), 1, expected.size(), file));
+  std::fclose(file);
+  return !expected.empty() && !memcmp(code, expected.data(), expected.size());
+}
+
 int fake_cuLibraryLoadData(std::uintptr_t* library, const void* code, ...) {
-  const int error = call("cuLibraryLoadData", "elf=%d mode=%d",
+  const int error = call("cuLibraryLoadData", "elf=%d mode=%d expected=%d",
                          !memcmp(code,
                                  "\x7f"
                                  "ELF",
                                  4),
-                         capture_mode);
+                         capture_mode, is_expected(code));
   *library = kLibraries + loaded++;
   return error;
 }

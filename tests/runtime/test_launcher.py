@@ -352,6 +352,48 @@ def test_a_driver_that_cannot_load_what_the_compiler_made(fake: Fake) -> None:
     )
 
 
+# Kernels of packs
+
+
+WITHOUT_NVRTC = """
+sys.modules["cuda.bindings.nvrtc"] = sys.modules["cuda.core"] = None
+compiler.metadata = types.SimpleNamespace(version=lambda name: {}[name], PackageNotFoundError=KeyError)
+"""
+
+
+def test_a_packed_cubin_is_launched_without_a_compiler_and_without_a_cache(fake: Fake) -> None:
+    pack, cubin = fake.root / "add.tconv3d", fake.root / "add.cubin"
+    fake.run(f"""
+        from tconv3d.runtime import packs
+        arch = compiler.architecture(launcher.device_properties(0).capability)
+        name, entry = (f("add", LAUNCH.constants, arch) for f in (compiler.packed_name, compiler.entry))
+        packs.write(Path({str(pack)!r}), "0", packs.fingerprint(), [], [(name, "add", entry)])
+        Path({str(cubin)!r}).write_bytes(compiler.compile("add", LAUNCH.constants, arch).cubin)
+    """)
+    nowhere = {"TCONV3D_CACHE_DIR": "/proc/no/such/place", "FAKE_CUDA_CODE": str(cubin)}
+    lines = fake.run(
+        WITHOUT_NVRTC + "set_current(0); launcher.prepare(LAUNCH, 0)((1, 2), 0)",
+        TCONV3D_PRECOMPILED=str(pack),
+        **nowhere,
+    )
+    assert [each["expected"] for each in named(lines, "cuLibraryLoadData")] == ["1"]
+    assert named(lines, "cuLaunchKernelEx")[0]["args"] == packed(1, 2)
+
+
+def test_without_a_compiler_the_error_names_the_packs(fake: Fake) -> None:
+    pack = fake.root / "other.tconv3d"
+    script = f"""
+        from tconv3d.runtime import packs
+        content = packs.Content("H200", "the last layer", "float32", "contiguous", "forward", "inputs 1x2x3x4x5")
+        packs.write(Path({str(pack)!r}), "0", packs.fingerprint(), [content], [])
+        packs.load(Path({str(pack)!r}))
+        error = str(raises_any(launcher.prepare, LAUNCH, 0))
+        assert "pip install" in error and {str(pack)!r} in error and "tconv3d.precompile" in error, error
+        assert "H200: the last layer, float32, contiguous, forward, inputs 1x2x3x4x5" in error, error
+    """
+    fake.run(WITHOUT_NVRTC + textwrap.dedent(script), TCONV3D_CACHE_DIR="/proc/no/such/place")
+
+
 def test_a_driver_that_cannot_be_asked_for_parameters(fake: Fake) -> None:
     lines = fake.run("set_current(0); launcher.prepare(LAUNCH, 0)((1, 2), 0)", FAKE_CUDA_VERSION="12020")
     assert named(lines, "cuFuncLoad") == named(lines, "cuKernelGetParamInfo") == []

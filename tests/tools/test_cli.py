@@ -17,7 +17,7 @@ import torch
 import tconv3d
 from tconv3d import emulator
 from tconv3d.planning import gpus
-from tconv3d.runtime import cache, compiler
+from tconv3d.runtime import cache, compiler, packs
 from tconv3d.tools import cli, demo, tasks
 from tconv3d.torch_ops.backend import use_backend
 
@@ -165,6 +165,66 @@ def test_explain_says_what_the_library_says(capsys: pytest.CaptureFixture[str]) 
     expected = tconv3d.explain(layer, x, gpu="H200")
     assert words.strip() == str(expected).strip()
     assert data == json.loads(json.dumps(expected.as_dict()))
+
+
+def test_explain_takes_layers_as_bench_does(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "ConvTranspose3d(6, 4, (3, 1, 2), groups=2, bias=False, size=(4, 5, 6), batch=3)"
+    assert cli.main(["explain", "--layer", text, "--gpu", "A100"]) == 0
+    described = capsys.readouterr().out
+    assert cli.main(["explain", *LAYER, "--batch", "3", "--no-bias", "--gpu", "A100"]) == 0
+    assert described == capsys.readouterr().out != ""
+    assert cli.main(["explain", "depthwise_64", "--layer", "8, 8, 3, size=4, norm_groups=2", "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)
+    assert first["layer"].startswith("ConvTranspose3d 64 -> 64") and "GroupNorm of 2 groups" in second["layer"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layer", "8, 8, 3, size=4", "--batch", "2"], "by its name, by --layer or by flags, got also --batch"),
+        (["depthwise_64", "--no-bias"], "got also --no-bias"),
+        (["--kernel", "3"], "required: --in-channels, --out-channels, --size (or --layer, or a layer's name)"),
+    ],
+)
+def test_a_layer_is_described_once_and_whole(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["explain", *words])
+    assert left.value.code == 2 and message in capsys.readouterr().err
+    assert cli.main(["explain", "--layer", "8, 8, size=4"]) == 1
+    assert "expected a layer like" in capsys.readouterr().err
+
+
+def test_precompile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model and layers are packed, and the file is listed once it is loaded."""
+    pytest.importorskip("cuda.core", reason="compiling needs cuda-core")
+    monkeypatch.delenv("TCONV3D_CACHE_DIR")  # kernels that other tests have compiled
+    monkeypatch.delenv(packs.VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("networks_to_pack.py").write_text(
+        "import torch\n\ndef make():\n    return torch.nn.ConvTranspose3d(32, 4, 1)\n"
+    )
+    flags = ["--gpu", "A100", "--dtype", "float32", "--no-gradients", "-o"]
+    model = ["--model", "networks_to_pack:make", "--shape", "1x32x2x3x4"]
+    assert cli.main(["precompile", *model, *flags, "model.tconv3d"]) == 0
+    said = capsys.readouterr().out
+    assert "A100 (8.0, 108 multiprocessors): the layer: ConvTranspose3d 32 -> 4" in said and "1x32x2x3x4" in said
+    assert cli.main(["precompile", "--layer", "32, 4, 1, size=(2, 3, 4)", *flags, "layer.tconv3d"]) == 0
+    monkeypatch.setenv(packs.VARIABLE, "layer.tconv3d")
+    packs.unload()
+    try:
+        assert cli.main(["cache"]) == 0
+        listed = capsys.readouterr().out
+        assert f"looked at first: {tmp_path / 'layer.tconv3d'}: " in listed and "for A100 (8.0, 108" in listed
+        first, second = packs.read(Path("model.tconv3d")), packs.loaded()[0]
+        assert set(first.places) == set(second.places)
+    finally:
+        monkeypatch.delenv(packs.VARIABLE)
+        packs.unload()
+    assert cli.main(["precompile", *model, *flags, "/proc/no/such/place"]) == 1
+    assert "cannot write /proc/no/such/place" in capsys.readouterr().err
 
 
 def test_a_triple_may_be_one_number_or_three(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,9 @@ def test_the_documents_are_there() -> None:
     assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
     assert names >= {f"docs/{name}.md" for name in ("api", "distributed", "export", "fused")}
     assert names >= {f"docs/{name}.md" for name in ("architecture", "kernel", "numerics", "performance")}
-    assert names >= {f"docs/{name}.md" for name in ("benchmarking", "quickstart", "swapping", "troubleshooting")}
+    assert names >= {
+        f"docs/{name}.md" for name in ("benchmarking", "deploying", "quickstart", "swapping", "troubleshooting")
+    }
     assert "TERMS AND CONDITIONS" in (ROOT / "LICENSE").read_text()
     assert len(blocks("python")) >= 1
     assert len(commands()) >= 6

@@ -40,7 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("building a wheel needs setuptools 77 or newer")
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT / "tconv3d", source / "tconv3d", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "tconv3d_autoload.py"):
         shutil.copy(ROOT / name, source)
     build = "from setuptools import build_meta; import sys; build_meta.build_wheel(sys.argv[1])"
     done = subprocess.run(
@@ -64,6 +64,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
     assert {name for name in inside if not name.startswith("tconv3d")} == set(), "only the package is installed"
     assert "License-Expression: Apache-2.0" in metadata
     assert "tconv3d = tconv3d.tools.cli:main" in scripts
+    assert "[torch.backends]\ntconv3d = tconv3d_autoload:announce" in scripts and "tconv3d_autoload.py" in inside
     for extra in ("cu12", "cu13"):
         assert f"Provides-Extra: {extra}" in metadata
 

@@ -160,7 +160,8 @@ _repertoire = Repertoire[tuple[object, ...], tuple[int, Triple], Choice]()
 
 
 def forget() -> None:
-    """Forgets the first volume of every layer, so that the next volume counts as the first."""
+    """Forgets all choices, so that the next volume of every layer counts as its first."""
+    _own.cache_clear()
     _repertoire.forget()
 
 

@@ -189,7 +189,7 @@ struct UpContiguous : UpShape<C> {
   }
 
   // The adjacent outputs that a lane has in one line of y.
-  using Values = Vector<Scalar, kAlongW == 1 ? 2 : 4>;
+  using Values = Vector<Scalar, (kAlongW == 1 ? 2 : 4)>;
 
   // Returns the outputs of group j of 8 columns. With one tap along w a lane has two lines, and `which`
   // selects one.

@@ -77,11 +77,8 @@ _OFFERS_HELP = "with PyTorch's operator among the offers, timed at the first cal
 _AS_HELP = "plan as for this GPU (A100, 8.0, or A100,108 with its multiprocessors), and run on the GPU at hand"
 
 
-def _add_layers(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that choose layers, precisions and layouts."""
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(layers.LAYERS)}; default: all")
-    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["tf32"], help="default tf32")
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["contiguous"], help="default contiguous")
+def add_layer_flag(parser: argparse._ActionsContainer) -> None:
+    """Adds the flag `--layer`, which may be given several times; `layers.parse` reads what it gets."""
     parser.add_argument(
         "--layer",
         action="append",
@@ -89,6 +86,14 @@ def _add_layers(parser: argparse.ArgumentParser) -> None:
         metavar="LAYER",
         help='in the words of the constructor: "64, 32, kernel_size=2, stride=2, size=64, batch=2"',
     )
+
+
+def _add_layers(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that choose layers, precisions and layouts."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(layers.LAYERS)}; default: all")
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["tf32"], help="default tf32")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["contiguous"], help="default contiguous")
+    add_layer_flag(parser)
     parser.add_argument("--random", type=integer(0), default=0, metavar="N", help="so many random layers")
     parser.add_argument("--seed", type=integer(0), default=0, metavar="S", help="of the random layers; default 0")
 
