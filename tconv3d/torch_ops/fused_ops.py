@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..families.norm.planner import Wanted
-from . import executor, norm_executor, pytorch_ops
+from . import executor, norm_executor, pytorch_ops, subclasses
 from .backend import current_backend, use_backend
 from .checks import Convolution, number
 from .ops import (
@@ -381,9 +381,10 @@ def _register_block() -> None:
         return _fake_forward(input, weight, bias, _convolution(arguments[8:])).to(arguments[7])
 
     def autograd(*arguments: Any) -> Tensor:
+        subclasses.load()
         if _recording(*arguments[:5]):
             call: list[Any] = [*arguments[:8], _convolution(arguments[8:])]
-            return _record_block(False, *call)
+            return subclasses.recorded(_record_block(False, *call))
         with torch._C._AutoDispatchBelowAutograd():
             below: Tensor = overload(*arguments)
             return below
