@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 import sharded_calls
 from places import ROOT
-from process_groups import Group, process_group
+from process_groups import Group
 
 # What the message for each call of `sharded_calls.messages` must say.
 MESSAGES = {
@@ -31,40 +30,34 @@ MESSAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def four() -> Iterator[Group]:
-    with process_group(4) as group:
-        yield group
-
-
 @pytest.mark.parametrize("groups", [1, 4])
-def test_every_placement_of_the_operands(four: Group, groups: int) -> None:
-    assert four.run(sharded_calls.every_placement, groups) == [48 * 1] * 4
+def test_every_placement_of_the_operands(four_ranks: Group, groups: int) -> None:
+    assert four_ranks.run(sharded_calls.every_placement, groups) == [48 * 1] * 4
 
 
-def test_meshes_with_two_dimensions(four: Group) -> None:
-    four.run(sharded_calls.two_mesh_dimensions, 40)
+def test_meshes_with_two_dimensions(four_ranks: Group) -> None:
+    four_ranks.run(sharded_calls.two_mesh_dimensions, 40)
 
 
-def test_the_fused_block(four: Group) -> None:
-    found = four.run(sharded_calls.fused_blocks)[0]
+def test_the_fused_block(four_ranks: Group) -> None:
+    found = four_ranks.run(sharded_calls.fused_blocks)[0]
     # Placements of the result, and of the gradients of input, weight, bias, and the norm's weight and bias.
     assert found["batch 1 1"] == ("S(0)", "S(0)", "P(sum)", "P(sum)", "P(sum)", "P(sum)")
     assert found["output channels 1 1"] == ("S(1)", "P(sum)", "S(1)", "S(0)", "S(0)", "S(0)")
     assert found["groups 2 2"] == ("R S(1)", "R S(1)", "R S(0)", "R S(0)", "R S(0)", "R S(0)")
 
 
-def test_this_librarys_kernels(four: Group) -> None:
-    found = four.run(sharded_calls.on_the_kernels)[0]
+def test_this_librarys_kernels(four_ranks: Group) -> None:
+    found = four_ranks.run(sharded_calls.on_the_kernels)[0]
     assert found["batch, output channels"] == ("S(0) S(1)", "S(0) P(sum)", "P(sum) S(1)", "P(sum) S(0)")
 
 
-def test_layers_divided_by_styles(four: Group) -> None:
-    four.run(sharded_calls.parallelized_module)
+def test_layers_divided_by_styles(four_ranks: Group) -> None:
+    four_ranks.run(sharded_calls.parallelized_module)
 
 
-def test_messages(four: Group) -> None:
-    by_rank = four.run(sharded_calls.messages)
+def test_messages(four_ranks: Group) -> None:
+    by_rank = four_ranks.run(sharded_calls.messages)
     assert all(found == by_rank[0] for found in by_rank), "all ranks raise alike, so that none waits for another"
     assert by_rank[0].keys() == MESSAGES.keys()
     for name, parts in MESSAGES.items():
