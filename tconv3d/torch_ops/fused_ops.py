@@ -276,12 +276,17 @@ class _Normalize(torch.autograd.Function):
             None,
             dz if needs_input else None,
             None,
-            dparameters[0] if needs_weight else None,
-            dparameters[1] if needs_norm_bias else None,
+            _row(dparameters, 0) if needs_weight else None,
+            _row(dparameters, 1) if needs_norm_bias else None,
             db if needs_bias else None,
             None,
             None,
         )
+
+
+def _row(pair: Tensor, index: int) -> Tensor:
+    """Returns a row of a matrix, by a slice for tensor subclasses: PyTorch 2.9 cannot index a DTensor twice."""
+    return pair[index] if type(pair) is Tensor else pair[index : index + 1].flatten()
 
 
 def _any_gradient(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -42,14 +42,14 @@ def test_meshes_with_two_dimensions(four_ranks: Group) -> None:
 def test_the_fused_block(four_ranks: Group) -> None:
     found = four_ranks.run(sharded_calls.fused_blocks)[0]
     # Placements of the result, and of the gradients of input, weight, bias, and the norm's weight and bias.
-    assert found["batch 1 1"] == ("S(0)", "S(0)", "P(sum)", "P(sum)", "P(sum)", "P(sum)")
-    assert found["output channels 1 1"] == ("S(1)", "P(sum)", "S(1)", "S(0)", "S(0)", "S(0)")
+    assert found["batch 1 1"] == ("S(0)", "S(0)", "P", "P", "P", "P")
+    assert found["output channels 1 1"] == ("S(1)", "P", "S(1)", "S(0)", "S(0)", "S(0)")
     assert found["groups 2 2"] == ("R S(1)", "R S(1)", "R S(0)", "R S(0)", "R S(0)", "R S(0)")
 
 
 def test_this_librarys_kernels(four_ranks: Group) -> None:
     found = four_ranks.run(sharded_calls.on_the_kernels)[0]
-    assert found["batch, output channels"] == ("S(0) S(1)", "S(0) P(sum)", "P(sum) S(1)", "P(sum) S(0)")
+    assert found["batch, output channels"] == ("S(0) S(1)", "S(0) P", "P S(1)", "P S(0)")
 
 
 def test_layers_divided_by_styles(four_ranks: Group) -> None:

@@ -99,7 +99,11 @@ def compare(
         for sharded, reference in zip(*again, strict=True):
             assert_close(whole(sharded), reference, atol=1e3 * tolerance, rtol=10 * tolerance)
     found = [results[0], *grads[0]]
-    return tuple(" ".join(map(str, each.placements)) for each in found if isinstance(each, DTensor))
+    return tuple(" ".join(map(_name, each.placements)) for each in found if isinstance(each, DTensor))
+
+
+def _name(placement: Placement) -> str:
+    return "P" if placement.is_partial() else str(placement)
 
 
 # ---- jobs
