@@ -285,7 +285,8 @@ def _local(tensor: DTensor, wanted: Placements) -> Tensor:
     partial = [new.is_partial() and not old.is_partial() for old, new in zip(tensor.placements, wanted, strict=True)]
     reachable = tuple(Replicate() if made else new for made, new in zip(partial, wanted, strict=True))
     if tensor.placements != reachable:
-        tensor = tensor.detach().redistribute(placements=reachable)
+        detached: Any = tensor.detach()  # PyTorch 2.9 cannot redistribute a tensor that requires a gradient here
+        tensor = detached.redistribute(placements=reachable)
     local = tensor.to_local()
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is not None and any(made and at > 0 for made, at in zip(partial, coordinate, strict=True)):
