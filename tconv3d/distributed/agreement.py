@@ -55,7 +55,8 @@ class Labels:
         arriving = [dist.irecv(tensor, rank, group, tag=_TAG) for rank, tensor in self.theirs.items()]
         sending = [dist.isend(self.mine, rank, group, tag=_TAG) for rank in self.theirs]
         for work in arriving:
-            work.wait()
+            if work is not None:  # None on a rank outside the group, which has no neighbours
+                work.wait()
         for rank, tensor in self.theirs.items():
             if not torch.equal(tensor, self.mine):
                 raise RuntimeError(_difference(self.label, rank, tuple(tensor.tolist())))
