@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/api/test_modules.py", "tests/api/test_accelerate.py")
+TESTS = ("tests/api/test_modules.py", "tests/api/test_accelerate.py", "tests/distributed/test_rules.py")
 DOWNLOAD_SECONDS = 150
 
 
