@@ -29,24 +29,20 @@ R, P = Replicate(), Partial()
 Placements = Sequence[Placement]
 
 
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def kernels() -> tconv3d.use_backend:
-    """Selects our kernels, on the GPU if there is one, else in the emulator, with strict float32."""
+    """Selects our kernels in the emulator, with strict float32. Gloo cannot redistribute CUDA tensors."""
     torch.backends.cudnn.conv.fp32_precision = "ieee"
-    return tconv3d.use_backend("cuda" if device() == "cuda" else "emulator")
+    return tconv3d.use_backend("emulator")
 
 
 def mesh_of(*sizes: int) -> DeviceMesh:
-    return init_device_mesh(device(), sizes)
+    return init_device_mesh("cpu", sizes)
 
 
 def random_tensors(*shapes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Draws tensors that are equal on all ranks."""
     generator = torch.Generator().manual_seed(5)
-    return [torch.randn(*shape, generator=generator, dtype=dtype).to(device()) for shape in shapes]
+    return [torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes]
 
 
 def place(tensor: Tensor, mesh: DeviceMesh, placements: Placements) -> DTensor:
@@ -274,10 +270,10 @@ def _trained(model: nn.Module, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 def parallelized_module(compiled: bool = False) -> None:
     """Trains a decoder whose layers are divided in all ways, and one with the batch divided, beside a plain one."""
     torch.manual_seed(3)
-    plain = Decoder().double().to(device())
+    plain = Decoder().double()
     (x,) = random_tensors((4, 4, 2, 2, 2), dtype=torch.float64)
     mesh = mesh_of(4)
-    copies = [Decoder().double().to(device()) for _ in range(2)]
+    copies = [Decoder().double() for _ in range(2)]
     for copy in copies:
         copy.load_state_dict(plain.state_dict())
     styles = {

@@ -25,17 +25,25 @@ from tconv3d.torch_ops import kept
 BATCH = 8
 
 
+_place = "cpu"
+
+
 def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return _place
 
 
 @contextlib.contextmanager
-def kernels() -> Iterator[None]:
-    """Selects our kernels, on the GPU if there is one, else in the emulator, with strict float32."""
-    if device() == "cuda":
+def kernels(place: str = "cpu") -> Iterator[None]:
+    """Selects our kernels, with strict float32: in the emulator, or on a GPU that ranks may have to share.
+
+    Ranks that share a GPU can be connected by gloo alone, which has on CUDA tensors what DDP needs and nothing else.
+    """
+    global _place
+    _place = place
+    if place == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     torch.backends.cudnn.conv.fp32_precision = "ieee"
-    with tconv3d.use_backend("cuda" if device() == "cuda" else "emulator"):
+    with tconv3d.use_backend("cuda" if place == "cuda" else "emulator"):
         yield
 
 
@@ -116,9 +124,9 @@ def same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[s
 
 def ddp() -> dict[str, float]:
     """Checks gradients, swapped layers before and after wrapping, no_sync, autocast and the state of DDP models."""
-    x, target = batch()
     seen = {}
-    with kernels():
+    with kernels("cuda" if torch.cuda.is_available() else "cpu"):
+        x, target = batch()
         expected = step(decoder(), x, target)
         for name, make in {
             "ours": lambda: DistributedDataParallel(decoder()),
@@ -188,9 +196,9 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 def fsdp(directory: str) -> dict[str, float]:
     """Checks gradients, training, mixed precision, accumulation, evaluation and checkpoints of sharded models."""
-    x, target = batch()
     seen = {}
     with kernels():
+        x, target = batch()
         expected = step(decoder(), x, target)
         for name, make in {
             "ours": lambda: sharded(decoder()),
@@ -299,9 +307,9 @@ def pipeline() -> float:
     """Runs two stages of the decoder on two ranks by the schedule 1F1B, and compares with one process."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    x, target = batch()
     rank = dist.get_rank()
     with kernels():
+        x, target = batch()
         expected = step(decoder(), x, target)
         model = tconv3d.accelerate(decoder(nn.ConvTranspose3d))
         part = copy.deepcopy((model.first, model.last)[rank])
