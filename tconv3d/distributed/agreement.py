@@ -25,9 +25,9 @@ _TAG = 1  # rows have the tag 0
 Label = tuple[int, ...]  # five sizes, the bytes of an element, and a hash of what else must be equal
 
 
-def label_of(volume: DTensor, function: str) -> Label:
-    """Returns what all ranks must have in common: the size, and a hash of function, type, placements and strides."""
-    text = repr((function, volume.dtype, volume.placements, volume.stride()))
+def label_of(volume: DTensor, function: str, channels_last: bool) -> Label:
+    """Returns what all ranks must have in common: size, function, type, placements and memory layout."""
+    text = repr((function, volume.dtype, volume.placements, channels_last))
     number = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
     return *volume.shape, volume.element_size(), number
 
@@ -82,5 +82,5 @@ def _difference(mine: Label, rank: int, theirs: Label) -> str:
         )
     return (
         f"expected all ranks to compute one volume of size {list(mine[:5])} by the same function, but rank {rank}'s "
-        "differs from this rank's in function, type, placements or strides"
+        "differs from this rank's in function, type, placements or memory layout"
     )
