@@ -212,6 +212,10 @@ def fsdp(directory: str) -> dict[str, float]:
                 found = step(model, share(x), share(target))
             same(found, expected, 1e-4)
             seen[name] = float(mean(found[0]))
+            if name == "accelerated after":
+                tconv3d.restore(model)
+                assert not swapped(model)
+                same(step(model, share(x), share(target)), expected, 1e-4)
         _fsdp_accumulates(x, target, expected)
         _fsdp_mixes(x, target)
         _fsdp_forgets(x)
