@@ -1,5 +1,6 @@
 """tconv3d: transposed 3D convolution on CUDA kernels of its own, a drop-in for PyTorch's."""
 
+import importlib
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dRe
 from .api.precompile import Precompiled, load_precompiled, precompile
 from .api.tune import Tuned, tune
 from .runtime import launcher
+from .torch_ops import subclasses
 from .torch_ops.backend import current_backend, use_backend
 from .torch_ops.choosing import measure_offers
 from .torch_ops.decompositions import decompositions
@@ -54,11 +56,12 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Imports `tconv3d.distributed` when it is first asked for, because `torch.distributed.tensor` takes long."""
     if name == "distributed":
-        import importlib
-
         return importlib.import_module(".distributed", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+
+# The operators' rules for DTensors are loaded when a program that has imported DTensors first calls an operator.
+subclasses.when_imported("torch.distributed.tensor", lambda: importlib.import_module("tconv3d.distributed.rules"))
 
 if torch.version.cuda is not None:  # imports the launcher's modules now, not in the first call
     launcher.preload()

@@ -22,6 +22,7 @@ TESTS = (
     "tests/api/test_modules.py",
     "tests/api/test_accelerate.py",
     "tests/api/test_graphs.py",
+    "tests/distributed/test_rules.py",
     "tests/torch_ops/test_flops.py",
     "tests/torch_ops/test_transforms.py",
 )

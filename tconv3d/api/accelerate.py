@@ -6,6 +6,7 @@ every reference to the layer (from an optimizer, a hook, or a second place in th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -161,7 +162,7 @@ def why_left(layer: nn.Module) -> str | None:
     assert isinstance(layer, nn.ConvTranspose3d)
     if isinstance(layer, LazyModuleMixin):
         return "it is lazy: call the model once, which gives the layer its shape, then accelerate"
-    kind = parametrize.type_before_parametrizations(layer)
+    kind = _before_sharding(parametrize.type_before_parametrizations(layer))
     if issubclass(kind, ConvTranspose3d):
         return "it is tconv3d's already"
     if kind is not nn.ConvTranspose3d:
@@ -173,6 +174,15 @@ def why_left(layer: nn.Module) -> str | None:
     if layer.weight.dtype not in problems.DTYPES:
         return f"there is no kernel for {str(layer.weight.dtype).removeprefix('torch.')}"
     return None
+
+
+def _before_sharding(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that a layer had before `fully_shard` gave it one of its own, or `kind` if that never was."""
+    sharded = sys.modules.get("torch.distributed.fsdp")  # not imported here, because that takes a second
+    wrapper = getattr(sharded, "FSDPModule", None)
+    if wrapper is None or wrapper not in kind.__bases__:
+        return kind
+    return next(base for base in kind.__bases__ if base is not wrapper)
 
 
 def rebased(kind: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:

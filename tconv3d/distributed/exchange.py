@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from . import agreement
 from .shards import Box, shared, volume
 
 
@@ -30,6 +31,7 @@ class Neighbours:
     mesh: DeviceMesh
     mesh_dims: tuple[int | None, ...]  # the mesh dimension that splits depth, height and width
     channels_last: bool
+    label: agreement.Label  # what neighbours must have in common
 
     def group(self, dim: int) -> Any:
         mesh_dim = self.mesh_dims[dim]
@@ -109,12 +111,15 @@ class Exchange:
 
     works: list[Any]
     alive: list[Tensor]  # memory that the messages are read from
+    labels: agreement.Labels | None = None  # to be compared when they have arrived
 
     def wait(self) -> None:
         """Waits until all messages have arrived; on CUDA, makes the current stream wait."""
         for work in self.works:
             work.wait()
         self.alive.clear()
+        if self.labels is not None:
+            self.labels.compare()
 
 
 _connected: WeakSet[Any] = WeakSet()  # process groups
@@ -140,5 +145,12 @@ def start(neighbours: Neighbours, dim: int, sends: Mapping[int, Tensor], receive
         for step, message in messages.items()
         if message.numel()
     ]
-    works = dist.batch_isend_irecv(operations) if operations else []
-    return Exchange(works, list(sends.values()))
+    if not operations:
+        return Exchange([], [])
+    device = neighbours.mesh.device_type
+    labels = agreement.labels(neighbours.label, device, {operation.peer for operation in operations})
+    if device == "cpu":
+        works = labels.exchange(group)
+        return Exchange([*works, *dist.batch_isend_irecv(operations)], list(sends.values()))
+    works = dist.batch_isend_irecv([*operations, *labels.operations(group)])
+    return Exchange(works, list(sends.values()), labels)

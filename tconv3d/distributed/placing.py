@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ..planning.problem import channels_last_strides, contiguous_strides
 from ..torch_ops.pytorch_ops import suggests_channels_last
+from .agreement import label_of
 from .exchange import Neighbours
 from .shards import NAMES
 
@@ -63,12 +64,13 @@ def placing_of(input: object, function: str) -> Placing:
         if mesh_dims[placement.dim - 2] is not None:
             raise RuntimeError(f"{function} cannot split {NAMES[placement.dim - 2]} along two mesh dimensions")
         mesh_dims[placement.dim - 2] = mesh_dim
+    channels_last = suggests_channels_last(input)
     return Placing(
         mesh,
         tuple(input.placements),
         tuple(1 if dim is None else mesh.size(dim) for dim in mesh_dims),
         tuple(0 if dim is None else coordinate[dim] for dim in mesh_dims),
-        Neighbours(mesh, tuple(mesh_dims), suggests_channels_last(input)),
+        Neighbours(mesh, tuple(mesh_dims), channels_last, label_of(input, function, channels_last)),
     )
 
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..families.norm.planner import Wanted
-from . import batching, executor, flops, norm_executor, pytorch_ops
+from . import batching, executor, flops, norm_executor, pytorch_ops, subclasses
 from .backend import current_backend, use_backend
 from .checks import Convolution, number
 from .ops import (
@@ -256,12 +256,17 @@ class _Normalize(torch.autograd.Function):
             None,
             dz if needs_input else None,
             None,
-            dparameters[0] if needs_weight else None,
-            dparameters[1] if needs_norm_bias else None,
+            _row(dparameters, 0) if needs_weight else None,
+            _row(dparameters, 1) if needs_norm_bias else None,
             db if needs_bias else None,
             None,
             None,
         )
+
+
+def _row(pair: Tensor, index: int) -> Tensor:
+    """Returns a row of a matrix, by a slice for tensor subclasses: PyTorch 2.9 cannot index a DTensor twice."""
+    return pair[index] if type(pair) is Tensor else pair[index : index + 1].flatten()
 
 
 def _any_gradient(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -361,9 +366,10 @@ def _register_block() -> None:
         return _fake_forward(input, weight, bias, _convolution(arguments[8:])).to(arguments[7])
 
     def autograd(*arguments: Any) -> Tensor:
+        subclasses.load()
         if _recording(*arguments[:5]) or _dispatched_in_forward_mode():
             call: list[Any] = [*arguments[:8], _convolution(arguments[8:])]
-            return _record_block(False, *call)
+            return subclasses.recorded(_record_block(False, *call))
         with torch._C._AutoDispatchBelowAutograd():
             below: Tensor = overload(*arguments)
             return below

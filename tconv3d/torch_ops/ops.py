@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..planning.geometry import Triple
-from . import checks, executor, operators, pytorch_ops
+from . import checks, executor, operators, pytorch_ops, subclasses
 from .backend import Backend, current_backend, use_backend
 from .checks import Convolution
 from .problems import DTYPES
@@ -39,8 +39,12 @@ def _convolution(settings: tuple[Any, ...]) -> Convolution:
 def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
     """Returns why PyTorch's operator runs for this tensor, or None if this library's kernels do.
 
-    `backend` is the current one by default.
+    `backend` is the current one by default. Tensors of subclasses with rules (DTensor) always go to this library's
+    operators, whose rules ask again for the tensor of a rank: PyTorch's operator returns wrong results for DTensors
+    whose channels are split.
     """
+    if subclasses.ruled(tensor):
+        return None
     backend = backend or current_backend()
     if backend == "torch":
         return 'use_backend("torch")'
@@ -393,10 +397,10 @@ def _register(name: str, implementation: Any, function: Any, fake: Any, tensors:
         return result
 
     def autograd(*arguments: Any) -> Tensor:
+        subclasses.load()
         wanted = any(a is not None and a.requires_grad for a in arguments[:tensors])
         if (wanted and torch.is_grad_enabled()) or _dispatched_in_forward_mode():
-            result: Tensor = _apply(function, *split(arguments))
-            return result
+            return subclasses.recorded(_apply(function, *split(arguments)))
         with torch._C._AutoDispatchBelowAutograd():
             below: Tensor = overload(*arguments)
             return below

@@ -54,7 +54,7 @@ def forward_with_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Returns the ReLU of the forward pass, and means and reciprocal standard deviations [2, N, groups]."""
     result = forward(input, weight, bias, convolution, relu=True)
-    values = result.to(statistics_dtype(result.dtype)).reshape(result.shape[0], groups, -1)
+    values = result.to(statistics_dtype(result.dtype)).unflatten(1, (groups, -1)).flatten(2)
     variance, mean = torch.var_mean(values, 2, correction=0)
     return result, torch.stack([mean, (variance + eps).rsqrt()])
 
