@@ -16,7 +16,8 @@ from ...planning.launch import Constant, Constants, Launch
 from ...planning.problem import Plan
 from . import cxx
 from .passes import NotExportableError, Operation, Variant
-from .specialise import Part, Settings, Sources, specialise
+from .headers import Headers
+from .specialise import Part, Settings, specialise
 
 LINE = 110
 _ONLY_LAUNCHED = {"kMinBlocks"}  # used in the launch bounds, never inside a kernel
@@ -77,7 +78,7 @@ inline void* part(void* workspace, long long bytes) { return static_cast<unsigne
 
 def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
-    specialised = specialise(Sources(kernels, emulated), _settings(operations))
+    specialised = specialise(Headers(kernels, emulated), _settings(operations))
     parts = [_part(part) for part in specialised]
     mentioned = {"kThreads", *_ONLY_LAUNCHED}.union(*(cxx.words(part.text) for part in specialised))
     includes = '#include "emulated_ptx.h"\n' if emulated else ""
