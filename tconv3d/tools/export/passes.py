@@ -30,14 +30,17 @@ from ...torch_ops.executor import BACKWARD, OPERANDS, WITH_STATISTICS
 from ...torch_ops.norm_executor import GRADIENT, NORMALIZE
 from ..bench.layers import Layer
 
+ANY = "any"  # the name of the GPU whose plans run on every GPU of compute capability 8.0 or higher
 # Devices that plans are made for. "any" has 101376 bytes of shared memory per block, the least that a GPU of compute
 # capability 8.0 or higher offers.
 DEVICES = {
-    "hopper": GPUS["H200"].device,
-    "any": Device("compute capability 8.0 and up", (8, 0), GPUS["H200"].device.multiprocessors, 101376),
+    **{name: gpu.device for name, gpu in GPUS.items()},
+    ANY: Device("compute capability 8.0 and up", (8, 0), GPUS["H200"].device.multiprocessors, 101376),
 }
-PRECISIONS = {"float32": ("tf32", "float32"), "float16": ("float16",), "bfloat16": ("bfloat16",)}  # keyed by dtype
+# The precisions of a file. Both of the first two take float32 tensors: TF32 products, or products of whole numbers.
+PRECISIONS = ("tf32", "float32", "float16", "bfloat16")
 LAYOUTS = ("contiguous", "channels_last_3d")
+EPS = 1e-5  # default eps of PyTorch's GroupNorm
 STRIDES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "contiguous": contiguous_strides,
     "channels_last_3d": channels_last_strides,
@@ -57,8 +60,18 @@ class Variant:
     layout: str
 
     def __str__(self) -> str:
-        gpu = "Hopper" if self.gpu == "hopper" else "any GPU"
+        gpu = "any GPU" if self.gpu == ANY else self.gpu
         return f"{gpu}, {self.precision}, {self.layout}"
+
+    @property
+    def macros(self) -> list[str]:
+        """Returns the macros by which the source knows the variant."""
+        return [macro(name) for name in (self.gpu, self.precision, self.layout)]
+
+
+def macro(name: str) -> str:
+    """Returns the macro that stands for a GPU, a precision or a layout."""
+    return "FOR_" + name.upper().replace(" ", "_")
 
 
 @dataclass(frozen=True)
@@ -81,20 +94,29 @@ class Operation:
     plans: dict[Variant, Plan]
     in_place: bool = False  # whether the result may overwrite the first operand
 
+    @property
+    def has_workspace(self) -> bool:
+        """Says whether a plan needs scratch memory."""
+        return any(plan.workspace_bytes for plan in self.plans.values())
 
-def variants(dtypes: Sequence[str], layouts: Sequence[str]) -> list[Variant]:
-    precisions = [precision for dtype in dtypes for precision in PRECISIONS[dtype]]
-    return [Variant(*choice) for choice in product(DEVICES, precisions, layouts)]
+
+def variants(precisions: Sequence[str], layouts: Sequence[str], gpus: Sequence[str]) -> list[Variant]:
+    return [Variant(*choice) for choice in product(gpus, precisions, layouts)]
 
 
-def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
-    """Returns the operations of a training step of the layer."""
+def operations(
+    layer: Layer, chosen: Sequence[Variant], forward_only: bool = False, eps: float = EPS
+) -> list[Operation]:
+    """Returns the operations of a training step of the layer, or of its forward pass alone."""
     wanted = [Pass.INPUT_GRAD, Pass.WEIGHT_GRAD]
     if layer.norm_groups:
-        forward = [_statistics(layer, chosen), _normalize(layer, chosen), _norm_grad(layer, chosen)]
+        forward = [_statistics(layer, chosen, eps), _normalize(layer, chosen)]
+        forward += [] if forward_only else [_norm_grad(layer, chosen)]
     else:
         forward = [_pass(layer, Pass.FORWARD, chosen)]
         wanted += [Pass.BIAS_GRAD] if layer.bias else []
+    if forward_only:
+        return forward
     return [*forward, *(_pass(layer, which, chosen) for which in wanted), *_together(layer, wanted, chosen)]
 
 
@@ -140,12 +162,9 @@ def weight_shape(layer: Layer) -> tuple[int, ...]:
 # ---- blocks with ReLU and GroupNorm: the convolution also writes the statistics, and normalizing is an operation
 
 
-EPS = 1e-5  # default eps of PyTorch's GroupNorm
-
-
-def _statistics(layer: Layer, chosen: Sequence[Variant]) -> Operation:
+def _statistics(layer: Layer, chosen: Sequence[Variant], eps: float) -> Operation:
     *operands, _, _, statistics, _ = WITH_STATISTICS
-    norm = Norm(layer.norm_groups, EPS)
+    norm = Norm(layer.norm_groups, eps)
     problems = {v: replace(problem(layer, Pass.FORWARD, v), relu=True, norm=norm) for v in chosen}
     plans = {v: planner.plan(p, DEVICES[v.gpu]) for v, p in problems.items()}
     shape = (2, layer.batch, layer.norm_groups)

@@ -144,7 +144,7 @@ class Tracer:
                 return self.declared(found, None, space)
         if f"tconv3d::{name}" in self.spaces:
             return Space(f"tconv3d::{name}")
-        return Space("tconv3d") if name == "tconv3d" else None
+        return {"tconv3d": Space("tconv3d"), "ptx": Space("tconv3d::ptx")}.get(name)
 
     def find_member(self, instance: Instance, name: str) -> tuple[list[Declaration], Instance] | None:
         found = instance.declaration.members.get(name)
