@@ -83,15 +83,15 @@ def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, em
     names = {part.kernel: _arguments(part) for part in parts if part.kernel and "struct Args" in part.text}
     words = _words(parts)
     trimmed = [_trimmed(operation, words) for operation in operations]
-    text = _device(parts) + "".join(_kernels(operation, words) for operation in trimmed) + _host(trimmed, names)
     # A word of Python that checkers of kernels search a file for is no good name of a variable.
-    text = _renamed(tidy(text), "pass", "round_index")
-    text = comments.only_true(text, comments.words_of(text))
+    device = _renamed(tidy(_device(parts)), "pass", "round_index")
+    rest = "".join(_kernels(operation, words) for operation in trimmed) + _host(trimmed, names)
+    device = tidy(comments.only_true(device, comments.words_of(device + rest)))
     several = len(operations[0].plans) > 1
     every = sorted({macro for variant in operations[0].plans for macro in variant.macros}) if several else []
     macros = _comment(f"Which variant is compiled is said by the macros {', '.join(every)}.") if every else ""
     include = '#include "emulated_ptx.h"\n' if emulated else ""
-    return TOP.format(macros=macros) + include + "\n" + tidy(text).strip("\n") + "\n"
+    return TOP.format(macros=macros) + include + "\n" + device.strip("\n") + "\n" + rest
 
 
 def _arguments(part: Part) -> list[str]:
@@ -152,7 +152,7 @@ def _device(parts: Sequence[Part]) -> str:
     for (kernel, namespace), group in groupby(parts, key=lambda part: (part.kernel, part.namespace)):
         full = f"{namespace}::{kernel}" if kernel else namespace
         bodies = [f"{part.comment}\n\n{part.text}" if part.comment else part.text for part in group]
-        rule = f"// ==== The kernel {kernel} " + "=" * (LINE - len(kernel) - 20) + "\n\n" if kernel else ""
+        rule = f"// ==== The kernel {kernel} " + "=" * (LINE - len(kernel) - 24) + "\n\n" if kernel else ""
         text += f"\n{rule}namespace {full} {{\n\n" + "\n\n".join(bodies) + f"\n\n}}  // namespace {full}\n"
     return text
 
@@ -242,7 +242,7 @@ def _guarded(text: str, section: Section, operation: Operation) -> str:
 def _kernels(operation: Operation, words: Mapping[str, set[str]]) -> str:
     """Writes the kernels of an operation with their constants, for every variant."""
     title = operation.name.replace("_", " ").capitalize()
-    text = f"\n// ==== {title} " + "=" * (LINE - len(title) - 9) + "\n"
+    text = f"\n// ==== {title} " + "=" * (LINE - len(title) - 12) + "\n"
     for section in sections(operation):
         plan = section.plan
         own = ""
@@ -270,7 +270,7 @@ def _host(operations: Sequence[Operation], names: Mapping[str, list[str]]) -> st
     """Writes what launches the kernels, with no more than these launches need."""
     launches = [each for o in operations for plan in o.plans.values() for each in plan.launches]
     clusters = [cluster_of(each) for each in launches]
-    text = f"\n{LAUNCHING}" + "=" * (LINE - len(LAUNCHING)) + "\n\nnamespace tconv3d {\n" + CHECK
+    text = f"\n{LAUNCHING}" + "=" * (LINE - len(LAUNCHING) - 3) + "\n\nnamespace tconv3d {\n" + CHECK
     for template, chosen in ((LAUNCH, [c == 1 for c in clusters]), (LAUNCH_CLUSTERS, [c > 1 for c in clusters])):
         own = [each for each, takes in zip(launches, chosen, strict=True) if takes]
         text += template % (ASK if any(each.shared_bytes > SMALL for each in own) else "") if own else ""

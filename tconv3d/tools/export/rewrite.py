@@ -252,12 +252,10 @@ class Rewriter:
             known = self.f.is_known(node)
             if known is not None:
                 return self.render(node.need("consequence" if known else "alternative"))
-        if kind == "qualified_identifier" and (known := self.f.is_known(node)) is not None:
-            given = node.need("scope").need("arguments").kids  # Choose<condition, A, B>::type
-            return self.render(given[1 if known else 2])
-        if kind == "dependent_type" and self.f.is_known(node.kids[0]) is not None:
-            text = self.render(node.kids[0])
-            return text
+        if kind == "dependent_type" and self._chosen(node.kids[0]) is not None:
+            return self.render(node.kids[0])
+        if (chosen := self._chosen(node)) is not None:
+            return self.render(chosen)
         if kind == "parenthesized_expression" and node.kids[0].kind == "conditional_expression":
             return self.bracketed(node)
         if kind == "binary_expression":
@@ -268,6 +266,14 @@ class Rewriter:
         if kind == "if_statement":
             return self.condition(node, spliced=False) or "{\n\n}"
         return self.copy(node)
+
+    def _chosen(self, node: Node) -> Node | None:
+        """Returns A or B of `Choose<condition, A, B>::type` if it is always the same."""
+        scope = node.get("scope") if node.kind == "qualified_identifier" else None
+        if scope is None or scope.kind != "template_type" or scope.need("name").text != "Choose":
+            return None
+        known, given = self.f.is_known(node), scope.need("arguments").kids
+        return None if known is None else given[1 if known else 2]
 
     def bracketed(self, node: Node) -> str:
         """Renders `(condition ? a : b)`, without brackets if a single operand is left of it."""

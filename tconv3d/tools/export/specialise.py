@@ -14,7 +14,7 @@ from ...planning.launch import Constants
 from .headers import Headers
 from .parameters import without_unused_parameters
 from .program import Unit
-from .purity import Purity
+from .purity import Purity, called_name
 from .rewrite import Rewriter
 from .syntax import Node
 from .trace import Findings, Tracer
@@ -34,14 +34,17 @@ class Part:
     kernel: str | None  # the kernel whose `Args` it knows, or None
 
 
-def specialise(headers: Headers, settings: Settings) -> list[Part]:
-    """Returns the reduced headers that the kernels need, in an order in which they can be compiled."""
+def specialise(headers: Headers, settings: Settings, keep_arguments: bool = False) -> list[Part]:
+    """Returns the reduced headers that the kernels need, in an order in which they can be compiled.
+
+    `keep_arguments` keeps members of `Args` that no kernel reads, so that all others lie where the library has them.
+    """
     closures = {kernel: headers.closure(kernel) for kernel in settings}
     order = list(dict.fromkeys(name for closure in closures.values() for name in closure))
     texts = {name: headers.unit(name).text for name in order}
     for _ in range(_ROUNDS):
         units = {name: Unit(name, texts[name]) for name in order}
-        findings = _trace(units, closures, settings)
+        findings = _trace(units, closures, settings, keep_arguments)
         purity = Purity(units.values())
         written = {name: Rewriter(units[name], findings, purity.is_pure).rewritten() for name in order}
         if written == texts:
@@ -52,7 +55,9 @@ def specialise(headers: Headers, settings: Settings) -> list[Part]:
     return _parts(texts, closures)
 
 
-def _trace(units: Mapping[str, Unit], closures: Mapping[str, list[str]], settings: Settings) -> Findings:
+def _trace(
+    units: Mapping[str, Unit], closures: Mapping[str, list[str]], settings: Settings, keep_arguments: bool
+) -> Findings:
     """Traces all kernels. Where one set of constants ends a function early and another goes on, what follows is
     compiled for both, so it is traced for both: in a second attempt, when such places are known."""
     mixed: set[Node] = set()
@@ -60,7 +65,10 @@ def _trace(units: Mapping[str, Unit], closures: Mapping[str, list[str]], setting
         findings = Findings(mixed=set(mixed))
         for kernel, closure in closures.items():
             for constants in settings[kernel]:
-                Tracer([units[name] for name in closure], dict(constants), findings).run()
+                tracer = Tracer([units[name] for name in closure], dict(constants), findings)
+                tracer.run()
+                if keep_arguments:
+                    tracer.need_all_of("Args")
         found = {node for node, truth in findings.truth.items() if node.kind == "if_statement" and len(truth) > 1}
         if found <= mixed:
             return findings
@@ -68,33 +76,46 @@ def _trace(units: Mapping[str, Unit], closures: Mapping[str, list[str]], setting
 
 
 def _parts(texts: Mapping[str, str], closures: Mapping[str, list[str]]) -> list[Part]:
-    """Splits every text, and gives headers that know a kernel's `Args` to that kernel."""
-    parts: list[Part] = []
-    owned = {kernel: _owners(texts, closure) for kernel, closure in closures.items()}
-    for kernel in (None, *closures):
-        for name in dict.fromkeys(each for closure in closures.values() for each in closure):
-            is_owned = {k for k, found in owned.items() if name in found}
-            if kernel in is_owned or (kernel is None and not is_owned):
-                part = _part(name, texts[name], kernel)
-                if part is not None:
-                    parts.append(part)
+    """Splits every text, and gives headers that know a kernel's `Args` to the kernels that include them."""
+    units = {name: Unit(name, text) for name, text in texts.items()}
+    clashing = {"Args"} | _declared_twice(units)
+    owned = set().union(*(_depending(units, closure, clashing) for closure in closures.values()))
+    parts = []
+    for kernel, closure in ((None, list(texts)), *closures.items()):
+        found = [_part(name, texts[name], kernel) for name in closure if (name in owned) == (kernel is not None)]
+        parts += [part for part in found if part is not None]
     return parts
 
 
-def _owners(texts: Mapping[str, str], closure: list[str]) -> set[str]:
-    """Returns the headers of a kernel that mention its `Args`, or structs of headers that do."""
+def _declared_twice(units: Mapping[str, Unit]) -> set[str]:
+    """Returns the names of structs, types and constants that two headers declare, for two kernels."""
+    found: dict[str, set[str]] = {}
+    for name, unit in units.items():
+        for declaration in unit.declarations:
+            if declaration.kind != "function":
+                found.setdefault(declaration.name, set()).add(name)
+    return {name for name, declaring in found.items() if len(declaring) > 1}
+
+
+def _depending(units: Mapping[str, Unit], closure: list[str], clashing: set[str]) -> set[str]:
+    """Returns the headers of a kernel that declare or mention one of these names, or something of such a header."""
     found: set[str] = set()
-    names = {"Args"}
+    names = set(clashing)
     for name in closure:  # each after the headers that it needs
-        code = re.sub(r"//[^\n]*", "", texts[name])
-        in_template = re.search(r"\bclass Args\b", code) is not None
-        words = set(re.findall(r"\w+", code)) - ({"Args"} if in_template else set())
-        if names & words:
+        declared = {declaration.name for declaration in units[name].declarations}
+        if names & (_mentioned(units[name]) | declared):
             found.add(name)
-            names |= set(re.findall(r"\bstruct\s+(?:alignas\([^{]*\)\s*)?(\w+)", code)) | set(
-                re.findall(r"^\w[^\n;{}=]*?\b(\w+)\([^;{}]*\)\s*\{", code, re.MULTILINE)
-            )
+            names |= declared
     return found
+
+
+def _mentioned(unit: Unit) -> set[str]:
+    """Returns the types that a unit mentions and the functions that it calls, without template parameters."""
+    nodes = list(unit.root.walk())
+    own = {kid.text for node in nodes if node.kind == "type_parameter_declaration" for kid in node.kids}
+    types = {node.text for node in nodes if node.kind in ("type_identifier", "namespace_identifier")}
+    calls = {node.need("function") for node in nodes if node.kind == "call_expression"}
+    return (types | {called_name(call) for call in calls if call.kind in ("identifier", "template_function")}) - own
 
 
 def _part(name: str, text: str, kernel: str | None) -> Part | None:

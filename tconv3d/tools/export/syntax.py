@@ -129,7 +129,8 @@ def resolve(text: str, defined: frozenset[str]) -> str:
 
 
 def normalise(text: str) -> str:
-    """Writes `using A::b, typename A::C;` as two declarations that the grammar knows."""
+    """Writes `using A::b, typename A::C;` as two declarations that the grammar knows, and `__device__` before
+    constexpr functions without it: the library's compiler takes every function for one of the device, nvcc does not."""
 
     def split(found: re.Match[str]) -> str:
         names = [name.strip() for name in found.group(2).split(",")]
@@ -140,6 +141,7 @@ def normalise(text: str) -> str:
             for name in names
         )
 
+    text = re.sub(r"^([ \t]*static )(constexpr [\w:]+ \w+\()", r"\1__device__ \2", text, flags=re.MULTILINE)
     one = r"(?:typename )?\w+(?:::\w+)+"
     return re.sub(rf"^([ \t]*)using ({one}(?:,\s*{one})*);", split, text, flags=re.MULTILINE)
 

@@ -100,6 +100,17 @@ class Tracer:
         for value in self.config.constants.values():
             if isinstance(value, str):
                 self.named_type(value)
+        self.drain()
+
+    def need_all_of(self, name: str) -> None:
+        """Needs every member of a struct."""
+        found = self.lookup(name, self.roots["tconv3d"])
+        assert isinstance(found, Instance)
+        self.f.whole.add(found.declaration)
+        self.brace(found, [None] * len(found.declaration.members))
+
+    def drain(self) -> None:
+        """Walks bodies until none is left, and lambdas that nobody was seen to call."""
         while self.queue:
             while self.queue:
                 body, scope = self.queue.pop()
