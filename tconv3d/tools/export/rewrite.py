@@ -83,6 +83,8 @@ class Rewriter:
             return self.declaration(node)
         if node.kind == "static_assert_declaration":
             return None if self.f.is_known(node) is not False and node in self.f.truth else self.copy(node)
+        if node.kind == "access_specifier":
+            return None
         inside_struct = node.parent is not None and node.parent.kind != "compound_statement"
         if inside_struct:
             return self.copy(node)
