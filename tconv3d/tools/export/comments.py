@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import textwrap
 
-LINE = 110
+from .tidy import LINE
+
 _FILE = r"\b[\w/]+\.(?:cuh|cu|py|h|md)\b"
 _GONE = re.compile(rf"{_FILE}|\b[Ff]iles?\b|emulator|TCONV3D_")
 _NAMES = re.compile(r"\bk[A-Z]\w*|\b[a-z]\w*(?=\(\))|(?<=`)[A-Za-z_]\w*(?=`)|\b[a-z]+_\w+\b|\b[A-Z]\w*(?=::)")
@@ -114,7 +115,7 @@ def _written(paragraphs: list[list[str]], indent: str) -> list[str]:
         if paragraph[0].startswith("  "):
             lines += [f"{indent}// {line}" for line in paragraph]
             continue
-        width = LINE - 2 - len(indent) - 3
+        width = LINE - len(indent) - 3
         hanging = "  " if bullet else ""
         wrapped = textwrap.wrap(paragraph[0], width, subsequent_indent=hanging, break_long_words=False)
         lines += [f"{indent}// {line}" for line in wrapped]

@@ -20,11 +20,12 @@ from ...planning.problem import Plan
 from . import comments
 from .headers import Headers
 from .passes import NotExportableError, Operation, Variant, macro
-from .program import Unit
+from .program import Declaration, Unit
 from .specialise import Part, Settings, specialise
-from .tidy import tidy
+from .tidy import LINE, tidy
 
-LINE = 110
+Members = dict[str, "Members"]  # the members of a struct by name, each with its own members
+
 SMALL = 48 * 1024  # bytes of shared memory that a block has without asking for more
 LAUNCHING = "// ==== Launching "
 TOP = """// A kernel is a template over a Config, the constants of this layer; Args are its arguments at run time.
@@ -80,7 +81,7 @@ inline void* part(void* workspace, long long bytes) { return static_cast<unsigne
 def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
     parts = specialise(Headers(kernels, emulated), _settings(operations))
-    names = {part.kernel: _arguments(part) for part in parts if part.kernel and "struct Args" in part.text}
+    names = _arguments(parts)
     words = _words(parts)
     trimmed = [_trimmed(operation, words) for operation in operations]
     # A word of Python that checkers of kernels search a file for is no good name of a variable.
@@ -94,11 +95,29 @@ def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, em
     return TOP.format(macros=macros) + include + "\n" + device.strip("\n") + "\n" + rest
 
 
-def _arguments(part: Part) -> list[str]:
-    """Returns the names of the arguments that a kernel still has."""
-    unit = Unit(part.header, f"namespace tconv3d {{\n{part.text}\n}}")
-    (found,) = (declaration for declaration in unit.declarations if declaration.name == "Args")
-    return list(found.members)
+def _arguments(parts: Sequence[Part]) -> dict[str, Members]:
+    """Returns, for each kernel, the members that its arguments still have, with those of inner structs."""
+    structs: dict[str | None, dict[str, Declaration]] = {}
+    for part in parts:
+        unit = Unit(part.header, f"namespace tconv3d {{\n{part.text}\n}}")
+        found = {each.name: each for each in unit.declarations if each.kind == "struct"}
+        structs.setdefault(part.kernel, {}).update(found)
+    shared = structs.get(None, {})
+    return {
+        kernel: _struct_members(found["Args"], {**shared, **found})
+        for kernel, found in structs.items()
+        if kernel is not None and "Args" in found
+    }
+
+
+def _struct_members(struct: Declaration, known: Mapping[str, Declaration]) -> Members:
+    result: Members = {}
+    for name, (member, *_) in struct.members.items():
+        declared = member.core.parent
+        assert declared is not None
+        inner = known.get(declared.need("type").text)
+        result[name] = _struct_members(inner, known) if inner is not None else {}
+    return result
 
 
 def _renamed(text: str, old: str, new: str) -> str:
@@ -266,7 +285,7 @@ def parameters(operation: Operation) -> list[str]:
     return [*inputs, *outputs, *(["void* workspace"] if operation.has_workspace else []), "cudaStream_t stream"]
 
 
-def _host(operations: Sequence[Operation], names: Mapping[str, list[str]]) -> str:
+def _host(operations: Sequence[Operation], names: Mapping[str, Members]) -> str:
     """Writes what launches the kernels, with no more than these launches need."""
     launches = [each for o in operations for plan in o.plans.values() for each in plan.launches]
     clusters = [cluster_of(each) for each in launches]
@@ -278,7 +297,7 @@ def _host(operations: Sequence[Operation], names: Mapping[str, list[str]]) -> st
     return text + (PART if "part(workspace" in functions else "") + functions + "\n}  // namespace tconv3d\n"
 
 
-def _functions(operation: Operation, names: Mapping[str, list[str]]) -> str:
+def _functions(operation: Operation, names: Mapping[str, Members]) -> str:
     text = ""
     for section in sections(operation):
         plan, start = section.plan, f"void launch_{operation.name}("
@@ -378,7 +397,7 @@ def _table(prefix: str, key: str, value: Constant) -> str:
     return listed(f"__constant__ constexpr {_table_type(value)} {prefix}{key}{extent} = {{", items, "};", 4)
 
 
-def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, list[str]]) -> str:
+def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, Members]) -> str:
     """Writes one launch, with the arguments that the kernel has by name."""
     launch = plan.launches[index]
     _, function = _names(operation, plan, index)
@@ -389,7 +408,7 @@ def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, li
     known |= {name: f"part(workspace, {start})" for name, start in plan.regions}
     places = [known.get(pointer, "nullptr") for pointer in launch.pointers]
     values = declared.given(places, launch.scalars)
-    fields = [piece for name in names[launch.kernel] for piece in _fields(name, values[name])]
+    fields = [piece for name, inner in names[launch.kernel].items() for piece in _fields(name, values[name], inner)]
     grid = ", ".join(map(str, launch.grid))
     cluster = cluster_of(launch)
     given = f'"{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {launch.shared_bytes}, args, stream'
@@ -397,18 +416,19 @@ def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, li
     return f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + f"    {call};\n  }}\n"
 
 
-def _fields(name: str, value: object) -> list[str]:
+def _fields(name: str, value: object, members: Members) -> list[str]:
     """Writes the initializer of a member in pieces, between which a line may be broken."""
-    text = f".{name} = {_value(value)}"
+    text = f".{name} = {_value(value, members)}"
     if not isinstance(value, dict) or len(text) < LINE - 20:
         return [text]
-    pieces = [piece for inner, of_it in value.items() for piece in _fields(inner, of_it)]
+    pieces = [piece for inner, below in members.items() for piece in _fields(inner, value[inner], below)]
     return [f".{name} = {{{pieces[0]}", *pieces[1:-1], pieces[-1] + "}"]
 
 
-def _value(value: object) -> str:
+def _value(value: object, members: Members) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f".{name} = {_value(inner)}" for name, inner in value.items()) + "}"
+        inner = (f".{name} = {_value(value[name], below)}" for name, below in members.items())
+        return "{" + ", ".join(inner) + "}"
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value}ll" if isinstance(value, int) and abs(value) >= 2**32 else str(value)

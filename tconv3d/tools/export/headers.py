@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ...planning import arguments
 from ...runtime.sources import find
-from .program import Unit
 from .syntax import Macros, SyntaxNotReadError, normalise, resolve
 
 
@@ -19,7 +18,6 @@ class Headers:
         self._defined = frozenset({"TCONV3D_EMULATOR"} if emulated else ())
         self._texts: dict[str, str] = {}
         self._macros = Macros()
-        self.comments: dict[str, str] = {}
 
     def text(self, name: str) -> str:
         """Returns a header after the preprocessor, but with its `#include`s."""
@@ -69,9 +67,9 @@ class Headers:
             self._texts[names[-1]] = f"namespace tconv3d {{\n{struct.definition}\n}}  // namespace tconv3d\n"
         return names
 
-    def unit(self, name: str) -> Unit:
-        text = re.sub(r'^#include "[^"]+"\n', "", self.text(name), flags=re.MULTILINE)
-        return Unit(name, text)
+    def unit_text(self, name: str) -> str:
+        """Returns the text of a unit of the program: a header without its `#include`s."""
+        return re.sub(r'^#include "[^"]+"\n', "", self.text(name), flags=re.MULTILINE)
 
 
 def _includes(text: str) -> list[str]:

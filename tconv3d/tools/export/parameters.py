@@ -20,12 +20,12 @@ def without_unused_parameters(units: Mapping[str, Unit], findings: Findings, pur
     for functions, calls in groups:
         for index in _removable(functions, calls, findings, purity):
             for function in functions:
-                node = _parameters(function)[index]
-                cuts[owner[id(_root(node))]].append((node.start, node.end))
+                node = parameters_of(function)[index]
+                cuts[owner[id(root_of(node))]].append((node.start, node.end))
             for call in calls:
-                arguments = _arguments(call)
+                arguments = arguments_of(call)
                 if index < len(arguments):
-                    cuts[owner[id(_root(call))]].append((arguments[index].start, arguments[index].end))
+                    cuts[owner[id(root_of(call))]].append((arguments[index].start, arguments[index].end))
     return {name: _cut(unit.text, cuts[name]) for name, unit in units.items()}
 
 
@@ -57,22 +57,22 @@ def _removable(functions: list[Declaration], calls: list[Node], findings: Findin
         return []
     if any(call.kind != "call_expression" for call in calls):
         return []
-    counts = {len(_parameters(function)) for function in functions}
+    counts = {len(parameters_of(function)) for function in functions}
     found = []
     for index in range(max(counts)) if len(counts) == 1 else ():
-        unread = all(_is_unread(_parameters(function)[index], findings) for function in functions)
-        given = [arguments[index] for arguments in map(_arguments, calls) if index < len(arguments)]
+        unread = all(_is_unread(parameters_of(function)[index], findings) for function in functions)
+        given = [arguments[index] for arguments in map(arguments_of, calls) if index < len(arguments)]
         if unread and all(map(purity.is_pure, given)):
             found.append(index)
     return found
 
 
-def _parameters(function: Declaration) -> list[Node]:
+def parameters_of(function: Declaration) -> list[Node]:
     listed = function.function.get("parameters")
     return [kid for kid in listed.kids if kid.kind.endswith("parameter_declaration")] if listed is not None else []
 
 
-def _arguments(call: Node) -> list[Node]:
+def arguments_of(call: Node) -> list[Node]:
     return [kid for kid in call.need("arguments").kids if kid.kind != "comment"]
 
 
@@ -81,7 +81,7 @@ def _is_unread(parameter: Node, findings: Findings) -> bool:
     return name is None or name not in findings.read
 
 
-def _root(node: Node) -> Node:
+def root_of(node: Node) -> Node:
     while node.parent is not None:
         node = node.parent
     return node

@@ -6,12 +6,14 @@ Each round traces every kernel with its constants (`trace`) and writes the heade
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...planning.launch import Constants
 from .headers import Headers
+from .inline import with_inlined_functions
 from .parameters import without_unused_parameters
 from .program import Unit
 from .purity import Purity, called_name
@@ -20,7 +22,7 @@ from .syntax import Node
 from .trace import Findings, Tracer
 
 Settings = dict[str, list[Constants]]  # keyed by kernel: the sets of constants that it is compiled with
-_ROUNDS = 12
+_ROUNDS = 20
 
 
 @dataclass(frozen=True)
@@ -41,18 +43,25 @@ def specialise(headers: Headers, settings: Settings, keep_arguments: bool = Fals
     """
     closures = {kernel: headers.closure(kernel) for kernel in settings}
     order = list(dict.fromkeys(name for closure in closures.values() for name in closure))
-    texts = {name: headers.unit(name).text for name in order}
+    texts = {name: headers.unit_text(name) for name in order}
     for _ in range(_ROUNDS):
-        units = {name: Unit(name, texts[name]) for name in order}
+        units = {name: _unit(name, texts[name]) for name in order}
         findings = _trace(units, closures, settings, keep_arguments)
         purity = Purity(units.values())
         written = {name: Rewriter(units[name], findings, purity.is_pure).rewritten() for name in order}
         if written == texts:
+            written = with_inlined_functions(units, findings, purity)
+        if written == texts:
             written = without_unused_parameters(units, findings, purity)
-            if written == texts:
-                break
+        if written == texts:
+            break
         texts = written
     return _parts(texts, closures)
+
+
+@functools.lru_cache(maxsize=512)  # most headers do not change from round to round, and exports share their headers
+def _unit(name: str, text: str) -> Unit:
+    return Unit(name, text)
 
 
 def _trace(
@@ -77,7 +86,7 @@ def _trace(
 
 def _parts(texts: Mapping[str, str], closures: Mapping[str, list[str]]) -> list[Part]:
     """Splits every text, and gives headers that know a kernel's `Args` to the kernels that include them."""
-    units = {name: Unit(name, text) for name, text in texts.items()}
+    units = {name: _unit(name, text) for name, text in texts.items()}
     clashing = {"Args"} | _declared_twice(units)
     owned = set().union(*(_depending(units, closure, clashing) for closure in closures.values()))
     parts = []

@@ -6,8 +6,10 @@ import subprocess
 
 from .syntax import MissingParserError
 
-# The style of the repository's .clang-format, which an installed package does not have.
-STYLE = "{BasedOnStyle: Google, ColumnLimit: 110, MaxEmptyLinesToKeep: 1}"
+# The style of the repository's .clang-format, which an installed package does not have, but in lines as long as those
+# of the Python around it.
+LINE = 118
+STYLE = f"{{BasedOnStyle: Google, ColumnLimit: {LINE}, AlwaysBreakTemplateDeclarations: No}}"
 
 
 def tidy(text: str) -> str:

@@ -106,8 +106,15 @@ class Tracer:
         """Needs every member of a struct."""
         found = self.lookup(name, self.roots["tconv3d"])
         assert isinstance(found, Instance)
-        self.f.whole.add(found.declaration)
-        self.brace(found, [None] * len(found.declaration.members))
+        work = [found]
+        while work:
+            struct = work.pop()
+            self.f.whole.add(struct.declaration)
+            for member in (each for found_ in struct.declaration.members.values() for each in found_):
+                if member.kind == "member":
+                    self.need(member)
+                    type_ = self.member_type(member, struct.scope)
+                    work += [type_] if isinstance(type_, Instance) else []
 
     def drain(self) -> None:
         """Walks bodies until none is left, and lambdas that nobody was seen to call."""
@@ -729,7 +736,7 @@ class Tracer:
         if isinstance(base, Template):
             return self.applied(base, given)
         if isinstance(base, Functions):
-            return Functions(base.candidates, tuple(given))
+            return Functions(base.candidates, tuple(given), base.of)
         return None
 
     def templated(self, node: Node, scope: Scope) -> Any:
@@ -842,7 +849,10 @@ class Tracer:
             given = name if name.kind == "template_method" else given
             name = name.get("name") or name.kids[0]
         if isinstance(held, Record):
-            self.need_member(held.type, name.text)
+            member = self.find_member(held.type, name.text)
+            known = self.declared(*member) if member is not None else None
+            if isinstance(known, Functions):
+                return Functions(known.candidates, (), held)
             return held.members.get(name.text)
         type_ = held.type if isinstance(held, Object) else None
         type_ = type_.to if isinstance(type_, Pointer) else type_
@@ -856,11 +866,6 @@ class Tracer:
             return Object(Plain("unsigned")) if isinstance(type_, Plain) else None
         found = self.declared(*member)
         return self.with_arguments(found, given, scope) if given is not None else found
-
-    def need_member(self, instance: Instance, name: str) -> None:
-        member = self.find_member(instance, name)
-        if member is not None:
-            self.declared(*member)
 
     def this(self, node: Node, scope: Scope) -> Any:
         found: Scope | None = scope
@@ -937,7 +942,7 @@ class Tracer:
         for declaration, instance, given in chosen:
             self.need(declaration)
             self.walk_function(declaration, instance, given, values)
-            results.append(self.result(declaration, instance, given, values))
+            results.append(self.result(declaration, instance, given, values, target.of))
         return results[0] if len({key(result) for result in results}) == 1 else None
 
     def overloads(
@@ -1003,13 +1008,18 @@ class Tracer:
         return bound, same
 
     def result(
-        self, declaration: Declaration, instance: Instance | None, given: dict[str, Any], values: list[Any]
+        self,
+        declaration: Declaration,
+        instance: Instance | None,
+        given: dict[str, Any],
+        values: list[Any],
+        of: Record | None = None,
     ) -> Any:
         known = all(as_int(value) is not None or isinstance(value, (Record, Enumerator)) for value in values)
         if known and declaration.core.has("type_qualifier", "constexpr"):
             from .compute import computed
 
-            value = computed(self, declaration, instance, given, values)
+            value = computed(self, declaration, instance, {**(of.members if of else {}), **given}, values)
             if value is not None:
                 return value
         result = declaration.core.get("type")

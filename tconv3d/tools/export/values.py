@@ -124,10 +124,14 @@ class Template:
 
 @dataclass(frozen=True)
 class Functions:
-    """The overloads that a name stands for, with the template arguments that are written out."""
+    """The overloads that a name stands for, with the template arguments that are written out.
+
+    `of` is the known object whose member functions they are, if it is known.
+    """
 
     candidates: tuple[tuple[Declaration, Instance | None], ...]
     arguments: Sequence[Any] = ()
+    of: Record | None = None
 
 
 def key(value: Any) -> Hashable:
