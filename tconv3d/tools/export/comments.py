@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Mapping
 
 from .tidy import LINE
 
@@ -21,8 +22,26 @@ def words_of(code: str) -> set[str]:
     return set(re.findall(r"[A-Za-z_]\w*", re.sub(r"//[^\n]*", "", code)))
 
 
-def only_true(source: str, words: set[str]) -> str:
-    """Returns the source with every comment reduced to what is true of names in `words`."""
+class Facts:
+    """What comments may mention: the names of a source, and the values that its constants have."""
+
+    def __init__(self, words: set[str], values: Mapping[str, set[int]]) -> None:
+        self._words, self._values = words, values
+
+    def allow(self, sentence: str) -> bool:
+        if _GONE.search(sentence) or any(name not in self._words for name in _NAMES.findall(sentence)):
+            return False
+        stated = re.findall(r"\b(k[A-Z]\w*) (==|>) (\d+)", sentence)
+        return all(self._may_be(name, mark, int(number)) for name, mark, number in stated)
+
+    def _may_be(self, name: str, mark: str, number: int) -> bool:
+        """Says whether a constant has such a value in some kernel; one whose values are not known may."""
+        known = self._values.get(name, {number, number + 1})
+        return any(value == number if mark == "==" else value > number for value in known)
+
+
+def only_true(source: str, facts: Facts) -> str:
+    """Returns the source with every comment reduced to sentences that the facts allow."""
     out: list[str] = []
     block: list[str] = []
     for line in [*source.split("\n"), ""]:
@@ -30,22 +49,22 @@ def only_true(source: str, words: set[str]) -> str:
             block.append(line)
             continue
         if block:
-            out += _block(block, words)
+            out += _block(block, facts)
             block = []
-        out.append(_beside(line, words))
+        out.append(_beside(line, facts))
     return "\n".join(out[:-1])
 
 
-def _beside(line: str, words: set[str]) -> str:
+def _beside(line: str, facts: Facts) -> str:
     """Reduces the comment at the end of a line of code."""
     found = re.fullmatch(r'((?:[^"/]|"(?:[^"\\]|\\.)*"|/(?!/))*?\S)(\s*)// ?(.*)', line)
     if found is None:
         return line
-    text = _sentences(found.group(3), words)
+    text = _sentences(found.group(3), facts)
     return f"{found.group(1)}{found.group(2)}// {text}" if text else found.group(1)
 
 
-def _block(lines: list[str], words: set[str]) -> list[str]:
+def _block(lines: list[str], facts: Facts) -> list[str]:
     """Reduces a comment of its own lines, paragraph by paragraph."""
     indent = re.match(r"[ \t]*", lines[0])
     assert indent is not None
@@ -60,19 +79,19 @@ def _block(lines: list[str], words: set[str]) -> list[str]:
             paragraphs.append([text])
         else:
             paragraphs[-1].append(text)
-    kept = [_paragraph(paragraph, words) for paragraph in paragraphs]
+    kept = [_paragraph(paragraph, facts) for paragraph in paragraphs]
     return _written(_without_open_ends(kept, paragraphs), indent.group())
 
 
-def _paragraph(lines: list[str], words: set[str]) -> list[str]:
+def _paragraph(lines: list[str], facts: Facts) -> list[str]:
     if not lines:
         return []
     if any(line.startswith("  ") for line in lines[0:1]):  # a formula or a loop in words
         return lines
     text = " ".join(line.strip() for line in lines)
     if text.startswith("- "):
-        return [] if _sentences(text[2:], words) != _bare(text[2:]) else [f"- {_bare(text[2:])}"]
-    found = _sentences(text, words)
+        return [] if _sentences(text[2:], facts) != _bare(text[2:]) else [f"- {_bare(text[2:])}"]
+    found = _sentences(text, facts)
     return [found] if found else []
 
 
@@ -82,11 +101,11 @@ def _bare(text: str) -> str:
     return re.sub(rf",? as {_FILE} says", "", text)
 
 
-def _sentences(text: str, words: set[str]) -> str:
+def _sentences(text: str, facts: Facts) -> str:
     """Returns the sentences before the first one that mentions what is not there."""
     kept = []
     for sentence in re.split(r"(?<=[.!?])\s+(?=[A-Z`\d])", _bare(text)):
-        if _GONE.search(sentence) or any(name not in words for name in _NAMES.findall(sentence)):
+        if not facts.allow(sentence):
             break
         kept.append(sentence)
     return " ".join(kept)

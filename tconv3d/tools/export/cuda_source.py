@@ -87,7 +87,8 @@ def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, em
     # A word of Python that checkers of kernels search a file for is no good name of a variable.
     device = _renamed(tidy(_device(parts)), "pass", "round_index")
     rest = "".join(_kernels(operation, words) for operation in trimmed) + _host(trimmed, names)
-    device = tidy(comments.only_true(device, comments.words_of(device + rest)))
+    facts = comments.Facts(comments.words_of(device + rest), _values_of_constants(operations))
+    device = tidy(comments.only_true(device, facts))
     several = len(operations[0].plans) > 1
     every = sorted({macro for variant in operations[0].plans for macro in variant.macros}) if several else []
     macros = _comment(f"Which variant is compiled is said by the macros {', '.join(every)}.") if every else ""
@@ -129,21 +130,41 @@ def _renamed(text: str, old: str, new: str) -> str:
     return "\n".join(lines)
 
 
+def _values_of_constants(operations: Sequence[Operation]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for launches in (plan.launches for operation in operations for plan in operation.plans.values()):
+        for name, value in (constant for launch in launches for constant in launch.constants):
+            if isinstance(value, int):
+                found.setdefault(name, set()).add(int(value))
+    return found
+
+
 def _words(parts: Sequence[Part]) -> dict[str, set[str]]:
     """Returns, for each kernel, the names that its specialised source mentions."""
-    shared = set().union(*(comments.words_of(part.text) for part in parts if part.kernel is None))
+    shared = set().union(*(_mentioned(part.text) for part in parts if part.kernel is None))
     found: dict[str, set[str]] = {}
     for part in parts:
         if part.kernel is not None:
-            found.setdefault(part.kernel, set(shared)).update(comments.words_of(part.text))
+            found.setdefault(part.kernel, set(shared)).update(_mentioned(part.text))
     return found
+
+
+def _mentioned(text: str) -> set[str]:
+    code = re.sub(r"//[^\n]*", "", text)
+    return set(re.findall(r"[A-Za-z_]\w*", code)) | set(re.findall(r"::\w+", code))
+
+
+def _is_read(constant: tuple[str, Constant], words: set[str]) -> bool:
+    """Says whether a constant is mentioned; one that names a type must be mentioned as a member of a Config."""
+    name, value = constant
+    return (f"::{name}" if isinstance(value, str) else name) in words
 
 
 def _trimmed(operation: Operation, words: Mapping[str, set[str]]) -> Operation:
     """Returns the operation without the constants that its specialised kernels do not read."""
 
     def trim(launch: Launch) -> Launch:
-        kept = tuple(c for c in launch.constants if c[0] in words[launch.kernel] or c[0] in _BOUNDS)
+        kept = tuple(c for c in launch.constants if _is_read(c, words[launch.kernel]) or c[0] in _BOUNDS)
         return replace(launch, constants=kept)
 
     plans = {v: replace(plan, launches=tuple(map(trim, plan.launches))) for v, plan in operation.plans.items()}
@@ -332,7 +353,7 @@ def _kernel(operation: Operation, section: Section, index: int, words: Mapping[s
     config, function = _names(operation, plan, index)
     namespace = launch.kernel
     constants = {
-        v.precision: tuple(c for c in plan.launches[index].constants if c[0] in words[launch.kernel])
+        v.precision: tuple(c for c in plan.launches[index].constants if _is_read(c, words[launch.kernel]))
         for v, plan in section.plans.items()
     }
     given = dict(launch.constants)

@@ -288,7 +288,7 @@ class Rewriter:
         return text if simple and parent in ("binary_expression", "parenthesized_expression") else f"({text})"
 
     def binary(self, node: Node) -> str:
-        mark, first, second = node.need("operator").text, node.need("left"), node.need("right")
+        mark, first, second = node.need("operator").text.strip(), node.need("left"), node.need("right")
         if mark in ("&&", "||"):
             decisive = mark == "||"
             left, right = self.f.is_known(first), self.f.is_known(second)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ...planning.launch import Constants
 from .headers import Headers
 from .inline import with_inlined_functions
+from .members import Key, never_written
 from .parameters import without_unused_parameters
 from .program import Unit
 from .purity import Purity, called_name
@@ -44,9 +45,10 @@ def specialise(headers: Headers, settings: Settings, keep_arguments: bool = Fals
     closures = {kernel: headers.closure(kernel) for kernel in settings}
     order = list(dict.fromkeys(name for closure in closures.values() for name in closure))
     texts = {name: headers.unit_text(name) for name in order}
+    constant: set[Key] = set()
     for _ in range(_ROUNDS):
         units = {name: _unit(name, texts[name]) for name in order}
-        findings = _trace(units, closures, settings, keep_arguments)
+        findings = _trace(units, closures, settings, keep_arguments, constant)
         purity = Purity(units.values())
         written = {name: Rewriter(units[name], findings, purity.is_pure).rewritten() for name in order}
         if written == texts:
@@ -56,6 +58,7 @@ def specialise(headers: Headers, settings: Settings, keep_arguments: bool = Fals
         if written == texts:
             break
         texts = written
+        constant = never_written(units.values(), findings)
     return _parts(texts, closures)
 
 
@@ -65,13 +68,17 @@ def _unit(name: str, text: str) -> Unit:
 
 
 def _trace(
-    units: Mapping[str, Unit], closures: Mapping[str, list[str]], settings: Settings, keep_arguments: bool
+    units: Mapping[str, Unit],
+    closures: Mapping[str, list[str]],
+    settings: Settings,
+    keep_arguments: bool,
+    constant: set[Key],
 ) -> Findings:
     """Traces all kernels. Where one set of constants ends a function early and another goes on, what follows is
     compiled for both, so it is traced for both: in a second attempt, when such places are known."""
     mixed: set[Node] = set()
     while True:
-        findings = Findings(mixed=set(mixed))
+        findings = Findings(mixed=set(mixed), constant=constant)
         for kernel, closure in closures.items():
             for constants in settings[kernel]:
                 tracer = Tracer([units[name] for name in closure], dict(constants), findings)

@@ -1,7 +1,7 @@
 """Parses CUDA C++ into trees of `Node`, by tree-sitter and its C++ grammar.
 
 CUDA's qualifiers are no C++: they are blanked before the text is parsed, so that every node's offsets are those of the
-text with its qualifiers. Conditions of the preprocessor are resolved and macros are expanded beforehand (`resolve`,
+text with its qualifiers. The text must be laid out by clang-format, which tells comparisons from templates. Conditions of the preprocessor are resolved and macros are expanded beforehand (`resolve`,
 `Macros`), so a tree has neither. This module does not know any kernel.
 """
 
@@ -74,6 +74,9 @@ def _parser() -> Any:
 def parse(text: str) -> Node:
     """Returns the tree of a text. All of it is ASCII, so that offsets in bytes are offsets in characters."""
     blank = QUALIFIERS.sub(lambda found: " " * len(found.group()), text)
+    # The grammar takes some comparisons `a < b || c > d` for templates, and no `a <= b`. In the house's layout a `<`
+    # with spaces around it is a comparison, but for `template <`.
+    blank = re.sub(r"(?<!template) <[ \n]", " <=", blank)
     if not blank.isascii():
         raise SyntaxNotReadError("a character outside of ASCII")
     return _converted(_parser().parse(blank.encode()).root_node, text)
@@ -153,7 +156,7 @@ class Macros:
         self._known: dict[str, tuple[list[str] | None, str]] = {}
 
     def expand(self, text: str) -> str:
-        kept = re.sub(r"^[ \t]*#define (\w+)(\([^)]*\))?((?:\\\n|[^\n])*)\n", self._define, text, flags=re.MULTILINE)
+        kept = re.sub(r"(?:^//[^\n]*\n)*^[ \t]*#define (\w+)(\([^)]*\))?((?:\\\n|[^\n])*)\n", self._define, text, flags=re.MULTILINE)
         return self._expanded(kept, frozenset()) if self._known else kept
 
     def _define(self, found: re.Match[str]) -> str:

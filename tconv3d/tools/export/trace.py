@@ -53,6 +53,8 @@ class Findings:
     mixed: set[Node] = field(default_factory=set)  # conditions after which some instances end and others go on
     whole: set[Declaration] = field(default_factory=set)  # structs whose members all stay, because bytes are read
     calls: dict[Node, set[Declaration]] = field(default_factory=dict)  # what a call may call
+    braced: set[Declaration] = field(default_factory=set)  # structs that a list of values in braces makes
+    constant: set[tuple[str, str]] = field(default_factory=set)  # struct and member: members that nobody writes
     odd_calls: set[Declaration] = field(default_factory=set)  # functions that something else than a call mentions
     writes: dict[Node, set[Any]] = field(default_factory=dict)  # assignments: the members or variables they write
 
@@ -97,9 +99,6 @@ class Tracer:
             self.f.live.add(declaration)
             name = _parameter_name(declaration.parameters[0])
             self.walk_function(declaration, None, {name: self.config}, [])
-        for value in self.config.constants.values():
-            if isinstance(value, str):
-                self.named_type(value)
         self.drain()
 
     def need_all_of(self, name: str) -> None:
@@ -195,7 +194,11 @@ class Tracer:
             return self.value(first.core.kids[0], scope)
         if first.kind == "enum":
             return Enumeration(first)
-        return Object(self.member_type(first, scope))
+        type_ = self.member_type(first, scope)
+        if first.outer is not None and (first.outer.name, first.name) in self.f.constant and first.value is not None:
+            known = self.value(first.value, scope)
+            return known if isinstance(known, int) else Object(type_)
+        return Object(type_)
 
     def need(self, declaration: Declaration) -> None:
         if not self.quiet:
@@ -405,6 +408,8 @@ class Tracer:
     def brace(self, type_: Any, values: list[Any]) -> Any:
         """Returns an object that is made of a list in braces, and needs the members that get a value."""
         if isinstance(type_, Instance):
+            if values:
+                self.f.braced.add(type_.declaration)
             members = [m for found in type_.declaration.members.values() for m in found if m.kind == "member"]
             for member in members[: len(values)]:
                 self.need(member)
@@ -782,7 +787,7 @@ class Tracer:
         return Object(operand.type.to) if isinstance(operand.type, Pointer) else None
 
     def binary(self, node: Node, scope: Scope) -> Any:
-        mark, first, second = node.need("operator").text, node.need("left"), node.need("right")
+        mark, first, second = node.need("operator").text.strip(), node.need("left"), node.need("right")
         left = self.value(first, scope)
         if mark in ("&&", "||"):
             return self.logical(mark, first, second, self.truth(left), scope)
