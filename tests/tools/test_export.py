@@ -91,10 +91,8 @@ def kernel_flags(defines: list[str]) -> list[str]:
 def host_flags(defines: list[str]) -> list[str]:
     include = Path(torch.__file__).parent / "include"
     places = (FAKE, include, include / "torch/csrc/api/include", sysconfig.get_path("include"))
-    # One that the source asks for, and one whose name PyTorch's headers might know.
-    chosen = [flag for flag in defines if flag in ("-DFOR_CHANNELS_LAST_3D", "-DFOR_TF32")]
     name = "-DTORCH_EXTENSION_NAME=exported"
-    return ["-std=c++20", "-fPIC", "-O0", name, *chosen, *(f"-I{place}" for place in places)]
+    return ["-std=c++20", "-fPIC", "-O0", name, *defines, *(f"-I{place}" for place in places)]
 
 
 def build(source: str, flags: list[str], shared: bool) -> bytes:
@@ -123,7 +121,9 @@ def emulated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., M
         monkeypatch.setattr(cpp_extension, "load_inline", load_emulated(tmp_path))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         path = tmp_path / "exported_layer.py"
-        path.write_text(export.export(SMALL[layer], *TYPES.get(layer, ()), emulated=True))
+        dtypes, layouts = TYPES[layer]
+        gpus = ["H200"] if capability == HOPPER else ["any"]
+        path.write_text(export.export(SMALL[layer], dtypes, layouts, gpus, emulated=True))
         module = load_file("exported_layer", path)
         module.DEVICE = "cpu"
         return module
@@ -193,10 +193,11 @@ SMALL = {
     "block, no bias": "8, 16, kernel_size=(3, 2, 3), size=(4, 5, 6), bias=False, norm_groups=2",
 }
 HOPPER, OTHER = (9, 0), (8, 6)
-# One file has every type and layout, as it is written if nothing else is asked for; the others what their tests run.
+# The precisions and layouts of a file: what its tests run.
 TYPES = {
+    "strided, bias": (("tf32",), ("contiguous",)),
     "few outputs": (("float32", "float16"), ("contiguous",)),
-    "block": (("float32",), ("channels_last_3d",)),
+    "block": (("tf32",), ("channels_last_3d",)),
     "block, no bias": (("float16",), ("channels_last_3d",)),
 }
 CASES = [  # few: each compiles a whole file

@@ -268,9 +268,9 @@ def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, st
     has_doc = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     first = (body[0].end_lineno or 0) if has_doc else body[0].lineno - 1
     indent = " " * body[0].col_offset
-    renamed = [re.sub(r"\bModel\b", "ModelNew", line) for line in lines[model.lineno - 1 : first]]
+    renamed = [_renamed(line) for line in lines[model.lineno - 1 : first]]
     after = [
-        re.sub(r"\bModel\b", "ModelNew", line) for line in lines[functions[0].end_lineno : model.end_lineno]
+        _renamed(line) for line in lines[functions[0].end_lineno : model.end_lineno]
     ]
     new = [*lines[: model.lineno - 1], *renamed, *(indent + line for line in forward), *after, *lines[model.end_lineno :]]
     shifted = len(forward) - ((functions[0].end_lineno or 0) - first)
@@ -292,3 +292,7 @@ def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, st
         and getattr(node, "module", "") != "__future__"
     ]
     return re.sub(r"\n{3,}", "\n\n\n", rest), "".join(f"{line}\n" for line in needed)
+
+
+def _renamed(line: str) -> str:
+    return re.sub(r"(?<=class )Model\b|(?<=super\()Model\b|\bModel(?=\.)", "ModelNew", line)

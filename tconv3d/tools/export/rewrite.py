@@ -128,8 +128,9 @@ class Rewriter:
             return self.condition(node, spliced)
         if node.kind == "declaration":
             return self.variables(node)
-        if node.kind == "expression_statement" and node.kids and self._is_dead_write(node.kids[0]):
-            return None
+        if node.kind == "expression_statement" and node.kids:
+            if self._is_dead_write(node.kids[0]) or self._does_nothing(node.kids[0]):
+                return None
         if node.kind == "static_assert_declaration":
             return self.item(node)
         if node.kind in ("for_statement", "while_statement"):
@@ -144,6 +145,19 @@ class Rewriter:
             return False
         value = node.get("right")
         return not any(self._is_read(each) for each in targets) and (value is None or self.pure(value))
+
+    def _does_nothing(self, node: Node) -> bool:
+        """Says whether an expression assigns something to itself, or calls functions or a loop without statements."""
+        if node.kind == "assignment_expression" and node.need("operator").text == "=":
+            return node.need("left").text == node.need("right").text.strip("()") and self.pure(node.need("right"))
+        if node.kind != "call_expression":
+            return False
+        given = node.need("arguments").kids
+        if node.need("function").text.startswith("static_for<") and given[-1].kind == "lambda_expression":
+            return not given[-1].need("body").kids
+        called = self.f.calls.get(node, set())
+        empty = all(each.body is not None and not each.body.kids for each in called)
+        return bool(called) and empty and all(map(self.pure, given))
 
     def _is_read(self, target: Any) -> bool:
         if isinstance(target, Declaration):
