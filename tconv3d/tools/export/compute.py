@@ -10,7 +10,7 @@ from .syntax import Node
 from .values import Enumerator, Instance, Record, Scope, as_int
 
 if TYPE_CHECKING:
-    from .trace import Tracer
+    from .trace_base import Base
 
 _STEPS = 100_000  # statements of one call, after which its value counts as unknown
 
@@ -31,7 +31,7 @@ class _BreakError(Exception):
 
 
 def computed(
-    tracer: Tracer, declaration: Declaration, instance: Instance | None, given: dict[str, Any], values: Sequence[Any]
+    tracer: Base, declaration: Declaration, instance: Instance | None, given: dict[str, Any], values: Sequence[Any]
 ) -> Any:
     """Returns the value of a call, or None if it is not known."""
     if declaration.body is None:
@@ -60,7 +60,7 @@ def computed(
 class _Run:
     """Executes statements, with the variables in scopes."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Base) -> None:
         self.tracer, self.left = tracer, _STEPS
 
     def block(self, node: Node, scope: Scope) -> None:
@@ -78,7 +78,9 @@ class _Run:
         elif kind == "return_statement":
             raise _ReturnError(self.expression(node.kids[0], scope))
         elif kind == "if_statement":
-            chosen = node.need("consequence") if self.holds(node.need("condition"), scope) else node.get("alternative")
+            chosen = (
+                node.need("consequence") if self.holds(node.need("condition"), scope) else node.get("alternative")
+            )
             if chosen is not None:
                 self.statement(chosen.kids[0] if chosen.kind == "else_clause" else chosen, scope)
         elif kind == "declaration":
@@ -140,8 +142,6 @@ class _Run:
         return found
 
     def assign(self, node: Node, scope: Scope) -> Any:
-        from .trace import compute
-
         target, mark = node.need("left"), node.need("operator").text
         value = self.expression(node.need("right"), scope)
         before = self.tracer.value(target, scope)
@@ -168,3 +168,19 @@ class _Run:
         if target.kind != "identifier" or found is None:
             raise _UnknownError
         found.names[target.text] = value
+
+
+def compute(mark: str, a: int, b: int) -> int | None:
+    """Returns the result of an operator of C++, whose division rounds towards zero."""
+    if mark in ("/", "%"):
+        if b == 0:
+            return None
+        quotient = abs(a) // abs(b) * (1 if (a < 0) == (b < 0) else -1)
+        return quotient if mark == "/" else a - b * quotient
+    if mark in ("<<", ">>"):
+        return None if not 0 <= b < 64 else a << b if mark == "<<" else a >> b
+    table = {
+        "+": a + b, "-": a - b, "*": a * b, "&": a & b, "|": a | b, "^": a ^ b,
+        "==": int(a == b), "!=": int(a != b), "<": int(a < b), ">": int(a > b), "<=": int(a <= b), ">=": int(a >= b),
+    }  # fmt: skip
+    return table.get(mark)

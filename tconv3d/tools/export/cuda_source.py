@@ -434,7 +434,9 @@ def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, Me
     cluster = cluster_of(launch)
     given = f'"{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {launch.shared_bytes}, args, stream'
     call = f"launch_clusters({given}, {cluster})" if cluster > 1 else f"launch({given})"
-    return f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + f"    {call};\n  }}\n"
+    return (
+        f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + f"    {call};\n  }}\n"
+    )
 
 
 def _fields(name: str, value: object, members: Members) -> list[str]:

@@ -57,13 +57,19 @@ def _value(function: Declaration, call: Node, purity: Purity) -> str | None:
     value = statements[0].kids[0]
     if kind.text in _LITERALS.get(value.kind, ()):
         is_float = value.text.endswith("f") and not value.text.startswith("0x")
-        return value.text if is_float == (kind.text == "float") and call.parent.kind != "expression_statement" else None
+        return (
+            value.text if is_float == (kind.text == "float") and call.parent.kind != "expression_statement" else None
+        )
     for parameter, given in zip(parameters_of(function), arguments_of(call), strict=False):
         name = declarator_name(parameter.get("declarator"))
         if value.kind == "identifier" and name is not None and name.text == value.text:
             if parameter.need("type").text != kind.text or parameter.need("declarator").kind != "identifier":
                 return None
-            bare = given.kind in _SIMPLE or call.parent.kind in ("argument_list", "init_declarator", "return_statement")
+            bare = given.kind in _SIMPLE or call.parent.kind in (
+                "argument_list",
+                "init_declarator",
+                "return_statement",
+            )
             return given.text if bare else f"({given.text})"
     return None
 

@@ -67,7 +67,9 @@ def _function_declarator(node: Node) -> Node:
 def declarator_name(node: Node | None) -> Node | None:
     """Returns where a declarator, such as `(&slabs)[4]` or `*x = 3`, has its name."""
     while node is not None and node.kind not in ("identifier", "field_identifier", "type_identifier"):
-        node = node.get("declarator") or next((k for k in node.kids if k.kind.endswith(("declarator", "identifier"))), None)
+        node = node.get("declarator") or next(
+            (k for k in node.kids if k.kind.endswith(("declarator", "identifier"))), None
+        )
     return node
 
 
@@ -133,7 +135,7 @@ def _fields(node: Node, made: object) -> Iterator[Declaration]:
         name = declarator_name(declarator)
         assert name is not None
         value = declarator.get("value") or _value_after(node, declarator)
-        yield made("constant" if constant else "member" , name.text, declarator, value)
+        yield made("constant" if constant else "member", name.text, declarator, value)
 
 
 def _value_after(node: Node, declarator: Node) -> Node | None:
@@ -142,3 +144,11 @@ def _value_after(node: Node, declarator: Node) -> Node | None:
     end = min(following, default=node.end)
     values = node.fields.get("default_value", [])
     return next((v for v in values if declarator.start < v.start < end), None)
+
+
+def parameter_name(parameter: Node) -> str:
+    """Returns the name of a parameter of a template."""
+    found = parameter.get("name") or declarator_name(parameter.get("declarator"))
+    if found is None:
+        found = next((kid for kid in parameter.kids if kid.kind == "type_identifier"), None)
+    return found.text if found is not None else ""

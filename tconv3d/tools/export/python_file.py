@@ -137,9 +137,9 @@ CUDA_SOURCE = r"""
 {cuda}"""
 '''
 
-NO_BACKWARD = '''    @staticmethod
+NO_BACKWARD = """    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> None:
-        raise RuntimeError("this file was exported with --forward-only: export it without for gradients")'''
+        raise RuntimeError("this file was exported with --forward-only: export it without for gradients")"""
 CONVOLUTION = '''def convolve(x: Tensor, weight: Tensor{bias_parameter}) -> Tensor:
     """The transposed convolution of x, by the kernels of this file."""
     tensors = [x, weight{bias}]
@@ -157,7 +157,7 @@ class Convolution(torch.autograd.Function):
 {save}        return compiled(x, layout).forward(x, weight{bias_argument})
 
 {backward}'''
-CONVOLUTION_BACKWARD = '''    @staticmethod
+CONVOLUTION_BACKWARD = """    @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -167,7 +167,7 @@ CONVOLUTION_BACKWARD = '''    @staticmethod
 {together}        return (
             kernels.input_grad(dy, weight) if wanted[0] else None,
             kernels.weight_grad(dy, x) if wanted[1] else None,
-{bias_gradient}        )'''
+{bias_gradient}        )"""
 BLOCK = '''def block(x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor) -> Tensor:
     """The transposed convolution of x, a ReLU and a GroupNorm, by the kernels of this file."""
     if torch.is_autocast_enabled(DEVICE):
@@ -192,7 +192,7 @@ BLOCK_SAVE = """        if not any(ctx.needs_input_grad):
         ctx.layout = layout
         ctx.save_for_backward(x, weight, hidden, statistics, scale)
         return kernels.normalize(hidden, statistics, scale, shift)"""
-BLOCK_BACKWARD = '''    @staticmethod
+BLOCK_BACKWARD = """    @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, hidden, statistics, scale = ctx.saved_tensors
@@ -205,12 +205,12 @@ BLOCK_BACKWARD = '''    @staticmethod
             kernels.input_grad(dz, weight) if wanted[0] else None,
             kernels.weight_grad(dz, x) if wanted[1] else None,
 {bias_gradient}            *dparameters,
-        )'''
-DENSE = '''def dense(vector: Tensor) -> Tensor:
+        )"""
+DENSE = """def dense(vector: Tensor) -> Tensor:
     return written(vector).contiguous()
 
 
-'''
+"""
 
 
 def python_file(
@@ -270,9 +270,7 @@ def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
     )
     if ANY in gpus:
         check = "    if major < 8:\n"
-        left_out = (
-            '        raise RuntimeError(f"compute capability 8.0 or higher expected, got {major}.{minor}")\n'
-        )
+        left_out = '        raise RuntimeError(f"compute capability 8.0 or higher expected, got {major}.{minor}")\n'
         chosen = f'    gpu = CAPABILITIES.get((major, minor), "{macro(ANY)}")\n' if several else ""
     else:
         check = "    if (major, minor) not in CAPABILITIES:\n"
@@ -320,7 +318,9 @@ def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
         at_once = f"""        if wanted[0] and wanted[1]:
             return *kernels.backward(dz, x, weight), {dbias}*dparameters
 """
-        save = BLOCK_SAVE if not forward_only else "        return kernels.normalize_(hidden, statistics, scale, shift)"
+        save = (
+            BLOCK_SAVE if not forward_only else "        return kernels.normalize_(hidden, statistics, scale, shift)"
+        )
     else:
         template, backward = CONVOLUTION, CONVOLUTION_BACKWARD
         gradient = "            kernels.bias_grad(dy) if wanted[2] else None,\n" if layer.bias else ""
@@ -365,5 +365,7 @@ def _norm_settings(reference: Reference) -> str:
     if not layer.norm_groups:
         return ""
     channels = layer.out_channels
-    values = f'"num_groups": {layer.norm_groups}, "num_channels": {channels}, "eps": {reference.eps!r}, "affine": True'
+    values = (
+        f'"num_groups": {layer.norm_groups}, "num_channels": {channels}, "eps": {reference.eps!r}, "affine": True'
+    )
     return f"NORM_SETTINGS = {{{values}}}\n"

@@ -239,7 +239,9 @@ class _Match:
             return f"slice({value.start}, {value.stop}, {value.step})"
         if isinstance(value, (int, float, bool, str, type(None), torch.dtype)):
             return repr(value)
-        raise NotExportableError(f"the model's forward has the constant {value!r}, which cannot be written into a file")
+        raise NotExportableError(
+            f"the model's forward has the constant {value!r}, which cannot be written into a file"
+        )
 
 
 _DEFAULTS: dict[str, int] = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
@@ -269,10 +271,14 @@ def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, st
     first = (body[0].end_lineno or 0) if has_doc else body[0].lineno - 1
     indent = " " * body[0].col_offset
     renamed = [_renamed(line) for line in lines[model.lineno - 1 : first]]
-    after = [
-        _renamed(line) for line in lines[functions[0].end_lineno : model.end_lineno]
+    after = [_renamed(line) for line in lines[functions[0].end_lineno : model.end_lineno]]
+    new = [
+        *lines[: model.lineno - 1],
+        *renamed,
+        *(indent + line for line in forward),
+        *after,
+        *lines[model.end_lineno :],
     ]
-    new = [*lines[: model.lineno - 1], *renamed, *(indent + line for line in forward), *after, *lines[model.end_lineno :]]
     shifted = len(forward) - ((functions[0].end_lineno or 0) - first)
     imported = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     docstring = [tree.body[0]] if ast.get_docstring(tree) is not None else []

@@ -108,7 +108,9 @@ class Rewriter:
         head = self.text[node.start : found[0].core.start]
         type_ = node.get("type")
         if type_ is not None:
-            head = self.text[node.start : type_.start] + self.render(type_) + self.text[type_.end : found[0].core.start]
+            head = (
+                self.text[node.start : type_.start] + self.render(type_) + self.text[type_.end : found[0].core.start]
+            )
         texts = []
         for each in kept:
             value = each.value
@@ -297,7 +299,13 @@ class Rewriter:
         while inner.kind == "conditional_expression" and (known := self.f.is_known(inner)) is not None:
             inner = inner.need("consequence" if known else "alternative")
         text = self.render(inner)
-        simple = inner.kind in ("number_literal", "identifier", "qualified_identifier", "call_expression", "field_expression")
+        simple = inner.kind in (
+            "number_literal",
+            "identifier",
+            "qualified_identifier",
+            "call_expression",
+            "field_expression",
+        )
         parent = node.parent.kind if node.parent is not None else ""
         return text if simple and parent in ("binary_expression", "parenthesized_expression") else f"({text})"
 
@@ -307,7 +315,9 @@ class Rewriter:
             decisive = mark == "||"
             left, right = self.f.is_known(first), self.f.is_known(second)
             if left is decisive or right is decisive or (left is not None and right is not None):
-                return str(left is decisive or right is decisive if decisive else not (left is False or right is False)).lower()
+                return str(
+                    left is decisive or right is decisive if decisive else not (left is False or right is False)
+                ).lower()
             if left is not None:
                 return self.render(second)
             if right is not None:

@@ -135,7 +135,9 @@ def _mentioned(unit: Unit) -> set[str]:
 
 
 def _part(name: str, text: str, kernel: str | None) -> Part | None:
-    whole = re.fullmatch(r"\s*((?://[^\n]*\n|\s)*)namespace ([\w:]+) \{\n(.*)\n\}\s*(?://[^\n]*)?\s*", text, re.DOTALL)
+    whole = re.fullmatch(
+        r"\s*((?://[^\n]*\n|\s)*)namespace ([\w:]+) \{\n(.*)\n\}\s*(?://[^\n]*)?\s*", text, re.DOTALL
+    )
     if whole is None or not whole.group(3).strip():
         return None
     return Part(name, whole.group(1).strip("\n"), whole.group(2), whole.group(3).strip("\n"), kernel)

@@ -156,7 +156,12 @@ class Macros:
         self._known: dict[str, tuple[list[str] | None, str]] = {}
 
     def expand(self, text: str) -> str:
-        kept = re.sub(r"(?:^//[^\n]*\n)*^[ \t]*#define (\w+)(\([^)]*\))?((?:\\\n|[^\n])*)\n", self._define, text, flags=re.MULTILINE)
+        kept = re.sub(
+            r"(?:^//[^\n]*\n)*^[ \t]*#define (\w+)(\([^)]*\))?((?:\\\n|[^\n])*)\n",
+            self._define,
+            text,
+            flags=re.MULTILINE,
+        )
         return self._expanded(kept, frozenset()) if self._known else kept
 
     def _define(self, found: re.Match[str]) -> str:
@@ -208,7 +213,9 @@ class Macros:
 def _joined(text: str) -> str:
     """Writes neighbouring strings as one."""
     string = r'"((?:[^"\\]|\\.)*)"'
-    return re.sub(rf"{string}(?:\s+{string})+", lambda found: '"' + "".join(re.findall(string, found.group())) + '"', text)
+    return re.sub(
+        rf"{string}(?:\s+{string})+", lambda found: '"' + "".join(re.findall(string, found.group())) + '"', text
+    )
 
 
 def _arguments(tokens: list[str], at: int) -> tuple[list[str], int]:
