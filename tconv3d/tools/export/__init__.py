@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -75,7 +76,8 @@ def export_like(
 def precision_of(dtype: torch.dtype) -> str:
     """Returns the precision in which PyTorch would convolve tensors of a type now."""
     name = str(dtype).removeprefix("torch.")
-    if name == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32":
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    if name == "float32" and convolutions.fp32_precision == "tf32":
         return "tf32"
     if name not in PRECISIONS:
         raise NotExportableError(f"exported files compute in {', '.join(PRECISIONS)}, got an input of {name}")

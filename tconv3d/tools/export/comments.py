@@ -1,6 +1,7 @@
 """Keeps the comments of an exported source true: none mentions a name or a file that the source does not have.
 
-A sentence that mentions something that is gone goes too, together with the rest of its paragraph, which may lean on it.
+A sentence that mentions something that is gone goes too, together with the rest of its paragraph, which may lean on
+it.
 """
 
 from __future__ import annotations

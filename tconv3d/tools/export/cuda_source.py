@@ -1,8 +1,8 @@
 """Writes the CUDA source of an exported file from operations and their plans.
 
 The source holds the needed parts of the kernels' headers, then for every operation the constants and the kernels that
-are compiled with them, then the functions that launch the kernels. Where a file has several variants, macros (`guard`)
-choose one.
+are compiled with them, then the functions that launch the kernels. Where a file has several variants, macros
+(`guard`) choose one.
 """
 
 from __future__ import annotations

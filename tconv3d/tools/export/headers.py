@@ -1,4 +1,4 @@
-"""Reads the headers of kernels as units of a program: the headers that a kernel includes, and its arguments' structs."""
+"""Reads the headers of kernels as texts of a program: the headers that a kernel includes, its arguments' structs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts the value of a function in place of its calls where the function only returns a number or one of its parameters.
+"""Puts the value of a function in place of its calls where it only returns a number or one of its parameters.
 
 Such functions are left where a choice between several layouts has been decided.
 """

@@ -1,4 +1,4 @@
-"""Finds members of structs that nobody writes, so that they always have the value that their declaration gives them."""
+"""Finds members of structs that nobody writes, so that they always have the value of their declaration."""
 
 from __future__ import annotations
 

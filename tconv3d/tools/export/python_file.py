@@ -70,7 +70,8 @@ def check(x: Tensor, *parameters: Tensor) -> None:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"this file was exported for {{name}} of shape {{shape}}, got {{tuple(tensor.shape)}}")
     if x.device.type != DEVICE or weight.device != x.device:
-        raise ValueError(f"expected input and parameters on one {{DEVICE}} device, got {{x.device}} and {{weight.device}}")
+        found = f"{{x.device}} and {{weight.device}}"
+        raise ValueError(f"expected input and parameters on one {{DEVICE}} device, got {{found}}")
     if len({{tensor.dtype for tensor in (x, *parameters)}}) > 1:
         found = ", ".join(str(tensor.dtype) for tensor in (x, *parameters))
         raise TypeError(f"expected input and parameters of one type, got {{found}}")
@@ -82,8 +83,8 @@ def precision_of(dtype: torch.dtype) -> str:
     if name == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32" and "tf32" in PRECISIONS:
         return "tf32"
     if name not in PRECISIONS:
-        held = ", ".join(PRECISIONS)
-        raise TypeError(f"this file holds {{held}}, not {{name}}: export it with --dtype {{' '.join(PRECISIONS)}} {{name}}")
+        held = " ".join(PRECISIONS)
+        raise TypeError(f"this file holds {{held}}, not {{name}}: export it with --dtype {{held}} {{name}}")
     return name
 
 
@@ -265,8 +266,10 @@ _DEFINES = """    defines = [f"-D{gpu}", f"-DFOR_{precision.upper()}", f"-DFOR_{
 def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
     """Writes the choice of kernels by the compute capability of a GPU."""
     left_out = (
-        f'        raise RuntimeError(f"this file was exported with --gpu {" ".join(gpus)}: export it with --gpu for a GPU "\n'
-        '            f"of compute capability {major}.{minor}, or with --gpu any")\n'
+        f'        held = "{" ".join(gpus)}"\n'
+        '        found = f"compute capability {major}.{minor}"\n'
+        '        raise RuntimeError(f"this file was exported with --gpu {held}, got {found}: "\n'
+        '                           "export it with --gpu any")\n'
     )
     if ANY in gpus:
         check = "    if major < 8:\n"

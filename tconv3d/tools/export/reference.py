@@ -2,7 +2,7 @@
 
     found = reference.read(text)
     found.layer, found.eps     # the transposed convolution, with the ReLU and GroupNorm behind it, if they follow
-    found.model                # the text with `ModelNew`: the constructor of `Model`, and a forward on the file's kernels
+    found.model                # the text with `ModelNew`: the constructor of `Model`, a forward on the kernels
 
 The model's forward is traced by torch.fx on tensors without data. What it computes before and after stays PyTorch's.
 This module does not know kernels.
@@ -85,7 +85,7 @@ class _Match:
         if len(found) != 1:
             raise NotExportableError(f"expected a model with one transposed 3D convolution, got {len(found)}")
         self.convolution: fx.Node = found[0]
-        self.input: fx.Node = self.convolution.args[0]  # type: ignore[assignment]
+        self.input: Any = self.convolution.args[0]
         settings, self.tensors = self._settings()
         meta = self.input.meta["tensor_meta"]
         if len(meta.shape) != 5:
@@ -95,7 +95,14 @@ class _Match:
         groups = settings.pop("groups")
         bias = len(self.tensors) > 1
         self.layer = Layer(
-            batch, channels, weight[1] * groups, tuple(size), tuple(weight[2:]), groups=groups, bias=bias, **settings
+            batch,
+            channels,
+            weight[1] * groups,
+            _triple(size),
+            _triple(weight[2:]),
+            groups=groups,
+            bias=bias,
+            **settings,
         )
         self.eps, self.dtype = EPS, meta.dtype
         last = meta.memory_format is torch.channels_last_3d
@@ -122,7 +129,7 @@ class _Match:
             tensors = [f"{path}.weight", *([f"{path}.bias"] if module.bias is not None else [])]
             return {name: getattr(module, name) for name in names}, tensors
         order = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
-        given = dict(zip(order, node.args, strict=False)) | dict(node.kwargs)
+        given: dict[str, Any] = dict(zip(order, node.args, strict=False)) | dict(node.kwargs)
         self.input = given["input"]
         found = {name: _triple(given.get(name, usual)) for name, usual in _DEFAULTS.items()}
         parameters = [given["weight"], *([given["bias"]] if given.get("bias") is not None else [])]
@@ -141,7 +148,7 @@ class _Match:
         return next(iter(node.users)) if len(node.users) == 1 else None
 
     def _find_norm(self) -> None:
-        """Takes ReLU and GroupNorm into the layer if they follow the convolution and nothing else reads its result."""
+        """Takes ReLU and GroupNorm into the layer if they follow the convolution and nothing else reads it."""
         relu = self._only_user(self.convolution)
         if relu is None or not self._is(relu, nn.ReLU, _RELUS) or relu.args[0] is not self.convolution:
             return
@@ -154,11 +161,12 @@ class _Match:
             groups, eps, path = module.num_groups, module.eps, _path(str(norm.target))
             tensors = [f"{path}.weight", f"{path}.bias"] if module.affine else []
         else:
-            given = dict(zip(("input", "num_groups", "weight", "bias", "eps"), norm.args, strict=False)) | norm.kwargs
-            groups, eps = given["num_groups"], given.get("eps", EPS)  # type: ignore[assignment]
+            names = ("input", "num_groups", "weight", "bias", "eps")
+            given: dict[str, Any] = dict(zip(names, norm.args, strict=False)) | norm.kwargs
+            groups, eps = given["num_groups"], given.get("eps", EPS)
             parameters = [given.get("weight"), given.get("bias")]
             is_held = all(isinstance(each, fx.Node) and each.op == "get_attr" for each in parameters)
-            tensors = [_path(str(each.target)) for each in parameters] if is_held else []  # type: ignore[union-attr]
+            tensors = [_path(str(each.target)) for each in parameters if each is not None] if is_held else []
         if not tensors:
             return
         self.layer, self.eps, self.last = replace(self.layer, norm_groups=groups), eps, norm
@@ -247,8 +255,9 @@ class _Match:
 _DEFAULTS: dict[str, int] = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 
 
-def _triple(value: Any) -> tuple[int, ...]:
-    return (value,) * 3 if isinstance(value, int) else tuple(value) * (3 if len(value) == 1 else 1)
+def _triple(value: Any) -> tuple[int, int, int]:
+    d, h, w = (value,) * 3 if isinstance(value, int) else tuple(value) * (3 if len(value) == 1 else 1)
+    return d, h, w
 
 
 def _path(target: str) -> str:
@@ -260,7 +269,7 @@ def _path(target: str) -> str:
 
 
 def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, str]:
-    """Returns the reference with `ModelNew` in place of `Model` and the new forward, and the imports that it needs."""
+    """Returns the reference with `ModelNew` in place of `Model`, its new forward, and the imports it needs."""
     lines = text.split("\n")
     (model,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model")
     functions = [node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward"]

@@ -1,7 +1,7 @@
 """Writes a unit without what a trace has not needed: branches, functions, members, variables and their comments.
 
-The text comes out in lines but not in the house's layout, which `tidy` restores. This module decides nothing by itself
-about what a kernel needs; it only asks the findings of a trace.
+The text comes out in lines but not in the house's layout, which `tidy` restores. This module decides nothing by
+itself about what a kernel needs; it only asks the findings of a trace.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ class Rewriter:
             return self.condition(node, spliced)
         if node.kind == "declaration":
             return self.variables(node)
-        if node.kind == "expression_statement" and node.kids:
-            if self._is_dead_write(node.kids[0]) or self._does_nothing(node.kids[0]):
-                return None
+        effect = node.kids[0] if node.kind == "expression_statement" and node.kids else None
+        if effect is not None and (self._is_dead_write(effect) or self._does_nothing(effect)):
+            return None
         if node.kind == "static_assert_declaration":
             return self.item(node)
         if node.kind in ("for_statement", "while_statement"):

@@ -63,7 +63,7 @@ def of_task(name: str) -> str:
 
 
 def of_layer(layer: Layer, name: str = "") -> str:
-    """Returns the reference of a layer, whose constructor is PyTorch's, with the groups of a norm behind the kernel."""
+    """Returns the reference of a layer: PyTorch's constructor, with the groups of a norm behind the kernel."""
     attribute = "conv_transpose" if layer.norm_groups else "conv_transpose3d"
     what = "One transposed 3D convolution" + (", ReLU and GroupNorm" if layer.norm_groups else "")
     norm = "        self.group_norm = nn.GroupNorm(num_groups, out_channels)\n"

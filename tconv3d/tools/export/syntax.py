@@ -1,8 +1,9 @@
 """Parses CUDA C++ into trees of `Node`, by tree-sitter and its C++ grammar.
 
-CUDA's qualifiers are no C++: they are blanked before the text is parsed, so that every node's offsets are those of the
-text with its qualifiers. The text must be laid out by clang-format, which tells comparisons from templates. Conditions of the preprocessor are resolved and macros are expanded beforehand (`resolve`,
-`Macros`), so a tree has neither. This module does not know any kernel.
+CUDA's qualifiers are no C++: they are blanked before the text is parsed, so that every node's offsets are those of
+the text with its qualifiers. The text must be laid out by clang-format, which tells comparisons from templates.
+Conditions of the preprocessor are resolved and macros are expanded beforehand (`resolve`, `Macros`), so a tree has
+neither. This module does not know any kernel.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def resolve(text: str, defined: frozenset[str]) -> str:
 
 def normalise(text: str) -> str:
     """Writes `using A::b, typename A::C;` as two declarations that the grammar knows, and `__device__` before
-    constexpr functions without it: the library's compiler takes every function for one of the device, nvcc does not."""
+    constexpr functions without it: the library's compiler takes every function for the device's, nvcc does not."""
 
     def split(found: re.Match[str]) -> str:
         names = [name.strip() for name in found.group(2).split(",")]

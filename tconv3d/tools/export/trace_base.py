@@ -87,6 +87,10 @@ class Base:
         """Returns the value of an expression, and notes what it needs."""
         raise NotImplementedError
 
+    def argument(self, node: Node, scope: Scope) -> Any:
+        """Returns the value of a template argument."""
+        raise NotImplementedError
+
     # ---- names
 
     def lookup(self, name: str, scope: Scope | None) -> Any:
@@ -421,13 +425,13 @@ class Base:
         self.bind(declaration.function, scope, values)
         for listed in (kid for kid in declaration.core.kids if kid.kind == "field_initializer_list"):
             for each in listed.kids:
-                name, *given = each.kids
+                name, *initializers = each.kids
                 member = self.find_member(instance, name.text) if instance is not None else None
                 if member is not None:
                     self.declared(*member)
                 else:
                     self.value(name, scope)
-                for kid in given:
+                for kid in initializers:
                     self.value(kid, scope)
         self.queue.append((declaration.body, scope))
 

@@ -358,7 +358,7 @@ class Expressions(Base):
         for parameter, value in zip(listed, values, strict=False):
             type_ = value.type if isinstance(value, Object) else Plain("int") if isinstance(value, int) else None
             declarator = parameter.get("declarator")
-            deduce(parameter.need("type"), declarator, type_, value, free, bound, self)
+            deduce(parameter.need("type"), declarator, type_, value, free, bound)
             scope.names.update(bound)
             wanted = self.type_of(parameter.need("type"), scope)
             wanted = self.wrapped(wanted, declarator, scope) if declarator is not None else wanted
@@ -438,7 +438,7 @@ def fits_type(wanted: Any, given: Any) -> bool | None:
             return True
         if given.to is None or wanted.to is None:
             return None
-        return True if wanted.to == given.to else False
+        return bool(wanted.to == given.to)
     if isinstance(wanted, Array) and isinstance(given, Array):
         return None if fits_type(wanted.of, given.of) is None else wanted.of == given.of
     if wanted == given:
@@ -455,7 +455,12 @@ def fits_type(wanted: Any, given: Any) -> bool | None:
 
 
 def deduce(
-    node: Node, declarator: Node | None, given: Any, value: Any, free: set[str], bound: dict[str, Any], tracer: Tracer
+    node: Node,
+    declarator: Node | None,
+    given: Any,
+    value: Any,
+    free: set[str],
+    bound: dict[str, Any],
 ) -> None:
     """Binds template parameters that the type of an argument tells."""
     while declarator is not None:
@@ -472,12 +477,14 @@ def deduce(
             return
         if given is not None:
             bound[node.text] = given
-    elif node.kind == "template_type" and isinstance(given, Instance):
-        if given.declaration.name == node.need("name").text:
-            names = [parameter_name(parameter) for parameter in given.declaration.parameters]
-            for name, argument in zip(names, node.need("arguments").kids, strict=False):
-                if argument.text in free:
-                    bound[argument.text] = given.arguments.get(name)
+        return
+    if node.kind != "template_type" or not isinstance(given, Instance):
+        return
+    if given.declaration.name == node.need("name").text:
+        names = [parameter_name(parameter) for parameter in given.declaration.parameters]
+        for name, argument in zip(names, node.need("arguments").kids, strict=False):
+            if argument.text in free:
+                bound[argument.text] = given.arguments.get(name)
 
 
 _METHODS = {

@@ -12,11 +12,11 @@ from typing import Any
 from .program import Declaration
 from .syntax import Node
 
-SIZES = {
-    "float": 4, "int": 4, "unsigned": 4, "unsigned int": 4, "bool": 1, "char": 1, "unsigned char": 1,
-    "double": 8, "long long": 8, "unsigned long long": 8, "short": 2, "unsigned short": 2, "signed char": 1,
-    "uint2": 8, "uint4": 16, "float2": 8, "float4": 16, "int4": 16, "int2": 8,
-}
+SIZES = {  # bytes
+    "bool": 1, "char": 1, "unsigned char": 1, "signed char": 1, "short": 2, "unsigned short": 2,
+    "int": 4, "unsigned": 4, "unsigned int": 4, "float": 4, "double": 8, "long long": 8, "unsigned long long": 8,
+    "uint2": 8, "int2": 8, "float2": 8, "uint4": 16, "int4": 16, "float4": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
