@@ -172,7 +172,7 @@ def test_constants_that_differ_keep_both_branches(tmp_path: Path) -> None:
         ("// Adds kOne. It is in gone.cuh. And more.", "// Adds kOne."),
         ("// Adds kOne (gone.cuh).", "// Adds kOne."),
         ("// Uses kGone.", ""),
-        ("// kOne == 1 holds. kOne == 2 does not.", "// kOne == 1 holds."),
+        ("// With kOne == 1 it adds. With kOne == 2 it does not.", "// With kOne == 1 it adds."),
         ("// Terms:\n//\n// - kGone: one\n// - kOne: two", "// Terms:\n//\n// - kOne: two"),
     ],
 )

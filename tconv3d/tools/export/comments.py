@@ -116,9 +116,13 @@ def _without_open_ends(kept: list[list[str]], all_of: list[list[str]]) -> list[l
     """Removes a paragraph that announces a list of which nothing is left."""
     result: list[list[str]] = []
     for i, paragraph in enumerate(kept):
-        following = next((kept[j] for j in range(i + 1, len(kept)) if all_of[j]), [])
+        later = [j for j in range(i + 1, len(kept)) if all_of[j]]
+        is_list = bool(later) and all_of[later[0]][0].startswith("- ")
+        announced = (
+            [kept[j] for j in later if all_of[j][0].startswith("- ")] if is_list else [kept[j] for j in later[:1]]
+        )
         announces = bool(paragraph) and paragraph[-1].rstrip().endswith((":", "are"))
-        if announces and not following:
+        if announces and not any(announced):
             shorter = re.sub(r"(?:^|(?<=[.!?]) )[^.!?]*(?::|are)$", "", paragraph[-1])
             paragraph = [shorter] if shorter else []
         if paragraph:
