@@ -265,11 +265,10 @@ _DEFINES = """    defines = [f"-D{gpu}", f"-DFOR_{precision.upper()}", f"-DFOR_{
 
 def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
     """Writes the choice of kernels by the compute capability of a GPU."""
+    held = " ".join(gpus)
     left_out = (
-        f'        held = "{" ".join(gpus)}"\n'
         '        found = f"compute capability {major}.{minor}"\n'
-        '        raise RuntimeError(f"this file was exported with --gpu {held}, got {found}: "\n'
-        '                           "export it with --gpu any")\n'
+        f'        raise RuntimeError(f"this file was exported with --gpu {held}, got {{found}}: export it with --gpu any")\n'
     )
     if ANY in gpus:
         check = "    if major < 8:\n"
