@@ -268,7 +268,8 @@ def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
     held = " ".join(gpus)
     left_out = (
         '        found = f"compute capability {major}.{minor}"\n'
-        f'        raise RuntimeError(f"this file was exported with --gpu {held}, got {{found}}: export it with --gpu any")\n'
+        f'        raise RuntimeError(f"this file was exported with --gpu {held}, got {{found}}: '
+        'export it with --gpu any")\n'
     )
     if ANY in gpus:
         check = "    if major < 8:\n"
