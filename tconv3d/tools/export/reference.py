@@ -310,4 +310,4 @@ def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, st
 
 
 def _renamed(line: str) -> str:
-    return re.sub(r"(?<=class )Model\b|(?<=super\()Model\b|\bModel(?=\.)", "ModelNew", line)
+    return re.sub(r"(?<=class )Model\b|(?<=super\()Model\b|\bModel(?=\.\w)", "ModelNew", line)
