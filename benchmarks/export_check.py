@@ -37,7 +37,7 @@ from tconv3d.tools.bench.results import describe_machine, write_json
 from tconv3d.torch_ops.clock import Clock
 
 TURNS = 5
-PRECISIONS = [each for both in export.PRECISIONS.values() for each in both]
+PRECISIONS = export.PRECISIONS
 Kind = tuple[str, str, str]  # task, precision, layout
 
 
@@ -165,7 +165,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         for task in names:
-            (folder / f"{task}.py").write_text(export.export(task))
+            (folder / f"{task}.py").write_text(export.export(task, options.dtype, options.layout))
         compile_all(kinds, folder)
         rows = []
         for kind in kinds:

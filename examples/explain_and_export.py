@@ -22,7 +22,7 @@ def main(target: Path) -> None:
     x = torch.empty(1, 64, 32, 32, 32)
     print(tconv3d.explain(layer, x, gpu="H200"))
     words = "64, 32, kernel_size=2, stride=2, size=32"
-    target.write_text(export(words, dtypes=["bfloat16"], layouts=["contiguous"]), encoding="utf-8")
+    target.write_text(export(words, dtypes=["bfloat16"], layouts=["contiguous"], gpus=["H200"]), encoding="utf-8")
     print(f"wrote {target.name}: {len(target.read_text().splitlines())} lines with the layer's kernels and gradients")
 
 

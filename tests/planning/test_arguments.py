@@ -28,8 +28,8 @@ from tconv3d.planning.arguments import (
     per_axis,
 )
 from tconv3d.runtime import compiler, sources
-from tconv3d.tools.export import cxx
-from tconv3d.tools.export.specialise import Sources
+from tconv3d.tools.export.headers import Headers
+from tconv3d.tools.export.program import Unit
 
 KERNELS = sorted(
     name.removesuffix(".cuh")
@@ -214,11 +214,9 @@ def test_a_kernels_headers_have_the_types_of_its_arguments(kernel: str) -> None:
 
 @pytest.mark.parametrize("known", [STRIDES, EXTENT, DIVIDER, WALK], ids=lambda known: known.name)
 def test_types_of_headers_have_the_members_that_python_writes(known: Struct) -> None:
-    body = Sources().header(known.header).body
-    (found,) = [each for each in cxx.declarations(body) if each.kind == "struct" and each.names == (known.name,)]
+    unit = Unit(known.header, Headers().unit_text(known.header))
+    (found,) = [each for each in unit.declarations if each.kind == "struct" and each.name == known.name]
     members = [
-        (line.split()[0] if "long long" not in line else "long long", name)
-        for line in re.findall(r"^  ([^/\n]*);", found.text, re.MULTILINE)
-        for name in re.sub(r"^(?:long long|\w+) ", "", line).split(", ")
+        (each.core.parent.need("type").text, name) for name, (each, *_) in found.members.items() if each.core.parent
     ]
     assert members == [(field.type.name, key) for key, field in known.fields.items()]

@@ -1,7 +1,10 @@
-"""What export does to the kernels' source: reading it, deciding branches, leaving out what nothing mentions."""
+"""What export does to the kernels' source: reading it, deciding branches, leaving out what nothing needs."""
 
 from __future__ import annotations
 
+import io
+import re
+import struct
 import textwrap
 from pathlib import Path
 
@@ -11,312 +14,238 @@ import torch
 import tconv3d
 from tconv3d.planning import planner
 from tconv3d.planning.problem import Device, Pass, Plan, Problem
-from tconv3d.runtime import sources
+from tconv3d.runtime import compiler, sources
 from tconv3d.tools.bench import layers
 from tconv3d.tools.bench.precision import LAYOUTS, in_layout, precision
-from tconv3d.tools.export import cuda_source, cxx, passes, specialise
-from tconv3d.tools.export.specialise import Sources, fold
+from tconv3d.tools.export import comments, cuda_source, passes, syntax
+from tconv3d.tools.export.headers import Headers
+from tconv3d.tools.export.program import Unit
+from tconv3d.tools.export.specialise import specialise
 from tconv3d.torch_ops import executor
 
 HEADERS = sorted(sources.all_headers())
-EVERY = passes.variants(tuple(passes.PRECISIONS), passes.LAYOUTS)
-KNOWN = {"kYes": True, "kNo": False, "kFour": 4}
-
-
-def truth(condition: str) -> bool | None:
-    def lookup(qualifier: str, name: str) -> int | None:
-        return int(KNOWN[name]) if qualifier == "Config" and name in KNOWN else None
-
-    value = cxx.Evaluator(lookup, lambda *_: None, {"float": 4}.get)(condition)
-    return None if value is None else bool(value)
-
-
-def folded(text: str) -> str:
-    return fold(textwrap.dedent(text).strip(), truth)
-
-
-def expected(text: str) -> str:
-    return textwrap.dedent(text).strip()
+EVERY = passes.variants(passes.PRECISIONS, passes.LAYOUTS, ["H200", "any"])
+KNOWN = (("kYes", True), ("kNo", False), ("kFour", 4), ("kTable", (3, -1)), ("Scalar", "float"))
 
 
 # ---- reading
 
 
-@pytest.mark.parametrize("emulated", [False, True])
 @pytest.mark.parametrize("name", HEADERS)
-def test_every_header_is_read_whole(name: str, emulated: bool) -> None:
-    header = Sources(emulated=emulated).header(name)
-    again = cxx.render(cxx.declarations(header.body), lambda declaration: True)
-    assert again == header.body
-    assert "#if" not in again and "TCONV3D_EMULATOR" not in again
+def test_every_header_is_understood(name: str) -> None:
+    """Every comparison is one, too: none is taken for the arguments of a template."""
+    unit = Unit(name, Headers().unit_text(name))
+    assert "#if" not in unit.text and "#define" not in unit.text
+    lists = [node for node in unit.root.walk() if node.kind == "template_argument_list"]
+    assert not [node.text for node in lists if node.text.startswith("< ")]
 
 
-def test_declarations_know_their_names() -> None:
-    text = """
-    // A point.
-    struct Point { int x, y; };
-    template <class T, int N = 3>
-    __device__ int size(const T& of) { return N; }  // beside
-    static constexpr int kA = 1, kB = (2, 3);
-    using Pair = Vector<int, 2>;
-    enum class Kind { kOne };
-    """
-    found = cxx.declarations(textwrap.dedent(text).strip())
-    assert [(d.kind, d.names) for d in found] == [
-        ("struct", ("Point",)),
-        ("function", ("size",)),
-        ("constant", ("kA", "kB")),
-        ("using", ("Pair",)),
-        ("using", ("Kind",)),
-    ]
-    assert found[0].text.startswith("// A point.") and found[1].text.endswith("// beside")
+def test_macros_are_expanded() -> None:
+    text = '#define TWICE(N, ...) f_##N("a" #N, __VA_ARGS__)\n#define ONE 1\nint x = TWICE(3, ONE, y);\n'
+    assert syntax.Macros().expand(text) == 'int x = f_3("a3", 1, y);\n'
+
+
+# ---- deciding and leaving out
+
+
+def specialised(tmp_path: Path, body: str, kernel: tuple[tuple[str, object], ...] = KNOWN) -> str:
+    """The body of `run` in a kernel that knows `KNOWN`, as the export writes it."""
+    (tmp_path / "fill.cuh").write_text(
+        "namespace tconv3d {\n" + textwrap.dedent(body).strip() + "\n}  // namespace tconv3d\n"
+    )
+    parts = specialise(Headers(tmp_path), {"fill": [kernel]})  # type: ignore[list-item]
+    return "\n".join(part.text for part in parts if part.header == "fill.cuh")
+
+
+def run_of(tmp_path: Path, statements: str, before: str = "") -> list[str]:
+    """The statements that are left of `run`, without spaces at their ends."""
+    declared = 'template <class T> __device__ void use(T value) { asm volatile("" : : "r"(value)); }\n'
+    body = (
+        declared
+        + before
+        + "\ntemplate <class Config>\n__device__ void run(const Args& args) {\n"
+        + statements
+        + "\n}\n"
+    )
+    text = specialised(tmp_path, body)
+    inside = text[text.index("run(") :]
+    inside = inside[inside.index("{") + 1 : inside.rindex("}")]
+    return [line.strip() for line in inside.split("\n") if line.strip()]
 
 
 @pytest.mark.parametrize(
-    ("text", "value"),
+    ("statements", "left"),
     [
-        ("1 + 2 * 3", 7),
-        ("-7 / 2", -3),  # C++ rounds towards zero
-        ("-7 % 2", -1),
-        ("(1 << 4) | 3", 19),
-        ("0x10u == 16 ? 5 : 6", 5),
-        ("sizeof(float) * Config::kFour", 16),
-        ("static_cast<int>(Config::kFour) > 3", 1),
-        ("!Config::kNo && Config::kFour != 4", 0),
-        ("Config::kNo && unknown", 0),
-        ("unknown || Config::kYes", 1),
-        ("unknown && Config::kYes", None),
-        ("kFour", None),  # not known without its Config
-        ("1.5f > 1", None),
-        ("f(2)", None),
-        ("1 / 0", None),
-        ("Config::kFour +", None),
+        ("if constexpr (Config::kYes) {\n  use(1);\n} else {\n  use(2);\n}", ["use(1);"]),
+        ("// Sometimes.\nif constexpr (Config::kNo) use(1);\nuse(2);", ["use(2);"]),
+        ("use(Config::kYes ? 1 : 2);", ["use(1);"]),
+        ("use(4 + (Config::kNo ? 3 : 0));", ["use(4);"]),
+        ("if (Config::kYes && args.count > 1) use(1);", ["if (args.count > 1) use(1);"]),
+        ("if (args.count < 1 || args.count > 3) use(1);", ["if (args.count < 1 || args.count > 3) use(1);"]),
+        ("if constexpr (Config::kFour > 3) return;\nuse(1);", ["return;"]),
+        ("static_assert(Config::kFour == 4);\nuse(1);", ["use(1);"]),
+        ("const int nobody = 3;\nuse(1);", ["use(1);"]),
+        ("int nobody = 3;\nnobody = 4;\nuse(1);", ["use(1);"]),
+        ("if constexpr (sizeof(typename Config::Scalar) == 4) use(1);", ["use(1);"]),
+        ("if constexpr (Config::kTable(1) < 0) use(1);", ["use(1);"]),
     ],
 )
-def test_integer_expressions(text: str, value: int | None) -> None:
-    def lookup(qualifier: str, name: str) -> int | None:
-        return int(KNOWN[name]) if qualifier == "Config" and name in KNOWN else None
-
-    assert cxx.Evaluator(lookup, lambda *_: None, {"float": 4}.get)(text) == value
+def test_statements(tmp_path: Path, statements: str, left: list[str]) -> None:
+    assert run_of(tmp_path, statements) == left
 
 
-# ---- folding
-
-
-def test_a_branch_that_is_taken_loses_its_condition() -> None:
-    text = """
-    void f() {
-      if constexpr (Config::kYes) {
-        one();
-        two();
-      } else {
-        three();
+def test_loops_of_constants_are_followed_turn_by_turn(tmp_path: Path) -> None:
+    before = """
+    template <int kValue>
+    struct Int {
+      static constexpr int value = kValue;
+    };
+    template <int kCount, int kIndex = 0, class Body>
+    __device__ void static_for(Body&& body) {
+      if constexpr (kIndex < kCount) {
+        body(Int<kIndex>{});
+        static_for<kCount, kIndex + 1>(body);
       }
     }
     """
-    assert folded(text) == expected("void f() {\n  one();\n  two();\n}")
-
-
-def test_a_branch_that_is_never_taken_goes_with_its_comment() -> None:
-    text = """
-    void f() {
-      one();
-      // Only sometimes.
-      if constexpr (Config::kNo) two();
-      three();
-    }
-    """
-    assert folded(text) == expected("void f() {\n  one();\n  three();\n}")
-
-
-def test_a_chain_of_conditions_keeps_what_is_not_known() -> None:
-    text = """
-    if (unknown) {
-      one();
-    } else if constexpr (Config::kNo) {
-      two();
-    } else {
-      three();
-    }
-    """
-    assert folded(text) == expected("if (unknown) {\n  one();\n} else {\n  three();\n}")
-    assert folded("if (unknown) {\n  one();\n} else if (Config::kNo) {\n  two();\n}") == "if (unknown) {\n  one();\n}"
-    unchanged = "if constexpr (kFour == 4) {\n  one();\n}"
-    assert folded(unchanged) == unchanged
-
-
-def test_names_of_a_block_stay_inside_it() -> None:
-    text = """
-    void f(int row) {
-      if constexpr (Config::kYes) {
-        const int row = 2;
-        use(row);
-      }
-      use(row);
-    }
-    """
-    assert folded(text).count("{") == 2, "without its braces the block's row would be the one used last"
-
-
-@pytest.mark.parametrize(
-    "declaration", ["int row = 2;", "const int row = 2;", "Vector<int, 2> row{};", "float* row = x;"]
-)
-def test_whatever_may_declare_a_name_keeps_its_braces(declaration: str) -> None:
-    text = f"void f() {{\n  if (Config::kYes) {{\n    {declaration}\n  }}\n  last();\n}}"
-    assert folded(text) == f"void f() {{\n  {{\n    {declaration}\n  }}\n  last();\n}}"
-
-
-def test_what_a_loop_repeats_stays_one_statement() -> None:
-    assert folded("for (;;) if (Config::kNo) one();\nlast();") == "for (;;) {}\nlast();"
-    assert folded("for (;;)\n  if (Config::kYes) {\n    one();\n    two();\n  }\nlast();") == (
-        "for (;;)\n  {\n    one();\n    two();\n  }\nlast();"
+    statements = (
+        "static_for<2>([&](auto i) {\n  if constexpr (decltype(i)::value > 5) use(1);\n"
+        "  if constexpr (decltype(i)::value == 1) use(2);\n});"
     )
-    assert folded("int f() {\n  for (;;) if (Config::kYes) return 1;\n  last();\n}") == (
-        "int f() {\n  for (;;) return 1;\n  last();\n}"
+    left = run_of(tmp_path, statements, textwrap.dedent(before))
+    assert not any("use(1)" in line for line in left), "no turn takes it"
+    assert any("if constexpr (decltype(i)::value == 1)" in line for line in left), (
+        "one turn takes it, another does not"
     )
 
 
-def test_what_follows_a_return_is_gone() -> None:
-    text = """
-    int f() {
-      if constexpr (Config::kYes) return 1;
-      const int left = 2;
-      return left;
+def test_constant_functions_are_computed(tmp_path: Path) -> None:
+    before = """
+    struct Range {
+      int first, last;
+      __device__ constexpr int count() const { return last - first + 1; }
+    };
+    __device__ constexpr Range range(int n) {
+      Range all{100, 0};
+      for (int i = 3; i < n; ++i) all = {i < all.first ? i : all.first, i > all.last ? i : all.last};
+      return all;
     }
-    int g() { return 3; }
     """
-    assert folded(text) == expected("int f() {\n  return 1;\n}\nint g() { return 3; }")
+    statements = "constexpr Range kRange = range(Config::kFour + 2);\nif constexpr (kRange.count() == 3) use(1);"
+    assert run_of(tmp_path, statements, textwrap.dedent(before)) == ["use(1);"]
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("x = Config::kYes ? a : b;", "x = a;"),
-        ("x = 2 * (Config::kNo ? a : b);", "x = 2 * b;"),
-        ("x = 2 * (Config::kNo ? a : b + c);", "x = 2 * (b + c);"),
-        ("f(Config::kYes ? a : b, c);", "f(a, c);"),
-        ("x = Config::kNo ? a : q ? b : c;", "x = q ? b : c;"),
-        ("x = q ? Config::kYes ? a : b : c;", "x = q ? a : c;"),
-        ("x = y < Config::kFour ? a : b;", "x = y < Config::kFour ? a : b;"),
-        ("Ring<Config::kYes ? 1 : 2> ring;", "Ring<Config::kYes ? 1 : 2> ring;"),
-        ("Ring<q && Config::kNo ? 1 : 2> ring;", "Ring<q && Config::kNo ? 1 : 2> ring;"),
-        ("x =\n    Config::kYes ? a : b;", "x = a;"),
-    ],
-)
-def test_choices(text: str, value: str) -> None:
-    assert folded(text) == value
-
-
-# ---- pruning and the whole
-
-
-def kernels(tmp_path: Path, **headers: str) -> Sources:
-    for name, body in headers.items():
-        include = "" if name == "common" else '#include "common.cuh"\n\n'
-        (tmp_path / f"{name}.cuh").write_text(
-            f"// {name}.\n#pragma once\n\n{include}namespace tconv3d {{\n\n{expected(body)}\n\n"
-            "}  // namespace tconv3d\n"
-        )
-    return Sources(tmp_path)
-
-
-COMMON = """
-struct Half { unsigned short bits; };
-float widen(float value) { return value; }
-float widen(Half value) { return half_bits(value.bits); }
-float half_bits(unsigned short bits) { return bits; }
-
-// ---- Instructions.
-
-template <int N>
-struct Multiply;
-#define MULTIPLY(N)          \\
-  template <>                \\
-  struct Multiply<N> {       \\
-    int at() { return N_##N; } \\
-  }
-#define N_8 1
-#define N_16 N_8 + 1
-MULTIPLY(8);
-MULTIPLY(16);
-
-// ---- Nobody's.
-
-void unused() {}
-"""
-KERNEL = """
-struct Args { int n; };
-template <class Config>
-struct Kernel {
-  static constexpr int kWidth = Config::kTwice ? 16 : 8;
-  static constexpr int kOther = 5;
-  static_assert(kWidth > 0);
-  int data;
-  void compute() { Multiply<kWidth>(); }
-  void rest() {}
+MEMBERS = """
+struct Place {
+  int kept, written, unread;
+  __device__ int used(int first, int second) const { return kept + second; }
+  __device__ int nobody() const { return unread; }
 };
 template <class Config>
-void run(const Args& args) {
-  if constexpr (Config::kTwice) {
-    Kernel<Config>().rest();
-  } else {
-    Kernel<Config>().compute();
-  }
-  widen(typename Config::Scalar());
+__device__ void run(const Args& args) {
+  Place at;
+  at.kept = args.count;
+  at.written = 3;
+  *static_cast<int*>(args.words) = at.used(1, 2);
 }
 """
 
 
-def test_only_what_a_setting_needs_is_left(tmp_path: Path) -> None:
-    sources = kernels(tmp_path, common=COMMON, kernel=KERNEL)
-    common, kernel = specialise.specialise(sources, {"kernel": [(("kTwice", False), ("Scalar", "float"))]})
-    assert "widen(float value)" in common.text and "Half" not in common.text and "half_bits" not in common.text
-    assert "MULTIPLY(8)" in common.text and "MULTIPLY(16)" not in common.text
-    assert "N_8 1" in common.text and "N_16" not in common.text
-    assert "---- Instructions" in common.text and "Nobody's" not in common.text and "unused" not in common.text
-    assert "kWidth = 8;" in kernel.text and "static_assert" in kernel.text and "int data" in kernel.text
-    assert "compute" in kernel.text and "rest" not in kernel.text and "kOther" not in kernel.text
+def test_members_functions_and_parameters_that_nobody_reads_are_gone(tmp_path: Path) -> None:
+    text = specialised(tmp_path, MEMBERS)
+    assert "kept" in text and "used(int second)" in text and "at.used(2)" in text
+    assert "written" not in text and "unread" not in text and "nobody" not in text
 
 
-def test_settings_that_differ_keep_both_branches(tmp_path: Path) -> None:
-    sources = kernels(tmp_path, common=COMMON, kernel=KERNEL)
-    settings = [(("kTwice", twice), ("Scalar", "tconv3d::Half")) for twice in (False, True)]
-    common, kernel = specialise.specialise(sources, {"kernel": settings})
-    assert "MULTIPLY(8)" in common.text and "MULTIPLY(16)" in common.text and "N_16" in common.text
-    assert "half_bits" in common.text
-    assert "if constexpr (Config::kTwice)" in kernel.text
-    assert "compute" in kernel.text and "rest" in kernel.text
+def test_constants_that_differ_keep_both_branches(tmp_path: Path) -> None:
+    text = "template <class Config>\n__device__ void run(const Args& args) {\n  if constexpr (Config::kYes) {\n"
+    text += "    *static_cast<int*>(args.words) = 1;\n  } else {\n    *static_cast<int*>(args.words) = 2;\n  }\n}\n"
+    (tmp_path / "fill.cuh").write_text(f"namespace tconv3d {{\n{text}\n}}  // namespace tconv3d\n")
+    both = [(("kYes", True),), (("kYes", False),)]
+    (part,) = (p for p in specialise(Headers(tmp_path), {"fill": list(both)}) if p.header == "fill.cuh")
+    assert "if constexpr (Config::kYes)" in part.text and "= 1" in part.text and "= 2" in part.text
 
 
-def test_a_template_whose_argument_is_not_known_keeps_all_its_specialisations(tmp_path: Path) -> None:
-    body = "struct Args { int n; };\ntemplate <class Config>\nvoid run(const Args& args) {\n  Multiply<size()>();\n}"
-    sources = kernels(tmp_path, common=COMMON, kernel=body)
-    common, _ = specialise.specialise(sources, {"kernel": [(("Scalar", "float"),)]})
-    assert "MULTIPLY(8)" in common.text and "MULTIPLY(16)" in common.text
+@pytest.mark.parametrize(
+    ("comment", "left"),
+    [
+        ("// Adds kOne. It is in gone.cuh. And more.", "// Adds kOne."),
+        ("// Adds kOne (gone.cuh).", "// Adds kOne."),
+        ("// Uses kGone.", ""),
+        ("// With kOne == 1 it adds. With kOne == 2 it does not.", "// With kOne == 1 it adds."),
+        ("// Terms:\n//\n// - kGone: one\n// - kOne: two", "// Terms:\n//\n// - kOne: two"),
+    ],
+)
+def test_comments_are_true(comment: str, left: str) -> None:
+    facts = comments.Facts({"kOne"}, {"kOne": {1}})
+    assert comments.only_true(f"{comment}\nint kOne;", facts) == f"{left}\nint kOne;".lstrip("\n")
+
+
+# ---- machine code
+
+
+def text_sections(cubin: bytes) -> list[bytes]:
+    """The machine code of every kernel in an ELF file."""
+    (offset,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + i * size) for i in range(count)]
+    start = headers[names][4]
+    found = []
+    for header in headers:
+        place = start + header[0]
+        if cubin[place : cubin.index(b"\0", place)].startswith(b".text"):
+            found.append(cubin[header[4] : header[4] + header[5]])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "which"), [("large_volume", "tf32"), ("depthwise_64", "float16"), ("grouped_strided", "bfloat16")]
+)
+def test_specialised_kernels_are_the_librarys_machine_code(name: str, which: str) -> None:
+    """With all arguments and constants at their places, a specialised kernel compiles to equal bytes."""
+    try:
+        compiler.version()
+    except compiler.MissingCompilerError as error:
+        pytest.skip(str(error))
+    from cuda.core import Program, ProgramOptions
+
+    (variant,) = passes.variants([which], ["contiguous"], ["H200"])
+    operations = passes.operations(layers.LAYERS[name], [variant])
+    parts = specialise(Headers(), cuda_source._settings(operations), keep_arguments=True)
+    words = cuda_source._words(parts)
+    device = cuda_source._device(parts)
+    for operation in operations:
+        (section,) = cuda_source.sections(operation)
+        for i, launch in enumerate(section.plan.launches):
+            words[launch.kernel] |= {key for key, value in launch.constants if not isinstance(value, str)}
+            source = f"{device}\nnamespace tconv3d {{\n{cuda_source._kernel(operation, section, i, words)}}}\n"
+            options = ProgramOptions(arch="sm_90a", **compiler._OPTIONS)
+            ours = bytes(Program(source, "c++", options).compile("cubin", logs=io.StringIO()).code)
+            theirs = compiler.compile(launch.kernel, launch.constants, "sm_90a").cubin
+            assert text_sections(ours) == text_sections(theirs), f"{operation.name}: {launch.kernel}"
+
+
+# ---- variants
 
 
 @pytest.mark.parametrize(
     ("variants", "condition"),
     [
-        ([("hopper", "tf32", "contiguous")],
-         "defined(FOR_HOPPER) && defined(FOR_TF32) && !defined(FOR_CHANNELS_LAST_3D)"),
-        ([("hopper", "tf32", "contiguous"), ("hopper", "tf32", "channels_last_3d")],
-         "defined(FOR_HOPPER) && defined(FOR_TF32)"),
-        ([("any", "float16", "contiguous"), ("hopper", "float16", "contiguous")],
-         "defined(FOR_FLOAT16) && !defined(FOR_CHANNELS_LAST_3D)"),
-        ([("any", "tf32", "contiguous"), ("any", "float32", "contiguous")],
-         "!defined(FOR_HOPPER) && (defined(FOR_TF32) || defined(FOR_FLOAT32)) && !defined(FOR_CHANNELS_LAST_3D)"),
+        ([("H200", "tf32", "contiguous")], "defined(FOR_H200) && defined(FOR_TF32) && defined(FOR_CONTIGUOUS)"),
+        ([("H200", "tf32", "contiguous"), ("H200", "tf32", "channels_last_3d")],
+         "defined(FOR_H200) && defined(FOR_TF32)"),
+        ([("any", "float16", "contiguous"), ("H200", "float16", "contiguous")],
+         "defined(FOR_FLOAT16) && defined(FOR_CONTIGUOUS)"),
     ],
 )  # fmt: skip
 def test_guards_say_which_variants(variants: list[tuple[str, str, str]], condition: str) -> None:
     assert cuda_source.guard([passes.Variant(*v) for v in variants], EVERY) == condition
 
 
-def test_numbers_are_written_with_all_their_digits() -> None:
-    assert (
-        cuda_source._value({"eps": 1e-5, "count": 3, "far": 2**40})
-        == "{.eps = 1e-05, .count = 3, .far = 1099511627776ll}"
-    )
+def test_one_variant_needs_no_guard() -> None:
+    only = passes.variants(["tf32"], ["contiguous"], ["H200"])
+    assert cuda_source.guard(only, only) == ""
 
 
 def test_guards_are_right_for_every_set_of_variants() -> None:
@@ -331,10 +260,9 @@ def test_guards_are_right_for_every_set_of_variants() -> None:
 
 
 def holds_for(condition: str, variant: passes.Variant) -> bool:
-    macros = {f"FOR_{name.upper()}" for name in (variant.precision, variant.layout, variant.gpu)}
-    text = condition.replace("\\\n", " ").replace("&&", " and ").replace("||", " or ").replace("!", " not ")
-    names = tuple(f"FOR_{name}" for name in ("HOPPER", "TF32", "FLOAT32", "FLOAT16", "BFLOAT16", "CHANNELS_LAST_3D"))
-    return bool(eval(text, {"defined": lambda name: name in macros, **{name: name for name in names}}))
+    text = condition.replace("\\\n", " ").replace("&&", " and ").replace("||", " or ") or "True"
+    names = {name: name for name in re.findall(r"FOR_\w+", condition)}
+    return bool(eval(text, {"defined": lambda name: name in variant.macros, **names}))
 
 
 @pytest.mark.parametrize("variant", [v for v in EVERY if v.gpu == "any"], ids=str)  # problems do not know the GPU

@@ -1,37 +1,95 @@
 """Implements `tconv3d export`: writes a layer's kernels as one Python file that does not need this library.
 
-    text = export.export("large_volume", dtypes=["float32"])
+    text = export.export("large_volume")
+    text = export.export_like(Path("reference.py").read_text(), forward_only=True)
 
-`passes` says what to compute and asks the planner for plans, `cxx` and `specialise` reduce the kernels' headers to
-what these plans need, and `cuda_source`, `host_source` and `python_file` write the text.
+`subjects` and `reference` say what the file's model is, `passes` what to compute and, by the planner, how. `headers`,
+`syntax` and `program` read the kernels' headers, `trace` and `compute` follow what is compiled, `rewrite`, `purity`,
+`parameters`, `specialise`, `comments` and `tidy` reduce the headers to that, and `cuda_source`, `host_source` and
+`python_file` write the text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
+
+from ...planning import gpus as known_gpus
+from .. import tasks
 from ..bench import layers
-from . import passes, python_file
-from .passes import LAYOUTS, PRECISIONS, NotExportableError
+from . import passes, python_file, reference, subjects
+from .passes import ANY, DEVICES, LAYOUTS, PRECISIONS, NotExportableError
 
-__all__ = ["LAYOUTS", "PRECISIONS", "NotExportableError", "export"]
+__all__ = ["ANY", "DEVICES", "LAYOUTS", "PRECISIONS", "NotExportableError", "export", "export_like"]
 
 
 def export(
     name_or_layer: str,
-    dtypes: Sequence[str] = tuple(PRECISIONS),
-    layouts: Sequence[str] = LAYOUTS,
+    dtypes: Sequence[str] = (),
+    layouts: Sequence[str] = (),
+    gpus: Sequence[str] = (),
+    forward_only: bool = False,
     command: str = "tconv3d export",
     emulated: bool = False,
-    gpu: str | None = None,
 ) -> str:
-    """Returns the file for a layer of `layers.LAYERS`, or for a layer written like PyTorch's constructor.
+    """Returns the file for a task or a layer of `layers.LAYERS`, or for a layer written like PyTorch's constructor.
 
-    `gpu` names the GPU to plan for; the default is an H200, and for all other compute capabilities than 9.0 what fits
-    the smallest of them. `emulated` uses the emulator's functions in place of inline assembly, for tests.
+    `dtypes` are precisions of `PRECISIONS`, `layouts` are of `LAYOUTS` and `gpus` of `DEVICES`. By default the file
+    holds float32 as PyTorch's switch for convolutions says (TF32 or not), contiguous tensors, and the GPU at hand or,
+    without one, an H200. `emulated` uses the emulator's functions in place of inline assembly, for tests.
     """
     by_name = name_or_layer.strip().isidentifier()
-    layer = layers.named([name_or_layer])[name_or_layer] if by_name else layers.parse(name_or_layer)
-    operations = passes.operations(layer, passes.variants(dtypes, layouts, gpu))
+    if name_or_layer in tasks.NAMES:
+        text = subjects.of_task(name_or_layer)
+    elif by_name:
+        text = subjects.of_layer(layers.named([name_or_layer])[name_or_layer], name_or_layer)
+    else:
+        text = subjects.of_layer(layers.parse(name_or_layer))
     name = name_or_layer if by_name else "layer"
-    return python_file.python_file(name, layer, operations, command, emulated)
+    return export_like(text, dtypes, layouts, gpus, forward_only, command, name, emulated)
+
+
+def export_like(
+    text: str,
+    dtypes: Sequence[str] = (),
+    layouts: Sequence[str] = (),
+    gpus: Sequence[str] = (),
+    forward_only: bool = False,
+    command: str = "tconv3d export",
+    name: str = "model",
+    emulated: bool = False,
+) -> str:
+    """Returns the file for a reference: a Python text that defines `Model`, `get_inputs` and `get_init_inputs`.
+
+    By default the file holds the type and the layout of the convolution's input. Other arguments are `export`'s.
+    """
+    found = reference.read(text)
+    chosen = passes.variants(
+        dtypes or (precision_of(found.dtype),), layouts or (found.layout,), gpus or (gpu_at_hand(),)
+    )
+    operations = passes.operations(found.layer, chosen, forward_only, found.eps)
+    return python_file.python_file(name, found, operations, command, emulated)
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Returns the precision in which PyTorch would convolve tensors of a type now."""
+    name = str(dtype).removeprefix("torch.")
+    convolutions: Any = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    if name == "float32" and convolutions.fp32_precision == "tf32":
+        return "tf32"
+    if name not in PRECISIONS:
+        raise NotExportableError(f"exported files compute in {', '.join(PRECISIONS)}, got an input of {name}")
+    return name
+
+
+def gpu_at_hand() -> str:
+    """Returns the name of the GPU in this machine, or the default GPU of plans if there is none."""
+    if not torch.cuda.is_available():
+        return known_gpus.DEFAULT_GPU
+    name = torch.cuda.get_device_name()
+    capability = torch.cuda.get_device_capability()
+    alike = [gpu for gpu in DEVICES if gpu != ANY and gpu in name]
+    same = [gpu for gpu, device in DEVICES.items() if device.capability == capability and gpu != ANY]
+    return (alike or same or [ANY])[0]

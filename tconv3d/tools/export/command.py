@@ -7,9 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from ...planning import gpus
 from ..bench import layers
-from . import LAYOUTS, PRECISIONS, export
+from . import DEVICES, LAYOUTS, PRECISIONS, export, export_like
 
 _HELP = (
     "a task or a layer by name, or a layer in the words of the constructor: "
@@ -20,20 +19,31 @@ _HELP = (
 def add(commands: Any) -> None:
     """Adds the command to an argparse parser's subcommands."""
     parser = commands.add_parser("export", help="a layer's kernels as one Python file, without this library")
-    parser.add_argument("layer", metavar="TASK_OR_LAYER", help=f"{_HELP}. Names: {', '.join(layers.LAYERS)}")
+    names = ", ".join(layers.LAYERS)
+    parser.add_argument("layer", nargs="?", metavar="TASK_OR_LAYER", help=f"{_HELP}. Names: {names}")
+    like = "a Python file with Model, get_inputs and get_init_inputs, in place of a layer"
+    parser.add_argument("--like", type=Path, metavar="REFERENCE.PY", help=like)
     parser.add_argument("-o", "--output", type=Path, default=Path("model_new.py"), help="default model_new.py")
-    parser.add_argument("--dtype", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: all")
-    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: both")
-    parser.add_argument("--gpu", metavar="GPU", help=f"plan for this one: {gpus.names()}; default: for all")
+    parser.add_argument("--dtype", nargs="+", choices=PRECISIONS, default=[], help="default: that of the inputs")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=[], help="default: that of the inputs")
+    parser.add_argument("--gpu", nargs="+", choices=DEVICES, default=[], help="default: the GPU at hand, else H200")
+    parser.add_argument("--forward-only", action="store_true", help="leave out the gradients")
     parser.set_defaults(run=_export)
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    words = ["tconv3d", "export", arguments.layer]
-    for flag, given, every in (("dtype", arguments.dtype, PRECISIONS), ("layout", arguments.layout, LAYOUTS)):
-        words += [f"--{flag}", *given] if set(given) != set(every) else []
-    words += ["--gpu", arguments.gpu] if arguments.gpu else []
-    text = export(arguments.layer, arguments.dtype, arguments.layout, shlex.join(words), gpu=arguments.gpu)
+    if (arguments.layer is None) == (arguments.like is None):
+        raise ValueError("expected a task or a layer, or --like with the file of a reference, and not both")
+    words = ["tconv3d", "export", *([arguments.layer] if arguments.layer else ["--like", str(arguments.like)])]
+    for flag in ("dtype", "layout", "gpu"):
+        words += [f"--{flag}", *getattr(arguments, flag)] if getattr(arguments, flag) else []
+    words += ["--forward-only"] if arguments.forward_only else []
+    given = (arguments.dtype, arguments.layout, arguments.gpu, arguments.forward_only, shlex.join(words))
+    try:
+        source = arguments.like.read_text(encoding="utf-8") if arguments.like else ""
+    except OSError as error:
+        raise ValueError(f"cannot read {arguments.like}: {error.strerror}") from None
+    text = export_like(source, *given) if arguments.like else export(arguments.layer, *given)
     try:
         arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,59 +1,64 @@
 """Writes the CUDA source of an exported file from operations and their plans.
 
-The source holds the needed parts of the kernels' headers, then for every operation and variant the constants, the
-kernels that are compiled with them, and the function that launches them. Macros (`guard`) choose the variant.
+The source holds the needed parts of the kernels' headers, then for every operation the constants and the kernels that
+are compiled with them, then the functions that launch the kernels. Where a file has several variants, macros
+(`guard`) choose one.
 """
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 from ...planning import arguments
 from ...planning.launch import Constant, Constants, Launch
 from ...planning.problem import Plan
-from . import cxx
-from .passes import NotExportableError, Operation, Variant
-from .specialise import Part, Settings, Sources, specialise
+from . import comments
+from .headers import Headers
+from .passes import NotExportableError, Operation, Variant, macro
+from .program import Declaration, Unit
+from .specialise import Part, Settings, specialise
+from .tidy import LINE, tidy
 
-LINE = 110
-_ONLY_LAUNCHED = {"kMinBlocks"}  # used in the launch bounds, never inside a kernel
-TOP = r"""// A kernel is a template over a Config, the constants of this layer; Args are its arguments at run time.
-// Which variant is compiled is said by the macros FOR_HOPPER, FOR_TF32, FOR_FLOAT32, FOR_FLOAT16,
-// FOR_BFLOAT16, FOR_CHANNELS_LAST_3D.
-#ifndef __CUDACC_RTC__
-#include <cuda_runtime.h>
+Members = dict[str, "Members"]  # the members of a struct by name, each with its own members
+
+SMALL = 48 * 1024  # bytes of shared memory that a block has without asking for more
+LAUNCHING = "// ==== Launching "
+TOP = """// A kernel is a template over a Config, the constants of this layer; Args are its arguments at run time.
+{macros}#include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
-#endif
 """
-LAUNCH = r"""
-// ---- Launching.
-
-#ifndef __CUDACC_RTC__
-namespace tconv3d {
-
+CHECK = """
 inline void check(cudaError_t status, const char* kernel) {
   if (status != cudaSuccess) {
     throw std::runtime_error(std::string(kernel) + ": " + cudaGetErrorString(status));
   }
 }
-
-template <class Args>
-void launch(const char* name, void (*kernel)(Args), dim3 grid, unsigned threads, int shared_bytes, Args args,
-            cudaStream_t stream, unsigned cluster = 1) {
-  if (shared_bytes > 48 * 1024) {  // more than a kernel has without asking
+"""
+ASK = """  if (shared_bytes > 48 * 1024) {  // more than a kernel has without asking
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name);
   }
-  if (cluster == 1) {
-    void* parameters[] = {&args};
-    check(cudaLaunchKernel(kernel, grid, dim3{threads, 1, 1}, parameters, shared_bytes, stream), name);
-    return;
-  }
-  cudaLaunchAttribute blocks{};  // that see each other's shared memory
+"""
+LAUNCH = """
+template <class Args>
+void launch(const char* name, void (*kernel)(Args), dim3 grid, unsigned threads, int shared_bytes, Args args,
+            cudaStream_t stream) {
+%s  void* parameters[] = {&args};
+  check(cudaLaunchKernel(kernel, grid, dim3{threads, 1, 1}, parameters, shared_bytes, stream), name);
+}
+"""
+LAUNCH_CLUSTERS = """
+// Launches clusters of blocks along x; the blocks of a cluster see each other's shared memory.
+template <class Args>
+void launch_clusters(const char* name, void (*kernel)(Args), dim3 grid, unsigned threads, int shared_bytes,
+                     Args args, cudaStream_t stream, unsigned cluster) {
+%s  cudaLaunchAttribute blocks{};
   blocks.id = cudaLaunchAttributeClusterDimension;
   blocks.val.clusterDim.x = cluster;
   blocks.val.clusterDim.y = blocks.val.clusterDim.z = 1;
@@ -66,33 +71,107 @@ void launch(const char* name, void (*kernel)(Args), dim3 grid, unsigned threads,
   config.numAttrs = 1;
   check(cudaLaunchKernelEx(&config, kernel, args), name);
 }
-
-// A place in an operation's scratch memory.
+"""
+PART = """
+// Returns a place in an operation's scratch memory.
 inline void* part(void* workspace, long long bytes) { return static_cast<unsigned char*>(workspace) + bytes; }
-
-}  // namespace tconv3d
-#endif
 """
 
 
 def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
-    specialised = specialise(Sources(kernels, emulated), _settings(operations))
-    parts = [_part(part) for part in specialised]
-    mentioned = {"kThreads", *_ONLY_LAUNCHED}.union(*(cxx.words(part.text) for part in specialised))
-    includes = '#include "emulated_ptx_hopper.h"\n' if emulated else ""
-    written = [_operation(_trimmed(operation, mentioned)) for operation in operations]
-    return TOP + includes + "".join(parts) + LAUNCH + "".join(written)
+    parts = specialise(Headers(kernels, emulated), _settings(operations))
+    names = _arguments(parts)
+    words = _words(parts)
+    trimmed = [_trimmed(operation, words) for operation in operations]
+    # A word of Python that checkers of kernels search a file for is no good name of a variable.
+    device = _renamed(tidy(_device(parts)), "pass", "round_index")
+    rest = "".join(_kernels(operation, words) for operation in trimmed) + _host(trimmed, names)
+    facts = comments.Facts(comments.words_of(device + rest), _values_of_constants(operations))
+    device = tidy(comments.only_true(device, facts))
+    several = len(operations[0].plans) > 1
+    every = sorted({macro for variant in operations[0].plans for macro in variant.macros}) if several else []
+    macros = _comment(f"Which variant is compiled is said by the macros {', '.join(every)}.") if every else ""
+    include = '#include "emulated_ptx_hopper.h"\n' if emulated else ""
+    return TOP.format(macros=macros) + include + "\n" + device.strip("\n") + "\n" + rest
 
 
-def _trimmed(operation: Operation, mentioned: set[str]) -> Operation:
-    """Returns the operation without the constants that no specialised kernel reads."""
+def _arguments(parts: Sequence[Part]) -> dict[str, Members]:
+    """Returns, for each kernel, the members that its arguments still have, with those of inner structs."""
+    structs: dict[str | None, dict[str, Declaration]] = {}
+    for part in parts:
+        unit = Unit(part.header, f"namespace tconv3d {{\n{part.text}\n}}")
+        found = {each.name: each for each in unit.declarations if each.kind == "struct"}
+        structs.setdefault(part.kernel, {}).update(found)
+    shared = structs.get(None, {})
+    return {
+        kernel: _struct_members(found["Args"], {**shared, **found})
+        for kernel, found in structs.items()
+        if kernel is not None and "Args" in found
+    }
+
+
+def _struct_members(struct: Declaration, known: Mapping[str, Declaration]) -> Members:
+    result: Members = {}
+    for name, (member, *_) in struct.members.items():
+        declared = member.core.parent
+        assert declared is not None
+        inner = known.get(declared.need("type").text)
+        result[name] = _struct_members(inner, known) if inner is not None else {}
+    return result
+
+
+def _renamed(text: str, old: str, new: str) -> str:
+    """Renames an identifier in code, but not in comments."""
+    lines = []
+    for line in text.split("\n"):
+        code, mark, comment = line.partition("//")
+        lines.append(re.sub(rf"\b{old}\b", new, code) + mark + comment)
+    return "\n".join(lines)
+
+
+def _values_of_constants(operations: Sequence[Operation]) -> dict[str, set[int]]:
+    found: dict[str, set[int]] = {}
+    for launches in (plan.launches for operation in operations for plan in operation.plans.values()):
+        for name, value in (constant for launch in launches for constant in launch.constants):
+            if isinstance(value, int):
+                found.setdefault(name, set()).add(int(value))
+    return found
+
+
+def _words(parts: Sequence[Part]) -> dict[str, set[str]]:
+    """Returns, for each kernel, the names that its specialised source mentions."""
+    shared = set().union(*(_mentioned(part.text) for part in parts if part.kernel is None))
+    found: dict[str, set[str]] = {}
+    for part in parts:
+        if part.kernel is not None:
+            found.setdefault(part.kernel, set(shared)).update(_mentioned(part.text))
+    return found
+
+
+def _mentioned(text: str) -> set[str]:
+    code = re.sub(r"//[^\n]*", "", text)
+    return set(re.findall(r"[A-Za-z_]\w*", code)) | set(re.findall(r"::\w+", code))
+
+
+def _is_read(constant: tuple[str, Constant], words: set[str]) -> bool:
+    """Says whether a constant is mentioned; one that names a type must be mentioned as a member of a Config."""
+    name, value = constant
+    return (f"::{name}" if isinstance(value, str) else name) in words
+
+
+def _trimmed(operation: Operation, words: Mapping[str, set[str]]) -> Operation:
+    """Returns the operation without the constants that its specialised kernels do not read."""
 
     def trim(launch: Launch) -> Launch:
-        return replace(launch, constants=tuple(c for c in launch.constants if c[0] in mentioned))
+        kept = tuple(c for c in launch.constants if _is_read(c, words[launch.kernel]) or c[0] in _BOUNDS)
+        return replace(launch, constants=kept)
 
     plans = {v: replace(plan, launches=tuple(map(trim, plan.launches))) for v, plan in operation.plans.items()}
     return replace(operation, plans=plans)
+
+
+_BOUNDS = ("kThreads", "kMinBlocks", "kClusterSize")  # used to launch a kernel, perhaps never inside it
 
 
 def _settings(operations: Sequence[Operation]) -> Settings:
@@ -107,14 +186,15 @@ def _settings(operations: Sequence[Operation]) -> Settings:
     return found
 
 
-def _part(part: Part) -> str:
-    if not part.text.strip():
-        return ""
-    name = part.header.removesuffix(".cuh")
-    namespace = f"{part.namespace}::{part.kernel}" if part.kernel else part.namespace
-    rule = f"// ==== {name} " + "=" * (LINE - len(name) - 9)
-    comment = "".join(f"{line}\n" for line in part.comment.splitlines() if "emulator" not in line)
-    return f"\n{rule}\n{comment}\nnamespace {namespace} {{\n\n{part.text}\n\n}}  // namespace {namespace}\n"
+def _device(parts: Sequence[Part]) -> str:
+    """Writes the headers' parts, with one namespace for neighbours that are in the same."""
+    text = ""
+    for (kernel, namespace), group in groupby(parts, key=lambda part: (part.kernel, part.namespace)):
+        full = f"{namespace}::{kernel}" if kernel else namespace
+        bodies = [f"{part.comment}\n\n{part.text}" if part.comment else part.text for part in group]
+        rule = f"// ==== The kernel {kernel} " + "=" * (LINE - len(kernel) - 24) + "\n\n" if kernel else ""
+        text += f"\n{rule}namespace {full} {{\n\n" + "\n\n".join(bodies) + f"\n\n}}  // namespace {full}\n"
+    return text
 
 
 # ---- which variants share a section
@@ -166,7 +246,7 @@ def sections(operation: Operation) -> list[Section]:
 
 
 def guard(chosen: Iterable[Variant], all_of: Iterable[Variant]) -> str:
-    """Returns the preprocessor condition that one of the chosen variants is compiled."""
+    """Returns the preprocessor condition that one of the chosen variants is compiled; empty if it always holds."""
     chosen, every = list(chosen), list(all_of)
     rectangles: dict[tuple[frozenset[str], frozenset[str]], list[str]] = {}
     for precision in dict.fromkeys(v.precision for v in chosen):
@@ -183,49 +263,78 @@ def guard(chosen: Iterable[Variant], all_of: Iterable[Variant]) -> str:
 
 def _rectangle(gpus: frozenset[str], precisions: list[str], layouts: frozenset[str], every: list[Variant]) -> str:
     parts = []
-    if gpus != {v.gpu for v in every}:
-        parts.append("defined(FOR_HOPPER)" if "hopper" in gpus else "!defined(FOR_HOPPER)")
-    if set(precisions) != {v.precision for v in every}:
-        named = " || ".join(f"defined(FOR_{precision.upper()})" for precision in precisions)
-        parts.append(f"({named})" if len(precisions) > 1 else named)
-    if layouts != {v.layout for v in every}:
-        last = "defined(FOR_CHANNELS_LAST_3D)"
-        parts.append(last if "channels_last_3d" in layouts else f"!{last}")
-    text = " && ".join(parts) or "1"
+    for chosen, of in ((gpus, "gpu"), (precisions, "precision"), (layouts, "layout")):
+        if set(chosen) != {getattr(v, of) for v in every}:
+            named = " || ".join(f"defined({macro(name)})" for name in sorted(chosen))
+            parts.append(f"({named})" if len(chosen) > 1 else named)
+    text = " && ".join(parts)
     return text if len(text) <= LINE else " && \\\n    ".join(parts)
 
 
 # ---- operations
 
 
-def _operation(operation: Operation) -> str:
-    title = operation.name.replace("_", " ")
-    every = list(operation.plans)
-    text = f"\n// ==== {title} " + "=" * (LINE - len(title) - 9) + "\n"
+def _guarded(text: str, section: Section, operation: Operation) -> str:
+    condition = guard(section.plans, operation.plans)
+    return f"\n#if {condition}\n{text}#endif\n" if condition else f"\n{text}"
+
+
+def _kernels(operation: Operation, words: Mapping[str, set[str]]) -> str:
+    """Writes the kernels of an operation with their constants, for every variant."""
+    title = operation.name.replace("_", " ").capitalize()
+    text = f"\n// ==== {title} " + "=" * (LINE - len(title) - 12) + "\n"
     for section in sections(operation):
-        text += f"\n#if {guard(section.plans, every)}\n{_section(operation, section)}#endif\n"
+        plan = section.plan
+        own = ""
+        if len(operation.plans) > 1:
+            own += _comment(f"For {'; '.join(str(v) for v in section.plans)}.")
+        own += _comment(described(plan)) + "namespace tconv3d {\n\n"
+        own += "\n".join(_kernel(operation, section, i, words) for i in range(len(plan.launches)))
+        text += _guarded(own + "\n}  // namespace tconv3d\n", section, operation)
     return text
+
+
+def described(plan: Plan) -> str:
+    """Says in a sentence which kernel runs, why, and how it divides the work."""
+    return f"{plan.kernel} ({plan.why})" + (f": {plan.tile}" if plan.tile else "") + "."
 
 
 def parameters(operation: Operation) -> list[str]:
     """Returns the parameters of the C++ function that launches an operation's kernels."""
     inputs = [f"const void* {name}" for name in operation.operands]
     outputs = [f"void* {result.name}" for result in operation.results]
-    return [*inputs, *outputs, "void* workspace", "cudaStream_t stream"]
+    return [*inputs, *outputs, *(["void* workspace"] if operation.has_workspace else []), "cudaStream_t stream"]
 
 
-def _section(operation: Operation, section: Section) -> str:
-    plan = section.plan
-    who = "; ".join(str(v) for v in section.plans)
-    note = f"For {who}: {plan.kernel} ({plan.why})" + (f", {plan.tile}" if plan.tile else "") + "."
-    text = _comment(note) + "namespace tconv3d {\n\n"
-    text += "\n".join(_kernel(operation, section, i) for i in range(len(plan.launches)))
-    text += f"\n#ifndef __CUDACC_RTC__\nlong long {operation.name}_workspace() {{ return {plan.workspace_bytes}; }}\n"
-    start = f"void launch_{operation.name}("
-    text += listed(start, parameters(operation), ") {", len(start))
-    for i, launch in enumerate(plan.launches):
-        text += _launch(operation, plan, i, launch)
-    return text + "}\n#endif\n\n}  // namespace tconv3d\n"
+def _host(operations: Sequence[Operation], names: Mapping[str, Members]) -> str:
+    """Writes what launches the kernels, with no more than these launches need."""
+    launches = [each for o in operations for plan in o.plans.values() for each in plan.launches]
+    clusters = [cluster_of(each) for each in launches]
+    text = f"\n{LAUNCHING}" + "=" * (LINE - len(LAUNCHING) - 3) + "\n\nnamespace tconv3d {\n" + CHECK
+    for template, chosen in ((LAUNCH, [c == 1 for c in clusters]), (LAUNCH_CLUSTERS, [c > 1 for c in clusters])):
+        own = [each for each, takes in zip(launches, chosen, strict=True) if takes]
+        text += template % (ASK if any(each.shared_bytes > SMALL for each in own) else "") if own else ""
+    functions = "".join(_functions(operation, names) for operation in operations)
+    return text + (PART if "part(workspace" in functions else "") + functions + "\n}  // namespace tconv3d\n"
+
+
+def _functions(operation: Operation, names: Mapping[str, Members]) -> str:
+    text = ""
+    for section in sections(operation):
+        plan, start = section.plan, f"void launch_{operation.name}("
+        own = ""
+        if operation.has_workspace:
+            own += f"long long {operation.name}_workspace() {{ return {plan.workspace_bytes}; }}\n"
+        own += listed(start, parameters(operation), ") {", len(start))
+        own += "".join(_launch(operation, plan, i, names) for i in range(len(plan.launches)))
+        text += _guarded(own + "}\n", section, operation)
+    return text
+
+
+def cluster_of(launch: Launch) -> int:
+    found = dict(launch.constants).get("kClusterSize", 1)
+    assert isinstance(found, int)
+    return found
 
 
 def _names(operation: Operation, plan: Plan, index: int) -> tuple[str, str]:
@@ -237,14 +346,14 @@ def _names(operation: Operation, plan: Plan, index: int) -> tuple[str, str]:
     return f"{camel}Config{number}", f"{operation.name}_{kernel}{number}"
 
 
-def _kernel(operation: Operation, section: Section, index: int) -> str:
+def _kernel(operation: Operation, section: Section, index: int, words: Mapping[str, set[str]]) -> str:
     """Writes the Config of a launch, and the kernel that is compiled with it."""
     plan = section.plan
     launch = plan.launches[index]
     config, function = _names(operation, plan, index)
     namespace = launch.kernel
     constants = {
-        v.precision: tuple(c for c in plan.launches[index].constants if c[0] not in _ONLY_LAUNCHED)
+        v.precision: tuple(c for c in plan.launches[index].constants if _is_read(c, words[launch.kernel]))
         for v, plan in section.plans.items()
     }
     given = dict(launch.constants)
@@ -309,8 +418,9 @@ def _table(prefix: str, key: str, value: Constant) -> str:
     return listed(f"__constant__ constexpr {_table_type(value)} {prefix}{key}{extent} = {{", items, "};", 4)
 
 
-def _launch(operation: Operation, plan: Plan, index: int, launch: Launch) -> str:
-    """One launch, its arguments by name."""
+def _launch(operation: Operation, plan: Plan, index: int, names: Mapping[str, Members]) -> str:
+    """Writes one launch, with the arguments that the kernel has by name."""
+    launch = plan.launches[index]
     _, function = _names(operation, plan, index)
     declared = arguments.declared(launch.kernel)
     if declared is None:
@@ -319,29 +429,29 @@ def _launch(operation: Operation, plan: Plan, index: int, launch: Launch) -> str
     known |= {name: f"part(workspace, {start})" for name, start in plan.regions}
     places = [known.get(pointer, "nullptr") for pointer in launch.pointers]
     values = declared.given(places, launch.scalars)
-    fields = [piece for name, value in values.items() for piece in _fields(name, value)]
+    fields = [piece for name, inner in names[launch.kernel].items() for piece in _fields(name, values[name], inner)]
     grid = ", ".join(map(str, launch.grid))
-    shared, cluster = launch.shared_bytes, dict(launch.constants).get("kClusterSize", 1)
+    cluster = cluster_of(launch)
+    given = f'"{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {launch.shared_bytes}, args, stream'
+    call = f"launch_clusters({given}, {cluster})" if cluster > 1 else f"launch({given})"
     return (
-        f"  {{\n    const {launch.kernel}::Args args{{\n"
-        + listed(" " * 8, fields, "};", 8)
-        + f'    launch("{launch.kernel}", {function}, dim3{{{grid}}}, {launch.threads}, {shared}, args, '
-        + f"stream{f', {cluster}' if cluster != 1 else ''});\n  }}\n"
+        f"  {{\n    const {launch.kernel}::Args args{{\n" + listed(" " * 8, fields, "};", 8) + f"    {call};\n  }}\n"
     )
 
 
-def _fields(name: str, value: object) -> list[str]:
+def _fields(name: str, value: object, members: Members) -> list[str]:
     """Writes the initializer of a member in pieces, between which a line may be broken."""
-    text = f".{name} = {_value(value)}"
+    text = f".{name} = {_value(value, members)}"
     if not isinstance(value, dict) or len(text) < LINE - 20:
         return [text]
-    pieces = [piece for inner, of_it in value.items() for piece in _fields(inner, of_it)]
+    pieces = [piece for inner, below in members.items() for piece in _fields(inner, value[inner], below)]
     return [f".{name} = {{{pieces[0]}", *pieces[1:-1], pieces[-1] + "}"]
 
 
-def _value(value: object) -> str:
+def _value(value: object, members: Members) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f".{name} = {_value(inner)}" for name, inner in value.items()) + "}"
+        inner = (f".{name} = {_value(value[name], below)}" for name, below in members.items())
+        return "{" + ", ".join(inner) + "}"
     if isinstance(value, bool):
         return str(value).lower()
     return f"{value}ll" if isinstance(value, int) and abs(value) >= 2**32 else str(value)

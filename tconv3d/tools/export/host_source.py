@@ -17,16 +17,15 @@ TOP = """#include <ATen/core/Tensor.h>
 namespace tconv3d {  // in the CUDA source
 
 """
-FORMAT = """
-}  // namespace tconv3d
-
-#ifdef FOR_CHANNELS_LAST_3D
+BOTH_FORMATS = """#ifdef FOR_CHANNELS_LAST_3D
 constexpr auto kFormat = at::MemoryFormat::ChannelsLast3d;
 #else
 constexpr auto kFormat = at::MemoryFormat::Contiguous;
 #endif
-
-// Memory that an operation needs only while it runs; the next one on the stream may have it.
+"""
+FORMATS = {"contiguous": "Contiguous", "channels_last_3d": "ChannelsLast3d"}
+SCRATCH = """
+// Returns memory that an operation needs only while it runs; the next one on the stream may have it.
 at::Tensor scratch(long long bytes, const at::Tensor& like) {
   return at::empty({bytes}, like.options().dtype(at::kByte));
 }
@@ -37,8 +36,13 @@ def host_source(operations: Sequence[Operation]) -> str:
     text = TOP
     for operation in operations:
         start = f"void launch_{operation.name}("
-        text += f"long long {operation.name}_workspace();\n" + listed(start, parameters(operation), ");", len(start))
-    return text + FORMAT + "".join(_functions(operation) for operation in operations)
+        text += f"long long {operation.name}_workspace();\n" if operation.has_workspace else ""
+        text += listed(start, parameters(operation), ");", len(start))
+    layouts = {variant.layout for variant in operations[0].plans}
+    one = f"constexpr auto kFormat = at::MemoryFormat::{FORMATS[next(iter(layouts))]};\n"
+    text += "\n}  // namespace tconv3d\n\n" + (BOTH_FORMATS if len(layouts) > 1 else one)
+    text += SCRATCH if any(operation.has_workspace for operation in operations) else ""
+    return text + "".join(_functions(operation) for operation in operations)
 
 
 def function_names(operations: Sequence[Operation]) -> list[str]:
@@ -57,7 +61,8 @@ def _function(operation: Operation, over: bool = False) -> str:
     kind = "at::Tensor" if len(results) == 1 else f"std::tuple<{', '.join(['at::Tensor'] * len(results))}>"
     start = f"{kind} {operation.name}{'_' if over else ''}("
     tensors = [f"const at::Tensor& {name}" for name in operation.operands]
-    addresses = [f"{name}.data_ptr()" for name in (*operation.operands, *results, "workspace")]
+    scratch = ("workspace",) if operation.has_workspace else ()
+    addresses = [f"{name}.data_ptr()" for name in (*operation.operands, *results, *scratch)]
     call = f"  tconv3d::launch_{operation.name}("
     found = results[0] if len(results) == 1 else f"{{{', '.join(results)}}}"
     return (
@@ -65,7 +70,11 @@ def _function(operation: Operation, over: bool = False) -> str:
         + listed(start, tensors, ") {", len(start))
         + f"  const c10::cuda::CUDAGuard guard({first}.device());\n"
         + ("" if over else "".join(_allocation(result, first) for result in operation.results))
-        + f"  const at::Tensor workspace = scratch(tconv3d::{operation.name}_workspace(), {first});\n"
+        + (
+            f"  const at::Tensor workspace = scratch(tconv3d::{operation.name}_workspace(), {first});\n"
+            if scratch
+            else ""
+        )
         + listed(call, [*addresses, "c10::cuda::getCurrentCUDAStream()"], ");", len(call))
         + f"  return {found};\n}}\n"
     )

@@ -13,7 +13,7 @@ from math import prod
 
 from ...families.norm import planner as norm_planner
 from ...families.norm.planner import Activation, NormProblem, Wanted
-from ...planning import gpus, planner
+from ...planning import planner
 from ...planning.geometry import Geometry
 from ...planning.gpus import GPUS
 from ...planning.problem import (
@@ -30,14 +30,17 @@ from ...torch_ops.executor import BACKWARD, OPERANDS, WITH_STATISTICS
 from ...torch_ops.norm_executor import GRADIENT, NORMALIZE
 from ..bench.layers import Layer
 
+ANY = "any"  # the name of the GPU whose plans run on every GPU of compute capability 8.0 or higher
 # Devices that plans are made for. "any" has 101376 bytes of shared memory per block, the least that a GPU of compute
 # capability 8.0 or higher offers.
 DEVICES = {
-    "hopper": GPUS["H200"].device,
-    "any": Device("compute capability 8.0 and up", (8, 0), GPUS["H200"].device.multiprocessors, 101376),
+    **{name: gpu.device for name, gpu in GPUS.items()},
+    ANY: Device("compute capability 8.0 and up", (8, 0), GPUS["H200"].device.multiprocessors, 101376),
 }
-PRECISIONS = {"float32": ("tf32", "float32"), "float16": ("float16",), "bfloat16": ("bfloat16",)}  # keyed by dtype
+# The precisions of a file. Both of the first two take float32 tensors: TF32 products, or products of whole numbers.
+PRECISIONS = ("tf32", "float32", "float16", "bfloat16")
 LAYOUTS = ("contiguous", "channels_last_3d")
+EPS = 1e-5  # default eps of PyTorch's GroupNorm
 STRIDES: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
     "contiguous": contiguous_strides,
     "channels_last_3d": channels_last_strides,
@@ -55,16 +58,20 @@ class Variant:
     gpu: str
     precision: str
     layout: str
-    chosen: Device | None = None  # the GPU that the user names, in place of the usual one of its kind
-
-    @property
-    def device(self) -> Device:
-        """The device that plans are made for."""
-        return self.chosen or DEVICES[self.gpu]
 
     def __str__(self) -> str:
-        gpu = "Hopper" if self.gpu == "hopper" else "any GPU"
+        gpu = "any GPU" if self.gpu == ANY else self.gpu
         return f"{gpu}, {self.precision}, {self.layout}"
+
+    @property
+    def macros(self) -> list[str]:
+        """Returns the macros by which the source knows the variant."""
+        return [macro(name) for name in (self.gpu, self.precision, self.layout)]
+
+
+def macro(name: str) -> str:
+    """Returns the macro that stands for a GPU, a precision or a layout."""
+    return "FOR_" + name.upper().replace(" ", "_")
 
 
 @dataclass(frozen=True)
@@ -87,33 +94,36 @@ class Operation:
     plans: dict[Variant, Plan]
     in_place: bool = False  # whether the result may overwrite the first operand
 
-
-def variants(dtypes: Sequence[str], layouts: Sequence[str], gpu: str | None = None) -> list[Variant]:
-    """Returns every variant; `gpu` names the GPU to plan for in place of the usual one of its kind."""
-    precisions = [precision for dtype in dtypes for precision in PRECISIONS[dtype]]
-    device = None if gpu is None else gpus.find(gpu).device
-    kind = None if device is None else "hopper" if device.capability == (9, 0) else "any"
-    return [
-        Variant(*choice, chosen=device if choice[0] == kind else None)
-        for choice in product(DEVICES, precisions, layouts)
-    ]
+    @property
+    def has_workspace(self) -> bool:
+        """Says whether a plan needs scratch memory."""
+        return any(plan.workspace_bytes for plan in self.plans.values())
 
 
-def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
-    """Returns the operations of a training step of the layer."""
+def variants(precisions: Sequence[str], layouts: Sequence[str], gpus: Sequence[str]) -> list[Variant]:
+    return [Variant(*choice) for choice in product(gpus, precisions, layouts)]
+
+
+def operations(
+    layer: Layer, chosen: Sequence[Variant], forward_only: bool = False, eps: float = EPS
+) -> list[Operation]:
+    """Returns the operations of a training step of the layer, or of its forward pass alone."""
     wanted = [Pass.INPUT_GRAD, Pass.WEIGHT_GRAD]
     if layer.norm_groups:
-        forward = [_statistics(layer, chosen), _normalize(layer, chosen), _norm_grad(layer, chosen)]
+        forward = [_statistics(layer, chosen, eps), _normalize(layer, chosen)]
+        forward += [] if forward_only else [_norm_grad(layer, chosen)]
     else:
         forward = [_pass(layer, Pass.FORWARD, chosen)]
         wanted += [Pass.BIAS_GRAD] if layer.bias else []
+    if forward_only:
+        return forward
     return [*forward, *(_pass(layer, which, chosen) for which in wanted), *_together(layer, wanted, chosen)]
 
 
 def _pass(layer: Layer, which: Pass, chosen: Sequence[Variant]) -> Operation:
     """Returns the operation of one pass: forward, or the gradient of input, weight or bias."""
     *operands, _, _, _ = OPERANDS[which]  # the last three are an unused operand, the result and the workspace
-    plans = {v: planner.plan(problem(layer, which, v), v.device) for v in chosen}
+    plans = {v: planner.plan(problem(layer, which, v), DEVICES[v.gpu]) for v in chosen}
     return Operation(which.value, _given(layer, operands), (_result(layer, which),), plans)
 
 
@@ -130,9 +140,9 @@ def _result(layer: Layer, which: Pass) -> Result:
 def _together(layer: Layer, wanted: Sequence[Pass], chosen: Sequence[Variant]) -> list[Operation]:
     """Returns one operation for all gradients if a kernel computes several of them at once, else no operation."""
     problems = {v: tuple(problem(layer, which, v) for which in wanted) for v in chosen}
-    if not any(shares_kernels(p, v.device) for v, p in problems.items()):
+    if not any(shares_kernels(p, DEVICES[v.gpu]) for v, p in problems.items()):
         return []
-    plans = {v: planner.plan_gradients(p, v.device) for v, p in problems.items()}
+    plans = {v: planner.plan_gradients(p, DEVICES[v.gpu]) for v, p in problems.items()}
     operands = BACKWARD[: BACKWARD.index("null")]
     return [Operation("backward", operands, tuple(_result(layer, which) for which in wanted), plans)]
 
@@ -152,14 +162,11 @@ def weight_shape(layer: Layer) -> tuple[int, ...]:
 # ---- blocks with ReLU and GroupNorm: the convolution also writes the statistics, and normalizing is an operation
 
 
-EPS = 1e-5  # default eps of PyTorch's GroupNorm
-
-
-def _statistics(layer: Layer, chosen: Sequence[Variant]) -> Operation:
+def _statistics(layer: Layer, chosen: Sequence[Variant], eps: float) -> Operation:
     *operands, _, _, statistics, _ = WITH_STATISTICS
-    norm = Norm(layer.norm_groups, EPS)
+    norm = Norm(layer.norm_groups, eps)
     problems = {v: replace(problem(layer, Pass.FORWARD, v), relu=True, norm=norm) for v in chosen}
-    plans = {v: planner.plan(p, v.device) for v, p in problems.items()}
+    plans = {v: planner.plan(p, DEVICES[v.gpu]) for v, p in problems.items()}
     shape = (2, layer.batch, layer.norm_groups)
     results = Result("y", layer.output_shape, volume=True), Result(statistics, shape, dtype="float32")
     return Operation("forward", _given(layer, operands), results, plans)
@@ -167,7 +174,7 @@ def _statistics(layer: Layer, chosen: Sequence[Variant]) -> Operation:
 
 def _normalize(layer: Layer, chosen: Sequence[Variant]) -> Operation:
     *operands, _, _ = NORMALIZE
-    plans = {v: norm_planner.plan_normalize(norm_problem(layer, v), v.device) for v in chosen}
+    plans = {v: norm_planner.plan_normalize(norm_problem(layer, v), DEVICES[v.gpu]) for v in chosen}
     result = Result("y", layer.output_shape, volume=True)
     return Operation("normalize", tuple(operands), (result,), plans, in_place=True)
 
@@ -175,7 +182,7 @@ def _normalize(layer: Layer, chosen: Sequence[Variant]) -> Operation:
 def _norm_grad(layer: Layer, chosen: Sequence[Variant]) -> Operation:
     operands = GRADIENT[: GRADIENT.index("null")]
     wanted = Wanted(input=True, parameters=True, bias=layer.bias)
-    plans = {v: norm_planner.plan_gradient(norm_problem(layer, v), wanted, v.device) for v in chosen}
+    plans = {v: norm_planner.plan_gradient(norm_problem(layer, v), wanted, DEVICES[v.gpu]) for v in chosen}
     results = [Result("dz", layer.output_shape, volume=True), Result("dparameters", (2, layer.out_channels))]
     results += [Result("dbias", (layer.out_channels,))] if layer.bias else []
     return Operation("norm_grad", operands, tuple(results), plans)

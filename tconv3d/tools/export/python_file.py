@@ -1,20 +1,16 @@
-"""Writes the exported Python file of a task or a layer from its operations."""
+"""Writes the exported Python file from a reference and its operations."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
-import re
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Any
 
 from ... import __version__
-from .. import tasks
 from ..bench.layers import Layer
-from .cuda_source import cuda_source
+from .cuda_source import cuda_source, described
 from .host_source import function_names, host_source
-from .passes import EPS, Operation
+from .passes import ANY, DEVICES, Operation, macro
+from .reference import Reference
 
 FILE = '''"""{title}
 
@@ -24,17 +20,14 @@ One file: PyTorch 2.9 or newer, nvcc and a C++ compiler are all it needs.
     model = ModelNew(*get_init_inputs()).cuda()
     y = model(*(x.cuda() for x in get_inputs()))
 
+How it is computed, by kernels that are compiled when they are first needed, by load_inline:
+
+{how}
+The shape of the input is fixed. The file holds {holds}.
 Written by tconv3d {version}:
 
     {command}
-
-The kernels below are those that the library runs for this layer, with its constants filled in and what it does not
-use left out. They are compiled when they are first needed, for the GPU at hand, by load_inline; PyTorch's own
-operators compute nothing. The shape of the input is fixed. Types: {precisions}.
-Layouts: {layout_names}. GPUs: compute capability 8.0 and up, 9.0 (Hopper) by its own instructions.
 """
-
-from __future__ import annotations
 
 import functools
 from typing import Any
@@ -43,23 +36,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.cpp_extension import load_inline
-
-SHAPE = {shape}  # of the input: [N, C_in, D, H, W]
+{imports}
+SHAPE = {shape}  # of the convolution's input: [N, C_in, D, H, W]
+WEIGHT_SHAPE = {weight_shape}
 SETTINGS = {{
 {layer_settings}}}
-{norm_settings}DTYPES = ({dtypes})
+{norm_settings}PRECISIONS = ({precisions})
 LAYOUTS = {{{layouts}}}
+CAPABILITIES = {{{capabilities}}}  # compute capability: {capability_values}
 DEVICE = "cuda"
 
 
 {model}
-
-
-def get_inputs() -> list[Tensor]:
-    return [torch.randn(SHAPE)]
-
-
-{get_init_inputs}
 
 
 # ---- The operation, with its gradients.
@@ -68,21 +56,46 @@ def get_inputs() -> list[Tensor]:
 {operation}
 
 
-def check(x: Tensor, layer: nn.ConvTranspose3d) -> None:
-    given = {{name: getattr(layer, name) for name in SETTINGS if name != "bias"}}
-    given["bias"] = layer.bias is not None
-    if given != SETTINGS:
-        raise ValueError(f"this file was exported for {{SETTINGS}}, got {{given}}")
-    if tuple(x.shape) != SHAPE:
-        raise ValueError(f"this file was exported for inputs of shape {{SHAPE}}, got {{tuple(x.shape)}}")
-    if x.device.type != DEVICE or layer.weight.device != x.device:
-        found = f"{{x.device}} and {{layer.weight.device}}"
+def check_settings(module: nn.Module, expected: dict[str, Any]) -> None:
+    given = {{name: getattr(module, name) for name in expected if name != "bias"}}
+    if "bias" in expected:
+        given["bias"] = module.bias is not None
+    if given != expected:
+        raise ValueError(f"this file was exported for {{expected}}, got {{given}}")
+
+
+def check(x: Tensor, *parameters: Tensor) -> None:
+    weight = parameters[0]
+    for name, tensor, shape in (("inputs", x, SHAPE), ("weights", weight, WEIGHT_SHAPE)):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"this file was exported for {{name}} of shape {{shape}}, got {{tuple(tensor.shape)}}")
+    if x.device.type != DEVICE or weight.device != x.device:
+        found = f"{{x.device}} and {{weight.device}}"
         raise ValueError(f"expected input and parameters on one {{DEVICE}} device, got {{found}}")
+    if len({{tensor.dtype for tensor in (x, *parameters)}}) > 1:
+        found = ", ".join(str(tensor.dtype) for tensor in (x, *parameters))
+        raise TypeError(f"expected input and parameters of one type, got {{found}}")
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """The precision for tensors of a type. float32 follows torch.backends.cudnn.conv.fp32_precision."""
+    name = str(dtype).removeprefix("torch.")
+    if name == "float32" and torch.backends.cudnn.conv.fp32_precision == "tf32" and "tf32" in PRECISIONS:
+        return "tf32"
+    if name not in PRECISIONS:
+        held = " ".join(PRECISIONS)
+        raise TypeError(f"this file holds {{held}}, not {{name}}: export it with --dtype {{held}} {{name}}")
+    return name
 
 
 def layout_of(x: Tensor) -> str:
-    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last_3d)
-    return "channels_last_3d" if last and "channels_last_3d" in LAYOUTS else next(iter(LAYOUTS))
+    """The layout of a tensor; one that is in no layout at all is copied to the file's first."""
+    formats = {{"contiguous": torch.contiguous_format, "channels_last_3d": torch.channels_last_3d}}
+    found = [name for name, each in formats.items() if x.is_contiguous(memory_format=each)]
+    held = [name for name in found if name in LAYOUTS] if found else list(LAYOUTS)
+    if not held:
+        raise ValueError(f"this file holds no kernels for {{found[0]}} tensors: export it with --layout {{found[0]}}")
+    return held[0]
 
 
 def ready(tensor: Tensor, layout: str) -> Tensor:
@@ -91,26 +104,9 @@ def ready(tensor: Tensor, layout: str) -> Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone(memory_format=torch.preserve_format)
 
 
-def dense(vector: Tensor) -> Tensor:
-    return written(vector).contiguous()
-
-
-def written(tensor: Tensor) -> Tensor:
+{dense}def written(tensor: Tensor) -> Tensor:
     """The tensor with its elements in memory: PyTorch may have left out a minus sign (z.conj().imag) or zeros."""
     return tensor.clone() if tensor.is_neg() or tensor._is_zerotensor() else tensor
-
-
-def check_types(*tensors: Tensor) -> None:
-    if tensors[0].dtype not in DTYPES or len({{tensor.dtype for tensor in tensors}}) > 1:
-        found = ", ".join(str(tensor.dtype) for tensor in tensors)
-        raise TypeError(f"expected input and parameters of one type among {{DTYPES}}, got {{found}}")
-
-
-def precision_of(dtype: torch.dtype) -> str:
-    """float32 follows PyTorch's switch for convolutions, torch.backends.cudnn.conv.fp32_precision."""
-    if dtype is torch.float32:
-        return "tf32" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "float32"
-    return str(dtype).removeprefix("torch.")
 
 
 def compiled(x: Tensor, layout: str) -> Any:
@@ -121,18 +117,14 @@ def compiled(x: Tensor, layout: str) -> Any:
 def extension(device: int, precision: str, layout: str) -> Any:
     """The kernels for one GPU, precision and layout."""
     major, minor = torch.cuda.get_device_capability(device)
-    if major < 8:
-        raise RuntimeError(f"compute capability 8.0 or higher expected, got {{major}}.{{minor}}")
-    hopper = (major, minor) == (9, 0)
-    arch = "90a" if hopper else f"{{major}}{{minor}}"
-    defines = [f"-DFOR_{{name.upper()}}" for name in (precision, layout, *(["hopper"] if hopper else []))]
-    return load_inline(
+{choose_gpu}    arch = "90a" if (major, minor) == (9, 0) else f"{{major}}{{minor}}"
+{defines}    return load_inline(
         name=f"{name}_{{precision}}_{{layout}}_sm{{arch}}",
         cpp_sources=[CPP_SOURCE],
         cuda_sources=[CUDA_SOURCE],
         functions=[{functions}],
-        extra_cflags=["-O2", *defines],
-        extra_cuda_cflags=["-O3", "-std=c++20", f"-gencode=arch=compute_{{arch}},code=sm_{{arch}}", *defines],
+        extra_cflags=["-O2"{more}],
+        extra_cuda_cflags=["-O3", "-std=c++20", f"-gencode=arch=compute_{{arch}},code=sm_{{arch}}"{more}],
         no_implicit_headers=True,
     )
 
@@ -146,13 +138,15 @@ CUDA_SOURCE = r"""
 {cuda}"""
 '''
 
-CONVOLUTION = '''def convolve(x: Tensor, layer: nn.ConvTranspose3d) -> Tensor:
-    """layer(x), by the kernels of this file."""
-    check(x, layer)
-    tensors = [x, layer.weight{bias}]
+NO_BACKWARD = """    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> None:
+        raise RuntimeError("this file was exported with --forward-only: export it without for gradients")"""
+CONVOLUTION = '''def convolve(x: Tensor, weight: Tensor{bias_parameter}) -> Tensor:
+    """The transposed convolution of x, by the kernels of this file."""
+    tensors = [x, weight{bias}]
     if torch.is_autocast_enabled(DEVICE):
         tensors = [tensor.to(torch.get_autocast_dtype(DEVICE)) for tensor in tensors]
-    check_types(*tensors)
+    check(*tensors)
     return Convolution.apply(*tensors)
 
 
@@ -161,11 +155,10 @@ class Convolution(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor{bias_parameter}) -> Tensor:
         layout = layout_of(x)
         x, weight = ready(x, layout), ready(weight, layout)
-        ctx.layout = layout
-        ctx.save_for_backward(x, weight)
-        return compiled(x, layout).forward(x, weight{bias_argument})
+{save}        return compiled(x, layout).forward(x, weight{bias_argument})
 
-    @staticmethod
+{backward}'''
+CONVOLUTION_BACKWARD = """    @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
@@ -175,17 +168,13 @@ class Convolution(torch.autograd.Function):
 {together}        return (
             kernels.input_grad(dy, weight) if wanted[0] else None,
             kernels.weight_grad(dy, x) if wanted[1] else None,
-{bias_gradient}        )'''
-BLOCK = '''def block(x: Tensor, layer: nn.ConvTranspose3d, norm: nn.GroupNorm) -> Tensor:
-    """norm(relu(layer(x))), by the kernels of this file."""
-    check(x, layer)
-    given = {{name: getattr(norm, name) for name in NORM_SETTINGS}}
-    if given != NORM_SETTINGS:
-        raise ValueError(f"this file was exported for a GroupNorm of {{NORM_SETTINGS}}, got {{given}}")
+{bias_gradient}        )"""
+BLOCK = '''def block(x: Tensor, weight: Tensor{bias_parameter}, scale: Tensor, shift: Tensor) -> Tensor:
+    """The transposed convolution of x, a ReLU and a GroupNorm, by the kernels of this file."""
     if torch.is_autocast_enabled(DEVICE):
         raise RuntimeError("this file does not know autocast: cast input and parameters to one type")
-    tensors = [x, layer.weight{bias}, norm.weight, norm.bias]  # the norm's: scale and shift
-    check_types(*tensors)
+    tensors = [x, weight{bias}, scale, shift]
+    check(*tensors)
     return Block.apply(*tensors)
 
 
@@ -196,13 +185,15 @@ class Block(torch.autograd.Function):
         x, weight, scale, shift = ready(x, layout), ready(weight, layout), dense(scale), dense(shift)
         kernels = compiled(x, layout)
         hidden, statistics = kernels.forward(x, weight{bias_argument})  # after the ReLU
-        if not any(ctx.needs_input_grad):
+{save}
+
+{backward}'''
+BLOCK_SAVE = """        if not any(ctx.needs_input_grad):
             return kernels.normalize_(hidden, statistics, scale, shift)
         ctx.layout = layout
         ctx.save_for_backward(x, weight, hidden, statistics, scale)
-        return kernels.normalize(hidden, statistics, scale, shift)
-
-    @staticmethod
+        return kernels.normalize(hidden, statistics, scale, shift)"""
+BLOCK_BACKWARD = """    @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, hidden, statistics, scale = ctx.saved_tensors
@@ -215,101 +206,145 @@ class Block(torch.autograd.Function):
             kernels.input_grad(dz, weight) if wanted[0] else None,
             kernels.weight_grad(dz, x) if wanted[1] else None,
 {bias_gradient}            *dparameters,
-        )'''
-
-LAYER_CONSTRUCTOR = """    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | tuple[int, int, int],
-{norm_parameter}        stride: int | tuple[int, int, int] = 1,
-        padding: int | tuple[int, int, int] = 0,
-        output_padding: int | tuple[int, int, int] = 0,
-        groups: int = 1,
-        bias: bool = True,
-        dilation: int | tuple[int, int, int] = 1,
-    ) -> None:
-        super().__init__()
-        self.{attribute} = nn.ConvTranspose3d(
-            in_channels,
-            out_channels,
-            kernel_size,
-            stride=stride,
-            padding=padding,
-            output_padding=output_padding,
-            groups=groups,
-            bias=bias,
-            dilation=dilation,
-        )
-{norm_module}"""
-MODEL = '''class ModelNew(nn.Module):
-    """{comment}"""
-
-{constructor}
-    def forward(self, x: Tensor) -> Tensor:
-        return {call}'''
+        )"""
+DENSE = """def dense(vector: Tensor) -> Tensor:
+    return written(vector).contiguous()
 
 
-def python_file(name: str, layer: Layer, operations: Sequence[Operation], command: str, emulated: bool) -> str:
-    """Returns the text of the file; `name` is the name of a task or a layer."""
-    dtypes = list(dict.fromkeys(v.precision for v in operations[0].plans if v.precision != "tf32"))
-    layouts = list(dict.fromkeys(v.layout for v in operations[0].plans))
-    task = tasks.load(name) if name in tasks.NAMES else None
+"""
+
+
+def python_file(
+    name: str, reference: Reference, operations: Sequence[Operation], command: str, emulated: bool = False
+) -> str:
+    """Returns the text of the file; `name` begins the name of the compiled extension."""
+    layer = reference.layer
+    variants = list(operations[0].plans)
+    precisions, layouts, gpus = (
+        list(dict.fromkeys(getattr(v, each) for v in variants)) for each in ("precision", "layout", "gpu")
+    )
+    forward_only = not any(operation.name == "weight_grad" for operation in operations)
     cuda, host = cuda_source(operations, emulated=emulated), host_source(operations)
     formats = {"contiguous": "torch.contiguous_format", "channels_last_3d": "torch.channels_last_3d"}
-    return FILE.format(
-        title=_title(name, layer, task),
+    several = len(variants) > 1
+    text = FILE.format(
+        title=_title(reference),
         settings=_sentence(str(layer)),
+        how=_how(operations),
+        holds=_holds(precisions, layouts, gpus, forward_only),
         command=command,
         version=__version__,
-        precisions=", ".join(dtypes),
-        layout_names=", ".join(layouts),
+        imports=f"{reference.imports}\n" if reference.imports else "",
         shape=layer.input_shape,
+        weight_shape=layer.weight_shape,
         layer_settings=_settings(layer),
-        norm_settings=_norm_settings(layer),
-        dtypes=", ".join(f"torch.{dtype}" for dtype in dtypes) + ("," if len(dtypes) == 1 else ""),
+        norm_settings=_norm_settings(reference),
+        precisions=", ".join(f'"{each}"' for each in precisions) + ("," if len(precisions) == 1 else ""),
         layouts=", ".join(f'"{layout}": {formats[layout]}' for layout in layouts),
-        model=_model(layer, task),
-        get_init_inputs=_get_init_inputs(layer, task),
-        operation=_operation(layer, any(each.name == "backward" for each in operations)),
+        capabilities=", ".join(f'{DEVICES[gpu].capability}: "{macro(gpu)}"' for gpu in reversed(gpus)),
+        capability_values="the macro of the kernels that run there" if several else "the name of its GPU",
+        model=reference.model,
+        operation=_operation(layer, any(each.name == "backward" for each in operations), forward_only),
+        dense=DENSE if layer.bias or layer.norm_groups else "",
+        choose_gpu=_choose_gpu(gpus, several),
+        defines=_DEFINES if several else "",
+        more=", *defines" if several else "",
         name=f"{name}_{hashlib.sha256((cuda + host).encode()).hexdigest()[:8]}",
         functions=", ".join(f'"{name}"' for name in function_names(operations)),
         cpp=host,
         cuda=cuda,
     )
+    if forward_only:
+        text = text.replace("from torch.autograd.function import once_differentiable\n", "")
+    return text
 
 
-def _title(name: str, layer: Layer, task: Any) -> str:
-    if isinstance(task, ModuleType) and task.__doc__:
-        return _sentence(task.__doc__.strip().splitlines()[0])
-    what = "One transposed 3D convolution" + (", ReLU and GroupNorm" if layer.norm_groups else "")
-    return f"{what}." if name == "layer" else f"{what}: {name}."
+_DEFINES = """    defines = [f"-D{gpu}", f"-DFOR_{precision.upper()}", f"-DFOR_{layout.upper()}"]
+"""
+
+
+def _choose_gpu(gpus: Sequence[str], several: bool) -> str:
+    """Writes the choice of kernels by the compute capability of a GPU."""
+    held = " ".join(gpus)
+    left_out = (
+        '        found = f"compute capability {major}.{minor}"\n'
+        f'        raise RuntimeError(f"this file was exported with --gpu {held}, got {{found}}: '
+        'export it with --gpu any")\n'
+    )
+    if ANY in gpus:
+        check = "    if major < 8:\n"
+        left_out = '        raise RuntimeError(f"compute capability 8.0 or higher expected, got {major}.{minor}")\n'
+        chosen = f'    gpu = CAPABILITIES.get((major, minor), "{macro(ANY)}")\n' if several else ""
+    else:
+        check = "    if (major, minor) not in CAPABILITIES:\n"
+        chosen = "    gpu = CAPABILITIES[major, minor]\n" if several else ""
+    return check + left_out + chosen
+
+
+def _title(reference: Reference) -> str:
+    if reference.title:
+        return _sentence(reference.title)
+    return "One transposed 3D convolution" + (", ReLU and GroupNorm." if reference.layer.norm_groups else ".")
 
 
 def _sentence(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def _operation(layer: Layer, together: bool) -> str:
+def _how(operations: Sequence[Operation]) -> str:
+    """Lists the operations with the kernels that run, for the first variant of the file."""
+    lines = []
+    for operation in operations:
+        plan = next(iter(operation.plans.values()))
+        lines.append(_wrapped(f"- {operation.name.replace('_', ' ')}: {described(plan)}"))
+    return "".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    import textwrap
+
+    return "".join(f"{line}\n" for line in textwrap.wrap(text, 116, subsequent_indent="  "))
+
+
+def _holds(precisions: Sequence[str], layouts: Sequence[str], gpus: Sequence[str], forward_only: bool) -> str:
+    passes = "the forward direction alone" if forward_only else "forward and backward"
+    where = " and ".join("every GPU of compute capability 8.0 and up" if gpu == ANY else gpu for gpu in gpus)
+    return f"{passes}, in {' and '.join(precisions)}, for {' and '.join(layouts)} tensors, for {where}"
+
+
+def _operation(layer: Layer, together: bool, forward_only: bool) -> str:
     """Writes the autograd function; with `together` it computes all gradients by one call if all are wanted."""
     if layer.norm_groups:
+        template, backward = BLOCK, BLOCK_BACKWARD
         gradient = "            dbias if wanted[2] else None,\n" if layer.bias else ""
         dbias = "dbias if wanted[2] else None, " if layer.bias else ""
         at_once = f"""        if wanted[0] and wanted[1]:
             return *kernels.backward(dz, x, weight), {dbias}*dparameters
 """
+        save = (
+            BLOCK_SAVE if not forward_only else "        return kernels.normalize_(hidden, statistics, scale, shift)"
+        )
     else:
+        template, backward = CONVOLUTION, CONVOLUTION_BACKWARD
         gradient = "            kernels.bias_grad(dy) if wanted[2] else None,\n" if layer.bias else ""
         at_once = """        if all(wanted):
             return kernels.backward(dy, x, weight)
 """
-    return (BLOCK if layer.norm_groups else CONVOLUTION).format(
-        bias=", layer.bias" if layer.bias else "",
+        save = "" if forward_only else "        ctx.layout = layout\n        ctx.save_for_backward(x, weight)\n"
+    if forward_only:
+        backward = NO_BACKWARD
+    else:
+        backward = backward.format(
+            bias_gradient=gradient,
+            together=at_once if together else "",
+            dbias=", dbias" if layer.bias else "",
+        )
+    return template.format(
+        bias=", bias" if layer.bias else "",
         bias_parameter=", bias: Tensor" if layer.bias else "",
         bias_argument=", dense(bias)" if layer.bias else "",
-        bias_gradient=gradient,
-        together=at_once if together else "",
-        dbias=", dbias" if layer.bias else "",
+        save=save,
+        backward=backward,
     )
 
 
@@ -328,45 +363,12 @@ def _settings(layer: Layer) -> str:
     return "".join(f'    "{name}": {value!r},\n' for name, value in values.items())
 
 
-def _norm_settings(layer: Layer) -> str:
+def _norm_settings(reference: Reference) -> str:
+    layer = reference.layer
     if not layer.norm_groups:
         return ""
     channels = layer.out_channels
-    values = f'"num_groups": {layer.norm_groups}, "num_channels": {channels}, "eps": {EPS}, "affine": True'
-    return f"NORM_SETTINGS = {{{values}}}\n"
-
-
-def _model(layer: Layer, task: Any) -> str:
-    """Writes the class `ModelNew`, with the constructor of the task's model if there is a task."""
-    if task is None:
-        attribute, norm = ("conv_transpose", "group_norm") if layer.norm_groups else ("conv_transpose3d", "")
-        constructor = LAYER_CONSTRUCTOR.format(
-            attribute=attribute,
-            norm_parameter="        num_groups: int,\n" if norm else "",
-            norm_module=f"        self.{norm} = nn.GroupNorm(num_groups, out_channels)\n" if norm else "",
-        )
-        comment = "The parameters and their names are those of PyTorch's layers."
-    else:
-        source = inspect.getsource(task.Model.__init__)
-        constructor = source.replace("self.Layer(", "nn.ConvTranspose3d(")
-        attribute, norm = (_attribute(constructor, kind) for kind in ("ConvTranspose3d", "GroupNorm"))
-        comment = "The task's model. Parameters, their names and their first values are those of PyTorch's layers."
-    call = f"block(x, self.{attribute}, self.{norm})" if norm else f"convolve(x, self.{attribute})"
-    return MODEL.format(comment=comment, constructor=constructor, call=call)
-
-
-def _attribute(constructor: str, kind: str) -> str:
-    """Returns the attribute to which a constructor assigns its layer of some kind, or an empty text without one."""
-    found = re.search(rf"self\.(\w+) = nn\.{kind}\(", constructor)
-    return found.group(1) if found else ""
-
-
-def _get_init_inputs(layer: Layer, task: Any) -> str:
-    if task is not None:
-        return inspect.getsource(task.get_init_inputs).strip()
     values = (
-        *(layer.in_channels, layer.out_channels, layer.kernel),
-        *((layer.norm_groups,) if layer.norm_groups else ()),
-        *(layer.stride, layer.padding, layer.output_padding, layer.groups, layer.bias, layer.dilation),
+        f'"num_groups": {layer.norm_groups}, "num_channels": {channels}, "eps": {reference.eps!r}, "affine": True'
     )
-    return f"def get_init_inputs() -> list[Any]:\n    return [{', '.join(map(repr, values))}]"
+    return f"NORM_SETTINGS = {{{values}}}\n"

@@ -1,0 +1,313 @@
+"""Reads a reference, a Python text with `Model`, `get_inputs` and `get_init_inputs`, and says what can be exported.
+
+    found = reference.read(text)
+    found.layer, found.eps     # the transposed convolution, with the ReLU and GroupNorm behind it, if they follow
+    found.model                # the text with `ModelNew`: the constructor of `Model`, a forward on the kernels
+
+The model's forward is traced by torch.fx on tensors without data. What it computes before and after stays PyTorch's.
+This module does not know kernels.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+from torch.nn import functional
+
+from ..bench.layers import Layer
+from .passes import EPS, NotExportableError
+
+NEEDED = ("Model", "get_inputs", "get_init_inputs")
+_RELUS = (torch.relu, functional.relu, "relu")
+_CONVOLUTIONS = (functional.conv_transpose3d, torch.conv_transpose3d)
+_NORMS = (functional.group_norm, torch.group_norm)
+_INFIX = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
+    operator.floordiv: "//", operator.mod: "%", operator.gt: ">", operator.lt: "<", operator.matmul: "@",
+}  # fmt: skip
+PROVIDED = {"torch", "nn", "Tensor", "Any", "functools"}  # names that the exported file imports itself
+
+
+@dataclass(frozen=True)
+class Reference:
+    layer: Layer
+    eps: float
+    dtype: torch.dtype
+    layout: str
+    model: str  # text of `ModelNew` and of everything else in the reference
+    imports: str  # imports of the reference that this text needs
+    title: str  # first line of the reference's docstring, or nothing
+
+
+def read(text: str) -> Reference:
+    """Raises `NotExportableError` where the model does not have one transposed 3D convolution that can be traced."""
+    namespace: dict[str, Any] = {"__name__": "reference", "torch": torch, "nn": nn, "Tensor": Tensor, "Any": Any}
+    exec(compile(text, "reference", "exec"), namespace)
+    missing = [name for name in NEEDED if name not in namespace]
+    if missing:
+        raise NotExportableError(f"a reference defines {', '.join(NEEDED)}; this one has no {', '.join(missing)}")
+    traced = _traced(namespace)
+    found = _Match(traced)
+    tree = ast.parse(text)
+    model, imports = _rewritten(text, tree, found.forward())
+    title = (ast.get_docstring(tree) or "").split("\n")[0]
+    return Reference(found.layer, found.eps, found.dtype, found.layout, model, imports, title)
+
+
+def _traced(namespace: dict[str, Any]) -> fx.GraphModule:
+    """Traces the model, and runs the trace on tensors that have shapes but no data."""
+    with torch.device("meta"):
+        model: nn.Module = namespace["Model"](*namespace["get_init_inputs"]())
+        inputs = [each.to("meta") if isinstance(each, Tensor) else each for each in namespace["get_inputs"]()]
+    try:
+        traced = fx.symbolic_trace(model.to("meta"))
+    except (TypeError, RuntimeError, fx.proxy.TraceError) as error:
+        raise NotExportableError(f"the model's forward cannot be traced by torch.fx: {error}") from error
+    ShapeProp(traced).propagate(*inputs)
+    return traced
+
+
+class _Match:
+    """Finds the convolution of a traced model, and the ReLU and GroupNorm that the fused kernels can run with it."""
+
+    def __init__(self, traced: fx.GraphModule) -> None:
+        self.traced = traced
+        self.modules = dict(traced.named_modules())
+        found = [node for node in traced.graph.nodes if self._is(node, nn.ConvTranspose3d, _CONVOLUTIONS)]
+        if len(found) != 1:
+            raise NotExportableError(f"expected a model with one transposed 3D convolution, got {len(found)}")
+        self.convolution: fx.Node = found[0]
+        self.input: Any = self.convolution.args[0]
+        settings, self.tensors = self._settings()
+        meta = self.input.meta["tensor_meta"]
+        if len(meta.shape) != 5:
+            raise NotExportableError(f"expected an input of 5 dimensions, got {tuple(meta.shape)}")
+        batch, channels, *size = meta.shape
+        weight = self._tensor(self.tensors[0]).shape
+        groups = settings.pop("groups")
+        bias = len(self.tensors) > 1
+        self.layer = Layer(
+            batch,
+            channels,
+            weight[1] * groups,
+            _triple(size),
+            _triple(weight[2:]),
+            groups=groups,
+            bias=bias,
+            **settings,
+        )
+        self.eps, self.dtype = EPS, meta.dtype
+        last = meta.memory_format is torch.channels_last_3d
+        self.layout = "channels_last_3d" if last else "contiguous"
+        self.last = self.convolution
+        self.checked = {self.convolution.target: "SETTINGS"} if self.convolution.op == "call_module" else {}
+        self._find_norm()
+
+    def _is(self, node: fx.Node, module: type[nn.Module], functions: Sequence[Any]) -> bool:
+        if node.op == "call_module":
+            return type(self.modules[str(node.target)]) is module
+        return node.op in ("call_function", "call_method") and node.target in functions
+
+    def _settings(self) -> tuple[dict[str, Any], list[str]]:
+        """Returns the settings of the convolution, and the expressions of its weight and bias."""
+        node = self.convolution
+        if node.op == "call_module":
+            module = self.modules[str(node.target)]
+            assert isinstance(module, nn.ConvTranspose3d)
+            if len(node.args) + len(node.kwargs) > 1:
+                raise NotExportableError("the convolution gets an output_size when it is called")
+            names = ("stride", "padding", "output_padding", "dilation", "groups")
+            path = _path(str(node.target))
+            tensors = [f"{path}.weight", *([f"{path}.bias"] if module.bias is not None else [])]
+            return {name: getattr(module, name) for name in names}, tensors
+        order = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
+        given: dict[str, Any] = dict(zip(order, node.args, strict=False)) | dict(node.kwargs)
+        self.input = given["input"]
+        found = {name: _triple(given.get(name, usual)) for name, usual in _DEFAULTS.items()}
+        parameters = [given["weight"], *([given["bias"]] if given.get("bias") is not None else [])]
+        if any(not isinstance(each, fx.Node) or each.op != "get_attr" for each in parameters):
+            raise NotExportableError("weight and bias of the convolution must be parameters of the model")
+        return {**found, "groups": given.get("groups", 1)}, [_path(str(each.target)) for each in parameters]
+
+    def _tensor(self, path: str) -> Tensor:
+        found: Any = self.traced
+        for name in re.findall(r"\w+", path)[1:]:
+            found = found[int(name)] if name.isdigit() else getattr(found, name)
+        assert isinstance(found, Tensor)
+        return found
+
+    def _only_user(self, node: fx.Node) -> fx.Node | None:
+        return next(iter(node.users)) if len(node.users) == 1 else None
+
+    def _find_norm(self) -> None:
+        """Takes ReLU and GroupNorm into the layer if they follow the convolution and nothing else reads it."""
+        relu = self._only_user(self.convolution)
+        if relu is None or not self._is(relu, nn.ReLU, _RELUS) or relu.args[0] is not self.convolution:
+            return
+        norm = self._only_user(relu)
+        if norm is None or not self._is(norm, nn.GroupNorm, _NORMS) or norm.args[0] is not relu:
+            return
+        if norm.op == "call_module":
+            module = self.modules[str(norm.target)]
+            assert isinstance(module, nn.GroupNorm)
+            groups, eps, path = module.num_groups, module.eps, _path(str(norm.target))
+            tensors = [f"{path}.weight", f"{path}.bias"] if module.affine else []
+        else:
+            names = ("input", "num_groups", "weight", "bias", "eps")
+            given: dict[str, Any] = dict(zip(names, norm.args, strict=False)) | norm.kwargs
+            groups, eps = given["num_groups"], given.get("eps", EPS)
+            parameters = [given.get("weight"), given.get("bias")]
+            is_held = all(isinstance(each, fx.Node) and each.op == "get_attr" for each in parameters)
+            tensors = [_path(str(each.target)) for each in parameters if each is not None] if is_held else []
+        if not tensors:
+            return
+        self.layer, self.eps, self.last = replace(self.layer, norm_groups=groups), eps, norm
+        self.tensors += tensors
+        if norm.op == "call_module":
+            self.checked[norm.target] = "NORM_SETTINGS"
+
+    # ---- the new forward
+
+    def forward(self) -> list[str]:
+        """Returns the lines of a forward that calls the kernels of the file."""
+        lines = [f"check_settings({_path(str(target))}, {name})" for target, name in self.checked.items()]
+        names: dict[fx.Node, str] = {}
+        skipped = {self.convolution} | ({self.last.args[0]} if self.last is not self.convolution else set())
+        nodes = [node for node in self.traced.graph.nodes if node.op not in ("placeholder", "get_attr")]
+        position = nodes.index(self.last)
+        if any(node not in skipped and node is not self.last for node in nodes[:position]):
+            lines.append("# PyTorch computes what comes before the convolution.")
+        for i, node in enumerate(nodes):
+            if node is self.last:
+                kind = "block" if self.layer.norm_groups else "convolve"
+                text = f"{kind}({', '.join([self._argument(self.input, names), *self.tensors])})"
+            elif node in skipped:
+                continue
+            elif node.op == "output":
+                lines.append(f"return {self._argument(node.args[0], names)}")
+                continue
+            else:
+                if nodes[i - 1] is self.last:
+                    lines.append("# PyTorch computes what follows.")
+                text = self._call(node, names)
+            following = nodes[i + 1] if i + 1 < len(nodes) else None
+            if following is not None and following.op == "output" and following.args[0] is node:
+                lines.append(f"return {text}")
+                break
+            names[node] = "x" if len(node.users) == 1 and self._is_chain(node) else node.name
+            lines.append(f"{names[node]} = {text}")
+        return lines
+
+    def _is_chain(self, node: fx.Node) -> bool:
+        """Says whether a value can be called x: the next operation is the only one that takes it."""
+        order = [each for each in self.traced.graph.nodes if each.op not in ("placeholder", "get_attr")]
+        first = next(each for each in self.traced.graph.nodes if each.op == "placeholder")
+        later = order[order.index(node) + 1 :]
+        return self._only_user(node) is later[0] and not any(user in later for user in first.users)
+
+    def _call(self, node: fx.Node, names: dict[fx.Node, str]) -> str:
+        given = [self._argument(each, names) for each in node.args]
+        given += [f"{name}={self._argument(each, names)}" for name, each in node.kwargs.items()]
+        if node.op == "call_module":
+            return f"{_path(str(node.target))}({', '.join(given)})"
+        if node.op == "call_method":
+            return f"{given[0]}.{node.target}({', '.join(given[1:])})"
+        target: Any = node.target
+        if target in _INFIX:
+            return f"{given[0]} {_INFIX[target]} {given[1]}"
+        if target is operator.getitem:
+            return f"{given[0]}[{given[1]}]"
+        name = getattr(target, "__name__", "")
+        for prefix, space in (("torch", torch), ("nn.functional", functional)):
+            if getattr(space, name, None) is target:
+                return f"{prefix}.{name}({', '.join(given)})"
+        if getattr(__builtins__, name, None) is target or name in ("max", "min", "abs", "neg"):
+            return f"{name if name != 'neg' else '-'}({', '.join(given)})"
+        raise NotExportableError(f"the model's forward calls {target}, which cannot be written into a file")
+
+    def _argument(self, value: Any, names: dict[fx.Node, str]) -> str:
+        if isinstance(value, fx.Node):
+            if value.op == "get_attr":
+                return _path(str(value.target))
+            return names.get(value, value.name)
+        if isinstance(value, tuple):
+            inner = ", ".join(self._argument(each, names) for each in value)
+            return f"({inner},)" if len(value) == 1 else f"({inner})"
+        if isinstance(value, list):
+            return f"[{', '.join(self._argument(each, names) for each in value)}]"
+        if isinstance(value, slice):
+            return f"slice({value.start}, {value.stop}, {value.step})"
+        if isinstance(value, (int, float, bool, str, type(None), torch.dtype)):
+            return repr(value)
+        raise NotExportableError(
+            f"the model's forward has the constant {value!r}, which cannot be written into a file"
+        )
+
+
+_DEFAULTS: dict[str, int] = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+
+
+def _triple(value: Any) -> tuple[int, int, int]:
+    d, h, w = (value,) * 3 if isinstance(value, int) else tuple(value) * (3 if len(value) == 1 else 1)
+    return d, h, w
+
+
+def _path(target: str) -> str:
+    """Writes the path of a module or parameter as an expression: `self.layers[0].weight`."""
+    return "self" + "".join(f"[{name}]" if name.isdigit() else f".{name}" for name in target.split("."))
+
+
+# ---- the text
+
+
+def _rewritten(text: str, tree: ast.Module, forward: list[str]) -> tuple[str, str]:
+    """Returns the reference with `ModelNew` in place of `Model`, its new forward, and the imports it needs."""
+    lines = text.split("\n")
+    (model,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model")
+    functions = [node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "forward"]
+    if not functions:
+        raise NotExportableError("`Model` inherits its forward; a reference must define it")
+    body = functions[0].body
+    has_doc = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
+    first = (body[0].end_lineno or 0) if has_doc else body[0].lineno - 1
+    indent = " " * body[0].col_offset
+    renamed = [_renamed(line) for line in lines[model.lineno - 1 : first]]
+    after = [_renamed(line) for line in lines[functions[0].end_lineno : model.end_lineno]]
+    new = [
+        *lines[: model.lineno - 1],
+        *renamed,
+        *(indent + line for line in forward),
+        *after,
+        *lines[model.end_lineno :],
+    ]
+    shifted = len(forward) - ((functions[0].end_lineno or 0) - first)
+    imported = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    docstring = [tree.body[0]] if ast.get_docstring(tree) is not None else []
+    kept = list[str]()
+    for node in (*docstring, *imported):
+        late = node.lineno > model.lineno
+        start, end = node.lineno - 1 + late * shifted, (node.end_lineno or 0) + late * shifted
+        if not isinstance(node, ast.Expr):
+            kept.append("\n".join(new[start:end]))
+        new[start:end] = [""] * (end - start)
+    rest = "\n".join(new).strip("\n")
+    used = set(re.findall(r"\w+", rest))
+    needed = [
+        line
+        for line, node in zip(kept, imported, strict=True)
+        if any((a.asname or a.name.split(".")[0]) in used - PROVIDED for a in node.names)
+        and getattr(node, "module", "") != "__future__"
+    ]
+    return re.sub(r"\n{3,}", "\n\n\n", rest), "".join(f"{line}\n" for line in needed)
+
+
+def _renamed(line: str) -> str:
+    return re.sub(r"(?<=class )Model\b|(?<=super\()Model\b|\bModel(?=\.\w)", "ModelNew", line)
