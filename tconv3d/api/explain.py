@@ -400,7 +400,7 @@ def _price(offer: Offer, taken: Offer) -> str:
     if offer.surcharge == 1.0:
         return text
     if isinf(offer.surcharge):
-        return f"{text}; it is not taken by prediction, because nobody has calibrated this GPU"
+        return f"{text}; it is not taken by prediction, because nobody has measured it on this GPU"
     return (
         f"{text}; its predictions are right within a factor of {offer.surcharge:.2g}, and it is taken if that is less"
     )

@@ -96,6 +96,16 @@ def has_rates(kernel: str, kind: str, device: Device) -> bool:
     return kind in measured(name).get(kernel, {})
 
 
+def surcharge(kernel: str, device: Device) -> float:
+    """Returns the factor from a kernel's predicted time to its price: infinite if nobody has measured the kernel.
+
+    A kernel that was never measured wins only if it is timed on the caller's tensors, or if no other takes the call.
+    """
+    gpu = gpus.known(device)
+    name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
+    return 1.0 if kernel in measured(name) else inf
+
+
 def calibrated(device: Device) -> bool:
     """Returns whether rates have been measured on this GPU."""
     gpu = gpus.known(device)

@@ -106,7 +106,8 @@ def alone(
     if refusal := why_not(problem, device):
         return Refusal(kernel, (problem.which,), refusal)
     make = partial(plan, problem, device)
-    return Offer(kernel, (problem.which,), problem, device, partial(work, problem, device), make)
+    factor = calibration.surcharge(kernel, device)
+    return Offer(kernel, (problem.which,), problem, device, partial(work, problem, device), make, surcharge=factor)
 
 
 def weight_with_bias(

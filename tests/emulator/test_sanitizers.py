@@ -49,6 +49,7 @@ LAYERS: dict[str, tuple[Layer, torch.dtype, torch.memory_format]] = {
     "few outputs": (Layer(8, 2, (2, 2, 4), (3, 3, 3), (2, 2, 2), batch=1), torch.float16, CONTIGUOUS),
     "wide": (WIDE, torch.float16, CONTIGUOUS),
     "wide, channels last": (WIDE, torch.bfloat16, CHANNELS_LAST),
+    "rows of channels": (replace(WIDE, out_channels=32, bias=False), torch.bfloat16, CHANNELS_LAST),
     "wide, before Hopper": (WIDE, torch.float16, CONTIGUOUS),
     "wide, even lines": (EVEN, torch.bfloat16, CONTIGUOUS),
 }
@@ -61,6 +62,7 @@ PREFERRED = {
     "few outputs": ("few_outputs", "few_inputs", "few_weight_grad"),
     "wide": ("halo", "hopper_weight_grad"),
     "wide, channels last": ("halo", "turned"),
+    "rows of channels": ("rows_weight_grad",),
     "wide, before Hopper": ("mma", "tensor_weight_grad"),
     "wide, even lines": ("halo", "hopper_weight_grad"),
 }

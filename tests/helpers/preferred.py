@@ -49,7 +49,12 @@ def priced(*kernels: str) -> Iterator[None]:
     def price(kernel: str, *rest: Any) -> float:
         return predicted(kernel, *rest) * factors.get(kernel, 1.0)
 
-    with patch.object(calibration, "microseconds", price):
+    measured = calibration.surcharge
+
+    def surcharge(kernel: str, device: Device) -> float:
+        return 1.0 if kernel in factors else measured(kernel, device)
+
+    with patch.object(calibration, "microseconds", price), patch.object(calibration, "surcharge", surcharge):
         yield
 
 
