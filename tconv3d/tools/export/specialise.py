@@ -85,7 +85,8 @@ def _trace(
                 tracer.run()
                 if keep_arguments:
                     tracer.need_all_of("Args")
-        found = {node for node, truth in findings.truth.items() if node.kind == "if_statement" and len(truth) > 1}
+        kinds = ("if_statement", "qualified_identifier")  # the latter: Choose<condition, A, B>::type
+        found = {node for node, truth in findings.truth.items() if node.kind in kinds and len(truth) > 1}
         if found <= mixed:
             return findings
         mixed |= found

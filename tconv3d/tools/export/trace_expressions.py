@@ -67,11 +67,11 @@ class Expressions(Base):
         found = self.truth(self.argument(condition, scope))
         self.quiet -= 1
         self.note(node, found)
-        if found is not None:
-            return self.argument(first if found else second, scope)
-        self.argument(condition, scope)
-        self.type_of(node.need("scope"), scope)
-        return None
+        if found is None or node in self.f.mixed:  # the text stays, with everything that it mentions
+            self.argument(condition, scope)
+            type_ = self.type_of(node.need("scope"), scope)
+            self.inside(type_, node.need("name"), scope)
+        return self.argument(first if found else second, scope) if found is not None else None
 
     def inside(self, found: Any, name: Node, scope: Scope) -> Any:
         if name.kind in ("dependent_name", "dependent_type"):
