@@ -3,8 +3,8 @@
 // The real Python binding of the driver is loaded on top of it, so the tests see what the driver would see:
 // the launch configuration, the bytes of the arguments, the context that is current in the calling thread.
 // FAKE_CUDA_LOG names the file; FAKE_CUDA_FAIL=<call>:<code> makes a call fail; FAKE_CUDA_VERSION and
-// FAKE_CUDA_ARGS_BYTES replace what the driver says of itself and of the kernel; FAKE_CUDA_CODE names a file that
-// loaded code is compared with.
+// FAKE_CUDA_ARGS_BYTES replace what the driver says of itself and of the kernel; FAKE_CUDA_CODE names a file
+// that loaded code is compared with.
 #include <dlfcn.h>
 #include <unistd.h>
 
