@@ -17,7 +17,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d.api.clock import Clock
 from tconv3d.families.direct import planner as direct_planner
 from tconv3d.families.mma import planner as mma_planner
 from tconv3d.planning.problem import Device, Pass, Plan, Problem
@@ -26,6 +25,7 @@ from tconv3d.runtime import launcher
 from tconv3d.tools.bench.layers import LAYERS, Layer
 from tconv3d.tools.bench.precision import DTYPES, LAYOUTS, precision
 from tconv3d.torch_ops import executor, problems
+from tconv3d.torch_ops.clock import Clock
 
 
 def problem_of(layer: Layer, x: Tensor, w: Tensor, tf32: bool) -> Problem:

@@ -29,12 +29,12 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d.api.clock import Clock
 from tconv3d.tools import export, tasks
 from tconv3d.tools.bench import accuracy, cases, layers
 from tconv3d.tools.bench.cases import Case, leaves
 from tconv3d.tools.bench.precision import LAYOUTS, precision
 from tconv3d.tools.bench.results import describe_machine, write_json
+from tconv3d.torch_ops.clock import Clock
 
 TURNS = 5
 PRECISIONS = [each for both in export.PRECISIONS.values() for each in both]

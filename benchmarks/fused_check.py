@@ -27,12 +27,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tconv3d
-from tconv3d.api.clock import Clock
 from tconv3d.families.norm.planner import Wanted
 from tconv3d.tools import tasks
 from tconv3d.tools.bench.precision import DTYPES
 from tconv3d.tools.bench.results import describe_machine, write_json
 from tconv3d.torch_ops import executor, norm_executor
+from tconv3d.torch_ops.clock import Clock
 
 SECTIONS = ("checks", "parts", "relu", "task")
 # Outputs of the convolution closer to zero than this many standard deviations may change their sign by rounding.

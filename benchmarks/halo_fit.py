@@ -2,8 +2,8 @@
 
     python benchmarks/halo_fit.py planner_7.json planner_8.json
 
-It prints the constants, the error of the model, and for every layer how much slower the build with the least
-predicted time is than the fastest measured build.
+It prints the constants, which tconv3d/planning/models/ has, the error of the model, and for every layer how much
+slower the build with the least predicted time is than the fastest measured build.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from halo_names import describe, geometry_of
 
 from tconv3d.families.halo import job as halo_job
-from tconv3d.families.halo import planner as halo_planner
-from tconv3d.families.halo.build import Build, Tiling, tilings
+from tconv3d.families.halo.build import Build
+from tconv3d.families.halo.candidates import Nominal, builds_of
 from tconv3d.families.halo.job import Job
-from tconv3d.families.halo.model import COSTS, HALVES, Costs, cycles, portioned
-from tconv3d.families.halo.planner import Nominal
+from tconv3d.families.halo.measured import COSTS, HALVES, Costs
+from tconv3d.families.halo.model import cycles, portioned
+from tconv3d.families.halo.tiling import Tiling, tilings
 from tconv3d.planning.geometry import Triple
 from tconv3d.planning.problem import Device, Pass, Problem
 from tconv3d.tools.bench.layers import Layer, random_layers
@@ -74,15 +75,14 @@ def _without_units(build: str) -> str:
 
 @lru_cache(maxsize=1)
 def _builds(nominal: Nominal) -> list[Build]:
-    return list(halo_planner.builds_of(nominal, H200.shared_bytes))
+    return list(builds_of(nominal, H200.shared_bytes))
 
 
 def sample_of(name: str, job: Job, build: str, tiling: str, ms: float) -> Sample | None:
     """Returns the sample of a table's row, or None if the planner no longer considers that build."""
     for made in _builds(Nominal.of(job)):
         if _without_units(describe(made)) == _without_units(build):
-            merged = job.as_merged(made.merged)
-            read = merged.as_copied(made.rewritten) if made.copied else merged
+            read = job.as_merged(made.tile.merged).arriving(made.input)
             for cut in tilings(made, job.batch, job.positions, job.read_size):
                 for whole in portioned(made, cut, H200.multiprocessors):
                     if str(whole) == tiling:
@@ -174,7 +174,7 @@ def main() -> None:
     costs = fit(samples, start, options.steps, options.seed) if options.steps else start
     report(samples, costs, options.verbose)
     for name, value in asdict(costs).items():
-        print(f"    {name}: float = {value:.3g}")
+        print(f'   "{name}": {value:.3g}')
 
 
 if __name__ == "__main__":

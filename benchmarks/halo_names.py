@@ -7,7 +7,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tconv3d.families.halo.build import Build
+from tconv3d.families.halo.build import Build, Division, Input, Output, Weights
 from tconv3d.planning.geometry import Geometry
 from tconv3d.tools.bench.layers import Layer
 
@@ -17,16 +17,24 @@ def geometry_of(layer: Layer) -> Geometry:
 
 
 def describe(build: Build) -> str:
-    panels = "resident" if build.resident else f"{build.slots} slots"
+    tile, block = build.tile, build.block
+    panels = "resident" if build.weights.resident else f"{block.slots} slots"
     apart = "".join(name for name, apart in zip("dhw", build.split, strict=True) if apart)
     how = "gather" if build.gather else "march" if build.march else f"split {apart}"
+    choices = (
+        ("copied", build.input.copied),
+        ("rewritten", build.input is Input.REWRITTEN),
+        ("lines", build.input is Input.LINES),
+        ("joint", build.output is Output.LONG_RUNS),
+        ("in registers", build.input is Input.IN_REGISTERS),
+        ("2 buffers", build.output is Output.IMAGES),
+        ("fine", build.weights is Weights.SMALL_PANELS),
+        ("divided", build.division is Division.CONSUMERS),
+        ("portioned", build.division is Division.BLOCKS),
+        (f"{tile.merged} groups as one", tile.merged > 1),
+    )
     return (
-        f"{how}, {build.columns} columns (unit {build.program.unit} x {build.out_tile}), row {build.row_bytes}, "
-        f"{build.slabs} slabs, {build.producers}+{build.consumers}, {build.stages} stages, {panels}"
-        f"{', copied' if build.copied else ''}{', rewritten' if build.rewritten else ''}"
-        f"{', lines' if build.lines else ''}{', joint' if build.joint else ''}"
-        f"{', in registers' if build.in_registers else ''}"
-        f"{f', {build.buffers} buffers' if build.buffers else ''}"
-        f"{', fine' if build.fine else ''}{', divided' if build.divided else ''}"
-        f"{', portioned' if build.portioned else ''}{f', {build.merged} groups as one' if build.merged > 1 else ''}"
+        f"{how}, {build.columns} columns (unit {build.program.unit} x {tile.outputs}), row {tile.row_bytes}, "
+        f"{tile.slabs} slabs, {block.producers}+{block.consumers}, {block.stages} stages, {panels}"
+        + "".join(f", {name}" for name, holds in choices if holds)
     )

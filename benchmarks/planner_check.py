@@ -36,7 +36,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from halo_names import describe
 
 from tconv3d.api.ahead import compile_all
-from tconv3d.api.clock import Clock
 from tconv3d.api.explain import call_of, problems_of
 from tconv3d.api.tune import Trial, contenders, measure
 from tconv3d.families.halo.launches import HaloPlan
@@ -48,6 +47,7 @@ from tconv3d.tools.bench.layers import Layer, random_layers
 from tconv3d.tools.bench.precision import DTYPES, LAYOUTS, in_layout, precision
 from tconv3d.tools.bench.results import describe_machine
 from tconv3d.torch_ops import executor
+from tconv3d.torch_ops.clock import Clock
 
 CLOSE = 1.1  # largest time of a close choice, as a multiple of the fastest build's time
 SHARE = 0.9  # fraction of the layers for which the choice must be close

@@ -17,6 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import split_scaling
 from tconv3d.tools.bench import results
 from tconv3d.tools.bench.results import Results, Row, Summary
 from tconv3d.tools.bench.table import ratio
@@ -324,6 +325,7 @@ TABLES = (
     Table("docs/numerics.md", "errors", errors),
     Table("docs/export.md", "export", exports),
     Table("docs/fused.md", "fused", fused),
+    Table("docs/distributed.md", "scaling", split_scaling.table),
 )
 
 

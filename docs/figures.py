@@ -14,6 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tconv3d.distributed.shards import Split
 from tconv3d.planning.geometry import Axis
 from tconv3d.tools.bench import picture, results
 from tconv3d.tools.bench.drawing import FONT, Drawing
@@ -214,7 +215,63 @@ def march() -> str:
     return drawing.svg()
 
 
-DRAWN: dict[str, Callable[[], str]] = {"taps": taps, "phases": phases, "halo": halo, "march": march}
+def split() -> str:
+    """Draws one dimension of a forward pass on two ranks: own rows, messages, and outputs that wait for them."""
+    split = Split(Axis(4, stride=2, padding=1), size=8, shards=2)
+    cell, left, gap = 38, 120, 60
+    drawing = canvas(860, 300)
+    drawing.text(20, 30, f"Eight input rows on two ranks: {settings(split.axis)}", "title")
+    top, bottom = 80, 190
+
+    def place(rank: int, row: int) -> float:
+        return left + row * cell + (gap if rank else 0)
+
+    def source(rank: int, row: int) -> float:
+        return place(rank, row * split.axis.stride) + cell / 2
+
+    drawing.text(20, top + 22, "input rows", "quiet")
+    drawing.text(20, bottom + 22, "output rows", "quiet")
+    for rank in range(split.shards):
+        targets, own = split.targets(rank), split.sources(rank)
+        drawing.text(place(rank, targets.start), top - 22, f"rank {rank}", "quiet")
+        for slab in split.slabs(rank):
+            for target in slab.targets:
+                for tap in range(split.axis.kernel):
+                    row, rest = divmod(target + split.axis.padding - tap * split.axis.dilation, split.axis.stride)
+                    if not rest and row in slab.halos[0]:
+                        sender = 1 - rank
+                        drawing.line(
+                            source(sender, row) + cell / 2, top + 34, place(rank, target) + cell / 2, bottom, "p1"
+                        )
+                    elif not rest and row in own:
+                        drawing.line(
+                            source(rank, row) + cell / 2, top + 34, place(rank, target) + cell / 2, bottom, "p0"
+                        )
+        sent = split.halos(1 - rank)[rank]
+        for row in own:
+            drawing.cell(source(rank, row), top, cell, 34, "p1" if row in sent else "p0", str(row))
+        waiting = {target for slab in split.slabs(rank) for target in slab.targets}
+        for target in targets:
+            drawing.cell(place(rank, target), bottom, cell, 34, "p1" if target in waiting else "p0", str(target))
+    drawing.text(
+        20,
+        262,
+        "orange inputs are sent to the other rank; orange outputs read them, and are computed once more",
+        "quiet",
+    )
+    drawing.text(
+        20, 284, "blue outputs need own rows alone: they are computed while the messages are in flight", "quiet"
+    )
+    return drawing.svg()
+
+
+DRAWN: dict[str, Callable[[], str]] = {
+    "taps": taps,
+    "phases": phases,
+    "halo": halo,
+    "march": march,
+    "split": split,
+}
 
 
 def chart(name: str) -> str:

@@ -1,16 +1,23 @@
 """tconv3d: transposed 3D convolution on CUDA kernels of its own, a drop-in for PyTorch's."""
 
+import importlib
+from typing import Any
+
 import torch
 
 from .api.accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
 from .api.ahead import compile_ahead
 from .api.explain import Explanation, explain
 from .api.functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
+from .api.fuse import FusedTail, FuseReport, fuse
 from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm
 from .api.precompile import Precompiled, load_precompiled, precompile
 from .api.tune import Tuned, tune
 from .runtime import launcher
+from .torch_ops import subclasses
 from .torch_ops.backend import current_backend, use_backend
+from .torch_ops.choosing import measure_offers
+from .torch_ops.decompositions import decompositions
 from .torch_ops.kept import keep_weights
 
 __all__ = [
@@ -18,6 +25,8 @@ __all__ = [
     "ConvTranspose3dReLU",
     "ConvTranspose3dReLUGroupNorm",
     "Explanation",
+    "FuseReport",
+    "FusedTail",
     "LayerSwap",
     "Precompiled",
     "SwapReport",
@@ -28,9 +37,12 @@ __all__ = [
     "conv_transpose3d_relu",
     "conv_transpose3d_relu_group_norm",
     "current_backend",
+    "decompositions",
     "explain",
+    "fuse",
     "keep_weights",
     "load_precompiled",
+    "measure_offers",
     "plan_swaps",
     "precompile",
     "restore",
@@ -39,6 +51,17 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `tconv3d.distributed` when it is first asked for, because `torch.distributed.tensor` takes long."""
+    if name == "distributed":
+        return importlib.import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# The operators' rules for DTensors are loaded when a program that has imported DTensors first calls an operator.
+subclasses.when_imported("torch.distributed.tensor", lambda: importlib.import_module("tconv3d.distributed.rules"))
 
 if torch.version.cuda is not None:  # imports the launcher's modules now, not in the first call
     launcher.preload()

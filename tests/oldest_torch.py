@@ -18,7 +18,14 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TESTS = ("tests/api/test_modules.py", "tests/api/test_accelerate.py")
+TESTS = (
+    "tests/api/test_modules.py",
+    "tests/api/test_accelerate.py",
+    "tests/api/test_graphs.py",
+    "tests/distributed/test_rules.py",
+    "tests/torch_ops/test_flops.py",
+    "tests/torch_ops/test_transforms.py",
+)
 DOWNLOAD_SECONDS = 150
 
 

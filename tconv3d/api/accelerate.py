@@ -6,6 +6,7 @@ every reference to the layer (from an optimizer, a hook, or a second place in th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -16,7 +17,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from ..torch_ops import checks, problems
+from ..torch_ops.backend import current_backend
 from . import fusing, gains, survey
+from .explain import explain
 from .gains import Gain
 from .modules import ConvTranspose3d
 from .survey import Shape
@@ -39,13 +42,15 @@ class LayerSwap:
     reason: str  # why the layer is not swapped; "" if it is
     input_shapes: tuple[Shape, ...]  # empty if no example input was given
     gain: Gain | None
+    choices: tuple[str, ...] = ()  # who computes the passes for the largest input, and why (`Explanation.choices`)
 
     def __str__(self) -> str:
         where = ", ".join(name or "(the model itself)" for name in self.places)
         if not (self.swapped or self.fused):
             return f"left     {where}: {self.layer}: {self.reason}"
         text = f"{'fused  ' if self.fused else 'swapped'}  {where}: {self.layer}"
-        return text if self.gain is None else f"{text}: predicted gain {self.gain}"
+        text = text if self.gain is None else f"{text}: predicted gain {self.gain}"
+        return "\n".join([text, *(f"           {choice}" for choice in self.choices)])
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ def accelerate(
 
     ConvTranspose3d -> ReLU -> GroupNorm inside `nn.Sequential` become the fused block. `report` is called with a
     `SwapReport` (`report=print` prints it). If an `example_input` is given (a tensor, a tuple of arguments or a
-    dictionary of keyword arguments), the report predicts the gain of each layer. `restore` undoes all changes.
+    dictionary of keyword arguments), the report predicts the gain of each layer and, for a model on a GPU, says who
+    computes each pass: one of this library's kernels or PyTorch's operator. `restore` undoes all changes.
     """
     checks.check_model(model, "accelerate")
     checks.check_callable(report, "report", "accelerate")
@@ -141,6 +147,7 @@ def plan_swaps(model: nn.Module, *, example_input: Any = None) -> SwapReport:
                 reason=reason or "",
                 input_shapes=shapes.get(layer, ()),
                 gain=gain,
+                choices=() if reason is not None else _choices(layer, shapes.get(layer, ())),
             )
         )
     return SwapReport(tuple(layers), note)
@@ -155,7 +162,7 @@ def why_left(layer: nn.Module) -> str | None:
     assert isinstance(layer, nn.ConvTranspose3d)
     if isinstance(layer, LazyModuleMixin):
         return "it is lazy: call the model once, which gives the layer its shape, then accelerate"
-    kind = parametrize.type_before_parametrizations(layer)
+    kind = _before_sharding(parametrize.type_before_parametrizations(layer))
     if issubclass(kind, ConvTranspose3d):
         return "it is tconv3d's already"
     if kind is not nn.ConvTranspose3d:
@@ -167,6 +174,15 @@ def why_left(layer: nn.Module) -> str | None:
     if layer.weight.dtype not in problems.DTYPES:
         return f"there is no kernel for {str(layer.weight.dtype).removeprefix('torch.')}"
     return None
+
+
+def _before_sharding(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns the class that a layer had before `fully_shard` gave it one of its own, or `kind` if that never was."""
+    sharded = sys.modules.get("torch.distributed.fsdp")  # not imported here, because that takes a second
+    wrapper = getattr(sharded, "FSDPModule", None)
+    if wrapper is None or wrapper not in kind.__bases__:
+        return kind
+    return next(base for base in kind.__bases__ if base is not wrapper)
 
 
 def rebased(kind: type[nn.Module], old: type[nn.Module], new: type[nn.Module]) -> type[nn.Module]:
@@ -197,10 +213,10 @@ def _name(layer: nn.Module) -> str:
 
 def _gain(layer: nn.Module, shapes: tuple[Shape, ...]) -> Gain | None:
     """Returns the predicted gain for the largest input that the layer gets, or None if there is no prediction."""
-    batched = [shape for shape in shapes if len(shape) == 5]
-    if not batched or not isinstance(layer, nn.ConvTranspose3d):
+    largest = _largest(shapes)
+    if largest is None or not isinstance(layer, nn.ConvTranspose3d):
         return None
-    batch, _, *size = max(batched, key=lambda shape: torch.Size(shape).numel())
+    batch, _, *size = largest
     dtype = str(layer.weight.dtype).removeprefix("torch.")
     described = {
         "batch": batch,
@@ -214,3 +230,18 @@ def _gain(layer: nn.Module, shapes: tuple[Shape, ...]) -> Gain | None:
     if dtype == "float32" and problems.tf32_allowed():
         dtype = "tf32"
     return gains.predict(described, dtype, "contiguous")
+
+
+def _choices(layer: nn.Module, shapes: tuple[Shape, ...]) -> tuple[str, ...]:
+    """Says who computes a layer's passes for the largest input that it gets; nothing unless kernels can run here."""
+    largest = _largest(shapes)
+    if largest is None or not isinstance(layer, nn.ConvTranspose3d):
+        return ()
+    if not (layer.weight.is_cuda or current_backend() == "emulator"):
+        return ()
+    return explain(layer, largest).choices
+
+
+def _largest(shapes: tuple[Shape, ...]) -> Shape | None:
+    batched = [shape for shape in shapes if len(shape) == 5]
+    return max(batched, key=lambda shape: torch.Size(shape).numel(), default=None)

@@ -7,9 +7,9 @@ explained plan is the plan that runs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, replace
-from math import prod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import isinf, prod
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from .. import emulator
 from ..families.norm import planner as norm_planner
 from ..families.norm.planner import Activation, NormProblem, Wanted
+from ..families.pytorch.planner import KERNEL as PYTORCH
 from ..planning import gpus, planner
 from ..planning.geometry import Geometry
 from ..planning.gpus import DEFAULT_GPU, Gpu
@@ -26,7 +27,7 @@ from ..planning.launch import Launch
 from ..planning.offers import Answer, Offer, Refusal
 from ..planning.problem import Device, Norm, Pass, Plan, Problem
 from ..runtime import compiler, packs
-from ..torch_ops import checks, executor, ops, problems, pytorch_ops
+from ..torch_ops import checks, choosing, executor, ops, problems, pytorch_ops
 from ..torch_ops.backend import current_backend
 from ..torch_ops.checks import Convolution
 from ..torch_ops.problems import DTYPES, OperandAddresses
@@ -53,6 +54,9 @@ class PassExplanation:
     kept_bytes: int = 0  # bytes of the packed weight that calls without gradients keep
     together: tuple[str, ...] = ()  # all passes that these launches compute, if there are several
     predicted_us: float | None = None  # predicted microseconds of the launches, for all passes that they compute
+    pytorch_us: float | None = None  # predicted microseconds of PyTorch's offer, if it makes one
+    measured: str = ""  # who won, and by what, if offers were timed; empty if the prediction decided
+    measured_us: dict[str, float] = field(default_factory=dict)  # the timed offers with their microseconds
     packed: str = ""  # which of the kernels come from loaded packs, and from which; empty if none is loaded
 
 
@@ -89,6 +93,12 @@ class Explanation:
         return self.passes[0].kernel
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """Says in a line for the forward pass, and in one for the backward pass, who computes it and why."""
+        groups = {"forward": self.passes[:1], "backward": self.passes[1:]}
+        return tuple(f"{name}: {_choice(passes)}" for name, passes in groups.items() if passes)
+
+    @property
     def text(self) -> str:
         return "\n".join(_lines(self))
 
@@ -111,8 +121,9 @@ def explain(
     >>> tconv3d.explain(input, weight, bias, stride=2)         # the arguments of conv_transpose3d
     >>> tconv3d.explain(layer, (1, 32, 64, 64, 64), gpu="H200")
 
-    `gpu` is a name (`tconv3d.gpus.GPUS`) or a compute capability ("9.0"). The default is the present GPU, or H200 if
-    there is none, or the emulator under use_backend("emulator"). Tensors may be on the meta device.
+    `gpu` is a name (`tconv3d.planning.gpus.GPUS`) or a compute capability ("9.0"). The default is the present GPU, or
+    H200 if there is none, or the emulator under use_backend("emulator"). The environment variable TCONV3D_AS makes
+    each of these plan as another GPU. Tensors may be on the meta device.
     """
     call = call_of(layer_or_input, *arguments, **keywords)
     with planner.aside():
@@ -129,7 +140,7 @@ def launches(
 ) -> tuple[Launch, ...]:
     """Returns the kernel launches of a layer's passes, which can be compiled before its first call.
 
-    The launches of calls that keep the packed weight are included.
+    The launches of calls that keep the packed weight are included, and those of all offers that the first call times.
     """
     call = call_of(layer, input)
     problems = [problem for problem in problems_of(*call) if problem.which in passes]
@@ -153,7 +164,11 @@ def _plans(problems: Sequence[Problem], device: Device) -> list[Plan]:
     forward = [problem for problem in problems if problem.which is Pass.FORWARD]
     gradients = tuple(problem for problem in problems if problem.which is not Pass.FORWARD)
     plans = [replace(planner.plan(problem, device), passes=(Pass.FORWARD,)) for problem in forward]
-    return plans + planner.gradient_plans(gradients, device)
+    plans += planner.gradient_plans(gradients, device)
+    if executor.is_present(device):
+        for asked in (tuple(forward), gradients):
+            plans += choosing.contending_plans({problem.which: problem for problem in asked}, device)
+    return plans
 
 
 Call = tuple[Tensor, Tensor, Tensor | None, Convolution]
@@ -226,9 +241,10 @@ def _call(
 def find_gpu(name: str | None, tensor: Tensor) -> tuple[Device, Gpu | None]:
     """Returns the device to plan for, and its ceilings if they are known."""
     if name is None and current_backend() == "emulator":
-        return executor.EMULATED, None
+        return executor.device_of(torch.empty(0)), None
     if name is None and not torch.cuda.is_available():
-        name = DEFAULT_GPU
+        default = gpus.find(DEFAULT_GPU)
+        return gpus.as_told(default.device), default
     if name is None:
         index = tensor.get_device() if tensor.is_cuda else torch.cuda.current_device()
         device = executor.device_of(torch.empty(0, device=f"cuda:{index}"))
@@ -244,6 +260,7 @@ def _explain(
     problems = problems_of(input, weight, bias, convolution)
     geometry, dtype = problems[0].geometry, problems[0].dtype
     refusal = _refusal(geometry)
+    passes = _explain_passes(problems, device, gpu)
     output_shape = (input.shape[0], geometry.out_channels, *problems[0].output_size)
     return Explanation(
         layer=describe(geometry, bias is not None),
@@ -254,7 +271,7 @@ def _explain(
         layout="channels_last_3d" if pytorch_ops.suggests_channels_last(input) else "contiguous",
         gpu=f"{device.name} (compute capability {device.capability[0]}.{device.capability[1]})",
         ceilings="not known" if gpu is None else f"{gpu.copy} TB/s, {gpu.source}",
-        here=_here(input, weight, refusal),
+        here=_here(input, weight, refusal, passes),
         taps=geometry.taps,
         phases=geometry.phases,
         empty_phases=geometry.empty_phases,
@@ -266,7 +283,7 @@ def _explain(
             for name, axis in zip(("depth", "height", "width"), geometry.axes, strict=True)
             if refusal is None
         ),
-        passes=_explain_passes(problems, device, gpu),
+        passes=passes,
     )
 
 
@@ -319,23 +336,42 @@ def _explain_passes(problems: Sequence[Problem], device: Device, gpu: Gpu | None
     if reason is not None:
         left = Plan(LEFT, reason, (), tile="PyTorch's choice")
         return tuple(_explain_pass(problem, left, gpu) for problem in problems)
-    plans = {which: plan for plan in _plans(problems, device) for which in plan.passes}
     explained: list[PassExplanation] = []
     for forward in (True, False):
         wanted = {p.which: p for p in problems if (p.which is Pass.FORWARD) is forward}
-        answers = planner.answers(wanted, device) if wanted else []
-        taken = planner.taken(wanted, device) if wanted else ()
-        for which, problem in wanted.items():
-            offer = next(offer for offer in taken if which in offer.passes)
-            explained.append(
-                replace(
-                    _explain_pass(problem, plans[which], gpu),
-                    passed_over=_passed_over(which, offer, answers),
-                    predicted_us=offer.microseconds,
-                    packed=_packed(plans[which], device),
-                )
-            )
+        if wanted:
+            explained += _explain_call(wanted, device, gpu)
     return tuple(explained)
+
+
+def _explain_call(wanted: Mapping[Pass, Problem], device: Device, gpu: Gpu | None) -> Iterator[PassExplanation]:
+    """Explains the passes of one call: a forward pass, or the gradients of a backward pass."""
+    present, backend = executor.is_present(device), current_backend()
+    settings = choosing.circumstances(present, backend)
+    if not present and device != executor.device_of(torch.empty(0)):  # a GPU by name: what would run there
+        settings = False, backend in ("auto", "torch")
+    with planner.meeting(wanted, device):
+        choice = choosing.choice(wanted, device, settings, present)
+        plans = {which: plan for plan in planner.plans_of(choice.cover, wanted, device) for which in plan.passes}
+    times = [each.microseconds for each in choice.answers if isinstance(each, Offer) and each.kernel == PYTORCH]
+    theirs = next((time for time in times if not isinf(time)), None)
+    later = choosing.measures(device, settings[0], present)
+    measured = "not measured yet: offers are timed at the first call" if later else ""
+    measured = measured if choice.winner is None else str(choice.winner)
+    for which, problem in wanted.items():
+        offer = next(offer for offer in choice.cover if which in offer.passes)
+        passed_over = _passed_over(which, offer, choice.answers)
+        if not settings[1]:
+            passed_over[PYTORCH] = choosing.why_no_pytorch(present, backend) or "it is not asked in the emulator"
+        yield replace(
+            _explain_pass(problem, plans[which], gpu),
+            passed_over=passed_over,
+            predicted_us=None if isinf(offer.microseconds) else offer.microseconds,
+            pytorch_us=theirs,
+            packed=_packed(plans[which], device),
+            measured=measured,
+            measured_us={} if choice.winner is None else {t.name: t.microseconds for t in choice.winner.timings},
+        )
 
 
 def _passed_over(which: Pass, taken: Offer, answers: Sequence[Answer]) -> dict[str, str]:
@@ -349,11 +385,25 @@ def _passed_over(which: Pass, taken: Offer, answers: Sequence[Answer]) -> dict[s
             found.setdefault(answer.kernel, answer.why)
             continue
         beside = f" together with {' and '.join(others)}" if others else ""
-        # The planner predicts a time only if the lower bound could still win; otherwise the bound itself is shown.
-        least = answer.least_microseconds >= taken.microseconds
-        amount = f"at least {answer.least_microseconds:.3g}" if least else f"{answer.microseconds:.3g}"
-        found[answer.kernel + beside] = f"predicted to take {amount} us"
+        found[answer.kernel + beside] = _price(answer, taken)
     return found
+
+
+def _price(offer: Offer, taken: Offer) -> str:
+    """Says how long an offer that was not taken is predicted to take."""
+    # The planner predicts a time only if the lower bound could still win; otherwise the bound itself is shown.
+    if offer.least_microseconds >= taken.microseconds:
+        return f"predicted to take at least {offer.least_microseconds:.3g} us"
+    if isinf(offer.microseconds):
+        return "its time is not known before it is timed on a GPU"
+    text = f"predicted to take {offer.microseconds:.3g} us"
+    if offer.surcharge == 1.0:
+        return text
+    if isinf(offer.surcharge):
+        return f"{text}; it is not taken by prediction, because nobody has calibrated this GPU"
+    return (
+        f"{text}; its predictions are right within a factor of {offer.surcharge:.2g}, and it is taken if that is less"
+    )
 
 
 def _explain_pass(problem: Problem, plan: Plan, gpu: Gpu | None) -> PassExplanation:
@@ -466,7 +516,7 @@ def _explain_sweep(name: str, plan: Plan, moved: int, gpu: Gpu | None) -> PassEx
     )
 
 
-def _here(input: Tensor, weight: Tensor, refusal: str | None) -> str:
+def _here(input: Tensor, weight: Tensor, refusal: str | None, passes: Sequence[PassExplanation]) -> str:
     if input.is_meta or weight.is_meta:
         return "nothing runs: the tensors are on the meta device"
     try:
@@ -477,6 +527,10 @@ def _here(input: Tensor, weight: Tensor, refusal: str | None) -> str:
         return f"an error: tconv3d has no kernel: {refusal}"
     if reason is not None or refusal is not None:
         return f"PyTorch's operator ({reason or refusal})"
+    theirs = [each.name for each in passes if each.kernel == PYTORCH]
+    if theirs:
+        ours = "" if len(theirs) == len(passes) else "; these kernels for all others"
+        return f"PyTorch's operator, the fastest offer, for {', '.join(theirs)}{ours}"
     return "these kernels" if input.is_cuda else "these kernels, in the emulator"
 
 
@@ -495,6 +549,8 @@ def describe(geometry: Geometry, bias: bool) -> str:
 
 
 def _how_launched(p: PassExplanation) -> str:
+    if p.kernel == PYTORCH:
+        return "PyTorch launches its own kernels"
     if p.together and not p.launches:
         return f"comes with {p.together[0]}"
     together = f" of {', '.join(p.together)} together" if p.together else ""
@@ -508,6 +564,18 @@ def _how_launched(p: PassExplanation) -> str:
 
 def _predicted(p: PassExplanation) -> str:
     return "" if p.predicted_us is None else f", predicted to take {p.predicted_us:.3g} us"
+
+
+def _choice(passes: Sequence[PassExplanation]) -> str:
+    """Says who computes the passes of a call: by measurement, or by prediction beside PyTorch's."""
+    first = passes[-1]  # the last passes of a fused block are the convolution's own
+    names = " + ".join(dict.fromkeys(each.kernel for each in passes))
+    if first.measured_us:
+        return f"{names}, {first.measured}"
+    predicted = {each.together or each.name: each.predicted_us for each in passes if each.predicted_us is not None}
+    text = f"{names}, predicted to take {sum(predicted.values()):.3g} us" if predicted else names
+    beside = first.pytorch_us is not None and first.kernel != PYTORCH
+    return f"{text}, PyTorch's operator {first.pytorch_us:.3g} us" if beside else text
 
 
 def _lines(e: Explanation) -> list[str]:
@@ -531,6 +599,7 @@ def _lines(e: Explanation) -> list[str]:
         floor = "" if p.floor_ms is None else f", floor {p.floor_ms:.3g} ms ({p.bound_by})"
         lines += [
             f"  {p.name}: {p.kernel} ({p.why}){_predicted(p)}",
+            *([f"    {p.measured}"] if p.measured else []),
             *(f"    not {name}: {reason}" for name, reason in p.passed_over.items()),
             f"    {p.tile}; {_how_launched(p)}",
             *([f"    {p.packed}"] if p.packed else []),

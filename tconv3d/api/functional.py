@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..torch_ops import fused_ops, ops
-from ..torch_ops.checks import check_norm, check_rank, check_tensors, convolution_of, integer
+from ..torch_ops.checks import are_tensors, check_norm, check_rank, check_tensors, convolution_of, integer
 
 
 def conv_transpose3d(
@@ -27,7 +29,9 @@ def conv_transpose3d(
     input: (N, C_in, D, H, W) or (C_in, D, H, W). weight: (C_in, C_out / groups, kD, kH, kW). bias: (C_out).
     Tuples are (depth, height, width).
     """
-    check_tensors(input, weight, bias)
+    if not are_tensors(input, weight, bias):
+        settings = stride, padding, output_padding, groups, dilation
+        return _overridden(conv_transpose3d, input, weight, bias, *settings)
     if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         return torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
     convolution = convolution_of(stride, padding, output_padding, groups, dilation)
@@ -48,7 +52,9 @@ def conv_transpose3d_relu(
     dilation: int | Sequence[int] = 1,
 ) -> Tensor:
     """Computes `torch.relu(conv_transpose3d(...))` in one kernel, with the arguments of `conv_transpose3d`."""
-    check_tensors(input, weight, bias)
+    if not are_tensors(input, weight, bias):
+        settings = stride, padding, output_padding, groups, dilation
+        return _overridden(conv_transpose3d_relu, input, weight, bias, *settings)
     if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return torch.relu(result)
@@ -77,7 +83,12 @@ def conv_transpose3d_relu_group_norm(
 
     `groups` belongs to the convolution, `num_groups` to the norm. norm_weight and norm_bias: (C_out).
     """
-    check_tensors(input, weight, bias)
+    if not are_tensors(input, weight, bias):
+        norm, settings = (
+            (num_groups, norm_weight, norm_bias, eps),
+            (stride, padding, output_padding, groups, dilation),
+        )
+        return _overridden(conv_transpose3d_relu_group_norm, input, weight, bias, *norm, *settings)
     if not torch.compiler.is_compiling() and ops.why_not_ours(input) is not None:
         result = torch.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
         return F.group_norm(torch.relu(result), num_groups, norm_weight, norm_bias, eps)
@@ -91,3 +102,12 @@ def conv_transpose3d_relu_group_norm(
     return fused_ops.conv_transpose3d_relu_group_norm(
         input, weight, bias, norm_weight, norm_bias, num_groups, eps, convolution
     )
+
+
+def _overridden(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Calls `__torch_function__` of an operand that is no tensor, as PyTorch's functions do. torch.fx needs it."""
+    operands = arguments[:3]
+    if not has_torch_function(operands):
+        check_tensors(*operands)
+    result: Tensor = handle_torch_function(function, operands, *arguments)
+    return result

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 from torch.nn.modules import module as module_hooks
 
 from .modules import ConvTranspose3d, convolve_relu_group_norm
@@ -36,18 +37,27 @@ class FusedSequential(nn.Sequential):
     """Runs every plain triple of layers in a sequence as one fused block."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if forward_is_replaced(nn.Sequential):
-            return super().forward(input)
-        layers: list[Any] = list(self._modules.values())
-        index = 0
-        while index < len(layers):
-            if type(layers[index]) is ConvTranspose3d and _runs_fused(layers[index : index + 3]):
-                input = convolve_relu_group_norm(layers[index], layers[index + 2], input)
-                index += 3
-            else:
-                input = layers[index](input)
-                index += 1
+        if is_scripting():  # TorchScript compiles this branch alone, in which the layers run one by one
+            for module in self:
+                input = module(input)
+        else:
+            input = _run(self, input)
         return input
+
+
+def _run(sequence: FusedSequential, input: Tensor) -> Tensor:
+    if forward_is_replaced(nn.Sequential):
+        return nn.Sequential.forward(sequence, input)
+    layers: list[Any] = list(sequence._modules.values())
+    index = 0
+    while index < len(layers):
+        if type(layers[index]) is ConvTranspose3d and _runs_fused(layers[index : index + 3]):
+            input = convolve_relu_group_norm(layers[index], layers[index + 2], input)
+            index += 3
+        else:
+            input = layers[index](input)
+            index += 1
+    return input
 
 
 def as_defined(kind: type[nn.Module], name: str) -> Callable[..., Any] | None:

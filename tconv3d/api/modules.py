@@ -3,6 +3,8 @@
 Constructor, parameters, initialisation, `state_dict` and `extra_repr` are inherited, so checkpoints and model
 definitions work unchanged. The block's children are layers for the same reason. This module calls `functional` and
 knows nothing of kernels, devices or plans.
+
+Every `forward` has a branch for TorchScript, which compiles that branch alone, and one for torch.fx (see `graphs`).
 """
 
 from __future__ import annotations
@@ -12,9 +14,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._jit_internal import is_scripting
+from torch.fx import Proxy
 
 from ..torch_ops import kept
 from .functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
+from .graphs import leaf, path_of, scripted_conv_transpose3d
 
 
 def resolved_output_padding(
@@ -51,7 +56,20 @@ class ConvTranspose3d(torch.nn.ConvTranspose3d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Takes an input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: a size that the stride allows."""
-        return conv_transpose3d(input, *arguments(self, input, output_size))
+        if is_scripting():
+            result = self._scripted(input, output_size, False)
+        elif isinstance(input, Proxy) and path_of(self, input):
+            result = leaf(self, input, output_size)
+        else:
+            result = conv_transpose3d(input, *arguments(self, input, output_size))
+        return result
+
+    def _scripted(self, input: Tensor, output_size: list[int] | None, relu: bool) -> Tensor:
+        """Runs the layer in TorchScript, which compiles this method."""
+        stride, padding, kernel, dilation = self.stride, self.padding, self.kernel_size, self.dilation
+        output_padding = self._output_padding(input, output_size, stride, padding, kernel, 3, dilation)  # type: ignore[arg-type]
+        weight, bias, groups = self.weight, self.bias, self.groups
+        return scripted_conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation, relu)  # type: ignore[arg-type]
 
 
 class ConvTranspose3dReLU(ConvTranspose3d):
@@ -59,7 +77,13 @@ class ConvTranspose3dReLU(ConvTranspose3d):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Takes an input (N, C_in, D, H, W) or (C_in, D, H, W). `output_size`: a size that the stride allows."""
-        return conv_transpose3d_relu(input, *arguments(self, input, output_size))
+        if is_scripting():
+            result = self._scripted(input, output_size, True)
+        elif isinstance(input, Proxy) and path_of(self, input):
+            result = leaf(self, input, output_size)
+        else:
+            result = conv_transpose3d_relu(input, *arguments(self, input, output_size))
+        return result
 
 
 def convolve_relu_group_norm(
@@ -109,4 +133,10 @@ class ConvTranspose3dReLUGroupNorm(torch.nn.Module):
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Takes an input (N, C_in, D, H, W). `output_size`: a size that the stride allows."""
-        return convolve_relu_group_norm(self.conv_transpose, self.group_norm, input, output_size)
+        if is_scripting():
+            result = self.group_norm(torch.relu(self.conv_transpose(input, output_size)))
+        elif isinstance(input, Proxy) and path_of(self, input):
+            result = leaf(self, input, output_size)
+        else:
+            result = convolve_relu_group_norm(self.conv_transpose, self.group_norm, input, output_size)
+        return result

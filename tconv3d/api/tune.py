@@ -1,8 +1,10 @@
-"""`tune` measures builds of a layer's kernels on the present GPU, and stores the fastest build in the disk cache.
+"""`tune` measures a layer's offers and builds on the present GPU, and stores the fastest in the disk cache.
 
 The halo kernel can be compiled in many builds, and the planner chooses a build by a model of the hardware. `tune`
-runs the builds that the model ranks best, checks them against the present build and times them. The planner uses the
-stored build from then on, in this process and in all processes that share the cache.
+runs the builds that the model ranks best, checks them against the present build and times them. Then it times the
+offers of all kernel families and PyTorch's operator, as a layer's first call may do (`torch_ops/choosing.py`), but
+more of them and for longer. The stored build and the stored winner are used from then on, in this process and in all
+processes that share the cache.
 
 This module knows which kernel has several builds, but not what a build is.
 """
@@ -20,14 +22,16 @@ import torch
 from torch import Tensor
 
 from ..families.halo import planner as halo_planner
+from ..families.halo.candidates import Nominal
 from ..families.halo.job import job_of
 from ..families.halo.launches import HaloPlan
-from ..families.halo.planner import Nominal
 from ..planning import planner
 from ..planning.problem import Device, Pass, Problem, last_offset
-from ..torch_ops import checks, executor, ops
+from ..torch_ops import checks, choosing, executor, ops, pytorch_ops
+from ..torch_ops.checks import Convolution
+from ..torch_ops.clock import Clock, Timer
+from ..torch_ops.measuring import attempt
 from .ahead import fill_cache
-from .clock import Clock, Timer
 from .explain import call_of, problems_of
 from .modules import ConvTranspose3dReLUGroupNorm
 
@@ -58,6 +62,7 @@ class Tuned:
     before_ms: float | None = None
     ms: float | None = None
     changed: bool = False
+    what: str = "builds"  # what the trials are of: builds or offers
 
     def __str__(self) -> str:
         if not self.trials:
@@ -67,7 +72,7 @@ class Tuned:
             text = f"{self.ms:.4g} ms instead of {self.before_ms:.4g} ms"
         else:
             text = f"{self.ms:.4g} ms, stays as it is"
-        lines = [f"{self.name}: {self.kernel}, {text} ({len(self.trials)} builds tried)"]
+        lines = [f"{self.name}: {self.kernel}, {text} ({len(self.trials)} {self.what} tried)"]
         return "\n".join(lines + [f"  not {trial.build}: {trial.why_not}" for trial in failed])
 
 
@@ -76,11 +81,12 @@ def tune(
     *arguments: Any,
     gradients: bool = True,
     candidates: int = 8,
+    offers: bool = True,
     report: Callable[[Tuned], object] | None = print,
     clock: Timer | None = None,
     **keywords: Any,
 ) -> list[Tuned]:
-    """Measures builds of a layer's kernels on this GPU and stores the fastest for this and all later processes.
+    """Measures builds and offers for a layer on this GPU and stores the fastest for this and all later processes.
 
     >>> tconv3d.tune(layer, input)                       # a layer; the input as a tensor or as its shape
     >>> tconv3d.tune(input, weight, bias, stride=2)      # the arguments of conv_transpose3d
@@ -93,9 +99,10 @@ def tune(
     Tuning can change which build runs, so results before and after may differ in their last bits. Between two calls
     of `tune` results are as reproducible as without tuning.
 
-    gradients: also tune the backward passes. candidates: number of builds that are tried besides the present one.
-    report: called with a `Tuned` for each pass. clock: returns the milliseconds of a call; the default takes the
-    median with a cold L2 cache.
+    gradients: also tune the backward passes. candidates: number of builds that are tried besides the present one, and
+    of offers. offers: also time the offers of other kernels and, unless `use_backend("cuda")` asks for this library's
+    kernels, of PyTorch's operator. report: called with a `Tuned` for each pass, and for the offers of each call.
+    clock: returns the milliseconds of a call; the default takes the median with a cold L2 cache.
     """
     checks.check_callable(report, "report", "tune")
     if checks.integer(candidates, "candidates", "tune") < 0:
@@ -117,7 +124,58 @@ def tune(
             found.append(tune_pass(problem, like, candidates, timer))
             if report is not None:
                 report(found[-1])
+        calls = {"forward": problems[:1], "backward": problems[1:] if gradients else []}
+        for name, asked in calls.items() if offers else ():
+            if asked:
+                found.append(tune_offers(name, asked, convolution, like, candidates, timer))
+                if report is not None:
+                    report(found[-1])
     return found
+
+
+def tune_offers(
+    name: str, asked: Sequence[Problem], convolution: Convolution, like: Tensor, most: int, clock: Timer
+) -> Tuned:
+    """Times offers for a whole call, a forward pass or all gradients together, and stores the winner."""
+    settings = choosing.circumstances(like.is_cuda)
+    call = _call(asked, convolution, like)
+    trials = choosing.measure_all(call, settings, max(2, most), clock, 1e3 * BUDGET_S * 10 * (most + 2))
+    best = min(trials, key=lambda trial: trial.ms)
+    found = tuple(Trial(each.name, each.ms if each.times else None, each.why_not) for each in trials)
+    if sum(bool(each.times) for each in trials) < 2:
+        return Tuned(f"{name}, all offers", trials[0].name)
+    executor.forget()
+    before = trials[0].ms if trials[0].times else inf
+    return Tuned(f"{name}, all offers", best.name, found, before, best.ms, best is not trials[0], "offers")
+
+
+def _call(asked: Sequence[Problem], convolution: Convolution, like: Tensor) -> choosing.Call:
+    """Returns a call with random operands; only their shapes, types and memory layouts matter."""
+    problem = next((each for each in asked if each.which is not Pass.BIAS_GRAD), asked[0])
+    g, forward = problem.geometry, problem.which is Pass.FORWARD
+    x_shape = (problem.batch, g.in_channels, *problem.input_size)
+    w_shape = (g.in_channels, g.out_per_group, *g.kernel)
+    y_shape = (problem.batch, g.out_channels, *problem.output_size)
+    weight_strides = next(each.weight for each in asked if each.which is not Pass.WEIGHT_GRAD)
+    random = Random(like)
+    w, wanted = random(w_shape, weight_strides), {each.which: each for each in asked}
+    if forward:
+        x, bias = random(x_shape, problem.input), random((g.out_channels,), (1,)) if problem.bias else None
+        addresses = (x.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr())
+        trials = executor.Trials(
+            executor.OPERANDS[Pass.FORWARD], ((y_shape, problem.output),), like, addresses, keep=False
+        )
+        theirs: Callable[[], object] = partial(pytorch_ops.forward, x, w, bias, convolution)
+    else:
+        dy = random(y_shape, problem.output)
+        x = random(x_shape, wanted[Pass.WEIGHT_GRAD].input)
+        layouts = ((x_shape, wanted[Pass.INPUT_GRAD].input), (w_shape, wanted[Pass.WEIGHT_GRAD].weight))
+        bias_layout = ((g.out_channels,), (1,)) if Pass.BIAS_GRAD in wanted else None
+        operands = tuple(tensor.data_ptr() for tensor in (dy, x, w))
+        trials = executor.Trials(executor.BACKWARD, (*layouts, bias_layout), like, operands)
+        asks = (True, True, bias_layout is not None)
+        theirs = partial(pytorch_ops.backward, dy, x, w, asks, problem.input_size, g.kernel, convolution)
+    return choosing.Call(wanted, executor.device_of(like), like, trials.prepare, theirs)
 
 
 def _under_autocast(tensor: Any, kind: str) -> Any:
@@ -182,33 +240,39 @@ def measure(
     names = executor.OPERANDS[problem.which]
     trials: list[Trial] = []
     for plan in plans:
-        build = f"{plan.build}; tiles of {plan.tiling}"
-        try:
+
+        def checked_time(plan: HaloPlan = plan) -> float:
             task = make_task(halo_planner.plan_of(plan, problem), names, (), like)
             bench.check(task, TOLERANCE[problem.dtype])
-            trials.append(Trial(build, clock(partial(bench.run, task))))
-        except RuntimeError as error:  # a wrong result, a compile error, or too little memory
-            if not trials:
-                raise
-            trials.append(Trial(build, None, str(error).partition("\n")[0][:200]))
-            if like.is_cuda:
-                torch.cuda.empty_cache()
-                torch.cuda.synchronize()  # raises if the GPU has become unusable
+            return clock(partial(bench.run, task))
+
+        build = f"{plan.build}; tiles of {plan.tiling}"
+        if not trials:
+            trials.append(Trial(build, checked_time()))
+            continue
+        tried = attempt(build, checked_time, like.is_cuda)
+        trials.append(Trial(build, tried.ms if tried.times else None, tried.why_not))
     return trials
+
+
+class Random:
+    """Makes tensors of random values, of the type and on the device of `like`, without the caller's generator."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.generator = torch.Generator(like.device).manual_seed(0)
+
+    def __call__(self, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+        count = last_offset(shape, strides) + 1
+        values = torch.randn(count, generator=self.generator, dtype=self.like.dtype, device=self.like.device)
+        return values.as_strided(shape, strides)
 
 
 class Bench:
     """Holds the operands of a pass, with random values, and the tensor for its result."""
 
     def __init__(self, problem: Problem, like: Tensor) -> None:
-        g, forward = problem.geometry, problem.which is Pass.FORWARD
-        generator = torch.Generator(like.device).manual_seed(0)
-
-        def random(shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-            count = last_offset(shape, strides) + 1
-            values = torch.randn(count, generator=generator, dtype=like.dtype, device=like.device)
-            return values.as_strided(shape, strides)
-
+        g, forward, random = problem.geometry, problem.which is Pass.FORWARD, Random(like)
         inner = (problem.batch, g.in_channels, *problem.input_size), problem.input
         outer = (problem.batch, g.out_channels, *problem.output_size), problem.output
         read, (self.shape, self.strides) = (inner, outer) if forward else (outer, inner)

@@ -69,7 +69,7 @@ _EPILOGUE = """
 emulator::Kernel emulated_kernel = {{
     "{kernel}",
     [](const void* args) {{ {entry}(*static_cast<const tconv3d::Args*>(args)); }},
-    sizeof(tconv3d::Args), alignof(tconv3d::Args), Config::kThreads, emulator::cluster_size<Config>(0)}};
+    sizeof(tconv3d::Args), alignof(tconv3d::Args), Config::kThreads}};
 """
 
 

@@ -7,9 +7,6 @@
 
 #include <pthread.h>
 #include <setjmp.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -28,6 +25,8 @@
 #include <sanitizer/common_interface_defs.h>
 #endif
 
+#include "contexts.h"
+#include "failures.h"
 #include "guarded_memory.h"
 
 uint3 threadIdx, blockIdx;
@@ -36,7 +35,6 @@ dim3 blockDim, gridDim;
 namespace emulator {
 
 Thread* current = nullptr;
-Cluster cluster;
 
 struct StateNode {
   const void* key;
@@ -44,125 +42,6 @@ struct StateNode {
   void (*destroy)(void*);
   StateNode* next;
 };
-
-// ---- Contexts: the saved state of a fiber that does not run.
-//
-// switch_context(from, to) pushes the callee-saved registers, saves the stack pointer in `from`, and
-// continues at the stack pointer saved in `to`. Caller-saved registers are dead at a call.
-
-#if defined(__x86_64__) && defined(__ELF__) && !defined(EMULATOR_UCONTEXT)
-
-struct Context {
-  void* stack_pointer = nullptr;
-};
-
-extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-  .text
-  .hidden emulator_switch
-  .globl emulator_switch
-  .type emulator_switch, @function
-emulator_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-  .size emulator_switch, .-emulator_switch
-)");
-
-void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_pointer, to.stack_pointer); }
-
-void make_context(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  void** top = reinterpret_cast<void**>(stack + bytes);
-  *--top = nullptr;  // null return address of `entry`, which ends a debugger's backtrace
-  *--top = reinterpret_cast<void*>(entry);
-  for (int i = 0; i < 6; ++i) *--top = nullptr;
-  context.stack_pointer = top;
-}
-
-#elif defined(__aarch64__) && defined(__ELF__) && !defined(EMULATOR_UCONTEXT)
-
-struct Context {
-  void* stack_pointer = nullptr;
-};
-
-extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-  .text
-  .hidden emulator_switch
-  .globl emulator_switch
-  .type emulator_switch, %function
-emulator_switch:
-  sub sp, sp, #160
-  stp x19, x20, [sp, #0]
-  stp x21, x22, [sp, #16]
-  stp x23, x24, [sp, #32]
-  stp x25, x26, [sp, #48]
-  stp x27, x28, [sp, #64]
-  stp x29, x30, [sp, #80]
-  stp d8, d9, [sp, #96]
-  stp d10, d11, [sp, #112]
-  stp d12, d13, [sp, #128]
-  stp d14, d15, [sp, #144]
-  mov x9, sp
-  str x9, [x0]
-  mov sp, x1
-  ldp x19, x20, [sp, #0]
-  ldp x21, x22, [sp, #16]
-  ldp x23, x24, [sp, #32]
-  ldp x25, x26, [sp, #48]
-  ldp x27, x28, [sp, #64]
-  ldp x29, x30, [sp, #80]
-  ldp d8, d9, [sp, #96]
-  ldp d10, d11, [sp, #112]
-  ldp d12, d13, [sp, #128]
-  ldp d14, d15, [sp, #144]
-  add sp, sp, #160
-  ret
-  .size emulator_switch, .-emulator_switch
-)");
-
-void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_pointer, to.stack_pointer); }
-
-void make_context(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  void** frame = reinterpret_cast<void**>(stack + bytes - 160);
-  memset(frame, 0, 160);
-  frame[11] = reinterpret_cast<void*>(entry);  // x30, the return address
-  context.stack_pointer = frame;
-}
-
-#else
-
-}  // namespace emulator
-#include <ucontext.h>
-namespace emulator {
-
-struct Context {
-  ucontext_t saved;
-};
-
-void switch_context(Context& from, Context& to) { swapcontext(&from.saved, &to.saved); }
-
-void make_context(Context& context, unsigned char* stack, size_t bytes, void (*entry)()) {
-  getcontext(&context.saved);
-  context.saved.uc_stack.ss_sp = stack;
-  context.saved.uc_stack.ss_size = bytes;
-  context.saved.uc_link = nullptr;
-  makecontext(&context.saved, entry, 0);
-}
-
-#endif
 
 // A stack, and the saved context of the CUDA thread that runs on it. A Fiber lies right above its stack.
 struct Fiber {
@@ -183,12 +62,9 @@ constexpr size_t kFiberBytes = 4096;
 static_assert(sizeof(Fiber) <= kFiberBytes, "a Fiber fits above its stack");
 constexpr unsigned kMostSharedBytes = 227 * 1024;
 constexpr unsigned kMostStaticSharedBytes = 48 * 1024;
-constexpr unsigned kMostClusterSize = 8;   // largest cluster that every GPU with clusters can run
 constexpr unsigned kMostArgsBytes = 4096;  // CUDA's limit for the arguments of a kernel on most architectures
 
 pthread_mutex_t launch_lock = PTHREAD_MUTEX_INITIALIZER;
-std::string failure;
-bool failed = false;
 const void* kernel_args = nullptr;
 Context scheduler;
 bool on_fiber = false;
@@ -220,36 +96,6 @@ void before_leave(Fiber*, bool) {}
 void after_enter(Fiber*) {}
 void unpoison(void*, size_t) {}
 #endif
-
-std::string format_text(const char* format, va_list arguments) {
-  char text[2048];
-  vsnprintf(text, sizeof text, format, arguments);
-  return text;
-}
-
-std::string format_text(const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  std::string text = format_text(format, arguments);
-  va_end(arguments);
-  return text;
-}
-
-std::string name_of(uint3 index) { return format_text("(%u, %u, %u)", index.x, index.y, index.z); }
-
-const char* file_name(const char* path) {
-  const char* slash = strrchr(path, '/');
-  return slash ? slash + 1 : path;
-}
-
-void set_failure(std::string message) {
-  if (failed) return;  // the first failure is the cause of all others
-  failed = true;
-  failure = std::move(message);
-  if (current)
-    failure += format_text("\n  in kernel %s, block %s, thread %s", emulated_kernel.name,
-                           name_of(current->block->index).c_str(), name_of(current->index).c_str());
-}
 
 // ---- Fibers.
 
@@ -338,88 +184,13 @@ Span find_static_shared() {
 Span find_static_shared() { return {}; }
 #endif
 
-// The block whose static shared memory is the live one; swap_in() changes it before a thread is resumed.
-Block* static_shared_owner = nullptr;
+}  // namespace
+}  // namespace emulator
 
-void swap_in(Block* block) {
-  if (static_shared_owner == block || static_shared.bytes == 0) return;
-  if (Block* other = static_shared_owner) {
-    other->saved_static_shared = static_cast<unsigned char*>(malloc(static_shared.bytes));
-    memcpy(other->saved_static_shared, static_shared.start, static_shared.bytes);
-  }
-  if (block->saved_static_shared) {
-    memcpy(static_shared.start, block->saved_static_shared, static_shared.bytes);
-    free(block->saved_static_shared);
-    block->saved_static_shared = nullptr;
-  } else {
-    memset(static_shared.start, kPoison, static_shared.bytes);
-  }
-  static_shared_owner = block;
-}
+#include "memory_faults.h"
 
-// ---- Memory faults and integer division by zero end the launch, not the process.
-
-constexpr int kSignals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
-constexpr size_t kSignalStackBytes = 64 * 1024;
-pthread_t launch_thread;
-
-const char* signal_name(int number) {
-  switch (number) {
-    case SIGSEGV:
-      return "a memory access outside any allocation, or more stack than a thread has (SIGSEGV)";
-    case SIGBUS:
-      return "a memory access the machine refuses (SIGBUS)";
-    case SIGFPE:
-      return "an integer division by zero (SIGFPE)";
-    default:
-      return "an illegal instruction (SIGILL)";
-  }
-}
-
-struct sigaction previous_actions[sizeof kSignals / sizeof *kSignals];
-
-void on_signal(int number, siginfo_t* info, void*) {
-  if (!on_fiber || !pthread_equal(pthread_self(), launch_thread)) {
-    for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i)
-      if (kSignals[i] == number) sigaction(number, &previous_actions[i], nullptr);
-    return;  // the instruction is executed again and faults again, now with the previous handler
-  }
-  set_failure(format_text("%s at address %p", signal_name(number), info->si_addr));
-  leave_fiber(current->fiber);
-}
-
-class SignalGuard {
- public:
-  SignalGuard() {
-#ifndef EMULATOR_ASAN  // AddressSanitizer reports these signals itself
-    launch_thread = pthread_self();
-    stack_.ss_sp = malloc(kSignalStackBytes);
-    stack_.ss_size = kSignalStackBytes;
-    sigaltstack(&stack_, &previous_stack_);
-    struct sigaction action = {};
-    action.sa_sigaction = on_signal;
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i)
-      sigaction(kSignals[i], &action, &previous_actions[i]);
-#endif
-  }
-  ~SignalGuard() {
-#ifndef EMULATOR_ASAN
-    for (size_t i = 0; i < sizeof kSignals / sizeof *kSignals; ++i) {
-      struct sigaction now;
-      sigaction(kSignals[i], nullptr, &now);
-      // Another kernel's launch may have replaced the handler: then this handler stays below and passes on.
-      if (now.sa_sigaction == on_signal) sigaction(kSignals[i], &previous_actions[i], nullptr);
-    }
-    sigaltstack(&previous_stack_, nullptr);
-    free(stack_.ss_sp);
-#endif
-  }
-
- private:
-  stack_t stack_ = {};
-  stack_t previous_stack_ = {};
-};
+namespace emulator {
+namespace {
 
 // ---- The scheduler.
 
@@ -452,8 +223,6 @@ void resume(Thread& thread) {
   Fiber* fiber = thread.fiber;
   thread.ready = nullptr;
   threadIdx = thread.index;
-  blockIdx = thread.block->index;
-  swap_in(thread.block);
   before_resume(fiber);
   on_fiber = true;
   switch_context(scheduler, fiber->context);
@@ -462,57 +231,10 @@ void resume(Thread& thread) {
   if (thread.ended) give_back(fiber);
 }
 
-// Formats ascending ranks as text, for example "threads 0-31, 64".
-std::string ranges(const std::vector<unsigned>& ranks) {
-  std::string text = ranks.size() == 1 ? "thread " : "threads ";
-  for (size_t i = 0; i < ranks.size();) {
-    size_t last = i;
-    while (last + 1 < ranks.size() && ranks[last + 1] == ranks[last] + 1) ++last;
-    if (i > 0) text += ", ";
-    text += std::to_string(ranks[i]);
-    if (last > i) text += "-" + std::to_string(ranks[last]);
-    i = last + 1;
-  }
-  return text;
-}
-
-bool same_text(const char* a, const char* b) { return a == b || !strcmp(a, b); }
-
-bool same_place(const Where& a, const Where& b) {
-  return a.line == b.line && same_text(a.what, b.what) && same_text(a.file, b.file);
-}
-
-std::string describe_deadlock(const std::vector<Thread>& threads) {
-  std::string text =
-      format_text("deadlock in kernel %s: every thread that is left waits or polls", emulated_kernel.name);
-  for (unsigned rank = 0; rank < cluster.size; ++rank) {
-    const Block& block = cluster.blocks[rank];
-    text += "\n  block " + name_of(block.index) + ":";
-    std::vector<std::pair<Where, std::vector<unsigned>>> groups;
-    std::vector<unsigned> ended;
-    for (const Thread& thread : threads) {
-      if (thread.block != &block) continue;
-      if (thread.ended) {
-        ended.push_back(thread.rank);
-        continue;
-      }
-      size_t i = 0;
-      while (i < groups.size() && !same_place(groups[i].first, thread.where)) ++i;
-      if (i == groups.size()) groups.push_back({thread.where, {}});
-      groups[i].second.push_back(thread.rank);
-    }
-    for (const auto& [where, ranks] : groups)
-      text += format_text("\n    %s in %s at %s:%d", ranges(ranks).c_str(), where.what, file_name(where.file),
-                          where.line);
-    if (!ended.empty()) text += "\n    " + ranges(ended) + " ended";
-  }
-  return text;
-}
-
 // The launch counts as deadlocked after so many passes over the threads in which they only polled memory.
 constexpr int kPollingPasses = 100000;
 
-// Runs the threads of a cluster to their end, in the order of `turns`. Owns nothing: fail() may jump out.
+// Runs the threads of a block to their end, in the order of `turns`. Owns nothing: fail() may jump out.
 void run_threads(std::vector<Thread>& threads, std::vector<unsigned>& turns, Scheduling& scheduling) {
   int polling_passes = 0;
   while (!turns.empty()) {
@@ -548,17 +270,19 @@ void destroy_states(StateNode*& list) {
   }
 }
 
-// Prepares a block before its first thread runs. `warps` and `threads` are those of the block.
-void start_block(Block& block, Warp* warps, Thread* threads, unsigned shared_bytes) {
-  const unsigned count = blockDim.x;
+// Prepares a block before its first thread runs.
+void start_block(Block& block, std::vector<Warp>& warps, std::vector<Thread>& threads,
+                 unsigned shared_bytes) {
+  const auto count = static_cast<unsigned>(threads.size());
   block.live = count;
-  block.warps = warps;
-  if (count % 32) warps[count / 32].ended = ~0u << count % 32;
+  block.warps = warps.data();
+  if (count % 32) warps.back().ended = ~0u << count % 32;
   for (unsigned i = 0; i < count; ++i) {
     threads[i].rank = i;
     threads[i].index = {i, 0, 0};
     threads[i].block = &block;
   }
+  if (static_shared.bytes) memset(static_shared.start, kPoison, static_shared.bytes);
   unsigned char* memory = take_guarded(shared_bytes, kPoison);
   if (!memory) return set_failure("no memory for dynamic shared memory");
   memset(memory, kPoison, shared_bytes);
@@ -579,41 +303,31 @@ void end_block(Block& block) {
     if (!past_end_has_only(kPoison, block.dynamic_shared, block.dynamic_shared_bytes))
       set_failure(
           format_text("kernel %s, block %s: a store past the end of %u bytes of dynamic shared memory",
-                      emulated_kernel.name, name_of(block.index).c_str(), block.dynamic_shared_bytes));
+                      emulated_kernel.name, name_of(blockIdx).c_str(), block.dynamic_shared_bytes));
     give_guarded_back(block.dynamic_shared, block.dynamic_shared_bytes);
   }
-  free(block.saved_static_shared);
 }
 
-// Runs one cluster: blocks first, first + 1, ... along x.
-void run_cluster(uint3 first, unsigned shared_bytes, Scheduling& scheduling) {
-  const unsigned size = cluster.size, count = blockDim.x;
-  const unsigned warp_count = (count + 31) / 32;
-  std::vector<Block> blocks(size);
-  std::vector<Warp> warps(size * warp_count);
-  std::vector<Thread> threads(size * count);
-  std::vector<unsigned> turns = scheduling.sequence(size * count);
-  cluster.blocks = blocks.data();
-  static_shared_owner = nullptr;
-  for (unsigned rank = 0; rank < size; ++rank) {
-    blocks[rank].index = {first.x + rank, first.y, first.z};
-    blocks[rank].rank_in_cluster = rank;
-    start_block(blocks[rank], &warps[rank * warp_count], &threads[rank * count], shared_bytes);
-  }
+void run_block(uint3 index, unsigned shared_bytes, Scheduling& scheduling) {
+  const unsigned count = blockDim.x;
+  Block block = {};
+  std::vector<Warp> warps((count + 31) / 32);
+  std::vector<Thread> threads(count);
+  std::vector<unsigned> turns = scheduling.sequence(count);
+  blockIdx = index;
+  start_block(block, warps, threads, shared_bytes);
   if (!failed && setjmp(failed_predicate) == 0) run_threads(threads, turns, scheduling);
   current = nullptr;
   for (Thread& thread : threads) end_thread(thread);
-  for (Block& block : blocks) end_block(block);
-  destroy_states(cluster.states);
+  end_block(block);
 }
 
 void run_grid(unsigned shared_bytes, Scheduling& scheduling) {
-  const unsigned long long clusters_x = gridDim.x / cluster.size;
-  const unsigned long long count = clusters_x * gridDim.y * gridDim.z;
+  const unsigned long long count = 1ull * gridDim.x * gridDim.y * gridDim.z;
   if (count > 0xFFFFFFFFull) return set_failure("the grid has more blocks than an emulator should run");
   for (const unsigned i : scheduling.sequence(static_cast<unsigned>(count))) {
-    const unsigned x = static_cast<unsigned>(i % clusters_x), rest = static_cast<unsigned>(i / clusters_x);
-    run_cluster({x * cluster.size, rest % gridDim.y, rest / gridDim.y}, shared_bytes, scheduling);
+    const unsigned rest = i / gridDim.x;
+    run_block({i % gridDim.x, rest % gridDim.y, rest / gridDim.y}, shared_bytes, scheduling);
     if (failed) return;
   }
 }
@@ -718,47 +432,30 @@ Exchanged exchange(unsigned mask, unsigned long long value, int source, Where wh
   return {warp.result[lane], warp.ballot[lane]};
 }
 
-namespace {
-
-// Offset at which static shared memory begins in the address window of a block.
-constexpr unsigned kStaticOffset = 1u << (kRankShift - 1);
-
-}  // namespace
+// Address at which static shared memory begins; dynamic shared memory begins at 0.
+static constexpr unsigned kStaticOffset = 1u << 23;
 
 unsigned shared_address(const void* pointer) {
   const auto* byte = static_cast<const unsigned char*>(pointer);
-  for (unsigned rank = 0; rank < cluster.size; ++rank) {
-    const Block& block = cluster.blocks[rank];
-    const auto offset = static_cast<size_t>(byte - block.dynamic_shared);
-    if (offset <= block.dynamic_shared_bytes) return rank << kRankShift | static_cast<unsigned>(offset);
-  }
+  const auto dynamic_offset = static_cast<size_t>(byte - current->block->dynamic_shared);
+  if (dynamic_offset <= current->block->dynamic_shared_bytes) return static_cast<unsigned>(dynamic_offset);
   const auto offset = static_cast<size_t>(byte - static_shared.start);
   if (offset >= static_shared.bytes) fail("%p is not an address in shared memory", pointer);
-  return current->block->rank_in_cluster << kRankShift | kStaticOffset | static_cast<unsigned>(offset);
+  return kStaticOffset | static_cast<unsigned>(offset);
 }
 
 void* shared_pointer(unsigned address, unsigned bytes) {
-  const unsigned rank = address >> kRankShift, offset = address & ((1u << kRankShift) - 1u);
-  if (rank >= cluster.size)
-    fail("shared memory address 0x%08x: the cluster has %u blocks", address, cluster.size);
-  Block& block = cluster.blocks[rank];
-  if (block.live == 0)
-    fail("shared memory address 0x%08x: all threads of block %u of the cluster have returned", address, rank);
-  const bool is_static = offset >= kStaticOffset;
+  const Block& block = *current->block;
+  const bool is_static = address >= kStaticOffset;
   const size_t end = is_static ? kStaticOffset + static_shared.bytes : block.dynamic_shared_bytes;
-  if (offset + bytes > end)
-    fail("an access to %u bytes at offset %u of %zu bytes of %s shared memory", bytes, offset % kStaticOffset,
-         end % kStaticOffset, is_static ? "static" : "dynamic");
-  if (!is_static) return block.dynamic_shared + offset;
-  if (&block == static_shared_owner) return static_shared.start + (offset - kStaticOffset);
-  if (!block.saved_static_shared)
-    fail("shared memory address 0x%08x: block %u of the cluster has not started", address, rank);
-  return block.saved_static_shared + (offset - kStaticOffset);
+  if (address + bytes > end)
+    fail("an access to %u bytes at offset %u of %zu bytes of %s shared memory", bytes,
+         address % kStaticOffset, end % kStaticOffset, is_static ? "static" : "dynamic");
+  return is_static ? static_shared.start + (address - kStaticOffset) : block.dynamic_shared + address;
 }
 
 StateNode*& thread_states() { return current->states; }
 StateNode*& block_states() { return current->block->states; }
-StateNode*& cluster_states() { return cluster.states; }
 
 void* state(StateNode*& owner, const void* key, void* (*make)(), void (*destroy)(void*)) {
   for (StateNode* node = owner; node; node = node->next)
@@ -794,10 +491,6 @@ std::string complaint(const Request& request) {
   if (grid[0] == 0 || grid[1] == 0 || grid[2] == 0 || grid[0] > 0x7FFFFFFFu || grid[1] > 65535u ||
       grid[2] > 65535u)
     return format_text("a grid of %u x %u x %u blocks", grid[0], grid[1], grid[2]);
-  if (kernel.cluster_size > kMostClusterSize)
-    return format_text("clusters of %u blocks, where %u are the most", kernel.cluster_size, kMostClusterSize);
-  if (kernel.cluster_size == 0 || grid[0] % kernel.cluster_size)
-    return format_text("%u blocks along x do not make clusters of %u", grid[0], kernel.cluster_size);
   if (request.shared_bytes > kMostSharedBytes)
     return format_text("%u bytes of shared memory, more than any block can have", request.shared_bytes);
   if (find_static_shared().bytes > kMostStaticSharedBytes)
@@ -814,7 +507,6 @@ void run(const Request& request) {
     return set_failure(format_text("kernel %s: %s", emulated_kernel.name, text.c_str()));
   gridDim = {request.grid[0], request.grid[1], request.grid[2]};
   blockDim = {request.threads, 1, 1};
-  cluster = {emulated_kernel.cluster_size, nullptr, nullptr};
   alignas(64) unsigned char args[kMostArgsBytes] = {};
   memcpy(args, request.args, request.args_bytes);
   kernel_args = args;

@@ -2,8 +2,13 @@
 
 A family states its work in the terms of its own model (`Work`): launches, and cycles of the busiest multiprocessor or
 multiply-adds. The rates of a kernel on a GPU are data (`rates/<gpu>.json`), fitted to measured times by `tconv3d
-calibrate`. A GPU without measured rates uses the rates of the reference GPU, scaled by memory bandwidth and float32
-rate; a cycle is taken to be equally long on both.
+calibrate`. A GPU without measured rates uses the rates of the reference GPU, scaled by memory bandwidth, by the rates
+of its tensor cores and multiply-adds, and by its number of multiprocessors.
+
+A prediction is not exact. The file also says how far the predictions of a kernel were from the measured times.
+
+The constants of a family's model that were measured on the reference GPU are data too (`models/<gpu>.json`), with the
+unit and the origin of each.
 """
 
 from __future__ import annotations
@@ -15,10 +20,12 @@ from math import inf, isinf
 from pathlib import Path
 from typing import Any
 
+from . import gpus
 from .gpus import GPUS, Gpu
 from .problem import Device, Pass, Problem
 
 DIRECTORY = Path(__file__).with_name("rates")
+MODELS = Path(__file__).with_name("models")
 REFERENCE = "H200"  # the GPU whose rates are scaled for GPUs without measured rates
 TERMS = ("launches", "kilocycles", "megabytes", "gigaproducts")
 # Rates of a kernel without measured rates, in microseconds per unit. They are derived from an H200: 1755 cycles per
@@ -36,6 +43,7 @@ class Work:
     launches: int = 1
     cycles: float = 0.0
     products: float = 0.0
+    tensor_cores: bool = True  # the cycles are of matrix instructions rather than of multiply-adds
 
 
 def terms(problem: Problem, work: Work) -> dict[str, float]:
@@ -53,37 +61,85 @@ def kind_of(problem: Problem) -> str:
     return f"{problem.which.value}, {dtype}, {layout}"
 
 
-def microseconds(kernel: str, problem: Problem, work: Work, device: Device) -> float:
-    """Returns the predicted time of a kernel's work on a device; infinite cycles take an infinite time."""
+def microseconds(kernel: str, problem: Problem, work: Work, device: Device, kind: str = "") -> float:
+    """Returns the predicted time of a kernel's work on a device; infinite cycles take an infinite time.
+
+    `kind` is the kind of the problem by default.
+    """
     if isinf(work.cycles):  # infinite even for kernels whose rate per cycle is 0
         return inf
-    rates = rates_of(kernel, kind_of(problem), device)
+    rates = rates_of(kernel, kind or kind_of(problem), device, work.tensor_cores)
     return sum(rates.get(term, 0.0) * amount for term, amount in terms(problem, work).items())
 
 
 @lru_cache(maxsize=4096)
-def rates_of(kernel: str, kind: str, device: Device) -> dict[str, float]:
+def rates_of(kernel: str, kind: str, device: Device, tensor_cores: bool = True) -> dict[str, float]:
     """Returns the microseconds per unit of every term, scaled if the device has no measured rates."""
-    gpu = gpu_named(device.name)
+    gpu = gpus.known(device)
     name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
-    table = measured(name)
-    found = table.get(kernel, {})
-    rates: dict[str, float] = (found.get(kind) or found.get("any") or {"rates": DEFAULT})["rates"]
+    rates: dict[str, float] = (_fitted(name, kernel, kind) or {"rates": DEFAULT})["rates"]
     if gpu is None or gpu.device.name == name:
         return rates
-    return scaled(rates, GPUS[name], gpu)
+    return scaled(rates, GPUS[name], gpu, kind, tensor_cores)
 
 
-def scaled(rates: dict[str, float], measured_on: Gpu, gpu: Gpu) -> dict[str, float]:
-    """Returns the rates of `measured_on` scaled to `gpu`: memory by bandwidth, products by the float32 rate."""
-    factors = {"megabytes": measured_on.copy / gpu.copy, "gigaproducts": measured_on.float32 / gpu.float32}
+def _fitted(name: str, kernel: str, kind: str) -> dict[str, Any] | None:
+    """Returns what is stored for a kernel on a GPU: the fit to times of this kind, else the fit to all its times."""
+    kinds: dict[str, dict[str, Any]] = measured(name).get(kernel, {})
+    return kinds.get(kind) or kinds.get("any")
+
+
+def has_rates(kernel: str, kind: str, device: Device) -> bool:
+    """Returns whether times of this kind have been measured, on this GPU or on the one whose rates are scaled."""
+    gpu = gpus.known(device)
+    name = gpu.device.name if gpu is not None and measured(gpu.device.name) else REFERENCE
+    return kind in measured(name).get(kernel, {})
+
+
+def calibrated(device: Device) -> bool:
+    """Returns whether rates have been measured on this GPU."""
+    gpu = gpus.known(device)
+    return gpu is not None and bool(measured(gpu.device.name))
+
+
+def largest_error(kernel: str, kind: str, device: Device) -> float | None:
+    """Returns the factor within which 95% of the fitted times of a kernel lie around their predictions.
+
+    None means that the factor is not known: no times of this kind were measured on this GPU.
+    """
+    gpu = gpus.known(device)
+    kinds = {} if gpu is None else measured(gpu.device.name).get(kernel, {})
+    return kinds[kind].get("largest_error") if kind in kinds else None
+
+
+def scaled(
+    rates: dict[str, float], measured_on: Gpu, gpu: Gpu, kind: str = "", tensor_cores: bool = True
+) -> dict[str, float]:
+    """Returns the rates of `measured_on` scaled to `gpu`.
+
+    Memory scales with the bandwidth, products with the float32 rate. Cycles are of one multiprocessor, which may wait
+    for its arithmetic or for memory: they scale with the scarcer of both, in what one multiprocessor gets of it.
+    """
+
+    def scarcity(ours: float, theirs: float) -> float:
+        return (ours / measured_on.device.multiprocessors) / (theirs / gpu.device.multiprocessors)
+
+    arithmetic = scarcity(_arithmetic(measured_on, kind, tensor_cores), _arithmetic(gpu, kind, tensor_cores))
+    factors = {
+        "kilocycles": max(arithmetic, scarcity(measured_on.copy, gpu.copy)),
+        "megabytes": measured_on.copy / gpu.copy,
+        "gigaproducts": measured_on.float32 / gpu.float32,
+    }
     return {term: rate * factors.get(term, 1.0) for term, rate in rates.items()}
 
 
-def gpu_named(name: str) -> Gpu | None:
-    """Returns the GPU in GPUS with the longest name that is part of a device's name, or None."""
-    plain = name.replace("-", " ").upper()
-    return next((GPUS[known] for known in sorted(GPUS, key=len, reverse=True) if known.upper() in plain), None)
+def _arithmetic(gpu: Gpu, kind: str, tensor_cores: bool) -> float:
+    """Returns the rate in TFLOP/s of the arithmetic that kernels of a kind use."""
+    if "float64" in kind:
+        return gpu.float64
+    if not tensor_cores:
+        return gpu.float32
+    return gpu.half if "16 bit" in kind else gpu.tf32
 
 
 @lru_cache(maxsize=16)
@@ -94,3 +150,10 @@ def measured(name: str) -> dict[str, Any]:
         return {}
     rates: dict[str, Any] = json.loads(path.read_text())["kernels"]
     return rates
+
+
+def model_constants(family: str) -> dict[str, dict[str, float]]:
+    """Returns the values of the constants of a family's model, by section and name, on the reference GPU."""
+    sections = json.loads((MODELS / f"{REFERENCE.lower()}.json").read_text())[family]
+    sections.pop("origins")
+    return {name: {key: each["value"] for key, each in found.items()} for name, found in sections.items()}

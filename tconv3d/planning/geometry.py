@@ -29,6 +29,16 @@ class Axis:
         reach = self.dilation * (self.kernel - 1)
         return (input_size - 1) * self.stride - 2 * self.padding + reach + self.output_padding + 1
 
+    def window(self, input_rows: range, output_rows: range) -> Axis:
+        """Returns the axis of a window: these input rows alone, and these output rows, both counted from 0.
+
+        Inputs outside the window read as zero. The axis has the padding `padding + output_rows.start -
+        input_rows.start*stride`, which may be negative, and an output padding that may be any integer.
+        """
+        padding = self.padding + output_rows.start - input_rows.start * self.stride
+        uncropped = Axis(self.kernel, self.stride, padding, 0, self.dilation).output_size(len(input_rows))
+        return Axis(self.kernel, self.stride, padding, len(output_rows) - uncropped, self.dilation)
+
     def phase(self, tap: int) -> int:
         return (tap * self.dilation - self.padding) % self.stride
 

@@ -42,23 +42,36 @@ GPUS = {
         # Rates of the H200 were measured with a device-to-device copy and matrix products of 8192^3, except float64,
         # which is from the data sheet.
         Gpu(Device("H200", (9, 0), 132, 232448), 4.27, 51.3, 389.0, 789.0, 67.0, "measured"),
-        # Rates of the other GPUs are dense rates from data sheets.
+        # Rates of all other GPUs are from NVIDIA's data sheets: memory bandwidth, and dense rates (without the factor
+        # of 2 for structured sparsity) that accumulate in float32. A name without a form factor means the SXM module.
+        # Shared memory per block is what CUDA allows for the compute capability: 227 KB for 9.0 and 10.0, 163 KB for
+        # 8.0, 99 KB for 8.6, 8.9 and 12.0. `find` takes the first GPU listed for a compute capability.
         Gpu(Device("H100", (9, 0), 132, 232448), 3.35, 67.0, 494.0, 989.0, 67.0, "data sheet"),
+        Gpu(Device("H100 PCIe", (9, 0), 114, 232448), 2.0, 51.0, 378.0, 756.0, 51.0, "data sheet"),
+        Gpu(Device("H20", (9, 0), 78, 232448), 4.0, 44.0, 74.0, 148.0, 1.0, "data sheet"),
         Gpu(Device("A100", (8, 0), 108, 166912), 2.04, 19.5, 156.0, 312.0, 19.5, "data sheet"),
-        Gpu(Device("L40S", (8, 9), 142, 101376), 0.86, 91.6, 183.0, 362.0, 1.4, "data sheet"),
         Gpu(Device("RTX 3090", (8, 6), 82, 101376), 0.94, 35.6, 35.6, 71.0, 0.56, "data sheet"),
+        Gpu(Device("A10", (8, 6), 72, 101376), 0.6, 31.2, 62.5, 125.0, 0.49, "data sheet"),
+        Gpu(Device("A6000", (8, 6), 84, 101376), 0.77, 38.7, 77.4, 154.8, 0.6, "data sheet"),
+        Gpu(Device("L40S", (8, 9), 142, 101376), 0.86, 91.6, 183.0, 362.0, 1.4, "data sheet"),
+        Gpu(Device("L4", (8, 9), 58, 101376), 0.3, 30.3, 60.0, 121.0, 0.47, "data sheet"),
         Gpu(Device("RTX 4090", (8, 9), 128, 101376), 1.01, 82.6, 82.6, 165.0, 1.3, "data sheet"),
         Gpu(Device("B200", (10, 0), 148, 232448), 8.0, 80.0, 1100.0, 2250.0, 40.0, "data sheet"),
+        Gpu(Device("GB200", (10, 0), 152, 232448), 8.0, 80.0, 1250.0, 2500.0, 40.0, "data sheet"),
         Gpu(Device("RTX 5090", (12, 0), 170, 101376), 1.79, 104.8, 104.8, 209.5, 1.6, "data sheet"),
     )
 }
 
 DEFAULT_GPU = "H200"
 AS = "TCONV3D_AS"  # the environment variable that names the GPU to plan for
+TOLD = " as "  # between the names of the present GPU and of the GPU to plan for
 
 
 def find(name: str) -> Gpu:
-    """Returns the GPU with a name, whatever its case, or the first GPU with a compute capability ("9.0")."""
+    """Returns the GPU with a name, whatever its case, or the first GPU with a compute capability ("9.0").
+
+    The name may be the one that the driver gives ("NVIDIA A100-SXM4-80GB").
+    """
     if not isinstance(name, str):
         raise TypeError(
             f"expected gpu to be a name or a compute capability as text (gpu='H200', gpu='9.0'), but got {name!r} of "
@@ -68,6 +81,8 @@ def find(name: str) -> Gpu:
         for gpu in GPUS.values():
             if of(gpu) == wanted:
                 return gpu
+    if (by_driver := known(Device(name, (0, 0), 0, 0))) is not None:
+        return by_driver
     raise ValueError(f"expected a GPU of {names()}, got {name!r}")
 
 
@@ -83,9 +98,18 @@ def device_named(text: str) -> Device:
 
 
 def known(device: Device) -> Gpu | None:
-    """Returns the listed GPU with the driver's name of a device ("NVIDIA GeForce RTX 4090"), or None."""
-    words = device.name.split()
-    return next((gpu for key, gpu in GPUS.items() if key in words or _name(gpu) == _plain(device.name)), None)
+    """Returns the listed GPU with the driver's name of a device ("NVIDIA A100-SXM4-80GB"), or None.
+
+    A listed name must appear in the driver's name as whole words, and the longest such name counts: an "NVIDIA H100
+    PCIe" is no H100 module, and an "NVIDIA L40" is no L4. A device that is told to be another one (`as_told`) is what
+    it really is. Laptop GPUs share the names of desktop GPUs and are not listed.
+    """
+    words = _words(device.name.partition(TOLD)[0])
+    if "laptop" in words:
+        return None
+    text = f" {' '.join(words)} "
+    found = [gpu for name, gpu in GPUS.items() if f" {' '.join(_words(name))} " in text]
+    return max(found, key=lambda gpu: len(gpu.device.name), default=None)
 
 
 def names() -> str:
@@ -105,8 +129,11 @@ def _capability(gpu: Gpu) -> str:
 
 def _plain(name: str) -> str:
     """Returns a name in lower case, without spaces, dashes, underscores, "nvidia" and "geforce"."""
-    words = name.casefold().replace("-", " ").replace("_", " ").split()
-    return "".join(word for word in words if word not in ("nvidia", "geforce"))
+    return "".join(word for word in _words(name) if word not in ("nvidia", "geforce"))
+
+
+def _words(name: str) -> list[str]:
+    return name.casefold().replace("-", " ").replace("_", " ").split()
 
 
 def as_told(device: Device) -> Device:
@@ -125,7 +152,7 @@ def as_told(device: Device) -> Device:
     other = find(name).device
     return replace(
         other,
-        name=f"{device.name} as {other.name}",
+        name=f"{device.name}{TOLD}{other.name}",
         multiprocessors=int(multiprocessors or device.multiprocessors),
         shared_bytes=min(other.shared_bytes, device.shared_bytes),
         runs_on=device.compiled_capability,

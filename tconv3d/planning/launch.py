@@ -6,6 +6,7 @@ package.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,3 +31,13 @@ class Launch:
     pointers: tuple[str, ...]
     scalars: bytes
     overlaps: bool = False  # may begin before the previous launch has ended; the kernel waits for it
+
+
+def axis_constants(axes: Sequence[object], *attributes: str) -> Constants:
+    """Returns the constants of all axes, the last of which is w: `input_step` becomes kInputStepD, ...H and ...W."""
+    letters = "DHW"[-len(axes) :]
+    return tuple(
+        (f"k{name.title().replace('_', '')}{letter}", getattr(axis, name))
+        for name in attributes
+        for letter, axis in zip(letters, axes, strict=True)
+    )

@@ -4,11 +4,14 @@ A family is asked once per call: `offer(wanted, device)` gets the wanted passes 
 offers and refusals. An offer says which of the wanted passes it computes, its predicted time, and how to make the
 plan. A refusal says in words why the family does not compute a pass. A family knows nothing of other families: only
 the planner compares. A cover is a set of offers that computes every wanted pass exactly once.
+
+PyTorch's operator is a family like any other (`families/pytorch`). Its predictions are less certain than those for
+this library's kernels, so that its offers are compared at a price above the predicted time (`Offer.surcharge`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Protocol, TypeAlias
@@ -35,18 +38,25 @@ class Offer:
     work: Callable[[], Work] = field(repr=False, compare=False)
     make: Callable[[], Plan] = field(repr=False, compare=False)
     least: Work | None = None
+    kind: str = ""  # kind of the rates (`calibration.kind_of`); the kind of `problem` by default
+    surcharge: float = 1.0  # factor from the predicted time to the price, for predictions that may be far too low
 
     @cached_property
     def microseconds(self) -> float:
-        """The predicted time in microseconds."""
-        return calibration.microseconds(self.kernel, self.problem, self.work(), self.device)
+        """The predicted time in microseconds; infinite if nobody has measured such a call."""
+        return calibration.microseconds(self.kernel, self.problem, self.work(), self.device, self.kind)
+
+    @property
+    def price(self) -> float:
+        """The time in microseconds by which the planner compares this offer with others."""
+        return self.microseconds * self.surcharge
 
     @cached_property
     def least_microseconds(self) -> float:
         """A lower bound of the predicted time in microseconds; 0 if the family gives none."""
         if self.least is None:
             return 0.0
-        return calibration.microseconds(self.kernel, self.problem, self.least, self.device)
+        return calibration.microseconds(self.kernel, self.problem, self.least, self.device, self.kind)
 
     def plan(self) -> Plan:
         return replace(self.make(), passes=self.passes)
@@ -118,36 +128,41 @@ def weight_with_bias(
     return [Offer(kernel, passes, problem, device, partial(work, problem, device), make)]
 
 
-def cheapest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> tuple[Offer, ...] | None:
-    """Returns the offers that compute every wanted pass exactly once in the least predicted time, or None.
+Cover: TypeAlias = tuple[Offer, ...]
 
-    An offer with a lower bound is priced at the bound until it is part of the cheapest cover. Only then is its work
+
+def cheapest(wanted: Sequence[Pass], offers: Sequence[Offer]) -> Cover | None:
+    """Returns the offers that compute every wanted pass exactly once at the least price, or None."""
+    return next(iter(ranked(wanted, offers, 1)), None)
+
+
+def ranked(wanted: Sequence[Pass], offers: Sequence[Offer], most: int) -> list[Cover]:
+    """Returns the covers with the least prices, at most `most`, the cheapest first.
+
+    An offer with a lower bound is priced at the bound until it is part of one of these covers. Only then is its work
     counted, and covers are compared again.
     """
     counted = {id(offer) for offer in offers if offer.least is None}
+    covers = list(_covers(frozenset(wanted), offers))
 
     def price(offer: Offer) -> float:
-        return offer.microseconds if id(offer) in counted else offer.least_microseconds
+        return offer.price if id(offer) in counted else offer.least_microseconds
 
     while True:
-        best = _cover(frozenset(wanted), offers, price)
-        unknown = {id(offer) for offer in best or ()} - counted
+        best = sorted(covers, key=lambda cover: sum(map(price, cover)))[:most]
+        unknown = {id(offer) for cover in best for offer in cover} - counted
         if not unknown:
             return best
         counted |= unknown
 
 
-def _cover(
-    wanted: frozenset[Pass], offers: Sequence[Offer], price: Callable[[Offer], float]
-) -> tuple[Offer, ...] | None:
-    """Returns the cheapest cover by trying all covers, which are few, because at most three passes are wanted."""
+def _covers(wanted: frozenset[Pass], offers: Sequence[Offer]) -> Iterator[Cover]:
+    """Yields all covers, which are few, because at most three passes are wanted."""
     if not wanted:
-        return ()
+        yield ()
+        return
     first = next(which for which in Pass if which in wanted)
-    covers = []
     for offer in offers:
         if first in offer.passes and wanted.issuperset(offer.passes):
-            rest = _cover(wanted - set(offer.passes), offers, price)
-            if rest is not None:
-                covers.append((offer, *rest))
-    return min(covers, key=lambda cover: sum(map(price, cover)), default=None)
+            for rest in _covers(wanted - set(offer.passes), offers):
+                yield (offer, *rest)

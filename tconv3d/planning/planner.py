@@ -20,48 +20,27 @@ from types import ModuleType
 from ..families.depthwise import lines as depthwise_lines_planner
 from ..families.depthwise import planner as depthwise_planner
 from ..families.direct import planner as direct_planner
-from ..families.few_channels import (
-    inputs as few_inputs_planner,
-)
-from ..families.few_channels import (
-    outputs as few_outputs_planner,
-)
-from ..families.few_channels import (
-    weight_grad as few_weight_grad_planner,
-)
+from ..families.few_channels import inputs as few_inputs_planner
+from ..families.few_channels import outputs as few_outputs_planner
+from ..families.few_channels import weight_grad as few_weight_grad_planner
 from ..families.group_backward import planner as group_backward_planner
 from ..families.halo import planner as halo_planner
 from ..families.mma import planner as mma_planner
 from ..families.norm import planner as norm_planner
+from ..families.pytorch import planner as pytorch_planner
 from ..families.unfold import planner as unfold_planner
-from ..families.up import (
-    backward as up_backward_planner,
-)
-from ..families.up import (
-    backward_last as up_backward_last_planner,
-)
-from ..families.up import (
-    forward as up_planner,
-)
-from ..families.up import (
-    grad as up_grad_planner,
-)
-from ..families.weight_grad import (
-    hopper as hopper_weight_grad_planner,
-)
-from ..families.weight_grad import (
-    rows as rows_weight_grad_planner,
-)
-from ..families.weight_grad import (
-    via_contiguous as turned_planner,
-)
-from ..families.weight_grad import (
-    warps as weight_grad_planner,
-)
+from ..families.up import backward as up_backward_planner
+from ..families.up import backward_last as up_backward_last_planner
+from ..families.up import forward as up_planner
+from ..families.up import grad as up_grad_planner
+from ..families.weight_grad import hopper as hopper_weight_grad_planner
+from ..families.weight_grad import rows as rows_weight_grad_planner
+from ..families.weight_grad import via_contiguous as turned_planner
+from ..families.weight_grad import warps as weight_grad_planner
 from . import folding, repertoire
 from .geometry import Geometry
 from .launch import Launch
-from .offers import Answer, Offer, Refusal, Wanted, cheapest
+from .offers import Answer, Cover, Offer, Refusal, Wanted, ranked
 from .problem import Device, Pass, Plan, Problem
 
 WORKSPACE_ALIGN = 256  # bytes
@@ -120,6 +99,8 @@ def _only_direct(wanted: Wanted) -> str | None:
     for problem in wanted.values():
         if problem.batch == 0:
             return "there is nothing to compute"
+        if any(axis.padding < 0 for axis in problem.geometry.axes):
+            return "the first outputs of a window with negative padding read no input"
         taps, phases = problem.geometry.taps, problem.geometry.phases
         if taps > MOST_TAPS:
             return f"{taps} taps are more than {MOST_TAPS}"
@@ -128,8 +109,11 @@ def _only_direct(wanted: Wanted) -> str | None:
     return None
 
 
-def answers(wanted: Wanted, device: Device) -> list[Answer]:
-    """Returns the offers and refusals of every family for the wanted passes."""
+def answers(wanted: Wanted, device: Device, pytorch: bool = False) -> list[Answer]:
+    """Returns the offers and refusals of every family for the wanted passes.
+
+    `pytorch`: PyTorch's operator may compute the call, so that it is asked too.
+    """
     found: list[Answer] = []
     limit = _only_direct(wanted)
     for name, family in FAMILIES:
@@ -138,38 +122,57 @@ def answers(wanted: Wanted, device: Device) -> list[Answer]:
             continue
         for answer in family.offer(wanted, device):
             found.append(_with_epilogue(answer, family, wanted))
-    return [*found, *folding.answers(wanted, device, taken, _in_turn)]
+    found += folding.answers(wanted, device, taken, _in_turn)
+    return [*found, *pytorch_planner.offer(wanted, device)] if pytorch else found
 
 
 def _with_epilogue(answer: Answer, family: ModuleType, wanted: Wanted) -> Answer:
-    """Returns the answer, or a refusal if a ReLU is wanted and the family's kernel has no epilogue."""
-    relu = any(wanted[which].relu for which in answer.passes)
-    if isinstance(answer, Offer) and relu and not getattr(family, "HAS_EPILOGUE", False):
-        return Refusal(answer.kernel, answer.passes, "its kernel has no epilogue for a ReLU")
+    """Returns the answer, or a refusal if an epilogue is wanted and the family's kernel has none."""
+    epilogue = any(wanted[which].has_epilogue for which in answer.passes)
+    if isinstance(answer, Offer) and epilogue and not getattr(family, "HAS_EPILOGUE", False):
+        return Refusal(answer.kernel, answer.passes, "its kernel has no epilogue")
     return answer
 
 
-def taken(wanted: Wanted, device: Device) -> tuple[Offer, ...]:
-    """Returns the offers that compute all wanted passes in the least predicted time."""
-    found = answers(wanted, device)
-    cover = cheapest(tuple(wanted), [answer for answer in found if isinstance(answer, Offer)])
-    if cover is None:
+def taken(wanted: Wanted, device: Device, pytorch: bool = False) -> Cover:
+    """Returns the offers that compute all wanted passes at the least price."""
+    return best(answers(wanted, device, pytorch), wanted, device, 1)[0]
+
+
+def best(found: Sequence[Answer], wanted: Wanted, device: Device, most: int) -> list[Cover]:
+    """Returns the covers with the least prices, at most `most` and at least one, the cheapest first."""
+    covers = ranked(tuple(wanted), [answer for answer in found if isinstance(answer, Offer)], most)
+    if not covers:
         refusals = "; ".join(f"{each.kernel}: {each.why}" for each in found if isinstance(each, Refusal))
         raise NotImplementedError(f"no kernels take {', '.join(w.value for w in wanted)} on {device}: {refusals}")
-    return cover
+    return covers
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, device: Device) -> Plan:
+def plan(problem: Problem, device: Device, pytorch: bool = False) -> Plan:
     check_limits(problem.geometry)
-    with _meeting(problem, device):
-        (offer,) = taken({problem.which: problem}, device)
-        found = offer.make()
-    return norm_planner.with_statistics(found, problem, device) if problem.norm else found
+    wanted = {problem.which: problem}
+    with meeting(wanted, device):
+        return plan_of(taken(wanted, device, pytorch), wanted, device)
 
 
-def _meeting(problem: Problem, device: Device) -> AbstractContextManager[None]:
+def plan_of(cover: Cover, wanted: Wanted, device: Device) -> Plan:
+    """Returns one plan for all passes of a cover. Offers must be asked and planned within one `meeting`."""
+    return _in_turn(plans_of(cover, wanted, device))
+
+
+def plans_of(cover: Cover, wanted: Wanted, device: Device) -> list[Plan]:
+    """Returns the plans of a cover in the order in which they run; `Plan.passes` names the passes of each."""
+    order, problem = list(Pass), next(iter(wanted.values()))
+    plans = sorted((offer.plan() for offer in cover), key=lambda plan: order.index(plan.passes[0]))
+    if problem.norm and not plans[0].aten:
+        return [norm_planner.with_statistics(plan, problem, device) for plan in plans]
+    return plans
+
+
+def meeting(wanted: Wanted, device: Device) -> AbstractContextManager[None]:
     """Tells the repertoire which layer and volume are planned; forward pass and gradients count as two layers."""
+    problem = next(iter(wanted.values()))
     layer = (problem.which is Pass.FORWARD, problem.geometry, problem.dtype, problem.tf32, device)
     return repertoire.meeting(layer, (problem.batch, problem.input_size))
 
@@ -196,25 +199,20 @@ def forget() -> None:
 # ---- The gradients of one backward pass.
 
 
-def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
+def plan_gradients(problems: tuple[Problem, ...], device: Device, pytorch: bool = False) -> Plan:
     """Returns one plan for all gradients that a backward pass wants."""
-    return _in_turn(gradient_plans(problems, device))
+    return _in_turn(gradient_plans(problems, device, pytorch))
 
 
-def gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
+def gradient_plans(problems: tuple[Problem, ...], device: Device, pytorch: bool = False) -> list[Plan]:
     """Returns the plans of the wanted gradients in the order in which they run; `Plan.passes` names the gradients."""
     if not problems:
         return []
     for problem in problems:
         check_limits(problem.geometry)
-    with _meeting(problems[0], device):
-        found = _gradient_plans(problems, device)
-    order = list(Pass)
-    return sorted(found, key=lambda plan: order.index(plan.passes[0]))
-
-
-def _gradient_plans(problems: tuple[Problem, ...], device: Device) -> list[Plan]:
-    return [offer.plan() for offer in taken({problem.which: problem for problem in problems}, device)]
+    wanted = {problem.which: problem for problem in problems}
+    with meeting(wanted, device):
+        return plans_of(taken(wanted, device, pytorch), wanted, device)
 
 
 def _in_turn(plans: Sequence[Plan]) -> Plan:

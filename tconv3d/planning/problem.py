@@ -77,12 +77,20 @@ class Problem:
     aligned: bool = True  # addresses of the tensors among x and dy that the pass reads are multiples of 16 bytes
     weight_aligned: bool = True  # the address of the weight, if it is read, is a multiple of 16 bytes
     relu: bool = False  # the forward pass stores the ReLU of its result
+    tail: str = ""  # C++ name of the expression of its result that the forward pass stores (device/expressions.cuh)
     norm: Norm | None = None  # the forward pass also computes the statistics of the values it stores
 
     @property
     def activation(self) -> str:
         """The C++ name of the epilogue in device/epilogue.cuh."""
+        if self.tail:
+            return f"tconv3d::Evaluated<{self.tail}>"
         return "tconv3d::Relu" if self.relu else "tconv3d::Identity"
+
+    @property
+    def has_epilogue(self) -> bool:
+        """Tells whether the forward pass stores anything but its sums."""
+        return self.relu or self.tail != ""
 
     @property
     def output_size(self) -> Triple:
@@ -126,6 +134,7 @@ class Plan:
     passes: tuple[Pass, ...] = ()  # passes that the launches compute, for a plan of a backward pass
     preparing: int = 0  # number of launches at the beginning that only prepare operands
     kept: Plan | None = None  # faster plan for calls that reuse a packed weight and skip the first launch
+    aten: bool = False  # there are no launches: PyTorch's operator computes the passes
 
 
 def bias_grad_problem(

@@ -6,12 +6,12 @@
     cache.put(key, ".json", payload)              # replaces an existing entry
 
 `build() -> bytes` is called when the entry is missing or damaged, by one thread of one process at a time; the others
-wait for the result. An exception in `build` reaches the caller, and nothing is stored.
+wait for the result (`locks`). An exception in `build` reaches the caller, and nothing is stored.
 
 An entry is one file, `<key><suffix>`: the payload, then a trailer with the payload's checksum. The loader of shared
 objects ignores bytes after an ELF image, so `path` needs no second file. An entry is written under a temporary name
-and renamed, so a reader sees all of it or nothing. Locks are flock()s, which the operating system releases when their
-holder dies; a holder that lives but does not finish is waited for `LOCK_TIMEOUT` seconds.
+and renamed, so a reader sees all of it or nothing. A process that dies while it builds is not waited for, and one
+that lives but does not finish is waited for `LOCK_TIMEOUT` seconds.
 
 The cache is never a reason to fail. If it cannot be written (no home, read-only, full disk), one warning says why,
 and payloads stay in the memory of this process or, for `path`, in a temporary directory that is removed at exit. A
@@ -45,12 +45,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import NamedTuple
 
-from . import packs, trust
-
-try:
-    import fcntl
-except ImportError:  # without POSIX locks every process compiles for itself
-    fcntl = None  # type: ignore[assignment]
+from . import locks, packs, trust
 
 LOCK_TIMEOUT = 300.0  # seconds, longer than any compile takes, so that only a stuck process exceeds it
 LOCKING = True  # whether this process takes locks; if not, other processes may build the same entry
@@ -61,7 +56,7 @@ _MAGIC = b"tconv3d1"
 _TRAILER_BYTES = hashlib.sha256().digest_size + len(_MAGIC)
 # Only files with these names are counted or removed, because the directory may hold other files of the user.
 _ENTRY = re.compile(r"[0-9a-f]{64}\.\w+")
-_LEFTOVER = re.compile(r"[0-9a-f]{64}\.\w+\.(lock|[0-9a-f]+\.tmp)")
+_LEFTOVER = re.compile(r"[0-9a-f]{64}\.\w+\.(lock|lock\.claim|[0-9a-f]+\.tmp)")
 
 
 class Size(NamedTuple):
@@ -156,7 +151,7 @@ def put(key: str, suffix: str, payload: bytes) -> None:
     """Writes an entry, and replaces an existing one. For payloads that do not come from `get`'s `build`."""
     name, root = key + suffix, place()
     file = root / name if root is not None else None
-    with _thread_lock(name), _process_lock(file):
+    with _thread_lock(name), _process_lock(file, lambda: False):
         _unstored.pop(name, None)
         _store(name, file, payload)
 
@@ -258,7 +253,7 @@ def _fetch(name: str, build: Callable[[], bytes]) -> tuple[bytes, Path | None]:
     file = root / name if root is not None else None
     if (payload := _look_up(name, file)) is not None:
         return payload, file if name not in _unstored else None
-    with _thread_lock(name), _process_lock(file):
+    with _thread_lock(name), _process_lock(file, lambda: _look_up(name, file) is not None):
         if (payload := _look_up(name, file)) is None:  # another process may have built it while this one waited
             payload = build()
             _store(name, file, payload)
@@ -328,55 +323,28 @@ def _thread_lock(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _process_lock(file: Path | None) -> Iterator[None]:
-    """Holds the entry's lock against other processes, or runs without a lock if locking is impossible.
+def _process_lock(file: Path | None, done: Callable[[], bool]) -> Iterator[None]:
+    """Holds the entry's lock against other processes, or runs without one if `done()` is true or there are no locks.
 
     The lock only saves work: entries are replaced atomically, so data is safe without it.
     """
-    descriptor = _acquire(file.with_name(file.name + ".lock")) if file is not None else None
+    lock = _acquire(file.with_name(file.name + ".lock"), done) if file is not None and LOCKING else None
     try:
         yield
     finally:
-        if descriptor is not None and file is not None:
-            with contextlib.suppress(OSError):  # removed before unlocking, so that newcomers create a new file
-                os.unlink(file.with_name(file.name + ".lock"))
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # explicit, because a forked child may hold a copy open
-            os.close(descriptor)
+        if lock is not None:
+            lock.release()
 
 
-def _acquire(lock: Path) -> int | None:
-    """Returns a descriptor that holds the lock on this file, or None if the lock cannot be taken."""
-    if fcntl is None or not LOCKING:
-        return None
-    deadline, pause = time.monotonic() + LOCK_TIMEOUT, 0.001
-    descriptor = None
+def _acquire(path: Path, done: Callable[[], bool]) -> locks.Lock | None:
     try:
-        _open_directory(lock.parent)
-        while time.monotonic() < deadline:
-            if descriptor is None:
-                descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _same_file(descriptor, lock):
-                    return descriptor
-                os.close(descriptor)  # the previous holder removed the file: lock the present one
-                descriptor = None
-            except BlockingIOError:
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-        _warn(f"another process has held {lock} for {LOCK_TIMEOUT:.0f} s: compiling beside it")
-    except OSError:  # read-only, full, or no support for locks; `_store` warns if necessary
+        _open_directory(path.parent)
+        return locks.acquire(path, done, LOCK_TIMEOUT)
+    except TimeoutError as error:
+        _warn(f"{error}: compiling beside it")
+    except OSError:  # read-only, or full; `_store` warns if necessary
         pass
-    if descriptor is not None:
-        os.close(descriptor)
     return None
-
-
-def _same_file(descriptor: int, name: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(name))
-    except FileNotFoundError:
-        return False
 
 
 def _open_directory(root: Path) -> None:

@@ -30,7 +30,6 @@ Run: TypeAlias = Callable[[tuple[int, ...], int], None]
 # A Pick selects the addresses of one launch from the addresses of all operands.
 Pick: TypeAlias = Callable[[tuple[int, ...]], tuple[int, ...]]
 
-_PORTABLE_CLUSTER = 8  # blocks per cluster; larger clusters need an attribute on each kernel
 _CUDA_12_4 = 12040  # the first driver with cuKernelGetParamInfo, and with graph capture of overlapping launches
 
 
@@ -63,13 +62,13 @@ class _Slot:
 
     __slots__ = ("arguments", "config", "parameters", "parameters_at", "stream")
 
-    def __init__(self, launch: Launch, cluster: int, overlap: bool) -> None:
+    def __init__(self, launch: Launch, overlap: bool) -> None:
         data = bytes(8 * len(launch.pointers)) + launch.scalars
         # The driver copies sizeof(Args) bytes, a multiple of the struct's alignment, which is at most 16 bytes.
         self.arguments = ctypes.create_string_buffer(data, -(-len(data) // 16) * 16 or 16)
         self.parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self.arguments))
         self.parameters_at = ctypes.addressof(self.parameters)
-        self.config = _config(launch, cluster, overlap)
+        self.config = _config(launch, overlap)
         self.stream = 0
 
 
@@ -147,10 +146,9 @@ def _sequence(steps: Sequence[tuple[Launch, Pick]], device_index: int) -> Run:
 def _starter(launch: Launch, pick: Pick, device_index: int, follows: bool) -> Run:
     """Returns a function that makes one launch on the current device, with all it needs in local variables."""
     overlap = follows and launch.overlaps and _overlapping(device_index)
-    cluster = _cluster_size(launch)
     kernel = _kernel(device_index, launch.kernel, launch.constants)
     _check_arguments(launch, kernel)
-    _allow(launch, kernel, cluster)
+    _allow(launch, kernel)
     driver = _driver()
     launch_kernel, new_stream, handle = driver.cuLaunchKernelEx, driver.CUstream, kernel.handle
     write = struct.Struct(f"{len(launch.pointers)}Q").pack_into
@@ -160,7 +158,7 @@ def _starter(launch: Launch, pick: Pick, device_index: int, follows: bool) -> Ru
         try:
             slot = slots.pop()  # needs no lock, because pop and append of a list are atomic
         except IndexError:
-            slot = _Slot(launch, cluster, overlap)
+            slot = _Slot(launch, overlap)
         write(slot.arguments, 0, *pick(addresses))
         if slot.stream != stream:
             slot.config.hStream = new_stream(stream)
@@ -173,28 +171,19 @@ def _starter(launch: Launch, pick: Pick, device_index: int, follows: bool) -> Ru
     return start
 
 
-def _config(launch: Launch, cluster: int, overlap: bool) -> Any:
+def _config(launch: Launch, overlap: bool) -> Any:
     driver = _driver()
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
     config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
     config.sharedMemBytes = launch.shared_bytes
     config.hStream = driver.CUstream(0)
-    attributes = []
-    if cluster > 1:
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        dimension = attribute.value.clusterDim
-        dimension.x, dimension.y, dimension.z = cluster, 1, 1
-        attributes.append(attribute)
     if overlap:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(attribute)
-    if attributes:
-        config.attrs = attributes
-    config.numAttrs = len(attributes)
+        config.attrs = [attribute]
+    config.numAttrs = int(overlap)
     return config
 
 
@@ -203,14 +192,6 @@ def _overlapping(device_index: int) -> bool:
     """Tells whether launches can overlap: compute capability 9.0 and, for graph capture, CUDA 12.4 are needed."""
     version = _check(_driver().cuDriverGetVersion(), "cuDriverGetVersion")
     return device_properties(device_index).capability >= (9, 0) and version >= _CUDA_12_4
-
-
-def _cluster_size(launch: Launch) -> int:
-    """Returns the number of blocks in a cluster. Clusters lie along the grid's first axis."""
-    cluster = dict(launch.constants).get("kClusterSize", 1)
-    if not isinstance(cluster, int) or cluster < 1 or launch.grid[0] % cluster != 0:
-        raise LaunchError(f"a grid of whole clusters of {cluster} blocks expected, got {_describe(launch)}")
-    return cluster
 
 
 def _check_arguments(launch: Launch, kernel: _Kernel) -> None:
@@ -254,21 +235,17 @@ def _load(device_index: int, cubin: bytes, what: str) -> _Kernel:
         return _Kernel(driver.CUfunction(int(kernel)), device, size)
 
 
-def _allow(launch: Launch, kernel: _Kernel, cluster: int) -> None:
-    """Raises the kernel's limits to what the launch needs: dynamic shared memory, clusters of more than 8 blocks."""
-    driver = _driver()
-    attributes = driver.CUfunction_attribute
-    wanted = []
-    if launch.shared_bytes > kernel.shared_bytes:
-        wanted.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, launch.shared_bytes))
-    if cluster > _PORTABLE_CLUSTER:
-        wanted.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+def _allow(launch: Launch, kernel: _Kernel) -> None:
+    """Raises the kernel's limit of dynamic shared memory to what the launch needs."""
     with _lock:
-        for attribute, value in wanted:
-            handle = driver.CUkernel(int(kernel.handle))
-            result = driver.cuKernelSetAttribute(attribute, value, handle, kernel.device)
-            _check(result, "cuKernelSetAttribute", _describe(launch))
-        kernel.shared_bytes = max(kernel.shared_bytes, launch.shared_bytes)
+        if launch.shared_bytes <= kernel.shared_bytes:
+            return
+        driver = _driver()
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        handle = driver.CUkernel(int(kernel.handle))
+        result = driver.cuKernelSetAttribute(attribute, launch.shared_bytes, handle, kernel.device)
+        _check(result, "cuKernelSetAttribute", _describe(launch))
+        kernel.shared_bytes = launch.shared_bytes
 
 
 @functools.cache

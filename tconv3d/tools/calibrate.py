@@ -4,6 +4,9 @@ For layers of the benchmark and random ones, in several types and layouts, every
 the backward pass is compiled, run once and timed; so is PyTorch's operator. The rates of a kernel are those that
 predict its times best: least squares of the relative errors, no rate below zero, for each pass, type and layout that
 has enough measured times. The file that is written is what `planning/calibration.py` reads.
+
+`--pytorch FILE ...` measures nothing: it fits PyTorch's rates alone, to the times in results of `tconv3d bench`, and
+puts them into a file of rates that exists. Only PyTorch's default settings count, in the caller's memory layout.
 """
 
 from __future__ import annotations
@@ -28,19 +31,20 @@ from rich.progress import track
 from torch import Tensor
 
 from ..api.ahead import compile_all
-from ..api.clock import Clock
 from ..api.explain import call_of, problems_of
+from ..families.pytorch import planner as pytorch_planner
 from ..planning import planner
 from ..planning.calibration import TERMS, kind_of, terms
-from ..planning.offers import Offer
+from ..planning.offers import Offer, Wanted
 from ..planning.problem import Device, Pass, Plan, Problem, last_offset
 from ..runtime import compiler
 from ..torch_ops import executor
+from ..torch_ops.clock import Clock
 from ..torch_ops.problems import DTYPES as DTYPE_NAMES
 from .arguments import integer
 from .bench.layers import LAYERS, Layer, random_layers
 from .bench.precision import DTYPES, LAYOUTS, in_layout, precision
-from .bench.results import describe_machine
+from .bench.results import Row, describe_machine, read
 
 KINDS = (
     ("tf32", "contiguous"),
@@ -48,6 +52,10 @@ KINDS = (
     ("bfloat16", "contiguous"),
     ("bfloat16", "channels_last_3d"),
     ("float32", "contiguous"),
+)
+ERRORS = (
+    "typical_error is the median of |ln(predicted / measured)|; largest_error is the factor within which 95% of the "
+    "measured times are"
 )
 LEAST_TIMES = 6  # measured times of a kind from which it gets rates of its own
 HOPELESS = 4.0  # An offer predicted to take so many times the least is not worth compiling.
@@ -81,10 +89,7 @@ class Candidate:
 
 def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) -> list[Candidate]:
     """All offers worth a measurement, planned and compiled. Runs in a process that does not touch the GPU."""
-    module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
-    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
-    with precision(dtype):
-        problems = problems_of(*call_of(_convolution(module), x))
+    problems = _problems(layer, dtype, layout)
     found: list[Candidate] = []
     for forward in (True, False):
         wanted = {p.which: p for p in problems if (p.which is Pass.FORWARD) is forward}
@@ -100,6 +105,14 @@ def prepare(name: str, layer: Layer, dtype: str, layout: str, device: Device) ->
     launches = {(launch.kernel, launch.constants) for each in found for launch in each.plan.launches}
     compile_all(tuple(sorted(launches, key=repr)), compiler.architecture(device.capability))
     return found
+
+
+def _problems(layer: Layer, dtype: str, layout: str) -> list[Problem]:
+    """The problems of a training step of a layer's convolution."""
+    module = in_layout(layer.module(DTYPES[dtype], "meta"), layout)
+    x = layer.input(DTYPES[dtype], "meta").contiguous(memory_format=LAYOUTS[layout])
+    with precision(dtype):
+        return problems_of(*call_of(_convolution(module), x))
 
 
 def prepare_all(layers: Mapping[str, Layer], kinds: Sequence[tuple[str, str]], console: Console) -> list[Candidate]:
@@ -198,17 +211,34 @@ def _measure_call(same: Sequence[Candidate], clock: Clock) -> Iterator[Timed]:
             ms = clock(tensors.run(each))
             yield _timed(name, each.kernel, each.problem, each.passes, each.terms, ms)
         for passes in dict.fromkeys((tuple(wanted), *((w,) for w in wanted if w is not Pass.BIAS_GRAD))):
-            problem = wanted[passes[0]]
-            products = sum(wanted[which].flops / 2e9 for which in passes if which is not Pass.BIAS_GRAD)
-            amount = {**dict.fromkeys(TERMS, 0.0), "launches": 1.0, "megabytes": problem.bytes / 1e6}
-            amount["gigaproducts"] = products
-            yield _timed(name, "pytorch", problem, passes, amount, clock(tensors.theirs(wanted, passes)))
+            asked = {which: wanted[which] for which in passes}
+            yield timed_pytorch(name, asked, clock(tensors.theirs(wanted, passes)))
 
 
 def _timed(
     name: str, kernel: str, problem: Problem, passes: tuple[Pass, ...], amount: dict[str, float], ms: float
 ) -> Timed:
     return Timed(name, kernel, kind_of(problem), tuple(which.value for which in passes), amount, 1e3 * ms)
+
+
+def timed_pytorch(name: str, wanted: Wanted, ms: float) -> Timed:
+    """Returns a time of PyTorch's operator, with the work that the operator's offer states."""
+    amount = terms(next(iter(wanted.values())), pytorch_planner.counted(wanted))
+    passes = tuple(which.value for which in wanted)
+    return Timed(name, pytorch_planner.KERNEL, pytorch_planner.kind_of(wanted), passes, amount, 1e3 * ms)
+
+
+def pytorch_times(rows: Iterable[Row]) -> Iterator[Timed]:
+    """Yields the times of PyTorch's operator, with its default settings, in results of `tconv3d bench`."""
+    for row in rows:
+        ms = row.torch_ms.get("default")
+        if ms is None or row.follow:
+            continue
+        shape: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in row.shape.items()}
+        layer = Layer(**shape)
+        forward = row.which == "forward"
+        problems = [p for p in _problems(layer, row.dtype, row.layout) if (p.which is Pass.FORWARD) is forward]
+        yield timed_pytorch(row.layer, {problem.which: problem for problem in problems}, ms)
 
 
 # ---- fitting
@@ -243,11 +273,12 @@ def fit_rates(rows: Sequence[Timed]) -> dict[str, Any]:
             if rates is not None and (error := _error(rows, rates)) < best[0] * 0.98:  # fewer terms, if as good
                 best = error, rates
     error, rates = best
-    spread = statistics.median(abs(math.log(predict(row, rates) / row.microseconds)) for row in rows)
+    errors = sorted(abs(math.log(predict(row, rates) / row.microseconds)) for row in rows)
     return {
         "rates": {term: float(f"{rate:.4g}") for term, rate in rates.items()},
         "times": len(rows),
-        "typical_error": round(spread, 3),
+        "typical_error": round(statistics.median(errors), 3),
+        "largest_error": round(math.exp(errors[math.ceil(0.95 * len(errors)) - 1]), 3),
     }
 
 
@@ -275,10 +306,20 @@ def add(commands: Any) -> None:
     parser.add_argument("--seed", type=integer(0), default=7, metavar="N")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="where the fitted rates go")
     parser.add_argument("--times", type=Path, metavar="FILE", help="where the measured times go too")
+    parser.add_argument(
+        "--pytorch",
+        type=Path,
+        nargs="+",
+        metavar="RESULTS.json",
+        help="measure nothing: fit PyTorch's rates to its times in these results of `bench`, and put them into --out",
+    )
     parser.set_defaults(run=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    if arguments.pytorch:
+        fit_pytorch(arguments.out, arguments.pytorch, Console())
+        return 0
     if not torch.cuda.is_available():
         raise RuntimeError("calibrate measures on a GPU, and there is none")
     calibrate(arguments.out, arguments.layers, arguments.seed, Console(), arguments.times)
@@ -293,6 +334,25 @@ def calibrate(path: Path, count: int, seed: int, console: Console, rows_path: Pa
     path.parent.mkdir(parents=True, exist_ok=True)
     unit = "microseconds per launch, per 1000 cycles, per MB of the pass's tensors, per 1e9 products"
     origin = f"tconv3d calibrate --layers {count} --seed {seed}"
-    text = {"machine": describe_machine(), "origin": origin, "unit": unit, "kernels": fit(rows)}
+    text = {"machine": describe_machine(), "origin": origin, "unit": unit, "errors": ERRORS, "kernels": fit(rows)}
     path.write_text(json.dumps(text, indent=1) + "\n")
     console.print(f"{len(rows)} times of {len({row.kernel for row in rows})} kernels: {path}")
+
+
+def fit_pytorch(path: Path, results: Sequence[Path], console: Console) -> None:
+    """Fits PyTorch's rates to its times in results of `bench`, and puts them into a file of rates."""
+    stored = json.loads(path.read_text())
+    rows: list[Timed] = []
+    for each in results:
+        found = read(each)
+        if found.machine["gpu"] != stored["machine"]["gpu"]:
+            raise ValueError(f"{each.name} was measured on {found.machine['gpu']}, not {stored['machine']['gpu']}")
+        rows += pytorch_times(found.rows)
+    if not rows:
+        raise ValueError("these results have no time of PyTorch's operator")
+    names = " ".join(each.name for each in results)
+    stored["pytorch_origin"] = f"tconv3d calibrate --pytorch {names} --out {path.name}"
+    stored["errors"] = ERRORS
+    stored["kernels"] = stored.pop("kernels") | fit(rows)  # the kernels come last in the file
+    path.write_text(json.dumps(stored, indent=1) + "\n")
+    console.print(f"{len(rows)} times of PyTorch's operator: {path}")

@@ -1,15 +1,14 @@
 """Runs the four reference tasks, checks them against float64, and prints their kernels, times and errors.
 
 A GPU runs the tasks at full size, and PyTorch's times stand beside ours. Without a GPU the emulator executes the CUDA
-kernels on the CPU at reduced size. This module uses only the public interface of the library.
+kernels on the CPU at reduced size. This module uses only the public interface of the library and its clock.
 """
 
 from __future__ import annotations
 
 import copy
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +20,12 @@ from torch import Tensor, nn
 
 import tconv3d
 from tconv3d.tools import tables, tasks
+from tconv3d.torch_ops.clock import Clock
 
 # Largest error allowed, as a fraction of the tensor's largest absolute value. TF32 rounds with a relative error of up
 # to 2^-11, while a tap in a wrong place gives an error about as large as the values.
 TOLERANCE = 2e-3
 STEPS = ("forward", "backward")
-RUNS = 20
-L2_FLUSH_BYTES = 256 << 20  # 256 MiB, more than the L2 cache of any GPU
 
 
 @dataclass(frozen=True)
@@ -192,26 +190,11 @@ def _error(result: Tensor, exact: Tensor) -> float:
 
 def _times(model: nn.Module, problem: Problem) -> tuple[float, float]:
     """Returns the milliseconds of the forward and of the backward pass."""
+    clock = Clock()
     with torch.no_grad():
-        forward = median_milliseconds(lambda: model(problem.x))
+        forward = clock(lambda: model(problem.x))
     y = model(problem.x)
-    return forward, median_milliseconds(lambda: _gradients(model, problem.x, y, problem.grad))
-
-
-def median_milliseconds(call: Callable[[], object], runs: int = RUNS) -> float:
-    """Returns the median milliseconds of a call on the current GPU, by CUDA events, with a cold L2 cache."""
-    flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    times = []
-    for run in range(3 + runs):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        if run >= 3:  # the first three runs warm up: they compile and choose algorithms
-            times.append(start.elapsed_time(stop))
-    return statistics.median(times)
+    return forward, clock(lambda: _gradients(model, problem.x, y, problem.grad))
 
 
 def _kernels(problem: Problem, step: str) -> str:
@@ -249,5 +232,5 @@ def _show(rows: Sequence[Row], gpu: bool, console: Console) -> None:
 
 
 def _caption(gpu: bool) -> str:
-    times = f"ms: median of {RUNS}, L2 flushed" if gpu else "ms: with compiling, where it was needed"
+    times = "ms: median, L2 flushed" if gpu else "ms: with compiling, where it was needed"
     return f"float32. {times}. error: largest difference from PyTorch in float64, as a part of the largest value."

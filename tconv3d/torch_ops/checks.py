@@ -85,10 +85,13 @@ def check_callable(value: object, name: str, function: str) -> None:
         raise TypeError(f"{function}() expected {name} to be a function or None, but got {value!r}")
 
 
+def are_tensors(input: object, weight: object, bias: object) -> bool:
+    """Tells whether the operands are tensors. No other check runs in every call."""
+    return isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+
+
 def check_tensors(input: object, weight: object, bias: object) -> None:
-    """Raises unless the operands are tensors. No other check runs in every call."""
-    if isinstance(input, Tensor) and isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor)):
-        return
+    """Raises unless the operands are tensors."""
     for name, value in (("input", input), ("weight", weight), ("bias", bias)):
         if not isinstance(value, Tensor) and not (name == "bias" and value is None):
             raise TypeError(
@@ -96,16 +99,17 @@ def check_tensors(input: object, weight: object, bias: object) -> None:
             )
 
 
-def check_settings(convolution: Convolution) -> None:
+def check_settings(convolution: Convolution, window: bool = False) -> None:
+    """Checks the settings of a call. Those of a `window` (`Axis.window`) may have any padding and output padding."""
     stride, padding, output_padding, groups, dilation = convolution
     for name, values in zip(
         ("stride", "padding", "output_padding", "dilation"), (*convolution[:3], dilation), strict=True
     ):
         if max(values) >= 2**31:
             raise RuntimeError(f"expected {name} to be below 2^31, got {name}={list(values)}")
-    if min(padding) < 0:
+    if min(padding) < 0 and not window:
         raise RuntimeError(f"negative padding is not supported, got padding={list(padding)}")
-    if min(output_padding) < 0:
+    if min(output_padding) < 0 and not window:
         raise RuntimeError(f"negative output_padding is not supported, got output_padding={list(output_padding)}")
     if min(stride) <= 0:
         raise RuntimeError(f"non-positive stride is not supported, got stride={list(stride)}")
@@ -113,7 +117,7 @@ def check_settings(convolution: Convolution) -> None:
         raise RuntimeError(f"dilation should be greater than zero, got dilation={list(dilation)}")
     if groups <= 0:
         raise RuntimeError(f"non-positive groups is not supported, got groups={groups}")
-    if any(o >= max(s, d) for o, s, d in zip(output_padding, stride, dilation, strict=True)):
+    if not window and any(o >= max(s, d) for o, s, d in zip(output_padding, stride, dilation, strict=True)):
         raise RuntimeError(
             "output padding must be smaller than either stride or dilation, but got "
             f"output_padding={list(output_padding)}, stride={list(stride)}, dilation={list(dilation)}"
@@ -145,10 +149,12 @@ def check_same_kind(first: Tensor, second: Tensor, first_name: str, second_name:
         )
 
 
-def check_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Geometry:
+def check_forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution, window: bool = False
+) -> Geometry:
     """Checks a forward pass: input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out]."""
     check_rank(input, weight)
-    check_settings(convolution)
+    check_settings(convolution, window)
     check_same_kind(input, weight, "Input", "weight")
     if bias is not None:
         check_same_kind(input, bias, "Input", "bias")
@@ -202,6 +208,13 @@ def check_norm(
     convolution: Convolution,
 ) -> None:
     """Checks a GroupNorm of the convolution's result: input [N, C_in, D, H, W], norm_weight and norm_bias [C_out]."""
+    tracing = torch._C._get_tracing_state()
+    if tracing is not None:  # torch.jit.trace would warn about every comparison of sizes
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        try:
+            return check_norm(input, weight, norm_weight, norm_bias, num_groups, convolution)
+        finally:
+            torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
     channels = weight.shape[1] * convolution[3]
     for name, tensor in (("norm_weight", norm_weight), ("norm_bias", norm_bias)):
         if tensor is None:

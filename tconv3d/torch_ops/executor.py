@@ -4,7 +4,8 @@ Tensors become a `Problem`, and the planner's `Plan` becomes a `Task`, run by th
 emulator (CPU tensors). Tasks are cached by one key, so that a repeated call only allocates its result and launches.
 Arguments are checked when a key is new; a known key implies that equal arguments were checked before.
 
-Packed weights may be kept between calls without gradients (`kept`).
+Packed weights may be kept between calls without gradients (`kept`). Which offers run is decided when a key is new
+(`choosing`); if PyTorch's operator is the one that is taken, the task says so and has no launches.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from ..planning.geometry import Triple
 from ..planning.launch import Launch
 from ..planning.problem import Device, Norm, Pass, Plan, Problem
 from ..runtime import background
-from . import kept, problems, pytorch_ops
-from .backend import current_backend
+from . import choosing, kept, problems, pytorch_ops
+from .backend import Backend, current_backend
 from .checks import Convolution
+from .choosing import Settings
 from .problems import Asked, Layout, OperandAddresses, tf32_of
 from .pytorch_ops import statistics_dtype
 
@@ -80,6 +82,7 @@ class Task:
     regions: tuple[int, ...] = ()  # offsets in bytes of workspace regions, which are operands too
     packing: Packing | None = None
     less: Callable[[], Task] | None = None  # makes a task with less workspace, for when memory is short
+    theirs: bool = False  # there are no launches: PyTorch's operator computes the call
 
     def run(
         self, like: Tensor, addresses: Addresses, weight: Tensor | None = None, keep: bool = False
@@ -125,6 +128,17 @@ class Task:
             operands = (*operands, start, *[start + region for region in self.regions])
         return self.start(operands, stream)
 
+    def trial(self, like: Tensor, operands: Addresses, keep: bool) -> Callable[[], None]:
+        """Returns a function that launches once, without packing the weight if calls with `keep` would not."""
+        if not keep or self.packing is None:
+            return lambda: self.launch(like, operands)
+        packing = self.packing
+        stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
+        memory = torch.empty(packing.bytes, dtype=torch.uint8, device=like.device)
+        pack = memory.data_ptr(), memory
+        packing.launch(packing.start_all, like, operands, pack, stream)
+        return lambda: packing.launch(packing.start, like, operands, pack, stream)
+
 
 # Names that planners use for the operands of a pass, in the order of `Task.run` and `Task.launch`.
 OPERANDS = {
@@ -160,9 +174,12 @@ def forget() -> None:
     _tasks.clear()
 
 
-def _key(which: Pass | Wanted, first: Tensor, address: int, *rest: Any) -> tuple[Any, ...]:
+choosing.on_change(_tasks.clear)
+
+
+def _key(which: Pass | Wanted, first: Tensor, address: int, settings: Settings, *rest: Any) -> tuple[Any, ...]:
     operand = first.shape, first.stride(), address % 16
-    return (which, first.dtype, first.device, tf32_of(first), *operand, *rest)
+    return (which, first.dtype, first.device, tf32_of(first), settings, *operand, *rest)
 
 
 def _kind(tensor: Tensor | None, address: int) -> tuple[Any, ...] | None:
@@ -176,9 +193,9 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _leave(refusal: planner.Refused) -> None:
+def _leave(refusal: planner.Refused, backend: Backend | None = None) -> None:
     """Reports that PyTorch's operator computes a call that the planner refuses."""
-    pytorch_ops.leave(str(refusal), current_backend(), stacklevel=5)
+    pytorch_ops.leave(str(refusal), backend or current_backend(), stacklevel=5)
 
 
 def forward(
@@ -188,16 +205,24 @@ def forward(
     convolution: Convolution,
     relu: bool = False,
     keep: bool = False,
+    tail: str = "",
+    window: bool = False,
 ) -> Tensor:
     """Computes input [N, C_in, D, H, W], weight [C_in, C_out/groups, kD, kH, kW], bias [C_out] -> [N, C_out, ...].
 
-    `keep`: no gradient is wanted, so that the packed weight may be kept.
+    `keep`: no gradient is wanted, so that the packed weight may be kept. `tail`: the C++ name of an expression of the
+    result (device/expressions.cuh); a call with one may raise `planner.Refused`. `window`: padding and output padding
+    may be any integers (`Axis.window`).
     """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
-        task = _forward_task(input, x, weight, w, bias, convolution, relu, None)
+        task = _forward_task(input, x, weight, w, bias, convolution, relu, None, keep, tail, window)
     except planner.Refused as refusal:
+        if tail:
+            raise
         _leave(refusal)
+        return pytorch_ops.forward(input, weight, bias, convolution, relu)
+    if task.theirs:
         return pytorch_ops.forward(input, weight, bias, convolution, relu)
     if bias is not None and bias.stride(0) != 1:
         bias = bias.contiguous()
@@ -218,13 +243,21 @@ def forward_with_statistics(
     eps: float,
     convolution: Convolution,
     keep: bool = False,
+    tail: str = "",
 ) -> tuple[Tensor, Tensor]:
-    """Computes the ReLU of the forward pass, and its statistics [2, N, groups]: means and reciprocal deviations."""
+    """Computes the ReLU of the forward pass, and its statistics [2, N, groups]: means and reciprocal deviations.
+
+    `tail`: an expression that takes the place of the ReLU; a call with one may raise `planner.Refused`.
+    """
     x, w = input.data_ptr(), weight.data_ptr()
     try:
-        task = _forward_task(input, x, weight, w, bias, convolution, True, Norm(groups, eps))
+        task = _forward_task(input, x, weight, w, bias, convolution, not tail, Norm(groups, eps), keep, tail)
     except planner.Refused as refusal:
+        if tail:
+            raise
         _leave(refusal)
+        return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
+    if task.theirs:
         return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, convolution)
     (layout,) = task.results
     assert layout is not None
@@ -246,60 +279,158 @@ def _forward_task(
     convolution: Convolution,
     relu: bool,
     norm: Norm | None,
+    keep: bool,
+    tail: str = "",
+    window: bool = False,
 ) -> Task:
-    """Returns the task of a forward pass; `x` and `w` are the addresses of input and weight."""
+    """Returns the task of a forward pass; `x` and `w` are the addresses of input and weight.
+
+    PyTorch's operator is no offer for a call with a tail, which it does not compute, nor for a window of a layer,
+    whose bits must be those of the whole layer.
+    """
     kind = None if bias is None else (bias.shape, bias.stride(), bias.dtype, bias.device)
-    key = _key(Pass.FORWARD, input, x, _kind(weight, w), kind, convolution, relu, norm)
+    settings = choosing.circumstances(input.is_cuda)
+    if tail or window:
+        settings = settings[0], False
+    # Written out instead of by `_key` and `_kind`, because every call makes this key: calling them takes 0.5 us.
+    key = (
+        Pass.FORWARD, input.dtype, input.device, tf32_of(input), settings, input.shape, input.stride(), x % 16,
+        weight.shape, weight.stride(), w % 16, weight.dtype, weight.device, kind, convolution, relu, norm,
+        tail, window,
+    )  # fmt: skip
     task = _tasks.get(key)
     if task is not None:
         return task
-    problem, layout = problems.forward(input, weight, bias, convolution, OperandAddresses(x, w), relu, norm)
-    plan = planner.plan(problem, device_of(input))
+    at = OperandAddresses(x, w)
+    problem, layout = problems.forward(input, weight, bias, convolution, at, relu, norm, tail, window)
     names = WITH_STATISTICS if norm is not None else OPERANDS[Pass.FORWARD]
-    task = remember(key, make_task(plan, names, (layout,), input))
-    _offer((problem,), input)
-    return task
+    statistics = None if norm is None else ((2, input.shape[0], norm.groups), statistics_dtype(input.dtype))
+
+    def theirs() -> object:
+        if norm is None:
+            return pytorch_ops.forward(input, weight, bias, convolution, relu)
+        return pytorch_ops.forward_with_statistics(input, weight, bias, norm.groups, norm.eps, convolution)
+
+    dense = None if bias is None else bias.contiguous()
+    trials = Trials(names, (layout,), input, (x, w, _address(dense)), keep, statistics)
+    return _decide(key, {problem.which: problem}, trials, theirs, settings)
+
+
+class Trials:
+    """Makes runs of plans on a call's operands, for timing; the results have memory of their own, once for all."""
+
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        layouts: tuple[Layout | None, ...],
+        like: Tensor,
+        addresses: Addresses,
+        keep: bool = False,
+        statistics: tuple[tuple[int, ...], torch.dtype] | None = None,
+    ) -> None:
+        self.names, self.layouts, self.like, self.addresses, self.keep = names, layouts, like, addresses, keep
+        self.statistics = statistics  # shape and type of the statistics, a further result
+
+    @functools.cached_property
+    def results(self) -> list[Tensor | None]:
+        found = [
+            None if layout is None else torch.empty_strided(*layout, dtype=self.like.dtype, device=self.like.device)
+            for layout in self.layouts
+        ]
+        if self.statistics is not None:
+            found.append(self.like.new_empty(self.statistics[0], dtype=self.statistics[1]))
+        return found
+
+    def prepare(self, plan: Plan) -> Callable[[], None]:
+        task = make_task(plan, self.names, self.layouts, self.like)
+        operands = (*self.addresses, 0, *(_address(result) for result in self.results))
+        return task.trial(self.like, operands, self.keep)
+
+
+def _decide(
+    key: tuple[Any, ...],
+    wanted: dict[Pass, Problem],
+    trials: Trials,
+    theirs: Callable[[], object],
+    settings: Settings,
+    thrifty: Callable[[Device], Plan] | None = None,
+) -> Task:
+    """Returns the task of the offers that are taken for a new key.
+
+    `thrifty` makes the plan that takes over if memory is short.
+    """
+    like, device = trials.like, device_of(trials.like)
+    call = choosing.Call(wanted, device, like, trials.prepare, theirs)
+    plan, final = choosing.plan(call, settings)
+    if plan.aten:
+        task = Task(trials.layouts, 0, _nothing, theirs=True)
+    else:
+        task = make_task(plan, trials.names, trials.layouts, like)
+        if thrifty is not None:
+            names, layouts, empty = trials.names, trials.layouts, like.new_empty(0)
+            less = functools.cache(lambda: make_task(thrifty(device.thrifty), names, layouts, empty))
+            task = replace(task, less=less)
+        if like.is_cuda:  # kernels that volumes of other sizes will need are compiled in the background
+            background.offer(tuple(wanted.values()), device)
+    return remember(key, task) if final else task
+
+
+def _nothing(operands: Addresses, stream: int) -> None:
+    """Stands for the launches of a task that PyTorch's operator computes."""
+    raise AssertionError("PyTorch's operator computes this call")
 
 
 def input_grad(grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution) -> Tensor:
     """Computes grad_output [N, C_out, oD, oH, oW] -> [N, C_in, *input_size]."""
     dy, w = grad_output.data_ptr(), weight.data_ptr()
-    key = _key(Pass.INPUT_GRAD, grad_output, dy, _kind(weight, w), input_size, convolution)
+    settings = choosing.circumstances(grad_output.is_cuda)
+    key = _key(Pass.INPUT_GRAD, grad_output, dy, settings, _kind(weight, w), input_size, convolution)
     task = _tasks.get(key)
     if task is None:
         at = OperandAddresses(weight=w, dy=dy)
-        problem, layout = problems.input_grad(grad_output, weight, input_size, convolution, at)
+        asked = problems.input_grad(grad_output, weight, input_size, convolution, at)
+        theirs = functools.partial(pytorch_ops.input_grad, grad_output, weight, input_size, convolution)
         try:
-            task = remember(key, _prepare(problem, layout, grad_output))
+            task = _gradient_task(key, asked, grad_output, (dy, w), theirs, settings)
         except planner.Refused as refusal:
             _leave(refusal)
-            return pytorch_ops.input_grad(grad_output, weight, input_size, convolution)
+            return theirs()
+    if task.theirs:
+        return pytorch_ops.input_grad(grad_output, weight, input_size, convolution)
     return _one(task.run(grad_output, (dy, w), weight))
 
 
 def weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution) -> Tensor:
     """Computes grad_output [N, C_out, oD, oH, oW], input [N, C_in, D, H, W] -> [C_in, C_out/groups, *kernel]."""
     dy, x = grad_output.data_ptr(), input.data_ptr()
-    key = _key(Pass.WEIGHT_GRAD, grad_output, dy, _kind(input, x), kernel, convolution)
+    settings = choosing.circumstances(grad_output.is_cuda)
+    key = _key(Pass.WEIGHT_GRAD, grad_output, dy, settings, _kind(input, x), kernel, convolution)
     task = _tasks.get(key)
     if task is None:
-        problem, layout = problems.weight_grad(grad_output, input, kernel, convolution, OperandAddresses(x, dy=dy))
+        asked = problems.weight_grad(grad_output, input, kernel, convolution, OperandAddresses(x, dy=dy))
+        theirs = functools.partial(pytorch_ops.weight_grad, grad_output, input, kernel, convolution)
         try:
-            task = remember(key, _prepare(problem, layout, grad_output))
+            task = _gradient_task(key, asked, grad_output, (dy, x), theirs, settings)
         except planner.Refused as refusal:
             _leave(refusal)
-            return pytorch_ops.weight_grad(grad_output, input, kernel, convolution)
+            return theirs()
+    if task.theirs:
+        return pytorch_ops.weight_grad(grad_output, input, kernel, convolution)
     return _one(task.run(grad_output, (dy, x)))
 
 
 def bias_grad(grad_output: Tensor) -> Tensor:
     """Computes grad_output [N, C_out, oD, oH, oW] -> [C_out]."""
     dy = grad_output.data_ptr()
-    key = _key(Pass.BIAS_GRAD, grad_output, dy)
+    settings = choosing.circumstances(grad_output.is_cuda)
+    key = _key(Pass.BIAS_GRAD, grad_output, dy, settings)
     task = _tasks.get(key)
     if task is None:
-        problem, layout = problems.bias_grad(grad_output, OperandAddresses(dy=dy))
-        task = remember(key, _prepare(problem, layout, grad_output))
+        asked = problems.bias_grad(grad_output, OperandAddresses(dy=dy))
+        theirs = functools.partial(pytorch_ops.bias_grad, grad_output)
+        task = _gradient_task(key, asked, grad_output, (dy,), theirs, settings)
+    if task.theirs:
+        return pytorch_ops.bias_grad(grad_output)
     return _one(task.run(grad_output, (dy,)))
 
 
@@ -311,25 +442,35 @@ def backward(
     input_size: Triple,
     kernel: Triple,
     convolution: Convolution,
+    backend: Backend | None = None,
 ) -> list[Tensor | None]:
     """Computes the wanted gradients of input, weight and bias together, with one key and one workspace.
 
     The weight's gradient needs `input`, and the input's gradient needs `weight`; either may be None if not needed.
+    `backend` is the forward pass's, because autograd may run this in another thread; by default the present one.
     """
     dy, x, w = grad_output.data_ptr(), _address(input), _address(weight)
-    key = _key(wanted, grad_output, dy, _kind(input, x), _kind(weight, w), input_size, kernel, convolution)
+    settings = choosing.circumstances(grad_output.is_cuda, backend)
+    key = (
+        wanted, grad_output.dtype, grad_output.device, tf32_of(grad_output), settings, grad_output.shape,
+        grad_output.stride(), dy % 16, _kind(input, x), _kind(weight, w), input_size, kernel, convolution,
+    )  # fmt: skip
     task = _tasks.get(key)
     if task is None:
-        found = _wanted_problems(grad_output, input, weight, wanted, input_size, kernel, convolution)
+        call = grad_output, input, weight, wanted, input_size, kernel, convolution
+        found = _wanted_problems(*call)
         asked = tuple([each[0] for each in found if each is not None])
         layouts = tuple([None if each is None else each[1] for each in found])
-        plan = functools.partial(planner.plan_gradients, asked)
+        trials = Trials(BACKWARD, layouts, grad_output, (dy, x, w))
+        thrifty = functools.partial(planner.plan_gradients, asked)
+        theirs = functools.partial(pytorch_ops.backward, *call)
         try:
-            task = remember(key, _gradients_task(plan, BACKWARD, layouts, grad_output))
+            task = _decide(key, {each.which: each for each in asked}, trials, theirs, settings, thrifty)
         except planner.Refused as refusal:
-            _leave(refusal)
-            return pytorch_ops.backward(grad_output, input, weight, wanted, input_size, kernel, convolution)
-        _offer(asked, grad_output)
+            _leave(refusal, backend)
+            return theirs()
+    if task.theirs:
+        return pytorch_ops.backward(grad_output, input, weight, wanted, input_size, kernel, convolution)
     return task.run(grad_output, (dy, x, w), weight)
 
 
@@ -355,25 +496,19 @@ def _wanted_problems(
     return found
 
 
-def _prepare(problem: Problem, layout: Layout, like: Tensor) -> Task:
-    task = _gradients_task(functools.partial(planner.plan, problem), OPERANDS[problem.which], (layout,), like)
-    _offer((problem,), like)
-    return task
-
-
-def _offer(asked: tuple[Problem, ...], like: Tensor) -> None:
-    """Has kernels that volumes of other sizes will need compiled in the background."""
-    if like.is_cuda:
-        background.offer(asked, device_of(like))
-
-
-def _gradients_task(
-    plan: Callable[[Device], Plan], names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor
+def _gradient_task(
+    key: tuple[Any, ...],
+    asked: Asked,
+    like: Tensor,
+    addresses: Addresses,
+    theirs: Callable[[], object],
+    settings: Settings,
 ) -> Task:
-    """Returns a task that splits sums to fill the GPU and whose `less` takes over if memory is short."""
-    device, empty = device_of(like), like.new_empty(0)
-    less = functools.cache(lambda: make_task(plan(device.thrifty), names, results, empty))
-    return replace(make_task(plan(device), names, results, like), less=less)
+    """Returns the task of one gradient. Sums are split to fill the GPU, unless memory is short (`Task.less`)."""
+    problem, layout = asked
+    trials = Trials(OPERANDS[problem.which], (layout,), like, addresses)
+    thrifty = functools.partial(planner.plan, problem)
+    return _decide(key, {problem.which: problem}, trials, theirs, settings, thrifty)
 
 
 def make_task(plan: Plan, names: tuple[str, ...], results: tuple[Layout | None, ...], like: Tensor) -> Task:
@@ -425,7 +560,13 @@ def _prepare_steps(steps: Steps, like: Tensor) -> Start:
 
 
 def device_of(tensor: Tensor) -> Device:
-    return _cuda_device(tensor.get_device()) if tensor.is_cuda else EMULATED
+    """Returns the device that calls on a tensor are planned for: a GPU, the emulator, or what TCONV3D_AS says."""
+    return _cuda_device(tensor.get_device()) if tensor.is_cuda else gpus.as_told(EMULATED)
+
+
+def is_present(device: Device) -> bool:
+    """Returns whether a device is one of this machine's GPUs, as `device_of` describes them."""
+    return torch.cuda.is_available() and any(_cuda_device(i) is device for i in range(torch.cuda.device_count()))
 
 
 @functools.cache

@@ -17,14 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..families.norm.planner import Wanted
-from . import executor, norm_executor, pytorch_ops
+from . import batching, executor, flops, norm_executor, pytorch_ops, subclasses
 from .backend import current_backend, use_backend
 from .checks import Convolution, number
 from .ops import (
     _LIBRARY,
     _alone,
+    _below_autograd,
     _cast,
     _convolution,
+    _dispatched_in_forward_mode,
     _fake_forward,
     _forward_mode,
     _gradients,
@@ -32,18 +34,21 @@ from .ops import (
     _needed,
     _plain,
     _register,
+    _save_for_forward,
+    _tangent,
+    _tangents,
     _unchanged,
     _wanted,
     why_not_ours,
 )
-from .pytorch_ops import statistics_dtype, with_strides
+from .pytorch_ops import statistics_dtype
 
 Wants = tuple[bool, bool, bool]  # which gradients of the norm are wanted, with the fields of `Wanted` in order
 
 
 def _recording(*tensors: Tensor | None) -> bool:
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # `Function.apply` rejects tensors with tangents
+    return (wanted and torch.is_grad_enabled()) or _forward_mode()
 
 
 # ---- ReLU
@@ -63,16 +68,26 @@ class _Relu(torch.autograd.Function):
         if alone:
             result = executor.forward(input, weight, bias, convolution, relu=True)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with _below_autograd():
                 result = torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
         # Only tensors that a wanted gradient needs are saved. The result is saved, because it is the ReLU's mask.
         kept = input if weight.requires_grad else None, weight if input.requires_grad else None
         ctx.save_for_backward(*kept, result)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
+        _save_for_forward(ctx, alone, input, weight, result)
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, _: None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, __: None) -> Tensor | None:
+        input, weight, result = ctx.saved_tensors
+        with _tangents():
+            found = _tangent(input, weight, dx, dw, db, ctx.call[2])
+            return None if found is None else torch.ops.aten.threshold_backward(found, result, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         input, weight, result = ctx.saved_tensors
         passed: Tensor = torch.ops.aten.threshold_backward(grad, result.detach(), 0)
         return None, *_gradients(passed, input, weight, _wanted(ctx), *ctx.call), None
@@ -97,12 +112,7 @@ def _normalize(
 ) -> Tensor:
     if why_not_ours(input) is None:
         return norm_executor.normalize(input, statistics, weight, bias, None, dtype)
-    per_group = input.shape[1] // statistics.shape[2]
-    mean, rstd = statistics.repeat_interleave(per_group, 2)[..., None, None, None]
-    scale = rstd if weight is None else rstd * weight.to(rstd.dtype)[:, None, None, None]
-    shifted = (input - mean) * scale
-    result = shifted if bias is None else shifted + bias.to(rstd.dtype)[:, None, None, None]
-    return with_strides(result.to(dtype), input.stride())
+    return pytorch_ops.normalize(input, statistics, weight, bias, dtype)
 
 
 def _gradient(
@@ -115,19 +125,7 @@ def _gradient(
 ) -> tuple[Tensor, Tensor, Tensor]:
     if why_not_ours(input) is None:
         return norm_executor.gradient(grad, input, statistics, weight, parameters, Wanted(*wanted))
-    batch, channels, *size = input.shape
-    kind, groups = statistics.dtype, statistics.shape[2]
-    dx, dweight, dbias = torch.ops.aten.native_group_norm_backward(
-        grad.to(kind).contiguous(), input.to(kind).contiguous(), statistics[0].contiguous(),
-        statistics[1].contiguous(), None if weight is None else weight.to(kind), batch, channels,
-        size[0] * size[1] * size[2], groups, (True, True, True),
-    )  # fmt: skip
-    passed = torch.ops.aten.threshold_backward(dx, input, 0).to(input.dtype)
-    return (
-        with_strides(passed, input.stride()) if wanted[0] or wanted[2] else input.new_empty(0),
-        torch.stack([dweight, dbias]).to(parameters) if wanted[1] else input.new_empty(0, dtype=parameters),
-        passed.sum((0, 2, 3, 4)) if wanted[2] else input.new_empty(0),
-    )
+    return pytorch_ops.norm_gradient(grad, input, statistics, weight, parameters, wanted)
 
 
 def _block(
@@ -193,7 +191,7 @@ class _Statistics(torch.autograd.Function):
         if alone:
             found = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
         else:
-            with torch._C._AutoDispatchBelowAutograd():
+            with _below_autograd():
                 found = torch.ops.tconv3d.conv_transpose3d_relu_statistics.default(
                     input, weight, bias, groups, eps, *convolution
                 )
@@ -236,7 +234,7 @@ class _Normalize(torch.autograd.Function):
         ctx.call = eps, current_backend()
         if alone:
             return norm_executor.normalize(input, statistics, weight, norm_bias, None, dtype)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             result: Tensor = torch.ops.tconv3d.normalize.default(input, statistics, weight, norm_bias, dtype)
             return result
 
@@ -258,12 +256,17 @@ class _Normalize(torch.autograd.Function):
             None,
             dz if needs_input else None,
             None,
-            dparameters[0] if needs_weight else None,
-            dparameters[1] if needs_norm_bias else None,
+            _row(dparameters, 0) if needs_weight else None,
+            _row(dparameters, 1) if needs_norm_bias else None,
             db if needs_bias else None,
             None,
             None,
         )
+
+
+def _row(pair: Tensor, index: int) -> Tensor:
+    """Returns a row of a matrix, by a slice for tensor subclasses: PyTorch 2.9 cannot index a DTensor twice."""
+    return pair[index] if type(pair) is Tensor else pair[index : index + 1].flatten()
 
 
 def _any_gradient(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,9 +366,10 @@ def _register_block() -> None:
         return _fake_forward(input, weight, bias, _convolution(arguments[8:])).to(arguments[7])
 
     def autograd(*arguments: Any) -> Tensor:
-        if _recording(*arguments[:5]):
+        subclasses.load()
+        if _recording(*arguments[:5]) or _dispatched_in_forward_mode():
             call: list[Any] = [*arguments[:8], _convolution(arguments[8:])]
-            return _record_block(False, *call)
+            return subclasses.recorded(_record_block(False, *call))
         with torch._C._AutoDispatchBelowAutograd():
             below: Tensor = overload(*arguments)
             return below
@@ -396,6 +400,8 @@ def _register_block() -> None:
 
 
 _register_block()
+batching.register(_LIBRARY)
+flops.register()
 
 
 # ---- entry points
@@ -411,7 +417,9 @@ def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, co
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
-                return _named("conv_transpose3d_relu", executor.forward, input, weight, bias, convolution, True, True)
+                arguments = input, weight, bias, convolution, True, True
+                shown = input, weight, bias, *convolution
+                return _named("conv_transpose3d_relu", executor.forward, shown, *arguments)
             return executor.forward(input, weight, bias, convolution, True, True)
         if not watched:
             return _record_relu(True, input, weight, bias, convolution)
@@ -435,7 +443,10 @@ def conv_transpose3d_relu_group_norm(
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(*operands):
             if watched:
-                return _named("conv_transpose3d_relu_group_norm", _ours, *operands, *settings, convolution, True)
+                shown = *operands, groups, eps, None, *convolution
+                return _named(
+                    "conv_transpose3d_relu_group_norm", _ours, shown, *operands, *settings, convolution, True
+                )
             return _ours(*operands, *settings, convolution, True)
         if not watched:
             return _record_block(True, *operands, *settings, convolution)
@@ -458,6 +469,10 @@ def _record_block(
     dtype: torch.dtype,
     convolution: Convolution,
 ) -> Tensor:
+    if _forward_mode() or torch._C._are_functorch_transforms_active():
+        # The steps have derivatives of the first order in reverse alone. PyTorch's GroupNorm has all others.
+        result = conv_transpose3d_relu(input, weight, bias, convolution)
+        return F.group_norm(result.to(dtype), groups, norm_weight, norm_bias, eps)
     constant = None if bias is None else bias.detach()  # the gradient of the bias comes from the second step
     steps = (_record_statistics, _record_normalize) if alone else (_Statistics.apply, _Normalize.apply)
     result, statistics = steps[0](alone, input, weight, constant, groups, eps, convolution)

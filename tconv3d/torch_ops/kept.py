@@ -5,9 +5,10 @@ counter with every write. The first call with a version packs the weight into th
 call packs into memory that is kept, so that a weight used once costs no memory. A kept pack is used only on the
 stream that packed it.
 
-PyTorch does not count some writes: writes through `.data`, by fused optimizers, by CUDA graphs and by other
-libraries. Therefore all packs are dropped when an optimizer steps or a layer switches between `train` and `eval`, the
-packs of one weight when a call with gradients uses it, and a weight that was used during graph capture is never kept.
+PyTorch does not count some writes: writes through `.data`, by fused optimizers, by `fully_shard`, by CUDA graphs and
+by other libraries. Therefore all packs are dropped when an optimizer steps or a layer switches between `train` and
+`eval`, the packs of one weight when a call with gradients uses it, and neither a weight that was used during graph
+capture nor one that `fully_shard` gathers is ever kept.
 
 This module knows tensors and addresses, but neither the kernels that pack nor their layouts.
 """
@@ -121,7 +122,7 @@ def promise(weight: Tensor, address: int, place: Place, size: int) -> Promise | 
         return None
     # A weight that is part of a larger buffer may be written through other tensors, which have version counters of
     # their own. If PyTorch swaps parameters on conversion, it forbids weak references to them.
-    apart = storage.nbytes() == weight.numel() * weight.element_size()
+    apart = storage.nbytes() == weight.numel() * weight.element_size() and not _may_be_gathered(storage)
     if not apart or storage._cdata in _captured or torch.__future__.get_swap_module_params_on_conversion():
         return None
     try:
@@ -129,6 +130,17 @@ def promise(weight: Tensor, address: int, place: Place, size: int) -> Promise | 
     except torch.OutOfMemoryError:
         return None
     return Promise(weight, state, place, (pack.data_ptr(), pack))
+
+
+def _may_be_gathered(storage: torch.UntypedStorage) -> bool:
+    """Tells whether `fully_shard` may gather a parameter into this storage, which PyTorch does not count as a write.
+
+    PyTorch gathers through a second tensor over the storage, in programs that have a process group. The storage of
+    other weights has two references: the weight's and the one that `storage` is.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    return torch._C._storage_Use_Count(storage._cdata) > 2
 
 
 def _allocate(size: int, device: torch.device) -> Tensor:

@@ -1,13 +1,17 @@
 """Registers the operators with PyTorch: CPU, CUDA, fake, autograd and autocast implementations.
 
-The four operators are closed under differentiation: the derivative of each is a combination of the others, so second
-derivatives run on the same kernels. The package calls the functions at the end of this file. They skip the dispatcher
-when nothing but autograd could observe the call, because dispatching through Python costs more than the launch.
+The four operators are closed under differentiation: the derivative of each, in reverse and in forward mode, is a
+combination of the others, so second derivatives run on the same kernels.
+
+The package calls the functions at the end of this file. They skip the dispatcher if nothing but autograd could
+observe the call, because dispatching through Python costs more than the launch. Under torch.func every call goes
+through the dispatcher, which applies one transform after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..planning.geometry import Triple
-from . import checks, executor, operators, pytorch_ops
+from . import checks, executor, operators, pytorch_ops, subclasses
 from .backend import Backend, current_backend, use_backend
 from .checks import Convolution
 from .problems import DTYPES
@@ -35,11 +39,17 @@ def _convolution(settings: tuple[Any, ...]) -> Convolution:
 def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
     """Returns why PyTorch's operator runs for this tensor, or None if this library's kernels do.
 
-    `backend` is the current one by default.
+    `backend` is the current one by default. Tensors of subclasses with rules (DTensor) always go to this library's
+    operators, whose rules ask again for the tensor of a rank: PyTorch's operator returns wrong results for DTensors
+    whose channels are split.
     """
+    if subclasses.ruled(tensor):
+        return None
     backend = backend or current_backend()
     if backend == "torch":
         return 'use_backend("torch")'
+    if torch._C._is_tracing() and torch.onnx.is_in_onnx_export():
+        return "ONNX has PyTorch's operators only"
     if backend == "cuda" and not tensor.is_cuda:
         raise RuntimeError(f'use_backend("cuda") expects CUDA tensors, but got a tensor on {tensor.device}')
     if backend == "emulator" and tensor.device.type != "cpu":
@@ -54,10 +64,6 @@ def why_not_ours(tensor: Tensor, backend: Backend | None = None) -> str | None:
 
 
 def _unsupported(tensor: Tensor) -> str | None:
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms are not supported"
-    if _forward_mode():
-        return "forward-mode differentiation is not supported"
     if tensor.is_nested:
         return "nested tensors are not supported"
     if tensor.dtype not in DTYPES:
@@ -72,8 +78,20 @@ def _unsupported(tensor: Tensor) -> str | None:
 
 
 def _forward_mode() -> bool:
-    """Tells whether tensors may carry tangents (forward-mode AD), which this library's kernels would drop."""
+    """Tells whether tensors may carry tangents (forward-mode AD), which only an `autograd.Function` can pass on."""
     return forward_ad._current_level >= 0
+
+
+def _dispatched_in_forward_mode() -> bool:
+    """Tells whether tensors of a call that came through the dispatcher may carry tangents.
+
+    PyTorch's compiler replays `torch.func.jvp` without `forward_ad`'s counter of levels.
+    """
+    if _forward_mode():
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp
 
 
 # ---- implementations by this library's kernels or by PyTorch's operator
@@ -137,6 +155,50 @@ def _runs(node: Any) -> bool:
         return True
 
 
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Lets `Function.forward` call its operator below autograd.
+
+    `Function.apply` has switched differentiation off. Under torch.func the operator's call goes on to an outer
+    transform, which may have to differentiate it, so differentiation is switched on again.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        if not torch._C._are_functorch_transforms_active():
+            yield
+            return
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            yield
+
+
+def _tangents() -> contextlib.AbstractContextManager[None]:
+    """Lets `jvp` compute a tangent: under torch.func for outer transforms alone, which may differentiate it again."""
+    return _below_autograd() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()
+
+
+def _apply(function: Any, *arguments: Any) -> Any:
+    """Records a call that came through the dispatcher, which has taken care of all other levels of torch.func."""
+    allowed = torch._C._functorch.get_single_level_autograd_function_allowed()
+    torch._C._functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        return super(torch.autograd.Function, function).apply(False, *arguments)
+    finally:
+        torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
+
+
+def _save_for_forward(ctx: Any, alone: bool, *tensors: Tensor) -> None:
+    """Keeps tensors until `jvp` has run. A missing tangent, or gradient, is then None instead of zeros."""
+    if _forward_mode() or (not alone and _dispatched_in_forward_mode()):
+        ctx.save_for_forward(*tensors)
+        ctx.set_materialize_grads(False)
+
+
+def _sum(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Adds the terms of a tangent. None is zero."""
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -145,15 +207,44 @@ class _Forward(torch.autograd.Function):
         # Only tensors that a wanted gradient needs are saved.
         ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
+        _save_for_forward(ctx, alone, input, weight)
         if alone:
             return executor.forward(input, weight, bias, convolution)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, _: None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, __: None) -> Tensor | None:
+        input, weight = ctx.saved_tensors
+        with _tangents():
+            return _tangent(input, weight, dx, dw, db, ctx.call[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         input, weight = ctx.saved_tensors
         return None, *_gradients(grad, input, weight, _wanted(ctx), *ctx.call), None
+
+
+def _tangent(
+    input: Tensor,
+    weight: Tensor,
+    dx: Tensor | None,
+    dw: Tensor | None,
+    db: Tensor | None,
+    convolution: Convolution,
+) -> Tensor | None:
+    """Returns the tangent of the forward pass. The pass is linear in the input and the weight, and adds the bias."""
+    of_input = None if dx is None else _any_conv_transpose3d(dx, weight, convolution)
+    of_weight = None if dw is None else _any_conv_transpose3d(input, dw, convolution)
+    found = _sum(of_input, of_weight)
+    if db is None:
+        return found
+    if found is not None:
+        return found + db[:, None, None, None]
+    size = checks.check_channels(weight, convolution).output_size(tuple(input.shape[2:]))
+    return db[:, None, None, None].expand(input.shape[0], -1, *size).clone()
 
 
 def _gradients(
@@ -174,7 +265,11 @@ def _gradients(
     size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
     together = any(wanted) and _unchanged(grad, input, weight) and not torch.is_grad_enabled()
     if together and why_not_ours(grad, backend) is None:
-        return executor.backward(grad, input, weight, wanted, size, kernel, convolution)
+        if torch._C._autograd._profiler_enabled():
+            shown = grad, tuple(input_shape), tuple(weight_shape), tuple(wanted), *convolution
+            arguments = grad, input, weight, wanted, size, kernel, convolution, backend
+            return _named("conv_transpose3d_backward", executor.backward, shown, *arguments)
+        return executor.backward(grad, input, weight, wanted, size, kernel, convolution, backend)
     with use_backend(backend):
         return (
             conv_transpose3d_input_grad(grad, weight, size, convolution) if wanted[0] else None,
@@ -196,15 +291,29 @@ class _InputGrad(torch.autograd.Function):
         needs_output, needs_weight = grad_output.requires_grad, weight.requires_grad
         ctx.save_for_backward(grad_output if needs_weight else None, weight if needs_output else None)
         ctx.call = tuple(weight.shape[2:]), convolution, current_backend()
+        ctx.input_size = input_size
+        _save_for_forward(ctx, alone, grad_output, weight)
         if alone:
             return _input_grad(grad_output, weight, input_size, convolution)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return torch.ops.tconv3d.conv_transpose3d_input_grad.default(
                 grad_output, weight, input_size, *convolution
             )
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, _: None, dy: Tensor | None, dw: Tensor | None, *__: None) -> Tensor | None:
+        grad_output, weight = ctx.saved_tensors
+        settings = ctx.input_size, ctx.call[1]
+        with _tangents():
+            return _sum(
+                None if dy is None else conv_transpose3d_input_grad(dy, weight, *settings),
+                None if dw is None else conv_transpose3d_input_grad(grad_output, dw, *settings),
+            )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         grad_output, weight = ctx.saved_tensors
         kernel, convolution, backend = ctx.call
         _, needs_output, needs_weight, _, _ = _needed(ctx)
@@ -222,13 +331,27 @@ class _WeightGrad(torch.autograd.Function):
         needs_output, needs_input = grad_output.requires_grad, input.requires_grad
         ctx.save_for_backward(grad_output if needs_input else None, input if needs_output else None)
         ctx.call = tuple(input.shape[2:]), convolution, current_backend()
+        ctx.kernel = kernel
+        _save_for_forward(ctx, alone, grad_output, input)
         if alone:
             return _weight_grad(grad_output, input, kernel, convolution)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, _: None, dy: Tensor | None, dx: Tensor | None, *__: None) -> Tensor | None:
+        grad_output, input = ctx.saved_tensors
+        settings = ctx.kernel, ctx.call[1]
+        with _tangents():
+            return _sum(
+                None if dy is None else conv_transpose3d_weight_grad(dy, input, *settings),
+                None if dx is None else conv_transpose3d_weight_grad(grad_output, dx, *settings),
+            )
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 5
         grad_output, input = ctx.saved_tensors
         size, convolution, backend = ctx.call
         _, needs_output, needs_input, _, _ = _needed(ctx)
@@ -244,8 +367,13 @@ class _BiasGrad(torch.autograd.Function):
         ctx.shape = grad_output.shape
         if alone:
             return _bias_grad(grad_output)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below_autograd():
             return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, dy: Tensor) -> Tensor:
+        with _tangents():
+            return conv_transpose3d_bias_grad(dy)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -269,10 +397,10 @@ def _register(name: str, implementation: Any, function: Any, fake: Any, tensors:
         return result
 
     def autograd(*arguments: Any) -> Tensor:
+        subclasses.load()
         wanted = any(a is not None and a.requires_grad for a in arguments[:tensors])
-        if (wanted and torch.is_grad_enabled()) or _forward_mode():  # `Function.apply` rejects tensors with tangents
-            result: Tensor = function.apply(False, *split(arguments))
-            return result
+        if (wanted and torch.is_grad_enabled()) or _dispatched_in_forward_mode():
+            return subclasses.recorded(_apply(function, *split(arguments)))
         with torch._C._AutoDispatchBelowAutograd():
             below: Tensor = overload(*arguments)
             return below
@@ -345,6 +473,11 @@ def _plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and _has_storage(tensor) and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
+def is_plain(tensor: Tensor) -> bool:
+    """Tells whether kernels can read a tensor's memory without the dispatcher."""
+    return _plain(tensor)
+
+
 def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Tells whether nothing but autograd could observe a call, so that the dispatcher can be skipped."""
     return _unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()
@@ -366,7 +499,7 @@ def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None
 
 def _recording(first: Tensor, second: Tensor, third: Tensor | None = None) -> bool:
     wanted = first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
-    return (wanted and torch.is_grad_enabled()) or _forward_mode()  # `Function.apply` rejects tensors with tangents
+    return (wanted and torch.is_grad_enabled()) or _forward_mode()
 
 
 # `apply` of the C++ base class skips the Python code for torch.func in `Function.apply`, which takes 5 us per call.
@@ -380,16 +513,19 @@ def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolu
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
-                return _named("conv_transpose3d", executor.forward, input, weight, bias, convolution, False, True)
+                arguments = input, weight, bias, convolution, False, True
+                shown = input, weight, bias, *convolution
+                return _named("conv_transpose3d", executor.forward, shown, *arguments)
             return executor.forward(input, weight, bias, convolution, False, True)
         if not watched:
             return _record_forward(True, input, weight, bias, convolution)
     return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
 
 
-def _named(name: str, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Calls a function without the dispatcher, under the operator's name in the profiler."""
-    with torch.profiler.record_function(f"tconv3d::{name}"):
+def _named(name: str, function: Callable[..., Any], shown: Sequence[Any], *arguments: Any) -> Any:
+    """Calls a function without the dispatcher. A profiler sees it by the operator's name and arguments (`shown`)."""
+    values = [list(value) if isinstance(value, tuple) else value for value in shown]  # the profiler shows no tuples
+    with torch._C._profiler._RecordFunctionFast(f"tconv3d::{name}", values):
         return function(*arguments)
 
 

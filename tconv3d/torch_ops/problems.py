@@ -58,8 +58,10 @@ def forward(
     at: OperandAddresses,
     relu: bool = False,
     norm: Norm | None = None,
+    tail: str = "",
+    window: bool = False,
 ) -> Asked:
-    geometry = checks.check_forward(input, weight, bias, convolution)
+    geometry = checks.check_forward(input, weight, bias, convolution, window)
     if norm is not None:
         checks.check_norm_groups(geometry.out_channels, norm.groups)
     shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
@@ -78,6 +80,7 @@ def forward(
         aligned=at.aligned("x"),
         weight_aligned=at.aligned("weight"),
         relu=relu,
+        tail=tail,
         norm=norm,
     )
     return problem, (shape, strides)

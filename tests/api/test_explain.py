@@ -184,7 +184,7 @@ def asked_by_the_executor(
     """The problems that the executor plans for a forward and a backward pass."""
     found: list[Problem] = []
 
-    def asking(problems: Problem | tuple[Problem, ...], device: Device) -> Plan:
+    def asking(problems: Problem | tuple[Problem, ...], *rest: object) -> Plan:
         found.extend(problems if isinstance(problems, tuple) else (problems,))
         raise Asked
 

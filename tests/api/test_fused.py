@@ -407,6 +407,6 @@ def test_kernels_without_an_epilogue_are_passed_over(monkeypatch: pytest.MonkeyP
         for kind, kernel in ((tconv3d.ConvTranspose3d, "halo"), (tconv3d.ConvTranspose3dReLU, "mma")):
             found = tconv3d.explain(kind(*arguments, dtype=BF16, device="meta"), (2, 64, 9, 9, 9), gpu="H200")
             assert found.kernel == kernel
-        assert found.passes[0].passed_over["halo"] == "its kernel has no epilogue for a ReLU"
+        assert found.passes[0].passed_over["halo"] == "its kernel has no epilogue"
     finally:
         planner.plan.cache_clear()

@@ -108,7 +108,9 @@ def test_the_fastest_is_kept_for_all_processes(untuned: Path) -> None:
     before = tconv3d.explain(layer, SHAPE).passes[0]
     reported: list[Tuned] = []
     clock = invented(3.0, 4.0, 2.0, 3.0, 2.0)
-    found = tconv3d.tune(layer, SHAPE, gradients=False, candidates=2, report=reported.append, clock=clock)
+    found = tconv3d.tune(
+        layer, SHAPE, gradients=False, candidates=2, offers=False, report=reported.append, clock=clock
+    )
     (forward,) = found
     assert found == reported
     assert (forward.changed, forward.before_ms, forward.ms) == (True, 3.0, 2.0)
@@ -155,7 +157,7 @@ def test_a_damaged_entry_is_the_models_choice_again(untuned: Path) -> None:
     untuned_explanation = explain_elsewhere(untuned)
     assert tune(3.0, 2.0, 4.0, 3.0, 2.0).changed
     (file,) = (untuned / cache.LAYOUT).glob(f"*{halo_planner.TUNED}")
-    file.write_bytes(file.read_bytes().replace(b'"slabs": ', b'"slabs": 7'))
+    file.write_bytes(file.read_bytes().replace(b'"slabs":', b'"slabs":7'))
     assert explain_elsewhere(untuned) == untuned_explanation
     forget()
     assert tconv3d.explain(small_layer(), SHAPE).passes[0].why == "Hopper's tensor cores"
@@ -229,7 +231,9 @@ def test_what_does_not_fit_the_memory_is_left_out(untuned: Path) -> None:
 def test_under_autocast_the_type_is_the_one_it_casts_to(untuned: Path) -> None:
     layer = tconv3d.ConvTranspose3d(8, 8, 2, stride=2)
     with torch.autocast("cpu", torch.float16):
-        (found,) = tconv3d.tune(layer, torch.randn(SHAPE), gradients=False, candidates=0, clock=invented(1.0))
+        (found,) = tconv3d.tune(
+            layer, torch.randn(SHAPE), gradients=False, candidates=0, offers=False, clock=invented(1.0)
+        )
     assert (found.kernel, len(found.trials)) == ("halo", 1)
     assert found.trials[0].build.startswith(str(halo_planner.choose(job_of(problem()), 232448, 4)))
 
@@ -237,7 +241,7 @@ def test_under_autocast_the_type_is_the_one_it_casts_to(untuned: Path) -> None:
 def test_other_kernels_have_nothing_to_choose_from() -> None:
     layer = tconv3d.ConvTranspose3d(4, 4, 2, groups=4, dtype=torch.float64)
     with tconv3d.use_backend("emulator"):
-        found = tconv3d.tune(layer, (1, 4, 3, 3, 3), report=None, clock=invented())
+        found = tconv3d.tune(layer, (1, 4, 3, 3, 3), offers=False, report=None, clock=invented())
     assert [each.name for each in found] == ["forward", "input_grad", "weight_grad", "bias_grad"]
     assert all(str(each) == f"{each.name}: {each.kernel}, nothing to choose from" for each in found)
 
@@ -342,7 +346,7 @@ def test_tuning_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     x = torch.randn(2, 32, 16, 16, 16, device="cuda", dtype=torch.bfloat16)
     state = torch.cuda.get_rng_state()
     try:
-        found = tconv3d.tune(layer, x, candidates=3)
+        found = tconv3d.tune(layer, x, candidates=3, offers=False)
         assert torch.equal(torch.cuda.get_rng_state(), state), "the caller's random numbers are the caller's"
         explained = tconv3d.explain(layer, x).passes
         for each, now in zip(found, explained, strict=True):

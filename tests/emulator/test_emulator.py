@@ -304,82 +304,20 @@ def test_wait_until_builds_a_ring_between_a_producer_and_consumers(make: Callabl
     assert y.tolist() == [55, 55, 55]
 
 
-CLUSTER_SYNC = """
-struct Arrivals { int count = 0; };
-__device__ inline void cluster_sync(int round) {
-  Arrivals& arrivals = emulator::cluster_state<Arrivals>();
-  ++arrivals.count;
-  const int all = emulator::cluster.size * blockDim.x;
-  emulator::wait_until([&] { return arrivals.count >= round * all; }, "the cluster's barrier");
-}
-"""
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_blocks_of_a_cluster_see_each_others_shared_memory(make: Callable[..., Kernel], order: str) -> None:
-    y = ints(3, 4, 8)
-    make(
-        """
-        __shared__ int fixed[8];
-        int* shared = reinterpret_cast<int*>(emulator::dynamic_shared());
-        fixed[t] = 100 * blockIdx.x + t;
-        shared[t] = 1000 * blockIdx.x + t;
-        cluster_sync(1);
-        const unsigned next = (emulator::block().rank_in_cluster + 1) % emulator::cluster.size;
-        const auto at = [&](const int* p) {
-          const unsigned address = emulator::map_shared_rank(__cvta_generic_to_shared(p), next);
-          return *static_cast<int*>(emulator::shared_pointer(address, 4));
-        };
-        args.a[blockIdx.x * 8 + t] = at(shared + t) + at(fixed + 7 - t);
-        cluster_sync(2);
-        """,
-        grid=(12, 1, 1),
-        threads=8,
-        shared_bytes=32,
-        before=CLUSTER_SYNC,
-        constants=(("kClusterSize", 4),),
-        order=order,
-    )(y)
-    for block in range(12):
-        peer = block // 4 * 4 + (block + 1) % 4
-        assert y.view(12, 8)[block].tolist() == [1100 * peer + 7] * 8
-
-
-def test_shared_memory_of_a_block_that_ended_is_gone(make: Callable[..., Kernel]) -> None:
-    kernel = make(
-        """
-        cluster_sync(1);
-        const unsigned mine = __cvta_generic_to_shared(emulator::dynamic_shared());
-        const unsigned address = emulator::map_shared_rank(mine, (blockIdx.x + 1) % 2);
-        args.a[0] = *static_cast<int*>(emulator::shared_pointer(address, 4));
-        """,
-        grid=(2, 1, 1),
-        threads=1,
-        shared_bytes=4,
-        before=CLUSTER_SYNC,
-        constants=(("kClusterSize", 2),),
-    )
-    with pytest.raises(RuntimeError, match=r"all threads of block [01] of the cluster have returned"):
-        kernel(ints(1))
-
-
-def test_state_belongs_to_its_thread_block_or_cluster(make: Callable[..., Kernel]) -> None:
+def test_state_belongs_to_its_thread_or_block(make: Callable[..., Kernel]) -> None:
     y = ints(4, 2)
     make(
         """
         emulator::thread_state<Count>().n += 1;
         emulator::block_state<Count>().n += 10;
-        emulator::cluster_state<Count>().n += 100;
-        cluster_sync(1);
-        args.a[2 * blockIdx.x + t] = emulator::thread_state<Count>().n + emulator::block_state<Count>().n +
-                                     emulator::cluster_state<Count>().n;
+        __syncthreads();
+        args.a[2 * blockIdx.x + t] = emulator::thread_state<Count>().n + emulator::block_state<Count>().n;
         """,
         grid=(4, 1, 1),
         threads=2,
-        before="struct Count { int n = 0; };" + CLUSTER_SYNC,
-        constants=(("kClusterSize", 2),),
+        before="struct Count { int n = 0; };",
     )(y)
-    assert (y == 421).all()
+    assert (y == 21).all()
 
 
 # Faults.
@@ -468,7 +406,6 @@ def test_a_launch_after_a_failed_one_is_whole(make: Callable[..., Kernel]) -> No
     ("change", "message"),
     [
         ({"grid": (0, 1, 1)}, "a grid of 0 x 1 x 1 blocks"),
-        ({"grid": (3, 1, 1), "constants": (("kClusterSize", 2),)}, "3 blocks along x do not make clusters of 2"),
         ({"shared_bytes": 300_000}, "300000 bytes of shared memory"),
         ({"threads": 1025}, "1025 threads"),
     ],

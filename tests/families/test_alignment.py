@@ -16,9 +16,11 @@ from halo_cases import (
     D_H_APART,
     DEVICE,
     FLAT,
-    JOINT,
+    IMAGES,
     LINES,
+    LONG_RUNS,
     MARCH,
+    PORTIONED,
     STREAMED,
     TOLERANCE,
     Case,
@@ -30,8 +32,10 @@ from layers import Layer, check, guarded, passes, shifted, to_tf32
 import tconv3d
 from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
-from tconv3d.families.halo.build import Build, Tiling, tilings
+from tconv3d.families.halo.build import Build
 from tconv3d.families.halo.job import Job, job_of
+from tconv3d.families.halo.storing import can_store, vector
+from tconv3d.families.halo.tiling import Tiling, tilings
 from tconv3d.planning.gpus import GPUS
 from tconv3d.torch_ops import executor
 
@@ -102,11 +106,11 @@ STORES = {
     "march, stride 2 along h": Case(16, 8, (2, 3, 1), (2, 3, 2), (1, 2, 1), build={**MARCH, "slabs": 2}),
     "march, stride 2 along w": Case(16, 8, (2, 3, 1), (2, 2, 3), (1, 1, 2), (0, 0, 1), build=MARCH),
     "march, lines": Case(16, 8, (2, 3, 1), 3, 2, 1, 1, build=LINES),
-    "march, joint": Case(16, 8, (2, 3, 1), 3, 2, 1, build=JOINT),
-    "march, images": Case(16, 8, (2, 3, 1), 3, 2, 1, build={**MARCH, "buffers": 2}),
+    "march, long runs": Case(16, 8, (2, 3, 1), 3, 2, 1, build=LONG_RUNS),
+    "march, images": Case(16, 8, (2, 3, 1), 3, 2, 1, build={**MARCH, **IMAGES}),
     "phases apart": Case(20, 8, (2, 3, 1), 4, 2, 1, build=APART),
     "copied, in place": Case(64, 16, (2, 3, 1), 4, 2, 1, build={**D_H_APART, **STREAMED}),
-    "portions": Case(72, 16, (2, 3, 1), 3, 1, 1, build={**FLAT, **STREAMED, "portioned": True, "row_bytes": 64}),
+    "portions": Case(72, 16, (2, 3, 1), 3, 1, 1, build={**FLAT, **STREAMED, **PORTIONED, "row_bytes": 64}),
     "channels last": Case(16, 8, (2, 3, 1), 3, 2, 1, channels_last=True, build=FLAT),
     "channels last, odd channels": Case(16, 9, (2, 3, 1), 3, 2, 1, channels_last=True, build=FLAT),
 }
@@ -116,7 +120,7 @@ WIDTHS = (1, 3, 4, 5, 7, 8, 12, 20)
 def kinds_of(build: Build, job: Job, batch: int) -> dict[tuple[int, bool, bool], Tiling]:
     """Tilings that differ in what a store takes, in whether lines follow each other, in whether they are cut."""
     found = tilings(build, batch, job.positions, job.read_size)
-    return {(build.vector(job, tiling), tiling.length > 0, tiling.tiles[3] > 1): tiling for tiling in found}
+    return {(vector(build, job, tiling), tiling.length > 0, tiling.tiles[3] > 1): tiling for tiling in found}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -133,8 +137,8 @@ def test_every_way_to_store_rows_of_every_length(name: str, dtype: str) -> None:
         except AssertionError:  # lines of this width have no such build
             continue
         job = job_of(tensors.problem)
-        read = job.as_copied(build.rewritten) if build.copied else job
-        for kind, tiling in kinds_of(build, read, case.batch).items() if build.stores(job) else ():
+        read = job.arriving(build.input)
+        for kind, tiling in kinds_of(build, read, case.batch).items() if can_store(build, job) else ():
             with guarded():
                 tensors.y = torch.empty_strided(tensors.y.shape, tensors.y.stride(), dtype=tensors.y.dtype)
                 tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))

@@ -5,8 +5,9 @@
 DIR holds the kernels and constants that `conftest.py` recorded. Two of them are of one kind if they have the same
 kernel, types and switches and differ in numbers only. One of each kind is compiled for Hopper. The sources have no
 code for single other architectures, so only the assembler's output can differ there: the oldest architecture gets,
-for each kernel and type, the one with the most registers, and the others get one of each kernel. `--all` compiles
-everything for every architecture, which takes long.
+for each kernel and type, the one with the most registers, and the others get one of each kernel: one that
+`tests/planning/test_gpus.py` planned for a GPU of that architecture, if it recorded any. `--all` compiles everything
+for every architecture, which takes long.
 
 CSV gets registers, spills, stack and shared memory of each. The script fails if a kernel does not compile, if the
 compiler serializes matrix instructions, or if a kernel in NO_SPILLS spills more than SPILL_LIMIT bytes on Hopper.
@@ -82,12 +83,24 @@ class Outcome:
 
 
 def recorded(directory: Path) -> list[Kernel]:
-    def restored(value: Any) -> Any:
-        return tuple(map(restored, value)) if isinstance(value, list) else value
-
     files = sorted(directory.glob("launches-*.json"))
-    found = {Kernel(name, restored(constants)) for file in files for name, constants in json.loads(file.read_text())}
+    found = {Kernel(name, _restored(constants)) for file in files for name, constants in json.loads(file.read_text())}
     return sorted(found, key=lambda kernel: (kernel.name, kernel.hash))
+
+
+def planned(directory: Path) -> dict[str, list[Kernel]]:
+    """Returns kernels that were planned for listed GPUs, by architecture; one of each name."""
+    found: dict[str, dict[str, Kernel]] = defaultdict(dict)
+    for file in sorted(directory.glob("planned-*.json")):
+        text = json.loads(file.read_text())
+        for name, constants in text["kernels"]:
+            found[text["arch"]].setdefault(name, Kernel(name, _restored(constants)))
+    return {arch: list(kernels.values()) for arch, kernels in found.items()}
+
+
+def _restored(value: Any) -> Any:
+    """Returns constants as they were before they were written as JSON, which has no tuples."""
+    return tuple(map(_restored, value)) if isinstance(value, list) else value
 
 
 def compile_one(kernel: Kernel, arch: str) -> Outcome:
@@ -209,8 +222,11 @@ def main() -> int:
         [outcome.kernel for outcome in generic] if options.all else representatives(generic, family)
         for family in (lambda kernel: kernel.family, lambda kernel: kernel.name)
     )
-    work = [(kernel, arch) for kernel in of_type for arch in OLDEST]
-    work += [(kernel, arch) for kernel in of_kernel for arch in OTHERS]
+    by_gpu = planned(options.records)
+    work = [(kernel, arch) for arch in (*OLDEST, *OTHERS) for kernel in by_gpu.get(arch, [])]
+    already = {(kernel.name, arch) for kernel, arch in work}
+    work += [(kernel, arch) for kernel in of_type for arch in OLDEST]
+    work += [(kernel, arch) for kernel in of_kernel for arch in OTHERS if (kernel.name, arch) not in already]
     work = [pair for pair in work if not (pair[0].from_hopper and pair[1] in BEFORE_HOPPER)]
     outcomes += compile_all(work, ", ".join((*OLDEST, *OTHERS)))
 

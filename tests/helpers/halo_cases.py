@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tconv3d import emulator
+from tconv3d.families.halo import candidates
 from tconv3d.families.halo import planner as halo_planner
-from tconv3d.families.halo.build import Build
+from tconv3d.families.halo.build import Build, Division, Input, Output, Weights
 from tconv3d.families.halo.job import job_of
 from tconv3d.families.halo.launches import HaloPlan
 from tconv3d.planning.geometry import Geometry, Triple
@@ -23,17 +24,20 @@ TYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 TOLERANCE = {"float32": 1e-6, "float16": 4e-4, "bfloat16": 3e-3}  # operands are exact, only the output is rounded
 needs_compiler = pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
 # Fields of `Case.build` by which a build is chosen among the planner's; all other fields are replaced in that build.
-CHOSEN = (
-    "copied", "in_registers", "lines", "joint", "march", "split", "row_bytes", "slabs", "groups_per_tile",
-    "merged", "out_tile",
-)  # fmt: skip
+# A build has them itself, or its tile or its block has them.
+CHOSEN = ("input", "output", "march", "split", "row_bytes", "slabs", "groups", "merged", "outputs")
 MARCH: dict[str, object] = {"march": True}
-LINES: dict[str, object] = {"march": True, "lines": True, "joint": False}
-JOINT: dict[str, object] = {**LINES, "joint": True}
+LINES: dict[str, object] = {"march": True, "input": Input.LINES, "output": Output.DIRECT}
+LONG_RUNS: dict[str, object] = {**LINES, "output": Output.LONG_RUNS}
 FLAT: dict[str, object] = {"march": False, "split": (False, False, False)}
-STREAMED: dict[str, object] = {"resident": False, "slots": 2}
+COPIED: dict[str, object] = {"input": Input.COPIED}
+STREAMED: dict[str, object] = {"weights": Weights.STREAMED, "slots": 2}
+DIVIDED: dict[str, object] = {"division": Division.CONSUMERS}
+PORTIONED: dict[str, object] = {"division": Division.BLOCKS}
+IMAGES: dict[str, object] = {"output": Output.IMAGES}
+SMALL_PANELS: dict[str, object] = {"weights": Weights.SMALL_PANELS, "slots": 2}
 APART: dict[str, object] = {"march": False, "split": (True, True, True)}
-D_H_APART: dict[str, object] = {"march": False, "split": (True, True, False), "copied": True}
+D_H_APART: dict[str, object] = {"march": False, "split": (True, True, False), **COPIED}
 
 
 def triple(value: int | Triple) -> Triple:
@@ -99,19 +103,26 @@ SETTINGS = {
     "several column tiles": Case(8, 200, (2, 2, 3), 2, 2, build=FLAT),
     "batch in the rows": Case(16, 16, (2, 2, 2), 3, 2, 1, 1, batch=19, build=FLAT),
     "no bias": Case(8, 8, (3, 4, 5), 3, 2, 1, bias=False),
-    "weights streamed": Case(72, 16, (3, 4, 5), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2}),
-    "weights streamed, march": Case(40, 16, (4, 4, 5), 3, 1, 1, build={**MARCH, "resident": False, "slots": 3}),
+    "weights streamed": Case(72, 16, (3, 4, 5), 3, 1, 1, build={**FLAT, **STREAMED}),
+    "weights streamed, march": Case(40, 16, (4, 4, 5), 3, 1, 1, build={**MARCH, **STREAMED, "slots": 3}),
     "several slabs": Case(16, 16, (6, 12, 17), 3, 1, 1, build={**FLAT, "slabs": 3}),
     "aligned rows": Case(8, 12, (3, 4, 32), 2, 2, build=FLAT),
     "aligned rows, march": Case(8, 12, (3, 4, 32), (4, 4, 2), 2, (1, 1, 0), build=MARCH),
     "aligned rows, stride 1, float16": Case(16, 12, (3, 4, 16), (3, 3, 1), 1, (1, 1, 0), dtype="float16", build=FLAT),
     "aligned rows, bfloat16": Case(16, 12, (2, 4, 32), 2, 2, dtype="bfloat16", build=FLAT),
-    "rows begin anywhere": Case(8, 5, (3, 3, 70), 3, 2, 1, build={**MARCH, "slabs": 2, "buffers": 2}),
+    "rows begin anywhere": Case(8, 5, (3, 3, 70), 3, 2, 1, build={**MARCH, "slabs": 2, **IMAGES}),
     "rows begin anywhere, parts of a line, bfloat16": Case(
-        16, 20, (2, 3, 70), 3, 2, 1, dtype="bfloat16", build={**MARCH, "slabs": 1, "buffers": 2, "producers": 1}
+        16,
+        20,
+        (2, 3, 70),
+        3,
+        2,
+        1,
+        dtype="bfloat16",
+        build={**MARCH, "slabs": 1, **IMAGES, "producers": 1},
     ),
     "rows begin anywhere, groups": Case(
-        32, 20, (2, 5, 9), 3, (2, 2, 3), 1, groups=4, build={**FLAT, "slabs": 1, "buffers": 2}
+        32, 20, (2, 5, 9), 3, (2, 2, 3), 1, groups=4, build={**FLAT, "slabs": 1, **IMAGES}
     ),
     "lines": Case(40, 16, (3, 5, 8), 3, 2, 1, 1, build={**LINES, "row_bytes": 128}),
     "lines, kernel 4": Case(24, 12, (3, 5, 12), 4, 2, 1, build={**LINES, "row_bytes": 64, "slabs": 1}),
@@ -120,19 +131,21 @@ SETTINGS = {
     "lines, bfloat16, groups": Case(
         16, 16, (3, 5, 8), (3, 3, 4), (1, 2, 2), 1, 0, groups=2, dtype="bfloat16", batch=3, build=LINES
     ),
-    "lines, long runs": Case(16, 20, (3, 3, 68), 3, 2, 1, build={**JOINT, "slabs": 1}),
+    "lines, long runs": Case(16, 20, (3, 3, 68), 3, 2, 1, build={**LONG_RUNS, "slabs": 1}),
     "lines, long runs, whole lines": Case(
-        16, 16, (3, 5, 12), 3, 2, 1, groups=2, batch=3, build={**JOINT, "slabs": 2}
+        16, 16, (3, 5, 12), 3, 2, 1, groups=2, batch=3, build={**LONG_RUNS, "slabs": 2}
     ),
-    "lines, long runs, bfloat16": Case(24, 20, (3, 3, 72), 3, 2, 1, dtype="bfloat16", build=JOINT),
+    "lines, long runs, bfloat16": Case(24, 20, (3, 3, 72), 3, 2, 1, dtype="bfloat16", build=LONG_RUNS),
     "lines, long runs, bfloat16, odd rows of even volumes": Case(
-        16, 8, (2, 4, 72), 3, 2, 1, (1, 0, 0), batch=2, dtype="bfloat16", build=JOINT
+        16, 8, (2, 4, 72), 3, 2, 1, (1, 0, 0), batch=2, dtype="bfloat16", build=LONG_RUNS
     ),
-    "lines, long runs, bfloat16, groups": Case(32, 32, (4, 5, 128), 3, 2, 1, groups=4, dtype="bfloat16", build=JOINT),
-    "lines, long runs, float16": Case(40, 8, (3, 5, 8), 3, 2, 1, 1, dtype="float16", build=JOINT),
-    "lines, long runs, stride 1": Case(8, 8, (4, 7, 8), (4, 3, 3), (1, 1, 2), 1, build=JOINT),
+    "lines, long runs, bfloat16, groups": Case(
+        32, 32, (4, 5, 128), 3, 2, 1, groups=4, dtype="bfloat16", build=LONG_RUNS
+    ),
+    "lines, long runs, float16": Case(40, 8, (3, 5, 8), 3, 2, 1, 1, dtype="float16", build=LONG_RUNS),
+    "lines, long runs, stride 1": Case(8, 8, (4, 7, 8), (4, 3, 3), (1, 1, 2), 1, build=LONG_RUNS),
     "lines, short runs": Case(
-        8, 8, (3, 1, 8), (2, 1, 3), (1, 1, 2), (0, 0, 5), dtype="float16", batch=3, build=JOINT
+        8, 8, (3, 1, 8), (2, 1, 3), (1, 1, 2), (0, 0, 5), dtype="float16", batch=3, build=LONG_RUNS
     ),
     "lines, float16": Case(40, 8, (3, 5, 8), 3, 2, 1, 1, dtype="float16", build=LINES),
     "float16": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, dtype="float16", build=FLAT),
@@ -145,18 +158,18 @@ SETTINGS = {
     "channels last, float16": Case(40, 40, (3, 4, 9), 3, 1, 1, channels_last=True, dtype="float16", build=FLAT),
     "phases of different kernels apart": Case(12, 32, (3, 5, 9), 3, 2, 1, 1, batch=6, build={**APART, "slots": 3}),
     "phases of different kernels apart, those along w together": Case(
-        40, 32, (3, 5, 6), (5, 3, 3), 2, (2, 1, 1), 1, build={"split": (True, True, False), "copied": True}
+        40, 32, (3, 5, 6), (5, 3, 3), 2, (2, 1, 1), 1, build={"split": (True, True, False), **COPIED}
     ),
-    "copied": Case(72, 24, (3, 4, 5), 4, 2, 1, build={**APART, "copied": True}),
-    "copied, march": Case(36, 16, (4, 5, 9), 3, 1, 1, build={**MARCH, "copied": True}, batch=3),
+    "copied": Case(72, 24, (3, 4, 5), 4, 2, 1, build={**APART, **COPIED}),
+    "copied, march": Case(36, 16, (4, 5, 9), 3, 1, 1, build={**MARCH, **COPIED}, batch=3),
     "copied, channels last": Case(
-        36, 16, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build={**FLAT, "copied": True, **STREAMED}
+        36, 16, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build={**FLAT, **COPIED, **STREAMED}
     ),
     "copied, channels last, rounded before": Case(
-        36, 16, (3, 4, 9), 3, 1, 1, channels_last=True, build={**MARCH, "copied": True, "rewritten": True}
+        36, 16, (3, 4, 9), 3, 1, 1, channels_last=True, build={**MARCH, "input": Input.REWRITTEN}
     ),
     "copied, channels last, rounded by consumers": Case(
-        48, 16, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build={**MARCH, "copied": True, "in_registers": True}
+        48, 16, (3, 4, 9), 3, 2, 1, 1, channels_last=True, build={**MARCH, "input": Input.IN_REGISTERS}
     ),
     "copied, channels last, rounded by consumers, short rows": Case(
         16,
@@ -167,22 +180,18 @@ SETTINGS = {
         (1, 0, 2),
         batch=3,
         channels_last=True,
-        build={**MARCH, "copied": True, "in_registers": True, "stages": 3},
+        build={**MARCH, "input": Input.IN_REGISTERS, "stages": 3},
     ),
     "copied, channels last, float16": Case(
-        72, 24, (3, 4, 9), 2, channels_last=True, dtype="float16", build={**FLAT, "copied": True}
+        72, 24, (3, 4, 9), 2, channels_last=True, dtype="float16", build={**FLAT, **COPIED}
     ),
-    "copied, bfloat16": Case(
-        80, 40, (3, 4, 9), 2, dtype="bfloat16", build={**FLAT, "copied": True, "resident": False, "slots": 2}
-    ),
-    "copied, float16, odd volume": Case(
-        64, 32, (1, 3, 3), (1, 2, 2), dtype="float16", build={**FLAT, "copied": True}
-    ),
+    "copied, bfloat16": Case(80, 40, (3, 4, 9), 2, dtype="bfloat16", build={**FLAT, **COPIED, **STREAMED}),
+    "copied, float16, odd volume": Case(64, 32, (1, 3, 3), (1, 2, 2), dtype="float16", build={**FLAT, **COPIED}),
     "copied, batch in the rows": Case(
-        40, 24, (2, 3, 3), 4, 2, 1, batch=5, build={**APART, "copied": True, "resident": False, "slots": 3}
+        40, 24, (2, 3, 3), 4, 2, 1, batch=5, build={**APART, **COPIED, **STREAMED, "slots": 3}
     ),
     "copied, lines of the batch in the rows": Case(
-        40, 24, (2, 2, 4), 4, 2, 1, batch=17, build={"split": (True, True, False), "copied": True, **STREAMED}
+        40, 24, (2, 2, 4), 4, 2, 1, batch=17, build={"split": (True, True, False), **COPIED, **STREAMED}
     ),
     "small panels": Case(
         72,
@@ -192,7 +201,7 @@ SETTINGS = {
         2,
         1,
         dtype="bfloat16",
-        build={"split": (True, True, False), "copied": True, **STREAMED, "slabs": 2, "fine": True},
+        build={"split": (True, True, False), **COPIED, **SMALL_PANELS, "slabs": 2},
     ),
     "small panels, two column tiles of channels": Case(
         72,
@@ -202,7 +211,7 @@ SETTINGS = {
         2,
         1,
         dtype="float16",
-        build={"split": (True, True, False), "copied": True, **STREAMED, "out_tile": 24, "fine": True},
+        build={"split": (True, True, False), **COPIED, **SMALL_PANELS, "outputs": 24},
     ),
     "copied, long rows stored as they are": Case(
         64,
@@ -212,7 +221,7 @@ SETTINGS = {
         2,
         1,
         dtype="bfloat16",
-        build={"split": (True, True, False), "copied": True, **STREAMED},
+        build={"split": (True, True, False), **COPIED, **STREAMED},
     ),
     "copied, channels last, two column tiles of channels": Case(
         64,
@@ -223,12 +232,12 @@ SETTINGS = {
         1,
         dtype="bfloat16",
         channels_last=True,
-        build={**APART, "copied": True, **STREAMED, "out_tile": 24},
+        build={**APART, **COPIED, **STREAMED, "outputs": 24},
     ),
     "three stages, three consumers": Case(
-        72, 40, (4, 9, 8), 3, 2, 1, 1, build={**D_H_APART, **STREAMED, "stages": 3, "consumers": 3, "fine": True}
+        72, 40, (4, 9, 8), 3, 2, 1, 1, build={**D_H_APART, **SMALL_PANELS, "stages": 3, "consumers": 3}
     ),
-    "divided": Case(72, 40, (3, 4, 9), 3, 2, 1, 1, build={**APART, "slots": 4, "divided": True}),
+    "divided": Case(72, 40, (3, 4, 9), 3, 2, 1, 1, build={**APART, "slots": 4, **DIVIDED}),
     "divided, copied": Case(
         200,
         40,
@@ -237,19 +246,23 @@ SETTINGS = {
         2,
         1,
         dtype="bfloat16",
-        build={"split": (True, True, False), "copied": True, "resident": False, "slots": 4, "divided": True},
+        build={
+            "split": (True, True, False),
+            **COPIED,
+            "weights": Weights.STREAMED,
+            "slots": 4,
+            **DIVIDED,
+        },
     ),
-    "divided, resident": Case(80, 16, (3, 4, 5), 3, 1, 1, dtype="float16", build={**FLAT, "divided": True}),
+    "divided, resident": Case(80, 16, (3, 4, 5), 3, 1, 1, dtype="float16", build={**FLAT, **DIVIDED}),
     "strict": Case(40, 16, (3, 4, 9), 3, 2, 1, 1, strict=True, build=FLAT),
     "strict, march, vectors": Case(44, 8, (4, 5, 12), 3, build={**MARCH, "row_bytes": 64}, strict=True),
-    "strict, weights streamed": Case(
-        72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, "resident": False, "slots": 2}, strict=True
-    ),
+    "strict, weights streamed": Case(72, 16, (5, 9, 9), 3, 1, 1, build={**FLAT, **STREAMED}, strict=True),
     "strict, channels last, groups": Case(
         32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build=FLAT, strict=True
     ),
     "channels last, groups as one": Case(
-        32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build={**FLAT, "copied": True, "merged": 2}
+        32, 32, (3, 4, 5), 3, 2, 1, groups=4, channels_last=True, build={**FLAT, **COPIED, "merged": 2}
     ),
     "channels last, groups as one, march": Case(
         48, 72, (3, 4, 5), 3, 2, 1, groups=6, channels_last=True, build={**MARCH, "merged": 2}, dtype="bfloat16"
@@ -323,7 +336,8 @@ def build_for(case: Case) -> Build:
         build = halo_planner.choose(job, DEVICE.shared_bytes, 132)
         assert build is not None
         return build
-    for build in halo_planner.builds_of(halo_planner.Nominal.of(job), DEVICE.shared_bytes):
-        if all(getattr(build, name) == value for name, value in case.build.items() if name in CHOSEN):
-            return replace(build, **{n: v for n, v in case.build.items() if n not in CHOSEN})  # type: ignore[arg-type]
+    for build in candidates.builds_of(candidates.Nominal.of(job), DEVICE.shared_bytes):
+        have = {**vars(build.tile), **vars(build.block), **vars(build)}
+        if all(have[name] == value for name, value in case.build.items() if name in CHOSEN):
+            return build.but(**{name: value for name, value in case.build.items() if name not in CHOSEN})
     raise AssertionError(f"no build has {case.build}")

@@ -29,6 +29,16 @@ def mutate(header: str, text: str, replacement: str, directory: Path) -> None:
     file.write_text(source.replace(text, replacement))
 
 
+def mutate_kernel(kernel: str, text: str, replacement: str, directory: Path) -> None:
+    """Writes the headers of all kernels into one new directory, with a text replaced wherever a kernel has it."""
+    copy_headers(directory)
+    files = [directory / name for name in sources.headers(kernel)]
+    found = [file for file in files if text in file.read_text()]
+    assert found, f"no header of {kernel} has {text!r}: the mutant needs new text"
+    for file in found:
+        file.write_text(file.read_text().replace(text, replacement))
+
+
 @contextlib.contextmanager
 def kernel_from(directory: Path, kernel: str) -> Iterator[None]:
     """Makes the emulator compile one kernel from the headers of another directory."""

@@ -80,20 +80,40 @@ def test_gpus_that_nobody_measured_take_scaled_rates(stored: None) -> None:
     rates = rates_of("known", "another", A100)
     assert rates == {"launches": 3.0, "megabytes": pytest.approx(0.5 * h200.copy / a100.copy)}
     rates = rates_of("known", kind_of(FORWARD), A100)
-    assert rates == {"kilocycles": 2.0, "gigaproducts": pytest.approx(7 * h200.float32 / a100.float32)}
-    rate = {"launches": 1.0, "megabytes": 1.0}
-    assert scaled(scaled(rate, h200, a100), a100, h200) == pytest.approx(rate)
+    per_multiprocessor = (h200.tf32 / 132) / (a100.tf32 / 108)  # scarcer than bandwidth
+    assert rates == {
+        "kilocycles": pytest.approx(2 * per_multiprocessor),
+        "gigaproducts": pytest.approx(7 * h200.float32 / a100.float32),
+    }
+    assert scaled({"launches": 1.0, "megabytes": 1.0, "kilocycles": 1.0}, h200, h200) == pytest.approx(
+        {"launches": 1.0, "megabytes": 1.0, "kilocycles": 1.0}
+    )
 
 
-def test_a_device_is_known_by_the_longest_name_in_its_own() -> None:
-    for name, expected in (
-        ("NVIDIA H200", "H200"),
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
-        ("emulator", None),
-    ):
-        found = calibration.gpu_named(name)
-        assert (None if found is None else found.device.name) == expected
+@pytest.mark.parametrize(
+    ("name", "kind", "tensor_cores", "expected"),
+    [
+        ("A100", "forward, 16 bit, contiguous", True, (789.0 / 132) / (312.0 / 108)),
+        ("A100", "forward, float32, contiguous", False, (51.3 / 132) / (19.5 / 108)),
+        ("H20", "forward, float32, contiguous", True, (389.0 / 132) / (74.0 / 78)),
+        # An RTX 4090 has enough multiply-adds, but little bandwidth for each multiprocessor.
+        ("RTX 4090", "forward, float32, contiguous", False, (4.27 / 132) / (1.01 / 128)),
+        ("B200", "forward, float64, contiguous", True, (67.0 / 132) / (40.0 / 148)),
+    ],
+)
+def test_cycles_scale_with_what_is_scarcer_on_a_multiprocessor(
+    name: str, kind: str, tensor_cores: bool, expected: float
+) -> None:
+    found = scaled({"kilocycles": 1.0}, GPUS["H200"], GPUS[name], kind, tensor_cores)
+    assert found == {"kilocycles": pytest.approx(expected)}
+
+
+def test_only_gpus_with_a_file_are_calibrated(stored: None) -> None:
+    assert calibration.calibrated(H200) and calibration.calibrated(replace(H200, name="NVIDIA H200 as A100"))
+    assert not calibration.calibrated(A100) and not calibration.calibrated(replace(H200, name="emulator"))
+    assert calibration.has_rates("known", kind_of(FORWARD), A100), "the rates of the reference are scaled"
+    assert not calibration.has_rates("known", "another", H200)
+    assert calibration.largest_error("known", "any", A100) is None, "nobody knows the error of scaled rates"
 
 
 def test_an_unknown_device_takes_the_rates_as_they_are(stored: None) -> None:
@@ -121,6 +141,20 @@ def test_files_say_what_they_are_and_where_they_come_from(path: Path) -> None:
             rates = found["rates"]
             assert rates and set(rates) <= set(TERMS) and min(rates.values()) > 0, (kernel, kind)
             assert found["times"] >= 1 and found["typical_error"] >= 0, (kernel, kind)
+            assert found.get("largest_error", 1.0) >= 1.0, (kernel, kind)
+    assert text["pytorch_origin"].startswith("tconv3d calibrate --pytorch") and "95%" in text["errors"]
+
+
+@pytest.mark.parametrize("path", sorted(calibration.MODELS.glob("*.json")), ids=lambda path: path.stem)
+def test_constants_of_models_have_a_unit_and_an_origin(path: Path) -> None:
+    text = json.loads(path.read_text())
+    assert path.stem.upper() in GPUS and path.stem.upper() in text.pop("gpu").upper()
+    for family, sections in text.items():
+        origins = sections.pop("origins")
+        for name, constants in sections.items():
+            for constant, found in constants.items():
+                assert set(found) == {"value", "unit", "origin"} and found["unit"], (family, name, constant)
+                assert found["value"] >= 0 and found["origin"] in origins, (family, name, constant)
 
 
 def offers_for(layer: Layer, dtype: torch.dtype, layout: torch.memory_format) -> Iterator[Offer]:

@@ -24,7 +24,7 @@ GRADIENTS = problems(LAYER)
 
 @pytest.fixture(autouse=True)
 def cycles_are_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "microseconds", lambda kernel, problem, work, device: work.cycles)
+    monkeypatch.setattr(calibration, "microseconds", lambda kernel, problem, work, *rest: work.cycles)
 
 
 def offer(name: str, cost: float | Callable[[], float], *passes: Pass, least: float | None = None) -> Offer:

@@ -21,6 +21,7 @@ from layers import Layer, Triple
 
 from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.build import Input
 from tconv3d.families.halo.job import job_of
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Geometry
@@ -153,7 +154,7 @@ def test_rows_that_a_launch_has_rounded_are_not_rounded_again_by_consumers() -> 
     aligned, moved = (problem_of(case, Pass.FORWARD) for case in rows_of(FAMILIES["halo, channels last"]))
     job = job_of(aligned)
     build = halo_planner.choose(job, executor.EMULATED.shared_bytes, executor.EMULATED.multiprocessors)
-    assert build is not None and build.in_registers, "the layer is one whose consumers round"
+    assert build is not None and build.input is Input.IN_REGISTERS, "the layer is one whose consumers round"
     assert halo_planner.plan_build(build, job, executor.EMULATED) is not None
     assert halo_planner.plan_build(build, job_of(moved), executor.EMULATED) is None
 

@@ -21,14 +21,10 @@ namespace {
 constexpr int kInvalidContext = 201;
 constexpr std::uintptr_t kContexts = 0x1000, kLibraries = 0x2000, kKernels = 0x3000, kFunctions = 0x4000;
 
-struct Cluster {
-  unsigned x, y, z;
-};
 struct Attribute {  // CUlaunchAttribute
   int id;
   char padding[4];
   union {
-    Cluster cluster;
     unsigned overlap;
     char value[64];
   };
@@ -184,19 +180,17 @@ int fake_cuLaunchKernelEx(const Config* config, std::uintptr_t kernel, void** pa
   const auto stream = reinterpret_cast<std::uintptr_t>(config->stream);
   usleep(200);  // a thread that wrote into this slot would do it now
   const bool torn = arguments != hexadecimal(parameters[0], size) || config->stream != (void*)stream;
-  unsigned cluster = 0, overlap = 0;
+  unsigned overlap = 0;
   for (unsigned i = 0; i < config->attribute_count; ++i) {
-    if (config->attributes[i].id == 4) cluster = config->attributes[i].cluster.x;
     if (config->attributes[i].id == 6) overlap = config->attributes[i].overlap;
   }
-  return call(
-      "cuLaunchKernelEx",
-      "kernel=%d device=%d grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%lu attributes=%u cluster=%u "
-      "overlap=%u args=%s torn=%d extra=%d",
-      int(kernel - kKernels), int(contexts.back() - kContexts), config->grid[0], config->grid[1],
-      config->grid[2], config->block[0], config->block[1], config->block[2], config->shared_bytes,
-      (unsigned long)stream, config->attribute_count, cluster, overlap, arguments.c_str(), torn,
-      extra != nullptr);
+  return call("cuLaunchKernelEx",
+              "kernel=%d device=%d grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%lu attributes=%u "
+              "overlap=%u args=%s torn=%d extra=%d",
+              int(kernel - kKernels), int(contexts.back() - kContexts), config->grid[0], config->grid[1],
+              config->grid[2], config->block[0], config->block[1], config->block[2], config->shared_bytes,
+              (unsigned long)stream, config->attribute_count, overlap, arguments.c_str(), torn,
+              extra != nullptr);
 }
 
 int fake_cuGetErrorName(int, const char** name) {

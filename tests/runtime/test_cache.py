@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tconv3d.runtime import cache, trust
+from tconv3d.runtime import cache, locks, trust
 
 KEY = cache.key("an entry")
 PAYLOAD = b"payload" * 1000
@@ -548,19 +548,20 @@ def test_a_stuck_build_is_not_waited_for_forever(tmp_path: Path) -> None:
 def test_a_lock_is_that_of_the_file_that_is_there(directory: Path) -> None:
     """Who waited for a lock file that its holder removed must not think it holds the present one."""
     lock = directory / f"{KEY}.cubin.lock"
-    first = cache._acquire(lock)
+    first = cache._acquire(lock, lambda: False)
     assert first is not None
-    waiting: list[int | None] = []
-    thread = threading.Thread(target=lambda: waiting.append(cache._acquire(lock)))
+    waiting: list[locks.Lock | None] = []
+    thread = threading.Thread(target=lambda: waiting.append(cache._acquire(lock, lambda: False)))
     thread.start()
     time.sleep(0.1)
     lock.unlink()
-    os.close(first)
+    first.release()
     thread.join(30)
     (second,) = waiting
     assert second is not None
-    assert os.fstat(second).st_ino == lock.stat().st_ino
-    os.close(second)
+    assert os.fstat(second._descriptor).st_ino == lock.stat().st_ino
+    second.release()
+    assert files(directory) == []
 
 
 def test_a_process_killed_while_writing_leaves_no_entry(directory: Path) -> None:

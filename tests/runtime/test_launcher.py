@@ -149,7 +149,6 @@ def test_a_launch_reaches_the_driver_whole(fake: Fake) -> None:
         "shared": "1000",
         "stream": "77",
         "attributes": "0",
-        "cluster": "0",
         "overlap": "0",
         "args": packed(0x7F0000001000, 2**63 + 1),
         "torn": "0",
@@ -229,34 +228,17 @@ def test_the_shared_memory_limit_is_raised_and_never_lowered(fake: Fake) -> None
     ]
 
 
-def test_clusters(fake: Fake) -> None:
-    lines = fake.run("""
-        set_current(0)
-        for size in (1, 2, 16):
-            launcher.prepare(replace(with_constants(kClusterSize=size), grid=(32, 5, 3)), 0)((1, 2), 9)
-        error = raises(launcher.prepare, with_constants(kClusterSize=2), 0)
-        assert "whole clusters of 2 blocks" in error and "grid (7, 5, 3)" in error, error
-    """)
-    launched = named(lines, "cuLaunchKernelEx")
-    assert [(call["attributes"], call["cluster"]) for call in launched] == [("0", "0"), ("1", "2"), ("1", "16")]
-    assert {(call["stream"], call["args"]) for call in launched} == {("9", packed(1, 2))}
-    # 14: clusters of more than eight blocks must be allowed.
-    attributes = [(call["attribute"], call["value"]) for call in named(lines, "cuKernelSetAttribute")]
-    assert attributes == [("14", "1")]
-
-
 def test_launches_that_overlap(fake: Fake) -> None:
     script = """
         set_current(0)
         early = replace(LAUNCH, overlaps=True)
-        paired = replace(with_constants(kClusterSize=2), grid=(32, 5, 3), overlaps=True)
-        run = launcher.prepare_all([(early, (0, 0)), (LAUNCH, (1, 1)), (early, (2, 2)), (paired, (3, 3))], 0)
-        run((1, 2, 3, 4), 0)
+        run = launcher.prepare_all([(early, (0, 0)), (LAUNCH, (1, 1)), (early, (2, 2))], 0)
+        run((1, 2, 3), 0)
         launcher.prepare(early, 0)((1, 2), 0)
     """
-    launched = [(call["overlap"], call["cluster"]) for call in named(fake.run(script), "cuLaunchKernelEx")]
+    launched = [(call["overlap"], call["attributes"]) for call in named(fake.run(script), "cuLaunchKernelEx")]
     # Not the first one of a sequence: it would overlap what somebody else launched.
-    assert launched == [("0", "0"), ("0", "0"), ("1", "0"), ("1", "2"), ("0", "0")]
+    assert launched == [("0", "0"), ("0", "0"), ("1", "1"), ("0", "0")]
     before = named(fake.run(script, FAKE_CUDA_VERSION="12020"), "cuLaunchKernelEx")
     assert {call["overlap"] for call in before} == {"0"}
 

@@ -12,7 +12,8 @@ import torch
 from tconv3d.api import ahead
 from tconv3d.api.explain import call_of, problems_of
 from tconv3d.families.weight_grad import hopper as hopper_weight_grad_planner
-from tconv3d.families.weight_grad.hopper import Tiling
+from tconv3d.families.weight_grad import hopper_search
+from tconv3d.families.weight_grad.hopper_tiling import Tiling
 from tconv3d.planning import planner, repertoire
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.launch import Constants
@@ -133,14 +134,14 @@ def test_a_tiling_comes_back_from_the_cache(own_cache: Path) -> None:
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     found: list[Tiling | None] = []
     for _ in range(2):
-        hopper_weight_grad_planner._own_tiling.cache_clear()
+        hopper_search.own_tiling.cache_clear()
         planner.forget()
         for name in ("nnunet_64_32_64", "monai_64_16_32"):
             layer = LAYERS[name]
             problems = problems_of(*call_of(layer.module(device="meta"), layer.input(device="meta")))  # type: ignore[arg-type]
             (problem,) = (each for each in problems if each.which is Pass.WEIGHT_GRAD)
-            of = hopper_weight_grad_planner._layer(problem)
-            found.append(hopper_weight_grad_planner._own_tiling(of, H200, problem.batch, problem.input_size))
+            of = hopper_weight_grad_planner.layer_of(problem)
+            found.append(hopper_search.own_tiling(of, H200, problem.batch, problem.input_size))
     assert found[:2] == found[2:] and all(isinstance(each, Tiling) for each in found)
     assert {file.suffix for file in own_cache.iterdir()} == {".json"}
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import tconv3d
 from tconv3d import emulator
-from tconv3d.api import clock as clock_module
 from tconv3d.api import gains
 from tconv3d.api.explain import launches
+from tconv3d.planning import gpus, winners
 from tconv3d.planning.gpus import GPUS
 from tconv3d.planning.problem import Pass
 from tconv3d.runtime import cache
@@ -32,6 +32,8 @@ from tconv3d.tools import cli, tasks
 from tconv3d.tools.bench import accuracy, ahead, cases, layers, models, report, results, rivals, run, table
 from tconv3d.tools.bench.layers import LAYERS, Layer, layer
 from tconv3d.tools.bench.precision import LAYOUTS, TOLERANCE, precision
+from tconv3d.torch_ops import choosing, executor
+from tconv3d.torch_ops import clock as clock_module
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 needs_gpu = pytest.mark.skipif(not run.have_gpu(), reason="measuring needs a GPU")
@@ -295,6 +297,45 @@ def test_wrong_results_are_found(damage: str, monkeypatch: pytest.MonkeyPatch, t
 
 
 @needs_emulator
+@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+def test_verify_as_another_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kernels of a GPU that is not there are checked in the emulator."""
+    monkeypatch.setenv(gpus.AS, "")
+    words = ["verify", "--layer", "16, 8, 3, stride=2, padding=1, size=3", "--dtype", "bfloat16"]
+    file = tmp_path / "found.json"
+    executor.forget()
+    assert cli.main([*words, "--as", "A100", "--json", str(file)]) == 0
+    assert {row.kernel.split(",")[0] for row in results.read(file).rows} == {"mma"}
+    executor.forget()
+    assert cli.main([*words, "--as", "Voodoo 2"]) == 1
+    assert "expected a GPU of H200" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
+def test_the_winner_among_offers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an invented clock PyTorch's operator, the second candidate, takes half as long as the first."""
+    stored: dict[str, winners.Winner] = {}
+    monkeypatch.setattr(winners, "find", stored.get)
+    monkeypatch.setattr(winners, "keep_first", stored.setdefault)
+    seen: list[Callable[[], Any]] = []
+
+    def clock(run: Callable[[], Any]) -> float:
+        run()
+        if run not in seen:
+            seen.append(run)
+        return 2.0 if seen.index(run) == 0 else 1.0
+
+    executor.forget()
+    options = run.Options(dtypes=["float32"], torch=False, offers=True, seed=1)
+    with choosing.measured_by(clock):
+        (row,) = run.measure_layer("tiny", layer(1, 4, 6, 3, 3), ("float32", "contiguous"), options, EMULATED, {})
+    executor.forget()
+    assert not row.failed
+    assert row.kernel == "pytorch" and row.right and row.ours_ms is not None
+
+
 def test_verify_without_a_gpu(tmp_path: Path) -> None:
     """The command as a user types it, in a process of its own."""
     file = tmp_path / "found.json"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tconv3d.planning.calibration import TERMS
 from tconv3d.tools import calibrate
+from tconv3d.tools.bench.layers import LAYERS
 from tconv3d.tools.calibrate import LEAST_TIMES, Timed, fit, fit_rates, predict
 
 KIND = "forward, float32, contiguous"
@@ -52,7 +58,7 @@ def test_noise_changes_them_little_and_is_told() -> None:
     rates = {"launches": 8.0, "kilocycles": 0.6}
     found = fit_rates(rows(rates, 200, noise=0.1))
     assert found["rates"]["kilocycles"] == pytest.approx(0.6, rel=0.1)
-    assert 0.02 < found["typical_error"] < 0.1
+    assert 0.02 < found["typical_error"] < 0.1 < found["largest_error"] - 1 + 0.01 < 0.2
 
 
 def test_no_rate_is_negative() -> None:
@@ -100,4 +106,41 @@ def test_kinds_with_few_times_share_the_rates_of_all() -> None:
 def test_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate.torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="measures on a GPU"):
-        calibrate._run(None)  # type: ignore[arg-type]
+        calibrate._run(argparse.Namespace(pytorch=None))
+
+
+# ---- PyTorch's rates out of results of `bench`
+
+
+def bench_results(path: Path, gpu: str = "NVIDIA H200", times: Sequence[float] = (0.1, 0.2)) -> Path:
+    """Results with one layer: PyTorch's forward and backward pass."""
+    shape = asdict(LAYERS["monai_64_16_32"])
+    rows = [
+        {"layer": "layer", "dtype": "tf32", "layout": "contiguous", "pass": which, "torch_ms": {"default": ms}}
+        for which, ms in zip(("forward", "backward"), times, strict=True)
+    ]
+    rest = {"text": "", "shape": shape, "follow": "", "kernel": "halo", "tile": "", "bytes": 1, "flops": 1}
+    rest |= {"floor_ms": 1.0, "bound_by": "memory"}
+    full = [{**rest, **row} for row in rows]
+    content = {"format": 1, "kind": "bench", "machine": {"gpu": gpu}, "settings": {}, "ceilings": {}, "rows": full}
+    path.write_text(json.dumps({**content, "models": [], "interrupted": False}))
+    return path
+
+
+def test_pytorchs_rates_are_put_into_a_file_of_rates(tmp_path: Path) -> None:
+    rates = tmp_path / "h200.json"
+    kernels = {"halo": {"any": {"rates": {"kilocycles": 0.6}}}}
+    rates.write_text(json.dumps({"machine": {"gpu": "NVIDIA H200"}, "origin": "calibrate", "kernels": kernels}))
+    calibrate.fit_pytorch(rates, [bench_results(tmp_path / "found.json")], Console(quiet=True))
+    stored = json.loads(rates.read_text())
+    assert stored["kernels"]["halo"] == kernels["halo"] and list(stored)[-1] == "kernels"
+    assert stored["pytorch_origin"] == "tconv3d calibrate --pytorch found.json --out h200.json"
+    found = stored["kernels"]["pytorch"]
+    assert set(found) == {"any"} and found["any"]["times"] == 2 and found["any"]["largest_error"] >= 1
+
+
+def test_results_of_another_gpu_are_refused(tmp_path: Path) -> None:
+    rates = tmp_path / "h200.json"
+    rates.write_text(json.dumps({"machine": {"gpu": "NVIDIA H200"}, "origin": "calibrate", "kernels": {}}))
+    with pytest.raises(ValueError, match="was measured on NVIDIA A100, not NVIDIA H200"):
+        calibrate.fit_pytorch(rates, [bench_results(tmp_path / "found.json", "NVIDIA A100")], Console(quiet=True))

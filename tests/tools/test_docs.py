@@ -59,7 +59,7 @@ def slug(heading: str) -> str:
 def test_the_documents_are_there() -> None:
     names = {identify(document) for document in DOCUMENTS}
     assert names >= {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"}
-    assert names >= {f"docs/{name}.md" for name in ("api", "export", "fused")}
+    assert names >= {f"docs/{name}.md" for name in ("api", "distributed", "distributed-training", "export", "fused")}
     assert names >= {f"docs/{name}.md" for name in ("architecture", "kernel", "numerics", "performance")}
     assert names >= {
         f"docs/{name}.md" for name in ("benchmarking", "deploying", "quickstart", "swapping", "troubleshooting")
@@ -145,8 +145,8 @@ def test_commands_run(document: Path, command: str, workplace: Path, monkeypatch
     elif words[0] == "python" and words[1] in NEED_A_GPU:
         done = run_alone([sys.executable, *words[1:]])
         assert done.returncode == 2 and "none is visible" in done.stderr, "it understands its flags"
-    elif words[0] == "python" and words[1].startswith("examples/"):  # test_examples.py runs them
-        assert (ROOT / words[1]).is_file()
+    elif words[0] in ("python", "torchrun") and words[-1].startswith("examples/"):  # test_examples.py runs them
+        assert (ROOT / words[-1]).is_file()
     else:
         pytest.fail(f"no test knows how to run {command!r} of {identify(document)}")
 

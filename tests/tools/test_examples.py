@@ -29,6 +29,18 @@ def test_an_example_runs_without_a_gpu(script: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_sharded_training_is_that_of_one_process(tmp_path: Path) -> None:
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, str(ROOT / "examples" / "train_sharded.py")]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["one", "data", "parameters", "volume"]
+    assert all("on 2 processes" in line for line in lines[1:])
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 @pytest.mark.parametrize("name", ["swap_unet", "fused_block", "train_decoder"])
 def test_an_example_runs_on_the_kernels(

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils import cpp_extension
 
 from tconv3d import emulator
+from tconv3d.planning import gpus
 from tconv3d.runtime import cache, compiler, sources
 from tconv3d.tools import cli, export, tasks
 from tconv3d.tools.bench import layers
@@ -457,6 +458,23 @@ def compile_exported(name: str, arch: str, which: str, layout: str) -> dict[str,
         r"Compiling entry function '_ZN7tconv3d\d+([a-z_0-9]+)E\w+'(.*?)(?=Compiling|$)", log, re.DOTALL
     )
     return {function: compiler.report(text) for function, text in found}
+
+
+def test_plans_are_for_the_gpu_that_is_named() -> None:
+    for name, kind in (("L4", "any"), ("H100 PCIe", "hopper"), ("8.6", "any")):
+        device = gpus.find(name).device
+        for variant in export.passes.variants(["float32"], ["contiguous"], name):
+            usual = export.passes.Variant(variant.gpu, variant.precision, variant.layout)
+            assert variant.device == (device if variant.gpu == kind else usual.device)
+
+
+def test_the_command_takes_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["export", "4, 4, 3, size=4", "--dtype", "float32", "--layout", "contiguous"]
+    file = tmp_path / "layer.py"
+    assert cli.main([*words, "--gpu", "L4", "-o", str(file)]) == 0
+    assert "--layout contiguous --gpu L4" in file.read_text()
+    assert cli.main([*words, "--gpu", "Voodoo 2", "-o", str(file)]) == 1
+    assert "expected a GPU of H200" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -55,30 +55,6 @@ def recording() -> Iterator[list[int]]:
         yield kept
 
 
-@pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """How often each pass ran on our kernels, alone or in a backward pass."""
-    counts = dict.fromkeys(PASSES, 0)
-    backward = executor.backward
-
-    def counting(name: str, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(*arguments: Any) -> Tensor:
-            counts[name] += 1
-            return original(*arguments)
-
-        return run
-
-    def together(*arguments: Any) -> list[Tensor | None]:
-        for name, wanted in zip(PASSES[1:], arguments[3], strict=True):
-            counts[name] += wanted
-        return backward(*arguments)
-
-    for name in PASSES:
-        monkeypatch.setattr(executor, name, counting(name, getattr(executor, name)))
-    monkeypatch.setattr(executor, "backward", together)
-    yield counts
-
-
 def test_a_profiler_sees_the_gradients_that_run_without_it(ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     backward = executor.backward

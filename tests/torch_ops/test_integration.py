@@ -239,50 +239,6 @@ def test_autocast_switched_off_inside(ours: str) -> None:
         assert tconv3d.conv_transpose3d(x, w, b, *LAYER.settings).dtype == torch.float32
 
 
-# ---- what has no rule: PyTorch's operator, or an error, and never a wrong result
-
-TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
-    "torch.func.grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
-    "torch.func.jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    "torch.vmap": lambda f, x: torch.vmap(f)(x[None]),
-    "forward mode": lambda f, x: forward_mode(f, x),
-}
-
-
-def forward_mode(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    import torch.autograd.forward_ad as forward_ad
-
-    with forward_ad.dual_level():
-        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, x))).tangent
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_transforms_without_a_rule(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w, b = LAYER.operands(torch.float32, device)
-    transform = TRANSFORMS[name]
-    monkeypatch.setattr(pytorch_ops, "_warned", set())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        got = transform(lambda x: tconv3d.conv_transpose3d(x, w, b, *LAYER.settings), x)
-    assert len([c for c in caught if "tconv3d leaves this to PyTorch" in str(c.message)]) == (device == "cuda")
-    expected = transform(lambda x: F.conv_transpose3d(x, w, b, *LAYER.settings), x)
-    torch.testing.assert_close(got, expected)
-    ours: Backend = "cuda" if device == "cuda" else "emulator"
-    with tconv3d.use_backend(ours), pytest.raises(NotImplementedError, match="not supported"):
-        transform(lambda x: tconv3d.conv_transpose3d(x, w, b, *LAYER.settings), x)
-
-
-def test_the_operators_drop_no_tangent(ours: str) -> None:
-    import torch.autograd.forward_ad as forward_ad
-
-    for name in OPERATORS:
-        operator, arguments = operator_call(name, ours)
-        with forward_ad.dual_level():
-            first = arguments[0].detach()
-            with pytest.raises(NotImplementedError, match=r"jvp|not supported"):
-                operator(forward_ad.make_dual(first, first), *arguments[1:])
-
-
 # ---- use_backend
 
 

@@ -10,14 +10,11 @@
 // - A fiber blocks in one place only, `emulator::wait_until(predicate)`. The scheduler goes over the
 //   fibers in turn and resumes those whose predicate has become true. When nothing is left that can
 //   run, the launch has deadlocked, and fails with a list of who waits where. Barriers, shuffles, and
-//   all functions of emulated_ptx.h that wait are predicates over a few counters.
-// - The blocks of one cluster run together, each with its own shared memory; clusters run one after
-//   the other. A kernel says its cluster size with the constant kClusterSize; without it a cluster is
-//   one block.
+//   all functions of emulated_ptx.h and emulated_ptx_hopper.h that wait are predicates over counters.
+// - Blocks run one after the other.
 // - A __shared__ variable is a thread_local: nothing else in a kernel's library is, so the library's
 //   thread-local segment is exactly the block's static shared memory. The runtime fills it with 0xFF
-//   (NaN in every floating-point format) at block start, as it does dynamic shared memory, and swaps
-//   it when blocks of a cluster take turns.
+//   (NaN in every floating-point format) at block start, as it does dynamic shared memory.
 // - `emulator::fail` ends the launch with a message, which Python raises as a RuntimeError.
 //
 // A kernel's library serves one launch at a time (runtime.cpp holds a lock), so its state is in plain
@@ -36,7 +33,6 @@
 #define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
-#define __cluster_dims__(...)
 #define __align__(bytes) alignas(bytes)
 
 // ---- Vector types, with CUDA's alignments.
@@ -107,23 +103,14 @@ struct Warp {
 };
 
 struct Block {
-  uint3 index;
-  unsigned rank_in_cluster;
   unsigned char* dynamic_shared;
   unsigned dynamic_shared_bytes;
-  unsigned char* saved_static_shared;  // null while the block's static shared memory is the live one
-  unsigned live;                       // threads that have not returned
-  unsigned arrived;                    // threads waiting at __syncthreads
-  unsigned generation;                 // how many times __syncthreads has let the block through
-  Where barrier;                       // place of the __syncthreads at which threads wait
-  int votes[2];                        // sums of __syncthreads_count, by parity of the generation
+  unsigned live;        // threads that have not returned
+  unsigned arrived;     // threads waiting at __syncthreads
+  unsigned generation;  // how many times __syncthreads has let the block through
+  Where barrier;        // place of the __syncthreads at which threads wait
+  int votes[2];         // sums of __syncthreads_count, by parity of the generation
   Warp* warps;
-  StateNode* states;
-};
-
-struct Cluster {
-  unsigned size;
-  Block* blocks;  // by rank in the cluster
   StateNode* states;
 };
 
@@ -140,7 +127,6 @@ struct Thread {
 };
 
 extern Thread* current;  // the thread that runs, or whose predicate is being evaluated
-extern Cluster cluster;  // the cluster that runs
 
 inline unsigned thread_rank() { return current->rank; }
 inline unsigned lane() { return current->rank % 32u; }
@@ -177,21 +163,14 @@ inline void yield(const char* file = __builtin_FILE(), int line = __builtin_LINE
 // The block's dynamic shared memory, aligned to 1024 bytes.
 inline unsigned char* dynamic_shared() { return current->block->dynamic_shared; }
 
-// 32-bit addresses of shared memory, as in PTX: (rank in the cluster) << 24 | offset, equal in every block of
-// the cluster. Dynamic shared memory begins at offset 0. A pointer to another block's static shared memory is
-// valid until the thread blocks.
-constexpr unsigned kRankShift = 24;
+// 32-bit addresses of the block's shared memory, as in PTX. Dynamic shared memory begins at address 0.
 unsigned shared_address(const void* pointer);
-void* shared_pointer(unsigned address, unsigned bytes);  // fails past the end, or if the block has ended
-inline unsigned map_shared_rank(unsigned address, unsigned rank) {
-  return (address & ((1u << kRankShift) - 1u)) | rank << kRankShift;
-}
+void* shared_pointer(unsigned address, unsigned bytes);  // fails past the end
 
-// State that the emulation of an instruction needs: one T() per thread, block or cluster, made at first use,
-// and destroyed when the cluster of its owner has run.
+// State that the emulation of an instruction needs: one T() per thread or block, made at first use,
+// and destroyed when the block has run.
 StateNode*& thread_states();
 StateNode*& block_states();
-StateNode*& cluster_states();
 void* state(StateNode*& owner, const void* key, void* (*make)(), void (*destroy)(void*));
 template <class T>
 inline T& state(StateNode*& owner) {
@@ -206,10 +185,6 @@ inline T& thread_state() {
 template <class T>
 inline T& block_state() {
   return state<T>(block_states());
-}
-template <class T>
-inline T& cluster_state() {
-  return state<T>(cluster_states());
 }
 
 // Executes __syncthreads, and returns the sum of `vote` over the block.
@@ -301,20 +276,11 @@ inline T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32, 
                            {"__shfl_up_sync", file, line});
 }
 
-inline void __threadfence() {}
-inline void __threadfence_block() {}
-inline void __threadfence_system() {}
 inline void __nanosleep(unsigned, EMULATOR_SITE) { emulator::yield(file, line); }
 [[noreturn]] inline void __trap(EMULATOR_SITE) { emulator::trap({"__trap()", file, line}); }
 
 // ---- Atomics: one OS thread runs a launch, so plain memory operations are atomic.
 
-template <class T>
-inline T atomicExch(T* address, T value) {
-  const T old = *address;
-  *address = value;
-  return old;
-}
 template <class T>
 inline T atomicCAS(T* address, T compare, T value) {
   const T old = *address;
@@ -336,8 +302,6 @@ EMULATOR_ATOMIC(atomicMin, int, old < value ? old : value)
 EMULATOR_ATOMIC(atomicMin, unsigned, old < value ? old : value)
 EMULATOR_ATOMIC(atomicMax, int, old > value ? old : value)
 EMULATOR_ATOMIC(atomicMax, unsigned, old > value ? old : value)
-EMULATOR_ATOMIC(atomicOr, unsigned, old | value)
-EMULATOR_ATOMIC(atomicAnd, unsigned, old& value)
 
 // ---- Arithmetic.
 
@@ -353,6 +317,13 @@ float logf(float) noexcept;
 float floorf(float) noexcept;
 float ceilf(float) noexcept;
 float rintf(float) noexcept;
+float expm1f(float) noexcept;
+float log1pf(float) noexcept;
+float tanhf(float) noexcept;
+float erff(float) noexcept;
+float sinf(float) noexcept;
+float cosf(float) noexcept;
+float powf(float, float) noexcept;
 double fma(double, double, double) noexcept;
 double sqrt(double) noexcept;
 double fabs(double) noexcept;
@@ -363,17 +334,16 @@ double log(double) noexcept;
 double floor(double) noexcept;
 double ceil(double) noexcept;
 double rint(double) noexcept;
+double expm1(double) noexcept;
+double log1p(double) noexcept;
+double tanh(double) noexcept;
+double erf(double) noexcept;
+double sin(double) noexcept;
+double cos(double) noexcept;
+double pow(double, double) noexcept;
 }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
-inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline double __fma_rn(double a, double b, double c) { return fma(a, b, c); }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __frcp_rn(float x) { return 1.0f / x; }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
 
 // As in CUDA, the result for two integers is unsigned if either is, and a float beside a double gives a
 // double.
@@ -410,45 +380,20 @@ extern "C" int abs(int) noexcept;
 
 inline int __float_as_int(float x) { return emulator::bits<int>(x); }
 inline unsigned __float_as_uint(float x) { return emulator::bits<unsigned>(x); }
-inline float __int_as_float(int x) { return emulator::bits<float>(x); }
 inline float __uint_as_float(unsigned x) { return emulator::bits<float>(x); }
-inline long long __double_as_longlong(double x) { return emulator::bits<long long>(x); }
-inline double __longlong_as_double(long long x) { return emulator::bits<double>(x); }
-inline int __float2int_rn(float x) { return static_cast<int>(rintf(x)); }
 
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
-inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
 inline int __ffs(int x) { return __builtin_ffs(x); }
-inline int __mulhi(int a, int b) { return static_cast<int>((static_cast<long long>(a) * b) >> 32); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>((static_cast<unsigned long long>(a) * b) >> 32);
 }
-inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
-  return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
-}
 
-// Loads and stores with cache hints ignore the hint.
+// The cache hint of a load is ignored.
 template <class T>
 inline T __ldg(const T* address) {
   return *address;
-}
-template <class T>
-inline T __ldcs(const T* address) {
-  return *address;
-}
-template <class T>
-inline T __ldcg(const T* address) {
-  return *address;
-}
-template <class T>
-inline void __stcs(T* address, T value) {
-  *address = value;
-}
-template <class T>
-inline void __stcg(T* address, T value) {
-  *address = value;
 }
 
 using cuda_size_t = decltype(sizeof 0);
@@ -458,23 +403,12 @@ inline cuda_size_t __cvta_generic_to_shared(const void* pointer) { return emulat
 
 namespace emulator {
 
-// Returns kClusterSize of the kernel's Config, or 1 if it has none.
-template <class Config>
-constexpr auto cluster_size(int) -> decltype(static_cast<unsigned>(Config::kClusterSize)) {
-  return static_cast<unsigned>(Config::kClusterSize);
-}
-template <class Config>
-constexpr unsigned cluster_size(...) {
-  return 1;
-}
-
 // The description of a kernel that the last lines of an emulated translation unit give to the runtime.
 struct Kernel {
   const char* name;
   void (*thread)(const void* args);  // runs one CUDA thread
   unsigned args_bytes, args_alignment;
   unsigned threads;  // largest number of threads per block
-  unsigned cluster_size;
 };
 
 }  // namespace emulator

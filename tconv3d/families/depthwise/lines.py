@@ -12,7 +12,7 @@ from math import prod
 
 from ...planning import offers
 from ...planning.calibration import Work
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
@@ -175,8 +175,7 @@ def _constants(lines: Lines) -> Constants:
         ("kLanes", lines.lanes),
         *((f"kTile{n}", size) for n, size in zip("DH", lines.tile, strict=True)),
         *((f"kRows{n}", count) for n, count in zip("DH", lines.rows, strict=True)),
-        *((f"kKernel{n}", size) for n, size in zip("DHW", problem.geometry.kernel, strict=True)),
-        *((f"kStride{n}", size) for n, size in zip("DHW", problem.geometry.stride, strict=True)),
+        *axis_constants(problem.geometry.axes, "kernel", "stride"),
         *((f"kCount{n}", gather.count) for n, gather in zip("DH", (d, h), strict=True)),
         *((f"kFirstTap{n}", gather.first_tap) for n, gather in zip("DH", (d, h), strict=True)),
         *((f"kTapStep{n}", gather.tap_step) for n, gather in zip("DH", (d, h), strict=True)),

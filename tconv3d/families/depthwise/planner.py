@@ -16,7 +16,7 @@ from math import isqrt, prod
 from ...planning import offers
 from ...planning.calibration import Work
 from ...planning.geometry import Triple
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS, even_pairs, power_of_two_up
@@ -118,7 +118,7 @@ class Walk:
             ("kLoadW", tuple(offset[1] for offset in self.loads)),
             ("kCalls", len(calls)),
             ("kCallLoad", calls),
-            *((f"kInputStep{n}", gather.input_step) for n, gather in zip("DHW", (d, h, w), strict=True)),
+            *axis_constants((d, h, w), "input_step"),
         )
 
 
@@ -224,7 +224,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kTapPhase", tuple(tap[4] for tap in walk.taps)),
             ("kPhasesD", walk.phases[0]),
             ("kPhases", h.phases * w.phases),
-            *((f"kOutputStep{n}", gather.output_step) for n, gather in zip("DHW", side.gathers, strict=True)),
+            *axis_constants(side.gathers, "output_step"),
             ("kStrideY", _known_stride(side.y, g.groups)),
             ("kPairs", pairs),
             ("kAligned", pairs and even_pairs(side.y, side.y_size)),

@@ -14,7 +14,7 @@ from ...planning import offers
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Gather
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, channels_last_strides, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, accumulator, power_of_two_up
@@ -54,7 +54,7 @@ def work(problem: Problem, device: Device) -> Work:
     is products.
     """
     if problem.which in (Pass.FORWARD, Pass.INPUT_GRAD):
-        return Work(1, cycles(problem, device))
+        return Work(1, cycles(problem, device), tensor_cores=False)
     return Work(2, products=problem.flops / 2)
 
 
@@ -302,10 +302,7 @@ def _plan_weight_grad(p: Problem, device: Device) -> Plan:
         ("kTileIn", tile_in),
         ("kTileOut", tile_out),
         ("kTapsW", taps_w),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kPadding{n}", axis.padding) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kDilation{n}", axis.dilation) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
     )
     warps = splits * units
     main = Launch(

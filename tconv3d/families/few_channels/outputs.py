@@ -12,7 +12,7 @@ from itertools import product
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Gather, Geometry
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, last_offset
 from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
@@ -364,7 +364,7 @@ def _constants(problem: Problem, tile: Tile, device: Device) -> Constants:
         ("kStrideD", d.stride),
         ("kPaddingD", d.padding),
         ("kDilationD", d.dilation),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel"),
         ("kStrideH", h.stride),
         ("kStrideW", w.stride),
         ("kJoined", _joined(problem)),

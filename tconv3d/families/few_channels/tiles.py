@@ -13,7 +13,8 @@ from typing import Any
 
 from ...planning.arguments import per_axis
 from ...planning.geometry import Gather, Triple
-from ...planning.launch import Constants
+from ...planning.launch import Constants, axis_constants
+from ...planning.problem import Problem, Strides
 from ...planning.side import Side
 
 LINE_ITEMS = 8  # the length of a line in shared memory is a multiple of 8 elements
@@ -56,16 +57,14 @@ class Taps:
         return len(self.counts)
 
     def constants(self) -> Constants:
-        axes = list(zip("DHW", self.side.gathers, strict=True))
         return (
             ("kReduced", self.side.reduced),
             ("kPhases", self.phases),
             ("kFirstTap", tuple(accumulate(self.counts, initial=0))),
             *((f"kTap{n}", tuple(tap[i] for tap in self.taps)) for i, n in enumerate("DHW")),
             *((f"kOffset{n}", tuple(offset[i] for offset in self.offsets)) for i, n in enumerate("DHW")),
-            *((f"kOrigin{n}", origin(gather)) for n, gather in axes),
-            *((f"kInputStep{n}", gather.input_step) for n, gather in axes),
-            *((f"kOutputStep{n}", gather.output_step) for n, gather in axes),
+            *((f"kOrigin{n}", origin(gather)) for n, gather in zip("DHW", self.side.gathers, strict=True)),
+            *axis_constants(self.side.gathers, "input_step", "output_step"),
         )
 
 
@@ -132,13 +131,14 @@ class Tile:
         return " x ".join(map(str, self.size)) + " positions per tile"
 
 
-def part_vector(side: Side) -> int:
-    """Returns the elements per copy of a part, a divisor of the tensor's strides and width; 0 for single elements."""
-    p, per_word = side.problem, 4 // side.problem.item_bytes
-    *others, w = side.x
-    if p.aligned and w == 1:
-        for vector in (16 // p.item_bytes, 8 // p.item_bytes, per_word):
-            if not any(v % vector for v in (*others, side.x_size[2])):
+def copied_at_once(problem: Problem, strides: Strides, width: int) -> int:
+    """Returns the elements per copy, a divisor of a tensor's strides and width; 0 for elements one by one through
+    registers."""
+    per_word = 4 // problem.item_bytes
+    *others, w = strides
+    if problem.aligned and w == 1:
+        for vector in (16 // problem.item_bytes, 8 // problem.item_bytes, per_word):
+            if not any(v % vector for v in (*others, width)):
                 return vector
     return 1 if per_word == 1 else 0
 
@@ -148,7 +148,7 @@ def tiles(side: Side, rows: int, multiple: int, part_limit: int) -> list[Tile]:
 
     The width of a box is divisible by `multiple` and by the vectors of its part.
     """
-    vector = part_vector(side)
+    vector = copied_at_once(side.problem, side.x, side.x_size[2])
     step = max(1, vector) // gcd(side.gathers[2].input_step, max(1, vector))
     multiple = max(multiple, step)  # both are powers of two
     d, h, w = (max(1, size) for size in side.grid)

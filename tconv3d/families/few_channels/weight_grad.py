@@ -19,7 +19,7 @@ from ...planning.scalars import INT32_MAX, SCALARS, power_of_two_up
 from ...planning.side import Side
 from ...planning.sums import reduce_parts
 from .arguments import FEW_WEIGHT_GRAD
-from .tiles import Taps, Tile, best, tiles
+from .tiles import Taps, Tile, best, copied_at_once, tiles
 
 MAX_FEW = 4  # channels per group of the tensor with few channels
 MIN_MANY = 8  # channels per group of the tensor with many channels
@@ -245,13 +245,9 @@ def plan_tile(layout: Layout, tile: Tile, blocks: int, device: Device) -> Plan:
 def _vector(layout: Layout) -> int:
     """Returns the elements per copy of the tensor with many channels; 0 if copied one by one through registers."""
     side = layout.side
-    p, per_word = side.problem, 4 // side.problem.item_bytes
-    *others, w = side.y
-    if p.aligned and w == 1 and side.gathers[2].output_step == 1:
-        for vector in (16 // p.item_bytes, 8 // p.item_bytes, per_word):
-            if not any(v % vector for v in (*others, side.y_size[2])):
-                return vector
-    return 1 if per_word == 1 else 0
+    if side.gathers[2].output_step != 1:
+        return 1 if side.problem.item_bytes == 4 else 0
+    return copied_at_once(side.problem, side.y, side.y_size[2])
 
 
 def _channel_lanes(side: Side) -> int:

@@ -19,7 +19,7 @@ from math import prod
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Axis, Geometry
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
 from ...planning.scalars import SCALARS
@@ -356,7 +356,6 @@ def _constants(
     g, groups = p.geometry, bundled(p.geometry)
     depth, _, _ = g.axes
     least, largest = shifts(depth)
-    axes = list(zip("DHW", g.axes, strict=True))
     return (
         ("kThreads", 32 * (producers + input_warps + weight_warps)),
         ("kMinBlocks", 1),
@@ -366,10 +365,8 @@ def _constants(
         ("kInPerGroup", g.in_per_group),
         ("kOutPerGroup", g.out_per_group),
         ("kBundles", g.groups // groups),
-        *((f"kKernel{n}", axis.kernel) for n, axis in axes),
-        *((f"kStride{n}", axis.stride) for n, axis in axes),
-        *((f"kDilation{n}", axis.dilation) for n, axis in axes[1:]),
-        *((f"kPadding{n}", axis.padding) for n, axis in axes[1:]),
+        *axis_constants(g.axes, "kernel", "stride"),
+        *axis_constants(g.axes[1:], "dilation", "padding"),
         ("kPhaseD", tuple(depth.phase(tap) for tap in range(depth.kernel))),
         ("kShiftD", tuple(depth.shift(tap) for tap in range(depth.kernel))),
         ("kMinShiftD", least),

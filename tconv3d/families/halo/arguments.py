@@ -1,4 +1,7 @@
-"""Declares the arguments of the halo kernel and of the kernel that packs its weight (see planning/arguments.py)."""
+"""Declares the arguments of the halo kernel and of the kernel that packs its weight (see planning/arguments.py).
+
+kMarch is a constant of the kernel; kBlocks and kLastTiles are values of its constant kDivision (halo_choices.cuh).
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ HALO = Arguments(
     x=CONST_POINTER("The tensor that is read: the input, or dy for the input gradient."),
     packed=CONST_POINTER("The weight as the kernel `pack` wrote it."),
     bias=CONST_POINTER("The bias, or null."),
-    y=POINTER("The tensor that is written; with kPortioned the sums of each portion."),
-    left=POINTER("What another launch reads: moments, or with kSpread sums of pieces of tiles; or null."),
+    y=POINTER("The tensor that is written; with kBlocks the sums of each portion."),
+    left=POINTER("What another launch reads: moments, or with kLastTiles sums of pieces of tiles; or null."),
     x_stride=STRIDES("Strides of x."),
     y_stride=STRIDES("Strides of y."),
     input=EXTENT("Size of x."),
@@ -58,7 +61,7 @@ HALO = Arguments(
     slab_step=EXTENT("Rows from slab to slab along each dimension."),
     flat_slabs=INT32("Whether every slab has positions of a single sheet."),
     passes=INT32("Passes of the consumers over the slabs of a tile."),
-    work=INT32("Tiles times column tiles; with kMarch planes of all tiles, with kSpread chunks of all tiles."),
+    work=INT32("Tiles times column tiles; with kMarch planes of all tiles, with kLastTiles chunks of all tiles."),
     vector=INT32("Neighbouring outputs along w that one store writes: 1, 2, 4, or 16 bytes of them."),
     vectors=INT32("Vectors of 16 bytes along w that all lines of the halo touch; 0 if it is loaded by positions."),
     whole_lines=INT32("Whether every tile has whole lines, so that columns beside the input need no loads."),
@@ -78,23 +81,23 @@ HALO = Arguments(
     by_near=DIVIDER("Divides by `near`."),
     by_far=DIVIDER("Divides by the groups of `near` items in a tile: items / near."),
     by_vectors=DIVIDER("Divides by the vectors along w that one line of the halo touches."),
-    even=INT32("Planes (kMarch) or chunks (kSpread) of the first part, of which blocks take whole tiles in turn."),
+    even=INT32("Planes (kMarch) or chunks (kLastTiles) of the first part, of which blocks take whole tiles in turn."),
     share=INT32("With kMarch: planes of a share, into which the part after the first is divided."),
     beside=INT32("Column tiles that neighbouring blocks compute."),
     pieces=INT32("Most pieces into which shares cut a tile."),
     item_tiles=INT32("Most tiles that touch a batch item."),
     in_turn=DIVIDER("Divides by the column tiles that a block computes one after the other."),
     moment_slots=INT64("Moments of each band of channels that all tiles leave (halo_moments.cuh)."),
-    portion_pitch=INT64("With kPortioned: elements of y from one portion of the chunks to the next."),
-    portions=INT32("With kPortioned: blocks that divide the chunks of a tile."),
-    share_cost=INT32("With kSpread: cost of a share, into which the chunks after the first part are divided."),
-    shares=INT32("With kSpread: shares in all."),
-    first_tile=INT32("With kSpread: the tile along d, or run, that comes first; cheaper ones before it come last."),
+    portion_pitch=INT64("With kBlocks: elements of y from one portion of the chunks to the next."),
+    portions=INT32("With kBlocks: blocks that divide the chunks of a tile."),
+    share_cost=INT32("With kLastTiles: cost of a share, into which the chunks after the first part are divided."),
+    shares=INT32("With kLastTiles: shares in all."),
+    first_tile=INT32("With kLastTiles: the tile along d, or run, that comes first; cheaper tiles come last."),
     sheet_rows=INT32("Rows of the halo from one plane to the next."),
     by_sheet=DIVIDER("Divides by the rows of the halo from one plane of positions to the next."),
     tiles_n=DIVIDER("Divides by the tiles along the batch."),
-    first=_STRETCH("With kSpread: the first chunks behind the first part."),
-    second=_STRETCH("With kSpread: the chunks after `first`."),
-    third=_STRETCH("With kSpread: the chunks after `second`."),
-    fourth=_STRETCH("With kSpread: the chunks after `third`."),
+    first=_STRETCH("With kLastTiles: the first chunks behind the first part."),
+    second=_STRETCH("With kLastTiles: the chunks after `first`."),
+    third=_STRETCH("With kLastTiles: the chunks after `second`."),
+    fourth=_STRETCH("With kLastTiles: the chunks after `third`."),
 )

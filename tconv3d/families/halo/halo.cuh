@@ -27,23 +27,24 @@
 //
 //   for each source, for each chunk: load the halo; for each of the source's shifts: the products
 //
-// Portions (kPortioned) are split-K for small volumes, which have fewer tiles than the GPU has
+// Portions (Division::kBlocks) are split-K for small volumes, which have fewer tiles than the GPU has
 // multiprocessors. Blocks divide the chunks of a tile, and each stores partial sums, in the order of y, for
 // the launch that adds them up (reduce_gradients.cuh).
 //
-// Spread (kSpread) is split-K for the last wave only, because tiles seldom fill whole waves of all
-// multiprocessors. Every block first takes the same number of whole tiles; the chunks of the remaining tiles
-// are divided into shares of equal cost. A block whose share covers only a piece of a tile stores its partial
-// sums for the launch that adds them up and writes the outputs (halo_add.cuh).
+// Shares (Division::kLastTiles) are split-K for the last wave only, because tiles seldom fill whole waves of
+// all multiprocessors. Every block first takes the same number of whole tiles; the chunks of the remaining
+// tiles are divided into shares of equal cost. A block whose share covers only a piece of a tile stores its
+// partial sums for the launch that adds them up and writes the outputs (halo_add.cuh).
 //
 // Roles in a block: producers (the first warpgroups) fill a ring of halo stages; one producer warp fills a
-// ring of weight panels with the copy engine or, if all panels of the column tile fit (kResident), one
-// producer thread loads them once; consumers multiply and store. Blocks are persistent: while consumers store
-// a tile, producers load the next.
+// ring of weight panels with the copy engine or, if all panels of the column tile fit (Weights::kResident),
+// one producer thread loads them once; consumers multiply and store. Blocks are persistent: while consumers
+// store a tile, producers load the next.
 //
 // The terms field, unit, panel, pattern, chunk and column tile are explained in halo_layout.cuh. This file
 // has the consumers' loops. The other files, from the outside in:
 //
+// - halo_choices.cuh: the four questions that a build answers
 // - halo_tile.cuh: the part of the problem that a block works on
 // - halo_shared.cuh: the layout of shared memory
 // - halo_loaders.cuh: the producers' loop, with halo_positions.cuh, halo_vectors.cuh and halo_copies.cuh for
@@ -56,16 +57,16 @@
 // - halo_pieces.cuh and halo_add.cuh: tiles whose chunks several blocks divide
 // - halo_products.cuh: matrix instructions
 // - halo_sums.cuh: accumulators
-// - halo_stores.cuh, halo_images.cuh, halo_words.cuh and halo_joint.cuh: stores of outputs
+// - halo_stores.cuh, halo_images.cuh, halo_words.cuh and halo_long_runs.cuh: stores of outputs
 // - halo_moments.cuh: moments of the outputs for a norm layer
 #pragma once
 
 #include "halo_add.cuh"
 #include "halo_divided.cuh"
 #include "halo_images.cuh"
-#include "halo_joint.cuh"
 #include "halo_lines.cuh"
 #include "halo_loaders.cuh"
+#include "halo_long_runs.cuh"
 #include "halo_moments.cuh"
 #include "halo_panels.cuh"
 #include "halo_products.cuh"
@@ -75,6 +76,7 @@ namespace tconv3d {
 
 template <class Config>
 struct Halo {
+  using Choices = HaloChoices<Config>;
   using Layout = HaloLayout<Config>;
   using Shared = HaloShared<Config>;
   using Tile = HaloTile<Config>;
@@ -87,17 +89,20 @@ struct Halo {
   using Stores = HaloStores<Config>;
   using Images = HaloImages<Config>;
   using Lines = HaloLines<Config>;
-  using Joint = HaloJoint<Config>;
+  using LongRuns = HaloLongRuns<Config>;
   using AllMoments = HaloMoments<Config>;
   static constexpr bool kStrict = Config::kHalves == 2;
   // The loop over shifts is unrolled where stores are short: this saves 1 to 4% of the time on an H200, and
   // costs time in other builds.
-  static constexpr bool kShort = Config::kCopied && Config::kResident && !Config::kMarch;
-  static constexpr int kUnrolled = Config::kBuffers > 0 || kShort ? 16 : Config::kUnrolledShifts;
+  static constexpr bool kShort =
+      Choices::kCopiesRows && Config::kWeights == Weights::kResident && !Config::kMarch;
+  static constexpr int kUnrolled =
+      Config::kOutput == Output::kImages || kShort ? 16 : Config::kUnrolledShifts;
   // Whether products with planes above or below the input, which are all zero, are skipped. Builds with few
   // such products do not test for them.
   static constexpr bool kSkips =
-      Config::kSpread || (Config::kCopied && !Config::kResident && !Config::kMarch);
+      Config::kDivision == Division::kLastTiles ||
+      (Choices::kCopiesRows && Config::kWeights != Weights::kResident && !Config::kMarch);
 
   // Returns the slabs for which a shift along d reads planes inside the input, as a mask: bit m stands for
   // slab m.
@@ -120,7 +125,7 @@ struct Halo {
   // panels are waited for.
   template <int kPattern>
   static __device__ __forceinline__ unsigned panel_of(const Consumer& me, int source, int chunk, int shift) {
-    if constexpr (Config::kResident) {
+    if constexpr (Config::kWeights == Weights::kResident) {
       return me.shared.panels() + Layout::chunk_start(source, chunk) +
              Layout::rows_before(source, kPattern) * Layout::kPartBytes +
              shift * Layout::panel_bytes(kPattern);
@@ -141,7 +146,7 @@ struct Halo {
     constexpr int kPanels = Config::kPanelsAtOnce;
     const int line = args.halo.w * args.items, sheet = args.halo.h * line;
     for (int shift = first_shift; shift < last_shift; shift += kPanels) {
-      if constexpr (Config::kDivided) {
+      if constexpr (Config::kDivision == Division::kConsumers) {
         if (!HaloDivided<Config>::own_panel(me)) continue;
       }
       const int count = kPanels == 1 || last_shift - shift == 1 ? 1 : 2;
@@ -151,7 +156,7 @@ struct Halo {
       for (int i = 0; i < kPanels; ++i) {
         if (i >= count) break;
         const unsigned panel = panel_of<kPattern>(me, source, chunk, shift + i - first_shift);
-        if constexpr (!Config::kResident) {
+        if constexpr (Config::kWeights != Weights::kResident) {
           slots[i] = me.slots.index;
           me.slots.advance();
         }
@@ -175,7 +180,7 @@ struct Halo {
       for (int i = 0; i < kPanels; ++i) {
         if (i >= count) break;
         me.announce_lead();
-        if constexpr (!Config::kResident) {
+        if constexpr (Config::kWeights != Weights::kResident) {
           me.finished.slot = slots[i];
           me.release();
         }
@@ -194,9 +199,9 @@ struct Halo {
                                                          int source, int first, int end, bool last_pass) {
     const unsigned group_bytes = args.group_rows * Config::kRowBytes;
     const int line = args.halo.w * args.items;
-    const int sheet = Config::kSpread ? args.sheet_rows : args.halo.h * line;
+    const int sheet = Config::kDivision == Division::kLastTiles ? args.sheet_rows : args.halo.h * line;
     typename Tile::Shifts own[Config::kPatterns];
-    if constexpr (Config::kSpread) {
+    if constexpr (Config::kDivision == Division::kLastTiles) {
       static_for<Config::kPatterns>(
           [&](auto p) { own[p] = Tile::Shifts::of(args, me.depth, me.depths, me.variant, source, p); });
     }
@@ -215,7 +220,7 @@ struct Halo {
       static_for<Config::kPatterns>([&](auto p) {
         constexpr int kPattern = decltype(p)::value;
         const int first_shift = Layout::first_shift(source, kPattern);
-        const int last_shift = Config::kSpread
+        const int last_shift = Config::kDivision == Division::kLastTiles
                                    ? own[kPattern].end
                                    : first_shift + Layout::own_shifts(me.variant, source, kPattern);
         if constexpr (kStrict) {
@@ -224,8 +229,9 @@ struct Halo {
           return;
         }
 #pragma unroll kUnrolled
-        for (int shift = Config::kSpread ? own[kPattern].first : first_shift; shift < last_shift; ++shift) {
-          if constexpr (Config::kDivided) {
+        for (int shift = Config::kDivision == Division::kLastTiles ? own[kPattern].first : first_shift;
+             shift < last_shift; ++shift) {
+          if constexpr (Config::kDivision == Division::kConsumers) {
             if (!HaloDivided<Config>::own_panel(me)) continue;
           }
           const unsigned panel = panel_of<kPattern>(me, source, chunk, shift - first_shift);
@@ -246,15 +252,15 @@ struct Halo {
           ptx::matrix_wait<1>();
           me.release();
           me.announce_lead();
-          if constexpr (!Config::kResident) {
+          if constexpr (Config::kWeights != Weights::kResident) {
             me.finished.slot = me.slots.index;
             me.slots.advance();
           }
         }
       });
       if (last_pass) me.finished.stage = me.stages.index;
-      if constexpr (Config::kDivided) {  // A consumer that divides K may have no panel in the next chunk, so
-                                         // it releases the stage here.
+      if constexpr (Config::kDivision == Division::kConsumers) {
+        // A consumer that divides K may have no panel in the next chunk, so it releases the stage here.
         ptx::matrix_wait<0>();
         me.release();
       }
@@ -298,7 +304,7 @@ struct Halo {
     ptx::matrix_wait<0>();
     Accumulators::pin(sums);
     me.release();
-    if constexpr (Config::kSpread) me.end_lead();
+    if constexpr (Config::kDivision == Division::kLastTiles) me.end_lead();
   }
 
   static __device__ __forceinline__ void consume(const Args& args, const Shared& shared, int consumer,
@@ -307,7 +313,7 @@ struct Halo {
     Sums sums;
     [[maybe_unused]] typename Accumulators::Kept bias;
     if constexpr (Accumulators::kKeepsBias) bias = Accumulators::Kept::load(args, lane);
-    if constexpr (Config::kResident) ptx::barrier_wait(shared.panels_full(), 0);
+    if constexpr (Config::kWeights == Weights::kResident) ptx::barrier_wait(shared.panels_full(), 0);
     for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
       const Place at = work.place(args);
       me.variant = at.variant();
@@ -319,48 +325,49 @@ struct Halo {
         Slab slabs[Config::kSlabs];
 #pragma unroll
         for (int m = 0; m < Config::kSlabs; ++m) {
-          const int first = Config::kDivided ? pass : pass * Config::kConsumers + consumer;
+          const int first =
+              Config::kDivision == Division::kConsumers ? pass : pass * Config::kConsumers + consumer;
           slabs[m] = Tile::slab(args, first * Config::kSlabs + m);
         }
         typename Lines::Pairs pairs;
-        if constexpr (Config::kLines) Lines::find(args, slabs, warp, lane, pairs);
+        if constexpr (Config::kInput == Input::kLines) Lines::find(args, slabs, warp, lane, pairs);
         typename Accumulators::Start start;
         if constexpr (Accumulators::kKeepsBias) {
           start = bias.of(at);
         } else {
           start = Accumulators::Start::load(args, at, lane);
         }
-        if (Config::kDivided && consumer > 0) start = {};
+        if (Config::kDivision == Division::kConsumers && consumer > 0) start = {};
         Accumulators::start_fields(args, start, sums);
         const int fed = Tile::fed_planes(args, at);
         typename Images::Rows rows;
-        if constexpr (Config::kBuffers > 0) rows = Images::rows(args, at, slabs[0], me);
+        if constexpr (Config::kOutput == Output::kImages) rows = Images::rows(args, at, slabs[0], me);
         typename AllMoments::Marching moments;
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
           moments.start(args, at, slabs, warp, lane);
         }
-        typename Joint::Waiting waiting;  // kJoint: outputs of the previous step that are not written yet
+        typename LongRuns::Waiting waiting;  // outputs of the previous step that are not written yet
         for (int plane = 0; plane < at.planes; ++plane) {
-          if constexpr (Config::kLines) {
+          if constexpr (Config::kInput == Input::kLines) {
             if (plane < fed) {
               Lines::multiply(args, at, me, sums, pairs, at.first_plane + plane, [&](auto turn) {
-                if constexpr (Joint::kLater) {
-                  Joint::template write_between<decltype(turn)::value, Lines::kStepTurns>(args, me, pairs,
-                                                                                          waiting);
+                if constexpr (LongRuns::kLater) {
+                  LongRuns::template write_between<decltype(turn)::value, Lines::kStepTurns>(args, me, pairs,
+                                                                                             waiting);
                 }
               });
-            } else if constexpr (Joint::kLater) {
-              Joint::write_all(args, me, pairs, waiting);
+            } else if constexpr (LongRuns::kLater) {
+              LongRuns::write_all(args, me, pairs, waiting);
             }
-          } else if constexpr (Config::kInRegisters) {
+          } else if constexpr (Config::kInput == Input::kInRegisters) {
             if (plane < fed) HaloRegisters<Config>::multiply(args, me, sums, slabs);
           } else {
             if (!Config::kMarch || plane < fed) multiply(args, me, sums, slabs, at, pass == args.passes - 1);
           }
-          if constexpr (Config::kDivided) {
+          if constexpr (Config::kDivision == Division::kConsumers) {
             if (!HaloDivided<Config>::join(me, sums)) continue;
           }
-          if constexpr (Config::kSpread) {
+          if constexpr (Config::kDivision == Division::kLastTiles) {
             if (!at.whole()) {
               const int piece = at.slot() * Config::kConsumers + consumer;
               HaloPieces<Config>::leave(args, piece * Config::kSlabs, 32 * warp + lane, sums);
@@ -374,14 +381,14 @@ struct Halo {
             const long long slot = AllMoments::slot(args, at, at.tile, pass, 4 * consumer + warp);
             AllMoments::leave(args, at, sums, slabs, slot, warp, lane);
           }
-          if constexpr (Config::kJoint) {
-            Joint::take(args, at, sums, at.first_plane + plane, waiting);
-            if constexpr (!Joint::kLater) Joint::write_all(args, me, pairs, waiting);
-          } else if constexpr (Config::kLines && sizeof(typename Config::Scalar) == 2) {
+          if constexpr (Config::kOutput == Output::kLongRuns) {
+            LongRuns::take(args, at, sums, at.first_plane + plane, waiting);
+            if constexpr (!LongRuns::kLater) LongRuns::write_all(args, me, pairs, waiting);
+          } else if constexpr (Config::kInput == Input::kLines && sizeof(typename Config::Scalar) == 2) {
             HaloWords<Config>::store(args, at, me, sums, pairs, at.first_plane + plane);
-          } else if constexpr (Config::kLines) {
+          } else if constexpr (Config::kInput == Input::kLines) {
             Lines::store(args, at, me, sums, pairs, at.first_plane + plane);
-          } else if constexpr (Config::kBuffers > 0) {
+          } else if constexpr (Config::kOutput == Output::kImages) {
             Images::store(args, at, me, sums, rows, plane);
           } else {
             Stores::store_outputs(args, at, me, sums, slabs, at.first_plane + plane);
@@ -391,7 +398,7 @@ struct Halo {
         if constexpr (Config::Epilogue::kLeavesMoments && Config::kMarch) {
           moments.store(args, at, 4 * consumer + warp, lane);
         }
-        if constexpr (Config::kJoint) Joint::write_all(args, me, pairs, waiting);
+        if constexpr (Config::kOutput == Output::kLongRuns) LongRuns::write_all(args, me, pairs, waiting);
       }
     }
   }
@@ -399,6 +406,7 @@ struct Halo {
 
 template <class Config>
 __device__ __forceinline__ void run_roles(const Args& args) {
+  using Choices = HaloChoices<Config>;
   using Shared = HaloShared<Config>;
   const Shared shared{ptx::shared_address(dynamic_shared<unsigned char>())};
   // The shuffle broadcasts lane 0's value, so that the compiler knows the warp index to be warp-uniform.
@@ -408,22 +416,21 @@ __device__ __forceinline__ void run_roles(const Args& args) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // The next launch, which adds up portions, pieces or moments, may begin now: it waits for this launch
   // before it reads them.
-  if constexpr (Config::kPortioned || Config::kSpread || Config::Epilogue::kLeavesMoments)
-    ptx::launch_dependents();
+  if constexpr (Choices::kDividesTiles || Config::Epilogue::kLeavesMoments) ptx::launch_dependents();
   if (threadIdx.x == 0) shared.start_barriers();
   if (args.whole_lines) shared.clear_stages();
   __syncthreads();
 
   if (threadIdx.x < Shared::kProducerThreads) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    if constexpr (Config::kLines) {
+    if constexpr (Config::kInput == Input::kLines) {
       if (threadIdx.x == 0) HaloPanels<Config>::load_all(args, shared);
       if (warp == 1) {
         HaloLines<Config>::copy(args, shared, lane);
-      } else if constexpr (Config::kJoint) {
-        HaloJoint<Config>::store(args, shared, warp == 0 ? 0 : warp - 1, lane);
+      } else if constexpr (Config::kOutput == Output::kLongRuns) {
+        HaloLongRuns<Config>::store(args, shared, warp == 0 ? 0 : warp - 1, lane);
       }
-    } else if constexpr (Config::kResident) {
+    } else if constexpr (Config::kWeights == Weights::kResident) {
       if (threadIdx.x == 0) HaloPanels<Config>::load_all(args, shared);
       HaloLoaders<Config>::load(args, shared, warp, lane);
     } else if (warp == 0) {

@@ -1,5 +1,5 @@
-// Adds up the pieces of tiles that blocks of the halo kernel divided among them (kSpread), in the order of
-// their chunks, and stores the outputs as the halo kernel would have.
+// Adds up the pieces of tiles that blocks of the halo kernel divided among them (Division::kLastTiles), in
+// the order of their chunks, and stores the outputs as the halo kernel would have.
 //
 // The grid has one block for every share but the last (blockIdx.x) and every slab (blockIdx.y). A block takes
 // the tile that its share begins and does not end.

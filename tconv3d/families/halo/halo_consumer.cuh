@@ -15,11 +15,11 @@ struct HaloConsumer : HaloStores<Config>::Writer {
   Shared shared;
   int index;
   Ring<Config::kStages> stages;
-  Ring<Config::kResident ? 1 : Config::kSlots> slots;
-  Ring<Shared::kJointBuffers> images;
+  Ring<Config::kWeights == Weights::kResident ? 1 : Config::kSlots> slots;
+  Ring<Config::kLongRunBuffers> images;
   int variant;  // variant of the tile at hand
   int depth;    // first position of the tile along d
-  int depths;   // kSpread: planes of positions that the tile touches
+  int depths;   // Division::kLastTiles: planes of positions that the tile touches
   int panel;    // panels multiplied so far in this tile (when marching, in this plane)
   unsigned lead_parity = 0, join_parity = 0;
   int turn = 0;  // panels seen by this consumer since the kernel began

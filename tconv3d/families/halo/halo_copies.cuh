@@ -4,8 +4,8 @@
 // All copies of a stage are in flight at once and take no registers for their data, so that a few warps
 // suffice and consumers get the registers. The copied data are operands as tensor cores take them (kOperands:
 // 16-bit types, or a tensor that the previous launch has rounded), or float32 values. Loaders round float32
-// values in shared memory after they have arrived; with kInRegisters consumers round them on the way to the
-// matrix instructions.
+// values in shared memory after they have arrived; with Input::kInRegisters consumers round them on the way
+// to the matrix instructions.
 //
 // In one turn, a warp takes 32 rows, and kLanes neighbouring lanes copy one row. The source of a row is
 // looked up in a table; its target is a constant of the lane plus an offset that is the same for all lanes.
@@ -18,6 +18,7 @@ namespace tconv3d {
 
 template <class Config>
 struct HaloCopies {
+  using Choices = HaloChoices<Config>;
   using Layout = HaloLayout<Config>;
   using Scalar = typename Config::Scalar;
   using Tile = HaloTile<Config>;
@@ -27,8 +28,8 @@ struct HaloCopies {
   static constexpr int kShares = 1, kTurns = 1, kRows = 32;
   // kLanes lanes copy a row, and a warp copies kAtOnce rows by one instruction.
   static constexpr int kLanes = Layout::kRowPieces, kAtOnce = 32 / kLanes;
-  static_assert(Layout::kDense || !Config::kCopied, "slots of a row are neighbouring channels");
-  static_assert(Config::kStageRows % kRows == 0 || !Config::kCopied, "whole turns");
+  static_assert(Layout::kDense || !Choices::kCopiesRows, "slots of a row are neighbouring channels");
+  static_assert(Config::kStageRows % kRows == 0 || !Choices::kCopiesRows, "whole turns");
 
   // The source of a row of the halo.
   struct Source {
@@ -45,7 +46,7 @@ struct HaloCopies {
     table()[turn * kRows + lane] = find_row(args, at, source, turn * kRows + lane);
   }
   static __device__ __forceinline__ Source find_row(const Args& args, const Place& at, int source, int row) {
-    if constexpr (Config::kSpread) {
+    if constexpr (Config::kDivision == Division::kLastTiles) {
       if (args.step_rows > 0) return find_row_of_run(args, at, row);
     }
     const auto in = Tile::row_place(args, row + at.start);

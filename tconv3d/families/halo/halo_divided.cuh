@@ -1,6 +1,6 @@
-// Split-K between the two consumers of a block of the halo kernel (kDivided): both have the same slabs, and
-// take turns at the panels. At the end the second hands its sums to the first, which stores. For layers with
-// few positions this makes twice as many tiles, each in half the time.
+// Split-K between the two consumers of a block of the halo kernel (Division::kConsumers): both have the same
+// slabs, and take turns at the panels. At the end the second hands its sums to the first, which stores. For
+// layers with few positions this makes twice as many tiles, each in half the time.
 #pragma once
 
 #include "halo_consumer.cuh"
@@ -18,10 +18,10 @@ struct HaloDivided {
   // Returns whether the next panel is this consumer's; if not, its slot is skipped. The number of slots is
   // even, so that a consumer always uses the same slots and sees every phase of their barriers.
   static __device__ __forceinline__ bool own_panel(Consumer& me) {
-    static_assert(Config::kResident || (Config::kSlots % 2 == 0 && Config::kSlots > 2),
+    static_assert(Config::kWeights == Weights::kResident || (Config::kSlots % 2 == 0 && Config::kSlots > 2),
                   "slots of a consumer");
     if (me.turn++ % 2 == me.index) return true;
-    if constexpr (!Config::kResident) me.slots.advance();
+    if constexpr (Config::kWeights != Weights::kResident) me.slots.advance();
     return false;
   }
 

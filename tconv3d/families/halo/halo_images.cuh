@@ -1,4 +1,4 @@
-// How the halo kernel's consumers store rows of outputs that begin at any address (kBuffers > 0).
+// How the halo kernel's consumers store rows of outputs that begin at any address (Output::kImages).
 //
 // A row of outputs whose length is no multiple of 16 bytes has no aligned vectors that a warp could store
 // directly from its registers, and stores of single outputs are many and write partial sectors. Each
@@ -42,12 +42,12 @@ struct HaloImages {
   static constexpr int kAtOnce = 32 / kLanes;             // images that a warp reads by one load
   static constexpr int kTurns = (kVectors + kLanes - 1) / kLanes;
   // Blocks of 4 * kAtOnce channels: the four warps read one block by one load each.
-  static constexpr int kBlocks = Config::kOutTile / (4 * kAtOnce);
-  static constexpr int kLoads = kRows * kBlocks * kTurns;
+  static constexpr int kChannelBlocks = Config::kOutTile / (4 * kAtOnce);
+  static constexpr int kLoads = kRows * kChannelBlocks * kTurns;
   static constexpr int kBatch = kTurns < 3 ? 4 : kTurns;  // loads in flight at once: whole images
   // The ends of an image are stored by kVector lanes, as many as a vector has outputs.
-  static constexpr int kImages = Config::kOutTile * kRows;
-  static constexpr int kEndTurns = (kImages * kVector + 127) / 128;
+  static constexpr int kEnds = Config::kOutTile * kRows;
+  static constexpr int kEndTurns = (kEnds * kVector + 127) / 128;
 
   // A consumer's part of a line of positions in a tile, with the addresses of the lane, computed once per
   // tile.
@@ -123,7 +123,7 @@ struct HaloImages {
   template <int kGroup, int kField>
   static __device__ __forceinline__ void store_plane(const Args& args, const Place& at, Writer& me,
                                                      const Sums& sums, const Rows& rows, long long further) {
-    static_assert(Config::kBuffers == 2, "one is read, one written");
+    static_assert(Config::kImageBuffers == 2, "one is read, one written");
     static_assert(kVectors >= 16 && Config::kOutTile % (4 * kAtOnce) == 0, "lanes have a part of an image");
     unsigned char* images = me.buffers + me.buffer * Shared::kBufferBytes;
     me.buffer ^= 1;
@@ -205,13 +205,13 @@ struct HaloImages {
       uint4 vectors[kBatch];
 #pragma unroll
       for (int i = done; i < done + kBatch && i < kLoads; ++i) {
-        const int turn = i % kTurns, block = i / kTurns % kBlocks, row = i / kTurns / kBlocks;
+        const int turn = i % kTurns, block = i / kTurns % kChannelBlocks, row = i / kTurns / kChannelBlocks;
         vectors[i - done] = *reinterpret_cast<const uint4*>(
             from + row * Shared::kRowPitch + turn * kLanes * 16 + block * 4 * kAtOnce * Shared::kImagePitch);
       }
 #pragma unroll
       for (int i = done; i < done + kBatch && i < kLoads; ++i) {
-        const int turn = i % kTurns, block = i / kTurns % kBlocks, row = i / kTurns / kBlocks;
+        const int turn = i % kTurns, block = i / kTurns % kChannelBlocks, row = i / kTurns / kChannelBlocks;
         unsigned char* behind =
             rows.vector + (further + row * row_bytes(args) + block * 4 * kAtOnce * channel_bytes(args));
         const int beside = static_cast<int>(low(behind) % 16);

@@ -26,11 +26,12 @@
 //
 // Packed weights: [column tile][source][chunk][pattern, shift in it][half][unit, field, channel: a
 // row][kPartBytes, swizzled], in the order of consumption, so that a panel is one linear copy. Several small
-// groups in one tile share the rows: each has its own steps of the part. With kInRegisters the channels of a
-// row are in the order in which lanes hold them (pack.cuh).
+// groups in one tile share the rows: each has its own steps of the part. With Input::kInRegisters the
+// channels of a row are in the order in which lanes hold them (pack.cuh).
 #pragma once
 
 #include "operands.cuh"
+#include "ptx_hopper.cuh"
 
 namespace tconv3d {
 
@@ -75,7 +76,7 @@ struct HaloLayout {
   // The output channels of a field are mapped to its columns as follows. A lane's accumulators hold two of
   // every 8 columns. For channels-last outputs (kLaneChannels > 2) each lane gets neighbouring channels of a
   // block of columns; blocks are as large as still fit the field. For kLaneChannels == 1 a lane has every
-  // fourth channel, as the images of long runs need it (halo_joint.cuh).
+  // fourth channel, as the images of long runs need it (halo_long_runs.cuh).
   //
   // block_channels() returns how many neighbouring channels a lane has in the block that begins at column
   // `first`.

@@ -1,12 +1,12 @@
-// The halo kernel on input as it lies in memory (kLines): marches over contiguous tensors.
+// The halo kernel on input as it lies in memory (Input::kLines): marches over contiguous tensors.
 //
 // A tile has whole lines, so that its halo is one run of memory for every channel and plane, which the copy
 // engine brings to a stage: [channel][line, w], channels a pitch apart. No warp transposes it. Consumers load
 // the first operand out of the stage into registers, at any shift, and round it there. Rows of an operand in
 // registers may be any positions: a lane takes a pair of neighbours, so that its sums are neighbouring
 // outputs of a channel (four with both phases along w), which it stores directly without scratch (or, where
-// rows of outputs begin at any address, as halo_joint.cuh says). Words that several shifts along w read are
-// loaded once, and all units of these shifts multiply out of the same registers.
+// rows of outputs begin at any address, as halo_long_runs.cuh says). Words that several shifts along w read
+// are loaded once, and all units of these shifts multiply out of the same registers.
 //
 // With 16-bit types a word of a stage has two neighbouring positions of a channel, whereas an operand needs
 // one position of two channels: a lane loads the words of four positions and four channels, and regroups
@@ -39,9 +39,10 @@ struct HaloLines {
   static constexpr int kUnitColumns = Layout::kUnitColumns;
   static constexpr int kItem = sizeof(Scalar), kWordItems = 4 / kItem;
   static constexpr int kWoven = Shared::kWoven;  // slabs that share every 2 * kWoven positions in sequence
-  static_assert(!Config::kLines || kItem == 4 || (Config::kSlabs % 2 == 0 && !Config::kGather),
+  static_assert(Config::kInput != Input::kLines || kItem == 4 ||
+                    (Config::kSlabs % 2 == 0 && !Config::kGather),
                 "16 bits march forward, two slabs at a time");
-  static_assert(!Config::kLines || (Config::kReadStepW & (Config::kReadStepW - 1)) == 0,
+  static_assert(Config::kInput != Input::kLines || (Config::kReadStepW & (Config::kReadStepW - 1)) == 0,
                 "two positions read from a multiple of the vectors that load() takes");
 
   // Returns the pitch of channels in a stage in 32-bit words: a multiple of 32 plus 8, so that the four

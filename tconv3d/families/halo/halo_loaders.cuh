@@ -9,6 +9,7 @@ namespace tconv3d {
 
 template <class Config>
 struct HaloLoaders {
+  using Choices = HaloChoices<Config>;
   using Layout = HaloLayout<Config>;
   using Scalar = typename Config::Scalar;
   using Shared = HaloShared<Config>;
@@ -17,19 +18,16 @@ struct HaloLoaders {
 
   using Copies = HaloCopies<Config>;
   using Batch = typename Choose<
-      Config::kCopied, Copies,
+      Choices::kCopiesRows, Copies,
       typename Choose<Config::kUnitC, BatchByChannel<Config>, BatchByPosition<Config>>::type>::type;
   // Whether the build may load the input by 16-byte vectors along w; args.vectors says whether a launch does.
   // Float32 input is loaded position by position, which is faster on an H200.
   static constexpr bool kMayHaveVectors =
-      sizeof(Scalar) == 2 && !Config::kUnitC && !Config::kCopied && Config::kReadStepW == Config::kParts;
+      sizeof(Scalar) == 2 && !Config::kUnitC && !Choices::kCopiesRows && Config::kReadStepW == Config::kParts;
 
   // Whether the build may load two neighbouring positions at once; args.pairs says whether a launch does.
-  static constexpr bool kMayHavePairs = sizeof(Scalar) == 2 && !Config::kUnitC && !Config::kCopied &&
+  static constexpr bool kMayHavePairs = sizeof(Scalar) == 2 && !Config::kUnitC && !Choices::kCopiesRows &&
                                         Config::kParts == 1 && Config::kReadStepW == 1 && Layout::kDense;
-
-  // Whether a place may have a part of the chunks only.
-  static constexpr bool kPartly = Config::kPortioned || Config::kSpread;
 
   static constexpr int kTurns = (Config::kStageRows + Batch::kRows - 1) / Batch::kRows * Batch::kShares;
   static constexpr int kRound = Shared::kLoaderWarps * Batch::kTurns;
@@ -71,7 +69,7 @@ struct HaloLoaders {
       __syncwarp();
       chunk = at.first_chunk();
       run = at.start;
-      if constexpr (kPartly) {
+      if constexpr (Choices::kDividesTiles) {
         first_chunk = chunk;
         end_chunk = at.end_chunk();
       }
@@ -86,8 +84,8 @@ struct HaloLoaders {
       if constexpr (Layout::kDense) {
         x += Layout::kPartItems * static_cast<int>(sizeof(Scalar)) * args.x_stride.c;
       }
-      if (++chunk < (kPartly ? end_chunk : Layout::kChunks)) return true;
-      chunk = kPartly ? first_chunk : 0;
+      if (++chunk < (Choices::kDividesTiles ? end_chunk : Layout::kChunks)) return true;
+      chunk = Choices::kDividesTiles ? first_chunk : 0;
       if constexpr (Config::kSources > 1) {
         if (++source < Config::kSources) {
           find(args);
@@ -145,7 +143,7 @@ struct HaloLoaders {
   // issued as soon as it is free. Copies arrive at the stage's barrier by themselves, unless the values have
   // to be rounded first.
   static __device__ __forceinline__ void copy(const Args& args, const Shared& shared, int warp, int lane) {
-    if constexpr (Config::kAfterRows) ptx::wait_for_previous_launch();
+    if constexpr (Config::kInput == Input::kRewritten) ptx::wait_for_previous_launch();
     Ring<Config::kStages> ring;
     const auto own = Copies::Lane::of(lane);
     Course<Copies> course;
@@ -180,7 +178,7 @@ struct HaloLoaders {
   }
 
   static __device__ __forceinline__ void load(const Args& args, const Shared& shared, int warp, int lane) {
-    if constexpr (Config::kCopied) {
+    if constexpr (Choices::kCopiesRows) {
       copy(args, shared, warp, lane);
       return;
     }
@@ -196,7 +194,7 @@ struct HaloLoaders {
         return;
       }
     }
-    if constexpr (!Config::kCopied) load<Batch>(args, shared, warp, lane);
+    if constexpr (!Choices::kCopiesRows) load<Batch>(args, shared, warp, lane);
   }
 };
 

@@ -57,7 +57,7 @@ struct HaloPanels {
               const unsigned bytes = Layout::panel_bytes(p);
               int shifts = Layout::own_shifts(at.variant(), source, p);
               [[maybe_unused]] int after = 0;
-              if constexpr (Config::kSpread) {
+              if constexpr (Config::kDivision == Division::kLastTiles) {
                 const auto own = Tile::Shifts::of(args, at.d, at.depths, at.variant(), source, p);
                 const int before = own.first - Layout::first_shift(source, p), count = own.end - own.first;
                 from += before * bytes;
@@ -69,7 +69,7 @@ struct HaloPanels {
                 ptx::barrier_arrive_expect(shared.slot_full(ring.index), bytes);
                 ptx::bulk_copy(shared.slot(ring.index), from, bytes, shared.slot_full(ring.index));
               }
-              if constexpr (Config::kSpread) from += after * bytes;
+              if constexpr (Config::kDivision == Division::kLastTiles) from += after * bytes;
             }
           }
           from += (Layout::kChunks - at.end_chunk()) * chunk_bytes;

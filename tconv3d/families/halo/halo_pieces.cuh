@@ -1,6 +1,6 @@
-// Pieces of tiles (kSpread): the partial sums over some chunks of a tile. A block of the halo kernel stores
-// them in the order of its lanes' accumulators, slab by slab, and another launch adds them up and stores the
-// outputs (halo_add.cuh).
+// Pieces of tiles (Division::kLastTiles): the partial sums over some chunks of a tile. A block of the halo
+// kernel stores them in the order of its lanes' accumulators, slab by slab, and another launch adds them up
+// and stores the outputs (halo_add.cuh).
 #pragma once
 
 #include "halo_sums.cuh"

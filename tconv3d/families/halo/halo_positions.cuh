@@ -40,7 +40,7 @@ struct HaloPositions {
   // faster, so that neighbouring lanes store to different banks.
   static __device__ __forceinline__ Position position(const Args& args, const Place& at, int source,
                                                       int index) {
-    if constexpr (Config::kSpread) {
+    if constexpr (Config::kDivision == Division::kLastTiles) {
       if (args.step_rows > 0) return position_of_run(args, at, index);
     }
     const int place = (index >> args.near_bits) + at.start, near = index & ((1 << args.near_bits) - 1);
@@ -76,8 +76,8 @@ struct HaloPositions {
     return items * static_cast<long long>(sizeof(Scalar)) * 65536 + (parts << 13 | row);
   }
 
-  // Returns a position of a run that crosses planes (kSpread): the halo has a sheet for every displacement
-  // along d, which holds the run's rows displaced by this number of planes.
+  // Returns a position of a run that crosses planes (Division::kLastTiles): the halo has a sheet for every
+  // displacement along d, which holds the run's rows displaced by this number of planes.
   static __device__ __forceinline__ Position position_of_run(const Args& args, const Place& at, int index) {
     if (index >= args.loaded) return kNowhere;
     const auto from = Tile::run_input(args, at, index);

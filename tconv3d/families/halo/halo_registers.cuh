@@ -1,5 +1,5 @@
-// The halo kernel with a first operand that passes through the consumers' registers (kInRegisters): marches
-// over channels-last input in TF32.
+// The halo kernel with a first operand that passes through the consumers' registers (Input::kInRegisters):
+// marches over channels-last input in TF32.
 //
 // Float32 values that asynchronous copies bring past the producers' registers have to be rounded somewhere.
 // In-place rounding would wait for every stage to arrive and pass over shared memory twice, in few warps.
@@ -15,6 +15,7 @@ namespace tconv3d {
 
 template <class Config>
 struct HaloRegisters {
+  using Choices = HaloChoices<Config>;
   using Layout = HaloLayout<Config>;
   using Scalar = typename Config::Scalar;
   using Slab = typename HaloTile<Config>::Slab;
@@ -26,7 +27,7 @@ struct HaloRegisters {
   // Sets of registers: one is loaded while the others multiply.
   static constexpr int kSets = Config::kOperandSets;
   static constexpr int kShifts = Layout::first_shift(0, Config::kPatterns);
-  static_assert(!Config::kOperands || !Config::kInRegisters, "nothing is rounded twice");
+  static_assert(!Choices::kOperands || Config::kInput != Input::kInRegisters, "nothing is rounded twice");
   struct Operands {
     unsigned at[Config::kSlabs][Layout::kPartSteps][4];
   };
@@ -111,7 +112,7 @@ struct HaloRegisters {
   static __device__ __forceinline__ void multiply(const Args& args, Consumer& me, Sums& sums,
                                                   const Slab (&slabs)[Config::kSlabs]) {
     static_assert(Config::kSources == 1 && Config::kVariants == 1 && Config::kGroupsPerTile == 1 &&
-                      Config::kMarch && Config::kResident && Config::kIn % 16 == 0,
+                      Config::kMarch && Config::kWeights == Weights::kResident && Config::kIn % 16 == 0,
                   "whole blocks of channels, one after the other");
     Operands operands[kSets];
     Accumulators::pin(sums);

@@ -9,6 +9,7 @@ namespace tconv3d {
 
 template <class Config>
 struct HaloStores {
+  using Choices = HaloChoices<Config>;
   using Layout = HaloLayout<Config>;
   using Scalar = typename Config::Written;
   using Tile = HaloTile<Config>;
@@ -53,7 +54,7 @@ struct HaloStores {
     to.w = (at.w + w) * Config::kStrideW + Config::kOffset(at.variant(), 2);
     const int channel = at.first_group() * Config::kOut + at.first_out();
     to.start = (at.n + n) * args.y_stride.n + channel * args.y_stride.c + offset(args, to.d, to.h, to.w);
-    if constexpr (Config::kPortioned) to.start += at.portion * args.portion_pitch;
+    if constexpr (Config::kDivision == Division::kBlocks) to.start += at.portion * args.portion_pitch;
     return to;
   }
 
@@ -171,7 +172,7 @@ struct HaloStores {
   // Two phases along w of 16-bit outputs, where rows have an even length: a lane has both phases of a channel
   // in one 32-bit word, and 8 lanes have 8 neighbouring positions. They are stored directly: 32 bytes of a
   // channel, which is a sector.
-  static constexpr bool kInPlace = Config::kCopied && !Config::kMarch && !Config::kOutputUnitC &&
+  static constexpr bool kInPlace = Choices::kCopiesRows && !Config::kMarch && !Config::kOutputUnitC &&
                                    sizeof(Scalar) == 2 && Config::kPairs && Config::kStrideW == 2 &&
                                    Config::kPartner(0) >= 0;
   // A warp has two lines of positions. If these are near each other in memory (kExchanges), lanes exchange
@@ -184,11 +185,11 @@ struct HaloStores {
                                                         const Sums& sums, const Slab (&slabs)[Config::kSlabs],
                                                         int plane) {
     constexpr bool kAll = Config::kOut % Config::kOutTile == 0;
-    constexpr int kLines = kExchanges ? 1 : 2;  // lines that a lane stores
+    constexpr int kStoredLines = kExchanges ? 1 : 2;  // lines that a lane stores
     const int own = kExchanges ? me.lane % 4 / 2 * 4 : Accumulators::first_column(me.lane);
     const int left = Config::kOut - at.first_out() - own;
-    static_for<kLines * Config::kSlabs>([&](auto i) {
-      constexpr int kSlab = decltype(i)::value / kLines, kHalf = decltype(i)::value % kLines;
+    static_for<kStoredLines * Config::kSlabs>([&](auto i) {
+      constexpr int kSlab = decltype(i)::value / kStoredLines, kHalf = decltype(i)::value % kStoredLines;
       const int line = kExchanges ? me.lane % 2 : kHalf;
       const Target to = target(args, at, slabs[kSlab], plane, 16 * me.warp + 8 * line + me.lane / 4);
       static_for<Config::kFields>([&](auto field) {

@@ -9,6 +9,7 @@ namespace tconv3d {
 
 template <class Config>
 struct HaloSums {
+  using Choices = HaloChoices<Config>;
   using Layout = HaloLayout<Config>;
   using Scalar = typename Config::Scalar;
   using Place = typename HaloTile<Config>::Place;
@@ -23,7 +24,7 @@ struct HaloSums {
   // same time are four rows apart, so that the swizzle puts them into different banks.
   static __device__ __forceinline__ int row_of(int lane) {
     const int row = lane / 4;
-    return Config::kInRegisters && Config::kRowBytes == 128 ? row % 2 * 4 + row / 2 : row;
+    return Config::kInput == Input::kInRegisters && Config::kRowBytes == 128 ? row % 2 * 4 + row / 2 : row;
   }
 
   // Returns a zero that the compiler cannot know to be one. Adding it to an initial value makes a new value.
@@ -58,9 +59,9 @@ struct HaloSums {
   // more than two consumers leave too few registers. A load at the beginning of a tile would wait for the
   // stores of the previous tile.
   static constexpr bool kKeepsBias =
-      Config::kBias && Config::kCopied && !Config::kResident && sizeof(Scalar) == 2 && Config::kGroups == 1 &&
-      Config::kOutTiles * Config::kOutTile <= 256 && !Config::kMarch && !Config::kPortioned &&
-      !Config::kSpread && !Config::kDivided && Config::kConsumers == 2;
+      Config::kBias && Choices::kCopiesRows && Config::kWeights != Weights::kResident &&
+      sizeof(Scalar) == 2 && Config::kGroups == 1 && Config::kOutTiles * Config::kOutTile <= 256 &&
+      !Config::kMarch && Config::kDivision == Division::kNobody && Config::kConsumers == 2;
   struct Kept {
     static constexpr int kWords = Config::kOutTile / 8;
     unsigned words[Config::kOutTiles][kWords];
@@ -111,7 +112,7 @@ struct HaloSums {
         sums[m][column / 2 + e] = value;
         sums[m][column / 2 + 2 + e] = value;
         // The value is computed now, and not once more when it is needed.
-        if constexpr (Config::kBuffers > 0) {
+        if constexpr (Config::kOutput == Output::kImages) {
           ptx::pin(sums[m][column / 2 + e]);
           ptx::pin(sums[m][column / 2 + 2 + e]);
         }

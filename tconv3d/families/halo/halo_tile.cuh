@@ -2,6 +2,7 @@
 // consumers cut the tile into.
 #pragma once
 
+#include "halo_choices.cuh"
 #include "halo_layout.cuh"
 
 namespace tconv3d {
@@ -21,16 +22,16 @@ struct HaloTile {
     int piece;                // marching: index of the piece of the tile
     int start;                // first row of a run
     int portion, portions;    // index and number of the portions of the tile's chunks
-    int from, to;             // kSpread: range of chunks of the tile
-    int depths;               // kSpread: planes of positions that the tile touches
-    int share;                // kSpread: share that the piece belongs to
+    int from, to;             // Division::kLastTiles: range of chunks of the tile
+    int depths;               // Division::kLastTiles: planes of positions that the tile touches
+    int share;                // Division::kLastTiles: share that the piece belongs to
     __device__ __forceinline__ int variant() const { return column_tile % Config::kVariants; }
     __device__ __forceinline__ int first_group() const { return Layout::first_group(column_tile); }
     __device__ __forceinline__ int first_out() const { return Layout::first_out(column_tile); }
 
     // Sets the portion of a unit of work and returns the tile; portions of a tile follow each other.
     __device__ __forceinline__ int take_portion(const Args& args, int unit) {
-      if constexpr (!Config::kPortioned) return unit;
+      if constexpr (Config::kDivision != Division::kBlocks) return unit;
       const int tile = unit / args.portions;
       portion = unit - tile * args.portions;
       portions = args.portions;
@@ -38,26 +39,29 @@ struct HaloTile {
     }
     // The place has the chunks from first_chunk() to before end_chunk().
     __device__ __forceinline__ int first_chunk() const {
-      if constexpr (Config::kSpread) return from;
-      return Config::kPortioned ? portion * Layout::kChunks / portions : 0;
+      if constexpr (Config::kDivision == Division::kLastTiles) return from;
+      return Config::kDivision == Division::kBlocks ? portion * Layout::kChunks / portions : 0;
     }
     __device__ __forceinline__ int end_chunk() const {
-      if constexpr (Config::kSpread) return to;
-      return Config::kPortioned ? (portion + 1) * Layout::kChunks / portions : Layout::kChunks;
+      if constexpr (Config::kDivision == Division::kLastTiles) return to;
+      return Config::kDivision == Division::kBlocks ? (portion + 1) * Layout::kChunks / portions
+                                                    : Layout::kChunks;
     }
     // whole(): whether the place has all chunks of the tile. leads(): whether the other sums are added to its
     // sums, so that they start from the bias.
-    __device__ __forceinline__ bool whole() const { return !Config::kSpread || to - from == Layout::kChunks; }
+    __device__ __forceinline__ bool whole() const {
+      return Config::kDivision != Division::kLastTiles || to - from == Layout::kChunks;
+    }
     __device__ __forceinline__ bool leads() const {
-      if constexpr (Config::kSpread) return from == 0;
-      return !Config::kPortioned || portion == 0;
+      if constexpr (Config::kDivision == Division::kLastTiles) return from == 0;
+      return Config::kDivision != Division::kBlocks || portion == 0;
     }
     // Returns where the partial sums of a piece go. A share has at most one piece that does not begin its
     // tile, its first, and at most one that begins but does not end its tile, its last.
     __device__ __forceinline__ int slot() const { return 2 * share + (from == 0 ? 1 : 0); }
   };
 
-  // kSpread: returns where a share begins in the sequence of chunks.
+  // Division::kLastTiles: returns where a share begins in the sequence of chunks.
   static __device__ __forceinline__ int share_start(const Args& args, int share) {
     int left = share * args.share_cost, start = args.even;
 #pragma unroll
@@ -75,12 +79,12 @@ struct HaloTile {
   // cache lines of the input and at the ends of output lines. Shares of the rest let all blocks end together:
   // where a share begins inside a tile, two blocks compute the window's first planes.
   struct Work {
-    int next;      // next tile, or plane of positions (kMarch), or chunk (kSpread)
-    int from = 0;  // kSpread: first chunk of the share
-    int to = 0;    // kSpread: one past the last chunk of the share
+    int next;      // next tile, or plane of positions (kMarch), or chunk (Division::kLastTiles)
+    int from = 0;  // Division::kLastTiles: first chunk of the share
+    int to = 0;    // Division::kLastTiles: one past the last chunk of the share
 
     static __device__ __forceinline__ Work of_block(const Args& args) {
-      if constexpr (Config::kSpread) {
+      if constexpr (Config::kDivision == Division::kLastTiles) {
         const int block = static_cast<int>(blockIdx.x), first = block * Layout::kChunks;
         const int from = share_start(args, block);
         return {first < args.even ? first : from, from, share_start(args, block + 1)};
@@ -90,7 +94,7 @@ struct HaloTile {
       return {first < args.even ? first : args.even + share(args) * args.share};
     }
     __device__ __forceinline__ bool left(const Args& args) const {
-      if constexpr (Config::kSpread) return next < args.even || next < to;
+      if constexpr (Config::kDivision == Division::kLastTiles) return next < args.even || next < to;
       return turn() < end(args);
     }
     // Variants with their own shifts take different times: the longest come first, and the blocks that were
@@ -101,7 +105,7 @@ struct HaloTile {
       return round % 2 == 0 ? next : (2 * round + 1) * blocks - 1 - next;
     }
     __device__ __forceinline__ void advance(const Args& args) {
-      if constexpr (Config::kSpread) {
+      if constexpr (Config::kDivision == Division::kLastTiles) {
         if (next < args.even) {
           next += static_cast<int>(gridDim.x) * Layout::kChunks;
           if (next >= args.even) next = from;
@@ -150,8 +154,9 @@ struct HaloTile {
         at.column_tile = (own - rest * kTiles) * Config::kVariants + variant;
         at.piece = 0;
       } else {
-        const int own = at.take_portion(args, Config::kSpread ? next / Layout::kChunks : next);
-        if constexpr (Config::kSpread) {
+        const int own =
+            at.take_portion(args, Config::kDivision == Division::kLastTiles ? next / Layout::kChunks : next);
+        if constexpr (Config::kDivision == Division::kLastTiles) {
           const int first = own * Layout::kChunks;
           at.share = static_cast<int>(blockIdx.x);
           at.from = next - first;
@@ -161,7 +166,7 @@ struct HaloTile {
         at.column_tile = own - rest * Layout::kColumnTiles;
         at.piece = 0;
       }
-      if constexpr (Config::kSpread) {
+      if constexpr (Config::kDivision == Division::kLastTiles) {
         if (args.step_rows > 0) return run_place(args, at, rest);
       }
       int above = divide(rest, args.tiles_w);
@@ -169,7 +174,7 @@ struct HaloTile {
       rest = above;
       above = divide(rest, args.tiles_h);
       const int h = rest - above * static_cast<int>(args.tiles_h.divisor);
-      if constexpr (Config::kSpread) {
+      if constexpr (Config::kDivision == Division::kLastTiles) {
         rest = above;
         d = divide(rest, args.tiles_n);
         above = rest - d * static_cast<int>(args.tiles_n.divisor);
@@ -208,8 +213,8 @@ struct HaloTile {
       const int count = static_cast<int>(tiles.divisor);
       return tile + first < count ? tile + first : tile + first - count;
     }
-    // kSpread: returns the place of a tile that is a run of all lines of a batch item, wherever lines and
-    // planes end.
+    // Division::kLastTiles: returns the place of a tile that is a run of all lines of a batch item, wherever
+    // lines and planes end.
     static __device__ __forceinline__ Place run_place(const Args& args, Place at, int tile) {
       const int run = divide(tile, args.tiles_n);
       at.n = tile - run * static_cast<int>(args.tiles_n.divisor);
@@ -243,9 +248,9 @@ struct HaloTile {
     return {line, far * args.near + near, position - far_line * args.halo.w};
   }
 
-  // kSpread: the shifts of a pattern in a source by which some positions of a tile at this depth read planes
-  // inside the input, or one shift if there are none. Panels of other shifts are neither loaded nor
-  // multiplied. The shifts are a range, because a pattern's shifts are in the order of d.
+  // Division::kLastTiles: the shifts of a pattern in a source by which some positions of a tile at this depth
+  // read planes inside the input, or one shift if there are none. Panels of other shifts are neither loaded
+  // nor multiplied. The shifts are a range, because a pattern's shifts are in the order of d.
   struct Shifts {
     int first, end;
     static __device__ __forceinline__ Shifts of(const Args& args, int depth, int depths, int variant,
@@ -266,7 +271,8 @@ struct HaloTile {
     }
   };
 
-  // kSpread: the input coordinates of a row of a run's halo, and whether a product uses its sheet.
+  // Division::kLastTiles: the input coordinates of a row of a run's halo, and whether a product uses its
+  // sheet.
   struct RunInput {
     int d, h, w;
     bool inside, used;
@@ -292,9 +298,10 @@ struct HaloTile {
     return found;
   }
 
-  // Returns the plane of positions from which the rows of a tile are counted: plane 0 for a run (kSpread).
+  // Returns the plane of positions from which the rows of a tile are counted: plane 0 for a run
+  // (Division::kLastTiles).
   static __device__ __forceinline__ int first_sheet(const Args& args, const Place& at) {
-    return Config::kSpread && args.step_rows > 0 ? 0 : at.d;
+    return Config::kDivision == Division::kLastTiles && args.step_rows > 0 ? 0 : at.d;
   }
 
   // A slab is 64 positions of a tile, the rows of one matrix instruction.

@@ -11,6 +11,7 @@ from math import prod
 
 from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.problem import Norm, Pass, Problem, Strides, last_offset
+from .build import Input
 
 MERGED_BYTES = 64  # most bytes of channels per position that a merged group has, in input and in output
 LEAST_MERGED = 8  # fewest channels of a group that is merged: with fewer, most products would be with zeros
@@ -80,13 +81,13 @@ class Job:
     def written_count(self) -> int:
         return self.batch * self.geometry.out_channels * prod(self.written_size)
 
-    def as_copied(self, rewritten: bool) -> Job:
-        """Returns the job for a build that copies rows of channels.
+    def arriving(self, input: Input) -> Job:
+        """Returns the job as the kernel reads it if input arrives in this way.
 
-        The copies read the given tensor, or, if it has no such rows or `rewritten` is true, the rows that a previous
-        launch writes to the workspace.
+        Asynchronous copies read rows of channels: those of the given tensor, or, if it has no such rows or they are
+        rewritten, the rows that a previous launch writes to the workspace.
         """
-        if self.has_rows and not rewritten:
+        if not input.copied or (self.has_rows and input is not Input.REWRITTEN):
             return self
         channels, (d, h, w) = self.geometry.in_channels, self.read_size
         read = (channels * d * h * w, 1, channels * h * w, channels * w, channels)
@@ -101,6 +102,11 @@ class Job:
     @property
     def read_bytes(self) -> int:
         return self.batch * self.geometry.in_channels * prod(self.read_size) * self.item_bytes
+
+    @property
+    def all_positions(self) -> int:
+        """The number of positions of all batch items."""
+        return self.batch * prod(self.positions)
 
     @cached_property
     def positions(self) -> Triple:

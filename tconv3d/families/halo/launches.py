@@ -9,23 +9,18 @@ from dataclasses import dataclass, replace
 
 from ...planning.arguments import per_axis
 from ...planning.launch import Launch
-from ...planning.problem import Device
+from ...planning.problem import Device, Strides
 from ...planning.sums import Sum, add_parts
+from ...planning.turning import channel_rows
+from . import loading
 from .arguments import HALO
-from .build import (
-    NOT_SPREAD,
-    SCRATCH_BYTES,
-    SLAB,
-    Build,
-    Shares,
-    Spread,
-    Tiling,
-    ceil_div,
-    moment_band,
-    round_up,
-    rows_launch,
-)
+from .build import SLAB, Build, Division, ceil_div, round_up
+from .constants import constants
 from .job import Job
+from .packing import pack
+from .shared_memory import SCRATCH_BYTES
+from .storing import moment_band, vector
+from .tiling import NOT_SPREAD, Shares, Spread, Tiling
 
 
 @dataclass(frozen=True)
@@ -60,19 +55,19 @@ class HaloPlan:
 
 def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float = 0.0) -> HaloPlan:
     """Returns the plan for a build and a tiling; `cost` is its predicted time in cycles."""
-    job = job.as_merged(build.merged)
-    given, job = job, job.as_copied(build.rewritten) if build.copied else job
+    given = job.as_merged(build.tile.merged)
+    job = given.arriving(build.input)
     main = _main(build, tiling, job, device.multiprocessors)
     bands = build.geometry.out_channels // moment_band(build, job)
     slots = _moment_slots(build, tiling, tiling.shares(build, device.multiprocessors))
     moments = slots * bands // job.norm.groups if job.norm else 0
-    rows = rows_launch(job, given.read, given.aligned) if job.rows else None
+    rows = _rows_launch(job, given.read, given.aligned) if job.rows else None
     rows_bytes = job.read_bytes if rows else 0
-    plan = HaloPlan(build, tiling, build.pack(job), build.packed_bytes, main, cost, rows, rows_bytes, moments)
-    if build.spread:
+    plan = HaloPlan(build, tiling, pack(build, job), build.packed_bytes, main, cost, rows, rows_bytes, moments)
+    if build.division is Division.LAST_TILES:
         pieces_bytes = 2 * main.grid[0] * 4 * build.round_slabs * SLAB * build.columns
         return replace(plan, sum=_sum_of_pieces(build, main), portions_bytes=pieces_bytes)
-    if not build.portioned:
+    if build.division is not Division.BLOCKS:
         return plan
     pitch = _portion_pitch(job)
     added = add_parts([Sum("portions", "y", job.written_count, pitch, tiling.portions)], job.dtype)
@@ -80,19 +75,20 @@ def assemble(build: Build, tiling: Tiling, job: Job, device: Device, cost: float
 
 
 def _main(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> Launch:
-    spread = tiling.spread(build, job, multiprocessors) if build.spread else NOT_SPREAD
+    last_tiles = build.division is Division.LAST_TILES
+    spread = tiling.spread(build, job, multiprocessors) if last_tiles else NOT_SPREAD
     return Launch(
         kernel="halo",
-        constants=build.constants(job),
-        grid=(spread.blocks if build.spread else tiling.blocks(build, multiprocessors), 1, 1),
+        constants=constants(build, job),
+        grid=(spread.blocks if last_tiles else tiling.blocks(build, multiprocessors), 1, 1),
         threads=build.threads,
-        shared_bytes=build.shared_bytes,
+        shared_bytes=build.block.shared_bytes,
         pointers=HALO.pointers(
             x="rows" if job.rows else "x",
             packed="workspace",
             bias="bias",
-            y="portions" if build.portioned else "y",
-            left="moments" if job.norm else "portions" if build.spread else "null",
+            y="portions" if build.division is Division.BLOCKS else "y",
+            left="moments" if job.norm else "portions" if last_tiles else "null",
         ),
         scalars=_scalars(build, tiling, job, tiling.shares(build, multiprocessors), spread),
         overlaps=True,
@@ -100,7 +96,7 @@ def _main(build: Build, tiling: Tiling, job: Job, multiprocessors: int) -> Launc
 
 
 def _sum_of_pieces(build: Build, main: Launch) -> Launch:
-    """Returns the launch that adds up and stores the tiles that blocks of the main launch have divided (kSpread).
+    """Returns the launch that adds up and stores the tiles that blocks of the main launch have divided among them.
 
     It is the main launch's kernel with kAdds, in blocks of one consumer.
     """
@@ -118,7 +114,8 @@ def _sum_of_pieces(build: Build, main: Launch) -> Launch:
 def _scalars(build: Build, tiling: Tiling, job: Job, shares: Shares, spread: Spread) -> bytes:
     """Returns the packed arguments of the halo kernel that follow its pointers."""
     _, tiles_d, tiles_h, tiles_w = tiling.tiles
-    vectors, columns = build.vectors(job, tiling), build.loaded_columns(job, tiling)
+    vectors, columns = loading.vectors(build, job, tiling), loading.loaded_columns(build, job, tiling)
+    last_tiles = build.division is Division.LAST_TILES
     return HALO.pack(
         x_stride=job.read,
         y_stride=job.written,
@@ -140,14 +137,14 @@ def _scalars(build: Build, tiling: Tiling, job: Job, shares: Shares, spread: Spr
         slab_step=tiling.slab_step,
         flat_slabs=tiling.flat,
         passes=ceil_div(tiling.slabs, build.round_slabs),
-        work=spread.chunks if build.spread else shares.planes if build.march else tiling.work(build),
-        vector=build.vector(job, tiling),
-        vectors=build.all_vectors(tiling, vectors),
-        whole_lines=build.whole_lines(tiling),
-        pairs=build.pairs(job, tiling),
+        work=spread.chunks if last_tiles else shares.planes if build.march else tiling.work(build),
+        vector=vector(build, job, tiling),
+        vectors=loading.all_vectors(build, tiling, vectors),
+        whole_lines=loading.whole_lines(build, tiling),
+        pairs=loading.pairs(build, job, tiling),
         gaps=vectors > 0 and tiling.length > 0,
         first_column=columns.start,
-        loaded=build.loaded_rows(job, tiling),
+        loaded=loading.loaded_rows(build, job, tiling),
         by_columns=len(columns),
         slabs_w=tiling.slabs_w,
         slabs_h=tiling.slabs_h,
@@ -158,7 +155,7 @@ def _scalars(build: Build, tiling: Tiling, job: Job, shares: Shares, spread: Spr
         by_near=tiling.near,
         by_far=tiling.items // tiling.near,
         by_vectors=vectors,
-        even=spread.even if build.spread else shares.even,
+        even=spread.even if last_tiles else shares.even,
         share=shares.share,
         beside=shares.beside,
         pieces=shares.pieces,
@@ -177,6 +174,12 @@ def _scalars(build: Build, tiling: Tiling, job: Job, shares: Shares, spread: Spr
     )
 
 
+def _rows_launch(job: Job, read: Strides, aligned: bool) -> Launch:
+    """Returns the launch that writes the tensor that a job reads, which has these strides, as rows of channels."""
+    already = replace(job, read=read, aligned=aligned).has_rows
+    return channel_rows(job.dtype, job.batch, job.geometry.in_channels, job.read_size, read, aligned, already)
+
+
 def _portion_pitch(job: Job) -> int:
     """Returns the elements from the partial sums of one portion to those of the next, a multiple of 4."""
     return round_up(job.written_count, 4)
@@ -187,6 +190,6 @@ def _moment_slots(build: Build, tiling: Tiling, shares: Shares) -> int:
 
     Every consumer warp stores one for each pass over a tile or, in a march, for each piece of a tile.
     """
-    passes = ceil_div(tiling.slabs, build.slabs * build.consumers)
+    passes = ceil_div(tiling.slabs, build.tile.slabs * build.block.consumers)
     pieces = shares.pieces if build.march else 1
-    return tiling.item_tiles * pieces * len(build.programs) * passes * 4 * build.consumers
+    return tiling.item_tiles * pieces * len(build.programs) * passes * 4 * build.block.consumers

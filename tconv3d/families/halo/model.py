@@ -12,95 +12,15 @@ from functools import lru_cache
 from math import inf, prod
 
 from ...planning.geometry import Axis
-from .build import CHUNK, SLAB, STEP_BYTES, Build, Tiling, VariantKind, ceil_div, tilings
+from . import loading
+from .build import SLAB, STEP_BYTES, Build, Division, Input, Output, VariantKind, ceil_div
 from .job import Job
+from .measured import COMMON, COSTS, HALVES, Costs
+from .registers import batches_per_chunk, line_turns
+from .storing import can_store, lane_channels, vector
+from .tiling import Tiling, tilings
 
-
-@dataclass(frozen=True)
-class Costs:
-    """The constants of the model. Times are in cycles of a multiprocessor.
-
-    Most constants are fitted by benchmarks/halo_fit.py to measured builds of reference layers on an H200 (TF32 and
-    bfloat16). `tile`, `plane`, `batch`, `few_loaders`, `first`, `find`, `streamed`, `slot` and the constants for rows
-    and for turns of lines are fitted to 446 float32 builds of random and reference layers
-    (docs/performance/planner.md). `shared`, `supplied`, `adding`, `pieced_bytes`, `busy`, `apart` and `little_hides`
-    are set by hand, each from a few measured builds, and `joint` and `joint_run` from 15 measured builds.
-    """
-
-    start: float = 14300.0  # cycles of a plan besides its work
-    tile: float = 3220.0  # cycles per tile that overlap with nothing
-    plane: float = 158.0  # cycles per plane of a march, besides its products
-    shared: float = 1.1  # factor on planes of shares, because neighbouring blocks are then at different depths
-    crooked: float = 1.21  # factor on stores if tiles are runs instead of boxes
-    batch: float = 1220.0  # cycles of a loader warp per batch of loads
-    few_loaders: float = 1.13  # factor on `batch` if there is one producer warpgroup
-    first: float = 0.565  # fraction of the first stage's load time that overlaps with nothing
-    copied: float = 400.0  # cycles from the release to the arrival of a stage that asynchronous copies fill
-    arrival: float = 900.0  # additional cycles per stage of asynchronous copies if loaders round it in shared memory
-    copy: float = 15.0  # cycles of a loader warp per asynchronous copy of 512 bytes
-    arriving: float = 1800.0  # cycles that products wait for each stage of copied rows, divided by stages - 1
-    stage: float = 71.5  # cycles of the barriers per stage that is filled through registers
-    find: float = 432.0  # cycles of a loader warp per batch of positions that it looks up, for each source of a tile
-    load: float = 1.69  # cycles of the multiprocessor per load by a warp
-    sector: float = 1.79  # cycles of the multiprocessor per sector of 32 bytes that a load touches
-    product: float = 0.862  # factor on the nominal cycles of the tensor cores
-    panel: float = 67.4  # cycles per resident panel: barriers, and the drain of the tensor cores
-    streamed: float = 100.0  # cycles per streamed panel in float32: barriers, and the drain of the tensor cores
-    supplied: float = 82.6  # replaces `streamed` with 16-bit types, and where consumers divide K
-    slot: float = 1130.0  # cycles from the release of a panel's slot to the arrival of the next panel
-    rows: float = 3180.0  # cycles of the launch that writes rows of channels, besides its traffic
-    rows_bytes: float = 1410.0  # bytes per cycle that the launch moves that writes rows of channels
-    rewritten: float = 4000.0  # cycles of the launch that rounds existing rows of channels, besides its traffic
-    rewritten_bytes: float = 2500.0  # bytes per cycle that the launch moves that rounds existing rows of channels
-    adding: float = 7000.0  # cycles of the launch that adds up partial sums, besides its traffic
-    added_bytes: float = 1650.0  # bytes per cycle that the launch moves that adds up portions
-    pieced_bytes: float = 3000.0  # bytes per cycle that the launch moves that adds up pieces of tiles, mostly from L2
-    busy: float = 1.03  # factor on the time of spread builds: blocks that are busy to the end share L2 and power
-    store: float = 5.45  # cycles per store by a warp
-    scattered: float = 1.1  # factor on stores along w, per near batch item (at most 8), if a tile has several
-    apart: float = 2.2  # factor on stores if a column tile has one phase along w
-    little_hides: float = 3.5  # replaces `apart` for stores along w beside one producer warpgroup
-    imaged: float = 3.5  # cycles per 32 outputs of 4 bytes that are stored through images
-    joint: float = 1.2  # cycles per 32 outputs that are written to images of long runs
-    strict_panel: float = 180.0  # strict float32: cycles of waiting for the products of a panel
-    strict_sum: float = 10.0  # strict float32: cycles per accumulator that is added to its total
-    # Factor on the device memory's time for builds that load lines as they lie in memory, and for builds whose lanes
-    # store 16 bytes of channels-last outputs at a time.
-    streaming: float = 0.68
-    line: float = 54.7  # bytes per cycle that arrive of lines as they lie in memory
-    line_stage: float = 214.0  # cycles per stage of lines
-    turn: float = 108.0  # cycles per turn of products on lines, to load and round the operands
-    quads: float = 1.2  # cycles per 32 outputs that lanes store four at a time; twice as many if two at a time
-    cache_bytes: float = 134.0  # bytes per cycle from L2 to a multiprocessor
-    memory_bytes: float = 1650.0  # bytes per cycle of the whole device memory
-    run: float = 0.105  # device memory cycles per run of outputs whose ends share sectors with other tiles
-    joint_run: float = 0.6  # replaces `run` for outputs that are stored as long runs
-    torn: float = 2.87  # bytes of traffic per byte of an output whose neighbours come from another column tile
-    overlap: float = 2.6  # exponent of the norm that joins times that overlap: 1 is a sum, infinity the maximum
-
-
-COSTS = Costs()
-HALVES = replace(  # constants for 16-bit types, fitted to reference layers
-    COSTS,
-    tile=1220.0,
-    plane=153.0,
-    batch=1110.0,
-    few_loaders=1.0,
-    first=0.0,
-    slot=1010.0,
-    rows=3000.0,
-    rows_bytes=1650.0,
-    busy=1.0,
-)
-CROWDED = {4: 31.0, 2: 27.0}  # most bytes per cycle of input and streamed panels in a march, by bytes of an element
-UNEVEN = 0.5  # difference between the times at which blocks end, as a fraction of the time of the shortest tile
 MAX_ROWS_BYTES = 2**29  # most bytes of the workspace for input that is rewritten as rows of channels
-TURN_SLABS = 1 / 3  # exponent of the number of slabs in the time of a turn: loads of several slabs are in flight
-SUPPLY = 3.0  # exponent of the norm that joins products and the panels that they wait for
-# Exponent of the fraction of products that remain when some are skipped. It is below 1 because consumers wait for
-# each other, and the launch waits for the last block.
-SKIPPED = 0.5
-FILLED = 0.5  # fraction of the shared memory time of arriving data during which operands wait
 SHARED_BYTES = 128  # bytes per cycle of shared memory
 COPY_BYTES = 512  # bytes of an asynchronous copy by a warp
 MAX_ROUNDS = 8  # most waves of tiles with which blocks may divide the last tiles
@@ -113,33 +33,34 @@ def _load_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> float:
     They are bound by the latency of each warp's loads or by the load throughput of the multiprocessor.
     """
     warps = build.loaders
-    groups = ceil_div(build.loaded_rows(job, tiling), 32)
-    pieces = build.row_bytes // 16
+    groups = ceil_div(loading.loaded_rows(build, job, tiling), 32)
+    pieces = build.tile.row_bytes // 16
     reads = build.program.used_parts * len(build.program.sources)
-    if build.lines:
+    if build.input is Input.LINES:
         return _line_bytes(build, tiling) / costs.line + build.stages_filled * costs.line_stage
-    if build.copied:
+    if build.input.copied:
         batches = ceil_div(groups, warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
-        rounding = 1.0 if job.rows or build.item_bytes == 2 or build.in_registers else 2.0
+        rounding = 1.0 if job.rows or build.item_bytes == 2 or build.input is Input.IN_REGISTERS else 2.0
         filling = costs.copied + batches * pieces * rounding * costs.copy + (rounding - 1.0) * costs.arrival
         return max(build.stages_filled * filling, loads * rounding * COPY_BYTES / 64)
     if job.read_last:  # contiguous along channels: loads of 16 bytes
         batches = ceil_div(groups * pieces, 4 * warps)
         loads = groups * build.channel_slots * reads * build.item_bytes / 16
         sectors = loads * 16
-    elif vectors := build.all_vectors(tiling, build.vectors(job, tiling)):
-        batches = build.vector_batches(vectors)
+    elif vectors := loading.all_vectors(build, tiling, loading.vectors(build, job, tiling)):
+        batches = loading.vector_batches(build, vectors)
         loads = ceil_div(vectors * build.channel_slots, 32) * len(build.program.sources)
         sectors = loads * 16.0
     else:
-        batches = ceil_div(groups * build.shares, warps)
+        batches = ceil_div(groups * batches_per_chunk(build), warps)
         loads = groups * build.channel_slots * reads
         near = 1 << tiling.near_bits
         lines = near * (32 / near / tiling.halo[2] + 1)
         sectors = loads * (build.item_bytes + 0.9 * lines)
-    each = costs.batch * (costs.few_loaders if build.producers == 1 else 1.0)
-    if build.buffers and build.march and build.producers == 1 and build.item_bytes == 2:
+    each = costs.batch * (costs.few_loaders if build.block.producers == 1 else 1.0)
+    imaged = build.output is Output.IMAGES and build.march
+    if imaged and build.block.producers == 1 and build.item_bytes == 2:
         each /= 2  # beside stores through images, four loader warps load as much as eight
     waiting = build.stages_filled * (batches * each + costs.stage)
     return max(waiting, loads * costs.load + sectors * costs.sector)
@@ -156,8 +77,10 @@ def _finding_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> flo
     The number of channels does not matter. For 16-bit types the cycles are not counted, because with them the model
     preferred slower builds for two of three measured input gradients.
     """
-    turns = ceil_div(ceil_div(build.loaded_rows(job, tiling), 32) * build.shares, build.loaders)
-    return 0.0 if build.lines or build.item_bytes == 2 else costs.find * turns * (len(build.program.sources) - 1)
+    turns = ceil_div(ceil_div(loading.loaded_rows(build, job, tiling), 32) * batches_per_chunk(build), build.loaders)
+    if build.input is Input.LINES or build.item_bytes == 2:
+        return 0.0
+    return costs.find * turns * (len(build.program.sources) - 1)
 
 
 def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: float, costs: Costs) -> float:
@@ -165,19 +88,20 @@ def _store_cycles(build: Build, tiling: Tiling, job: Job, rounds: int, planes: f
     outputs = rounds * build.round_slabs * SLAB * build.columns * planes
     if build.march:
         outputs = outputs * build.march_step / build.window
-    if build.joint:
-        return outputs / 32 * costs.joint
-    if build.lines:
+    if build.output is Output.LONG_RUNS:
+        return outputs / 32 * costs.long_runs
+    if build.input is Input.LINES:
         return outputs / 32 * costs.quads * (2 if build.gather else 1)
-    if build.buffers:
+    if build.output is Output.IMAGES:
         return outputs / 32 * costs.imaged * build.item_bytes / 4
-    vector = build.lane_channels(job) if job.written_last else build.vector(job, tiling)
-    at_once = 1 if vector == 2 and not job.written_last else vector  # a pair along w counts like a single output
+    at_once = lane_channels(build, job) if job.written_last else vector(build, job, tiling)
+    if at_once == 2 and not job.written_last:
+        at_once = 1  # a pair along w counts like a single output
     cost = costs.store * (costs.crooked if tiling.length else 1.0)
     if not job.written_last:
         cost *= costs.scattered * min(tiling.near, 8) if tiling.near > 1 else 1.0
     if build.torn:
-        cost *= costs.little_hides if build.producers == 1 and not job.written_last else costs.apart
+        cost *= costs.little_hides if build.block.producers == 1 and not job.written_last else costs.apart
     return outputs / 32 / at_once**0.5 * cost
 
 
@@ -190,7 +114,7 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     lines = job.batch * g.out_channels * job.written_size[0] * job.written_size[1]
     outputs = lines * width * item
     if last:  # a run of outputs is the channels of one position
-        shared = 0.0 if build.out_tile * item % 32 == 0 else lines * width / build.out_tile
+        shared = 0.0 if build.tile.outputs * item % 32 == 0 else lines * width / build.tile.outputs
         return (outputs + inputs) / costs.memory_bytes + shared * costs.run
     stride_h, stride_w = (1, 1) if build.gather else g.stride[1:]
     tile = tiling.tile[2] * stride_w
@@ -200,7 +124,8 @@ def _memory_cycles(build: Build, tiling: Tiling, job: Job, costs: Costs) -> floa
     else:
         runs = lines / (1 if build.split[1] else tiling.tile[1] * stride_h)
     traffic = outputs * (costs.torn if build.torn else 1.0) + inputs
-    return traffic / costs.memory_bytes + (0.0 if aligned else runs * (costs.joint_run if build.joint else costs.run))
+    of_a_run = costs.long_run if build.output is Output.LONG_RUNS else costs.run
+    return traffic / costs.memory_bytes + (0.0 if aligned else runs * of_a_run)
 
 
 @dataclass(frozen=True)
@@ -254,6 +179,12 @@ def _planes(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs:
     return whole + left * costs.shared
 
 
+def _remaining(build: Build, job: Job) -> float:
+    """Returns the fraction of the time of products that remains when products outside the input are skipped."""
+    inside = _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0])
+    return float(inside**COMMON.skipped)
+
+
 @lru_cache(maxsize=1024)
 def _inside(axis: Axis, gather: bool, positions: int, size: int) -> float:
     """Returns the fraction of the products along an axis whose input lies inside the tensor."""
@@ -275,38 +206,40 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
     store = _store_cycles(build, tiling, job, rounds, planes, costs) * build.turns
     reads = build.program.used_parts * len(build.program.sources)
     loaded = tiling.rows * build.channel_slots * reads * planes * build.item_bytes
-    if build.lines:
+    if build.input is Input.LINES:
         loaded = _line_bytes(build, tiling) * planes
-    rounded_in_place = build.copied and build.item_bytes == 4 and not (job.rows or build.in_registers)
+    rounded_in_place = build.input is Input.COPIED and build.item_bytes == 4 and not job.rows
     portion = tiling.portion(build)
     load = planes * loading * portion + _finding_cycles(build, tiling, job, costs)
     loaded *= portion
-    p, found = costs.overlap, []
-    smooth = build.copied or build.divided
+    p, norm, found = costs.overlap, COMMON.supply, []
+    resident = build.weights.resident
+    divided = build.division is Division.CONSUMERS
+    smooth = build.input.copied or divided
     multiplied = rounds * build.round_slabs * planes * portion * costs.product
-    if build.skips and tiling.flat and not build.spread:
-        multiplied *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
+    if build.skips and tiling.flat and build.division is not Division.LAST_TILES:
+        multiplied *= _remaining(build, job)
     for kind in build.kinds:
         panels = kind.panels * rounds * planes * portion
-        streamed = 0 if build.resident else kind.panel_bytes * rounds * planes * portion
+        streamed = 0 if resident else kind.panel_bytes * rounds * planes * portion
         multiply = multiplied * kind.cycles_per_slab
-        if build.copied:  # data that arrive in shared memory delay the reads of operands
+        if build.input.copied:  # data that arrive in shared memory delay the reads of operands
             operands = multiplied * kind.shared_cycles
-            multiply = max(multiply, operands + FILLED * (loaded + streamed) / SHARED_BYTES)
-        supply = 0.0 if build.resident else panels * costs.slot / (build.slots - 1)
-        multiply = (multiply**SUPPLY + supply**SUPPLY) ** (1 / SUPPLY) if smooth else max(multiply, supply)
+            multiply = max(multiply, operands + COMMON.filled * (loaded + streamed) / SHARED_BYTES)
+        supply = 0.0 if resident else panels * costs.slot / (build.block.slots - 1)
+        multiply = (multiply**norm + supply**norm) ** (1 / norm) if smooth else max(multiply, supply)
         multiply = _waiting_less(multiply, build, costs)
-        if build.lines:
-            turns = build.line_turns * build.stages_filled * planes * rounds
-            multiply += turns * costs.turn * build.slabs**TURN_SLABS
+        if build.input is Input.LINES:
+            turns = line_turns(build) * build.stages_filled * planes * rounds
+            multiply += turns * costs.turn * build.tile.slabs**COMMON.turn_slabs
         else:
-            short = build.item_bytes == 2 or build.divided
-            of_a_panel = costs.panel if build.resident else costs.supplied if short else costs.streamed
+            short = build.item_bytes == 2 or divided
+            of_a_panel = costs.panel if resident else costs.supplied if short else costs.streamed
             multiply += panels / build.turns * of_a_panel
         if build.strict:
-            sums = build.slabs * build.columns / 2
+            sums = build.tile.slabs * build.columns / 2
             multiply += panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
-        if rounded_in_place and build.program.unit * build.out_tile <= NARROW and not build.march:
+        if rounded_in_place and build.program.unit * build.tile.outputs <= NARROW and not build.march:
             multiply += 2 * loaded / SHARED_BYTES
         cache = (loaded + streamed) / costs.cache_bytes
         even = 1 / build.chunks
@@ -314,8 +247,9 @@ def _work_cycles(build: Build, tiling: Tiling, job: Job, planes: float, loading:
             count * ((load * even) ** p + (multiply * part + store * even) ** p + (cache * part) ** p) ** (1 / p)
             for count, part in _chunk_parts(build)
         )
-        if build.march and not build.resident and not build.copied:
-            cost = max(cost, (loaded + streamed) / CROWDED[build.item_bytes])
+        if build.march and not resident and not build.input.copied:
+            crowded = COMMON.crowded_float32 if build.item_bytes == 4 else COMMON.crowded_16_bit
+            cost = max(cost, (loaded + streamed) / crowded)
         found.append(cost)
     return found
 
@@ -327,9 +261,9 @@ def _waiting_less(multiply: float, build: Build, costs: Costs) -> float:
     """
     if not build.staged:
         return multiply
-    rows = build.stages_filled * costs.arriving
-    two, more = (multiply**SUPPLY + (rows / (stages - 1)) ** SUPPLY for stages in (2, build.stages))
-    return multiply * (more / two) ** (1 / SUPPLY)
+    rows, norm = build.stages_filled * costs.arriving, COMMON.supply
+    two, more = (multiply**norm + (rows / (stages - 1)) ** norm for stages in (2, build.block.stages))
+    return multiply * (more / two) ** (1 / norm)
 
 
 def _chunk_parts(build: Build) -> list[tuple[int, float]]:
@@ -340,7 +274,8 @@ def _chunk_parts(build: Build) -> list[tuple[int, float]]:
     steps = ceil_div(build.channel_slots, build.step_items)
     each = build.part_bytes // STEP_BYTES
     last = steps - (build.chunks - 1) * each
-    if build.lines or build.portioned or last == each:
+    even = build.input is Input.LINES or build.division is Division.BLOCKS or last == each
+    if even:
         return [(build.chunks, 1 / build.chunks)]
     return [(build.chunks - 1, each / steps), (1, last / steps)]
 
@@ -359,23 +294,26 @@ def cycles(build: Build, tiling: Tiling, job: Job, multiprocessors: int, costs: 
         tiles = shares.even / shares.count + shares.share + (tiling.tile[0] if shares.share else 0)
         (work,) = _work_cycles(build, tiling, job, planes, loading, costs)
         work += costs.tile * tiles / tiling.tile[0] + costs.plane * planes
-    elif build.spread:
+    elif build.division is Division.LAST_TILES:
         (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)  # a tile that skips no products
         tiles = tiling.spread(build, job, multiprocessors).busiest / build.chunks
         work = (work * tiles + costs.tile * (tiles + 1)) * costs.busy
     elif build.own_shifts:  # blocks take tiles in turn, the longest first
         each = [work + costs.tile for work in _work_cycles(build, tiling, job, 1.0, loading, costs)]
         mean = sum(kind.count * work for kind, work in zip(build.kinds, each, strict=True)) / len(build.programs)
-        work = max(mean * tiling.work(build) / blocks + UNEVEN * each[-1], each[0])
+        work = max(mean * tiling.work(build) / blocks + COMMON.uneven * each[-1], each[0])
     else:
         (work,) = _work_cycles(build, tiling, job, 1.0, loading, costs)
         work = (work + costs.tile) * ceil_div(tiling.work(build), blocks)
-    work += build.tile_bytes / costs.cache_bytes if build.resident else 0.0
+    if build.weights.resident:
+        work += build.tile_bytes / costs.cache_bytes
     work += costs.first * loading / build.stages_filled  # the first stage's loads
     memory, p = _memory_cycles(build, tiling, job, costs), costs.overlap
     memory *= costs.streaming if _streams(build, job) else 1.0
-    around = _rows_cycles(build, job, costs) + (_adding_cycles(tiling, job, costs) if build.portioned else 0.0)
-    if build.spread:
+    around = _rows_cycles(build, job, costs)
+    if build.division is Division.BLOCKS:
+        around += _adding_cycles(tiling, job, costs)
+    if build.division is Division.LAST_TILES:
         around += _piecing_cycles(build, multiprocessors, costs)
     return (work**p + memory**p) ** (1 / p) + costs.start + around
 
@@ -385,14 +323,15 @@ def _streams(build: Build, job: Job) -> bool:
 
     It loads lines as they lie in memory, or its lanes store 16 bytes of channels-last outputs at a time.
     """
-    return build.lines or (job.written_last and build.lane_channels(job) * build.written_bytes == 16)
+    lanes = job.written_last and lane_channels(build, job) * build.written_bytes == 16
+    return build.input is Input.LINES or lanes
 
 
 def _rows_cycles(build: Build, job: Job, costs: Costs) -> float:
     """Returns the cycles of the launch that writes the read tensor as rows of channels, or 0 if there is none."""
     if not job.rows:
         return 0.0
-    if build.rewritten:
+    if build.input is Input.REWRITTEN:
         return costs.rewritten + 2 * job.read_bytes / costs.rewritten_bytes
     return costs.rows + 2 * job.read_bytes / costs.rows_bytes
 
@@ -447,15 +386,15 @@ class Least:
         """Returns the cycles for a round of slabs of a kind of variant, with the waits for panels and operands."""
         multiply = build.round_slabs * kind.cycles_per_slab * costs.product
         if build.skips:
-            multiply *= _inside(build.geometry.axes[0], build.gather, job.positions[0], job.read_size[0]) ** SKIPPED
-        if not build.resident:
-            multiply = max(multiply, kind.panels * costs.slot / (build.slots - 1))
+            multiply *= _remaining(build, job)
+        if not build.weights.resident:
+            multiply = max(multiply, kind.panels * costs.slot / (build.block.slots - 1))
         multiply = _waiting_less(multiply, build, costs)
-        if build.lines:
-            turns = build.line_turns * build.stages_filled
-            return multiply + turns * costs.turn * build.slabs**TURN_SLABS
+        if build.input is Input.LINES:
+            turns = line_turns(build) * build.stages_filled
+            return multiply + turns * costs.turn * build.tile.slabs**COMMON.turn_slabs
         if build.strict:
-            sums = build.slabs * build.columns / 2
+            sums = build.tile.slabs * build.columns / 2
             multiply += kind.panels / build.panels_at_once * (costs.strict_panel + costs.strict_sum * sums)
         return multiply + kind.panels / build.turns * min(costs.panel, costs.supplied, costs.streamed)
 
@@ -469,10 +408,10 @@ class Least:
         times: float
         if build.march:
             times = _planes(build, tiling, self.job, multiprocessors, costs)
-        elif build.spread:
-            # However many products a chunk skips, it costs at least the fraction CHUNK of a whole chunk. Most tilings
-            # are ruled out here, without computing how blocks divide them.
-            if CHUNK * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
+        elif build.division is Division.LAST_TILES:
+            # However many products a chunk skips, it costs at least a fraction of a whole chunk. Most tilings are
+            # ruled out here, without computing how blocks divide them.
+            if COMMON.chunk * tiling.work(build) / multiprocessors * self._rounds(tiling) * self.products > most:
                 return True
             times = tiling.spread(build, self.job, multiprocessors).busiest / build.chunks
         elif build.own_shifts:
@@ -483,7 +422,9 @@ class Least:
         if times * rounds * self.products > most:  # the tensor cores alone take longer
             return True
         work = times * (rounds * self.round + of_a_tile)
-        around = self.around + (_adding_cycles(tiling, self.job, costs) if build.portioned else 0.0)
+        around = self.around
+        if build.division is Division.BLOCKS:
+            around += _adding_cycles(tiling, self.job, costs)
         return (work**p + self.memory**p) ** (1 / p) + around > most
 
 
@@ -492,7 +433,7 @@ def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> list[Tiling
 
     If there are too few multiprocessors for two portions, the result is the tiling itself.
     """
-    most = multiprocessors // tiling.work(build) if build.portioned else 1
+    most = multiprocessors // tiling.work(build) if build.division is Division.BLOCKS else 1
     if most < 2:
         return [tiling]
     counts = {ceil_div(build.chunks, chunks) for chunks in range(1, build.chunks)}
@@ -503,26 +444,27 @@ def portioned(build: Build, tiling: Tiling, multiprocessors: int) -> list[Tiling
 def best_tiling(build: Build, job: Job, multiprocessors: int, most: float = inf) -> tuple[float, Tiling] | None:
     """Returns the fastest tiling after its predicted cycles, or None if no tiling takes at most `most` cycles."""
     best: tuple[float, Tiling] | None = None
-    job = job.as_merged(build.merged)
-    if build.rewritten and not job.has_rows:
+    job = job.as_merged(build.tile.merged)
+    if build.input is Input.REWRITTEN and not job.has_rows:
         return None
-    job = job.as_copied(build.rewritten) if build.copied else job
-    if not build.stores(job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
+    job = job.arriving(build.input)
+    if not can_store(build, job) or (job.rows and job.read_bytes > MAX_ROWS_BYTES):
         return None
     if build.staged and not job.rows:
         return None  # three stages are for rows that loaders do not have to round
     least = Least.of(build, job)
+    portions, last_tiles = build.division is Division.BLOCKS, build.division is Division.LAST_TILES
     for tiling in tilings(build, job.batch, job.positions, job.read_size):
-        if build.portioned and most < inf and 2 * tiling.work(build) > multiprocessors:
+        if portions and most < inf and 2 * tiling.work(build) > multiprocessors:
             continue  # there are too few multiprocessors for two portions of every tile
-        if build.spread and most < inf and tiling.work(build) > MAX_ROUNDS * multiprocessors:
+        if last_tiles and most < inf and tiling.work(build) > MAX_ROUNDS * multiprocessors:
             continue  # the last wave is a small part of the time
-        if build.spread and tiling.length and job.read_last and not build.copied:
+        if last_tiles and tiling.length and job.read_last and not build.input.copied:
             continue  # boxes are faster for channels-last input that is loaded through registers
         many = tiling.items > 1 or (tiling.sheets > 1 and tiling.halo[1] * tiling.halo[2] < tiling.length)
         if job.norm and build.march and many:
             continue  # a march can store the moments of at most two batch items per tile
-        for made in portioned(build, tiling, multiprocessors) if build.portioned else (tiling,):
+        for made in portioned(build, tiling, multiprocessors) if portions else (tiling,):
             if least.exceeds(made, multiprocessors, most):
                 continue
             cost = cycles(build, made, job, multiprocessors)

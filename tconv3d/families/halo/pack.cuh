@@ -37,7 +37,7 @@ struct Pack {
   // Where lanes load four neighbouring channels of a row (halo_registers.cuh), these four stand for the same
   // lane's K index in the two halves of one step and then of the next. A piece of a panel therefore holds
   // every fourth of 16 channels.
-  static constexpr bool kWoven = Config::kInRegisters;
+  static constexpr bool kWoven = Config::kLaneOrder;
   static_assert(!kWoven || (sizeof(Scalar) == 4 && Layout::kPartItems % 16 == 0), "blocks of 16 floats");
   static constexpr int kVariantLines = Layout::kRows / Config::kOutTile;
   static constexpr int kLines = Config::kVariants * kVariantLines;

@@ -167,7 +167,7 @@ def forget() -> None:
 
 def _chosen(problem: Problem, device: Device) -> Candidate | None:
     """Returns a build of the layer's repertoire (few builds for all volumes) with its best box, or None."""
-    kind = (problem.which, problem.geometry, problem.dtype, problem.relu, problem.input[1] == 1)
+    kind = (problem.which, problem.geometry, problem.dtype, problem.activation, problem.input[1] == 1)
     choice = _repertoire.choose(
         (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device),
         (problem.batch, problem.input_size),

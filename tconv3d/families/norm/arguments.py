@@ -47,6 +47,27 @@ NORMALIZE = Arguments(
     y=POINTER("The normalized activations."),
     **_GROUPS,
 )
+_TAIL = {
+    "vectors": CONST_POINTER("[vectors][batch][channels]: numbers that are constant along a channel's volume."),
+    **{
+        f"whole_{i}": CONST_POINTER("A further tensor of the shape and layout of the activations, or null.")
+        for i in range(4)
+    },
+}
+TAIL_PASS = Arguments(
+    "tail_pass",
+    x=CONST_POINTER("The activations."),
+    y=POINTER("The value of the expression for every element of x."),
+    **_TAIL,
+    strips=_STRIPS("The strips of a sweep."),
+)
+TAIL_SUMS = Arguments(
+    "tail_sums",
+    x=CONST_POINTER("The activations."),
+    sums=POINTER("[batch][channels][slots][expressions]: the sums of every strip."),
+    **_TAIL,
+    strips=_STRIPS("The strips of a sweep."),
+)
 NORM_SUMS = Arguments(
     "norm_sums",
     dy=_DY,

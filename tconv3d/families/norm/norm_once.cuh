@@ -20,6 +20,7 @@
 #pragma once
 
 #include "norm_passes.cuh"
+#include "ptx_hopper.cuh"
 #include "ring.cuh"
 
 namespace tconv3d {

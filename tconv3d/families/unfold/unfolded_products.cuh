@@ -13,6 +13,7 @@
 #pragma once
 
 #include "operands.cuh"
+#include "ptx_hopper.cuh"
 #include "ring.cuh"
 
 namespace tconv3d {

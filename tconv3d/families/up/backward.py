@@ -19,7 +19,7 @@ from ...planning import tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Offer, Refusal, Wanted
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, dense_strides
 from ...planning.scalars import SCALARS
@@ -69,6 +69,19 @@ class Tiling:
         """Returns the tiling with `stages` stages of dy, and enough stages of x that a tile's x can be requested one
         chunk before the tile's dy."""
         return cls(g, dtype, columns, chunks, ranges, stages, 1 + -(-(stages + 1) // chunks))
+
+    @classmethod
+    def divided(
+        cls: type[T], g: Geometry, dtype: str, chunks_in_all: int, slabs: int, step: int, shared_bytes: int
+    ) -> list[T]:
+        """Returns every division of input channels into multiples of `step`, each with the fewest ranges that
+        registers and shared memory allow. A chunk has `slabs` slabs of 64 rows of the weight gradient."""
+        found: list[T] = []
+        for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
+            columns = -(-g.in_channels // (step * in_tiles)) * step
+            ranges = -(-chunks_in_all // (2 * (MAX_SUMS // (slabs * columns // 2))))
+            found += cls.fitting(g, dtype, columns, chunks_in_all, ranges, shared_bytes)
+        return found
 
     @classmethod
     def fitting(
@@ -122,17 +135,11 @@ class Tiling:
 
 
 def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
-    """Returns every division of input channels, each with the fewest ranges of rows that registers and shared memory
-    allow."""
-    found: list[Tiling] = []
+    """Returns the tilings of a layer."""
     taps = g.kernel[2]
-    rows = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS[taps])
+    chunks = -(-g.out_channels * g.kernel[0] * g.kernel[1] // ROWS[taps])
     slabs, step = (1, 8) if taps == 2 else (taps, 16)
-    for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
-        columns = -(-g.in_channels // (step * in_tiles)) * step
-        ranges = -(-rows // (2 * (MAX_SUMS // (slabs * columns // 2))))
-        found += Tiling.fitting(g, dtype, columns, rows, ranges, shared_bytes)
-    return found
+    return Tiling.divided(g, dtype, chunks, slabs, step, shared_bytes)
 
 
 def pieces_of(p: Problem) -> int:
@@ -224,24 +231,25 @@ def _whole_pieces(p: Problem, q: Problem) -> bool:
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    if Pass.FORWARD in wanted:
-        return []
-    if refusal := why_not_together(wanted, device):
-        return [Refusal("up_backward", tuple(wanted), refusal)]
-    p = wanted[Pass.INPUT_GRAD]
-    return offer_tiling("up_backward", wanted, device, tilings(p.geometry, p.dtype, device.shared_bytes), plan_tiling)
+    return offer_together("up_backward", wanted, device, why_not_together, tilings, plan_tiling)
 
 
-def offer_tiling(
+def offer_together(
     kernel: str,
     wanted: Wanted,
     device: Device,
-    found: Sequence[T],
+    why_not: Callable[[Wanted, Device], str | None],
+    tilings: Callable[[Geometry, str, int], Sequence[T]],
     plan: Callable[[Wanted, Device, T], Plan],
 ) -> list[Answer]:
     """Returns the answer of a kernel that computes all gradients together, with the tiling of the least predicted
     cycles."""
+    if Pass.FORWARD in wanted:
+        return []
+    if refusal := why_not(wanted, device):
+        return [Refusal(kernel, tuple(wanted), refusal)]
     p = wanted[Pass.INPUT_GRAD]
+    found = tilings(p.geometry, p.dtype, device.shared_bytes)
     best = min(found, key=lambda tiling: cycles(tiling, p, device), default=None)
     if best is None:
         return [Refusal(kernel, tuple(wanted), "no tiling fits registers and shared memory")]
@@ -317,7 +325,7 @@ def constants_of(p: Problem, tiling: Tiling, registers: tuple[int, int, int]) ->
         ("Scalar", SCALARS[p.dtype]),
         ("kIn", g.in_channels),
         ("kOut", g.out_channels),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel"),
         ("kColumns", tiling.columns),
         ("kChunks", tiling.chunks),
         ("kRanges", tiling.ranges),

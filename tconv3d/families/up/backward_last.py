@@ -17,20 +17,18 @@ from math import prod
 from ...planning.arguments import per_axis
 from ...planning.geometry import Geometry
 from ...planning.launch import Launch
-from ...planning.offers import Answer, Refusal, Wanted
+from ...planning.offers import Answer, Wanted
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, dense_strides
 from ...planning.sums import REGION_ALIGN, Parts, sum_of_parts
 from ...planning.turning import channels_last, turn, turning
 from . import backward as up_backward_planner
 from .arguments import UP_BACKWARD_LAST
 from .backward import (
-    MAX_COLUMNS,
-    MAX_SUMS,
     THREADS,
     backward_operands,
     backward_sizes,
     constants_of,
-    offer_tiling,
+    offer_together,
     passes_of,
     splits_of,
 )
@@ -77,16 +75,10 @@ class Tiling(up_backward_planner.Tiling):
 
 
 def tilings(g: Geometry, dtype: str, shared_bytes: int) -> list[Tiling]:
-    """Returns every division of input channels, each with the fewest ranges of chunks that registers and shared
-    memory allow."""
-    found: list[Tiling] = []
+    """Returns the tilings of a layer."""
     per_word = 4 // ITEM_BYTES[dtype]
-    chunks_in_all = -(-g.out_channels * g.taps // (WORDS * per_word))
-    for in_tiles in range(-(-g.in_channels // MAX_COLUMNS), -(-g.in_channels // 8) + 1):
-        columns = -(-g.in_channels // (8 * in_tiles)) * 8
-        ranges = -(-chunks_in_all // (2 * (MAX_SUMS // (per_word * columns // 2))))
-        found += Tiling.fitting(g, dtype, columns, chunks_in_all, ranges, shared_bytes)
-    return found
+    chunks = -(-g.out_channels * g.taps // (WORDS * per_word))
+    return Tiling.divided(g, dtype, chunks, slabs=per_word, step=8, shared_bytes=shared_bytes)
 
 
 # ---- The interface of the family to the planner.
@@ -119,13 +111,7 @@ def _weight(p: Problem) -> str | None:
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    if Pass.FORWARD in wanted:
-        return []
-    if refusal := why_not_together(wanted, device):
-        return [Refusal("up_backward_last", tuple(wanted), refusal)]
-    p = wanted[Pass.INPUT_GRAD]
-    found = tilings(p.geometry, p.dtype, device.shared_bytes)
-    return offer_tiling("up_backward_last", wanted, device, found, plan_tiling)
+    return offer_together("up_backward_last", wanted, device, why_not_together, tilings, plan_tiling)
 
 
 def plan_tiling(problems: Wanted, device: Device, tiling: Tiling) -> Plan:

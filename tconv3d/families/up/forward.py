@@ -17,7 +17,7 @@ from math import log2, prod
 from ...planning import offers, tensor_cores
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, Strides
 from ...planning.scalars import SCALARS
@@ -364,7 +364,7 @@ def _constants(p: Problem, tiling: Tiling) -> Constants:
         ("Epilogue", p.activation),
         ("kIn", g.in_channels),
         ("kOut", g.out_channels),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel"),
         ("kLast", tiling.last),
         ("kWeightLast", _weight(p) == "last"),
         ("kTapTile", tiling.taps),

@@ -19,7 +19,7 @@ from math import prod
 from ...planning import calibration, offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.geometry import Geometry
-from ...planning.launch import Constants, Launch
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, dense_strides
 from ...planning.sums import REGION_ALIGN, Sum, add_parts
@@ -268,7 +268,7 @@ def _main(p: Problem, tiling: Tiling, work: Work, result: str, dw_pitch: int, db
             ("kBias", bias),
             *_operand_constants(tiling),
             ("kOut", p.geometry.out_channels),
-            *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", p.geometry.axes, strict=True)),
+            *axis_constants(p.geometry.axes, "kernel"),
             ("kStages", tiling.stages),
             ("kProducerRegisters", REGISTERS[0]),
             ("kConsumerRegisters", REGISTERS[1]),

@@ -16,6 +16,7 @@
 // earlier launch: bulk copies load them chunk by chunk, and products begin when the first chunk has arrived.
 #pragma once
 
+#include "ptx_hopper.cuh"
 #include "ring.cuh"
 #include "up_layouts.cuh"
 #include "up_weight_blocks.cuh"

@@ -33,43 +33,39 @@
 #pragma once
 
 #include "cursor.cuh"
-#include "operands.cuh"
-#include "ring.cuh"
-#include "up_backward_roles.cuh"
+#include "up_backward_block.cuh"
 
 namespace tconv3d {
 
 template <class C>
-struct UpBackward {
-  using Scalar = typename C::Scalar;
-  using Groups = UpBackwardGroups<C>;
+struct UpBackward : UpBackwardBlock<C, Args, UpBackward<C>> {
+  using Block = UpBackwardBlock<C, Args, UpBackward<C>>;
+  using Block::args, Block::split, Block::range, Block::first_in, Block::warp, Block::lane, Block::weights;
+  using Block::kConsumerWarps, Block::kSharers;
+  using Block::kItem, Block::kPerWord, Block::kRounded, Block::kBlockWords, Block::kGroupsOfBlock,
+      Block::kSums;
+  using Block::meet, Block::rounded, Block::sum_of_quad;
+  using Block::stages, Block::stages_x, Block::tables, Block::full, Block::empty, Block::barrier_x;
+  using typename Block::Scalar, typename Block::Groups, typename Block::Loaded, typename Block::Batch;
 
-  static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
-  static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
-  static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
   static constexpr int kTaps = C::kKernelW;                      // taps along w
   static constexpr bool kPairs = kTaps == 2;                     // a piece has whole pairs of taps
   static constexpr int kRows = kPairs ? 32 : 64;                 // rows per chunk
   static constexpr int kPieces = kPairs ? 32 : 16 * kTaps;       // pieces per row of a tile
   static constexpr int kPitch = 4 * kPieces + (kPairs ? 8 : 4);  // words from row to row in a stage
-  static constexpr int kBlockWords = Groups::kBlockWords, kGroupsOfBlock = Groups::kGroupsOfBlock;
-  static constexpr int kStepBytes = 32;
   static constexpr int kPlanes = C::kKernelD * C::kKernelH;
   static constexpr int kRowsAll = C::kOut * kPlanes;
-  static constexpr int kChunkWords = kRows * kTaps / kPerWord;  // words of K of the weights per chunk
-  static constexpr int kWeightWords = C::kChunks * kChunkWords;
-  static constexpr int kSums = C::kColumns / 2;
-  static constexpr int kSlabs = kPerWord;               // slabs of 64 positions per tile
-  static constexpr int kTapSlabs = kPairs ? 1 : kTaps;  // slabs of 64 rows of the weight gradient per chunk
-  static constexpr int kInTiles = (C::kIn + C::kColumns - 1) / C::kColumns;
-  static constexpr int kKinds = kInTiles * C::kRanges;
-  static constexpr int kConsumers = C::kThreads - 128;
-  static constexpr int kSharers = 2;  // warpgroups that share the weight gradient
+  static constexpr int kWordsAll = kRowsAll * kTaps / kPerWord;  // words of an input channel's weights
+  static constexpr int kWeightWords = C::kChunks * kRows * kTaps / kPerWord;
   static constexpr int kStageBytes = 4 * kRows * kPitch;
   static constexpr int kStageXBytes = 4 * 2 * kBlockWords * C::kColumns;
-  static constexpr int kWeightBytes = 4 * kWeightWords * C::kColumns;
+  static constexpr int kTableBytes = 8 * C::kChunks * kRows;
+  static constexpr int kBarriersX = 3;                     // the third: x is reordered
+  static constexpr int kInputSlabs = kPerWord;             // slabs of 64 positions per tile
+  static constexpr int kBatches = kPairs ? 4 : 4 * kTaps;  // per chunk
+  static constexpr bool kPrefetched = kRounded;
+  static constexpr int kRowSlabs = kPairs ? 1 : kTaps, kSteps = 8 * kRowSlabs, kBiasSlabs = 1;
 
-  static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 3 && C::kStagesX >= 2);
   static_assert(C::kRanges * C::kChunks * kRows >= kRowsAll);
   static_assert(kPairs || (kRounded && (kTaps == 1 || kTaps == 3)));
 
@@ -79,71 +75,19 @@ struct UpBackward {
     bool inside;
   };
 
-  const Args& args;
-  int split, range, first_in;
-  int warp, lane;
-  unsigned char* stages_x;
-  unsigned char* weights;
-  unsigned* stages;
   long long* rows;  // offset of each row in dy from a position's first output, in elements
-  unsigned barriers;
 
   __device__ __forceinline__ UpBackward(const Args& arguments)
-      : args(arguments),
-        split(static_cast<int>(blockIdx.x) / kKinds),
-        range(static_cast<int>(blockIdx.x) % kKinds / kInTiles),
-        first_in(static_cast<int>(blockIdx.x) % kInTiles * C::kColumns),
-        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
-        lane(static_cast<int>(threadIdx.x) % 32) {
-    weights = dynamic_shared<unsigned char>();
-    stages_x = weights + kWeightBytes;
-    stages = reinterpret_cast<unsigned*>(stages_x + C::kStagesX * kStageXBytes);
-    rows = reinterpret_cast<long long*>(stages + C::kStages * (kStageBytes / 4));
-    barriers = ptx::shared_address(rows + C::kChunks * kRows);
-  }
+      : Block(arguments), rows(reinterpret_cast<long long*>(tables)) {}
 
-  __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
-  __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
-  __device__ __forceinline__ unsigned full_x(int stage) const {
-    return barriers + 8 * (2 * C::kStages + stage);
-  }
-  __device__ __forceinline__ unsigned empty_x(int stage) const {
-    return barriers + 8 * (2 * C::kStages + C::kStagesX + stage);
-  }
-  __device__ __forceinline__ unsigned ordered_x(int stage) const {
-    return barriers + 8 * (2 * C::kStages + 2 * C::kStagesX + stage);
-  }
-  __device__ __forceinline__ unsigned weights_there() const {
-    return barriers + 8 * (2 * C::kStages + 3 * C::kStagesX);
-  }
   __device__ __forceinline__ int first_row() const { return range * C::kChunks * kRows; }
 
-  static __device__ __forceinline__ unsigned rounded(unsigned word) {
-    return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
-  }
-
-  // ---- Before the loop over tiles.
-
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void fill_tables() const {
     for (int i = static_cast<int>(threadIdx.x); i < C::kChunks * kRows; i += C::kThreads) {
       const int row = min(first_row() + i, kRowsAll - 1), plane = row % kPlanes;
       rows[i] = row / kPlanes * args.dy_strides.c + plane / C::kKernelH * args.dy_strides.d +
                 plane % C::kKernelH * args.dy_strides.h;
     }
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < C::kStages; ++i) {
-        ptx::barrier_init(full(i), 128);
-        ptx::barrier_init(empty(i), 256);
-      }
-      for (int i = 0; i < C::kStagesX; ++i) {
-        ptx::barrier_init(full_x(i), 128);
-        ptx::barrier_init(empty_x(i), 128 * kSharers);
-        ptx::barrier_init(ordered_x(i), 128 * kSharers);
-      }
-      ptx::barrier_init(weights_there(), kConsumers);
-      ptx::fence_barrier_init();
-    }
-    __syncthreads();
   }
 
   // ---- Weights and x. A warp copies a group with cp.async in its memory layout and reorders it when it has
@@ -191,33 +135,15 @@ struct UpBackward {
     }
   }
 
-  // Called by all consumers while the first tile is in flight. The weight of an input channel is one
-  // contiguous run of (row, tap along w).
-  __device__ __forceinline__ void load_weights() const {
-    constexpr int kSets = kWeightWords / (kSetBlocks * kBlockWords) * kGroupsOfBlock,
-                  kWarps = kConsumers / 32;
-    for (int i = warp - 4; i < kSets; i += kWarps) {
-#pragma unroll
-      for (int block = 0; block < kSetBlocks; ++block) {
-        copy_weights(i / kGroupsOfBlock * kSetBlocks + block, i % kGroupsOfBlock);
-      }
-    }
-    ptx::copy_commit();
-    ptx::copy_wait<0>();
+  template <int kSets>
+  __device__ __forceinline__ void order_all_weights() const {
     if constexpr (kRounded) {  // 16-bit words hold both taps and need no reordering
       __syncwarp();
 #pragma unroll 2
-      for (int i = warp - 4; i < kSets; i += kWarps) {
+      for (int i = warp - 4; i < kSets; i += kConsumerWarps) {
         order_weights(Groups::group_at(weights, i / kGroupsOfBlock * kSetBlocks, i % kGroupsOfBlock));
       }
     }
-    ptx::fence_async_proxy();
-    ptx::barrier_arrive(weights_there());
-  }
-  __device__ __forceinline__ void copy_weights(int block, int group) const {
-    constexpr int kWordsAll = kRowsAll * kTaps / kPerWord;
-    Groups::template copy<kWordsAll>(Groups::group_at(weights, block, group), args.weight,
-                                     first_in + group * 8, range * kWeightWords + block * kBlockWords, lane);
   }
 
   // Locates a piece of a tile. Pieces are numbered along w through all lines of the batch.
@@ -247,7 +173,7 @@ struct UpBackward {
     const Place second = kPairs && !args.vectors ? find(tile, vector * kTaps + 1) : first;
     int in = first_in + warp / 2 * 8 + lane / 8;
     unsigned* to = Groups::group_at(stages_x + stage.index * kStageXBytes, warp % 2, warp / 2);
-    ptx::barrier_wait(empty_x(stage.index), stage.parity ^ 1u);
+    ptx::barrier_wait(barrier_x(1, stage.index), stage.parity ^ 1u);
 #pragma unroll 1
     for (int group = warp / 2; group < kGroupsOfBlock; group += 2) {
 #pragma unroll
@@ -257,7 +183,7 @@ struct UpBackward {
       in += 16;
       to += 16 * kBlockWords;
     }
-    ptx::copy_arrive(full_x(stage.index));
+    ptx::copy_arrive(barrier_x(0, stage.index));
     stage.advance(C::kStagesX);
   }
   __device__ __forceinline__ void copy_vector_of_x(unsigned* to, int in, const Place& first,
@@ -341,23 +267,10 @@ struct UpBackward {
     }
   }
 
-  // ---- Consumers.
-
-  // Every lane arrives for itself: it is as fast as one arrival per warp, and race checkers understand it.
-  __device__ __forceinline__ void release(int stage) const { ptx::barrier_arrive(empty(stage)); }
-
   // ---- The input gradient. A batch is two pieces: two K steps of TF32, or one K step of two slabs of a
   // 16-bit type.
 
-  struct Batch {
-    unsigned words[2][4];
-  };
-  static constexpr int kBatches = kPairs ? 4 : 4 * kTaps;  // batches per chunk
-
-  // The words that a lane loads for a batch; arrange() turns them into operands.
-  struct Loaded {
-    Vector<unsigned, 4> first, second;
-  };
+  static __device__ __forceinline__ const unsigned* positions_of(const unsigned* stage) { return stage; }
   __device__ __forceinline__ Loaded load_positions(const unsigned* stage, int batch) const {
     const int position = warp % 4 * 16 + lane / 4;
     if constexpr (kPairs) {
@@ -390,36 +303,11 @@ struct UpBackward {
     }
   }
 
-  __device__ __forceinline__ void multiply_chunk(float (&sums)[kSlabs][kSums], Batch (&batches)[2],
-                                                 const Ring& stage, unsigned long long b) const {
-    const unsigned* const from = stages + stage.index * (kStageBytes / 4);
-    // The next batch of TF32 is prefetched while products run; 16-bit types lack the registers for it.
-    Loaded loaded = load_positions(from, 0);
-    static_for<kBatches>([&](auto i) {
-      constexpr int kI = decltype(i)::value;
-      constexpr bool kLast = kI == kBatches - 1;
-      Batch& batch = batches[kI % 2];
-      ptx::matrix_wait<1>();
-      if constexpr (!kRounded && kI > 0) loaded = load_positions(from, kI);
-      arrange(batch, loaded);
-      if constexpr (kRounded && !kLast) loaded = load_positions(from, kI + 1);
-      if constexpr (kLast) release(stage.index);
-      ptx::matrix_fence();
-      static_for<2>([&](auto k) {
-        constexpr int kK = decltype(k)::value, kStep = kSlabs == 2 ? kI : 2 * kI + kK;
-        ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
-            sums[kSlabs == 2 ? kK : 0], batch.words[kK],
-            ptx::advance(b, kStep / 4 * (C::kColumns * 128) + kStep % 4 * kStepBytes));
-      });
-      ptx::matrix_commit();
-    });
-  }
-
   // Stores dx, or partial sums of dx if there are several ranges.
-  __device__ __forceinline__ void store_positions(const float (&sums)[kSlabs][kSums], int tile) const {
+  __device__ __forceinline__ void store_positions(const float (&sums)[kInputSlabs][kSums], int tile) const {
     if constexpr (kPairs) {
       const Place place = find(tile, position_piece());
-      if (place.inside) store_columns<2 * kSlabs>(sums, 0, place.dx);
+      if (place.inside) store_columns<2 * kInputSlabs>(sums, 0, place.dx);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -431,7 +319,7 @@ struct UpBackward {
   }
   // Stores kCount adjacent positions, from a lane's position `first` on, of all columns.
   template <int kCount>
-  __device__ __forceinline__ void store_columns(const float (&sums)[kSlabs][kSums], int first,
+  __device__ __forceinline__ void store_columns(const float (&sums)[kInputSlabs][kSums], int first,
                                                 long long at) const {
     using To = typename Choose<C::kRanges == 1, Scalar, float>::type;
     To* const to = static_cast<To*>(args.dx) + range * args.dx_pitch + at;
@@ -448,32 +336,6 @@ struct UpBackward {
         }
         *reinterpret_cast<Vector<To, kCount>*>(to + in * args.dx_strides.c) = values;
       }
-    }
-  }
-
-  __device__ __forceinline__ void input_grad() const {
-    float sums[kSlabs][kSums];
-    Batch batches[2];
-    Ring stage;
-    const unsigned long long b = ptx::matrix_descriptor<128>(ptx::shared_address(weights), 8 * 128);
-    ptx::barrier_wait(weights_there(), 0);
-    for (int tile = split; tile < args.tiles; tile += args.splits) {
-#pragma unroll
-      for (int i = 0; i < kSlabs * kSums; ++i) {
-        sums[i / kSums][i % kSums] = 0.0f;
-        ptx::pin(sums[i / kSums][i % kSums]);
-      }
-#pragma unroll 1
-      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-        ptx::barrier_wait(full(stage.index), stage.parity);
-        multiply_chunk(sums, batches, stage, ptx::advance(b, chunk * (4 * kChunkWords * C::kColumns)));
-        stage.advance(C::kStages);
-      }
-      ptx::matrix_wait<0>();
-#pragma unroll
-      for (int i = 0; i < kSlabs * kSums; ++i) ptx::pin(sums[i / kSums][i % kSums]);
-      store_positions(sums, tile);
-      __syncwarp();
     }
   }
 
@@ -532,7 +394,7 @@ struct UpBackward {
 
   // Reorders the x of a tile once it has arrived; all warps of the weight gradient share the groups.
   __device__ __forceinline__ void order_x(const Ring& stage) const {
-    ptx::barrier_wait(full_x(stage.index), stage.parity);
+    ptx::barrier_wait(barrier_x(0, stage.index), stage.parity);
 #pragma unroll
     for (int i = 0; i < 2 * kGroupsOfBlock; i += 4 * kSharers) {
       const int group = i + warp - 8;
@@ -541,73 +403,33 @@ struct UpBackward {
       }
     }
     ptx::fence_async_proxy();
-    ptx::barrier_arrive(ordered_x(stage.index));
-    ptx::barrier_wait(ordered_x(stage.index), stage.parity);
+    meet(barrier_x(2, stage.index), stage.parity);
   }
 
-  template <int kWho>
-  __device__ __forceinline__ void weight_grad() const {
-    constexpr int kOwn = (C::kChunks - kWho + kSharers - 1) / kSharers, kSome = kOwn > 0 ? kOwn : 1;
-    constexpr int kDepth = 3, kSteps = 8 * kTapSlabs;  // operands in registers; K steps per chunk
-    float sums[kSome][kTapSlabs][kSums], bias[kSome][2];
-    unsigned steps[kDepth][4];
-#pragma unroll
-    for (int m = 0; m < kSome; ++m) {
-      bias[m][0] = bias[m][1] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kTapSlabs * kSums; ++i) sums[m][i / kSums][i % kSums] = 0.0f;
-    }
-    Ring stage, stage_x;
-    const unsigned* const first = stages + row_of_lane() * kPitch + lane % 4 * (kPairs ? 4 : kTaps);
-#pragma unroll 1
-    for (int tile = split; tile < args.tiles; tile += args.splits) {
-      const unsigned long long b =
-          ptx::matrix_descriptor<128>(ptx::shared_address(stages_x) + stage_x.index * kStageXBytes, 8 * 128);
-      order_x(stage_x);
-      static_for<C::kChunks>([&](auto c) {
-        constexpr int kChunk = decltype(c)::value, kM = kChunk / kSharers;
-        if constexpr (kChunk % kSharers == kWho) {
-          ptx::barrier_wait(full(stage.index), stage.parity);
-          const unsigned* const from = first + stage.index * (kStageBytes / 4);
-          static_for<kSteps>([&](auto i) {
-            constexpr int kI = decltype(i)::value, kK = kI / kTapSlabs, kTap = kI % kTapSlabs;
-            auto& step = steps[(kM * kSteps + kI) % kDepth];
-            ptx::matrix_wait<kDepth - 1>();
-            if constexpr (kPairs) {
-              load_row(step, bias[kM][0], from + 16 * kK);
-            } else {
-              load_rows(step, bias[kM], from + 8 * kK * kTaps + kTap);
-            }
-            if constexpr (kI == kSteps - 1) release(stage.index);
-            ptx::matrix_fence();
-            ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
-                sums[kM][kTap], step, ptx::advance(b, kK / 4 * (C::kColumns * 128) + kK % 4 * kStepBytes));
-            ptx::matrix_commit();
-          });
-        }
-        stage.advance(C::kStages);
-      });
-      ptx::matrix_wait<0>();
-      ptx::barrier_arrive(empty_x(stage_x.index));
-      stage_x.advance(C::kStagesX);
-    }
-    if constexpr (kOwn > 0) {
-#pragma unroll
-      for (int m = 0; m < kOwn; ++m) {
-        store_chunk(sums[m], bias[m], first_row() + (m * kSharers + kWho) * kRows + row_of_lane());
-      }
-    }
+  // First word of this lane in a stage.
+  __device__ __forceinline__ const unsigned* rows_of(const unsigned* stage) const {
+    return stage + row_of_lane() * kPitch + lane % 4 * (kPairs ? 4 : kTaps);
   }
-
-  __device__ __forceinline__ void store_chunk(const float (&sums)[kTapSlabs][kSums], const float (&bias)[2],
-                                              int row) const {
+  template <int kK, int kTap>
+  static __device__ __forceinline__ void load_step(unsigned (&to)[4], float (&bias)[1][2],
+                                                   const unsigned* from) {
     if constexpr (kPairs) {
-      store_bias(bias[0], row);
+      load_row(to, bias[0][0], from + 16 * kK);
+    } else {
+      load_rows(to, bias[0], from + 8 * kK * kTaps + kTap);
+    }
+  }
+
+  __device__ __forceinline__ void store_chunk(const float (&sums)[kRowSlabs][kSums],
+                                              const float (&bias)[1][2], int chunk) const {
+    const int row = first_row() + chunk * kRows + row_of_lane();
+    if constexpr (kPairs) {
+      store_bias(bias[0][0], row);
       if (row < kRowsAll) store_row<2>(sums[0], 0, row * kTaps);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        store_bias(bias[half], row + 8 * half);
+        store_bias(bias[0][half], row + 8 * half);
         if (row + 8 * half >= kRowsAll) continue;
 #pragma unroll
         for (int tap = 0; tap < kTaps; ++tap) store_row<1>(sums[tap], half, (row + 8 * half) * kTaps + tap);
@@ -615,8 +437,7 @@ struct UpBackward {
     }
   }
   __device__ __forceinline__ void store_bias(float sum, int row) const {
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-    sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+    sum = sum_of_quad(sum);
     if (row >= kRowsAll || args.bias_parts == nullptr || first_in != 0 || lane % 4 != 0) return;
     const int out = row / kPlanes, plane = row % kPlanes;
     static_cast<float*>(args.bias_parts)[(split * kPlanes + plane) * args.db_pitch + out] = sum;
@@ -644,8 +465,7 @@ struct UpBackward {
 template <class Config>
 __device__ void run(const Args& args) {
   ptx::launch_dependents();
-  UpBackward<Config> kernel(args);
-  take_roles<Config>(kernel);
+  UpBackward<Config>(args).take_roles();
 }
 
 }  // namespace tconv3d

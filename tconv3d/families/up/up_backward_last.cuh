@@ -28,42 +28,40 @@
 #pragma once
 
 #include "cursor.cuh"
-#include "operands.cuh"
-#include "ring.cuh"
-#include "up_backward_roles.cuh"
+#include "up_backward_block.cuh"
 
 namespace tconv3d {
 
 template <class C>
-struct UpBackwardLast {
-  using Scalar = typename C::Scalar;
-  using Groups = UpBackwardGroups<C>;
+struct UpBackwardLast : UpBackwardBlock<C, Args, UpBackwardLast<C>> {
+  using Block = UpBackwardBlock<C, Args, UpBackwardLast<C>>;
+  using Block::args, Block::split, Block::range, Block::first_in, Block::warp, Block::lane, Block::weights;
+  using Block::kConsumerWarps;
+  using Block::kItem, Block::kPerWord, Block::kRounded, Block::kGroupsOfBlock, Block::kSums;
+  using Block::meet, Block::rounded, Block::sum_of_quad;
+  using Block::stages, Block::stages_x, Block::tables, Block::full, Block::empty, Block::barrier_x;
+  using typename Block::Scalar, typename Block::Groups, typename Block::Loaded, typename Block::Batch;
 
-  static constexpr int kItem = sizeof(Scalar), kPerWord = 4 / kItem;
-  static constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
-  static constexpr bool kRounded = kOperand == ptx::Operand::kTf32;
   static constexpr int kTile = 64;                         // positions per tile
   static constexpr int kWords = 64, kPieces = kWords / 4;  // words and pieces of a position per chunk
   static constexpr int kPitch = kWords + 8;                // words from position to position in a stage
-  static constexpr int kBlockWords = Groups::kBlockWords, kGroupsOfBlock = Groups::kGroupsOfBlock;
-  static constexpr int kStepBytes = 32;
   static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
-  // A row of dy has kRow elements, kRowWords words.
-  static constexpr int kRow = C::kOut * kTaps, kRowWords = kRow / kPerWord;
-  static constexpr int kSums = C::kColumns / 2;
-  static constexpr int kSlabs = kPerWord;                          // slabs of 64 elements per chunk
-  static constexpr int kBlocksX = kTile / kPerWord / kBlockWords;  // blocks of K of x per tile
-  static constexpr int kInTiles = (C::kIn + C::kColumns - 1) / C::kColumns;
-  static constexpr int kKinds = kInTiles * C::kRanges;
-  static constexpr int kConsumers = C::kThreads - 128;
-  static constexpr int kSharers = 2;  // warpgroups that share the weight gradient
+  // A row of dy, and the weights of an input channel, have kRow elements, kWordsAll words.
+  static constexpr int kRow = C::kOut * kTaps, kWordsAll = kRow / kPerWord;
+  static constexpr int kWeightWords = C::kChunks * kWords;
   static constexpr int kStageBytes = 4 * kTile * kPitch;
   static constexpr int kStageXBytes = kItem * kTile * C::kColumns;
-  static constexpr int kWeightBytes = 4 * C::kChunks * kWords * C::kColumns;
   static constexpr int kPlaces = 3;  // tiles whose Places are in shared memory
+  static constexpr int kPlacesBytes = 16 * kPlaces * kTile,
+                       kTableBytes = kPlacesBytes + 8 * C::kChunks * kPieces;
+  // The third barrier: x was read for the transpose. The fourth: it is transposed.
+  static constexpr int kBarriersX = 4;
+  static constexpr int kSetBlocks = 1, kInputSlabs = 1, kBatches = kPieces / 4;
+  static constexpr bool kPrefetched = true;
+  // Slabs of 64 elements of dy's rows per chunk.
+  static constexpr int kRowSlabs = kPerWord, kSteps = 8, kBiasSlabs = kRowSlabs;
 
-  static_assert(C::kThreads == 512 && C::kColumns % 8 == 0 && C::kStages >= 3 && C::kStagesX >= 2);
-  static_assert(C::kRanges * C::kChunks * kWords >= kRowWords);
+  static_assert(C::kRanges * kWeightWords >= kWordsAll);
   static_assert(C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0, "whole pieces");
 
   // Offsets of a position in the tensors, in elements; -1 if there is no such position.
@@ -71,88 +69,31 @@ struct UpBackwardLast {
     long long dy, x;
   };
 
-  const Args& args;
-  int split, range, first_in;
-  int warp, lane;
-  unsigned char* stages_x;
-  unsigned char* weights;
-  unsigned* stages;
-  long long* pieces;  // offset of each piece of the range in dy from a position's first output, in elements
   Place* places;
-  unsigned barriers;
+  long long* pieces;  // offset of each piece of the range in dy from a position's first output, in elements
 
   __device__ __forceinline__ UpBackwardLast(const Args& arguments)
-      : args(arguments),
-        split(static_cast<int>(blockIdx.x) / kKinds),
-        range(static_cast<int>(blockIdx.x) % kKinds / kInTiles),
-        first_in(static_cast<int>(blockIdx.x) % kInTiles * C::kColumns),
-        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
-        lane(static_cast<int>(threadIdx.x) % 32) {
-    weights = dynamic_shared<unsigned char>();
-    stages_x = weights + kWeightBytes;
-    stages = reinterpret_cast<unsigned*>(stages_x + C::kStagesX * kStageXBytes);
-    places = reinterpret_cast<Place*>(stages + C::kStages * (kStageBytes / 4));
-    pieces = reinterpret_cast<long long*>(places + kPlaces * kTile);
-    barriers = ptx::shared_address(pieces + C::kChunks * kPieces);
-  }
+      : Block(arguments),
+        places(reinterpret_cast<Place*>(tables)),
+        pieces(reinterpret_cast<long long*>(tables + kPlacesBytes)) {}
 
-  __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 * stage; }
-  __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 8 * (C::kStages + stage); }
-  // Barriers of a stage of x by `which`: 0 the stage has arrived, 1 it is free, 2 it was read for the
-  // transpose, 3 it is transposed.
-  __device__ __forceinline__ unsigned barrier_x(int which, int stage) const {
-    return barriers + 8 * (2 * C::kStages + which * C::kStagesX + stage);
-  }
-  __device__ __forceinline__ unsigned weights_there() const { return barrier_x(4, 0); }
-  __device__ __forceinline__ int first_word() const { return range * C::kChunks * kWords; }
+  __device__ __forceinline__ int first_word() const { return range * kWeightWords; }
 
-  static __device__ __forceinline__ unsigned rounded(unsigned word) {
-    return kRounded ? OperandOf<float>::bits(ptx::bits_to_float(word)) : word;
-  }
-
-  // ---- Before the loop over tiles.
-
-  __device__ __forceinline__ void prepare() {
+  __device__ __forceinline__ void fill_tables() const {
     for (int i = static_cast<int>(threadIdx.x); i < C::kChunks * kPieces; i += C::kThreads) {
-      const int element = min(first_word() + 4 * i, kRowWords - 4) * kPerWord;
+      const int element = min(first_word() + 4 * i, kWordsAll - 4) * kPerWord;
       const int tap = element / C::kOut, plane = tap / C::kKernelW;
       pieces[i] = element % C::kOut + tap % C::kKernelW * args.dy_strides.w +
                   plane / C::kKernelH * args.dy_strides.d + plane % C::kKernelH * args.dy_strides.h;
     }
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < C::kStages; ++i) {
-        ptx::barrier_init(full(i), 128);
-        ptx::barrier_init(empty(i), 256);
-      }
-      for (int i = 0; i < C::kStagesX; ++i) {
-        ptx::barrier_init(barrier_x(0, i), 128);
-        for (int which = 1; which < 4; ++which) ptx::barrier_init(barrier_x(which, i), 128 * kSharers);
-      }
-      ptx::barrier_init(weights_there(), kConsumers);
-      ptx::fence_barrier_init();
-    }
-    __syncthreads();
   }
 
-  // ---- Weights.
-
-  // Called by all consumers while the first tile is in flight. The weight of an input channel is one
-  // contiguous run, laid out like a row of dy.
-  __device__ __forceinline__ void load_weights() const {
-    constexpr int kAll = C::kChunks * 2 * kGroupsOfBlock, kWarps = kConsumers / 32;
-    for (int i = warp - 4; i < kAll; i += kWarps) copy_weights(i / kGroupsOfBlock, i % kGroupsOfBlock);
-    ptx::copy_commit();
-    ptx::copy_wait<0>();
+  template <int kSets>
+  __device__ __forceinline__ void order_all_weights() const {
     __syncwarp();
-    for (int i = warp - 4; i < kAll; i += kWarps) {
+    for (int i = warp - 4; i < kSets; i += kConsumerWarps) {
       order_weights(Groups::group_at(weights, i / kGroupsOfBlock, i % kGroupsOfBlock));
     }
-    ptx::fence_async_proxy();
-    ptx::barrier_arrive(weights_there());
-  }
-  __device__ __forceinline__ void copy_weights(int block, int group) const {
-    Groups::template copy<kRowWords>(Groups::group_at(weights, block, group), args.weight,
-                                     first_in + group * 8, first_word() + block * kBlockWords, lane);
   }
   // Transposes blocks of 4x4 words: a lane of the input gradient loads piece t of every four for two K steps,
   // so word e of piece t becomes word t of vector e.
@@ -222,10 +163,10 @@ struct UpBackwardLast {
   }
 
   __device__ __forceinline__ void copy_chunk(const Ring& stage, int chunk, const Place* from) const {
-    constexpr bool kWhole = C::kRanges * C::kChunks * kWords == kRowWords;
+    constexpr bool kWhole = C::kRanges * C::kChunks * kWords == kWordsAll;
     const int piece = static_cast<int>(threadIdx.x) % kPieces,
               first = static_cast<int>(threadIdx.x) / kPieces;
-    const bool there = kWhole || first_word() + chunk * kWords + 4 * piece < kRowWords;
+    const bool there = kWhole || first_word() + chunk * kWords + 4 * piece < kWordsAll;
     const Scalar* const dy = static_cast<const Scalar*>(args.dy) + pieces[chunk * kPieces + piece];
     unsigned* const to = stages + stage.index * (kStageBytes / 4) + first * kPitch + piece * 4;
     ptx::barrier_wait(empty(stage.index), stage.parity ^ 1u);
@@ -264,11 +205,6 @@ struct UpBackwardLast {
     }
   }
 
-  // ---- Consumers.
-
-  // Every lane arrives for itself: it is as fast as one arrival per warp, and race checkers understand it.
-  __device__ __forceinline__ void release(int stage) const { ptx::barrier_arrive(empty(stage)); }
-
   // ---- The input gradient.
 
   // First of this lane's two positions of a tile; the second is 8 further.
@@ -276,16 +212,12 @@ struct UpBackwardLast {
     const int g = lane / 4;
     return warp % 4 * 16 + (g & 4) + (g & 1) * 2 + (g >> 1 & 1);
   }
-  struct Loaded {
-    Vector<unsigned, 4> first, second;
-  };
+  __device__ __forceinline__ const unsigned* positions_of(const unsigned* stage) const {
+    return stage + position_of_lane() * kPitch + lane % 4 * 4;
+  }
   static __device__ __forceinline__ Loaded load_positions(const unsigned* from, int batch) {
     return Loaded{load_vector<4>(from + 16 * batch), load_vector<4>(from + 16 * batch + 8 * kPitch)};
   }
-  // The A operands of two K steps.
-  struct Batch {
-    unsigned words[2][4];
-  };
   static __device__ __forceinline__ void arrange(Batch& to, const Loaded& from) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
@@ -296,33 +228,8 @@ struct UpBackwardLast {
     }
   }
 
-  __device__ __forceinline__ void multiply_chunk(float (&sums)[kSums], Batch (&batches)[2], const Ring& stage,
-                                                 unsigned long long b) const {
-    constexpr int kBatches = kPieces / 4;
-    const unsigned* const from =
-        stages + stage.index * (kStageBytes / 4) + position_of_lane() * kPitch + lane % 4 * 4;
-    // The next batch is prefetched while products run.
-    Loaded loaded = load_positions(from, 0);
-    static_for<kBatches>([&](auto i) {
-      constexpr int kI = decltype(i)::value;
-      constexpr bool kLast = kI == kBatches - 1;
-      Batch& batch = batches[kI % 2];
-      ptx::matrix_wait<1>();
-      arrange(batch, loaded);
-      if constexpr (!kLast) loaded = load_positions(from, kI + 1);
-      if constexpr (kLast) release(stage.index);
-      ptx::matrix_fence();
-      static_for<2>([&](auto k) {
-        constexpr int kK = decltype(k)::value, kStep = 2 * kI + kK;
-        ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
-            sums, batch.words[kK], ptx::advance(b, kStep / 4 * (C::kColumns * 128) + kStep % 4 * kStepBytes));
-      });
-      ptx::matrix_commit();
-    });
-  }
-
   // Stores dx, or partial sums of dx if there are several ranges.
-  __device__ __forceinline__ void store_positions(const float (&sums)[kSums], int tile) const {
+  __device__ __forceinline__ void store_positions(const float (&sums)[1][kSums], int tile) const {
     using To = typename Choose<C::kRanges == 1, Scalar, float>::type;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -333,35 +240,9 @@ struct UpBackwardLast {
 #pragma unroll
       for (int j = 0; j < C::kColumns / 8; ++j) {
         if (C::kIn % C::kColumns != 0 && first_in + 8 * j + lane % 4 * 2 >= C::kIn) continue;
-        store_vector(to + 8 * j, Vector<To, 2>{Narrow<To>::from(sums[4 * j + 2 * half]),
-                                               Narrow<To>::from(sums[4 * j + 2 * half + 1])});
+        store_vector(to + 8 * j, Vector<To, 2>{Narrow<To>::from(sums[0][4 * j + 2 * half]),
+                                               Narrow<To>::from(sums[0][4 * j + 2 * half + 1])});
       }
-    }
-  }
-
-  __device__ __forceinline__ void input_grad() const {
-    float sums[kSums];
-    Batch batches[2];
-    Ring stage;
-    const unsigned long long b = ptx::matrix_descriptor<128>(ptx::shared_address(weights), 8 * 128);
-    ptx::barrier_wait(weights_there(), 0);
-    for (int tile = split; tile < args.tiles; tile += args.splits) {
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) {
-        sums[i] = 0.0f;
-        ptx::pin(sums[i]);
-      }
-#pragma unroll 1
-      for (int chunk = 0; chunk < C::kChunks; ++chunk) {
-        ptx::barrier_wait(full(stage.index), stage.parity);
-        multiply_chunk(sums, batches, stage, ptx::advance(b, chunk * (4 * kWords * C::kColumns)));
-        stage.advance(C::kStages);
-      }
-      ptx::matrix_wait<0>();
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) ptx::pin(sums[i]);
-      store_positions(sums, tile);
-      __syncwarp();
     }
   }
 
@@ -369,7 +250,8 @@ struct UpBackwardLast {
 
   // Loads the operand of one K step, two elements of dy's rows at the positions of the step, and adds the
   // elements to `sum`. The two elements are operand rows 8 apart.
-  static __device__ __forceinline__ void load_step(unsigned (&to)[4], float (&sum)[2], const unsigned* from) {
+  static __device__ __forceinline__ void load_elements(unsigned (&to)[4], float (&sum)[2],
+                                                       const unsigned* from) {
     if constexpr (kRounded) {
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
@@ -448,77 +330,35 @@ struct UpBackwardLast {
       return channel == 0 ? (one & 0xFFFFu) | other << 16 : one >> 16 | (other & 0xFFFF0000u);
     }
   }
-  __device__ __forceinline__ void meet(unsigned barrier, unsigned parity) const {
-    ptx::barrier_arrive(barrier);
-    ptx::barrier_wait(barrier, parity);
-  }
-
   // Offset of this lane's two elements from the beginning of a slab, in words.
   __device__ __forceinline__ int word_of_lane() const {
     return warp % 4 * (16 / kPerWord) + lane / 4 * (2 / kPerWord);
   }
 
-  template <int kWho>
-  __device__ __forceinline__ void weight_grad() const {
-    constexpr int kOwn = (C::kChunks - kWho + kSharers - 1) / kSharers, kSome = kOwn > 0 ? kOwn : 1;
-    constexpr int kDepth = 3, kSteps = 8;  // operands in registers; K steps per chunk
+  __device__ __forceinline__ const unsigned* rows_of(const unsigned* stage) const {
+    return stage + lane % 4 * kPitch + word_of_lane();
+  }
+  template <int kK, int kSlab>
+  static __device__ __forceinline__ void load_step(unsigned (&to)[4], float (&bias)[kRowSlabs][2],
+                                                   const unsigned* from) {
     constexpr int kStepPositions = 8 * kPerWord;
-    float sums[kSome][kSlabs][kSums], bias[kSome][kSlabs][2];
-    unsigned steps[kDepth][4];
-#pragma unroll
-    for (int m = 0; m < kSome * kSlabs; ++m) {
-      bias[m / kSlabs][m % kSlabs][0] = bias[m / kSlabs][m % kSlabs][1] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[m / kSlabs][m % kSlabs][i] = 0.0f;
-    }
-    Ring stage, stage_x;
-    const unsigned* const first = stages + lane % 4 * kPitch + word_of_lane();
-#pragma unroll 1
-    for (int tile = split; tile < args.tiles; tile += args.splits) {
-      const unsigned long long b =
-          ptx::matrix_descriptor<128>(ptx::shared_address(stages_x) + stage_x.index * kStageXBytes, 8 * 128);
-      order_x(stage_x);
-      static_for<C::kChunks>([&](auto c) {
-        constexpr int kChunk = decltype(c)::value, kM = kChunk / kSharers;
-        if constexpr (kChunk % kSharers == kWho) {
-          ptx::barrier_wait(full(stage.index), stage.parity);
-          const unsigned* const from = first + stage.index * (kStageBytes / 4);
-          static_for<kSteps>([&](auto i) {
-            constexpr int kI = decltype(i)::value, kK = kI / kSlabs, kSlab = kI % kSlabs;
-            auto& step = steps[(kM * kSteps + kI) % kDepth];
-            ptx::matrix_wait<kDepth - 1>();
-            load_step(step, bias[kM][kSlab], from + kK * kStepPositions * kPitch + kSlab * 32);
-            if constexpr (kI == kSteps - 1) release(stage.index);
-            ptx::matrix_fence();
-            ptx::MatrixMultiply<C::kColumns>::template issue<kOperand>(
-                sums[kM][kSlab], step, ptx::advance(b, kK / 4 * (C::kColumns * 128) + kK % 4 * kStepBytes));
-            ptx::matrix_commit();
-          });
-        }
-        stage.advance(C::kStages);
-      });
-      ptx::matrix_wait<0>();
-      ptx::barrier_arrive(barrier_x(1, stage_x.index));
-      stage_x.advance(C::kStagesX);
-    }
-    if constexpr (kOwn > 0) {
-#pragma unroll
-      for (int m = 0; m < kOwn * kSlabs; ++m) {
-        const int word = first_word() + (m / kSlabs * kSharers + kWho) * kWords + m % kSlabs * 32;
-        store_slab(sums[m / kSlabs][m % kSlabs], bias[m / kSlabs][m % kSlabs],
-                   (word + word_of_lane()) * kPerWord);
-      }
-    }
+    load_elements(to, bias[kSlab], from + kK * kStepPositions * kPitch + kSlab * 32);
   }
 
+  __device__ __forceinline__ void store_chunk(const float (&sums)[kRowSlabs][kSums],
+                                              const float (&bias)[kRowSlabs][2], int chunk) const {
+#pragma unroll
+    for (int slab = 0; slab < kRowSlabs; ++slab) {
+      const int word = first_word() + chunk * kWords + slab * 32;
+      store_slab(sums[slab], bias[slab], (word + word_of_lane()) * kPerWord);
+    }
+  }
   // `element` is the index of the first of two elements in dy's row.
   __device__ __forceinline__ void store_slab(const float (&sums)[kSums], const float (&bias)[2],
                                              int element) const {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      float sum = bias[e];
-      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 1);
-      sum += __shfl_xor_sync(0xFFFFFFFFu, sum, 2);
+      const float sum = sum_of_quad(bias[e]);
       if (element >= kRow || args.bias_parts == nullptr || first_in != 0 || lane % 4 != 0) continue;
       const int tap = (element + e) / C::kOut, out = (element + e) % C::kOut;
       static_cast<float*>(args.bias_parts)[(split * kTaps + tap) * args.db_pitch + out] = sum;
@@ -541,8 +381,7 @@ struct UpBackwardLast {
 template <class Config>
 __device__ void run(const Args& args) {
   ptx::launch_dependents();
-  UpBackwardLast<Config> kernel(args);
-  take_roles<Config>(kernel);
+  UpBackwardLast<Config>(args).take_roles();
 }
 
 }  // namespace tconv3d

@@ -22,6 +22,7 @@
 #pragma once
 
 #include "operands.cuh"
+#include "ptx_hopper.cuh"
 #include "ring.cuh"
 
 namespace tconv3d {

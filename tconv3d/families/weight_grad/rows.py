@@ -14,7 +14,7 @@ from math import prod
 from ...planning import offers
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry, Triple
-from ...planning.launch import Launch
+from ...planning.launch import Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, last_offset
 from ...planning.repertoire import TYPICAL, Repertoire, nearest
@@ -36,7 +36,7 @@ MOST_ROWS = 160  # positions of a box: loops over them are unrolled
 
 # Rates and costs of the model of time, in cycles of a multiprocessor.
 PRODUCT_CYCLES = 20.0  # for 64 rows, 32 columns and 16 positions
-BYTES_PER_CYCLE = 26.0  # that a multiprocessor copies from L2
+BYTES_PER_CYCLE = 26.0  # copied from the L2 cache
 COPY_CYCLES = 100.0  # for one copy of a producer's warp
 BOX_CYCLES = 120.0  # per box, for barriers and addresses
 BLOCK_CYCLES = 6000.0  # per block, for the first copies and the last stores
@@ -301,7 +301,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kOriginW", made.origin_w),
             ("kPhasesW", len(made.phases_w)),
             ("kPhaseW", made.phases_w),
-            *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
+            *axis_constants(g.axes, "stride"),
             ("kSets", len(made.sets)),
             ("kTaps", most),
             ("kShiftD", tuple(d.shift(each.taps[0][0]) for each in made.sets)),

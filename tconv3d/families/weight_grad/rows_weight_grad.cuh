@@ -20,6 +20,7 @@
 
 #include "cursor.cuh"
 #include "operands.cuh"
+#include "ptx_hopper.cuh"
 #include "ring.cuh"
 
 namespace tconv3d {

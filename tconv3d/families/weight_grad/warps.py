@@ -12,270 +12,31 @@ a warp copies at a time: some channels of 32 slots, each the words of one load.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import inf
 
 from ...planning import offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
-from ...planning.geometry import Axis, Geometry, Triple
-from ...planning.launch import Constants, Launch
+from ...planning.geometry import Geometry
+from ...planning.launch import Constants, Launch, axis_constants
 from ...planning.offers import Answer, Wanted
-from ...planning.problem import ITEM_BYTES, Device, Pass, Plan, Problem, last_offset
-from ...planning.scalars import INT32_MAX, SCALARS
+from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.scalars import SCALARS
 from ...planning.sums import reduce_parts
 from .arguments import TENSOR_WEIGHT_GRAD
+from .segments import SEGMENT, Box, vector_of, wide
+from .warps_tiling import Buffers, Layer, Planes, Tiling, best_wide_box, boxes, copied_words, plane_words
 
-SEGMENT = 4  # words of 32 bits per segment, which a lane loads at once
 CHUNK = 4  # segments that a warp multiplies at a time
-MAX_TAPS_W = 8  # most taps along w of one launch; a wider kernel takes several launches
 REGISTERS = 65536  # 32-bit registers of a multiprocessor
 MIN_EFFICIENCY = 0.25  # least fraction of a channel tile's products that belong to real channels
-
 # Rates and costs of a multiprocessor, for choosing between tilings.
 CYCLES_PER_MULTIPLY = 8.0  # cycles of a matrix instruction on one of the four schedulers
 L2_BYTES_PER_CYCLE = 24.0
-SECTOR_WORDS = 8  # words of a memory sector, the smallest transaction
 LATENCY = 700.0  # cycles until a job's loads arrive
 TILE_OVERHEAD = 400.0  # cycles per tile of a barrier and of waiting for the first chunk
-
-
-@dataclass(frozen=True)
-class Window:
-    """Two neighbouring segments of a plane of dy, loaded once for the taps that read out of them."""
-
-    plane: int
-    start: int  # distance from the start of the plane's line, in words
-    taps: tuple[tuple[int, int], ...]  # (tap along w, shift from the window's start in elements)
-
-    @cached_property
-    def reach(self) -> int:
-        return max(shift for _, shift in self.taps)
-
-    @property
-    def words(self) -> int:
-        return 2 * SEGMENT if self.reach else SEGMENT
-
-
-@dataclass(frozen=True)
-class Planes:
-    """The phases of w that have taps, and the windows that a row of taps needs."""
-
-    offsets: tuple[int, ...]  # per plane: index of the output that the tile's first position reads
-    windows: tuple[Window, ...]
-    per_word: int
-
-    @classmethod
-    def of(cls, axis: Axis, taps: range, per_word: int, vector: int) -> Planes:
-        """Returns the planes of some taps. With stride 1, planes begin at a multiple of `vector` outputs."""
-        offsets: list[int] = []
-        windows: list[Window] = []
-        segment = SEGMENT * per_word
-        for phase in range(axis.stride):
-            fed = sorted((axis.shift(t), t) for t in taps if axis.phase(t) == phase)
-            if not fed:
-                continue
-            first = fed[0][0]
-            if axis.stride == 1:
-                first -= first % vector
-            offsets.append(axis.stride * first + phase)
-            while fed:
-                start = (fed[0][0] - first) // segment * segment
-                inside = [(t, shift - first - start) for shift, t in fed if shift - first <= start + segment]
-                windows.append(Window(len(offsets) - 1, start // per_word, tuple(inside)))
-                fed = fed[len(inside) :]
-        return cls(tuple(offsets), tuple(windows), per_word)
-
-    @cached_property
-    def taps(self) -> int:
-        return sum(len(window.taps) for window in self.windows)
-
-    @cached_property
-    def words(self) -> int:
-        """Words of all windows together."""
-        return sum(window.words for window in self.windows)
-
-    def line_words(self, segments: int) -> int:
-        """Returns how many words of a line the taps read."""
-        last = max(window.start * self.per_word + window.reach for window in self.windows)
-        return -(-(segments * SEGMENT * self.per_word + last) // self.per_word)
-
-    def line_pitch(self, segments: int) -> int:
-        """Returns how many words of a line the windows touch, a multiple of SEGMENT."""
-        return (segments - 1) * SEGMENT + max(window.start + window.words for window in self.windows)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The properties of a layer and its tensors that the kernel is compiled for, besides the tiling."""
-
-    geometry: Geometry
-    dtype: str
-    channels_last: bool
-    vector_x: int  # words per load of x; 0 if 16-bit elements are loaded one by one
-    vector_y: int  # words per load of dy; 0 if 16-bit elements are loaded one by one
-
-    @property
-    def per_word(self) -> int:
-        return 4 // ITEM_BYTES[self.dtype]
-
-    @property
-    def pieces(self) -> tuple[range, ...]:
-        """The taps along w of each launch."""
-        kernel = self.geometry.kernel[2]
-        count = -(-kernel // MAX_TAPS_W)
-        size = -(-kernel // count)
-        return tuple(range(first, min(first + size, kernel)) for first in range(0, kernel, size))
-
-    def planes(self, taps: range) -> Planes:
-        return Planes.of(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
-
-    def loads(self, tiling: Tiling) -> tuple[int, int]:
-        """Returns the channels of a job of x and of dy, which is the number of loads that a lane has in flight;
-        without asynchronous copies they arrive in registers."""
-        x, y = (8 if tiling.asynchronous or vector in (1, 2) else 4 for vector in (self.vector_x, self.vector_y))
-        return x, y
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How blocks and warps divide channels, taps and positions. All fields are compiled in."""
-
-    warps: int
-    blocks: int  # blocks per multiprocessor
-    tiles_in: int  # tiles of 16 input channels per warp
-    tiles_out: int  # tiles of 8 output channels per warp
-    warps_in: int
-    warps_out: int
-    rows_d: int  # taps along d of a block
-    rows_h: int  # taps along h of a block
-    warps_rows: int
-    slices: int  # warps with equal taps and channels, which divide the chunks of a tile
-    segments: int  # segments of a tile of positions
-    stages: int  # buffers in shared memory; three if copies are asynchronous
-    asynchronous: bool
-
-    @property
-    def rows(self) -> int:
-        return -(-self.rows_d * self.rows_h // self.warps_rows)
-
-    @property
-    def block_rows(self) -> tuple[int, int]:
-        return self.rows_d, self.rows_h
-
-    def block_in(self, g: Geometry) -> int:
-        return 8 if g.in_per_group <= 8 else 16 * self.tiles_in * self.warps_in
-
-    @property
-    def block_out(self) -> int:
-        return 8 * self.tiles_out * self.warps_out
-
-    def kinds(self, g: Geometry) -> int:
-        """Returns the number of kinds of blocks, which together own all channels and taps."""
-        channels = -(-g.in_per_group // self.block_in(g)) * -(-g.out_per_group // self.block_out)
-        return g.groups * channels * -(-g.kernel[0] // self.rows_d) * -(-g.kernel[1] // self.rows_h)
-
-    def sums(self, taps: int) -> int:
-        """Returns the accumulator registers per thread."""
-        return self.rows * taps * self.tiles_in * self.tiles_out * 4
-
-    def __str__(self) -> str:
-        return (
-            f"{self.warps} warps x {self.blocks} blocks, each warp {16 * self.tiles_in} x {8 * self.tiles_out} "
-            f"channels x {self.rows} rows of taps, {self.slices} slices, "
-            f"blocks of {self.rows_d} x {self.rows_h} rows, {self.stages} buffers of {self.segments * SEGMENT} words"
-        )
-
-
-@dataclass(frozen=True)
-class Box:
-    """The size of a tile of positions, chosen for the volume at run time."""
-
-    d: int
-    h: int
-    w: int  # segments along w
-
-    @property
-    def segments(self) -> int:
-        return self.d * self.h * self.w
-
-    def lines(self, g: Geometry, rows: tuple[int, int]) -> tuple[int, int]:
-        """Returns the lines of dy along d and h that the rows of taps of a block reach."""
-        d, h, _ = g.axes
-        along_d = d.stride * (self.d - 1) + d.dilation * (rows[0] - 1) + 1
-        return along_d, h.stride * (self.h - 1) + h.dilation * (rows[1] - 1) + 1
-
-    def count(self, size: Triple, per_word: int) -> Triple:
-        """Returns the number of boxes along d, h and w that cover a volume."""
-        extents = (self.d, self.h, self.w * SEGMENT * per_word)
-        return tuple(-(-extent // box) for extent, box in zip(size, extents, strict=True))
-
-
-def boxes(segments: int, lines: tuple[int, int]) -> Iterator[Box]:
-    """Yields boxes of at most `segments` segments, none larger along d and h than the volume, whose size is
-    `lines`."""
-    for w in range(1, min(segments, 16) + 1):
-        for h in range(1, min(segments // w, lines[1]) + 1):
-            for d in range(1, min(segments // (w * h), lines[0]) + 1):
-                yield Box(d, h, w)
-
-
-def pitch_up(words: int) -> int:
-    """Returns the next length in words that is 16 more than a multiple of the 32 banks."""
-    return words + (16 - words) % 32
-
-
-@dataclass(frozen=True)
-class Buffers:
-    """Shared memory of a tiling, with room for the best box of a large volume; other boxes must fit it."""
-
-    pitch_x: int
-    plane: int
-    pitch_y: int
-    table_slots: int
-    bytes: int
-
-    @classmethod
-    def of(cls, layer: Layer, planes: Planes, tiling: Tiling) -> Buffers:
-        g = layer.geometry
-        plane = _plane_room(g, planes, tiling.block_rows, tiling.segments)
-        pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
-        slots = len(planes.offsets) * plane
-        tables = 8 + 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
-        buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
-        passing = tiling.sums(planes.taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
-        return cls(pitch_x, plane, pitch_y, slots, 4 * max(-(-tables // 4) * 4 + tiling.stages * buffer, passing))
-
-
-def _wide_boxes(segments: int) -> Iterator[Box]:
-    """Yields boxes of exactly `segments` segments, with lines long enough for whole memory sectors."""
-    for w in (4, 8):
-        for h in range(1, segments // w + 1):
-            if segments % (w * h) == 0:
-                yield Box(segments // (w * h), h, w)
-
-
-def plane_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box, pad: int = 0) -> int:
-    along_d, along_h = box.lines(g, rows)
-    return along_d * along_h * (planes.line_pitch(box.w) + pad)
-
-
-def copied_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box) -> int:
-    """Returns how many words of a channel of dy a box moves, counted in whole memory sectors."""
-    along_d, along_h = box.lines(g, rows)
-    return along_d * along_h * (planes.line_words(box.w) * g.stride[2] + SECTOR_WORDS - 1)
-
-
-@lru_cache(maxsize=4096)
-def _best_wide_box(g: Geometry, planes: Planes, rows: tuple[int, int], segments: int) -> Box:
-    return min(_wide_boxes(segments), key=lambda box: copied_words(g, planes, rows, box))
-
-
-@lru_cache(maxsize=4096)
-def _plane_room(g: Geometry, planes: Planes, rows: tuple[int, int], segments: int) -> int:
-    return pitch_up(plane_words(g, planes, rows, _best_wide_box(g, planes, rows, segments)))
 
 
 # ---- The choice of a tiling.
@@ -382,7 +143,7 @@ def _cost(layer: Layer, planes: Planes, tiling: Tiling, device: Device) -> float
         return None
     if buffers.table_slots > 16384:
         return None
-    box = _best_wide_box(layer.geometry, planes, tiling.block_rows, tiling.segments)
+    box = best_wide_box(layer.geometry, planes, tiling.block_rows, tiling.segments)
     cycles = _tile_cycles(layer, planes, tiling, box) / (tiling.blocks * tiling.segments)
     return cycles * tiling.kinds(layer.geometry)
 
@@ -406,18 +167,9 @@ def tiling_of(layer: Layer, device: Device) -> Tiling | None:
 def _layer(p: Problem) -> Layer:
     g = p.geometry
     channels_last = all(strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
-    vector_x = _vector(p, p.input, p.input_size[2])
-    vector_y = _vector(p, p.output, p.output_size[2] if g.stride[2] == 1 else 1)
+    vector_x = vector_of(p, p.input, p.input_size[2])
+    vector_y = vector_of(p, p.output, p.output_size[2] if g.stride[2] == 1 else 1)
     return Layer(g, p.dtype, channels_last, vector_x, vector_y)
-
-
-def _vector(p: Problem, strides: tuple[int, ...], width: int) -> int:
-    """Returns the words of a load that never straddles the end of a line; 0 for 16-bit elements one by one."""
-    per_word = 4 // p.item_bytes
-    for words in (4, 2, 1):
-        if p.aligned and strides[4] == 1 and not any(v % (words * per_word) for v in (*strides[:4], width)):
-            return words
-    return 1 if per_word == 1 else 0
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
@@ -540,18 +292,6 @@ def _tiles(p: Problem, layer: Layer, box: Box) -> int:
     return p.batch * d * h * w
 
 
-def wide(p: Problem, box: int) -> bool:
-    """Tells whether an offset, or an intermediate value of one, may exceed 32 bits. Boxes of at most `box` segments
-    may begin inside the volume and end outside."""
-    g = p.geometry
-    reach = tuple(
-        size + box * axis.stride * 8 + axis.kernel * axis.dilation + axis.padding
-        for size, axis in zip(p.output_size, g.axes, strict=True)
-    )
-    x = last_offset((p.batch + 1, g.in_channels, *(size + box * 8 for size in p.input_size)), p.input)
-    return max(x, last_offset((p.batch + 1, g.out_channels, *reach), p.output)) > INT32_MAX
-
-
 def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, splits: int) -> Launch:
     g = p.geometry
     buffers, box = Buffers.of(layer, planes, tiling), _box(p, layer, planes, tiling)
@@ -584,7 +324,7 @@ def _main(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling,
 def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Tiling, buffers: Buffers) -> Constants:
     g = p.geometry
     place = {t: (v, shift) for v, window in enumerate(planes.windows) for t, shift in window.taps}
-    box = _best_wide_box(g, planes, tiling.block_rows, tiling.segments)
+    box = best_wide_box(g, planes, tiling.block_rows, tiling.segments)
     jobs = sum(_jobs(layer, tiling, _slots(layer, planes, tiling, box)))
     chunks = tiling.segments // (CHUNK * tiling.slices)
     hooks = -(-jobs // (tiling.warps * chunks))
@@ -633,8 +373,5 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kTapW", tuple(taps)),
         ("kTapWindow", tuple(place[t][0] for t in taps)),
         ("kTapOffset", tuple(place[t][1] for t in taps)),
-        *((f"kKernel{n}", axis.kernel) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kStride{n}", axis.stride) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kPadding{n}", axis.padding) for n, axis in zip("DHW", g.axes, strict=True)),
-        *((f"kDilation{n}", axis.dilation) for n, axis in zip("DHW", g.axes, strict=True)),
+        *axis_constants(g.axes, "kernel", "stride", "padding", "dilation"),
     )

@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 import tconv3d
+from tconv3d.planning import gpus
 from tconv3d.planning.gpus import AS
 from tconv3d.tools import tables
 from tconv3d.tools.arguments import MOST_SEED, integer, seconds, shape
@@ -34,7 +35,7 @@ def add(commands: Any) -> None:
     bench.add_argument("--model", action="append", default=[], metavar="PACKAGE:FACTORY", help=_MODEL_HELP)
     bench.add_argument("--input", type=shape, metavar="SHAPE", help="the model's input: 1x1x96x96x96")
     bench.add_argument("--no-torch", action="store_true", help="only ours, without PyTorch's variants")
-    bench.add_argument("--as", dest="told", metavar="GPU", help=_AS_HELP)
+    bench.add_argument("--offers", action="store_true", help=_OFFERS_HELP)
     bench.add_argument("--host", action="store_true", help="the host's time to launch a layer too")
     bench.add_argument(
         "--budget", type=seconds, default=0.15, metavar="S", help="seconds for one timing; default 0.15"
@@ -71,6 +72,8 @@ _MODEL_HELP = (
     "and the model as a whole"
 )
 
+_OFFERS_HELP = "with PyTorch's operator among the offers, timed at the first call; cudnn.benchmark is on"
+
 _AS_HELP = "plan as for this GPU (A100, 8.0, or A100,108 with its multiprocessors), and run on the GPU at hand"
 
 
@@ -101,6 +104,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         "--input-seed", type=integer(0, MOST_SEED), metavar="S", help="of inputs and parameters; default: a new one"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found")
+    parser.add_argument("--as", dest="told", metavar="GPU", help=_AS_HELP)
 
 
 def _selection(arguments: argparse.Namespace) -> dict[str, Layer]:
@@ -115,8 +119,7 @@ def _selection(arguments: argparse.Namespace) -> dict[str, Layer]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.told is not None:
-        os.environ[AS] = arguments.told
+    _be_told(arguments)
     chosen = _selection(arguments)
     sources = []
     for spec in arguments.model:
@@ -133,6 +136,7 @@ def _bench(arguments: argparse.Namespace) -> int:
         backward=arguments.backward,
         torch=not arguments.no_torch,
         host=arguments.host,
+        offers=arguments.offers,
         budget_s=arguments.budget,
         seed=arguments.input_seed,
         command=_command(arguments),
@@ -140,7 +144,15 @@ def _bench(arguments: argparse.Namespace) -> int:
     return _finish(arguments, lambda console, keep: run.bench(chosen, options, console, sources, keep))
 
 
+def _be_told(arguments: argparse.Namespace) -> None:
+    """Makes the planner believe in the GPU that `--as` names, from the first call on."""
+    if arguments.told is not None:
+        os.environ[AS] = arguments.told
+        gpus.as_told(gpus.GPUS[gpus.DEFAULT_GPU].device)  # raises for a GPU that is not known
+
+
 def _verify(arguments: argparse.Namespace) -> int:
+    _be_told(arguments)
     chosen = _selection(arguments)
     options = run.Options(
         dtypes=arguments.dtype,

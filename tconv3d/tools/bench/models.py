@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 import tconv3d
 from tconv3d.api import survey
-from tconv3d.api.clock import Timer
+from tconv3d.torch_ops.clock import Timer
 
 from .layers import Layer
 from .precision import DTYPES, LAYOUTS, TOLERANCE, in_layout, precision

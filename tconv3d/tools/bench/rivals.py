@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv3d.api.clock import Timer
+from tconv3d.torch_ops.clock import Timer
 
 from .cases import Case, leaves
 from .precision import LAYOUTS, in_layout

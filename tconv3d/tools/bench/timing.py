@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tconv3d.api.clock import Timer
+from tconv3d.torch_ops.clock import Timer
 
 from .precision import DTYPES, precision
 

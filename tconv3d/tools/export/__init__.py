@@ -23,13 +23,15 @@ def export(
     layouts: Sequence[str] = LAYOUTS,
     command: str = "tconv3d export",
     emulated: bool = False,
+    gpu: str | None = None,
 ) -> str:
     """Returns the file for a layer of `layers.LAYERS`, or for a layer written like PyTorch's constructor.
 
-    `emulated` uses the emulator's functions in place of inline assembly, for tests.
+    `gpu` names the GPU to plan for; the default is an H200, and for all other compute capabilities than 9.0 what fits
+    the smallest of them. `emulated` uses the emulator's functions in place of inline assembly, for tests.
     """
     by_name = name_or_layer.strip().isidentifier()
     layer = layers.named([name_or_layer])[name_or_layer] if by_name else layers.parse(name_or_layer)
-    operations = passes.operations(layer, passes.variants(dtypes, layouts))
+    operations = passes.operations(layer, passes.variants(dtypes, layouts, gpu))
     name = name_or_layer if by_name else "layer"
     return python_file.python_file(name, layer, operations, command, emulated)

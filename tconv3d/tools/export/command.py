@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from ...planning import gpus
 from ..bench import layers
 from . import LAYOUTS, PRECISIONS, export
 
@@ -23,6 +24,7 @@ def add(commands: Any) -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("model_new.py"), help="default model_new.py")
     parser.add_argument("--dtype", nargs="+", choices=PRECISIONS, default=list(PRECISIONS), help="default: all")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=list(LAYOUTS), help="default: both")
+    parser.add_argument("--gpu", metavar="GPU", help=f"plan for this one: {gpus.names()}; default: for all")
     parser.set_defaults(run=_export)
 
 
@@ -30,7 +32,8 @@ def _export(arguments: argparse.Namespace) -> int:
     words = ["tconv3d", "export", arguments.layer]
     for flag, given, every in (("dtype", arguments.dtype, PRECISIONS), ("layout", arguments.layout, LAYOUTS)):
         words += [f"--{flag}", *given] if set(given) != set(every) else []
-    text = export(arguments.layer, arguments.dtype, arguments.layout, shlex.join(words))
+    words += ["--gpu", arguments.gpu] if arguments.gpu else []
+    text = export(arguments.layer, arguments.dtype, arguments.layout, shlex.join(words), gpu=arguments.gpu)
     try:
         arguments.output.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -80,7 +80,7 @@ def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, em
     specialised = specialise(Sources(kernels, emulated), _settings(operations))
     parts = [_part(part) for part in specialised]
     mentioned = {"kThreads", *_ONLY_LAUNCHED}.union(*(cxx.words(part.text) for part in specialised))
-    includes = '#include "emulated_ptx.h"\n' if emulated else ""
+    includes = '#include "emulated_ptx_hopper.h"\n' if emulated else ""
     written = [_operation(_trimmed(operation, mentioned)) for operation in operations]
     return TOP + includes + "".join(parts) + LAUNCH + "".join(written)
 

@@ -13,7 +13,7 @@ from math import prod
 
 from ...families.norm import planner as norm_planner
 from ...families.norm.planner import Activation, NormProblem, Wanted
-from ...planning import planner
+from ...planning import gpus, planner
 from ...planning.geometry import Geometry
 from ...planning.gpus import GPUS
 from ...planning.problem import (
@@ -55,6 +55,12 @@ class Variant:
     gpu: str
     precision: str
     layout: str
+    chosen: Device | None = None  # the GPU that the user names, in place of the usual one of its kind
+
+    @property
+    def device(self) -> Device:
+        """The device that plans are made for."""
+        return self.chosen or DEVICES[self.gpu]
 
     def __str__(self) -> str:
         gpu = "Hopper" if self.gpu == "hopper" else "any GPU"
@@ -82,9 +88,15 @@ class Operation:
     in_place: bool = False  # whether the result may overwrite the first operand
 
 
-def variants(dtypes: Sequence[str], layouts: Sequence[str]) -> list[Variant]:
+def variants(dtypes: Sequence[str], layouts: Sequence[str], gpu: str | None = None) -> list[Variant]:
+    """Returns every variant; `gpu` names the GPU to plan for in place of the usual one of its kind."""
     precisions = [precision for dtype in dtypes for precision in PRECISIONS[dtype]]
-    return [Variant(*choice) for choice in product(DEVICES, precisions, layouts)]
+    device = None if gpu is None else gpus.find(gpu).device
+    kind = None if device is None else "hopper" if device.capability == (9, 0) else "any"
+    return [
+        Variant(*choice, chosen=device if choice[0] == kind else None)
+        for choice in product(DEVICES, precisions, layouts)
+    ]
 
 
 def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
@@ -101,7 +113,7 @@ def operations(layer: Layer, chosen: Sequence[Variant]) -> list[Operation]:
 def _pass(layer: Layer, which: Pass, chosen: Sequence[Variant]) -> Operation:
     """Returns the operation of one pass: forward, or the gradient of input, weight or bias."""
     *operands, _, _, _ = OPERANDS[which]  # the last three are an unused operand, the result and the workspace
-    plans = {v: planner.plan(problem(layer, which, v), DEVICES[v.gpu]) for v in chosen}
+    plans = {v: planner.plan(problem(layer, which, v), v.device) for v in chosen}
     return Operation(which.value, _given(layer, operands), (_result(layer, which),), plans)
 
 
@@ -118,9 +130,9 @@ def _result(layer: Layer, which: Pass) -> Result:
 def _together(layer: Layer, wanted: Sequence[Pass], chosen: Sequence[Variant]) -> list[Operation]:
     """Returns one operation for all gradients if a kernel computes several of them at once, else no operation."""
     problems = {v: tuple(problem(layer, which, v) for which in wanted) for v in chosen}
-    if not any(shares_kernels(p, DEVICES[v.gpu]) for v, p in problems.items()):
+    if not any(shares_kernels(p, v.device) for v, p in problems.items()):
         return []
-    plans = {v: planner.plan_gradients(p, DEVICES[v.gpu]) for v, p in problems.items()}
+    plans = {v: planner.plan_gradients(p, v.device) for v, p in problems.items()}
     operands = BACKWARD[: BACKWARD.index("null")]
     return [Operation("backward", operands, tuple(_result(layer, which) for which in wanted), plans)]
 
@@ -147,7 +159,7 @@ def _statistics(layer: Layer, chosen: Sequence[Variant]) -> Operation:
     *operands, _, _, statistics, _ = WITH_STATISTICS
     norm = Norm(layer.norm_groups, EPS)
     problems = {v: replace(problem(layer, Pass.FORWARD, v), relu=True, norm=norm) for v in chosen}
-    plans = {v: planner.plan(p, DEVICES[v.gpu]) for v, p in problems.items()}
+    plans = {v: planner.plan(p, v.device) for v, p in problems.items()}
     shape = (2, layer.batch, layer.norm_groups)
     results = Result("y", layer.output_shape, volume=True), Result(statistics, shape, dtype="float32")
     return Operation("forward", _given(layer, operands), results, plans)
@@ -155,7 +167,7 @@ def _statistics(layer: Layer, chosen: Sequence[Variant]) -> Operation:
 
 def _normalize(layer: Layer, chosen: Sequence[Variant]) -> Operation:
     *operands, _, _ = NORMALIZE
-    plans = {v: norm_planner.plan_normalize(norm_problem(layer, v), DEVICES[v.gpu]) for v in chosen}
+    plans = {v: norm_planner.plan_normalize(norm_problem(layer, v), v.device) for v in chosen}
     result = Result("y", layer.output_shape, volume=True)
     return Operation("normalize", tuple(operands), (result,), plans, in_place=True)
 
@@ -163,7 +175,7 @@ def _normalize(layer: Layer, chosen: Sequence[Variant]) -> Operation:
 def _norm_grad(layer: Layer, chosen: Sequence[Variant]) -> Operation:
     operands = GRADIENT[: GRADIENT.index("null")]
     wanted = Wanted(input=True, parameters=True, bias=layer.bias)
-    plans = {v: norm_planner.plan_gradient(norm_problem(layer, v), wanted, DEVICES[v.gpu]) for v in chosen}
+    plans = {v: norm_planner.plan_gradient(norm_problem(layer, v), wanted, v.device) for v in chosen}
     results = [Result("dz", layer.output_shape, volume=True), Result("dparameters", (2, layer.out_channels))]
     results += [Result("dbias", (layer.out_channels,))] if layer.bias else []
     return Operation("norm_grad", operands, tuple(results), plans)

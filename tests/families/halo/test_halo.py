@@ -7,17 +7,35 @@ from dataclasses import replace
 import pytest
 import torch
 from generated import axis
-from halo_cases import DEVICE, FLAT, MARCH, SETTINGS, TOLERANCE, Case, Tensors, build_for, needs_compiler
+from halo_cases import (
+    COPIED,
+    DEVICE,
+    FLAT,
+    MARCH,
+    PORTIONED,
+    SETTINGS,
+    SMALL_PANELS,
+    STREAMED,
+    TOLERANCE,
+    Case,
+    Tensors,
+    build_for,
+    needs_compiler,
+)
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tconv3d import emulator
 from tconv3d.api.explain import call_of, problems_of
-from tconv3d.families.halo import build as halo_build
+from tconv3d.families.halo import candidates, loading
 from tconv3d.families.halo import model as halo_model
 from tconv3d.families.halo import planner as halo_planner
-from tconv3d.families.halo.build import tilings
+from tconv3d.families.halo.build import Division, Input
+from tconv3d.families.halo.constants import constants
 from tconv3d.families.halo.job import job_of
+from tconv3d.families.halo.packing import pack
+from tconv3d.families.halo.storing import can_store, vector
+from tconv3d.families.halo.tiling import tilings
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import Device, Pass
 from tconv3d.planning.repertoire import TYPICAL
@@ -81,8 +99,8 @@ def with_lines(draw: st.DrawFn) -> Case:
 def test_lines_of_any_layer(case: Case, order: str) -> None:
     tensors = Tensors(case)
     job = job_of(tensors.problem)
-    found = halo_planner.builds_of(halo_planner.Nominal.of(job), DEVICE.shared_bytes)
-    plans = (halo_planner.plan_build(build, job, DEVICE) for build in found if build.lines)
+    found = candidates.builds_of(candidates.Nominal.of(job), DEVICE.shared_bytes)
+    plans = (halo_planner.plan_build(build, job, DEVICE) for build in found if build.input is Input.LINES)
     plan = next((plan for plan in plans if plan is not None), None)
     assume(plan is not None)
     assert plan is not None
@@ -97,13 +115,13 @@ def test_aligned_rows_are_stored_as_vectors(name: str) -> None:
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
     found = list(tilings(build, case.batch, job.positions, job.read_size))
-    for vector in (16 // job.item_bytes, 2):
-        wanted = [tiling for tiling in found if build.vector(job, tiling) == vector]
-        assert wanted, vector
+    for outputs in (16 // job.item_bytes, 2):
+        wanted = [tiling for tiling in found if vector(build, job, tiling) == outputs]
+        assert wanted, outputs
         for tiling in wanted[:: max(1, len(wanted) // 2)]:
             tensors.y.fill_(float("nan"))
             tensors.run(halo_planner.assemble(build, tiling, job, DEVICE))
-            assert tensors.error < TOLERANCE[case.dtype], (vector, tiling)
+            assert tensors.error < TOLERANCE[case.dtype], (outputs, tiling)
 
 
 @needs_compiler
@@ -114,7 +132,7 @@ def test_planes_that_are_one_line_are_stored_four_outputs_at_a_time(dtype: str, 
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
     found = list(tilings(build, case.batch, job.positions, job.read_size))
-    wanted = [tiling for tiling in found if build.vector(job, tiling) == 4]
+    wanted = [tiling for tiling in found if vector(build, job, tiling) == 4]
     assert {tiling.length > 0 for tiling in wanted} == {True} and len({tiling.sheets for tiling in wanted}) == 2
     for tiling in wanted:
         tensors.y.fill_(float("nan"))
@@ -129,9 +147,7 @@ VECTORS = {  # inputs that are loaded by vectors of 16 bytes along w
     "several chunks, phases apart": Case(
         72, 8, (2, 2, 16), (2, 2, 4), (1, 1, 2), (0, 1, 1), dtype="bfloat16", build=BESIDE
     ),
-    "weights streamed": Case(
-        72, 8, (2, 4, 16), (1, 2, 2), 1, dtype="float16", build={**FLAT, "resident": False, "slots": 2}
-    ),
+    "weights streamed": Case(72, 8, (2, 4, 16), (1, 2, 2), 1, dtype="float16", build={**FLAT, **STREAMED}),
     "groups": Case(44, 32, (2, 2, 16), (1, 2, 2), groups=4, dtype="float16", build=FLAT),
 }
 
@@ -140,11 +156,11 @@ VECTORS = {  # inputs that are loaded by vectors of 16 bytes along w
 @pytest.mark.parametrize("name", VECTORS)
 def test_aligned_rows_are_loaded_as_vectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole lines, tiles that begin between vectors, and by the same kernel a tensor that is not aligned."""
-    monkeypatch.setattr(halo_build, "MAX_BESIDE", 99.0)
+    monkeypatch.setattr(loading, "MAX_BESIDE", 99.0)
     case = replace(VECTORS[name], batch=1)
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
-    found = [t for t in tilings(build, 1, job.positions, job.read_size) if build.vectors(job, t)]
+    found = [t for t in tilings(build, 1, job.positions, job.read_size) if loading.vectors(build, job, t)]
     whole = max((t for t in found if t.tiles[3] == 1 and not t.length), key=lambda t: t.count)
     tiling = min((t for t in found if t.tiles[3] > 1 and t.tile[2] % 4), key=lambda t: t.count)
     for each in (whole, tiling):
@@ -153,9 +169,9 @@ def test_aligned_rows_are_loaded_as_vectors(name: str, monkeypatch: pytest.Monke
         assert tensors.error < TOLERANCE[case.dtype], each
     unaligned = torch.empty(tensors.x.numel() + 1, dtype=tensors.x.dtype)[1:].view(tensors.x.shape)
     tensors.x = unaligned.copy_(tensors.x)
-    job, by_vector = replace(job, aligned=False), build.constants(job)
+    job, by_vector = replace(job, aligned=False), constants(build, job)
     plan = halo_planner.assemble(build, tiling, job, DEVICE)
-    assert not build.vectors(job, tiling) and plan.main.constants == by_vector
+    assert not loading.vectors(build, job, tiling) and plan.main.constants == by_vector
     tensors.y.fill_(float("nan"))
     tensors.run(plan)
     assert tensors.error < TOLERANCE[case.dtype]
@@ -164,11 +180,11 @@ def test_aligned_rows_are_loaded_as_vectors(name: str, monkeypatch: pytest.Monke
 @needs_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16"])
 def test_runs_are_loaded_as_vectors(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halo_build, "MAX_BESIDE", 99.0)
+    monkeypatch.setattr(loading, "MAX_BESIDE", 99.0)
     case = replace(VECTORS["march"], size=(3, 14, 24), batch=3, dtype=dtype)
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
-    runs = [t for t in tilings(build, 3, job.positions, job.read_size) if t.length and build.vectors(job, t)]
+    runs = [t for t in tilings(build, 3, job.positions, job.read_size) if t.length and loading.vectors(build, job, t)]
     assert {run.sheets for run in runs} == {1, 3} and max(run.tiles[2] for run in runs) > 1
     for run in runs:
         tensors.y.fill_(float("nan"))
@@ -190,11 +206,11 @@ def test_even_lines_are_loaded_by_pairs(name: str) -> None:
     tensors, build = Tensors(case), build_for(case)
     job = job_of(tensors.problem)
     found = list(tilings(build, case.batch, job.positions, job.read_size))
-    paired = [t for t in found if build.pairs(job, t)]
+    paired = [t for t in found if loading.pairs(build, job, t)]
     runs = [t for t in paired if t.length]
     assert bool(runs) == build.march and len(paired) < len(found)
     boxes = [t for t in paired if not t.length]
-    single = next(t for t in found if not build.pairs(job, t))
+    single = next(t for t in found if not loading.pairs(build, job, t))
     for tiling in (*runs, boxes[0], boxes[-1], single):
         tensors.y.fill_(float("nan"))
         tensors.run(halo_planner.assemble(build, tiling, job, DEVICE), "shuffled:1")
@@ -218,13 +234,13 @@ def test_every_tiling_gives_the_same_result(name: str) -> None:
 
 
 PORTIONS = {
-    "streamed": Case(72, 12, (3, 5, 6), 3, 1, 1, build={"resident": False, "slots": 4, "portioned": True}),
+    "streamed": Case(72, 12, (3, 5, 6), 3, 1, 1, build={**STREAMED, "slots": 4, **PORTIONED}),
     "phases apart": Case(
-        64, 32, (2, 3, 4), (3, 3, 2), 2, 1, build={"split": (True, True, False), "copied": True, "portioned": True}
+        64, 32, (2, 3, 4), (3, 3, 2), 2, 1, build={"split": (True, True, False), **COPIED, **PORTIONED}
     ),
     "16 bits": Case(
         136, 9, (2, 4, 5), 2, 2, dtype="bfloat16", channels_last=True,
-        build={"resident": False, "slots": 3, "portioned": True},
+        build={**STREAMED, "slots": 3, **PORTIONED},
     ),
 }  # fmt: skip
 
@@ -244,14 +260,14 @@ def test_portions_of_the_channels_add_up(name: str) -> None:
         assert tensors.error < TOLERANCE[case.dtype], (plan.build, plan.tiling)
 
 
-LAST_DIVIDED: dict[str, object] = {"march": False, "resident": False, "slots": 4, "spread": True}
+LAST_DIVIDED: dict[str, object] = {"march": False, **STREAMED, "slots": 4, "division": Division.LAST_TILES}
 SPREAD = {
     "one slab": Case(72, 64, (3, 5, 10), (3, 2, 2), 1, 1, build={**LAST_DIVIDED, "slabs": 1}),
     "padding above and below": Case(64, 16, (5, 3, 9), (4, 2, 1), batch=1, build=LAST_DIVIDED),
     "planes without input": Case(72, 8, (2, 3, 10), (3, 1, 1), 1, 0, dilation=(5, 1, 1), build=LAST_DIVIDED),
     "every other plane": Case(72, 16, (5, 3, 4), 3, 1, 2, dilation=2, build=LAST_DIVIDED),
     "every third plane, copied": Case(
-        64, 8, (4, 3, 3), (3, 2, 2), 1, (3, 1, 0), dilation=(3, 2, 1), build={**LAST_DIVIDED, "copied": True}
+        64, 8, (4, 3, 3), (3, 2, 2), 1, (3, 1, 0), dilation=(3, 2, 1), build={**LAST_DIVIDED, **COPIED}
     ),
     "many sums": Case(72, 128, (2, 3, 9), (2, 2, 1), build={**LAST_DIVIDED, "slabs": 2, "producers": 2, "slots": 3}),
     "phases together": Case(72, 8, (3, 4, 5), 3, 2, 1, 1, build=LAST_DIVIDED),
@@ -263,16 +279,22 @@ SPREAD = {
         2,
         (1, 0, 0),
         batch=1,
-        build={**LAST_DIVIDED, "split": (True, True, False), "copied": True},
+        build={**LAST_DIVIDED, "split": (True, True, False), **COPIED},
     ),
     "small panels": Case(
-        96, 24, (3, 5, 6), 2, 2, dtype="float16", build={**LAST_DIVIDED, "copied": True, "fine": True, "slots": 8}
+        96,
+        24,
+        (3, 5, 6),
+        2,
+        2,
+        dtype="float16",
+        build={**LAST_DIVIDED, **COPIED, **SMALL_PANELS, "slots": 8},
     ),
     "16 bits, channels last": Case(
         136, 9, (2, 4, 5), (3, 2, 1), dtype="bfloat16", channels_last=True, build=LAST_DIVIDED
     ),
     "groups, channels last": Case(
-        128, 32, (3, 4, 5), 3, 1, 2, groups=2, channels_last=True, build={**LAST_DIVIDED, "copied": True}
+        128, 32, (3, 4, 5), 3, 1, 2, groups=2, channels_last=True, build={**LAST_DIVIDED, **COPIED}
     ),
 }
 
@@ -282,7 +304,7 @@ SPREAD = {
 def test_shares_of_the_chunks_add_up(name: str) -> None:
     case = SPREAD[name]
     tensors, build = Tensors(case), build_for(case)
-    assert build.can_be_spread or build.spread
+    assert candidates.can_divide_last_tiles(build)
     job = job_of(tensors.problem)
     found = [t for t in tilings(build, case.batch, job.positions, job.read_size) if t.slabs <= build.round_slabs]
     ways = set()
@@ -291,7 +313,7 @@ def test_shares_of_the_chunks_add_up(name: str) -> None:
         for multiprocessors in {1, 3, 5, work // 2, 2 * work} - {0}:
             device = replace(DEVICE, multiprocessors=multiprocessors)
             plan = halo_planner.assemble(build, tiling, job, device)
-            spread = tiling.spread(build, job.as_copied(False) if build.copied else job, multiprocessors)
+            spread = tiling.spread(build, job.arriving(build.input), multiprocessors)
             ways.add((spread.even > 0, spread.cost * spread.blocks > 0))
             tensors.y.fill_(float("nan"))
             tensors.run(plan, f"shuffled:{multiprocessors}")
@@ -359,7 +381,7 @@ def test_weights_may_have_any_strides(name: str, which: Pass) -> None:
         build = halo_planner.choose(job, DEVICE.shared_bytes, 132)
         assert build is not None
         packed = torch.zeros(build.packed_bytes, dtype=torch.uint8)
-        emulator.prepare(build.pack(job))((each.data_ptr(), packed.data_ptr()))
+        emulator.prepare(pack(build, job))((each.data_ptr(), packed.data_ptr()))
         results.add(packed.numpy().tobytes())
     assert len(results) == 1 and any(results.pop())
 
@@ -388,9 +410,9 @@ def test_a_new_volume_compiles_nothing() -> None:
     device = Device("Hopper", (9, 0), 132, 232448)
     for case in (SETTINGS["march"], SETTINGS["kernel 3, stride 2"], SETTINGS["kernel equals stride"]):
 
-        def build(case: Case) -> tuple[halo_planner.Nominal, object]:
+        def build(case: Case) -> tuple[candidates.Nominal, object]:
             job = job_of(Tensors(case).problem)
-            return halo_planner.Nominal.of(job), halo_planner.choose(job, device.shared_bytes, device.multiprocessors)
+            return candidates.Nominal.of(job), halo_planner.choose(job, device.shared_bytes, device.multiprocessors)
 
         halo_planner.forget()
         nominal, first = build(case)
@@ -400,7 +422,7 @@ def test_a_new_volume_compiles_nothing() -> None:
             jobs = halo_planner._typical_jobs(replace(nominal, kind=0))
             assert len(jobs) == len(TYPICAL)
             have = [halo_planner._choice(job, device.shared_bytes, device.multiprocessors) for job in jobs]
-            assert chosen in (first, *(halo_planner._build_of(nominal, each) for each in have))
+            assert chosen in (first, *have)
         halo_planner.forget()
 
 
@@ -417,9 +439,9 @@ def test_no_tiling_takes_less_than_the_least(which: Pass, dtype: torch.dtype, st
             x = small.input(dtype, "meta").contiguous(memory_format=layout)
             problems = problems_of(*call_of(small.module(dtype, "meta"), x))
             given = job_of(next(problem for problem in problems if problem.which is which))
-            for build in halo_planner.builds_of(halo_planner.Nominal.of(given), DEVICE.shared_bytes):
-                job = given.as_copied(build.rewritten) if build.copied else given
-                if not build.stores(job) or (build.rewritten and not given.has_rows):
+            for build in candidates.builds_of(candidates.Nominal.of(given), DEVICE.shared_bytes):
+                job = given.arriving(build.input)
+                if not can_store(build, job) or (build.input is Input.REWRITTEN and not given.has_rows):
                     continue
                 least = halo_model.Least.of(build, job)
                 for tiling in list(tilings(build, job.batch, job.positions, job.read_size))[::23]:

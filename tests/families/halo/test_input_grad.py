@@ -16,7 +16,9 @@ from layers import Layer, poisoned, to_tf32
 import tconv3d
 from tconv3d import emulator
 from tconv3d.api.explain import call_of, find_gpu, problems_of
+from tconv3d.families.halo import candidates
 from tconv3d.families.halo import planner as halo_planner
+from tconv3d.families.halo.build import Division, Input, Weights
 from tconv3d.families.halo.job import Job, job_of
 from tconv3d.families.halo.launches import HaloPlan
 from tconv3d.planning import planner
@@ -144,8 +146,8 @@ class Gradient:
 @pytest.mark.parametrize("name", LINES)
 def test_marches_through_lines(name: str) -> None:
     gradient = Gradient(replace(LINES[name], bias=False))
-    geometry = gradient.job.geometry
-    found = [b for b in halo_planner.builds(geometry, "float32", DEVICE.shared_bytes, gather=True) if b.lines]
+    builds = candidates.builds(candidates.Nominal.of(gradient.job), DEVICE.shared_bytes)
+    found = [build for build in builds if build.input is Input.LINES]
     for build in found[:: len(found) - 1]:
         plan = halo_planner.plan_build(build, gradient.job, DEVICE)
         assert plan is not None
@@ -155,8 +157,12 @@ def test_marches_through_lines(name: str) -> None:
 @pytest.mark.skipif(not emulator.available(), reason="no C++ compiler")
 def test_blocks_divide_the_last_tiles() -> None:
     gradient = Gradient(Layer(16, 72, (5, 3, 4), (3, 3, 2), (2, 2, 2), (1, 1, 0), batch=3, bias=False))
-    found = halo_planner.builds(gradient.job.geometry, "float32", DEVICE.shared_bytes, gather=True)
-    build = next(replace(b, resident=False, slots=3, spread=True) for b in found if b.chunks > 1 and not b.march)
+    found = candidates.builds(candidates.Nominal.of(gradient.job), DEVICE.shared_bytes)
+    build = next(
+        b.but(weights=Weights.STREAMED, slots=3, division=Division.LAST_TILES)
+        for b in found
+        if b.chunks > 1 and not b.march
+    )
     for multiprocessors in (2, 3, 5, 8):
         plan = halo_planner.plan_build(build, gradient.job, replace(DEVICE, multiprocessors=multiprocessors))
         assert plan is not None and plan.sum is not None

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tconv3d import emulator
 from tconv3d.families.halo import planner as halo_planner
-from tconv3d.families.halo.build import moment_band
-from tconv3d.families.halo.build import tilings as tilings_of
+from tconv3d.families.halo.build import Division, Input
 from tconv3d.families.halo.job import Job, job_of
 from tconv3d.families.halo.launches import HaloPlan
+from tconv3d.families.halo.storing import moment_band
+from tconv3d.families.halo.tiling import tilings as tilings_of
 from tconv3d.families.norm.arguments import STATISTICS
 from tconv3d.planning.launch import Launch
 from tconv3d.planning.problem import Norm
@@ -71,15 +72,15 @@ def job(tensors: Tensors, groups: int) -> Job:
 
 
 # Lines as they are in memory leave no moments, and consumers that round leave none.
-WITHOUT = {"lines", "in_registers"}
-EVERY_FOURTH = [name for name in list(SETTINGS)[::4] if WITHOUT.isdisjoint(SETTINGS[name].build or {})]
+WITHOUT = (Input.LINES, Input.IN_REGISTERS)
+EVERY_FOURTH = [name for name in list(SETTINGS)[::4] if SETTINGS[name].build.get("input") not in WITHOUT]
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", dict.fromkeys([*EVERY_FOURTH, "march", "groups share a tile", "batch in the rows"]))
 def test_setting(name: str) -> None:
     tensors, groups = Tensors(SETTINGS[name]), groups_of(name)
-    build = replace(build_for(tensors.case), divided=False)  # consumers that divide K leave no moments
+    build = replace(build_for(tensors.case), division=Division.NOBODY)  # consumers that divide K leave no moments
     plan = halo_planner.plan_build(build, job(tensors, groups), DEVICE)
     assert plan is not None
     check(tensors, plan, groups)

@@ -16,6 +16,7 @@ from preferred import joint_plan, preferring
 from problems import A100, H200, problems
 
 from tconv3d import emulator
+from tconv3d.families.unfold import operands as unfold_operands
 from tconv3d.families.unfold import planner as unfold
 from tconv3d.planning import calibration, planner
 from tconv3d.planning.calibration import Work
@@ -89,12 +90,12 @@ def test_tilings_and_slices(
 ) -> None:
     """Portions of either product, several tiles of columns, slices of planes and of lines."""
     monkeypatch.setattr(unfold, "tiling_of", lambda o, device: unfold.Tiling(*tiling))
-    monkeypatch.setattr(unfold, "slices_of", lambda o, device: unfold.Slices(o, channels, lines))
+    monkeypatch.setattr(unfold, "slices_of", lambda o, device: unfold_operands.Slices(o, channels, lines))
     check(LAYERS[name], torch.float32, unfolded)
 
 
-def operands(layer: Layer) -> unfold.Operands:
-    return unfold.Operands(problems(layer)[Pass.INPUT_GRAD].geometry, layer.batch, layer.size)
+def operands(layer: Layer) -> unfold_operands.Operands:
+    return unfold_operands.Operands(problems(layer)[Pass.INPUT_GRAD].geometry, layer.batch, layer.size)
 
 
 @pytest.mark.parametrize(
@@ -129,14 +130,14 @@ def test_bands(
     bands = unfold.bands_of(o, H200)
     assert (bands[0].items, bands[0].planes) == (items, planes) and len(bands) > 1
     if lines:
-        monkeypatch.setattr(unfold, "slices_of", lambda o, device: unfold.Slices(o, 4, lines))
+        monkeypatch.setattr(unfold, "slices_of", lambda o, device: unfold_operands.Slices(o, 4, lines))
     check(layer, torch.float32, unfolded)
 
 
 def test_bands_have_every_plane_once() -> None:
     for batch, size in ((1, (7, 40, 40)), (5, (9, 20, 20)), (64, (4, 10, 10)), (2, (2, 8, 8))):
         o = operands(replace(WIDE, batch=batch, size=size))
-        bands = unfold.bands_within(o, unfold.ROOMS[0] * H200.workspace_bytes)
+        bands = unfold_operands.bands_within(o, unfold.ROOMS[0] * H200.workspace_bytes)
         found = [
             (item, plane)
             for band in bands
@@ -154,7 +155,7 @@ def test_bands_have_every_plane_once() -> None:
 @given(layer=small_layers((3, 4, 6), st.integers(4, 20), st.integers(1, 12)), planes=st.integers(0, 3))
 def test_generated_geometries(layer: Layer, planes: int, unfolded: str) -> None:
     layer = replace(layer, batch=2)
-    slices = unfold.Slices(operands(layer), 4, planes * layer.size[1] or 1)
+    slices = unfold_operands.Slices(operands(layer), 4, planes * layer.size[1] or 1)
     with pytest.MonkeyPatch.context() as patch:
         if slices.whole:
             patch.setattr(unfold, "slices_of", lambda o, device: slices)
@@ -212,7 +213,7 @@ def test_wide_layers_on_small_volumes_get_it() -> None:
 
 
 def test_a_layer_with_bias_does_not_decide_for_one_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    o = unfold.Operands(problems(WIDE)[Pass.INPUT_GRAD].geometry, WIDE.batch, WIDE.size)
+    o = unfold_operands.Operands(problems(WIDE)[Pass.INPUT_GRAD].geometry, WIDE.batch, WIDE.size)
     with_bias, without = (unfold.cycles(o, H200, bias) for bias in (True, False))
     assert with_bias > without
 

@@ -16,6 +16,7 @@ from weight_gradients import check, tensors, weight_grad
 
 from tconv3d import emulator
 from tconv3d.families.weight_grad import hopper as hopper_weight_grad_planner
+from tconv3d.families.weight_grad import hopper_search, hopper_tiling, warps_tiling
 from tconv3d.families.weight_grad import warps as weight_grad_planner
 from tconv3d.planning import planner
 from tconv3d.planning.geometry import Axis, Geometry
@@ -48,27 +49,27 @@ LAYERS = {
 @pytest.fixture(autouse=True)
 def nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What planners that were changed here find is not for others."""
-    monkeypatch.setattr(hopper_weight_grad_planner, "searched", lambda name, settings, kind, search: search())
+    monkeypatch.setattr(hopper_search, "searched", lambda name, settings, kind, search: search())
 
 
 def clear_plans() -> None:
     planner.plan.cache_clear()
-    hopper_weight_grad_planner.tilings.cache_clear()
+    hopper_search.tilings.cache_clear()
     hopper_weight_grad_planner.forget()
 
 
 FAMILIES = {"warp": weight_grad_planner, "warpgroup": hopper_weight_grad_planner}
+SEARCHES = {"warp": weight_grad_planner, "warpgroup": hopper_search}
 KERNELS = {"warp": "tensor_weight_grad", "warpgroup": "hopper_weight_grad"}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=SEARCHES)
 def tensor_cores(request: pytest.FixtureRequest, ours: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Everything that a family can compute goes to it, few channels too; another family does not stand in."""
-    family = FAMILIES[request.param]
     if ours != "cpu" and request.param == "warpgroup" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("warpgroup matrix instructions need compute capability 9.0")
     torch.backends.cudnn.conv.fp32_precision = "tf32"
-    monkeypatch.setattr(family, "MIN_EFFICIENCY", 0.0)
+    monkeypatch.setattr(SEARCHES[request.param], "MIN_EFFICIENCY", 0.0)
     monkeypatch.setattr(hopper_weight_grad_planner, "COPYING_IS_WORTH", 1e9)
     clear_plans()
     with only(KERNELS[request.param]):
@@ -174,7 +175,7 @@ def test_both_ways_of_copying_agree_to_the_bit(name: str, tensor_cores: str, mon
     first = check(LAYERS[name], x, dy)
     original = weight_grad_planner.tiling_of
 
-    def through_registers(layer: weight_grad_planner.Layer, device: Device) -> weight_grad_planner.Tiling:
+    def through_registers(layer: warps_tiling.Layer, device: Device) -> warps_tiling.Tiling:
         tiling = original(layer, device)
         assert tiling is not None and tiling.asynchronous
         return replace(tiling, stages=2, asynchronous=False)
@@ -214,7 +215,7 @@ def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPa
         operands = tensors(layer, dtype, tensor_cores)
         device = executor.device_of(operands[0])
         seen = {}
-        for tiling in hopper_weight_grad_planner.tilings(hopper_layer(layer, dtype), device, 200):
+        for tiling in hopper_search.tilings(hopper_layer(layer, dtype), device, 200):
             way = (tiling.depth, len(tiling.pieces), len(tiling.rows_d), min(tiling.row_tiles, 2))
             seen.setdefault(way, tiling)
         assert len(seen) >= 2
@@ -271,7 +272,7 @@ def test_lines_of_half_a_segment_are_taken_two_at_a_time(width: int, dtype: torc
 @pytest.mark.parametrize("splits", [1, 3, 8, 21])
 def test_any_number_of_parts(splits: int, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """More parts than steps too: some have nothing to add."""
-    monkeypatch.setattr(hopper_weight_grad_planner, "_splits", lambda *_: splits)
+    monkeypatch.setattr(hopper_weight_grad_planner, "splits_of", lambda *_: splits)
     for name, slices in (("two tiles and a rest", 1), ("groups of twelve", 8), ("five taps along w", 2)):
         monkeypatch.setattr(hopper_weight_grad_planner, "_slices", lambda *_, slices=slices: slices)
         check(LAYERS[name], *tensors(LAYERS[name], torch.float32, tensor_cores))
@@ -319,8 +320,8 @@ def problem(layer: Layer, dtype: str = "float32", tf32: bool = True, size: tuple
     return Problem(Pass.WEIGHT_GRAD, geometry, layer.batch, size, dtype, x, w, y, tf32=tf32)
 
 
-def hopper_layer(layer: Layer, dtype: torch.dtype) -> hopper_weight_grad_planner.Layer:
-    return hopper_weight_grad_planner._layer(problem(layer, str(dtype).removeprefix("torch.")))
+def hopper_layer(layer: Layer, dtype: torch.dtype) -> hopper_tiling.Layer:
+    return hopper_weight_grad_planner.layer_of(problem(layer, str(dtype).removeprefix("torch.")))
 
 
 def test_what_the_warpgroup_kernel_refuses_and_why() -> None:
@@ -386,7 +387,7 @@ BOTH = [("warp", H200), ("warp", A100), ("warpgroup", H200)]
 @pytest.mark.parametrize(("family", "device"), BOTH, ids=lambda value: getattr(value, "name", value))
 @pytest.mark.parametrize("name", LAYERS)
 def test_plans_stay_within_bounds(name: str, family: str, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_weight_grad_planner, "MIN_EFFICIENCY", 0.0)
+    monkeypatch.setattr(hopper_search, "MIN_EFFICIENCY", 0.0)
     clear_plans()
     layer = replace(LAYERS[name], size=(64, 64, 64), batch=16)
     for dtype in ("float32", "float16"):
@@ -402,7 +403,7 @@ def test_compiles_without_spills(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         compiler.version()
     except compiler.MissingCompilerError:
         pytest.skip("NVRTC is not installed")
-    monkeypatch.setattr(hopper_weight_grad_planner, "MIN_EFFICIENCY", 0.0)
+    monkeypatch.setattr(hopper_search, "MIN_EFFICIENCY", 0.0)
     clear_plans()
     for family, device in BOTH:
         main = FAMILIES[family].plan(problem(LAYERS[name]), device).launches[0]
@@ -415,7 +416,7 @@ def test_windows_cover_every_tap_once() -> None:
     for kernel, stride, padding, dilation in ((3, 1, 0, 1), (4, 2, 1, 1), (5, 3, 4, 2), (7, 1, 3, 5), (2, 4, 0, 2)):
         axis = Axis(kernel, stride, padding, 0, dilation)
         for per_word, vector in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 8)):
-            planes = weight_grad_planner.Planes.of(axis, range(kernel), per_word, vector)
+            planes = warps_tiling.Planes.of(axis, range(kernel), per_word, vector)
             assert stride > 1 or planes.offsets[0] % vector == 0
             found = {}
             for window in planes.windows:
@@ -448,7 +449,7 @@ def test_an_input_gradient_packs_its_weight_first() -> None:
 
 
 def test_no_block_claims_registers_that_it_has_not() -> None:
-    for share in hopper_weight_grad_planner.SHARES:
+    for share in hopper_tiling.SHARES:
         given = 65536 // share.threads // 8 * 8 * share.threads  # when it starts
         claimed = 128 * (share.consumers * share.consumer + share.producers * share.producer)
         assert claimed <= given

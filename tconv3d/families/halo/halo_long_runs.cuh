@@ -1,4 +1,4 @@
-// How rows of outputs that begin at any address leave a block as few long runs (kJoint). Such
+// How rows of outputs that begin at any address leave a block as few long runs (Output::kLongRuns). Such
 // builds take input lines as they lie in memory (halo_lines.cuh), so that their producers have few loads to
 // issue.
 //
@@ -19,7 +19,7 @@
 namespace tconv3d {
 
 template <class Config>
-struct HaloJoint {
+struct HaloLongRuns {
   using Scalar = typename Config::Scalar;
   using Shared = HaloShared<Config>;
   using Stores = HaloStores<Config>;
@@ -30,8 +30,8 @@ struct HaloJoint {
   using Sums = typename HaloSums<Config>::Sums;
 
   static constexpr int kItem = sizeof(Scalar), kItems = 16 / kItem;
-  static constexpr int kPitch = Config::kJointPitch;  // bytes from image to image
-  static constexpr int kWarps = Shared::kJointWarps;
+  static constexpr int kPitch = Config::kLongRunPitch;  // bytes from image to image
+  static constexpr int kWarps = Shared::kLongRunWarps;
   static constexpr int kEnds = 2 * kItems;  // lanes that store the ends of one run
 
   // Returns the address of the run of the tile's first channel in output plane 0.
@@ -48,8 +48,9 @@ struct HaloJoint {
   // ---- Consumers write images.
 
   static constexpr int kPlanes = Config::kStrideD;  // planes of outputs that are complete after a step
-  static constexpr int kVectors =
-      Config::kJoint ? Words::kPieces * Words::kVectors : 1;  // 16-byte vectors of a lane in a plane
+  static constexpr int kVectors = Config::kOutput == Output::kLongRuns
+                                      ? Words::kPieces * Words::kVectors
+                                      : 1;  // 16-byte vectors of a lane in a plane
 
   // With 16-bit outputs and odd lengths of rows and channels, rows and channels begin alternately at a 4-byte
   // word and in the middle of one, so that the first one decides for all.
@@ -59,7 +60,7 @@ struct HaloJoint {
   // Outputs that are complete but not written yet. With 16-bit outputs they are written while the products of
   // the next step are in flight, if they fit into registers together with the sums: at most 160 registers.
   static constexpr int kKept = Config::kSlabs * HaloSums<Config>::kSums + kPlanes * kVectors * 4;
-  static constexpr bool kLater = Config::kJoint && kItem == 2 && kKept <= 160;
+  static constexpr bool kLater = Config::kOutput == Output::kLongRuns && kItem == 2 && kKept <= 160;
   struct Waiting {
     uint4 words[kPlanes][kVectors];
     unsigned run[kPlanes];  // low address bits of the run of the first channel
@@ -139,7 +140,7 @@ struct HaloJoint {
   // ---- Producer warps store images: each warp has some channels.
 
   static __device__ __forceinline__ void store(const Args& args, const Shared& shared, int warp, int lane) {
-    Ring<Shared::kJointBuffers> images;
+    Ring<Config::kLongRunBuffers> images;
     for (auto work = Tile::Work::of_block(args); work.left(args); work.advance(args)) {
       const Place at = work.place(args);
       unsigned char* const y = first_run(args, at);

@@ -1,0 +1,206 @@
+// Expressions: pointwise operations as types, which are evaluated in registers.
+//
+// What follows a convolution is written as one type, for example Product<Value, Sigmoid<Value>> for SiLU. The
+// planner names the type as a constant of the kernel, so that no source is generated. An expression has a
+// function of(in), where `in` has a type Acc (float or double) and the functions value(), vector<i>() and
+// whole<i>(): the number that the expression is a function of, operand i that is constant along a channel's
+// volume, and the element of operand i that has the shape of the result.
+//
+// Comparisons are 1 or 0. Minima, maxima and clamps keep a NaN, as PyTorch's do.
+#pragma once
+
+#include "common.cuh"
+
+namespace tconv3d {
+
+struct Value {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In& in) {
+    return in.value();
+  }
+};
+
+template <int kIndex>
+struct Vectored {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In& in) {
+    return in.template vector<kIndex>();
+  }
+};
+
+template <int kIndex>
+struct Whole {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In& in) {
+    return in.template whole<kIndex>();
+  }
+};
+
+// kMantissa * 2^kExponent, which is exact for every double.
+template <long long kMantissa, int kExponent>
+struct Number {
+  static __device__ constexpr double number() {
+    double value = static_cast<double>(kMantissa);
+    for (int i = 0; i < kExponent; ++i) value *= 2.0;
+    for (int i = 0; i > kExponent; --i) value *= 0.5;
+    return value;
+  }
+  template <class In>
+  static __device__ __forceinline__ auto of(const In&) {
+    constexpr double kNumber = number();
+    return static_cast<typename In::Acc>(kNumber);
+  }
+};
+
+template <bool kNegative>
+struct Infinity {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In&) {
+    constexpr double kHuge = 1e300 * 1e10;
+    return static_cast<typename In::Acc>(kNegative ? -kHuge : kHuge);
+  }
+};
+
+namespace math {
+// Every function once for float and once for double, under one name.
+#define TCONV3D_MATH(name, single, precise)                            \
+  __device__ __forceinline__ float name(float x) { return single(x); } \
+  __device__ __forceinline__ double name(double x) { return precise(x); }
+TCONV3D_MATH(exponential, ::expf, ::exp)
+TCONV3D_MATH(exponential_minus_one, ::expm1f, ::expm1)
+TCONV3D_MATH(logarithm, ::logf, ::log)
+TCONV3D_MATH(logarithm_of_one_plus, ::log1pf, ::log1p)
+TCONV3D_MATH(square_root, ::sqrtf, ::sqrt)
+TCONV3D_MATH(hyperbolic_tangent, ::tanhf, ::tanh)
+TCONV3D_MATH(error_function, ::erff, ::erf)
+TCONV3D_MATH(absolute, ::fabsf, ::fabs)
+TCONV3D_MATH(round_down, ::floorf, ::floor)
+TCONV3D_MATH(round_up, ::ceilf, ::ceil)
+TCONV3D_MATH(round_nearest, ::rintf, ::rint)
+TCONV3D_MATH(sine, ::sinf, ::sin)
+TCONV3D_MATH(cosine, ::cosf, ::cos)
+#undef TCONV3D_MATH
+__device__ __forceinline__ float power(float x, float y) { return ::powf(x, y); }
+__device__ __forceinline__ double power(double x, double y) { return ::pow(x, y); }
+}  // namespace math
+
+// Functions of one operand x, and of two operands a and b, all of type Acc.
+#define TCONV3D_UNARY(Name, result)                           \
+  template <class X>                                          \
+  struct Name {                                               \
+    template <class In>                                       \
+    static __device__ __forceinline__ auto of(const In& in) { \
+      using Acc = typename In::Acc;                           \
+      const Acc x = X::of(in);                                \
+      return static_cast<Acc>(result);                        \
+    }                                                         \
+  };
+#define TCONV3D_BINARY(Name, result)                          \
+  template <class A, class B>                                 \
+  struct Name {                                               \
+    template <class In>                                       \
+    static __device__ __forceinline__ auto of(const In& in) { \
+      using Acc = typename In::Acc;                           \
+      const Acc a = A::of(in), b = B::of(in);                 \
+      return static_cast<Acc>(result);                        \
+    }                                                         \
+  };
+TCONV3D_UNARY(Negative, -x)
+TCONV3D_UNARY(Absolute, math::absolute(x))
+TCONV3D_UNARY(Exponential, math::exponential(x))
+TCONV3D_UNARY(ExponentialMinusOne, math::exponential_minus_one(x))
+TCONV3D_UNARY(Logarithm, math::logarithm(x))
+TCONV3D_UNARY(LogarithmOfOnePlus, math::logarithm_of_one_plus(x))
+TCONV3D_UNARY(SquareRoot, math::square_root(x))
+TCONV3D_UNARY(ReciprocalSquareRoot, Acc(1) / math::square_root(x))
+TCONV3D_UNARY(Reciprocal, Acc(1) / x)
+TCONV3D_UNARY(HyperbolicTangent, math::hyperbolic_tangent(x))
+TCONV3D_UNARY(ErrorFunction, math::error_function(x))
+TCONV3D_UNARY(Sigmoid, Acc(1) / (Acc(1) + math::exponential(-x)))
+TCONV3D_UNARY(RoundDown, math::round_down(x))
+TCONV3D_UNARY(RoundUp, math::round_up(x))
+TCONV3D_UNARY(RoundNearest, math::round_nearest(x))
+TCONV3D_UNARY(Sine, math::sine(x))
+TCONV3D_UNARY(Cosine, math::cosine(x))
+TCONV3D_UNARY(Sign, x != x ? x : (x > Acc(0) ? Acc(1) : Acc(0)) - (x < Acc(0) ? Acc(1) : Acc(0)))
+TCONV3D_UNARY(Not, x == Acc(0) ? Acc(1) : Acc(0))
+TCONV3D_BINARY(Sum, a + b)
+TCONV3D_BINARY(Difference, a - b)
+TCONV3D_BINARY(Product, a* b)
+TCONV3D_BINARY(Quotient, a / b)
+TCONV3D_BINARY(Power, math::power(a, b))
+TCONV3D_BINARY(Largest, a != a || a > b ? a : b)
+TCONV3D_BINARY(Smallest, a != a || a < b ? a : b)
+TCONV3D_BINARY(Less, a < b ? Acc(1) : Acc(0))
+TCONV3D_BINARY(LessOrEqual, a <= b ? Acc(1) : Acc(0))
+TCONV3D_BINARY(Greater, a > b ? Acc(1) : Acc(0))
+TCONV3D_BINARY(GreaterOrEqual, a >= b ? Acc(1) : Acc(0))
+TCONV3D_BINARY(Equal, a == b ? Acc(1) : Acc(0))
+TCONV3D_BINARY(NotEqual, a != b ? Acc(1) : Acc(0))
+TCONV3D_BINARY(Both, a != Acc(0) && b != Acc(0) ? Acc(1) : Acc(0))
+TCONV3D_BINARY(Either, a != Acc(0) || b != Acc(0) ? Acc(1) : Acc(0))
+#undef TCONV3D_UNARY
+#undef TCONV3D_BINARY
+
+// `A` where the condition is not 0, else `B`.
+template <class Condition, class A, class B>
+struct Choice {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In& in) {
+    const auto a = A::of(in), b = B::of(in);
+    return Condition::of(in) != 0 ? a : b;
+  }
+};
+
+// The operands of an expression, and one more local number.
+template <class In>
+struct WithLocal {
+  using Acc = typename In::Acc;
+  static constexpr int kLocals = In::kLocals + 1;
+  const In& in;
+  Acc number;
+  __device__ __forceinline__ Acc value() const { return in.value(); }
+  template <int kIndex>
+  __device__ __forceinline__ Acc vector() const {
+    return in.template vector<kIndex>();
+  }
+  template <int kIndex>
+  __device__ __forceinline__ Acc whole() const {
+    return in.template whole<kIndex>();
+  }
+  template <int kIndex>
+  __device__ __forceinline__ Acc local() const {
+    if constexpr (kIndex == In::kLocals) {
+      return number;
+    } else {
+      return in.template local<kIndex>();
+    }
+  }
+};
+
+// Computes `First` once, as the next local number, and then `Rest`, which may use it several times.
+template <class First, class Rest>
+struct Let {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In& in) {
+    return Rest::of(WithLocal<In>{in, First::of(in)});
+  }
+};
+template <int kIndex>
+struct Local {
+  template <class In>
+  static __device__ __forceinline__ auto of(const In& in) {
+    return in.template local<kIndex>();
+  }
+};
+
+// The operands of an expression without vectors and whole tensors.
+template <class Accumulator>
+struct OnlyValue {
+  using Acc = Accumulator;
+  static constexpr int kLocals = 0;
+  Acc sum;
+  __device__ __forceinline__ Acc value() const { return sum; }
+};
+
+}  // namespace tconv3d

@@ -1,0 +1,281 @@
+// The functions of device/ptx_hopper.cuh in plain C++ for the emulator, with the same names and results.
+#pragma once
+
+#include "emulated_ptx.h"
+
+namespace tconv3d::ptx {
+
+inline void fence_async_proxy() {}
+inline void fence_barrier_init() {}
+
+// ---- Barriers in shared memory.
+
+struct EmulatedBarrier {
+  std::uint16_t count;    // arrivals per phase
+  std::uint16_t missing;  // arrivals that the current phase still lacks: at most 2^15
+  std::int32_t bytes : 31;
+  std::uint32_t parity : 1;  // parity of the current phase
+};
+static_assert(sizeof(EmulatedBarrier) == 8, "an mbarrier has 8 bytes");
+
+inline EmulatedBarrier& emulated_barrier(unsigned address) {
+  if (address % 8u) emulator::fail("a barrier in shared memory at %u", address);
+  return *static_cast<EmulatedBarrier*>(emulator::shared_pointer(address, 8));
+}
+
+inline void complete_phase_if_done(EmulatedBarrier& barrier) {
+  if (barrier.missing || barrier.bytes) return;
+  barrier.missing = barrier.count;
+  barrier.parity ^= 1u;
+}
+
+inline void barrier_init(unsigned address, unsigned count) {
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  barrier.count = barrier.missing = static_cast<std::uint16_t>(count);
+  barrier.bytes = 0;
+  barrier.parity = 0;
+}
+
+inline void barrier_arrive_expect(unsigned address, unsigned bytes) {
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  if (barrier.missing == 0) emulator::fail("more arrivals at the barrier at %u than it counts", address);
+  barrier.missing -= 1;
+  barrier.bytes += static_cast<std::int32_t>(bytes);
+  complete_phase_if_done(barrier);
+}
+
+inline void barrier_arrive(unsigned address) { barrier_arrive_expect(address, 0); }
+
+inline void barrier_wait(unsigned address, unsigned parity) {
+  const EmulatedBarrier& barrier = emulated_barrier(address);
+  emulator::wait_until([&] { return barrier.parity != parity; }, "barrier_wait");
+}
+
+inline bool barrier_complete(unsigned address, unsigned parity) {
+  return emulated_barrier(address).parity != parity;
+}
+
+inline bool barrier_wait_either(unsigned first, unsigned first_parity, unsigned second,
+                                unsigned second_parity) {
+  const EmulatedBarrier &one = emulated_barrier(first), &other = emulated_barrier(second);
+  emulator::wait_until([&] { return one.parity != first_parity || other.parity != second_parity; },
+                       "barrier_wait_either");
+  return one.parity != first_parity;
+}
+
+inline bool elected(int lane) { return lane == 0; }
+
+inline void bulk_copy(unsigned to, const void* from, unsigned bytes, unsigned address) {
+  if (to % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(from) % 16u)
+    emulator::fail("a bulk copy of %u bytes to %u: all must be multiples of 16", bytes, to);
+  std::memcpy(emulator::shared_pointer(to, bytes), from, bytes);
+  EmulatedBarrier& barrier = emulated_barrier(address);
+  barrier.bytes -= static_cast<std::int32_t>(bytes);
+  complete_phase_if_done(barrier);
+}
+
+// Bulk stores are executed as late as possible, when a wait says that shared memory has been read.
+struct EmulatedBulkStores {
+  struct Store {
+    void* to;
+    unsigned from, bytes;
+  };
+  Store queue[32];
+  unsigned count = 0, committed = 0;
+};
+inline void bulk_store(void* to, unsigned from, unsigned bytes) {
+  if (from % 16u || bytes % 16u || reinterpret_cast<std::uintptr_t>(to) % 16u)
+    emulator::fail("a bulk copy of %u bytes from %u: all must be multiples of 16", bytes, from);
+  auto& stores = emulator::thread_state<EmulatedBulkStores>();
+  if (stores.count == 32) emulator::fail("more than 32 bulk copies of a thread from shared memory at once");
+  stores.queue[stores.count++] = {to, from, bytes};
+}
+inline void bulk_commit() {
+  auto& stores = emulator::thread_state<EmulatedBulkStores>();
+  stores.committed = stores.count;
+}
+inline void bulk_wait_read() {
+  auto& stores = emulator::thread_state<EmulatedBulkStores>();
+  for (unsigned i = 0; i < stores.committed; ++i) {
+    const auto& store = stores.queue[i];
+    std::memcpy(store.to, emulator::shared_pointer(store.from, store.bytes), store.bytes);
+  }
+  for (unsigned i = stores.committed; i < stores.count; ++i) {
+    stores.queue[i - stores.committed] = stores.queue[i];
+  }
+  stores.count -= stores.committed;
+  stores.committed = 0;
+}
+
+struct EmulatedMeetings {
+  unsigned count[16] = {}, phase[16] = {};
+};
+inline void warpgroup_sync(int which) {
+  auto& meetings = emulator::block_state<EmulatedMeetings>();
+  const unsigned phase = meetings.phase[which];
+  if (++meetings.count[which] == 128) {
+    meetings.count[which] = 0;
+    ++meetings.phase[which];
+  }
+  emulator::wait_until([&] { return meetings.phase[which] != phase; }, "warpgroup_sync");
+}
+
+inline void copy_arrive(unsigned address) {
+  auto& copies = emulator::thread_state<EmulatedCopies>();
+  for (unsigned i = 0; i < copies.size; ++i) execute(copies.items[i]);
+  copies.size = copies.groups = 0;
+  barrier_arrive(address);
+}
+
+template <int kRegisters>
+inline void keep_registers() {}
+template <int kRegisters>
+inline void claim_registers() {}
+
+// ---- Warpgroup matrix instructions.
+
+template <int kRowBytes>
+inline unsigned long long matrix_descriptor(unsigned address, unsigned group_bytes) {
+  static_assert(kRowBytes == 128 || kRowBytes == 64 || kRowBytes == 32, "swizzles exist for these rows");
+  constexpr unsigned long long kSwizzle = kRowBytes == 128 ? 1 : kRowBytes == 64 ? 2 : 3;
+  if (address % 16u || group_bytes % 16u || (group_bytes >> 4) > 0x3FFFu)
+    emulator::fail("a matrix descriptor cannot say address %u, group of rows %u", address, group_bytes);
+  return static_cast<unsigned long long>((address & 0x3FFFFu) >> 4) | 1ull << 16 |
+         static_cast<unsigned long long>(group_bytes >> 4) << 32 | kSwizzle << 62;
+}
+
+inline unsigned long long advance(unsigned long long descriptor, unsigned bytes) {
+  return descriptor + (bytes >> 4);
+}
+
+struct EmulatedMultiply {
+  float* sums;
+  const unsigned* fragment;  // A in registers; null: A is in shared memory at descriptor `a`
+  unsigned long long a, b;
+  int columns;
+  Operand operand;
+  bool rows = false;  // rows of the operands in shared memory are K
+};
+
+using EmulatedMultiplies = EmulatedQueue<EmulatedMultiply, 16>;
+
+// Reads 32 bytes of a row of an operand as numbers, and returns how many they are. Tensor cores read the
+// upper 19 bits of a TF32 number.
+inline int read_operand_row(unsigned long long descriptor, unsigned row, Operand operand,
+                            float (&values)[16]) {
+  const auto layout = static_cast<unsigned>(descriptor >> 62);
+  const unsigned row_bytes = layout == 1 ? 128 : layout == 2 ? 64 : 32;
+  const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
+  const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
+  const int count = operand == Operand::kTf32 ? 8 : 16;
+  for (unsigned half = 0; half < 2; ++half) {
+    const unsigned logical = start + row / 8u * group_bytes + row % 8u * row_bytes + 16u * half;
+    const unsigned physical = logical ^ ((logical >> 7 & (row_bytes / 16u - 1u)) << 4);
+    const void* bytes = emulator::shared_pointer(physical, 16);
+    if (operand == Operand::kTf32) {
+      std::uint32_t bits[4];
+      std::memcpy(bits, bytes, sizeof bits);
+      for (unsigned i = 0; i < 4; ++i) values[4 * half + i] = bits_to_float(bits[i] & 0xFFFFE000u);
+    } else {
+      std::uint16_t bits[8];
+      std::memcpy(bits, bytes, sizeof bits);
+      for (unsigned i = 0; i < 8; ++i)
+        values[8 * half + i] = operand == Operand::kFloat16 ? half_to_float(bits[i])
+                                                            : bits_to_float(std::uint32_t{bits[i]} << 16);
+    }
+  }
+  return count;
+}
+
+// Reads rows lane/4 and lane/4 + 8 of a warp's 16 rows from the registers of the lanes that hold them.
+inline void read_fragment_rows(const unsigned* fragment, Operand operand, float (&rows)[2][16]) {
+  auto& table = emulator::block_state<EmulatedFragments>();
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u;
+  const unsigned per_word = operand == Operand::kTf32 ? 1 : 2;
+  std::memcpy(table.a[warp][lane], fragment, sizeof table.a[warp][lane]);
+  __syncwarp();
+  for (unsigned half = 0; half < 2; ++half)
+    for (unsigned word = 0; word < 8; ++word)
+      for (unsigned item = 0; item < per_word; ++item)
+        rows[half][word * per_word + item] =
+            operand_of_word(table.a[warp][lane / 4u * 4u + word % 4u][half + word / 4u * 2u], item, operand);
+  __syncwarp();
+}
+
+// Reads column `column` of an operand whose 16 rows of 128 bytes in shared memory are K.
+inline int read_operand_column(unsigned long long descriptor, unsigned column, Operand operand,
+                               float (&values)[16]) {
+  if (descriptor >> 62 != 1 || column >= 64)
+    emulator::fail("rows that are K have 128 bytes: column %u of layout %u", column,
+                   static_cast<unsigned>(descriptor >> 62));
+  const unsigned group_bytes = static_cast<unsigned>(descriptor >> 32 & 0x3FFFu) << 4;
+  const unsigned start = static_cast<unsigned>(descriptor & 0x3FFFu) << 4;
+  for (unsigned k = 0; k < 16; ++k) {
+    const unsigned logical = start + k / 8u * group_bytes + k % 8u * 128u + 2u * column;
+    const unsigned physical = logical ^ ((logical >> 7 & 7u) << 4);
+    std::uint16_t bits;
+    std::memcpy(&bits, emulator::shared_pointer(physical, 2), sizeof bits);
+    values[k] = operand == Operand::kFloat16 ? half_to_float(bits) : bits_to_float(std::uint32_t{bits} << 16);
+  }
+  return 16;
+}
+
+inline void execute(const EmulatedMultiply& item) {
+  const unsigned lane = emulator::lane(), warp = emulator::thread_rank() / 32u % 4u;
+  const auto read = item.rows ? read_operand_column : read_operand_row;
+  float rows[2][16], column[16];
+  if (item.fragment) {
+    read_fragment_rows(item.fragment, item.operand, rows);
+  } else {
+    for (unsigned half = 0; half < 2; ++half)
+      read(item.a, 16u * warp + lane / 4u + 8u * half, item.operand, rows[half]);
+  }
+  for (int j = 0; j < item.columns / 8; ++j)
+    for (unsigned e = 0; e < 2; ++e) {
+      const int count =
+          read(item.b, 8u * static_cast<unsigned>(j) + 2u * (lane % 4u) + e, item.operand, column);
+      for (int half = 0; half < 2; ++half) {
+        float sum = 0.0f;
+        for (int k = 0; k < count; ++k) sum += rows[half][k] * column[k];
+        item.sums[4 * j + 2 * half + static_cast<int>(e)] += sum;
+      }
+    }
+}
+
+inline void pin(float&) {}
+inline void pin(unsigned&) {}
+template <class T>
+inline void pin(T*&) {}
+inline void matrix_fence() {}
+
+inline void matrix_commit() {
+  emulator::thread_state<EmulatedMultiplies>().commit("matrix instructions");
+  __syncwarp();  // matrix instructions wait until all lanes of the warp execute them
+}
+
+template <int kPending>
+inline void matrix_wait() {
+  __syncwarp();  // .sync.aligned: all lanes of the warp wait together, even if nothing is unfinished
+  // After the products, lanes wait until the operands of all lanes have been read.
+  if (emulator::thread_state<EmulatedMultiplies>().wait(kPending)) __syncwarp();
+}
+
+template <int kColumns>
+struct MatrixMultiply {
+  static_assert(kColumns % 8 == 0 && 8 <= kColumns && kColumns <= 256, "columns that wgmma has");
+  template <Operand kOperand>
+  static void issue(float* sums, unsigned long long a, unsigned long long b) {
+    emulator::thread_state<EmulatedMultiplies>().push({sums, nullptr, a, b, kColumns, kOperand});
+  }
+  template <Operand kOperand>
+  static void issue(float* sums, const unsigned (&a)[4], unsigned long long b) {
+    emulator::thread_state<EmulatedMultiplies>().push({sums, a, 0, b, kColumns, kOperand});
+  }
+  template <Operand kOperand>
+  static void issue_rows(float* sums, unsigned long long a, unsigned long long b) {
+    static_assert(kOperand != Operand::kTf32, "rows of 32-bit numbers cannot be K");
+    emulator::thread_state<EmulatedMultiplies>().push({sums, nullptr, a, b, kColumns, kOperand, true});
+  }
+};
+
+}  // namespace tconv3d::ptx

@@ -1,0 +1,234 @@
+// The tiles of group_backward.cuh, whose header comment explains the terms: the columns of positions that a
+// block loops over, the stages of dy and x in shared memory, and the windows of dy that a lane loads. The
+// producer and the warps of both gradients build on it.
+#pragma once
+
+#include "operands.cuh"
+#include "ptx_hopper.cuh"
+#include "ring.cuh"
+
+namespace tconv3d {
+
+template <class C>
+struct GroupTiles {
+  using Scalar = typename C::Scalar;
+
+  static constexpr int kItem = sizeof(Scalar);
+  static constexpr int kWidth = 16;  // positions of a unit along w
+  static constexpr int kTaps = C::kKernelD * C::kKernelH * C::kKernelW;
+  static constexpr int kLines = C::kStrideH * (C::kRows - 1) + C::kDilationH * (C::kKernelH - 1) + 1;
+  static constexpr int kWindow = C::kStrideW + C::kDilationW * (C::kKernelW - 1) + 1;
+  static constexpr int kSlots = C::kMaxShiftD - C::kMinShiftD + 1;  // positions along d that a plane reaches
+  static constexpr int kHalves = C::kOut > 4 ? 2 : 1;               // halves of K that have channels
+  static constexpr int kConsumers = C::kInputWarps + C::kWeightWarps;
+  static constexpr ptx::Operand kOperand = ptx::Operand::kTf32;
+  static constexpr bool kLast = C::kLast, kWeightLast = C::kWeightLast;
+  static constexpr int kPieces = C::kOut * kItem / 16, kPiecesX = C::kIn * kItem / 16;  // pieces of a cell
+  static constexpr int kCell = (kPieces | 1) * 16 / kItem, kCellX = C::kIn;
+
+  static_assert(!kLast || (C::kOut * kItem % 16 == 0 && C::kIn * kItem % 16 == 0), "whole pieces");
+  static_assert(C::kIn <= 8 && C::kOut <= 8 && C::kThreads == 32 * (C::kProducers + kConsumers));
+
+  struct Task {
+    int n, h, begin, end;
+  };
+
+  const Args& args;
+  int bundle, split;
+  int warp, lane;
+  unsigned char* stages;
+  unsigned char* stages_x;
+  unsigned barriers;
+
+  __device__ __forceinline__ GroupTiles(const Args& arguments)
+      : args(arguments),
+        bundle(static_cast<int>(blockIdx.x) % C::kBundles),
+        split(static_cast<int>(blockIdx.x) / C::kBundles),
+        warp(__shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0)),
+        lane(static_cast<int>(threadIdx.x) % 32) {
+    constexpr int kBarriers = 16 * 2 * C::kMaxStages;
+    barriers = ptx::shared_address(dynamic_shared<unsigned char>());
+    stages = dynamic_shared<unsigned char>() + kBarriers;
+    stages_x = stages + args.stages * stage_bytes();
+  }
+
+  // Returns the number of lines of dy that a tile needs.
+  __device__ __forceinline__ int tile_lines() const {
+    return kLines + C::kStrideH * C::kRows * (args.bands - 1);
+  }
+  __device__ __forceinline__ int stage_bytes() const {
+    return kLast ? tile_lines() * C::kStrideW * args.pitch : C::kOut * args.pitch;
+  }
+  __device__ __forceinline__ int stage_x_bytes() const {
+    return kLast ? args.bands * C::kRows * args.pitch_x : C::kIn * args.pitch_x;
+  }
+  __device__ __forceinline__ unsigned full(int stage) const { return barriers + 32 * stage; }
+  __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 32 * stage + 8; }
+  __device__ __forceinline__ unsigned full_x(int stage) const { return barriers + 32 * stage + 16; }
+  __device__ __forceinline__ unsigned empty_x(int stage) const { return barriers + 32 * stage + 24; }
+
+  __device__ __forceinline__ void prepare() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < C::kMaxStages; ++i) {
+        ptx::barrier_init(full(i), kLast ? 32 * C::kProducers : C::kOut);
+        ptx::barrier_init(empty(i), kConsumers);
+        ptx::barrier_init(full_x(i), kLast ? 32 * C::kProducers : C::kIn);
+        ptx::barrier_init(empty_x(i), max(1, C::kWeightWarps));
+      }
+      ptx::fence_barrier_init();
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ Task task_at(int index) const {
+    const int rest = divide(index, args.by_columns), n = divide(rest, args.by_segments);
+    const int begin = (rest - n * static_cast<int>(args.by_segments.divisor)) * args.length;
+    const int column = index - rest * static_cast<int>(args.by_columns.divisor);
+    return Task{n, column * args.bands * C::kRows, begin, min(begin + args.length, args.size.d)};
+  }
+
+  // Whether a plane of dy exists and contributes to the column.
+  template <int kPhase>
+  __device__ __forceinline__ bool needed(const Task& task, int q) const {
+    bool found = false;
+    static_for<C::kKernelD>([&](auto t) {
+      constexpr int kT = decltype(t)::value;
+      if constexpr (C::kPhaseD(kT) == kPhase) {
+        const int i = q - C::kShiftD(kT);
+        found = found || (i >= task.begin && i < task.end);
+      }
+    });
+    const int plane = C::kStrideD * q + kPhase;
+    return found && plane >= 0 && plane < args.dy_size.d;
+  }
+
+  __device__ __forceinline__ int first_line(const Task& task) const {
+    return C::kStrideH * task.h - C::kPaddingH;
+  }
+  __device__ __forceinline__ long long offset_of(const Strides& strides, int n, int c, int d, int h) const {
+    return n * strides.n + c * strides.c + d * strides.d + h * strides.h;
+  }
+  // Distance of a run from the preceding multiple of 16 bytes, in bytes, equal in memory and in a stage.
+  __device__ __forceinline__ int skipped(const Strides& strides, int n, int c, int d, int h) const {
+    if (kLast) return 0;
+    return static_cast<int>(static_cast<unsigned>(offset_of(strides, n, c, d, h)) * kItem & 15u);
+  }
+
+  // ---- Consumers.
+
+  // 16-bit values are exact in TF32 and need no rounding.
+  static __device__ __forceinline__ unsigned operand(float value) {
+    return kItem == 4 ? OperandOf<float>::bits(value) : ptx::float_to_bits(value);
+  }
+  static __device__ __forceinline__ unsigned operand(Half value) { return operand(widen<float>(value)); }
+  static __device__ __forceinline__ unsigned operand(BFloat16 value) { return operand(widen<float>(value)); }
+
+  // Whether a tap of one of two adjacent positions reads this word of a window.
+  static constexpr bool word_used(int word) {
+    for (int t = 0; t < C::kKernelW; ++t) {
+      if (word == t * C::kDilationW || word == C::kStrideW + t * C::kDilationW) return true;
+    }
+    return false;
+  }
+  static constexpr bool line_used(int line) {
+    for (int r = 0; r < C::kRows; ++r) {
+      for (int t = 0; t < C::kKernelH; ++t) {
+        if (line == C::kStrideH * r + t * C::kDilationH) return true;
+      }
+    }
+    return false;
+  }
+
+  // Distances in a stage of dy, in elements: line_step() from line to line, windows_apart() between the
+  // windows of two positions, word_at() from the first word of a window to word kWord.
+  __device__ __forceinline__ int line_step() const {
+    return kLast ? C::kStrideW * args.pitch / kItem : args.dy_size.w;
+  }
+  static __device__ __forceinline__ int windows_apart(int positions) {
+    return positions * (kLast ? kCell : C::kStrideW);
+  }
+  template <int kWord>
+  __device__ __forceinline__ int word_at() const {
+    if constexpr (kLast) return kWord % C::kStrideW * (args.pitch / kItem) + kWord / C::kStrideW * kCell;
+    return kWord;
+  }
+  // First word of a position's window in a stage; before the stage if the word is outside dy.
+  __device__ __forceinline__ const Scalar* window_at(int stage, const Task& task, int c, int plane, int line,
+                                                     int position) const {
+    const int from = max(first_line(task), 0);
+    const int skip = skipped(args.dy_strides, task.n, bundle * C::kOut + c, plane, from);
+    const int first = windows_apart(position) - (kLast ? 0 : C::kPaddingW);
+    const int at = ((line - from) * line_step() + first) * kItem;
+    const int channel = c * (kLast ? kItem : args.pitch);
+    return reinterpret_cast<const Scalar*>(stages + (stage * stage_bytes() + channel + skip + at));
+  }
+
+  // Loads a window; with kSum, also adds the two positions' own outputs to `sum`.
+  template <bool kInside, bool kSum>
+  __device__ __forceinline__ void load_window(unsigned (&to)[kWindow], float& sum, const Scalar* from,
+                                              int word, bool exists) const {
+    static_for<kWindow>([&](auto j) {
+      constexpr int kJ = decltype(j)::value;
+      if constexpr (word_used(kJ)) {
+        constexpr bool kSure = kInside && kJ >= C::kPaddingW && kJ < kWindow - C::kPaddingW;
+        const bool inside = kSure || static_cast<unsigned>(word + kJ) < static_cast<unsigned>(args.dy_size.w);
+        const float value = exists && inside ? widen<float>(from[word_at<kJ>()]) : 0.0f;
+        to[kJ] = operand(value);
+        if constexpr (kSum && kJ >= C::kPaddingW && kJ < C::kPaddingW + 2 * C::kStrideW) sum += value;
+      }
+    });
+  }
+
+  // Calls begin(line) for the lines that a band uses in dy, and body(row, tap along h) for all that read it.
+  template <bool kInside, class Begin, class Body>
+  __device__ __forceinline__ void for_each_line(int first, Begin&& begin, Body&& body) const {
+    static_for<kLines>([&](auto l) {
+      constexpr int kLine = decltype(l)::value;
+      if constexpr (line_used(kLine)) {
+        if (!kInside && (first + kLine < 0 || first + kLine >= args.dy_size.h)) return;
+        begin(l);
+        static_for<C::kRows>([&](auto r) {
+          static_for<C::kKernelH>([&](auto t) {
+            constexpr int kR = decltype(r)::value, kT = decltype(t)::value;
+            if constexpr (kLine == C::kStrideH * kR + C::kDilationH * kT) body(r, t);
+          });
+        });
+      }
+    });
+  }
+
+  // Whether `width` positions of a band's lines and all lines that they reach are inside the tensors
+  // (kInside). Only words that padding can put outside need a check then.
+  __device__ __forceinline__ bool is_inside(int h, int w, int width) const {
+    const int line = C::kStrideH * h - C::kPaddingH;
+    return line >= 0 && line + kLines <= args.dy_size.h && h + C::kRows <= args.size.h &&
+           w + width <= args.size.w;
+  }
+
+  template <int kPhase, class Body>
+  static __device__ __forceinline__ void for_each_tap(Body&& body) {
+    static_for<C::kKernelD>([&](auto t) {
+      constexpr int kT = decltype(t)::value;
+      if constexpr (C::kPhaseD(kT) == kPhase) body(t);
+    });
+  }
+
+  __device__ __forceinline__ void release(unsigned barrier) const {
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(barrier);
+  }
+
+  // First line and first position of a unit: 16 positions (8 in the weight gradient) of kRows lines.
+  struct Unit {
+    int h, w;
+  };
+  __device__ __forceinline__ Unit unit_at(const Task& task, int index) const {
+    const int band = divide(index, args.by_chunks), chunk = index - band * args.chunks;
+    return Unit{task.h + band * C::kRows, chunk * kWidth};
+  }
+
+  // Synchronizes all warps of the block, whatever their role.
+  static __device__ __forceinline__ void meet() { __syncthreads(); }
+};
+
+}  // namespace tconv3d

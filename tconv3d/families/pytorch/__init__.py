@@ -1,0 +1,1 @@
+"""PyTorch's own operator as a family: it makes offers, and has no kernels here."""

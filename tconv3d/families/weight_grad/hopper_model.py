@@ -1,0 +1,179 @@
+"""Predicts the cycles of the weight gradient on Hopper, per multiprocessor, to choose between tilings.
+
+The number of parts of the positions (split-K) follows from the prediction. hopper.py explains the terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from ...planning.geometry import Geometry, Triple
+from ...planning.problem import Device
+from .hopper_taps import Lines, Words
+from .hopper_tiling import Box, Buffers, Contents, Layer, Tiling
+from .segments import SECTOR_WORDS, SEGMENT
+
+JOB_CHANNELS = 8  # channels that a producer warp copies at a time
+SLICED = 4  # workspace limit for the parts of all slices of a batch, in multiples of `Device.workspace_bytes`
+
+
+class Costs(NamedTuple):
+    """Costs per multiprocessor, in cycles unless stated otherwise, for choosing between tilings."""
+
+    l2_bytes: float  # bytes per cycle from the L2 cache
+    fragments: float  # fraction of the shared-memory cycles of fragment loads for which tensor cores wait
+    writes: float  # fraction of the shared-memory cycles of storing x and dy for which tensor cores wait
+    item: float  # cycles per item until its operands reach the first product
+    alone: float  # additional cycles per item with a single set of operands
+    x_row: float  # cycles of a producer warp per row of K
+    x_vectors: float  # cycles of a producer warp per job of x copied in 16-byte vectors
+    x_words: float  # cycles of a producer warp per job of x copied word by word
+    y_block: float  # cycles of a producer warp per block of slots of a plane of dy
+    y_line: float  # cycles of a producer warp per line (channel or pair of channels) of a block of slots
+    copying: float  # cycles per step of the producers' barriers
+    turning: float  # cycles per job of x whose words are reordered in shared memory
+    overlap: float  # fraction of the shorter activities' time that is not hidden behind the longest one
+    tight: float  # factor on memory time where shared memory has room for one group of sheets in flight
+    step: float  # cycles per step of barriers and the first operands
+    block: float  # cycles per block of building tables and storing the sums
+
+
+# VECTORS is fitted to 40 measured times on one H200. WORDS is for copies word by word; its fit is less precise.
+VECTORS = Costs(60, 0.46, 0.33, 23, 8, 180, 26, 150, 400, 22, 570, 98, 0.15, 1.1, 190, 20000)
+WORDS = Costs(28, 1.0, 1.0, 15, 25, 0, 0, 750, 0, 75, 0, 0, 0.35, 1.25, 250, 8000)
+
+
+def costs_of(layer: Layer, piece: Words) -> Costs:
+    return WORDS if layer.slow or (layer.elements_y and not piece.lines) else VECTORS
+
+
+MIN_PRODUCT_CYCLES = 12.0  # least cycles of a matrix instruction
+ADDING_OVERHEAD, ADDING_BYTES = 3500.0, 9.6  # cycles to launch the sum of parts; bytes per cycle and multiprocessor
+# A block that writes its sums straight to the result takes RESULT_ELEMENT cycles per element and RESULT_RUN cycles
+# per run of adjacent elements; `Costs.block` already includes RESULT_HIDDEN of these cycles.
+RESULT_ELEMENT, RESULT_RUN, RESULT_HIDDEN = 0.85, 1.5, 10000.0
+
+
+# ---- Predicted times in cycles per multiprocessor.
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Predicted cycles of the activities of one step of one launch."""
+
+    products: float  # cycles of tensor cores, with their waits for shared memory
+    copying: float  # cycles of the copying producer warps
+    turning: float  # cycles of the producer warps that reorder x
+    memory: float  # cycles of transfers from the L2 cache
+    overlap: float  # fraction of the shorter activities' time that is not hidden behind the longest one
+    overhead: float  # cycles of barriers and the first operands
+
+    @property
+    def cycles(self) -> float:
+        parts = (self.products, self.copying, self.turning, self.memory)
+        return max(parts) + self.overlap * (sum(parts) - max(parts)) + self.overhead
+
+    @property
+    def coming(self) -> float:
+        """Cycles to bring a group of sheets before the first step, which no products hide."""
+        return max(self.copying, self.memory)
+
+
+def step_work(layer: Layer, made: Buffers, piece: Words, conflicts: float = 0.0) -> StepWork:
+    """Predicts one step. `conflicts`, if not 0, replaces `made.conflicts`."""
+    contents, tiling, box = made.contents, made.tiling, made.box
+    share, costs = tiling.share, costs_of(layer, piece)
+    items = 2 * box.k_rows * share.consumers * tiling.row_tiles
+    planes = box.d * max(len(rows.offsets) for rows in tiling.rows_d)
+    words_x, words_y = box.k_rows * 32 * tiling.columns, planes * contents.slots * piece.vector * tiling.out_tile
+    turned = costs.turning > 0 and (layer.vectors_x or layer.per_word == 1)
+    stride = 1 if isinstance(piece, Lines) else piece.stride
+    phases = len(piece.offsets)  # phases that taps read; unused phases lie between them in memory
+    sectors = words_x * (1 + SECTOR_WORDS / (box.w * SEGMENT))  # a line may begin anywhere in a sector
+    sectors += words_y * stride / phases * (1 + SECTOR_WORDS / (contents.line_words * stride))
+    return StepWork(
+        products=items * item_cycles(costs, piece, tiling.columns, tiling.depth, conflicts or made.conflicts)
+        + costs.writes * ((3 if turned else 1) * words_x + words_y) / 32,
+        copying=_copy_cycles(layer, contents, piece, planes) / (4 * share.producers - layer.turners(share))
+        + costs.copying,
+        turning=costs.turning * box.k_rows * tiling.columns / JOB_CHANNELS / layer.turners(share) if turned else 0.0,
+        memory=4 * sectors / costs.l2_bytes * (costs.tight if made.groups < contents.ahead + 3 else 1.0),
+        overlap=costs.overlap,
+        overhead=costs.step,
+    )
+
+
+def _copy_cycles(layer: Layer, made: Contents, piece: Words, planes: int) -> float:
+    """Returns the cycles that one producer warp alone would take to copy a step's x and dy."""
+    costs, jobs_x = costs_of(layer, piece), made.box.k_rows * made.tiling.columns / JOB_CHANNELS
+    together = made.table_planes
+    blocks_y = planes // together * -(-made.slots * together // (32 if piece.lines else 16))
+    x = costs.x_row * made.box.k_rows + jobs_x * (costs.x_vectors if layer.vectors_x else costs.x_words)
+    elements = 4 / 3 if layer.elements_y and not (layer.unit_c_y or piece.lines) else 1.0
+    return x + elements * blocks_y * (costs.y_block + costs.y_line * made.tiling.lines)
+
+
+def item_cycles(costs: Costs, piece: Words, columns: int, depth: int, conflicts: float = 1.0) -> float:
+    """Returns the cycles of a chunk of a row tile. Tensor cores wait for some of the time in which fragments are
+    loaded, since both read shared memory."""
+    products = 2 * len(piece.taps) * max(columns / 2, MIN_PRODUCT_CYCLES)
+    loads = costs.fragments * 16 * piece.vectors * conflicts
+    return products + loads + costs.item + (costs.alone if depth == 1 else 0.0)
+
+
+def box_cost(layer: Layer, made: Buffers, size: Triple, conflicts: float = 0.0) -> float:
+    """Predicts the cycles that the blocks of one kind take in total for one batch item of a volume."""
+    d, h, w = made.box.count(size, layer.per_word)
+    works = [step_work(layer, made, piece, conflicts) for piece in made.tiling.pieces]
+    return h * w * sum(d * work.cycles + made.contents.ahead * work.coming for work in works)
+
+
+def steps_of(batch: int, size: Triple, layer: Layer, box: Box) -> int:
+    return batch * prod(box.count(size, layer.per_word))
+
+
+def cycles_by_splits(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device) -> Callable[[int], float]:
+    """Returns a function that predicts the cycles of all steps for a number of parts: blocks run in waves, and parts
+    are added afterwards."""
+    steps, depths = steps_of(batch, size, layer, made.box), made.box.count(size, layer.per_word)[0]
+    work = max((step_work(layer, made, piece) for piece in made.tiling.pieces), key=lambda work: work.cycles)
+    step, ahead, coming = work.cycles, made.contents.ahead, work.coming
+    kinds, elements = made.tiling.kinds(layer.geometry), elements_of(layer.geometry)
+    block = costs_of(layer, made.tiling.pieces[0]).block
+
+    def of_parts(splits: int) -> float:
+        waves = -(-kinds * splits // device.multiprocessors)
+        moved = (splits + 1 if splits > 1 else 0) * 4 * elements
+        adding = ADDING_OVERHEAD + moved / (ADDING_BYTES * device.multiprocessors) if splits > 1 else 0.0
+        each = -(-steps // splits)
+        runs = max(1.0, each / depths)
+        last = block + (_result_cycles(made.tiling, layer.geometry) if splits == 1 else 0.0)
+        return waves * (each * step + runs * ahead * coming + last) + adding
+
+    return of_parts
+
+
+def _result_cycles(tiling: Tiling, g: Geometry) -> float:
+    """Returns the cycles that a block takes to write its sums straight to the result, beyond `Costs.block`."""
+    d, h, w = tiling.rows_d[0].taps, tiling.rows_h[0].taps, tiling.pieces[0].taps
+    taps = {(i * g.kernel[1] + j) * g.kernel[2] + k for i, j, k in product(d, h, w)}
+    runs = tiling.columns * tiling.out_tile * sum(tap - 1 not in taps for tap in taps)
+    return max(0.0, RESULT_ELEMENT * tiling.elements + RESULT_RUN * runs - RESULT_HIDDEN)
+
+
+def splits_of(layer: Layer, made: Buffers, batch: int, size: Triple, device: Device, slices: int = 1) -> int:
+    """Returns the number of parts (split-K) of the steps with the least predicted cycles."""
+    waves = -(-4 * device.multiprocessors // made.tiling.kinds(layer.geometry))
+    steps = steps_of(batch, size, layer, made.box)
+    room = device.workspace_bytes if slices == 1 else SLICED * device.workspace_bytes // slices
+    most = max(1, min(steps, room // (elements_of(layer.geometry) * 4), waves))
+    return min(range(1, most + 1), key=cycles_by_splits(layer, made, batch, size, device))
+
+
+def elements_of(g: Geometry) -> int:
+    """Returns the number of elements of the weight."""
+    return g.in_channels * g.out_per_group * g.taps

@@ -1,0 +1,228 @@
+"""Describes how blocks and warps of tensor_weight_grad.cuh divide channels, taps, positions and shared memory.
+
+This module predicts no times. warps.py explains the terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from ...planning.geometry import Axis, Geometry
+from ...planning.problem import ITEM_BYTES
+from .segments import SECTOR_WORDS, SEGMENT, Box
+
+MAX_TAPS_W = 8  # most taps along w of one launch; a wider kernel takes several launches
+
+
+@dataclass(frozen=True)
+class Window:
+    """Two neighbouring segments of a plane of dy, loaded once for the taps that read out of them."""
+
+    plane: int
+    start: int  # distance from the start of the plane's line, in words
+    taps: tuple[tuple[int, int], ...]  # (tap along w, shift from the window's start in elements)
+
+    @cached_property
+    def reach(self) -> int:
+        return max(shift for _, shift in self.taps)
+
+    @property
+    def words(self) -> int:
+        return 2 * SEGMENT if self.reach else SEGMENT
+
+
+@dataclass(frozen=True)
+class Planes:
+    """The phases of w that have taps, and the windows that a row of taps needs."""
+
+    offsets: tuple[int, ...]  # per plane: index of the output that the tile's first position reads
+    windows: tuple[Window, ...]
+    per_word: int
+
+    @classmethod
+    def of(cls, axis: Axis, taps: range, per_word: int, vector: int) -> Planes:
+        """Returns the planes of some taps. With stride 1, planes begin at a multiple of `vector` outputs."""
+        offsets: list[int] = []
+        windows: list[Window] = []
+        segment = SEGMENT * per_word
+        for phase in range(axis.stride):
+            fed = sorted((axis.shift(t), t) for t in taps if axis.phase(t) == phase)
+            if not fed:
+                continue
+            first = fed[0][0]
+            if axis.stride == 1:
+                first -= first % vector
+            offsets.append(axis.stride * first + phase)
+            while fed:
+                start = (fed[0][0] - first) // segment * segment
+                inside = [(t, shift - first - start) for shift, t in fed if shift - first <= start + segment]
+                windows.append(Window(len(offsets) - 1, start // per_word, tuple(inside)))
+                fed = fed[len(inside) :]
+        return cls(tuple(offsets), tuple(windows), per_word)
+
+    @cached_property
+    def taps(self) -> int:
+        return sum(len(window.taps) for window in self.windows)
+
+    @cached_property
+    def words(self) -> int:
+        """Words of all windows together."""
+        return sum(window.words for window in self.windows)
+
+    def line_words(self, segments: int) -> int:
+        """Returns how many words of a line the taps read."""
+        last = max(window.start * self.per_word + window.reach for window in self.windows)
+        return -(-(segments * SEGMENT * self.per_word + last) // self.per_word)
+
+    def line_pitch(self, segments: int) -> int:
+        """Returns how many words of a line the windows touch, a multiple of SEGMENT."""
+        return (segments - 1) * SEGMENT + max(window.start + window.words for window in self.windows)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The properties of a layer and its tensors that the kernel is compiled for, besides the tiling."""
+
+    geometry: Geometry
+    dtype: str
+    channels_last: bool
+    vector_x: int  # words per load of x; 0 if 16-bit elements are loaded one by one
+    vector_y: int  # words per load of dy; 0 if 16-bit elements are loaded one by one
+
+    @property
+    def per_word(self) -> int:
+        return 4 // ITEM_BYTES[self.dtype]
+
+    @property
+    def pieces(self) -> tuple[range, ...]:
+        """The taps along w of each launch."""
+        kernel = self.geometry.kernel[2]
+        count = -(-kernel // MAX_TAPS_W)
+        size = -(-kernel // count)
+        return tuple(range(first, min(first + size, kernel)) for first in range(0, kernel, size))
+
+    def planes(self, taps: range) -> Planes:
+        return Planes.of(self.geometry.axes[2], taps, self.per_word, max(1, self.vector_y * self.per_word))
+
+    def loads(self, tiling: Tiling) -> tuple[int, int]:
+        """Returns the channels of a job of x and of dy, which is the number of loads that a lane has in flight;
+        without asynchronous copies they arrive in registers."""
+        x, y = (8 if tiling.asynchronous or vector in (1, 2) else 4 for vector in (self.vector_x, self.vector_y))
+        return x, y
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How blocks and warps divide channels, taps and positions. All fields are compiled in."""
+
+    warps: int
+    blocks: int  # blocks per multiprocessor
+    tiles_in: int  # tiles of 16 input channels per warp
+    tiles_out: int  # tiles of 8 output channels per warp
+    warps_in: int
+    warps_out: int
+    rows_d: int  # taps along d of a block
+    rows_h: int  # taps along h of a block
+    warps_rows: int
+    slices: int  # warps with equal taps and channels, which divide the chunks of a tile
+    segments: int  # segments of a tile of positions
+    stages: int  # buffers in shared memory; three if copies are asynchronous
+    asynchronous: bool
+
+    @property
+    def rows(self) -> int:
+        return -(-self.rows_d * self.rows_h // self.warps_rows)
+
+    @property
+    def block_rows(self) -> tuple[int, int]:
+        return self.rows_d, self.rows_h
+
+    def block_in(self, g: Geometry) -> int:
+        return 8 if g.in_per_group <= 8 else 16 * self.tiles_in * self.warps_in
+
+    @property
+    def block_out(self) -> int:
+        return 8 * self.tiles_out * self.warps_out
+
+    def kinds(self, g: Geometry) -> int:
+        """Returns the number of kinds of blocks, which together own all channels and taps."""
+        channels = -(-g.in_per_group // self.block_in(g)) * -(-g.out_per_group // self.block_out)
+        return g.groups * channels * -(-g.kernel[0] // self.rows_d) * -(-g.kernel[1] // self.rows_h)
+
+    def sums(self, taps: int) -> int:
+        """Returns the accumulator registers per thread."""
+        return self.rows * taps * self.tiles_in * self.tiles_out * 4
+
+    def __str__(self) -> str:
+        return (
+            f"{self.warps} warps x {self.blocks} blocks, each warp {16 * self.tiles_in} x {8 * self.tiles_out} "
+            f"channels x {self.rows} rows of taps, {self.slices} slices, "
+            f"blocks of {self.rows_d} x {self.rows_h} rows, {self.stages} buffers of {self.segments * SEGMENT} words"
+        )
+
+
+def boxes(segments: int, lines: tuple[int, int]) -> Iterator[Box]:
+    """Yields boxes of at most `segments` segments, none larger along d and h than the volume, whose size is
+    `lines`."""
+    for w in range(1, min(segments, 16) + 1):
+        for h in range(1, min(segments // w, lines[1]) + 1):
+            for d in range(1, min(segments // (w * h), lines[0]) + 1):
+                yield Box(d, h, w)
+
+
+def pitch_up(words: int) -> int:
+    """Returns the next length in words that is 16 more than a multiple of the 32 banks."""
+    return words + (16 - words) % 32
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory of a tiling, with room for the best box of a large volume; other boxes must fit it."""
+
+    pitch_x: int
+    plane: int
+    pitch_y: int
+    table_slots: int
+    bytes: int
+
+    @classmethod
+    def of(cls, layer: Layer, planes: Planes, tiling: Tiling) -> Buffers:
+        g = layer.geometry
+        plane = _plane_room(g, planes, tiling.block_rows, tiling.segments)
+        pitch_x, pitch_y = pitch_up(tiling.segments * SEGMENT), pitch_up(len(planes.offsets) * plane)
+        slots = len(planes.offsets) * plane
+        tables = 8 + 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
+        buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
+        passing = tiling.sums(planes.taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
+        return cls(pitch_x, plane, pitch_y, slots, 4 * max(-(-tables // 4) * 4 + tiling.stages * buffer, passing))
+
+
+def _wide_boxes(segments: int) -> Iterator[Box]:
+    """Yields boxes of exactly `segments` segments, with lines long enough for whole memory sectors."""
+    for w in (4, 8):
+        for h in range(1, segments // w + 1):
+            if segments % (w * h) == 0:
+                yield Box(segments // (w * h), h, w)
+
+
+def plane_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box, pad: int = 0) -> int:
+    along_d, along_h = box.lines(g, rows)
+    return along_d * along_h * (planes.line_pitch(box.w) + pad)
+
+
+def copied_words(g: Geometry, planes: Planes, rows: tuple[int, int], box: Box) -> int:
+    """Returns how many words of a channel of dy a box moves, counted in whole memory sectors."""
+    along_d, along_h = box.lines(g, rows)
+    return along_d * along_h * (planes.line_words(box.w) * g.stride[2] + SECTOR_WORDS - 1)
+
+
+@lru_cache(maxsize=4096)
+def best_wide_box(g: Geometry, planes: Planes, rows: tuple[int, int], segments: int) -> Box:
+    return min(_wide_boxes(segments), key=lambda box: copied_words(g, planes, rows, box))
+
+
+@lru_cache(maxsize=4096)
+def _plane_room(g: Geometry, planes: Planes, rows: tuple[int, int], segments: int) -> int:
+    return pitch_up(plane_words(g, planes, rows, best_wide_box(g, planes, rows, segments)))

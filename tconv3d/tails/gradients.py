@@ -1,0 +1,111 @@
+"""Differentiates a tail: gradients of the convolution's result and of captured tensors, in a few passes.
+
+PyTorch differentiates the traced graph; the graph of the gradients is divided into passes like the tail itself
+(`rounds.py`). What cannot be divided into passes is left to PyTorch as a whole (`backward` returns None).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .pointwise import dependent, meta, shape_of
+from .rounds import Rounds, rounds
+from .tracing import nothing_written, writes
+
+aten = torch.ops.aten
+
+_REPLACED = (aten.sigmoid_backward, aten.tanh_backward, aten.threshold_backward)
+
+
+def _table() -> dict[Any, Any]:
+    return {**get_decompositions(_REPLACED)}
+
+
+@dataclass
+class Backward:
+    """Holds the passes that compute the gradients of a tail for one kind of call."""
+
+    graph: fx.GraphModule  # its outputs are the gradients of z and of the wanted captured tensors
+    value: fx.Node  # z
+    grad: fx.Node  # the gradient of the tail's result
+    saved: tuple[fx.Node, ...]  # reductions that the forward pass has computed, in the order of its own
+    constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order
+    rounds: Rounds
+
+
+def backward(forward: fx.GraphModule, wanted: Sequence[Tensor], reduced: Sequence[fx.Node]) -> Backward | None:
+    """Returns the passes for the gradients of z and of the `wanted` captured tensors, or None if there are none.
+
+    `forward` is the graph of a tail of z alone that returns one tensor of z's shape and type. `reduced` are its
+    sums, means and variances over space, which need not be computed again.
+    """
+    result = next(node for node in forward.graph.nodes if node.op == "output").args[0]
+    z, *passed = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    if passed or not isinstance(result, fx.Node) or shape_of(result) != shape_of(z):
+        return None
+    if meta(result).dtype is not meta(z).dtype:
+        return None
+    graph = _differentiated(forward, meta(z), meta(result), wanted)
+    if graph is None:
+        return None
+    # The graph begins with the operators of the tail, in their order.
+    kinds = {node.target for node in reduced}
+    order = [node for node in forward.graph.nodes if node.target in kinds]
+    again = dict(zip(order, [node for node in graph.graph.nodes if node.target in kinds], strict=False))
+    taken = [again[node] for node in reduced]
+    _clean(graph)
+    nodes = list(graph.graph.nodes)
+    value, grad = [node for node in nodes if node.op == "placeholder"]
+    captured = [node for node in nodes if node not in dependent(nodes, [value, grad]) and node.op != "output"]
+    divided = rounds(
+        graph.graph, value, (grad,), dict.fromkeys([*captured, *(node for node in taken if node in nodes)]), set()
+    )
+    if divided is None or divided.left:
+        return None
+    constants = tuple(node for node in captured if node.op == "call_function")
+    return Backward(graph, value, grad, tuple(taken), constants, divided)
+
+
+def _differentiated(forward: fx.GraphModule, z: Any, result: Any, wanted: Sequence[Tensor]) -> fx.GraphModule | None:
+    """Returns the graph of the gradients for (z, gradient of the result), or None if PyTorch cannot trace it."""
+
+    def gradients(z: Tensor, grad: Tensor) -> list[Tensor | None]:
+        with torch.enable_grad(), mode:
+            leaf = z.detach().requires_grad_()
+            return list(torch.autograd.grad(forward(leaf), [leaf, *wanted], grad, allow_unused=True))
+
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            examples = [
+                torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+                for like in (z, result)
+            ]
+        with nothing_written() as mode:
+            graph = make_fx(
+                gradients,
+                decomposition_table=_table(),
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+            )(*examples)
+    except RuntimeError:  # for example an operator without a derivative
+        return None
+    return graph
+
+
+def _clean(graph: fx.GraphModule) -> None:
+    """Removes what no gradient needs; writes to captured tensors are the forward pass's."""
+    for node in reversed(list(graph.graph.nodes)):
+        if node.target is aten.logical_and_.default:  # the gradient of a clamp overwrites a mask of its own
+            node.target = aten.logical_and.default
+        elif node.op == "call_function" and writes(node) and node.args[0].op == "get_attr" and not node.users:
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()

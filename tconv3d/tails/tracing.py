@@ -1,0 +1,180 @@
+"""Traces a tail, the Python function of a convolution's result, to a graph of PyTorch's operators.
+
+The tail runs once on a tensor without data. In-place operations become ordinary ones, and activations and norms
+become arithmetic. Tensors that the tail captures (parameters, buffers, closures) are attributes of the graph and stay
+the tail's own objects. This module knows nothing of kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+Tail = Callable[..., Any]
+
+# Operators that are replaced by arithmetic: activations, norms, and shorthands.
+_REPLACED = (
+    aten.silu, aten.gelu, aten.elu, aten.celu, aten.selu, aten.leaky_relu, aten.hardtanh, aten.hardswish,
+    aten.hardsigmoid, aten.mish, aten.softplus, aten.log_sigmoid_forward, aten.softshrink, aten.hardshrink,
+    aten.threshold, aten._prelu_kernel, aten.relu6, aten.addcmul, aten.addcdiv, aten.lerp, aten.square,
+    aten.native_batch_norm, aten._native_batch_norm_legit,
+    aten._native_batch_norm_legit_no_training, aten._native_batch_norm_legit_functional, aten.native_dropout,
+)  # fmt: skip
+
+
+def _group_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    batch: int,
+    channels: int,
+    volume: int,
+    groups: int,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """GroupNorm as arithmetic: statistics of a view, and numbers that are constant along a channel's volume."""
+    wide = torch.promote_types(input.dtype, torch.float32)
+    rows = (batch, groups, channels // groups)
+    viewed = input.reshape(*rows, volume).to(wide)
+    variance, mean = (each[..., 0] for each in torch.var_mean(viewed, dim=[2, 3], correction=0, keepdim=True))
+    rstd = torch.rsqrt(variance + eps)
+    places = (batch, channels, *(1,) * (input.dim() - 2))
+    shift, scale = (each.expand(rows).reshape(places) for each in (mean, rstd))
+    result = (input - shift) * scale
+    shape = (1, channels, *(1,) * (input.dim() - 2))
+    if weight is not None:
+        result = result * weight.view(shape)
+    if bias is not None:
+        result = result + bias.view(shape)
+    return result.to(input.dtype), mean.view(batch, groups), rstd.view(batch, groups)
+
+
+def _table() -> dict[Any, Any]:
+    return {**get_decompositions(_REPLACED), aten.native_group_norm.default: _group_norm}
+
+
+class _Remembering(TorchDispatchMode):
+    """Remembers tensors with data before an operator writes to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable and isinstance(args[0], Tensor) and not isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily(), proxy_tensor.disable_proxy_modes_tracing():
+                self.before.append((args[0], args[0].detach().clone()))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def nothing_written() -> Iterator[TorchDispatchMode]:
+    """Gives a mode to trace under; captured tensors that were written meanwhile have their values again afterwards.
+
+    While PyTorch traces, operators of captured tensors alone are computed, and writes to them are real.
+    """
+    mode = _Remembering()
+    try:
+        yield mode
+    finally:
+        with torch.no_grad():
+            for tensor, value in reversed(mode.before):
+                tensor.copy_(value)
+
+
+class CannotTrace(RuntimeError):
+    """Says why a tail cannot be traced; the tail then runs in PyTorch."""
+
+
+def trace(
+    tail: Tail,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    extra: Sequence[Any] = (),
+) -> fx.GraphModule:
+    """Returns the graph of `tail(z, *extra)` for a z with this shape, layout, type and device."""
+
+    def called(z: Tensor, *rest: Any) -> Any:  # without the defaults of the tail's own signature
+        with mode:
+            return tail(z, *rest)
+
+    try:
+        with torch.no_grad(), nothing_written() as mode:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                z = torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=device)
+            traced = make_fx(
+                torch.func.functionalize(called),
+                decomposition_table=_table(),
+                tracing_mode="fake",
+                _allow_non_fake_inputs=True,
+            )(z, *extra)
+    except Exception as error:  # a user's function may raise anything
+        raise CannotTrace(f"{type(error).__name__}: {error}".splitlines()[0]) from error
+    graph = traced.graph
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    assert len(placeholders) == 1 + len(extra)
+    for node in reversed(list(graph.nodes)):
+        if node.op != "call_function" or not writes(node) or node.args[0].op == "get_attr":
+            continue  # writes to captured tensors (running statistics) are part of the tail
+        if node.target is not aten.copy_.default or node.args[0] is not placeholders[0]:
+            raise CannotTrace(f"it writes to a tensor that others can see ({node.target})")
+        node.replace_all_uses_with(node.args[1])  # nobody else sees the convolution's result that is written
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
+
+
+def copied(traced: fx.GraphModule) -> fx.GraphModule:
+    """Returns a graph of its own with the same captured tensors."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(traced.graph, {}))
+    return fx.GraphModule(traced, graph)
+
+
+def without_variances(graph: fx.Graph, kept: Sequence[fx.Node]) -> None:
+    """Replaces variances, but those of the nodes in `kept`, by means and by sums of squared deviations, in place."""
+    for node in list(graph.nodes):
+        if node.target is not aten.var_mean.correction or node in kept or not node.kwargs.get("keepdim"):
+            continue
+        (x, dims), correction = node.args, node.kwargs.get("correction", 1)
+        count = prod(x.meta["val"].shape[dim] for dim in dims)
+        with graph.inserting_before(node):
+            mean = _inserted(graph, aten.mean.dim, (x, dims, True))
+            deviation = _inserted(graph, aten.sub.Tensor, (x, mean))
+            square = _inserted(graph, aten.mul.Tensor, (deviation, deviation))
+            total = _inserted(graph, aten.sum.dim_IntList, (square, dims, True))
+            variance = _inserted(graph, aten.div.Tensor, (total, max(count - correction, 0)))
+        for user in list(node.users):
+            user.replace_all_uses_with((variance, mean)[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _inserted(graph: fx.Graph, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """Inserts an operator with its shape and type."""
+    node = graph.call_function(target, args)
+    values = fx.node.map_arg(args, lambda each: each.meta["val"])
+    with next(value for value in values if isinstance(value, FakeTensor)).fake_mode:
+        node.meta["val"] = target(*values)
+    return node
+
+
+def writes(node: fx.Node) -> bool:
+    """Tells whether an operator writes to one of its operands."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable

@@ -1,0 +1,198 @@
+"""Breaks every kernel family on purpose: each family has a broken twin, and the checks of the fuzz must find it.
+
+A twin is a kernel with one piece of its text replaced. Replacements drop a term, leave an output unwritten or take a
+wrong value, and stay inside all tensors, so that the finding is a wrong number. The unbroken kernel passes the same
+case in the same test, and the planner must have taken the family for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from fuzz import run
+from fuzz.case import Case, Memory
+from layers import Layer
+from mutants import kernel_from, mutate_kernel
+from preferred import counted, forgetting
+
+from tconv3d import emulator
+from tconv3d.planning import planner
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not emulator.available(), reason="there is no C++ compiler"),
+]
+
+T1, T2, T3 = (1, 1, 1), (2, 2, 2), (3, 3, 3)
+LAST = Memory("ndhwc")
+
+
+class Twin(NamedTuple):
+    """A family, the kernel of it that is broken, the text that is replaced, and the case that shows it."""
+
+    family: str
+    kernel: str
+    text: str
+    replacement: str
+    case: Case
+
+
+UP = Layer(16, 8, (2, 4, 8), T2, T2, batch=1, bias=False)
+GROUPS = Layer(16, 16, (3, 4, 14), T3, T1, T1, groups=4, batch=1)
+ODD = Layer(64, 96, (3, 5, 9), T3, T2, T1, batch=1)
+DEPTHWISE = Layer(6, 6, (3, 3, 4), (4, 4, 4), T2, T1, groups=6)
+TWINS = (
+    Twin("direct", "direct", "&& w + kW < args.x_size.w;", "&& w + kW + 1 < args.x_size.w;", Case(ODD, "float64")),
+    Twin("depthwise", "depthwise", "w + kW >= 0 &&", "w + kW > 0 &&", Case(DEPTHWISE)),
+    Twin(
+        "depthwise",
+        "depthwise_weight_grad",
+        "w + kW >= 0 &&",
+        "w + kW > 0 &&",
+        Case(DEPTHWISE, wanted=("weight",)),
+    ),
+    Twin(
+        "depthwise_lines",
+        "depthwise_lines",
+        "x_d < args.x_size.d && x_h >= 0 &&",
+        "x_d < args.x_size.d && x_h > 0 &&",
+        Case(Layer(32, 32, (3, 3, 18), T3, T2, T1, T1, groups=32, batch=1), "bfloat16", input=LAST),
+    ),
+    Twin(
+        "few_outputs",
+        "few_outputs",
+        "row < C::kHaloH * C::kLine && x_h >= 0",
+        "row < C::kHaloH * C::kLine && x_h > 0",
+        Case(Layer(16, 2, (3, 4, 8), T3, T2, T1, T1)),
+    ),
+    Twin(
+        "few_inputs",
+        "few_inputs",
+        "d >= args.y_size.d || h >= args.y_size.h",
+        "d >= args.y_size.d || h + 1 >= args.y_size.h",
+        Case(Layer(4, 24, (3, 4, 8), T3, T2, T1)),
+    ),
+    Twin(
+        "few_weight_grad",
+        "few_weight_grad",
+        "d < args.many_size.d && h < args.many_size.h",
+        "d < args.many_size.d && h + 1 < args.many_size.h",
+        Case(Layer(4, 24, (3, 4, 8), T3, T2, T1), wanted=("weight",)),
+    ),
+    Twin(
+        "group_backward",
+        "group_backward",
+        "(first + kLine < 0 ||",
+        "(first + kLine <= 0 ||",
+        Case(GROUPS, wanted=("input", "weight")),
+    ),
+    Twin(
+        "halo",
+        "halo",
+        "(at.w + Config::kOrigin(origin, 2) + w) *",
+        "(at.w + Config::kOrigin(origin, 2) + w + 1) *",
+        Case(Layer(64, 32, (3, 5, 9), T3, T2, T1, batch=1), "bfloat16", input=LAST),
+    ),
+    Twin(
+        "mma",
+        "mma",
+        "a[m + C::kTapShift(kTap)]",
+        "a[m]",
+        Case(Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1), "float16", plans="A100"),
+    ),
+    Twin(
+        "unfold",
+        "unfold",
+        "d < args.output.d && 0 <= h",
+        "d < args.output.d && 0 < h",
+        Case(Layer(20, 11, (2, 3, 3), T3, T2, T1, T1), favoured="unfold", wanted=("input", "weight", "bias")),
+    ),
+    Twin(
+        "unfold",
+        "unfolded_products",
+        "if (in + i % 2 < args.rows",
+        "if (in + i % 2 + 1 < args.rows",
+        Case(Layer(20, 11, (2, 3, 3), T3, T2, T1, T1), favoured="unfold", wanted=("input", "weight", "bias")),
+    ),
+    Twin("up", "up", "bias[layout.out_of_sum(i)]", "bias[layout.out_of_sum(0)]", Case(replace(UP, bias=True))),
+    Twin(
+        "up_grad",
+        "up_grad",
+        "const bool inside = piece < args.pieces;",
+        "const bool inside = piece + 1 < args.pieces;",
+        Case(UP, favoured="up_grad", wanted=("input",)),
+    ),
+    Twin(
+        "up_backward",
+        "up_backward",
+        "found.inside = at < args.pieces;",
+        "found.inside = at + 1 < args.pieces;",
+        Case(UP, favoured="up_backward", wanted=("input", "weight")),
+    ),
+    Twin(
+        "up_backward_last",
+        "up_backward_last",
+        "if (tile < args.tiles && at < args.positions) {",
+        "if (tile < args.tiles && at + 1 < args.positions) {",
+        Case(UP, favoured="up_backward", wanted=("input", "weight"), input=LAST, grad=LAST),
+    ),
+    Twin(
+        "hopper_weight_grad",
+        "hopper_weight_grad",
+        "const bool line = inside(h, args.dy_size.h);",
+        "const bool line = h > 0 && inside(h, args.dy_size.h);",
+        Case(ODD, wanted=("weight",)),
+    ),
+    Twin(
+        "rows_weight_grad",
+        "rows_weight_grad",
+        "h >= 0 && h < args.dy_size.h && channel < C::kOutPerGroup;",
+        "h > 0 && h < args.dy_size.h && channel < C::kOutPerGroup;",
+        Case(ODD, "bfloat16", favoured="rows", wanted=("weight",), input=LAST, grad=LAST),
+    ),
+    Twin(
+        "tensor_weight_grad",
+        "tensor_weight_grad",
+        "d < size.d && h >= 0 && h < size.h;",
+        "d < size.d && h > 0 && h < size.h;",
+        Case(ODD, plans="A100", wanted=("weight",)),
+    ),
+    Twin(
+        "turned",
+        "turn",
+        "staged[r * pitch + c]);",
+        "staged[r * pitch]);",
+        Case(ODD, favoured="turned", wanted=("weight",), input=LAST, grad=LAST),
+    ),
+    Twin(
+        "norm",
+        "statistics",
+        "squares[0] += part.squares + shift",
+        "squares[0] += part.squares - shift",
+        Case(Layer(16, 8, (3, 4, 8), T3), epilogue="norm"),
+    ),
+    Twin(
+        "norm",
+        "normalize",
+        "- mean[own]) * scale[own]",
+        "+ mean[own]) * scale[own]",
+        Case(Layer(16, 8, (3, 4, 8), T3), epilogue="norm"),
+    ),
+)
+
+
+def test_every_family_has_a_broken_twin() -> None:
+    assert {twin.family for twin in TWINS} == {name for name, _ in planner.FAMILIES} | {"norm"}
+
+
+@pytest.mark.parametrize("twin", TWINS, ids=lambda twin: f"{twin.family}: {twin.kernel}")
+def test_a_broken_twin_is_found(twin: Twin, tmp_path: Path) -> None:
+    with forgetting(), counted() as families:
+        run.check(twin.case, "cpu")
+    assert twin.family == "norm" or families[twin.family], f"the planner took {dict(families)}"
+    mutate_kernel(twin.kernel, twin.text, twin.replacement, tmp_path / "kernels")
+    with forgetting(), kernel_from(tmp_path / "kernels", twin.kernel), pytest.raises(AssertionError, match="wrong"):
+        run.check(twin.case, "cpu")
