@@ -25,7 +25,7 @@ from tconv3d.planning.gpus import GPUS, device_named
 from tconv3d.planning.launch import Constants
 from tconv3d.planning.problem import Device
 from tconv3d.runtime import background, compiler, packs
-from tconv3d.torch_ops import executor
+from tconv3d.torch_ops import choosing, executor
 
 needs_emulator = pytest.mark.skipif(not emulator.available(), reason="the emulator needs a C++ compiler")
 needs_compiler = pytest.mark.skipif(
@@ -167,6 +167,19 @@ def test_volumes_may_come_in_any_order(gpu: str, volumes: int) -> None:
         have = {(each.kernel, each.constants) for each in deployed.launches(calls, device)}
         for order in permutations(calls):
             assert kernels_in_order(list(order), device) <= have
+        planner.forget()
+
+
+def test_offers_that_the_first_call_times_are_packed() -> None:
+    """Nobody has calibrated the A100, so that the first call there times the best few offers."""
+    (layer,) = deployed.layers_of(tconv3d.ConvTranspose3d(16, 8, 2, stride=2), [(1, 16, 8, 8, 8)])
+    (call,) = deployed.variants(layer, ["bfloat16"], None, False)
+    device = GPUS["A100"].device
+    with planner.aside():
+        have = {(each.kernel, each.constants) for each in deployed.launches([call], device)}
+        timed = choosing.contending_plans({call.forward.which: call.forward}, device)
+        assert len(timed) > 1
+        assert {(each.kernel, each.constants) for plan in timed for each in plan.launches} <= have
         planner.forget()
 
 

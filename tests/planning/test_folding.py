@@ -121,7 +121,7 @@ def test_masked_autoencoders_get_tensor_cores(
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     for dtype, layout in ((torch.float32, torch.contiguous_format), (torch.bfloat16, LAST)):
         layer = tconv3d.ConvTranspose3d(channels, out, kernel, kernel, device="meta", dtype=dtype)
-        x = torch.empty((2, channels, *size), device="meta", dtype=dtype, memory_format=layout)
+        x = torch.empty((8, channels, *size), device="meta", dtype=dtype, memory_format=layout)
         found = {each.name: each.kernel for each in explain(layer, x, gpu=gpu).passes}
         for name in ("forward", "input_grad", "weight_grad"):
             assert "fold" in found[name] and "direct" not in found[name], (dtype, layout, found)
