@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .backend import current_backend
 from .checks import Convolution
-from .ops import _gradients
+from .ops import gradients_of
 
 
 class Passes(Protocol):
@@ -64,5 +64,5 @@ class Chain(torch.autograd.Function):
             return None, None, *all_three, None, *[found.get(id(each)) for each in ctx.captured]
         dz, *others = ctx.passes.gradients(z, grad, reduced)
         del z, grad, reduced
-        own = _gradients(dz, input, weight, needs[2:5], *ctx.call)
+        own = gradients_of(dz, input, weight, needs[2:5], *ctx.call)
         return None, None, *own, None, *others

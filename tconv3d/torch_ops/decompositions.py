@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..planning.geometry import Triple
 from . import pytorch_ops
-from .ops import _convolution
+from .ops import settings_of
 
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
@@ -41,17 +41,17 @@ def _block(
 
 
 def _input_grad(grad_output: Tensor, weight: Tensor, size: Triple, *settings: Any) -> Tensor:
-    return pytorch_ops.input_grad(grad_output, weight, size, _convolution(settings))
+    return pytorch_ops.input_grad(grad_output, weight, size, settings_of(settings))
 
 
 def _weight_grad(grad_output: Tensor, input: Tensor, kernel: Triple, *settings: Any) -> Tensor:
-    return pytorch_ops.weight_grad(grad_output, input, kernel, _convolution(settings))
+    return pytorch_ops.weight_grad(grad_output, input, kernel, settings_of(settings))
 
 
 def _statistics(
     input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, *settings: Any
 ) -> tuple[Tensor, Tensor]:
-    return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, _convolution(settings))
+    return pytorch_ops.forward_with_statistics(input, weight, bias, groups, eps, settings_of(settings))
 
 
 _TABLE: dict[str, Callable[..., Any]] = {
@@ -76,7 +76,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return {getattr(torch.ops.tconv3d, name).default: function for name, function in _TABLE.items()}
 
 
-def _register() -> None:
+def register() -> None:
     """Adds the table to PyTorch's table of decompositions, which its ONNX exporter reads.
 
     PyTorch would also compute shapes by a decomposition of that table, if sizes are symbolic, unless the operator is
@@ -87,4 +87,4 @@ def _register() -> None:
         torch._decomp.meta_table[operator] = function
 
 
-_register()
+register()

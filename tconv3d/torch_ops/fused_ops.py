@@ -21,24 +21,24 @@ from . import batching, executor, flops, norm_executor, pytorch_ops, subclasses
 from .backend import current_backend, use_backend
 from .checks import Convolution, number
 from .ops import (
-    _LIBRARY,
-    _alone,
-    _below_autograd,
-    _cast,
-    _convolution,
-    _dispatched_in_forward_mode,
-    _fake_forward,
-    _forward_mode,
-    _gradients,
-    _named,
-    _needed,
-    _plain,
-    _register,
-    _save_for_forward,
-    _tangent,
-    _tangents,
-    _unchanged,
-    _wanted,
+    LIBRARY,
+    below_autograd,
+    cast_operand,
+    dispatched_in_forward_mode,
+    fake_forward,
+    gradients_of,
+    in_forward_mode,
+    is_plain,
+    named_call,
+    needed_gradients,
+    register,
+    save_for_forward,
+    settings_of,
+    tangent_of,
+    tangents_of,
+    unchanged,
+    unobserved,
+    wanted_gradients,
     why_not_ours,
 )
 from .pytorch_ops import statistics_dtype
@@ -48,7 +48,7 @@ Wants = tuple[bool, bool, bool]  # which gradients of the norm are wanted, with 
 
 def _recording(*tensors: Tensor | None) -> bool:
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return (wanted and torch.is_grad_enabled()) or _forward_mode()
+    return (wanted and torch.is_grad_enabled()) or in_forward_mode()
 
 
 # ---- ReLU
@@ -68,20 +68,20 @@ class _Relu(torch.autograd.Function):
         if alone:
             result = executor.forward(input, weight, bias, convolution, relu=True)
         else:
-            with _below_autograd():
+            with below_autograd():
                 result = torch.ops.tconv3d.conv_transpose3d_relu.default(input, weight, bias, *convolution)
         # Only tensors that a wanted gradient needs are saved. The result is saved, because it is the ReLU's mask.
         kept = input if weight.requires_grad else None, weight if input.requires_grad else None
         ctx.save_for_backward(*kept, result)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
-        _save_for_forward(ctx, alone, input, weight, result)
+        save_for_forward(ctx, alone, input, weight, result)
         return result
 
     @staticmethod
     def jvp(ctx: Any, _: None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, __: None) -> Tensor | None:
         input, weight, result = ctx.saved_tensors
-        with _tangents():
-            found = _tangent(input, weight, dx, dw, db, ctx.call[2])
+        with tangents_of():
+            found = tangent_of(input, weight, dx, dw, db, ctx.call[2])
             return None if found is None else torch.ops.aten.threshold_backward(found, result, 0)
 
     @staticmethod
@@ -90,10 +90,10 @@ class _Relu(torch.autograd.Function):
             return (None,) * 5
         input, weight, result = ctx.saved_tensors
         passed: Tensor = torch.ops.aten.threshold_backward(grad, result.detach(), 0)
-        return None, *_gradients(passed, input, weight, _wanted(ctx), *ctx.call), None
+        return None, *gradients_of(passed, input, weight, wanted_gradients(ctx), *ctx.call), None
 
 
-_register("conv_transpose3d_relu", _relu, _Relu, _fake_forward, tensors=3, extra=0)
+register("conv_transpose3d_relu", _relu, _Relu, fake_forward, tensors=3, extra=0)
 
 
 # ---- ReLU and GroupNorm by this library's kernels or by PyTorch's operators
@@ -191,7 +191,7 @@ class _Statistics(torch.autograd.Function):
         if alone:
             found = executor.forward_with_statistics(input, weight, bias, groups, eps, convolution)
         else:
-            with _below_autograd():
+            with below_autograd():
                 found = torch.ops.tconv3d.conv_transpose3d_relu_statistics.default(
                     input, weight, bias, groups, eps, *convolution
                 )
@@ -204,8 +204,8 @@ class _Statistics(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         if grad is None:
             return (None,) * 7
-        wanted = (*_needed(ctx)[1:3], False)  # the gradient of the bias comes from `_Normalize`
-        return None, *_gradients(grad, input, weight, wanted, *ctx.call), None, None, None
+        wanted = (*needed_gradients(ctx)[1:3], False)  # the gradient of the bias comes from `_Normalize`
+        return None, *gradients_of(grad, input, weight, wanted, *ctx.call), None, None, None
 
 
 class _Normalize(torch.autograd.Function):
@@ -234,7 +234,7 @@ class _Normalize(torch.autograd.Function):
         ctx.call = eps, current_backend()
         if alone:
             return norm_executor.normalize(input, statistics, weight, norm_bias, None, dtype)
-        with _below_autograd():
+        with below_autograd():
             result: Tensor = torch.ops.tconv3d.normalize.default(input, statistics, weight, norm_bias, dtype)
             return result
 
@@ -243,7 +243,7 @@ class _Normalize(torch.autograd.Function):
         input, statistics, weight = ctx.saved_tensors
         norm_bias, bias = ctx.biases
         eps, backend = ctx.call
-        _, needs_input, _, needs_weight, needs_norm_bias, needs_bias, _, _ = _needed(ctx)
+        _, needs_input, _, needs_weight, needs_norm_bias, needs_bias, _, _ = needed_gradients(ctx)
         if torch.is_grad_enabled():
             tensors = (input, needs_input), (weight, needs_weight), (norm_bias, needs_norm_bias), (bias, needs_bias)
             found = _differentiable_gradient(grad, statistics.shape[2], eps, *tensors)
@@ -271,7 +271,7 @@ def _row(pair: Tensor, index: int) -> Tensor:
 
 def _any_gradient(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     grad, input, _, weight = arguments[:4]
-    if not _alone(grad, input, weight):
+    if not unobserved(grad, input, weight):
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.tconv3d.relu_group_norm_grad.default(*arguments)
         return found
     return _gradient(*arguments)
@@ -308,9 +308,7 @@ def _fake_statistics(
     input: Tensor, weight: Tensor, bias: Tensor | None, groups: int, eps: float, convolution: Convolution
 ) -> tuple[Tensor, Tensor]:
     shape = (2, input.shape[0], groups)
-    return _fake_forward(input, weight, bias, convolution), input.new_empty(
-        shape, dtype=statistics_dtype(input.dtype)
-    )
+    return fake_forward(input, weight, bias, convolution), input.new_empty(shape, dtype=statistics_dtype(input.dtype))
 
 
 def _fake_normalize(
@@ -341,11 +339,11 @@ def _register_step(name: str, implementation: Any, fake: Any, settings: bool) ->
     def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         if not settings:
             return arguments
-        return (*arguments[:-5], _convolution(arguments[-5:]))
+        return (*arguments[:-5], settings_of(arguments[-5:]))
 
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, lambda *a: implementation(*split(a)), key)
-    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=_LIBRARY)
+        LIBRARY.impl(name, lambda *a: implementation(*split(a)), key)
+    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=LIBRARY)
 
 
 _register_step("conv_transpose3d_relu_statistics", _statistics, _fake_statistics, settings=True)
@@ -358,17 +356,17 @@ def _register_block() -> None:
     overload = torch.ops.tconv3d.conv_transpose3d_relu_group_norm.default
 
     def device(*arguments: Any) -> Tensor:
-        call: list[Any] = [*arguments[:8], _convolution(arguments[8:])]
+        call: list[Any] = [*arguments[:8], settings_of(arguments[8:])]
         return _block(*call)
 
     def fake(*arguments: Any) -> Tensor:
         input, weight, bias = arguments[:3]
-        return _fake_forward(input, weight, bias, _convolution(arguments[8:])).to(arguments[7])
+        return fake_forward(input, weight, bias, settings_of(arguments[8:])).to(arguments[7])
 
     def autograd(*arguments: Any) -> Tensor:
         subclasses.load()
-        if _recording(*arguments[:5]) or _dispatched_in_forward_mode():
-            call: list[Any] = [*arguments[:8], _convolution(arguments[8:])]
+        if _recording(*arguments[:5]) or dispatched_in_forward_mode():
+            call: list[Any] = [*arguments[:8], settings_of(arguments[8:])]
             return subclasses.recorded(_record_block(False, *call))
         with torch._C._AutoDispatchBelowAutograd():
             below: Tensor = overload(*arguments)
@@ -380,10 +378,10 @@ def _register_block() -> None:
         def cast(*arguments: Any) -> Tensor:
             lower = torch.get_autocast_dtype(device_type)
             key = getattr(torch._C.DispatchKey, "AutocastCUDA" if device_type == "cuda" else "AutocastCPU")
-            operands = [_cast(a, lower, device_type) for a in arguments[:3]]
+            operands = [cast_operand(a, lower, device_type) for a in arguments[:3]]
             norm, dtype = list(arguments[3:5]), operands[0].dtype  # type: ignore[union-attr]
             if device_type == "cuda":
-                norm = [_cast(a, torch.float32, device_type) for a in norm]
+                norm = [cast_operand(a, torch.float32, device_type) for a in norm]
                 dtype = torch.promote_types(dtype, torch.float32)
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
                 casted: Tensor = overload(*operands, *norm, *arguments[5:7], dtype, *arguments[8:])
@@ -392,34 +390,34 @@ def _register_block() -> None:
         return cast
 
     for key in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, device, key)
-    _LIBRARY.impl(name, autograd, "Autograd")
-    _LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
-    _LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
-    torch.library.register_fake(f"tconv3d::{name}", fake, lib=_LIBRARY)
+        LIBRARY.impl(name, device, key)
+    LIBRARY.impl(name, autograd, "Autograd")
+    LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
+    LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
+    torch.library.register_fake(f"tconv3d::{name}", fake, lib=LIBRARY)
 
 
 _register_block()
-batching.register(_LIBRARY)
+batching.register(LIBRARY)
 flops.register()
 
 
 # ---- entry points
 
 # `apply` of the C++ base class skips the Python code for torch.func in `Function.apply`, which takes 5 us per call.
-# Calls under torch.func never get here: `_unchanged` excludes them.
+# Calls under torch.func never get here: `unchanged` excludes them.
 _record_relu = super(torch.autograd.Function, _Relu).apply
 
 
 def conv_transpose3d_relu(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     """Runs the operator for tensors that this library's kernels take (see `ops.why_not_ours`)."""
-    if _unchanged(input, weight, bias):
+    if unchanged(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
                 arguments = input, weight, bias, convolution, True, True
                 shown = input, weight, bias, *convolution
-                return _named("conv_transpose3d_relu", executor.forward, shown, *arguments)
+                return named_call("conv_transpose3d_relu", executor.forward, shown, *arguments)
             return executor.forward(input, weight, bias, convolution, True, True)
         if not watched:
             return _record_relu(True, input, weight, bias, convolution)
@@ -439,12 +437,12 @@ def conv_transpose3d_relu_group_norm(
     """Runs the operator for tensors that this library's kernels take (see `ops.why_not_ours`)."""
     operands = input, weight, bias, norm_weight, norm_bias
     settings = groups, number(eps, "eps"), input.dtype
-    if _unchanged(input, weight, bias) and all(each is None or _plain(each) for each in operands[3:]):
+    if unchanged(input, weight, bias) and all(each is None or is_plain(each) for each in operands[3:]):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(*operands):
             if watched:
                 shown = *operands, groups, eps, None, *convolution
-                return _named(
+                return named_call(
                     "conv_transpose3d_relu_group_norm", _ours, shown, *operands, *settings, convolution, True
                 )
             return _ours(*operands, *settings, convolution, True)
@@ -469,7 +467,7 @@ def _record_block(
     dtype: torch.dtype,
     convolution: Convolution,
 ) -> Tensor:
-    if _forward_mode() or torch._C._are_functorch_transforms_active():
+    if in_forward_mode() or torch._C._are_functorch_transforms_active():
         # The steps have derivatives of the first order in reverse alone. PyTorch's GroupNorm has all others.
         result = conv_transpose3d_relu(input, weight, bias, convolution)
         return F.group_norm(result.to(dtype), groups, norm_weight, norm_bias, eps)

@@ -25,10 +25,10 @@ from .checks import Convolution
 from .problems import DTYPES
 from .pytorch_ops import result_strides
 
-_LIBRARY = operators.library()
+LIBRARY = operators.library()
 
 
-def _convolution(settings: tuple[Any, ...]) -> Convolution:
+def settings_of(settings: tuple[Any, ...]) -> Convolution:
     stride, padding, output_padding, groups, dilation = settings
     return (tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation))
 
@@ -77,17 +77,17 @@ def _unsupported(tensor: Tensor) -> str | None:
     return None
 
 
-def _forward_mode() -> bool:
+def in_forward_mode() -> bool:
     """Tells whether tensors may carry tangents (forward-mode AD), which only an `autograd.Function` can pass on."""
     return forward_ad._current_level >= 0
 
 
-def _dispatched_in_forward_mode() -> bool:
+def dispatched_in_forward_mode() -> bool:
     """Tells whether tensors of a call that came through the dispatcher may carry tangents.
 
     PyTorch's compiler replays `torch.func.jvp` without `forward_ad`'s counter of levels.
     """
-    if _forward_mode():
+    if in_forward_mode():
         return True
     if not torch._C._are_functorch_transforms_active():
         return False
@@ -124,7 +124,7 @@ def _bias_grad(grad_output: Tensor) -> Tensor:
 # ---- autograd, with each operator's derivative in terms of the others
 
 
-def _needed(ctx: Any) -> tuple[bool, ...]:
+def needed_gradients(ctx: Any) -> tuple[bool, ...]:
     """Returns which gradients this backward pass must compute: `autograd.grad` may want only some of them."""
     needs: tuple[bool, ...] = ctx.needs_input_grad
     if sum(needs) < 2:
@@ -134,7 +134,7 @@ def _needed(ctx: Any) -> tuple[bool, ...]:
     return tuple([need and _runs(next(nodes)) for need in needs])
 
 
-def _wanted(ctx: Any) -> executor.Wanted:
+def wanted_gradients(ctx: Any) -> executor.Wanted:
     """Returns which gradients of input, weight and bias this backward pass must compute.
 
     If the weight's gradient is wanted, the bias's gradient is computed too without asking PyTorch: it is little extra
@@ -142,7 +142,7 @@ def _wanted(ctx: Any) -> executor.Wanted:
     """
     needs_input, needs_weight, needs_bias = ctx.needs_input_grad[1:4]
     if not (needs_bias and needs_weight):
-        return _needed(ctx)[1:4]
+        return needed_gradients(ctx)[1:4]
     nodes = [node for node, _ in ctx.next_functions if node is not None]
     weight = _runs(nodes[-2])
     return needs_input and _runs(nodes[0]), weight, weight or _runs(nodes[-1])
@@ -156,7 +156,7 @@ def _runs(node: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _below_autograd() -> Iterator[None]:
+def below_autograd() -> Iterator[None]:
     """Lets `Function.forward` call its operator below autograd.
 
     `Function.apply` has switched differentiation off. Under torch.func the operator's call goes on to an outer
@@ -170,9 +170,9 @@ def _below_autograd() -> Iterator[None]:
             yield
 
 
-def _tangents() -> contextlib.AbstractContextManager[None]:
+def tangents_of() -> contextlib.AbstractContextManager[None]:
     """Lets `jvp` compute a tangent: under torch.func for outer transforms alone, which may differentiate it again."""
-    return _below_autograd() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()
+    return below_autograd() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -185,9 +185,9 @@ def _apply(function: Any, *arguments: Any) -> Any:
         torch._C._functorch.set_single_level_autograd_function_allowed(allowed)
 
 
-def _save_for_forward(ctx: Any, alone: bool, *tensors: Tensor) -> None:
+def save_for_forward(ctx: Any, alone: bool, *tensors: Tensor) -> None:
     """Keeps tensors until `jvp` has run. A missing tangent, or gradient, is then None instead of zeros."""
-    if _forward_mode() or (not alone and _dispatched_in_forward_mode()):
+    if in_forward_mode() or (not alone and dispatched_in_forward_mode()):
         ctx.save_for_forward(*tensors)
         ctx.set_materialize_grads(False)
 
@@ -207,27 +207,27 @@ class _Forward(torch.autograd.Function):
         # Only tensors that a wanted gradient needs are saved.
         ctx.save_for_backward(input if weight.requires_grad else None, weight if input.requires_grad else None)
         ctx.call = input.shape, weight.shape, convolution, current_backend()
-        _save_for_forward(ctx, alone, input, weight)
+        save_for_forward(ctx, alone, input, weight)
         if alone:
             return executor.forward(input, weight, bias, convolution)
-        with _below_autograd():
+        with below_autograd():
             return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
 
     @staticmethod
     def jvp(ctx: Any, _: None, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, __: None) -> Tensor | None:
         input, weight = ctx.saved_tensors
-        with _tangents():
-            return _tangent(input, weight, dx, dw, db, ctx.call[2])
+        with tangents_of():
+            return tangent_of(input, weight, dx, dw, db, ctx.call[2])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return (None,) * 5
         input, weight = ctx.saved_tensors
-        return None, *_gradients(grad, input, weight, _wanted(ctx), *ctx.call), None
+        return None, *gradients_of(grad, input, weight, wanted_gradients(ctx), *ctx.call), None
 
 
-def _tangent(
+def tangent_of(
     input: Tensor,
     weight: Tensor,
     dx: Tensor | None,
@@ -247,7 +247,7 @@ def _tangent(
     return db[:, None, None, None].expand(input.shape[0], -1, *size).clone()
 
 
-def _gradients(
+def gradients_of(
     grad: Tensor,
     input: Any,  # Tensor, or None if no wanted gradient needs it; likewise `weight`
     weight: Any,
@@ -263,12 +263,12 @@ def _gradients(
     call, and no graph is recorded. An active profiler does not change which kernels run.
     """
     size, kernel = tuple(input_shape[2:]), tuple(weight_shape[2:])
-    together = any(wanted) and _unchanged(grad, input, weight) and not torch.is_grad_enabled()
+    together = any(wanted) and unchanged(grad, input, weight) and not torch.is_grad_enabled()
     if together and why_not_ours(grad, backend) is None:
         if torch._C._autograd._profiler_enabled():
             shown = grad, tuple(input_shape), tuple(weight_shape), tuple(wanted), *convolution
             arguments = grad, input, weight, wanted, size, kernel, convolution, backend
-            return _named("conv_transpose3d_backward", executor.backward, shown, *arguments)
+            return named_call("conv_transpose3d_backward", executor.backward, shown, *arguments)
         return executor.backward(grad, input, weight, wanted, size, kernel, convolution, backend)
     with use_backend(backend):
         return (
@@ -292,10 +292,10 @@ class _InputGrad(torch.autograd.Function):
         ctx.save_for_backward(grad_output if needs_weight else None, weight if needs_output else None)
         ctx.call = tuple(weight.shape[2:]), convolution, current_backend()
         ctx.input_size = input_size
-        _save_for_forward(ctx, alone, grad_output, weight)
+        save_for_forward(ctx, alone, grad_output, weight)
         if alone:
             return _input_grad(grad_output, weight, input_size, convolution)
-        with _below_autograd():
+        with below_autograd():
             return torch.ops.tconv3d.conv_transpose3d_input_grad.default(
                 grad_output, weight, input_size, *convolution
             )
@@ -304,7 +304,7 @@ class _InputGrad(torch.autograd.Function):
     def jvp(ctx: Any, _: None, dy: Tensor | None, dw: Tensor | None, *__: None) -> Tensor | None:
         grad_output, weight = ctx.saved_tensors
         settings = ctx.input_size, ctx.call[1]
-        with _tangents():
+        with tangents_of():
             return _sum(
                 None if dy is None else conv_transpose3d_input_grad(dy, weight, *settings),
                 None if dw is None else conv_transpose3d_input_grad(grad_output, dw, *settings),
@@ -316,7 +316,7 @@ class _InputGrad(torch.autograd.Function):
             return (None,) * 5
         grad_output, weight = ctx.saved_tensors
         kernel, convolution, backend = ctx.call
-        _, needs_output, needs_weight, _, _ = _needed(ctx)
+        _, needs_output, needs_weight, _, _ = needed_gradients(ctx)
         with use_backend(backend):
             dy = _any_conv_transpose3d(grad, weight, convolution) if needs_output else None
             dw = conv_transpose3d_weight_grad(grad_output, grad, kernel, convolution) if needs_weight else None
@@ -332,17 +332,17 @@ class _WeightGrad(torch.autograd.Function):
         ctx.save_for_backward(grad_output if needs_input else None, input if needs_output else None)
         ctx.call = tuple(input.shape[2:]), convolution, current_backend()
         ctx.kernel = kernel
-        _save_for_forward(ctx, alone, grad_output, input)
+        save_for_forward(ctx, alone, grad_output, input)
         if alone:
             return _weight_grad(grad_output, input, kernel, convolution)
-        with _below_autograd():
+        with below_autograd():
             return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
 
     @staticmethod
     def jvp(ctx: Any, _: None, dy: Tensor | None, dx: Tensor | None, *__: None) -> Tensor | None:
         grad_output, input = ctx.saved_tensors
         settings = ctx.kernel, ctx.call[1]
-        with _tangents():
+        with tangents_of():
             return _sum(
                 None if dy is None else conv_transpose3d_weight_grad(dy, input, *settings),
                 None if dx is None else conv_transpose3d_weight_grad(grad_output, dx, *settings),
@@ -354,7 +354,7 @@ class _WeightGrad(torch.autograd.Function):
             return (None,) * 5
         grad_output, input = ctx.saved_tensors
         size, convolution, backend = ctx.call
-        _, needs_output, needs_input, _, _ = _needed(ctx)
+        _, needs_output, needs_input, _, _ = needed_gradients(ctx)
         with use_backend(backend):
             dy = _any_conv_transpose3d(input, grad, convolution) if needs_output else None
             dx = conv_transpose3d_input_grad(grad_output, grad, size, convolution) if needs_input else None
@@ -367,12 +367,12 @@ class _BiasGrad(torch.autograd.Function):
         ctx.shape = grad_output.shape
         if alone:
             return _bias_grad(grad_output)
-        with _below_autograd():
+        with below_autograd():
             return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
 
     @staticmethod
     def jvp(ctx: Any, _: None, dy: Tensor) -> Tensor:
-        with _tangents():
+        with tangents_of():
             return conv_transpose3d_bias_grad(dy)
 
     @staticmethod
@@ -383,14 +383,14 @@ class _BiasGrad(torch.autograd.Function):
 # ---- registrations
 
 
-def _register(name: str, implementation: Any, function: Any, fake: Any, tensors: int, extra: int) -> None:
+def register(name: str, implementation: Any, function: Any, fake: Any, tensors: int, extra: int) -> None:
     """Registers one operator, which takes `tensors` tensors, `extra` further arguments and then the settings."""
     overload = getattr(torch.ops.tconv3d, name).default
 
     def split(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         own, settings = arguments[: tensors + extra], arguments[tensors + extra :]
         own = tuple(tuple(a) if isinstance(a, list) else a for a in own)
-        return (*own, _convolution(settings)) if settings else own
+        return (*own, settings_of(settings)) if settings else own
 
     def device(*arguments: Any) -> Tensor:
         result: Tensor = implementation(*split(arguments))
@@ -399,7 +399,7 @@ def _register(name: str, implementation: Any, function: Any, fake: Any, tensors:
     def autograd(*arguments: Any) -> Tensor:
         subclasses.load()
         wanted = any(a is not None and a.requires_grad for a in arguments[:tensors])
-        if (wanted and torch.is_grad_enabled()) or _dispatched_in_forward_mode():
+        if (wanted and torch.is_grad_enabled()) or dispatched_in_forward_mode():
             return subclasses.recorded(_apply(function, *split(arguments)))
         with torch._C._AutoDispatchBelowAutograd():
             below: Tensor = overload(*arguments)
@@ -411,28 +411,28 @@ def _register(name: str, implementation: Any, function: Any, fake: Any, tensors:
             key = getattr(torch._C.DispatchKey, "AutocastCUDA" if device_type == "cuda" else "AutocastCPU")
             with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
                 casted: Tensor = overload(
-                    *(_cast(a, dtype, device_type) for a in arguments[:tensors]), *arguments[tensors:]
+                    *(cast_operand(a, dtype, device_type) for a in arguments[:tensors]), *arguments[tensors:]
                 )
                 return casted
 
         return cast
 
-    _LIBRARY.impl(name, device, "CPU")
-    _LIBRARY.impl(name, device, "CUDA")
-    _LIBRARY.impl(name, autograd, "Autograd")
-    _LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
-    _LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
-    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=_LIBRARY)
+    LIBRARY.impl(name, device, "CPU")
+    LIBRARY.impl(name, device, "CUDA")
+    LIBRARY.impl(name, autograd, "Autograd")
+    LIBRARY.impl(name, autocast("cuda"), "AutocastCUDA")
+    LIBRARY.impl(name, autocast("cpu"), "AutocastCPU")
+    torch.library.register_fake(f"tconv3d::{name}", lambda *a: fake(*split(a)), lib=LIBRARY)
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor | None:
+def cast_operand(tensor: Tensor | None, dtype: torch.dtype, device_type: str) -> Tensor | None:
     """Casts an operand as PyTorch's autocast does for convolutions: not float64, nor tensors of another device."""
     if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
         return tensor
     return tensor.to(dtype) if tensor.device.type == device_type else tensor
 
 
-def _fake_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
+def fake_forward(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     geometry = checks.check_forward(input, weight, bias, convolution)
     shape = (input.shape[0], geometry.out_channels, *geometry.output_size(tuple(input.shape[2:])))
     return input.new_empty_strided(shape, result_strides(shape, input, weight))
@@ -451,10 +451,10 @@ def _fake_bias_grad(grad_output: Tensor) -> Tensor:
     return grad_output.new_empty((grad_output.shape[1],))
 
 
-_register("conv_transpose3d", _forward, _Forward, _fake_forward, tensors=3, extra=0)
-_register("conv_transpose3d_input_grad", _input_grad, _InputGrad, _fake_input_grad, tensors=2, extra=1)
-_register("conv_transpose3d_weight_grad", _weight_grad, _WeightGrad, _fake_weight_grad, tensors=2, extra=1)
-_register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, tensors=1, extra=0)
+register("conv_transpose3d", _forward, _Forward, fake_forward, tensors=3, extra=0)
+register("conv_transpose3d_input_grad", _input_grad, _InputGrad, _fake_input_grad, tensors=2, extra=1)
+register("conv_transpose3d_weight_grad", _weight_grad, _WeightGrad, _fake_weight_grad, tensors=2, extra=1)
+register("conv_transpose3d_bias_grad", _bias_grad, _BiasGrad, _fake_bias_grad, tensors=1, extra=0)
 
 
 # ---- entry points
@@ -464,7 +464,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _has_storage = torch._C._has_storage
 
 
-def _plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Tells whether a tensor's memory holds its elements, so that kernels can read it without the dispatcher.
 
     The dispatcher handles tensors without storage (sparse, mkldnn, batched by vmap), with the negative bit, and zero
@@ -473,23 +473,18 @@ def _plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and _has_storage(tensor) and not tensor.is_neg() and not tensor._is_zerotensor()
 
 
-def is_plain(tensor: Tensor) -> bool:
-    """Tells whether kernels can read a tensor's memory without the dispatcher."""
-    return _plain(tensor)
-
-
-def _alone(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
+def unobserved(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Tells whether nothing but autograd could observe a call, so that the dispatcher can be skipped."""
-    return _unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()
+    return unchanged(first, second, third) and not torch._C._autograd._profiler_enabled()
 
 
-def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
+def unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None) -> bool:
     """Tells whether nothing but autograd could change what a call does. A profiler may observe the call."""
     return (
         not torch.compiler.is_compiling()
-        and _plain(first)
-        and (second is None or _plain(second))
-        and (third is None or _plain(third))
+        and is_plain(first)
+        and (second is None or is_plain(second))
+        and (third is None or is_plain(third))
         and not torch._C._is_tracing()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
@@ -499,30 +494,30 @@ def _unchanged(first: Tensor, second: Tensor | None, third: Tensor | None = None
 
 def _recording(first: Tensor, second: Tensor, third: Tensor | None = None) -> bool:
     wanted = first.requires_grad or second.requires_grad or (third is not None and third.requires_grad)
-    return (wanted and torch.is_grad_enabled()) or _forward_mode()
+    return (wanted and torch.is_grad_enabled()) or in_forward_mode()
 
 
 # `apply` of the C++ base class skips the Python code for torch.func in `Function.apply`, which takes 5 us per call.
-# Calls under torch.func never get here: `_unchanged` excludes them.
+# Calls under torch.func never get here: `unchanged` excludes them.
 _record_forward = super(torch.autograd.Function, _Forward).apply
 
 
 def conv_transpose3d(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: Convolution) -> Tensor:
     """Runs the operator for tensors that this library's kernels take (see `why_not_ours`)."""
-    if _unchanged(input, weight, bias):
+    if unchanged(input, weight, bias):
         watched = torch._C._autograd._profiler_enabled()
         if not _recording(input, weight, bias):
             if watched:
                 arguments = input, weight, bias, convolution, False, True
                 shown = input, weight, bias, *convolution
-                return _named("conv_transpose3d", executor.forward, shown, *arguments)
+                return named_call("conv_transpose3d", executor.forward, shown, *arguments)
             return executor.forward(input, weight, bias, convolution, False, True)
         if not watched:
             return _record_forward(True, input, weight, bias, convolution)
     return torch.ops.tconv3d.conv_transpose3d.default(input, weight, bias, *convolution)
 
 
-def _named(name: str, function: Callable[..., Any], shown: Sequence[Any], *arguments: Any) -> Any:
+def named_call(name: str, function: Callable[..., Any], shown: Sequence[Any], *arguments: Any) -> Any:
     """Calls a function without the dispatcher. A profiler sees it by the operator's name and arguments (`shown`)."""
     values = [list(value) if isinstance(value, tuple) else value for value in shown]  # the profiler shows no tuples
     with torch._C._profiler._RecordFunctionFast(f"tconv3d::{name}", values):
@@ -540,7 +535,7 @@ def _any_conv_transpose3d(input: Tensor, weight: Tensor, convolution: Convolutio
 def conv_transpose3d_input_grad(
     grad_output: Tensor, weight: Tensor, input_size: Triple, convolution: Convolution
 ) -> Tensor:
-    if not _alone(grad_output, weight):
+    if not unobserved(grad_output, weight):
         return torch.ops.tconv3d.conv_transpose3d_input_grad.default(grad_output, weight, input_size, *convolution)
     if _recording(grad_output, weight):
         return _InputGrad.apply(True, grad_output, weight, input_size, convolution)
@@ -550,7 +545,7 @@ def conv_transpose3d_input_grad(
 def conv_transpose3d_weight_grad(
     grad_output: Tensor, input: Tensor, kernel: Triple, convolution: Convolution
 ) -> Tensor:
-    if not _alone(grad_output, input):
+    if not unobserved(grad_output, input):
         return torch.ops.tconv3d.conv_transpose3d_weight_grad.default(grad_output, input, kernel, *convolution)
     if _recording(grad_output, input):
         return _WeightGrad.apply(True, grad_output, input, kernel, convolution)
@@ -558,7 +553,7 @@ def conv_transpose3d_weight_grad(
 
 
 def conv_transpose3d_bias_grad(grad_output: Tensor) -> Tensor:
-    if not _alone(grad_output, None):
+    if not unobserved(grad_output, None):
         return torch.ops.tconv3d.conv_transpose3d_bias_grad.default(grad_output)
     if _recording(grad_output, grad_output):
         return _BiasGrad.apply(True, grad_output)

@@ -20,7 +20,7 @@ MOST_LINES = 600
 LONGER: set[str] = set()  # files that are still to be divided
 
 # Modules that still import private names, each with the module that has the names.
-IMPORTING_PRIVATE = {("torch_ops/fused_ops.py", "tconv3d.torch_ops.ops")}
+IMPORTING_PRIVATE: set[tuple[str, str]] = set()
 
 # Beginnings of a comment that is only understood together with the line above it.
 LEANING = re.compile(r"(of|the same|that|those|its)\b", re.IGNORECASE)
