@@ -7,7 +7,8 @@ import torch
 
 from .api.accelerate import LayerSwap, SwapReport, accelerate, plan_swaps, restore
 from .api.ahead import compile_ahead
-from .api.explain import Explanation, explain
+from .api.explain import explain
+from .api.explanation import Explanation
 from .api.functional import conv_transpose3d, conv_transpose3d_relu, conv_transpose3d_relu_group_norm
 from .api.fuse import FusedTail, FuseReport, fuse
 from .api.modules import ConvTranspose3d, ConvTranspose3dReLU, ConvTranspose3dReLUGroupNorm

@@ -141,7 +141,7 @@ class _Gradients:
     kernel: tuple[int, ...]
     wanted: tuple[bool, ...]  # the gradients of input, weight and bias
     input_grad: Tensor | None = None
-    weight_grad: Tensor | None = None  # of the rank's own inputs, in the type of sums
+    weight_grad: Tensor | None = None  # the part that the rank's own inputs give, in the type of sums
 
     def compute(self) -> tuple[Tensor | None, ...]:
         here = self.call.block(True)

@@ -20,7 +20,7 @@ from .calibration import kind_of
 from .offers import Cover, Offer, Wanted
 from .problem import Device, Pass, volume_kind
 
-SUFFIX = ".measured"  # of entries in the disk cache
+SUFFIX = ".measured"  # suffix of the entries in the disk cache
 PLANNER = "tconv3d.planning.planner"  # the module whose sources, with all families, decide what offers there are
 
 Part = tuple[str, tuple[Pass, ...]]  # a kernel, and the passes that it computes

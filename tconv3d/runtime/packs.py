@@ -80,7 +80,7 @@ class Entry:
 class Index:
     """Lists what a pack holds."""
 
-    version: str  # of the package that wrote the pack
+    version: str  # version of the package that wrote the pack
     sources: str  # digest of the kernels' and planners' sources, which the names of entries depend on
     contents: tuple[Content, ...]
     entries: tuple[Entry, ...]
@@ -99,7 +99,7 @@ class Pack:
 
     path: Path
     index: Index
-    descriptor: int  # of the open file
+    descriptor: int  # file descriptor of the open pack
     places: dict[str, Place] = field(default_factory=dict)
 
     def read(self, name: str) -> bytes | None:

@@ -33,7 +33,7 @@ def _table() -> dict[Any, Any]:
 class Backward:
     """Holds the passes that compute the gradients of a tail for one kind of call."""
 
-    graph: fx.GraphModule  # its outputs are the gradients of z and of the wanted captured tensors
+    graph: fx.GraphModule  # outputs the gradients of z and of the wanted captured tensors
     value: fx.Node  # z
     grad: fx.Node  # the gradient of the tail's result
     saved: tuple[fx.Node, ...]  # reductions that the forward pass has computed, in the order of its own

@@ -50,7 +50,7 @@ class Stages:
 
     graph: fx.GraphModule
     affine: Affine
-    epilogue: Expression  # of what the affine map gives
+    epilogue: Expression  # takes what the affine map gives
     fed: fx.Node  # u, which the convolution's kernel stores
     statistics: Statistics | None
     constants: tuple[fx.Node, ...]  # nodes that are computed from captured tensors alone, in order

@@ -21,7 +21,7 @@ from torch import nn
 import tconv3d
 from tconv3d import emulator
 from tconv3d.api import fusing
-from tconv3d.api.explain import Explanation
+from tconv3d.api.explanation import Explanation
 from tconv3d.planning.problem import Pass
 from tconv3d.torch_ops import executor
 from tconv3d.torch_ops.backend import Backend

@@ -25,7 +25,7 @@ class Declaration:
     node: Node  # the whole declaration, with its `template <...>`
     core: Node  # the declaration without `template <...>`; for a declarator list, the declarator
     parameters: list[Node] = field(default_factory=list)  # the parameters of its template
-    members: dict[str, list[Declaration]] = field(default_factory=dict)  # of a struct
+    members: dict[str, list[Declaration]] = field(default_factory=dict)  # the members of a struct by name
     arguments: list[Node] | None = None  # template arguments of a specialisation, such as <true>
     value: Node | None = None  # the initializer of a constant or a member
     outer: Declaration | None = None

@@ -41,7 +41,7 @@ class Findings:
 
     live: set[Declaration] = field(default_factory=set)
     seen: set[Node] = field(default_factory=set)  # statements, lambdas and functions' bodies that were walked
-    truth: dict[Node, set[bool | None]] = field(default_factory=dict)  # of conditions and operands of && and ||
+    truth: dict[Node, set[bool | None]] = field(default_factory=dict)  # values of conditions, && and ||
     read: set[Node] = field(default_factory=set)  # declarators of variables and parameters that are read
     names: set[str] = field(default_factory=set)  # members of objects whose type is not known
     mixed: set[Node] = field(default_factory=set)  # conditions after which some instances end and others go on
