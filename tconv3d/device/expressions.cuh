@@ -61,7 +61,6 @@ struct Infinity {
   }
 };
 
-namespace math {
 // Every function once for float and once for double, under one name.
 #define TCONV3D_MATH(name, single, precise)                            \
   __device__ __forceinline__ float name(float x) { return single(x); } \
@@ -79,10 +78,8 @@ TCONV3D_MATH(round_up, ::ceilf, ::ceil)
 TCONV3D_MATH(round_nearest, ::rintf, ::rint)
 TCONV3D_MATH(sine, ::sinf, ::sin)
 TCONV3D_MATH(cosine, ::cosf, ::cos)
-#undef TCONV3D_MATH
 __device__ __forceinline__ float power(float x, float y) { return ::powf(x, y); }
 __device__ __forceinline__ double power(double x, double y) { return ::pow(x, y); }
-}  // namespace math
 
 // Functions of one operand x, and of two operands a and b, all of type Acc.
 #define TCONV3D_UNARY(Name, result)                           \
@@ -106,29 +103,29 @@ __device__ __forceinline__ double power(double x, double y) { return ::pow(x, y)
     }                                                         \
   };
 TCONV3D_UNARY(Negative, -x)
-TCONV3D_UNARY(Absolute, math::absolute(x))
-TCONV3D_UNARY(Exponential, math::exponential(x))
-TCONV3D_UNARY(ExponentialMinusOne, math::exponential_minus_one(x))
-TCONV3D_UNARY(Logarithm, math::logarithm(x))
-TCONV3D_UNARY(LogarithmOfOnePlus, math::logarithm_of_one_plus(x))
-TCONV3D_UNARY(SquareRoot, math::square_root(x))
-TCONV3D_UNARY(ReciprocalSquareRoot, Acc(1) / math::square_root(x))
+TCONV3D_UNARY(Absolute, absolute(x))
+TCONV3D_UNARY(Exponential, exponential(x))
+TCONV3D_UNARY(ExponentialMinusOne, exponential_minus_one(x))
+TCONV3D_UNARY(Logarithm, logarithm(x))
+TCONV3D_UNARY(LogarithmOfOnePlus, logarithm_of_one_plus(x))
+TCONV3D_UNARY(SquareRoot, square_root(x))
+TCONV3D_UNARY(ReciprocalSquareRoot, Acc(1) / square_root(x))
 TCONV3D_UNARY(Reciprocal, Acc(1) / x)
-TCONV3D_UNARY(HyperbolicTangent, math::hyperbolic_tangent(x))
-TCONV3D_UNARY(ErrorFunction, math::error_function(x))
-TCONV3D_UNARY(Sigmoid, Acc(1) / (Acc(1) + math::exponential(-x)))
-TCONV3D_UNARY(RoundDown, math::round_down(x))
-TCONV3D_UNARY(RoundUp, math::round_up(x))
-TCONV3D_UNARY(RoundNearest, math::round_nearest(x))
-TCONV3D_UNARY(Sine, math::sine(x))
-TCONV3D_UNARY(Cosine, math::cosine(x))
+TCONV3D_UNARY(HyperbolicTangent, hyperbolic_tangent(x))
+TCONV3D_UNARY(ErrorFunction, error_function(x))
+TCONV3D_UNARY(Sigmoid, Acc(1) / (Acc(1) + exponential(-x)))
+TCONV3D_UNARY(RoundDown, round_down(x))
+TCONV3D_UNARY(RoundUp, round_up(x))
+TCONV3D_UNARY(RoundNearest, round_nearest(x))
+TCONV3D_UNARY(Sine, sine(x))
+TCONV3D_UNARY(Cosine, cosine(x))
 TCONV3D_UNARY(Sign, x != x ? x : (x > Acc(0) ? Acc(1) : Acc(0)) - (x < Acc(0) ? Acc(1) : Acc(0)))
 TCONV3D_UNARY(Not, x == Acc(0) ? Acc(1) : Acc(0))
 TCONV3D_BINARY(Sum, a + b)
 TCONV3D_BINARY(Difference, a - b)
 TCONV3D_BINARY(Product, a* b)
 TCONV3D_BINARY(Quotient, a / b)
-TCONV3D_BINARY(Power, math::power(a, b))
+TCONV3D_BINARY(Power, power(a, b))
 TCONV3D_BINARY(Largest, a != a || a > b ? a : b)
 TCONV3D_BINARY(Smallest, a != a || a < b ? a : b)
 TCONV3D_BINARY(Less, a < b ? Acc(1) : Acc(0))
@@ -139,8 +136,6 @@ TCONV3D_BINARY(Equal, a == b ? Acc(1) : Acc(0))
 TCONV3D_BINARY(NotEqual, a != b ? Acc(1) : Acc(0))
 TCONV3D_BINARY(Both, a != Acc(0) && b != Acc(0) ? Acc(1) : Acc(0))
 TCONV3D_BINARY(Either, a != Acc(0) || b != Acc(0) ? Acc(1) : Acc(0))
-#undef TCONV3D_UNARY
-#undef TCONV3D_BINARY
 
 // `A` where the condition is not 0, else `B`.
 template <class Condition, class A, class B>

@@ -9,7 +9,10 @@ from .syntax import MissingParserError
 # The style of the repository's .clang-format, which an installed package does not have, but in lines as long as those
 # of the Python around it.
 LINE = 118
-STYLE = f"{{BasedOnStyle: Google, ColumnLimit: {LINE}, AlwaysBreakTemplateDeclarations: No}}"
+STYLE = (
+    f"{{BasedOnStyle: Google, ColumnLimit: {LINE}, AlwaysBreakTemplateDeclarations: No, "
+    "PackConstructorInitializers: BinPack}"
+)
 
 
 def tidy(text: str) -> str:
