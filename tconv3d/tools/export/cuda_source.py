@@ -78,6 +78,10 @@ inline void* part(void* workspace, long long bytes) { return static_cast<unsigne
 """
 
 
+# A comment and the empty line between it and what it explains.
+_ATTACHED = re.compile(r"^(// [^\n]*\n)\n(?=template|struct|enum|__device__)", re.MULTILINE)
+
+
 def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, emulated: bool = False) -> str:
     """The whole source. `emulated`: for the emulator, whose header stands in for inline assembly."""
     parts = specialise(Headers(kernels, emulated), _settings(operations))
@@ -89,6 +93,7 @@ def cuda_source(operations: Sequence[Operation], kernels: Path | None = None, em
     rest = "".join(_kernels(operation, words) for operation in trimmed) + _host(trimmed, names)
     facts = comments.Facts(comments.words_of(device + rest), _values_of_constants(operations))
     device = tidy(comments.only_true(device, facts))
+    device = _ATTACHED.sub(r"\1", device)
     several = len(operations[0].plans) > 1
     every = sorted({macro for variant in operations[0].plans for macro in variant.macros}) if several else []
     macros = _comment(f"Which variant is compiled is said by the macros {', '.join(every)}.") if every else ""
