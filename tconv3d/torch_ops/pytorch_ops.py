@@ -122,7 +122,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Returns the wanted gradients of input, weight and bias. A tensor that no wanted gradient needs may be None."""
     found: list[Tensor | None] = [None, None, None]
-    if wanted[0] and wanted[1]:  # one call, as PyTorch's own backward pass
+    if wanted[0] and wanted[1] and _takes(convolution):  # one call, as PyTorch's own backward pass
         assert input is not None and weight is not None
         stride, padding, output_padding, groups, dilation = convolution
         rest = stride, padding, dilation, True, output_padding, groups, list(wanted)

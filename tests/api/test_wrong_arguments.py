@@ -56,6 +56,17 @@ for name in ("explain", "tune"):
     case(name, lambda call=call: call(X, None), TypeError, "weight to be a Tensor, but got .* NoneType")
     case(name, lambda call=call: call(X, W, stride="2"), TypeError, "stride to be an integer, but got stride='2'")
     case(name, lambda call=call: call(nn.LazyConvTranspose3d(2, 2), X), TypeError, "a lazy one: call it once")
+case(
+    "fuse",
+    lambda: anything.fuse(nn.Linear(2, 2), torch.relu),
+    TypeError,
+    "expected an nn.ConvTranspose3d, got Linear",
+)
+case("fuse", lambda: anything.fuse(LAYER, 3), TypeError, "expected tail to be a function .* 3")
+case("precompile", lambda: anything.precompile(None, SHAPE, path="a"), TypeError, "an nn.Module, but got .* NoneType")
+case("precompile", lambda: anything.precompile(LAYER, path="a"), TypeError, "expected at least one input")
+case("precompile", lambda: anything.precompile(LAYER, SHAPE, path="a", layouts=["x"]), ValueError, "layouts .* 'x'")
+case("load_precompiled", lambda: anything.load_precompiled("/nowhere/at all"), ValueError, "/nowhere/at all")
 case("explain", lambda: anything.explain(LAYER, SHAPE, gpu=9.0), TypeError, "gpu='9.0'.* but got 9.0 of type float")
 case("explain", lambda: anything.explain(LAYER, SHAPE, gpu="9.9"), ValueError, "expected a GPU of .*12.0, got '9.9'")
 case("tune", lambda: anything.tune(LAYER, X, candidates=-1), ValueError, "candidates to be at least 0, but got -1")
@@ -108,7 +119,7 @@ def test_what_was_expected_and_what_came(call: Callable[[], object], kind: type[
 
 def test_every_public_function_is_here() -> None:
     """What only holds results is made by the others, and two functions take no argument."""
-    results = {"Explanation", "LayerSwap", "SwapReport", "Tuned"}
+    results = {"Explanation", "FuseReport", "FusedTail", "LayerSwap", "Precompiled", "SwapReport", "Tuned"}
     without = {"current_backend", "decompositions"}
     assert not any(inspect.signature(getattr(tconv3d, name)).parameters for name in without)
     assert {found[0] for found in CASES} == set(tconv3d.__all__) - results - without

@@ -1,4 +1,7 @@
-"""One group of four processes for all tests of a worker, because starting Python and PyTorch takes seconds."""
+"""One group of four processes for the tests of a file, because starting Python and PyTorch takes seconds.
+
+The group ends with the file: threads of gloo may be busy for as long as its processes live.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 from process_groups import Group, process_group
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def four_ranks() -> Iterator[Group]:
     with process_group(4) as group:
         yield group

@@ -246,6 +246,7 @@ def test_tensors_whose_elements_are_not_in_memory(emulated: Callable[..., Module
     module = emulated(layer, HOPPER if layer == "strided, bias" else OTHER)
     model = module.ModelNew(*module.get_init_inputs())
     (x,) = module.get_inputs()
+    x = x.to(memory_format=next(iter(module.LAYOUTS.values())))
     values = {"x": x, "dy": torch.randn(reference(model, x).shape)}
     values |= {name: parameter.detach() for name, parameter in model.named_parameters()}
     with precision("tf32"):

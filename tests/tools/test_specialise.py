@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import tconv3d
-from tconv3d.planning import planner
-from tconv3d.planning.problem import Device, Pass, Plan, Problem
+from tconv3d.planning.problem import Pass, Plan, Problem
 from tconv3d.runtime import compiler, sources
 from tconv3d.tools.bench import layers
 from tconv3d.tools.bench.precision import LAYOUTS, in_layout, precision
@@ -21,7 +20,7 @@ from tconv3d.tools.export import comments, cuda_source, passes, syntax
 from tconv3d.tools.export.headers import Headers
 from tconv3d.tools.export.program import Unit
 from tconv3d.tools.export.specialise import specialise
-from tconv3d.torch_ops import executor
+from tconv3d.torch_ops import choosing, executor
 
 HEADERS = sorted(sources.all_headers())
 EVERY = passes.variants(passes.PRECISIONS, passes.LAYOUTS, ["H200", "any"])
@@ -278,20 +277,13 @@ def holds_for(condition: str, variant: passes.Variant) -> bool:
 @pytest.mark.parametrize("variant", [v for v in EVERY if v.gpu == "any"], ids=str)  # problems do not know the GPU
 def test_problems_are_those_of_the_executor(variant: passes.Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     """A training step of the library asks the planner what export asks it."""
-    asked = []
+    asked: list[Problem] = []
 
-    nothing = Plan("none", "nothing runs here", ())
+    def plan(call: choosing.Call, _: object) -> tuple[Plan, bool]:
+        asked.extend(call.wanted.values())
+        return Plan("none", "nothing runs here", ()), True
 
-    def plan(problem: Problem, device: Device) -> Plan:
-        asked.append(problem)
-        return nothing
-
-    def plan_gradients(problems: tuple[Problem, ...], device: Device) -> Plan:
-        asked.extend(problems)
-        return nothing
-
-    monkeypatch.setattr(planner, "plan", plan)
-    monkeypatch.setattr(planner, "plan_gradients", plan_gradients)
+    monkeypatch.setattr(choosing, "plan", plan)
     monkeypatch.setattr(executor, "_tasks", {})
     layer = layers.parse("32, 24, kernel_size=3, stride=(1, 2, 2), padding=1, size=(5, 6, 7), batch=2")
     dtype = torch.float32 if variant.precision == "tf32" else getattr(torch, variant.precision)

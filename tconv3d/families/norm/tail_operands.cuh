@@ -11,6 +11,7 @@ namespace tconv3d {
 template <class C>
 struct TailOperands {
   using Scalar = typename C::Scalar;
+  using Number = typename C::Acc;
   static constexpr int kVectors = C::kVectors > 0 ? C::kVectors : 1;
   static constexpr int kTensors = C::kWholes + 1;  // x and the further tensors
 
@@ -37,7 +38,7 @@ struct TailOperands {
   };
 
   const Scalar* from[kTensors];  // start of the strip in every tensor, at the thread's first channel
-  typename C::Acc numbers[Sweep<C>::kOwn][kVectors];
+  Number numbers[Sweep<C>::kOwn][kVectors];
 
   __device__ __forceinline__ TailOperands(const Args& args, const Sweep<C>& sweep) {
     const void* const tensors[] = {args.x, args.whole_0, args.whole_1, args.whole_2, args.whole_3};
@@ -49,8 +50,7 @@ struct TailOperands {
       const long long row = static_cast<long long>(sweep.n) * args.strips.channels + sweep.channel + i;
 #pragma unroll
       for (int v = 0; v < C::kVectors; ++v)
-        numbers[i][v] = sweep.exists ? static_cast<const typename C::Acc*>(args.vectors)[v * rows + row]
-                                     : typename C::Acc(0);
+        if (sweep.exists) numbers[i][v] = static_cast<const Number*>(args.vectors)[v * rows + row];
     }
   }
   template <int kCount>

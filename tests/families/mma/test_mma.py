@@ -112,6 +112,7 @@ def test_views_that_begin_anywhere(dtype: torch.dtype, memory_format: torch.memo
 def test_input_that_is_written_as_rows_of_channels_first(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mma_model, "LAUNCH_CYCLES", -1e9)  # as if it took no time
     monkeypatch.setattr(mma_planner, "searched", lambda name, settings, kind, search: search())
+    monkeypatch.setattr(mma_planner, "forget", lambda: None)  # nothing is remembered
     monkeypatch.setattr(mma_planner, "_own", mma_planner._own.__wrapped__)
     layer = Layer(16, 24, (3, 3, 5), T3, (2, 2, 2), T1)
     plans: list[str] = []

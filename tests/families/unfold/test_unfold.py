@@ -20,7 +20,7 @@ from tconv3d.families.unfold import operands as unfold_operands
 from tconv3d.families.unfold import planner as unfold
 from tconv3d.planning import calibration, planner
 from tconv3d.planning.calibration import Work
-from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides
+from tconv3d.planning.problem import Pass, Problem, channels_last_strides
 from tconv3d.planning.repertoire import TYPICAL
 from tconv3d.runtime import compiler
 from tconv3d.torch_ops import executor
@@ -217,7 +217,7 @@ def test_a_layer_with_bias_does_not_decide_for_one_without(monkeypatch: pytest.M
     with_bias, without = (unfold.cycles(o, H200, bias) for bias in (True, False))
     assert with_bias > without
 
-    def price(kernel: str, problem: Problem, work: Work, device: Device) -> float:
+    def price(kernel: str, problem: Problem, work: Work, *_: object) -> float:
         if kernel == "unfold":
             return work.cycles
         return (with_bias + without) / 2 if problem.which is Pass.INPUT_GRAD else 0.0

@@ -328,7 +328,7 @@ def test_what_the_warpgroup_kernel_refuses_and_why() -> None:
     taken = problem(Layer(64, 32, (4, 4, 16), T3))
     assert hopper_weight_grad_planner.why_not(taken, H200) is None
     assert planner.plan(taken, H200).kernel == "hopper_weight_grad"
-    assert planner.plan(taken, A100).kernel == "tensor_weight_grad"
+    assert any(each.kernel == "tensor_weight_grad" for each in weight_grad_planner.offer({taken.which: taken}, A100))
     for refused, device, reason in (
         (replace(taken, which=Pass.FORWARD), H200, "pass"),
         (replace(taken, tf32=False), H200, "TF32"),

@@ -54,7 +54,7 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Args), dim3 grid, dim3 block, void**
 }
 
 emulator::Kernel emulated_kernel = {
-    "exported", [](const void* args) { fake::thread(args); }, fake::kArgsBytes, 16, 1024, 1};
+    "exported", [](const void* args) { fake::thread(args); }, fake::kArgsBytes, 16, 1024};
 
 enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension = 4 };
 struct cudaLaunchAttribute {
@@ -76,9 +76,7 @@ struct cudaLaunchConfig_t {
 template <class Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Args), Args args) {
   void* parameters[] = {&args};
-  emulated_kernel.cluster_size = config->attrs[0].val.clusterDim.x;
   const cudaError_t status = cudaLaunchKernel(kernel, config->gridDim, config->blockDim, parameters,
                                               config->dynamicSmemBytes, config->stream);
-  emulated_kernel.cluster_size = 1;
   return status;
 }
