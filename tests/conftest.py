@@ -38,7 +38,7 @@ THINNED = {
     **dict.fromkeys(
         ("depthwise", "few_inputs", "few_outputs", "few_weight_grad", "fused", "input_grad", "moments"), 2
     ),
-    **dict.fromkeys(("up", "up_backward", "up_grad", "reuse"), 2),
+    **dict.fromkeys(("up", "up_backward", "up_grad", "reuse", "fuse", "folding", "windows", "rows"), 2),
 }
 FEW = 4  # combinations of one test that are all run
 

@@ -25,6 +25,7 @@ from sanitizing import sanitized
 from tconv3d import emulator
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CASES = 24  # cases of each fixed seed, two minutes of two cores for both seeds
 pytestmark = pytest.mark.skipif(
     DEVICE == "cpu" and not emulator.available(), reason="there is neither a GPU nor a C++ compiler"
 )
@@ -132,10 +133,10 @@ def test_what_failed_once_passes(name: str, worker: Worker) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_cases_from_a_fixed_seed_pass(seed: int) -> None:
     plans = ("", *draw.PLANS) if DEVICE == "cpu" else ("",)
-    search = Search(seed, DEVICE, plans, cases=60, workers=1)
+    search = Search(seed, DEVICE, plans, cases=CASES, workers=1)
     search.run()
     assert not search.failures, "\n".join(failure.text for failure in search.failures)
-    assert search.run_cases >= 60
+    assert search.run_cases >= CASES
 
 
 @pytest.mark.slow
