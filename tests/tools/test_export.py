@@ -250,7 +250,9 @@ def test_tensors_whose_elements_are_not_in_memory(emulated: Callable[..., Module
     values = {"x": x, "dy": torch.randn(reference(model, x).shape)}
     values |= {name: parameter.detach() for name, parameter in model.named_parameters()}
     with precision("tf32"):
-        for name in values:
+        # Zeros without memory are contiguous, and a file without that layout refuses them as an input.
+        refused = {"x"} if how == "zeros" and "contiguous" not in module.LAYOUTS else set()
+        for name in values.keys() - refused:
             lazy = values | {name: pending(values[name], how)}
             written = values | {name: lazy[name].clone()}
             both = [_gradients_of(model, tensors) for tensors in (lazy, written)]
