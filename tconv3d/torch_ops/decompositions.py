@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..planning.geometry import Triple
 from . import pytorch_ops
+from .flops import when_imported
 from .ops import settings_of
 
 
@@ -79,6 +80,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def register() -> None:
     """Adds the table to PyTorch's table of decompositions, which its ONNX exporter reads.
 
+    That happens when the exporter is imported: with the variable CI set, Inductor refuses operators that are in it.
+
     PyTorch would also compute shapes by a decomposition of that table, if sizes are symbolic, unless the operator is
     in the table of shape functions; the operators' own shape functions are then used.
     """
@@ -87,4 +90,4 @@ def register() -> None:
         torch._decomp.meta_table[operator] = function
 
 
-register()
+when_imported("torch.onnx._internal.exporter._decomp", lambda module: register())

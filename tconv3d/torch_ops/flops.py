@@ -67,7 +67,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 
 def register() -> None:
     """Registers the operators with `FlopCounterMode` and the profiler."""
-    _when_imported(_COUNTER, _register_formulas)
+    when_imported(_COUNTER, _register_formulas)
     _count_in_profiles()
 
 
@@ -76,7 +76,7 @@ def _register_formulas(counter: ModuleType) -> None:
         counter.register_flop_formula(getattr(torch.ops.tconv3d, name))(formula)
 
 
-def _when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, then: Callable[[ModuleType], None]) -> None:
     """Calls a function with a module now if the module is imported, else as soon as it is.
 
     PyTorch's counter imports Triton, which takes long, and few programs count.
