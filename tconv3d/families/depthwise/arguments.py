@@ -7,6 +7,7 @@ from ...planning.arguments import (
     DIVIDER,
     EXTENT,
     INT32,
+    INT64,
     POINTER,
     STRIDES,
     Arguments,
@@ -62,4 +63,37 @@ DEPTHWISE_LINES = Arguments(
     parts=DIVIDER("Divides by the parts of a line."),
     tiles_h=DIVIDER("Divides by the tiles of lines along h."),
     tiles_d=DIVIDER("Divides by the tiles of lines along d."),
+)
+_BLOCKS = {
+    "length": INT32("Positions along depth that a block computes."),
+    "by_w": DIVIDER("Divides by the blocks along w."),
+    "by_h": DIVIDER("Divides by the blocks along h."),
+    "by_parts": DIVIDER("Divides by the parts that depth is cut into."),
+}
+DEPTHWISE_TILES = Arguments(
+    "depthwise_tiles",
+    x=CONST_POINTER("The tensor that is read: the input, or dy for the input gradient."),
+    w=CONST_POINTER("The weight."),
+    bias=CONST_POINTER("The bias, or null."),
+    y=POINTER("The tensor that is written: the output, or dx."),
+    x_strides=STRIDES("Strides of x."),
+    y_strides=STRIDES("Strides of y."),
+    w_strides=STRIDES("Strides of w: n for channels of x, c for channels of y, d, h, w for taps."),
+    w_group_stride=INT64("Elements from the weights of a group to the weights of the next."),
+    x_size=EXTENT("Size of x."),
+    y_size=EXTENT("Size of y."),
+    grid=EXTENT("Positions q along each dimension."),
+    **_BLOCKS,
+)
+DEPTHWISE_TILES_WEIGHT_GRAD = Arguments(
+    "depthwise_tiles_weight_grad",
+    x=CONST_POINTER("The input."),
+    dy=CONST_POINTER("The gradient of the output."),
+    parts=POINTER("Partial sums: [splits][channels][kernel d][h][w]."),
+    bias_parts=POINTER("Partial sums of the bias, [splits][channels]; null without kBias."),
+    x_strides=STRIDES("Strides of x."),
+    dy_strides=STRIDES("Strides of dy."),
+    x_size=EXTENT("Size of x."),
+    dy_size=EXTENT("Size of dy."),
+    **_BLOCKS,
 )

@@ -87,8 +87,19 @@ struct Depthwise {
     });
   }
 
-  static __device__ __forceinline__ Scalar result(float total) {
-    return Narrow<Scalar>::from(C::Epilogue::apply(total));
+  // Returns kCount neighbouring sums as outputs; `to` is the address of the first output.
+  template <int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> outputs(const float* values, const Scalar* to,
+                                                            int present) const {
+    float sums[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) sums[i] = values[i];
+    const long long offset = to - static_cast<const Scalar*>(args.y);
+    finish<C, false>(args, {at.n, at.channel, offset, 1, present}, sums);
+    Vector<Scalar, kCount> found;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) found.at[i] = Narrow<Scalar>::from(sums[i]);
+    return found;
   }
 
   // Stores the outputs that a step completes: for every phase along depth, the first position of its window.
@@ -103,10 +114,9 @@ struct Depthwise {
       Scalar* to = y + d * args.y_strides.d + h * static_cast<Index>(args.y_strides.h) + w * stride_w;
       const float* values = &sum[0][f / C::kPhases][f % C::kPhases];
       if constexpr (C::kPairs) {  // the outputs of two phases along w are neighbours in memory
-        const Vector<Scalar, 2> both{result(values[0]), result(values[1])};
-        store_pair<C::kAligned>(to, both, w + 1 < left_w);
+        store_pair<C::kAligned>(to, outputs<2>(values, to, w + 1 < left_w ? 2 : 1), w + 1 < left_w);
       } else {
-        *to = result(values[0]);
+        *to = outputs<1>(values, to, 1).at[0];
       }
     }
   }

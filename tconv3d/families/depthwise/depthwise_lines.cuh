@@ -61,6 +61,7 @@ struct DepthwiseLines {
   unsigned inside;         // bit r: line r lies inside x
   const Scalar* called;    // line of x that this thread prefetches into L2; null: none
   Scalar* y;               // line of outputs, at the thread's channels
+  int item;                // batch item of the line
   int first, end;          // range of the thread's outputs along w, empty if there is nothing to do
   Floats start;            // initial value of the sums: the bias, or zero
   Floats weight[kRows][C::kKernelW];
@@ -81,15 +82,17 @@ struct DepthwiseLines {
       return Widen<Scalar>::of(values.at[v / 2], v % 2 == 1);
     }
   }
-  static __device__ __forceinline__ Values results(const Floats& sums) {
+  // Returns the sums of an output at `to`, all channels of the thread, in memory format.
+  __device__ __forceinline__ Values results(Floats sums, const Scalar* to) const {
+    const long long offset = to - static_cast<const Scalar*>(args.y);
+    finish<C, true>(args, {item, first_channel(), offset, 1, C::kVector}, sums.at);
     Values out;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if constexpr (sizeof(Scalar) == 4) {
-        out.at[i] = ptx::float_to_bits(C::Epilogue::apply(sums.at[i]));
+        out.at[i] = ptx::float_to_bits(sums.at[i]);
       } else {
-        out.at[i] =
-            Narrow<Scalar>::two(C::Epilogue::apply(sums.at[2 * i]), C::Epilogue::apply(sums.at[2 * i + 1]));
+        out.at[i] = Narrow<Scalar>::two(sums.at[2 * i], sums.at[2 * i + 1]);
       }
     }
     return out;
@@ -131,6 +134,7 @@ struct DepthwiseLines {
     first = part * args.length;
     end = args.y_size.w - first < args.length ? args.y_size.w : first + args.length;
     if (!exists) end = first;
+    item = n;
     y = static_cast<Scalar*>(args.y) + n * args.y_strides.n;
     if (exists) y += d * args.y_strides.d + h * args.y_strides.h + first_channel();
     find_lines(n, d, h, exists);
@@ -201,7 +205,7 @@ struct DepthwiseLines {
 #pragma unroll
     for (int j = 0; j < C::kStrideW; ++j) {
       if (kWhole || (w + j >= first && w + j < end))
-        store_vector(reinterpret_cast<unsigned*>(to + j * stride_y()), results(sum[j]));
+        store_vector(reinterpret_cast<unsigned*>(to + j * stride_y()), results(sum[j], to + j * stride_y()));
     }
 #pragma unroll
     for (int s = 0; s < kWindow; ++s)

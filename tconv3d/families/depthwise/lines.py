@@ -18,6 +18,7 @@ from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
 from ...planning.side import Side
 from .arguments import DEPTHWISE_LINES
+from .slabs import COPY
 
 HAS_EPILOGUE = True
 THREADS = 128  # per block
@@ -27,6 +28,8 @@ MAX_SHARED = 48 * 1024  # bytes of shared memory for the weights of a block
 VECTORS = (4, 2)  # candidates for the channels per thread
 LANES = 32  # vectors of a line's channels per block, at most
 AHEAD = (3, 2, 1)  # candidates for the columns of x whose loads are in flight
+INSTRUCTIONS = 1.45  # instructions per multiply-add in the compiled loop over columns, for vectors of two channels
+LANES_PER_CYCLE = 128  # multiply-adds per cycle and multiprocessor
 CALLED = 8  # columns from a thread's present column to the column that it prefetches into L2
 
 
@@ -121,8 +124,16 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 
 def work(problem: Problem, device: Device) -> Work:
-    """Returns the work of the launch: its products; the rates add the bytes of the tensors."""
-    return Work(1, products=problem.flops / 2)
+    """Returns the work of the launch: the cycles of its multiply-adds beyond those for moving the tensors.
+
+    The rates add the bytes of the tensors. Lines of x that a phase lacks are multiplied too.
+    """
+    lines = _lines(problem)
+    assert lines is not None, problem
+    d, h, _ = lines.side.gathers
+    executed = prod(max(gather.count) * gather.phases / sum(gather.count) for gather in (d, h))
+    arithmetic = problem.flops / 2 * executed * INSTRUCTIONS / LANES_PER_CYCLE / device.multiprocessors
+    return Work(1, max(0.0, arithmetic - problem.bytes / COPY / device.multiprocessors), tensor_cores=False)
 
 
 def plan(problem: Problem, device: Device) -> Plan:

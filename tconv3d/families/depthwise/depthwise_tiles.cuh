@@ -1,0 +1,295 @@
+// Forward pass and input gradient of depthwise layers and of layers with small groups, with large kernels, by
+// multiply-adds.
+//
+// A thread owns one channel of y and a tile of kTileH x kTileW positions q of a plane, with all their phases
+// along h and w. A block marches along depth; planes of x arrive in a ring in shared memory (slab.cuh). A
+// product of a plane with the kKernelH x kKernelW weights of one tap along depth loads these weights into
+// registers, then reads the rows of the plane one after another, each once: a weight serves all positions of
+// the tile, and a value of x all taps along h and w that read it.
+//
+// If x has one plane for each position (kWindow is 1), the ring holds all planes that a position reads, and
+// the sums of one output plane are in registers. If positions are several planes apart (the input gradient of
+// a strided layer), these planes would not fit: each plane is then used once, for all taps along depth, and
+// the sums of the kWindow positions along depth that it feeds are in registers.
+#pragma once
+
+#include "epilogue.cuh"
+#include "slab.cuh"
+
+namespace tconv3d {
+
+template <class C>
+struct DepthwiseTiles {
+  using Scalar = typename C::Scalar;
+
+  struct Planes {  // Describes the planes of x in shared memory.
+    using Scalar = typename C::Scalar;
+    static constexpr bool kLast = C::kLast;
+    static constexpr int kThreads = C::kThreads, kChannels = C::kChannelsX, kGrain = C::kGrain;
+    static constexpr int kRows = (C::kTilesH * C::kTileH - 1) * C::kInputStepH + C::kSpanH;
+    static constexpr int kCols = C::kBefore + (C::kTilesW * C::kTileW - 1) * C::kInputStepW + C::kSpanW;
+    static constexpr int kPieces = C::kPieces, kStride = C::kPieceStride, kBefore = C::kBefore;
+    static constexpr int kReads = (C::kTileW - 1) * C::kInputStepW + C::kSpanW;
+    static constexpr int kSkewRows = C::kTileH * C::kInputStepH, kSkew = C::kSkew;
+    static constexpr int kChannelSkew = C::kChannelSkew;
+  };
+  static constexpr int kRows = (C::kTileH - 1) * C::kInputStepH + C::kSpanH;  // rows that a thread reads
+  static constexpr int kRing = C::kWindow > 1 ? 2 : C::kSpanD + C::kInputStepD;
+  static constexpr int kPhases = C::kPhasesH * C::kPhasesW;
+  static constexpr int kSums = C::kTileH * C::kTileW * kPhases;
+  static constexpr int kPlaneTaps = C::kKernelH * C::kKernelW;
+  static constexpr int kWeightPitch = (kPlaneTaps + 3) / 4 * 4;  // contiguous: weights of a tap along depth
+  static constexpr int kChannelStep = C::kLast ? 1 : Slab<Planes>::kPlane;  // from channel to channel of x
+  static_assert(C::kChannels % C::kOuts == 0 && C::kChannelsX == C::kChannels / C::kOuts * C::kReduced,
+                "a block has whole groups");
+
+  const Args& args;
+  const Slab<Planes> slab;
+  const SlabReader<Planes> reader;
+  // Weights in shared memory: [channel of y][of x][tap d][kWeightPitch], or [of x][tap d][taps h, w][of y].
+  const float* weights;
+  Scalar* y;       // the thread's channel of the batch item
+  int item;        // batch item
+  int channel;     // the thread's channel of y
+  bool works;      // the thread has a tile with positions inside y
+  int q_h, q_w;    // first position of the thread's tile
+  int first, end;  // positions along depth that the block computes
+  float start;     // initial value of a sum: the bias, or zero
+
+  static __device__ __forceinline__ int sum_at(int q_h, int q_w, int phase_h, int phase_w) {
+    return ((q_h * C::kPhasesH + phase_h) * C::kTileW + q_w) * C::kPhasesW + phase_w;
+  }
+
+  // Loads the weights of tap `tap` along depth, counted through the channels of x.
+  __device__ __forceinline__ void load_weights(int tap, float (&weight)[kPlaneTaps]) const {
+    if constexpr (C::kLast) {
+#pragma unroll
+      for (int t = 0; t < kPlaneTaps; ++t) weight[t] = weights[(tap * kPlaneTaps + t) * C::kChannels];
+    } else {
+#pragma unroll
+      for (int t = 0; t < kWeightPitch; t += 4) {
+        const Vector<float, 4> four = load_vector<4>(weights + tap * kWeightPitch + t);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (t + i < kPlaneTaps) weight[t + i] = four.at[i];
+      }
+    }
+  }
+
+  // Adds the products of a plane, from the thread's first row on, and the weights of tap `tap` along depth.
+  __device__ __forceinline__ void add_plane(const Scalar* plane, int tap, float (&sum)[kSums]) const {
+    float weight[kPlaneTaps];
+    load_weights(tap, weight);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      float values[Planes::kReads];
+      reader.read(plane, row, values);
+#pragma unroll
+      for (int t_h = 0; t_h < C::kKernelH; ++t_h) {
+        // The tap reads this row for position rest / kInputStepH of the tile, if that is one.
+        const int rest = row - C::kReadH(t_h), h = rest / C::kInputStepH;
+        if (rest < 0 || rest % C::kInputStepH != 0 || h >= C::kTileH) continue;
+#pragma unroll
+        for (int w = 0; w < C::kTileW; ++w) {
+#pragma unroll
+          for (int t_w = 0; t_w < C::kKernelW; ++t_w)
+            sum[sum_at(h, w, C::kTapPhaseH(t_h), C::kTapPhaseW(t_w))] +=
+                weight[t_h * C::kKernelW + t_w] * values[w * C::kInputStepW + C::kReadW(t_w)];
+        }
+      }
+    }
+  }
+
+  // Stores the outputs of plane `d` of y.
+  __device__ __forceinline__ void store(int d, const float (&sum)[kSums]) const {
+    if (!works || d >= args.y_size.d) return;
+    constexpr int kLine = C::kTileW * C::kPhasesW;  // outputs of a row of the tile
+    const int from_w = q_w * C::kPhasesW;
+#pragma unroll
+    for (int i = 0; i < C::kTileH * C::kPhasesH; ++i) {
+      const int h = q_h * C::kPhasesH + i;
+      if (h >= args.y_size.h) return;
+      Scalar* to = y + d * args.y_strides.d + h * args.y_strides.h + from_w * args.y_strides.w;
+#pragma unroll
+      for (int w = 0; w < kLine; w += C::kStored) {
+        if (from_w + w >= args.y_size.w) break;
+        Scalar* const at = to + w * args.y_strides.w;
+        float values[C::kStored];
+#pragma unroll
+        for (int v = 0; v < C::kStored; ++v) values[v] = sum[i * kLine + w + v];
+        finish<C, false>(
+            args, {item, channel, at - static_cast<Scalar*>(args.y), args.y_strides.w, C::kStored}, values);
+        Vector<Scalar, C::kStored> out;
+#pragma unroll
+        for (int v = 0; v < C::kStored; ++v) out.at[v] = Narrow<Scalar>::from(values[v]);
+        store_vector(at, out);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void clear(float (&sum)[kSums], float value) {
+#pragma unroll
+    for (int i = 0; i < kSums; ++i) sum[i] = value;
+  }
+
+  // The ring holds all planes that a position reads: plane p of x is in place (p - origin) % kRing.
+  __device__ __forceinline__ void march_over_positions() const {
+    const int origin = first * C::kInputStepD + C::kMinD;
+    slab.template fill<C::kSpanD>(origin, 0);
+    ptx::copy_commit();
+#pragma unroll 1
+    for (int q = first; q < end; ++q) {
+      ptx::copy_wait<0>();
+      __syncthreads();
+      if (q + 1 < end) {
+#pragma unroll 1
+        for (int p = 0; p < C::kInputStepD; ++p) {
+          const int plane = q * C::kInputStepD + C::kMinD + C::kSpanD + p;
+          slab.template fill<1>(plane, (plane - origin) % kRing);
+        }
+      }
+      ptx::copy_commit();
+#pragma unroll 1
+      for (int phase = 0; phase < C::kPhasesD; ++phase) {
+        float sum[kSums];
+        clear(sum, start);
+#pragma unroll 1
+        for (int j = 0; j < C::kCountD(phase); ++j) {
+          const int plane = q * C::kInputStepD + C::kFirstOffsetD(phase) + j * C::kOffsetStepD;
+          const Scalar* from = slab.shared + (plane - origin) % kRing * Slab<Planes>::kSize;
+          const int tap = C::kFirstTapD(phase) + j * C::kTapStepD;
+          if (!works) continue;
+#pragma unroll 1
+          for (int c = 0; c < C::kReduced; ++c)
+            add_plane(from + reader.start + c * kChannelStep, c * C::kKernelD + tap, sum);
+        }
+        store(q * C::kPhasesD + phase, sum);
+      }
+    }
+  }
+
+  // Every plane of x feeds a window of positions along depth. Step j has planes kInputStepD*j and the
+  // following; tap t reads plane kTapPlane(t) of step q + kTapLag(t) for position q.
+  __device__ __forceinline__ void march_over_planes() const {
+    float sum[C::kWindow][kSums];  // slot s belongs to position step - kLastLag + s
+#pragma unroll
+    for (int slot = 0; slot < C::kWindow; ++slot) clear(sum[slot], start);
+    const int origin = (first + C::kFirstLag) * C::kInputStepD;
+    const int last = (end - 1 + C::kLastLag) * C::kInputStepD + C::kInputStepD - 1;
+    slab.template fill<1>(origin, 0);
+    ptx::copy_commit();
+    int plane = origin;
+#pragma unroll 1
+    for (int step = first + C::kFirstLag; step < end + C::kLastLag; ++step) {
+      static_for<C::kInputStepD>([&](auto of_step) {
+        constexpr int kOfStep = decltype(of_step)::value;
+        ptx::copy_wait<0>();
+        __syncthreads();
+        if (plane < last) slab.template fill<1>(plane + 1, (plane + 1 - origin) % 2);
+        ptx::copy_commit();
+        const Scalar* from = slab.shared + (plane - origin) % 2 * Slab<Planes>::kSize;
+#pragma unroll 1
+        for (int c = 0; c < (works ? C::kReduced : 0); ++c) {
+          static_for<C::kKernelD>([&](auto tap) {
+            constexpr int kTap = decltype(tap)::value, kSlot = C::kLastLag - C::kTapLag(kTap);
+            if constexpr (C::kTapPlane(kTap) == kOfStep)
+              add_plane(from + reader.start + c * kChannelStep, c * C::kKernelD + kTap, sum[kSlot]);
+          });
+        }
+        ++plane;
+      });
+      const int q = step - C::kLastLag;
+      if (q >= first) store(q, sum[0]);
+#pragma unroll
+      for (int slot = 0; slot + 1 < C::kWindow; ++slot) {
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) sum[slot][i] = sum[slot + 1][i];
+      }
+      clear(sum[C::kWindow - 1], start);
+    }
+  }
+};
+
+// Loads the weights of the block's channels into shared memory, taps innermost in global memory.
+template <class C>
+__device__ __forceinline__ void stage_weights(const Args& args, int first_channel, float* weights) {
+  constexpr int kPlaneTaps = C::kKernelH * C::kKernelW, kTaps = C::kKernelD * kPlaneTaps;
+  constexpr int kPitch = DepthwiseTiles<C>::kWeightPitch, kOfChannel = C::kReduced * kTaps;
+  const auto* w = static_cast<const typename C::Scalar*>(args.w);
+  for (int i = threadIdx.x; i < C::kChannels * kOfChannel; i += C::kThreads) {
+    const int channel = i / kOfChannel, of_channel = i % kOfChannel, line = of_channel / kPlaneTaps;
+    const int y = first_channel + channel, x = line / C::kKernelD, d = line % C::kKernelD;
+    const int in_plane = of_channel % kPlaneTaps;
+    if (y >= C::kOutChannels) break;
+    const float value = widen<float>(
+        w[y / C::kOuts * args.w_group_stride + x * args.w_strides.n + y % C::kOuts * args.w_strides.c +
+          d * args.w_strides.d + in_plane / C::kKernelW * args.w_strides.h +
+          in_plane % C::kKernelW * args.w_strides.w]);
+    weights[C::kLast ? of_channel * C::kChannels + channel
+                     : (channel * C::kReduced * C::kKernelD + line) * kPitch + in_plane] = value;
+  }
+}
+
+template <class C>
+__device__ void run(const Args& args) {
+  using Kernel = DepthwiseTiles<C>;
+  using Scalar = typename C::Scalar;
+  using Planes = typename Kernel::Planes;
+  constexpr int kChunks = (C::kOutChannels + C::kChannels - 1) / C::kChannels;
+  constexpr int kTiles = C::kTilesH * C::kTilesW;
+  // The block's place: chunk of channels (fastest), tile along w, tile along h, part of depth, batch item.
+  int rest = static_cast<int>(blockIdx.x) / kChunks;
+  const int first_channel = static_cast<int>(blockIdx.x) % kChunks * C::kChannels;
+  int next = divide(rest, args.by_w);
+  const int block_w = rest - next * static_cast<int>(args.by_w.divisor);
+  rest = next;
+  next = divide(rest, args.by_h);
+  const int block_h = rest - next * static_cast<int>(args.by_h.divisor);
+  const int n = divide(next, args.by_parts);
+  const int part = next - n * static_cast<int>(args.by_parts.divisor);
+  // The thread's place: if channels are neighbours in memory, they are the fastest digit, and then tiles
+  // along h, which the skew of the slab puts in different banks.
+  const int thread = static_cast<int>(threadIdx.x) < kTiles * C::kChannels ? threadIdx.x : 0;
+  const int channel = C::kLast ? thread % C::kChannels : thread / kTiles;
+  const int tile = C::kLast ? thread / C::kChannels : thread % kTiles;
+  const int tile_h = C::kLast ? tile % C::kTilesH : tile / C::kTilesW;
+  const int tile_w = C::kLast ? tile / C::kTilesH : tile % C::kTilesW;
+  const int block_q_h = block_h * C::kTilesH * C::kTileH, block_q_w = block_w * C::kTilesW * C::kTileW;
+
+  Scalar* const shared = dynamic_shared<Scalar>();
+  float* const weights = reinterpret_cast<float*>(shared + Kernel::kRing * Slab<Planes>::kSize);
+  stage_weights<C>(args, first_channel, weights);
+  const int first_x = first_channel / C::kOuts * C::kReduced;  // the block's first channel of x
+  const Scalar* from = static_cast<const Scalar*>(args.x) + n * args.x_strides.n + first_x * args.x_strides.c;
+  const Slab<Planes> slab{shared,
+                          from,
+                          args.x_strides,
+                          args.x_size,
+                          C::kOutChannels / C::kOuts * C::kReduced - first_x,
+                          block_q_h * C::kInputStepH + C::kMinH,
+                          block_q_w * C::kInputStepW + C::kMinW - C::kBefore};
+  Kernel kernel{args, slab,
+                SlabReader<Planes>(channel / C::kOuts * C::kReduced, tile_h * C::kTileH * C::kInputStepH,
+                                   tile_w * C::kTileW * C::kInputStepW)};
+  kernel.weights = weights + channel * (C::kLast ? 1 : C::kReduced * C::kKernelD * Kernel::kWeightPitch);
+  kernel.q_h = block_q_h + tile_h * C::kTileH;
+  kernel.q_w = block_q_w + tile_w * C::kTileW;
+  kernel.works = static_cast<int>(threadIdx.x) < kTiles * C::kChannels &&
+                 first_channel + channel < C::kOutChannels && kernel.q_h < args.grid.h &&
+                 kernel.q_w < args.grid.w;
+  kernel.first = part * args.length;
+  kernel.end = args.grid.d - kernel.first < args.length ? args.grid.d : kernel.first + args.length;
+  const auto* bias = static_cast<const Scalar*>(args.bias);
+  kernel.start = bias == nullptr || !kernel.works ? 0.0f : widen<float>(bias[first_channel + channel]);
+  kernel.item = n;
+  kernel.channel = first_channel + channel;
+  kernel.y =
+      static_cast<Scalar*>(args.y) + n * args.y_strides.n + (first_channel + channel) * args.y_strides.c;
+  if constexpr (C::kWindow > 1) {
+    kernel.march_over_planes();
+  } else {
+    kernel.march_over_positions();
+  }
+}
+
+}  // namespace tconv3d

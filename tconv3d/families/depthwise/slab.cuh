@@ -1,0 +1,148 @@
+// Planes of a tensor in shared memory, which the depthwise kernels of tiles.py march through.
+//
+// A slab is a part of one plane of a few channels: kRows lines of kCols elements, with the halo that the
+// taps read. Elements outside the tensor are zero in the slab, so that nobody who reads it compares indices.
+// Asynchronous copies of kGrain elements fill it. The element type is the tensor's.
+//
+// Contiguous tensors lie in the slab as [channel][row][column], and a thread reads a part of a row by vectors
+// of 16 bytes (pieces). Neighbouring threads read pieces that are kStride pieces apart; the lowest bits of a
+// piece's index are therefore mixed with higher ones, which keeps the threads of a quarter-warp in different
+// banks. Channels-last tensors lie as [row][column][channel], and neighbouring threads read neighbouring
+// channels.
+#pragma once
+
+#include "common.cuh"
+
+namespace tconv3d {
+
+// L has Scalar, kThreads, kLast (channels-last), kChannels, kRows, kCols (columns that are filled), kPieces
+// (pieces of a row of a contiguous tensor), kGrain, kStride (a power of two), and kSkewRows and kSkew: after
+// every kSkewRows rows kSkew elements are left out, and after every channel kChannelSkew, so that threads
+// with different rows or channels use different banks.
+template <class L>
+struct Slab {
+  using Scalar = typename L::Scalar;
+  static constexpr int kPiece = 16 / static_cast<int>(sizeof(Scalar));  // elements of a piece
+  static constexpr int kPitch = L::kLast ? L::kCols * L::kChannels : L::kPieces * kPiece;
+  static constexpr int kPlane =
+      L::kRows * kPitch + (L::kRows - 1) / L::kSkewRows * L::kSkew + L::kChannelSkew;
+  // Elements from one plane to the next: planes begin at multiples of 16 bytes.
+  static constexpr int kSize = ((L::kLast ? 1 : L::kChannels) * kPlane + kPiece - 1) / kPiece * kPiece;
+  static_assert(L::kLast || L::kPieces % L::kStride == 0, "mixed pieces stay in their row");
+
+  Scalar* shared;      // the first plane
+  const Scalar* from;  // the tensor, at the batch item and the first channel
+  const Strides& strides;
+  const Extent& size;
+  int channels;          // channels that exist, from the first one on
+  int first_h, first_w;  // indices of the slab's first row and column in the tensor
+
+  static __device__ __forceinline__ int mixed(int piece) { return piece ^ (piece / 8 % L::kStride); }
+  static __device__ __forceinline__ int row_offset(int row) {
+    return row * kPitch + row / L::kSkewRows * L::kSkew;
+  }
+
+  // Copies kGrain elements, or writes zeros if not `inside`: then `address` may be any.
+  __device__ __forceinline__ void copy(Scalar* to, const Scalar* address, bool inside) const {
+    constexpr int kBytes = L::kGrain * static_cast<int>(sizeof(Scalar));
+    if constexpr (kBytes == 16) {
+      ptx::copy_piece(ptx::shared_address(to), address, inside);
+    } else if constexpr (kBytes == 4) {
+      ptx::copy_word(ptx::shared_address(to), address, inside);
+    } else if constexpr (kBytes == 8) {
+      ptx::copy_words<2>(to, inside ? address : from, inside);
+    } else {
+      *to = inside ? *address : Scalar{};
+    }
+  }
+
+  // Begins to copy plane `plane` of the tensor to place `slot` of the ring, and plane + 1 to slot + 1, and so
+  // on. All threads call it. A thread copies the same part of every kStep-th row, so that it compares most
+  // indices once for all its rows.
+  template <int kPlanes>
+  __device__ __forceinline__ void fill(int plane, int slot) const {
+    constexpr int kInner = L::kLast ? L::kChannels / L::kGrain : 1;  // copies of a column
+    // Copies of a row.
+    constexpr int kItems = L::kLast ? L::kCols * kInner : (L::kCols + L::kGrain - 1) / L::kGrain;
+    constexpr int kWidth = kItems < L::kThreads ? kItems : L::kThreads, kStep = L::kThreads / kWidth;
+    constexpr int kTimes = (L::kRows + kStep - 1) / kStep, kUnrolled = kTimes < 8 ? kTimes : 4;
+    const int thread = static_cast<int>(threadIdx.x), first_row = thread / kWidth;
+    if (first_row >= kStep) return;
+    const Scalar* first = from + plane * strides.d + (first_h + first_row) * strides.h;
+#pragma unroll 1
+    for (int item = thread % kWidth; item < kItems; item += kWidth) {
+      const int column = L::kLast ? item / kInner : item * L::kGrain, w = first_w + column;
+      const int channel = L::kLast ? item % kInner * L::kGrain : 0;
+      const bool there = static_cast<unsigned>(w) < static_cast<unsigned>(size.w) &&
+                         (kPlanes > 1 || static_cast<unsigned>(plane) < static_cast<unsigned>(size.d));
+      const Scalar* start = first + channel + w * strides.w;
+      Scalar* to = shared + slot * kSize;
+      to += L::kLast ? item * L::kGrain : mixed(column / kPiece) * kPiece + column % kPiece;
+#pragma unroll 1
+      for (int outer = 0; outer < (L::kLast ? 1 : L::kChannels); ++outer) {
+        const Scalar* address = start;
+        const bool exists = there && channel + outer < channels;
+#pragma unroll kUnrolled
+        for (int i = 0; i < kTimes; ++i) {
+          const int row = first_row + i * kStep;
+          if ((i + 1) * kStep > L::kRows && row >= L::kRows) break;
+          const bool inside = exists && static_cast<unsigned>(first_h + row) < static_cast<unsigned>(size.h);
+#pragma unroll
+          for (int p = 0; p < kPlanes; ++p) {
+            const bool in_depth =
+                kPlanes == 1 || static_cast<unsigned>(plane + p) < static_cast<unsigned>(size.d);
+            copy(to + row_offset(row) + p * kSize, address + p * strides.d, inside && in_depth);
+          }
+          address += kStep * strides.h;
+        }
+        start += strides.c;
+        to += kPlane;
+      }
+    }
+  }
+};
+
+// Where a thread reads a slab: its channel, its first row, and its first column.
+template <class L>
+struct SlabReader {
+  using Scalar = typename L::Scalar;
+  using Whole = Slab<L>;
+  static constexpr int kFirst = L::kLast ? 0 : L::kBefore;  // columns that a thread reads and does not need
+  static constexpr int kVectors = L::kLast ? 1 : (kFirst + L::kReads + Whole::kPiece - 1) / Whole::kPiece;
+
+  int start;         // elements from the beginning of a plane to the thread's first row
+  int at[kVectors];  // elements from the beginning of a row to each of the thread's pieces, or to its column
+
+  // `row` is the thread's first row, a multiple of L::kSkewRows; `column` its first column.
+  __device__ __forceinline__ SlabReader(int channel, int row, int column) {
+    start = Whole::row_offset(row) + (L::kLast ? channel : channel * Whole::kPlane);
+    if constexpr (L::kLast) {
+      at[0] = column * L::kChannels;
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) at[v] = Whole::mixed(column / Whole::kPiece + v) * Whole::kPiece;
+    }
+  }
+
+  // Reads kReads elements of row `row`, which is counted from the thread's first row, `first`, and known to
+  // the compiler.
+  __device__ __forceinline__ void read(const Scalar* first, int row, float (&values)[L::kReads]) const {
+    const Scalar* line = first + Whole::row_offset(row);
+    if constexpr (L::kLast) {
+#pragma unroll
+      for (int i = 0; i < L::kReads; ++i) values[i] = widen<float>(line[at[0] + i * L::kChannels]);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const Vector<Scalar, Whole::kPiece> piece = load_vector<Whole::kPiece>(line + at[v]);
+#pragma unroll
+        for (int e = 0; e < Whole::kPiece; ++e) {
+          const int i = v * Whole::kPiece + e - kFirst;
+          if (i >= 0 && i < L::kReads) values[i] = widen<float>(piece.at[e]);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace tconv3d

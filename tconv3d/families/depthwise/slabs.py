@@ -1,0 +1,232 @@
+"""Describes parts of planes in shared memory (slab.cuh), and counts what threads pay for reading and filling them.
+
+A block has `tiles_h` x `tiles_w` tiles of `tile_h` x `tile_w` positions for each of its channels, one per thread.
+Positions are `step_h` and `step_w` elements apart, and the taps of a position read `span_h` x `span_w` elements. This
+module knows layouts and banks, but neither passes nor devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...planning.launch import Constants
+from ...planning.problem import Problem, Strides
+
+WARP = 32  # threads
+REGISTERS = 65536  # per multiprocessor
+RESERVED = 1024  # bytes of shared memory that every block has beside its own
+WARPS = 8  # warps of a multiprocessor that hide the latency of shared memory
+BARRIERS = 0.15  # part of its time that a block alone on a multiprocessor waits at barriers
+COPY = 18.4  # bytes per cycle and multiprocessor at an H200's copy bandwidth: 4.27 TB/s, 132, 1.755 GHz
+L2 = 2 * COPY  # bytes per cycle and multiprocessor that L2 delivers
+SIDES = (1, 2, 3, 4, 6, 8, 12, 16)  # candidates for the tiles of a block along h and w
+WASTE = 1.15  # positions that a dimension is rounded up to, over the least possible
+QUARTER = 8  # threads of a warp that one 128-byte access of shared memory serves with 16 bytes each
+SECTOR = 32  # bytes that L2 reads and writes together
+PIECE_BYTES = 16  # bytes of the widest access
+# Instructions of Slab::fill, counted in compiled kernels: before the copies of a thread, for the copy of a part of a
+# row, and for the copy of the same part in another plane.
+SETUP_INSTRUCTIONS = 35
+COPY_INSTRUCTIONS = 13
+MORE_INSTRUCTIONS = 5
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Describes the slab of one tensor: which elements it holds, and how threads read it."""
+
+    last: bool  # channels are neighbours in memory
+    item: int  # bytes of an element
+    channels: int  # channels of the tensor
+    tiles_h: int
+    tiles_w: int
+    tile_h: int
+    tile_w: int
+    step_h: int
+    step_w: int
+    span_h: int
+    span_w: int
+    first_w: int  # column of the tensor that position 0 reads first
+    grain: int  # elements per asynchronous copy
+    repeats: int = 1  # tiles along h of a thread
+    readers: tuple[int, ...] = (0,)  # channel that each thread of a group reads first; a depthwise group has one
+    group: int = 1  # channels of a group
+    skew: int = 0  # elements that are left out after the rows of each tile
+    channel_skew: int = 0  # elements that are left out after each channel of a contiguous tensor
+    conflicts: float = 1.0  # accesses of shared memory over their number without bank conflicts
+
+    @property
+    def piece(self) -> int:
+        return PIECE_BYTES // self.item
+
+    @property
+    def fits(self) -> bool:
+        """Tells whether every thread's columns begin at a piece, and whole copies fill the channels."""
+        if self.last:
+            return self.channels % self.grain == 0 and self.channels * self.item % 4 == 0
+        return self.tile_w * self.step_w % self.piece == 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block for each tile."""
+        return self.channels // self.group * len(self.readers)
+
+    @property
+    def before(self) -> int:
+        """Columns that are copied before the first column that is read, so that copies are aligned."""
+        return 0 if self.last else self.first_w % self.grain
+
+    @property
+    def rows(self) -> int:
+        return (self.tiles_h * self.repeats * self.tile_h - 1) * self.step_h + self.span_h
+
+    @property
+    def cols(self) -> int:
+        return self.before + (self.tiles_w * self.tile_w - 1) * self.step_w + self.span_w
+
+    @property
+    def rows_read(self) -> int:
+        """Rows that a thread reads for one tile."""
+        return (self.tile_h - 1) * self.step_h + self.span_h
+
+    @property
+    def reads(self) -> int:
+        """Columns that a thread reads of each row."""
+        return (self.tile_w - 1) * self.step_w + self.span_w
+
+    @property
+    def vectors(self) -> int:
+        """Loads of a thread per row."""
+        return self.reads if self.last else -(-(self.before + self.reads) // self.piece)
+
+    @property
+    def piece_stride(self) -> int:
+        """Pieces from one thread to the next if that is a power of two of at most 8, else 1."""
+        stride = 1 if self.last else self.tile_w * self.step_w // self.piece
+        return stride if stride in (1, 2, 4, 8) else 1
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a row."""
+        if self.last:
+            return 1
+        pieces = (self.tiles_w - 1) * (self.tile_w * self.step_w // self.piece) + self.vectors
+        return -(-pieces // self.piece_stride) * self.piece_stride
+
+    @property
+    def pitch(self) -> int:
+        return self.cols * self.channels if self.last else self.pieces * self.piece
+
+    @property
+    def plane(self) -> int:
+        """Elements of a plane: of one channel for contiguous tensors, else of all channels."""
+        skews = (self.rows - 1) // (self.tile_h * self.step_h) * self.skew
+        return self.rows * self.pitch + skews + self.channel_skew
+
+    def settled(self) -> Slab:
+        """Returns the slab with the skews that have the fewest bank conflicts, and their number."""
+        skews = range(0, 128 // self.item, self.piece)
+        between = (0, 1, 2, 4) if self.channels > 1 and not self.last else (0,)
+        found = [replace(self, skew=skew, channel_skew=n * self.piece) for skew in skews for n in between]
+        best = min(found, key=lambda slab: (_conflicts(slab), slab.skew, slab.channel_skew))
+        return replace(best, conflicts=_conflicts(best))
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of a plane."""
+        elements = (1 if self.last else self.channels) * self.plane
+        return -(-elements * self.item // PIECE_BYTES) * PIECE_BYTES
+
+    @property
+    def row_wavefronts(self) -> float:
+        """128-byte accesses of shared memory for the loads of one row by a warp."""
+        return self.vectors * self.conflicts * (1 if self.last else WARP // QUARTER)
+
+    @property
+    def conversions(self) -> int:
+        """Instructions per row that convert elements to float32."""
+        return self.reads if self.item == 2 else 0
+
+    def fill_instructions(self, threads: int, planes: int = 1) -> int:
+        """Returns the instructions of a thread that fills as many planes with the other threads of its block."""
+        items = self.cols * (self.channels // self.grain) if self.last else -(-self.cols // self.grain)
+        width = min(items, threads)
+        rows = -(-self.rows // (threads // width))
+        copies = COPY_INSTRUCTIONS + MORE_INSTRUCTIONS * (planes - 1)
+        return -(-items // width) * (SETUP_INSTRUCTIONS + (1 if self.last else self.channels) * (4 + rows * copies))
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of whole sectors that the copies of a plane read."""
+        if self.last:
+            return self.rows * self.cols * -(-self.channels * self.item // SECTOR) * SECTOR
+        return self.rows * self.channels * (self.cols * self.item + SECTOR)
+
+    def place(self, lane: int) -> int:
+        """Returns the bytes from a plane's beginning to what a thread reads first."""
+        tiles, threads = self.tiles_h * self.tiles_w, self.threads
+        if lane >= tiles * threads:
+            lane = 0
+        thread, tile = (lane % threads, lane // threads) if self.last else divmod(lane, tiles)
+        channel = thread // len(self.readers) * self.group + self.readers[thread % len(self.readers)]
+        h, w = (tile % self.tiles_h, tile // self.tiles_h) if self.last else divmod(tile, self.tiles_w)
+        row = h * (self.tile_h * self.step_h * self.pitch + self.skew)
+        if self.last:
+            return (row + w * self.tile_w * self.step_w * self.channels + channel) * self.item
+        piece = w * self.tile_w * self.step_w // self.piece
+        mixed = piece ^ (piece // 8 % self.piece_stride)
+        return (channel * self.plane + row + mixed * self.piece) * self.item
+
+
+def _conflicts(slab: Slab) -> float:
+    """Returns the accesses of shared memory per load of a warp over their number without bank conflicts."""
+    together = WARP if slab.last else QUARTER
+    accesses = 0
+    for first in range(0, WARP, together):
+        words: dict[int, set[int]] = {}
+        for lane in range(first, first + together):
+            word = slab.place(lane) // 4
+            for each in range(word, word + (1 if slab.last else 4)):
+                words.setdefault(each % 32, set()).add(each)
+        accesses += max(len(found) for found in words.values())
+    return accesses * together / WARP
+
+
+def channels_last(strides: Strides) -> bool:
+    """Tells whether channels, and not positions along w, are neighbours in memory."""
+    return strides[1] == 1 and strides[4] != 1
+
+
+def grains(problem: Problem, strides: Strides, width: int, channels: int) -> list[int]:
+    """Returns the possible elements per copy of a tensor, the largest first."""
+    item, last = problem.item_bytes, channels_last(strides)
+    bounds = (channels, *(strides[i] for i in (0, 2, 3, 4))) if last else (width, *strides[:4])
+    if not last and strides[4] != 1:
+        return [1]
+    sizes = [bytes // item for bytes in (16, 8, 4) if bytes >= item]
+    return [size for size in sizes if problem.aligned and not any(bound % size for bound in bounds)] or [1]
+
+
+def sides(needed: int) -> list[int]:
+    """Returns candidates for the tiles of a block along a dimension that has `needed` tiles: few of them idle."""
+    covered = {n: -(-needed // n) * n for n in SIDES}
+    least = min(covered.values())
+    return [n for n in SIDES if covered[n] <= WASTE * least]
+
+
+def block_constants(slab: Slab) -> Constants:
+    """Returns the constants that the kernels take under the same names: the tiles of a block, and its main slab."""
+    return (
+        ("kLast", slab.last),
+        ("kChannels", slab.threads),
+        ("kTilesH", slab.tiles_h),
+        ("kTilesW", slab.tiles_w),
+        ("kTileH", slab.tile_h),
+        ("kTileW", slab.tile_w),
+        ("kGrain", slab.grain),
+        ("kBefore", slab.before),
+        ("kPieces", slab.pieces),
+        ("kPieceStride", slab.piece_stride),
+        ("kSkew", slab.skew),
+        ("kChannelSkew", slab.channel_skew),
+    )

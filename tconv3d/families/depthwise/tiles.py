@@ -1,0 +1,370 @@
+"""Plans depthwise_tiles.cuh: forward pass and input gradient of depthwise layers, a tile of a plane per thread.
+
+Sums are added in exact float32 arithmetic, for all types but float64. The compile-time constants depend on the layer,
+the memory format, and the tile of a block, which a model of instructions and bytes chooses for the volume.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import product
+from math import inf, prod
+
+from ...planning import offers
+from ...planning.calibration import Work
+from ...planning.geometry import Axis, Gather
+from ...planning.launch import Constants, Launch, axis_constants
+from ...planning.offers import Answer, Wanted
+from ...planning.problem import Device, Pass, Plan, Problem
+from ...planning.scalars import SCALARS
+from ...planning.side import Side
+from .arguments import DEPTHWISE_TILES
+from .slabs import (
+    BARRIERS,
+    COPY,
+    L2,
+    REGISTERS,
+    RESERVED,
+    SECTOR,
+    WARP,
+    WARPS,
+    Slab,
+    block_constants,
+    channels_last,
+    grains,
+    sides,
+)
+
+HAS_EPILOGUE = True
+MAX_REGISTERS = 240  # estimated registers per thread
+MOST_PLANE_TAPS = 64  # weights of one tap along depth, which are in registers
+MOST_PER_GROUP = 16  # channels of a group on either side
+MOST_TERMS = 1024  # products that are added to one sum, which bounds its rounding error
+MOST_PRODUCTS = 8192  # multiply-adds of the unrolled code
+TILES = ((1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (1, 16))  # candidates for positions of a thread along h, w
+FINALISTS = 8  # tilings that are compared at several lengths along depth
+THREADS = 256  # the most threads of a block
+FEW_THREADS = 128  # blocks of contiguous tensors with fewer threads may have several channels
+CHANNELS = 8, 16, 32  # candidates for the channels of a block if channels are neighbours in memory
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Describes the tiles of a block and counts what they cost."""
+
+    side: Side
+    slab: Slab
+
+    @property
+    def window(self) -> int:
+        """Positions along depth whose sums a thread has; 1 if the ring holds all planes of a position."""
+        depth = self.side.gathers[0]
+        if depth.input_step == 1:
+            return 1
+        first, last = _lags(depth)
+        return last - first + 1
+
+    @property
+    def active(self) -> int:
+        """Threads of a block that have a tile."""
+        return self.slab.tiles_h * self.slab.tiles_w * self.slab.threads
+
+    @property
+    def threads(self) -> int:
+        return -(-self.active // WARP) * WARP
+
+    @property
+    def plane_taps(self) -> int:
+        return prod(self.side.problem.geometry.kernel[1:])
+
+    @property
+    def sums(self) -> int:
+        _, h, w = self.side.gathers
+        return self.slab.tile_h * self.slab.tile_w * h.phases * w.phases
+
+    @property
+    def registers(self) -> int:
+        """An estimate of the registers per thread.
+
+        The compiler merges the loops over rows of the taps that read the same plane, so that weights of several taps
+        are in registers at a time.
+        """
+        weights = self.plane_taps * (2 if self.window > 1 else 1)
+        return self.sums * self.window + weights + 2 * self.slab.reads + 40
+
+    @property
+    def ring(self) -> int:
+        """Planes in shared memory."""
+        depth = self.side.gathers[0]
+        return 2 if self.window > 1 else _span(depth) + depth.input_step
+
+    @property
+    def shared_bytes(self) -> int:
+        kernel_d = self.side.problem.geometry.kernel[0]
+        pitch = self.plane_taps if self.slab.last else -(-self.plane_taps // 4) * 4
+        return self.ring * self.slab.bytes + 4 * self.slab.threads * self.side.reduced * kernel_d * pitch
+
+    @property
+    def products(self) -> int:
+        """Multiply-adds of a thread for a plane of x and a tap along depth."""
+        return self.slab.tile_h * self.slab.tile_w * self.plane_taps
+
+    def resident(self, device: Device) -> int:
+        """Returns the blocks per multiprocessor by registers and shared memory."""
+        by_registers = REGISTERS // (-(-self.registers // 8) * 8 * self.threads)
+        return max(
+            1,
+            min(
+                by_registers, (device.shared_bytes + RESERVED) // (self.shared_bytes + RESERVED), 2048 // self.threads
+            ),
+        )
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """Blocks along h and w, and chunks of channels."""
+        _, h, w = self.side.grid
+        s = self.slab
+        channels = self.side.problem.geometry.groups * self.side.outs
+        return -(-h // (s.tiles_h * s.tile_h)), -(-w // (s.tiles_w * s.tile_w)), -(-channels // s.threads)
+
+    def fits(self, device: Device) -> bool:
+        copies = 1 if self.window == 1 else self.side.problem.geometry.kernel[0]
+        return (
+            self.slab.fits
+            and self.registers <= MAX_REGISTERS
+            and self.products * copies <= MOST_PRODUCTS
+            and self.shared_bytes <= device.shared_bytes
+        )
+
+    @cached_property
+    def tap_cycles(self) -> float:
+        """Cycles of a multiprocessor for a warp's products of one plane and one tap along depth.
+
+        With a window, the rows of a plane are read once for all taps along depth that read the plane.
+        """
+        s, taps = self.slab, self.plane_taps
+        weights = taps if s.last else -(-taps // 4)
+        sharing = 1.0 if self.window == 1 else self.side.problem.geometry.kernel[0] / self.side.gathers[0].input_step
+        issued = self.products + weights + s.rows_read * (s.vectors + s.conversions) / sharing + 12
+        return max(issued / 4, weights + s.rows_read * s.row_wavefronts / sharing)
+
+    @property
+    def plane_cycles(self) -> float:
+        """Cycles of a multiprocessor for all that a block does with one position along depth."""
+        kernel_d, step = self.side.problem.geometry.kernel[0], self.side.gathers[0].input_step
+        products = self.side.reduced * kernel_d * self.tap_cycles * (self.threads // WARP)
+        return products + step * self.fill_cycles
+
+    @property
+    def fill_cycles(self) -> float:
+        """Cycles of a multiprocessor for filling one plane of the ring."""
+        return self.slab.fill_instructions(self.threads) * (self.threads // WARP) / 4
+
+    def cycles(self, length: int, device: Device) -> float:
+        """Returns the cycles of the busiest multiprocessor if blocks compute `length` positions along depth."""
+        problem, depth = self.side.problem, self.side.gathers[0]
+        kernel_d, warps = problem.geometry.kernel[0], self.threads // WARP
+        parts = -(-self.side.grid[0] // length)
+        planes = length * depth.input_step + max(_span(depth) - depth.input_step, 0)
+        stores = self.sums * depth.phases * length * (2 if problem.item_bytes == 2 else 1.5) * warps / 4
+        products = length * self.side.reduced * kernel_d * self.tap_cycles * warps
+        block = products + planes * (self.fill_cycles + 30) + stores + 2000
+        blocks = prod(self.blocks) * parts * problem.batch
+        per_multiprocessor = -(-blocks // device.multiprocessors)
+        resident = min(self.resident(device), per_multiprocessor)
+        arithmetic = per_multiprocessor * block * (max(1.0, WARPS / (resident * warps)) + BARRIERS / resident)
+        stored = self.slab.threads * problem.item_bytes if self.slab.last else SECTOR
+        written = (
+            problem.batch * problem.geometry.groups * self.side.outs * prod(self.side.y_size) * problem.item_bytes
+        )
+        through_l2 = blocks * planes * self.slab.traffic + written * max(SECTOR / stored, 1)
+        memory = max(problem.bytes / COPY, through_l2 / L2) / device.multiprocessors
+        return max(arithmetic, memory) + 0.2 * min(arithmetic, memory)
+
+    def length(self, device: Device) -> int:
+        """Returns the positions along depth per block that take the fewest cycles."""
+        depth = self.side.grid[0]
+        lengths = sorted({-(-depth // parts) for parts in range(1, min(depth, 16) + 1)})
+        return min(lengths, key=lambda length: self.cycles(length, device))
+
+
+def _span(gather: Gather) -> int:
+    """Returns the number of elements from the first to the last one that a position reads."""
+    return gather.reach[1] - gather.reach[0] + 1
+
+
+def _lags(depth: Gather) -> tuple[int, int]:
+    """Returns the least and the greatest number of steps from a position to the planes that feed it."""
+    return depth.reach[0] // depth.input_step, depth.reach[1] // depth.input_step
+
+
+def _candidates(side: Side, device: Device) -> list[Tiling]:
+    problem = side.problem
+    _, h, w = side.gathers
+    span_h, span_w = _span(h), _span(w)
+    last, groups = channels_last(side.x), problem.geometry.groups
+    found = []
+    for tile_h, tile_w in TILES:
+        counts = sides(-(-side.grid[1] // tile_h)), sides(-(-side.grid[2] // tile_w))
+        for tiles_h, tiles_w in product(*counts):
+            for count in _channels(last, groups, side, tiles_h * tiles_w):
+                slabs = [
+                    Slab(last, problem.item_bytes, count * side.reduced, tiles_h, tiles_w, tile_h, tile_w,
+                         h.input_step, w.input_step, span_h, span_w, w.reach[0], grain,
+                         readers=(0,) * side.outs, group=side.reduced)
+                    for grain in grains(problem, side.x, side.x_size[2], groups * side.reduced)
+                ]  # fmt: skip
+                tilings = [tiling for tiling in (Tiling(side, slab) for slab in slabs) if tiling.fits(device)]
+                found += sorted(tilings, key=lambda tiling: tiling.plane_cycles)[:1]
+    return found
+
+
+def _channels(last: bool, groups: int, side: Side, tiles: int) -> list[int]:
+    """Returns candidates for the groups of a block with this many tiles."""
+    if tiles * side.outs > THREADS:
+        return []
+    if last:
+        counts = [-(-n // side.outs) for n in CHANNELS]
+        return [
+            n
+            for n in dict.fromkeys(counts)
+            if n * side.outs * tiles <= THREADS and (n < 2 * groups or n == counts[0])
+        ]
+    return sorted({1, max(1, min(groups, FEW_THREADS // (tiles * side.outs)))})
+
+
+@lru_cache(maxsize=1024)
+def _tiling(problem: Problem, device: Device) -> Tiling | None:
+    """Returns the tiling with the fewest cycles by the model, or None if none fits."""
+    found = _candidates(Side.of(problem), device)
+    nominal = -(-problem.input_size[0] // 3)
+    found = sorted(found, key=lambda tiling: tiling.cycles(nominal, device))[:FINALISTS]
+    found = [replace(tiling, slab=tiling.slab.settled()) for tiling in found]
+    found = [tiling for tiling in found if tiling.fits(device)]
+    return min(found, key=lambda tiling: tiling.cycles(tiling.length(device), device), default=None)
+
+
+def why_not(problem: Problem, device: Device) -> str | None:
+    g = problem.geometry
+    if problem.which not in PASSES:
+        return "it computes forward pass and input gradient"
+    if g.in_per_group > MOST_PER_GROUP or g.out_per_group > MOST_PER_GROUP:
+        return f"more than {MOST_PER_GROUP} channels per group"
+    if problem.dtype == "float64":
+        return "it adds up in float32"
+    if prod(g.kernel[1:]) > MOST_PLANE_TAPS:
+        return "the taps of a plane do not fit the registers"
+    side = Side.of(problem)
+    if any(sum(gather.count) == 0 for gather in side.gathers):
+        return "no tap reaches the output"
+    if side.terms > MOST_TERMS:
+        return f"sums of {side.terms} products need partial sums"
+    if side.positions * g.groups * side.outs >= 2**31 or max(side.x_size[2], side.y_size[2]) >= 2**28:
+        return "the volume is too large"
+    if _tiling(problem, device) is None:
+        return "no tile fits registers and shared memory"
+    return None
+
+
+PASSES = (Pass.FORWARD, Pass.INPUT_GRAD)  # passes that this family computes
+
+
+def offer(wanted: Wanted, device: Device) -> list[Answer]:
+    return offers.one_by_one(PASSES, "depthwise_tiles", wanted, device, why_not, work, plan)
+
+
+def work(problem: Problem, device: Device) -> Work:
+    """Returns the work of the launch: cycles by the model."""
+    tiling = _tiling(problem, device)
+    cycles = inf if tiling is None else tiling.cycles(tiling.length(device), device)
+    return Work(1, cycles, tensor_cores=False)
+
+
+def plan(problem: Problem, device: Device) -> Plan:
+    tiling = _tiling(problem, device)
+    assert tiling is not None, problem
+    side, slab, length = tiling.side, tiling.slab, tiling.length(device)
+    parts = -(-side.grid[0] // length)
+    by_h, by_w, chunks = tiling.blocks
+    launch = Launch(
+        kernel="depthwise_tiles",
+        constants=_constants(tiling, device),
+        grid=(problem.batch * parts * by_h * by_w * chunks, 1, 1),
+        threads=tiling.threads,
+        shared_bytes=tiling.shared_bytes,
+        pointers=DEPTHWISE_TILES.pointers(**side.operands),
+        scalars=DEPTHWISE_TILES.pack(
+            x_strides=side.x,
+            y_strides=side.y,
+            w_strides=side.weight,
+            w_group_stride=problem.geometry.in_per_group * problem.weight[0],
+            x_size=side.x_size,
+            y_size=side.y_size,
+            grid=side.grid,
+            length=length,
+            by_w=by_w,
+            by_h=by_h,
+            by_parts=parts,
+        ),
+    )
+    tile = f"each thread {slab.tile_h} x {slab.tile_w} positions of a plane, walking {length} along depth"
+    return Plan("depthwise_tiles", "multiply-adds, planes in shared memory", (launch,), tile=tile)
+
+
+def _stored(tiling: Tiling) -> int:
+    """Returns the neighbouring outputs that a thread stores at once."""
+    side, item = tiling.side, tiling.slab.item
+    if side.y[4] != 1:
+        return 1
+    line = tiling.slab.tile_w * side.gathers[2].phases
+    bounds = (line, side.y_size[2], *side.y[:4])
+    return next(n for n in (16 // item, 8 // item, 4 // item, 1) if n >= 1 and not any(b % n for b in bounds))
+
+
+def _constants(tiling: Tiling, device: Device) -> Constants:
+    side, slab, problem = tiling.side, tiling.slab, tiling.side.problem
+    d, h, w = side.gathers
+    _, axis_h, axis_w = problem.geometry.axes
+    return (
+        ("kThreads", tiling.threads),
+        ("kMinBlocks", tiling.resident(device)),
+        ("Scalar", SCALARS[problem.dtype]),
+        ("Epilogue", problem.activation),
+        ("kOutChannels", problem.geometry.groups * side.outs),
+        ("kReduced", side.reduced),
+        ("kOuts", side.outs),
+        ("kChannelsX", slab.channels),
+        *block_constants(slab),
+        ("kStored", _stored(tiling)),
+        *axis_constants(problem.geometry.axes, "kernel"),
+        *axis_constants(side.gathers, "input_step", "phases"),
+        *((f"kMin{n}", gather.reach[0]) for n, gather in zip("DHW", side.gathers, strict=True)),
+        *(
+            (f"kSpan{n}", gather.reach[1] - gather.reach[0] + 1)
+            for n, gather in zip("DHW", side.gathers, strict=True)
+        ),
+        *_tap_tables("H", axis_h, h),
+        *_tap_tables("W", axis_w, w),
+        ("kCountD", d.count),
+        ("kFirstTapD", d.first_tap),
+        ("kTapStepD", d.tap_step),
+        ("kFirstOffsetD", d.first_offset),
+        ("kOffsetStepD", d.offset_step),
+        ("kWindow", tiling.window),
+        ("kFirstLag", _lags(d)[0]),
+        ("kLastLag", _lags(d)[1]),
+        ("kTapPlane", tuple(d.offset(0, j) % d.input_step for j in range(d.count[0])) or (0,)),
+        ("kTapLag", tuple(d.offset(0, j) // d.input_step for j in range(d.count[0])) or (0,)),
+    )
+
+
+def _tap_tables(letter: str, axis: Axis, gather: Gather) -> Constants:
+    """Returns for each tap its phase, and the element that it reads, counted from the first that position 0 reads."""
+    found = {
+        gather.tap(f, j): (f, gather.offset(f, j) - gather.reach[0])
+        for f, count in enumerate(gather.count)
+        for j in range(count)
+    }
+    phases, reads = zip(*(found[tap] for tap in range(axis.kernel)), strict=True)
+    return (f"kTapPhase{letter}", phases), (f"kRead{letter}", reads)

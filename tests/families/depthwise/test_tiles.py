@@ -1,0 +1,179 @@
+"""Depthwise layers with large kernels, all passes, against float64: tiles of planes in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from few_channels_layers import T1, T2, T3
+from generated import small_layers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layers import UNIT, Layer, allowed_error, passes, poisoned, wrong_elements
+from layers import check as check_layer
+from preferred import counted, preferring
+from problems import H200, problem
+from weight_gradients import tensors
+
+import tconv3d
+from tconv3d.families.depthwise import slabs, tiles, tiles_weight_grad
+from tconv3d.planning import calibration, planner
+from tconv3d.planning.problem import Pass, Problem, bias_grad_problem, channels_last_strides
+from tconv3d.torch_ops import executor
+
+T5 = (5, 5, 5)
+LAYERS = {
+    "five": Layer(3, 3, (4, 5, 6), T5, T2, T2, T1, groups=3, batch=1),
+    "stride one": Layer(2, 2, (3, 4, 9), (5, 3, 5), padding=(2, 1, 2), groups=2),
+    "dilated, three phases": Layer(4, 4, (4, 3, 5), (2, 3, 2), (3, 2, 3), (1, 2, 1), (1, 0, 2), (2, 3, 1), 4),
+    "empty phases": Layer(5, 5, (3, 4, 4), T3, T2, (3, 2, 2), T1, T2, 5),
+    "several blocks": Layer(2, 2, (9, 18, 35), (3, 5, 5), T2, (1, 2, 2), T1, groups=2, batch=1),
+    "whole copies": Layer(16, 16, (3, 4, 16), (3, 3, 5), (1, 2, 2), (1, 1, 2), (0, 1, 1), groups=16, batch=1),
+    "groups": Layer(6, 4, (3, 4, 9), (2, 3, 5), (2, 2, 1), (1, 1, 2), (0, 1, 0), groups=2, batch=1),
+    "groups of eight": Layer(16, 16, (2, 3, 4), (1, 3, 3), T2, (0, 1, 1), (0, 1, 1), groups=2, batch=1),
+}
+KERNELS = {
+    Pass.FORWARD: "depthwise_tiles",
+    Pass.INPUT_GRAD: "depthwise_tiles",
+    Pass.WEIGHT_GRAD: "depthwise_tiles_weight_grad",
+}
+CASES = [
+    *(
+        (name, dtype, last)
+        for name, (dtype, last) in product(LAYERS, ((torch.float32, False), (torch.bfloat16, True)))
+    ),
+    *(("whole copies", dtype, last) for dtype, last in ((torch.float32, True), (torch.float16, False))),
+    *(("five", torch.float16, last) for last in (False, True)),
+]
+
+
+@pytest.fixture
+def ours(ours: str) -> Iterator[str]:
+    """The kernels with tiles compute all that they can."""
+    with preferring("depthwise_tiles", "depthwise_tiles_weight_grad"):
+        yield ours
+
+
+def check(layer: Layer, dtype: torch.dtype, last: bool, device: str) -> set[str]:
+    """Compares the result and all gradients with float64, and returns the families that made plans."""
+    memory_format = torch.channels_last_3d if last else torch.contiguous_format
+    operands = layer.operands(dtype, device)
+    operands[0] = operands[0].to(memory_format=memory_format)
+    dy = tensors(layer, dtype, device)[1].to(memory_format=memory_format)
+    with poisoned(), counted() as families:
+        y, _ = passes(tconv3d.conv_transpose3d, operands, layer.settings, forward_only=True)
+        wanted = True, True, layer.bias
+        gradients = executor.backward(dy, *operands[:2], wanted, layer.size, layer.kernel, layer.settings)
+    exact = [operand.double() for operand in operands]
+    expected, exact_gradients = passes(F.conv_transpose3d, exact, layer.settings, dy.double())
+    absolute = [operand.abs() for operand in exact]
+    largest, large_gradients = passes(F.conv_transpose3d, absolute, layer.settings, dy.double().abs())
+    names = ("result", "input gradient", "weight gradient", "bias gradient")[: 1 + len(operands)]
+    for name, got, exactly, bound in zip(
+        names, (y, *gradients), (expected, *exact_gradients), (largest, *large_gradients), strict=False
+    ):
+        assert got is not None and got.dtype == dtype, name
+        wrong = wrong_elements(name, got, exactly, allowed_error(exactly, bound, dtype))
+        assert wrong is None, wrong
+    return set(families)
+
+
+@pytest.mark.parametrize(("name", "dtype", "last"), CASES, ids=str)
+def test_against_float64(name: str, dtype: torch.dtype, last: bool, ours: str) -> None:
+    assert {"depthwise_tiles", "depthwise_tiles_weight_grad"} <= check(LAYERS[name], dtype, last, ours)
+
+
+@pytest.mark.slow
+@settings(max_examples=16)
+@given(layer=small_layers((5, 5, 9), st.integers(1, 3), None), half=st.booleans(), last=st.booleans())
+def test_generated_geometries(layer: Layer, half: bool, last: bool, ours: str) -> None:
+    check(layer, torch.bfloat16 if half else torch.float32, last, ours)
+
+
+def test_the_bias_in_the_same_pass(ours: str) -> None:
+    layer = LAYERS["several blocks"]
+    x, dy = tensors(layer, torch.float32, ours)
+    weight = problem(layer, Pass.WEIGHT_GRAD, tf32=False)
+    bias = bias_grad_problem(layer.batch, layer.out_channels, weight.output_size, "float32", weight.output)
+    assert [plan.kernel for plan in planner.gradient_plans((weight, bias), H200)] == [KERNELS[Pass.WEIGHT_GRAD]]
+    with poisoned():
+        both = executor.backward(dy, x, None, (False, True, True), layer.size, layer.kernel, layer.settings)
+        again = executor.backward(dy, x, None, (False, True, True), layer.size, layer.kernel, layer.settings)
+    assert all(torch.equal(a, b) for a, b in zip(both[1:], again[1:], strict=True))  # bitwise reproducible
+    exact, largest = dy.double().sum((0, 2, 3, 4)), dy.double().abs().sum((0, 2, 3, 4))
+    assert bool(((both[2].double() - exact).abs() <= 4 * UNIT[torch.float32] * largest).all())
+
+
+def test_unaligned_and_strided_operands(ours: str) -> None:
+    layer = LAYERS["whole copies"]
+    x, *others = layer.operands(torch.float16, ours)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device=ours)[1:].view(x.shape).copy_(x)
+    turned = x.permute(4, 2, 0, 3, 1).contiguous().permute(2, 4, 1, 3, 0)
+    for one in (shifted, turned):
+        check_layer(layer, torch.float16, ours, [one, *others])
+
+
+def mednext(kernel: int, which: Pass, dtype: str, last: bool) -> Problem:
+    """Returns a pass of MedNeXt's up-sampling layer on a large volume."""
+    triple = (kernel,) * 3
+    layer = Layer(96, 96, (48, 48, 48), triple, T2, (kernel // 2,) * 3, T1, groups=96, batch=2)
+    wanted = replace(problem(layer, which, tf32=False), dtype=dtype)
+    if not last:
+        return wanted
+    sizes = layer.size, wanted.output_size
+    x, y = (channels_last_strides((2, 96, *size)) for size in sizes)
+    return replace(wanted, input=x, output=y)
+
+
+@pytest.mark.parametrize("which", KERNELS)
+@pytest.mark.parametrize("kernel", [5, 7])
+def test_large_kernels_go_to_tiles_and_are_not_far_above_the_floor(kernel: int, which: Pass) -> None:
+    for dtype, last in product(("float32", "float16"), (False, True)):
+        wanted = mednext(kernel, which, dtype, last)
+        taken, *_ = planner.taken({which: wanted}, H200)
+        floor = max(wanted.flops / 51e6, wanted.bytes / 4.27e6)
+        assert taken.kernel == KERNELS[which] or (taken.kernel == "depthwise_lines" and kernel == 5)
+        assert taken.microseconds < 3 * floor
+
+
+def test_threads_of_a_warp_read_different_banks() -> None:
+    for kernel, which, dtype, last in product((5, 7), (Pass.FORWARD, Pass.INPUT_GRAD), ("float32",), (False, True)):
+        plan = tiles.plan(mednext(kernel, which, dtype, last), H200)
+        assert plan.launches[0].shared_bytes <= H200.shared_bytes
+        tiling = tiles._tiling(mednext(kernel, which, dtype, last), H200)
+        assert tiling is not None and tiling.slab.conflicts <= 1.5
+
+
+def test_settled_slabs_have_fewer_conflicts() -> None:
+    slab = slabs.Slab(True, 4, 8, 4, 2, 4, 4, 2, 2, 5, 5, -2, 4)  # four tiles of a warp along h
+    assert slabs._conflicts(slab) == 4.0
+    assert slab.settled().conflicts == 1.0 and slab.settled().skew == 8
+
+
+def test_what_they_refuse_and_why() -> None:
+    forward, weight = (problem(LAYERS["five"], which) for which in (Pass.FORWARD, Pass.WEIGHT_GRAD))
+    assert tiles.why_not(forward, H200) is None and tiles_weight_grad.why_not(weight, H200) is None
+    wide = Layer(2, 2, (3, 3, 3), (1, 9, 9), padding=(0, 4, 4), groups=2)
+    last = channels_last_strides((1, 3, *LAYERS["five"].size))
+    for planner_of, refused, reason in (
+        (tiles, weight, "forward pass"),
+        (tiles_weight_grad, forward, "weight gradients"),
+        (tiles, replace(forward, dtype="float64"), "float32"),
+        (tiles_weight_grad, replace(weight, dtype="float64"), "float32"),
+        (tiles, problem(Layer(20, 4, (3, 3, 3), T3), Pass.FORWARD), "channels per group"),
+        (tiles_weight_grad, problem(Layer(20, 4, (3, 3, 3), T3), Pass.WEIGHT_GRAD), "pairs"),
+        (tiles, problem(wide, Pass.FORWARD), "registers"),
+        (tiles_weight_grad, problem(wide, Pass.WEIGHT_GRAD), "registers"),
+        (tiles_weight_grad, replace(weight, input=last), "channels-last"),
+    ):
+        assert reason in (planner_of.why_not(refused, H200) or "")
+    assert "workspace" in (tiles_weight_grad.why_not(weight, H200.thrifty) or "")
+
+
+def test_derived_rates_are_compared_at_a_price_above_the_prediction() -> None:
+    for kernel in set(KERNELS.values()):
+        assert calibration.measured("H200")[kernel]["any"]["times"] > 0 or calibration.surcharge(kernel, H200) > 1
