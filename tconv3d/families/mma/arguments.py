@@ -42,6 +42,7 @@ MMA = Arguments(
     store_line=INT32("Elements from one line of y to the next in shared memory."),
     store_pitch=INT32("Elements from one column of y to the next in shared memory."),
     store_lanes=INT32("Lanes that share a line of y: a power of two, at most 32."),
+    store_width=INT32("Outputs of a line that one access stores: kVector or half of it if aligned, else 1."),
     **fields_per_axis("tiles", DIVIDER, "Divides by the tiles along {}."),
     tile_d=DIVIDER("Divides by tile.d."),
     tile_h=DIVIDER("Divides by tile.h."),

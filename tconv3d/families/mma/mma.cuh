@@ -8,7 +8,7 @@
 //
 // A block owns a box of positions q (the rows of its matrix), a slice of output channels (the columns) and
 // one or more phases, each with accumulators of its own. For a chunk of input channels it copies the halo of
-// x that all its taps need to shared memory once, as slots: the chunk's channels of one position. For a tap,
+// x that all its taps need to shared memory once, as slots: 16 bytes of channels of one position. For a tap,
 // a warp's rows are the slots at the tap's offset: ldmatrix takes an address per row, so that any shift,
 // stride, dilation or line end costs one addition. A window of fragments along w feeds every tap and
 // phase that needs it (mma_tile.cuh). Weights are packed in the order of use (mma_layout.cuh), and are copied
@@ -17,7 +17,9 @@
 // Copies are asynchronous: the copies of a step (kRows rows of taps of a chunk) are issued kStages - 1 steps
 // before its products, and a halo together with the first step that reads it. TF32 operands are rounded to
 // nearest between shared memory and the tensor cores (kRounds), unless x was already rounded when it was
-// rewritten as rows of channels; weights are rounded when they are packed.
+// rewritten as rows of channels; weights are rounded when they are packed. Strict float32 (kHalves == 2)
+// computes every product as three TF32 products of split values (`Halves`): x is split after it is loaded
+// from shared memory, weights when they are packed.
 #pragma once
 
 #include "mma_copies.cuh"
@@ -34,16 +36,21 @@ struct Mma {
   using Copies = MmaCopies<C>;
   using Stores = MmaStores<C>;
   static constexpr auto kOperand = OperandOf<Scalar>::kOperand;
-  static constexpr int kStageWords = C::kRows * C::kTaps * Layout::kTapWords;
+  static constexpr int kRowWords = Copies::kRowWords, kStageWords = C::kRows * kRowWords;
   static constexpr int kTableInts = (C::kMostRows * C::kWindows + 3) / 4 * 4;
   static constexpr bool kThroughRegisters = Copies::kByHalves;
   static_assert(C::kThreads == 32 * C::kWarpsM * C::kWarpsN, "a warp for each part of the block's tile");
   static_assert(!C::kRounds || sizeof(Scalar) == 4, "only TF32 numbers are rounded");
   static_assert(C::kStages >= 2 && C::kHaloBuffers >= 2, "copies are a step ahead of products");
 
-  // One step of the loop over chunks, sources and rows of taps, with the indices of its buffers.
-  struct Step {
-    int chunk, source, row, stage, halo;
+  // A place in the loop over chunks and steps, with the indices of its buffers. `row` is the step's first row
+  // of taps; `halo` is the buffer of the halo that the step reads.
+  struct Cursor {
+    int chunk = 0, step = 0, row = 0, stage = 0, halo = 0;
+  };
+  // The step whose copies are issued next, and this thread's first words of its packed weights.
+  struct Ahead : Cursor {
+    const unsigned* weights;
   };
 
   // Pointers to the parts of the block's shared memory.
@@ -74,11 +81,12 @@ struct Mma {
     lane = static_cast<int>(threadIdx.x) % 32;
     warp_m = warp % C::kWarpsM;
     warp_n = warp / C::kWarpsM;
-    halo_bytes = tile.args.slots * Tile::kSlotBytes;
+    halo_bytes = Tile::kPieces * tile.piece_bytes();
     for (int i = threadIdx.x; i < tile.rows * C::kWindows; i += C::kThreads)
       shared.table[i] = tile.window_offset(i / C::kWindows, i % C::kWindows);
     copies.list_items(shared.items);
-    base = ptx::shared_address(shared.halo) + lane / 16 * 16 + tile.base(tile.position(warp_m, lane % 16, 0));
+    base = ptx::shared_address(shared.halo) + lane / 16 * tile.piece_bytes() +
+           tile.base(tile.position(warp_m, lane % 16, 0));
     jobs.next = jobs.count = 0;
   }
 
@@ -103,112 +111,210 @@ struct Mma {
 
   // ---- The pipeline.
 
-  __device__ __forceinline__ void advance(Step& step) const {
-    step.stage = step.stage + 1 == C::kStages ? 0 : step.stage + 1;
-    step.row += C::kRows;
-    if (step.row >= tile.end_row(step.source)) {
-      step.row = tile.end_row(step.source);
-      step.halo = step.halo + 1 == C::kHaloBuffers ? 0 : step.halo + 1;
-      if (++step.source == tile.sources) {
-        step.source = step.row = 0;
-        ++step.chunk;
-      }
+  __device__ __forceinline__ void advance(Cursor& at) const {
+    at.stage = at.stage + 1 == C::kStages ? 0 : at.stage + 1;
+    at.row += tile.rows_of(at.step);
+    if (++at.step == tile.steps) {
+      at.step = at.row = 0;
+      ++at.chunk;
     }
-  }
-  __device__ __forceinline__ bool begins_halo(const Step& step) const {
-    return step.row == (step.source == 0 ? 0 : tile.end_row(step.source - 1));
-  }
-  __device__ __forceinline__ int rows_of(const Step& step) const {
-    const int left = tile.end_row(step.source) - step.row;
-    return left < C::kRows ? left : C::kRows;
+    if (tile.begins_halo(at.step)) at.halo = at.halo + 1 == C::kHaloBuffers ? 0 : at.halo + 1;
   }
 
-  // Issues the copies of a step, and commits them as one group.
-  __device__ __forceinline__ void ask_for(const Step& step) {
-    if (step.chunk < Layout::kChunks) {
-      copies.copy_weights(shared.weights + step.stage * kStageWords, step.chunk, step.row, rows_of(step));
-      if (!kThroughRegisters && begins_halo(step))
-        copies.copy_halo(shared.halo + step.halo * halo_bytes, step.chunk, step.source);
+  // Issues the copies of a step, commits them as one group, and advances to the next step.
+  __device__ __forceinline__ void ask_for(Ahead& at) {
+    if (at.chunk < Layout::kChunks) {
+      const int rows = tile.rows_of(at.step);
+      copies.copy_weights(shared.weights + at.stage * kStageWords, at.weights, rows);
+      if (!kThroughRegisters && tile.begins_halo(at.step))
+        copies.copy_halo(shared.halo + at.halo * halo_bytes, at.chunk, tile.source_of(at.step));
+      at.weights += rows * kRowWords;
     }
     ptx::copy_commit();
+    advance(at);
+    // The weights of a chunk are followed by those of other block phases.
+    if (Tile::kBlockPhases > 1 && at.step == 0)
+      at.weights += (C::kAllTaps - tile.rows * C::kTaps) * Layout::kTapWords;
   }
   // Starts the copy of a halo through registers, which proceeds while the previous halo is multiplied.
-  __device__ __forceinline__ void begin_jobs(const Step& step) {
+  __device__ __forceinline__ void begin_jobs(int halo, int chunk, int source) {
     if constexpr (kThroughRegisters) {
-      if (step.chunk < Layout::kChunks)
-        copies.begin(jobs, shared.halo + step.halo * halo_bytes, step.chunk, step.source);
+      if (chunk < Layout::kChunks) copies.begin(jobs, shared.halo + halo * halo_bytes, chunk, source);
     }
+  }
+  __device__ __forceinline__ void begin_jobs_after(const Cursor& at) {
+    const int source = tile.source_of(at.step) + 1, halo = at.halo + 1 == C::kHaloBuffers ? 0 : at.halo + 1;
+    const bool last = source == tile.sources;
+    begin_jobs(halo, at.chunk + (last ? 1 : 0), last ? 0 : source);
   }
   __device__ __forceinline__ void finish_jobs() {
     if constexpr (kThroughRegisters) {
       while (jobs.next < jobs.count) copies.advance(jobs);
     }
   }
-  __device__ __forceinline__ Step next_halo(Step step) const {
-    step.row = tile.end_row(step.source);
-    advance(step);
-    return step;
+
+  // ---- The products. A use is the product of a window's fragments, at one K step, with the weights of a
+  // tap.
+
+  struct Use {
+    int row, window, step, tap;
+    int unit;    // number of the window's fragments of this K step, counted over all rows
+    bool first;  // no use before this one has the same unit
+  };
+  static constexpr int kRowUses = C::kTaps * C::kSteps;
+  static constexpr Use use(int number) {
+    const int row = number / kRowUses;
+    int rest = number % kRowUses, window = 0, taps = C::kFirstUse(1);
+    while (rest >= taps * C::kSteps) {
+      rest -= taps * C::kSteps;
+      ++window;
+      taps = C::kFirstUse(window + 1) - C::kFirstUse(window);
+    }
+    const int step = rest / taps, own = rest % taps;
+    const int unit = (row * C::kWindows + window) * C::kSteps + step;
+    return {row, window, step, C::kUse(C::kFirstUse(window) + own), unit, own == 0};
+  }
+  static constexpr int most_fragments() {
+    int most = 0;
+    for (int i = 0; i < C::kWindows; ++i) most = C::kWindowSpan(i) > most ? C::kWindowSpan(i) : most;
+    return C::kTilesM + most;
+  }
+  using Fragments = unsigned[most_fragments()][4];
+  using Columns = unsigned[C::kHalves][C::kTilesN][2];
+
+  template <int kNumber>
+  __device__ __forceinline__ void load_fragments(Fragments& a, const unsigned (&windows)[C::kWindows]) const {
+    constexpr Use kUse = use(kNumber);
+    const unsigned from = windows[kUse.window] + 2 * kUse.step * tile.piece_bytes();
+#pragma unroll
+    for (int i = 0; i < C::kTilesM + C::kWindowSpan(kUse.window); ++i)
+      ptx::load_matrices(a[i], from + i * Tile::kSlotBytes);
   }
 
-  // ---- The products.
-
-  template <int kTap, int kFragments>
-  __device__ __forceinline__ void multiply_tap(const unsigned (&a)[kFragments][4], const unsigned* strip) {
-    unsigned b[C::kTilesN][2];
-    static_for<C::kTilesN>([&](auto j) {
-      constexpr int kTile = decltype(j)::value;
+  template <int kNumber>
+  __device__ __forceinline__ void load_columns(Columns& b, const unsigned* weights) const {
+    constexpr Use kUse = use(kNumber);
+    const unsigned* const strip = weights + kUse.row * kRowWords + kUse.tap * Layout::kTapWords +
+                                  kUse.step * C::kWarpsN * Layout::kStripWords;
+    static_for<C::kHalves * C::kTilesN>([&](auto number) {
+      constexpr int kHalf = decltype(number)::value / C::kTilesN,
+                    kTile = decltype(number)::value % C::kTilesN;
+      const unsigned* const from = strip + kHalf * Layout::kHalfWords + Layout::fragment(kTile, 0);
       if constexpr (!Layout::paired(kTile)) {
-        const auto words = load_vector<2>(strip + Layout::fragment(kTile, 0) + 2 * lane);
-        b[kTile][0] = words.at[0], b[kTile][1] = words.at[1];
+        const auto words = load_vector<2>(from + 2 * lane);
+        b[kHalf][kTile][0] = words.at[0], b[kHalf][kTile][1] = words.at[1];
       } else if constexpr (kTile % 2 == 0) {
-        const auto words = load_vector<4>(strip + Layout::fragment(kTile, 0) + 4 * lane);
-        b[kTile][0] = words.at[0], b[kTile][1] = words.at[1];
-        b[kTile + 1][0] = words.at[2], b[kTile + 1][1] = words.at[3];
+        const auto words = load_vector<4>(from + 4 * lane);
+        b[kHalf][kTile][0] = words.at[0], b[kHalf][kTile][1] = words.at[1];
+        b[kHalf][kTile + 1][0] = words.at[2], b[kHalf][kTile + 1][1] = words.at[3];
       }
     });
+  }
+
+  // Turns the fragments of a unit into operands of tensor cores: rounds them, or splits them for strict
+  // float32, where `a` then has the high halves.
+  template <int kWindow>
+  __device__ __forceinline__ void make_operands(Fragments& a, Fragments& low) const {
+    if constexpr (C::kRounds || C::kHalves == 2) {
+#pragma unroll
+      for (int i = 0; i < C::kTilesM + C::kWindowSpan(kWindow); ++i) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const float value = ptx::bits_to_float(a[i][k]);
+          if constexpr (C::kHalves == 2) {
+            a[i][k] = Halves::high(value);
+            low[i][k] = Halves::low(value);
+          } else {
+            a[i][k] = OperandOf<float>::bits(value);
+          }
+        }
+      }
+    }
+  }
+
+  template <int kTap>
+  __device__ __forceinline__ void multiply_tap(const Fragments& a, const Fragments& low, const Columns& b) {
+    constexpr int kShift = C::kTapShift(kTap), kPhase = C::kTapPhase(kTap);
 #pragma unroll
     for (int m = 0; m < C::kTilesM; ++m) {
+      if constexpr (C::kHalves == 2) {
+        // Tensor cores round sums towards zero. They add the three products of 8 channels, the small ones
+        // first; an ordinary addition, which rounds to nearest, adds the result to the sum.
+        float part[C::kTilesN][4] = {};
 #pragma unroll
-      for (int j = 0; j < C::kTilesN; ++j)
-        ptx::warp_multiply<kOperand>(sums[C::kTapPhase(kTap)][m][j], a[m + C::kTapShift(kTap)], b[j]);
+        for (int j = 0; j < C::kTilesN; ++j) ptx::warp_multiply<kOperand>(part[j], low[m + kShift], b[0][j]);
+#pragma unroll
+        for (int j = 0; j < C::kTilesN; ++j) ptx::warp_multiply<kOperand>(part[j], a[m + kShift], b[1][j]);
+#pragma unroll
+        for (int j = 0; j < C::kTilesN; ++j) ptx::warp_multiply<kOperand>(part[j], a[m + kShift], b[0][j]);
+#pragma unroll
+        for (int j = 0; j < C::kTilesN; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) sums[kPhase][m][j][e] += part[j][e];
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < C::kTilesN; ++j)
+          ptx::warp_multiply<kOperand>(sums[kPhase][m][j], a[m + kShift], b[0][j]);
+      }
     }
   }
 
-  // Multiplies one K step of a window with all taps that read it.
-  template <int kWindow, int kStep>
-  __device__ __forceinline__ void multiply_window(unsigned offset, const unsigned* row) {
-    constexpr int kFragments = C::kTilesM + C::kWindowSpan(kWindow);
-    unsigned a[kFragments][4];
-#pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-      ptx::load_matrices(a[i], base + offset + i * Tile::kSlotBytes + 32 * kStep);
-      if constexpr (C::kRounds) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) a[i][k] = OperandOf<float>::bits(ptx::bits_to_float(a[i][k]));
-      }
-    }
-    static_for<C::kTaps>([&](auto tap) {
-      constexpr int kTap = decltype(tap)::value;
-      if constexpr (C::kTapWindow(kTap) == kWindow)
-        multiply_tap<kTap>(
-            a, row + kTap * Layout::kTapWords + (kStep * C::kWarpsN + warp_n) * Layout::kStripWords);
+  __device__ __forceinline__ void find_windows(unsigned (&windows)[C::kWindows], unsigned halo,
+                                               int row) const {
+    static_for<C::kWindows>([&](auto window) {
+      windows[window] = halo + static_cast<unsigned>(shared.table[row * C::kWindows + window]);
     });
   }
 
-  __device__ __forceinline__ void multiply(const Step& step) {
-    const int rows = rows_of(step);
-    const unsigned buffer = step.halo * halo_bytes;
-    const unsigned* row = shared.weights + step.stage * kStageWords;
+  // Multiplies kCount rows of taps. The operands of a use are loaded before the products of the use before
+  // it, except for fragments in strict float32, which has no registers left for them.
+  static constexpr bool kEarly = C::kHalves == 1;
+  // Rows of taps are multiplied one by one if words are copied between them, and in strict float32.
+  static constexpr bool kRowsTogether = kEarly && !kThroughRegisters;
+  template <int kCount>
+  __device__ __forceinline__ void multiply_rows(unsigned halo, int row, const unsigned* weights) {
+    constexpr int kUses = kCount * kRowUses;
+    unsigned windows[2][C::kWindows];
+    Fragments a[2], low;  // `low` is used by strict float32 alone
+    Columns b[2];
+    find_windows(windows[0], halo, row);
+    load_fragments<0>(a[0], windows[0]);
+    load_columns<0>(b[0], weights);
+    static_for<kUses>([&](auto number) {
+      constexpr int kNow = decltype(number)::value, kNext = kNow + 1;
+      constexpr Use kUse = use(kNow);
+      if constexpr (kNow % kRowUses == 0 && kUse.row + 1 < kCount)
+        find_windows(windows[(kUse.row + 1) % 2], halo, row + kUse.row + 1);
+      if constexpr (kNext < kUses) {
+        constexpr Use kAfter = use(kNext);
+        if constexpr (kEarly && kAfter.first)
+          load_fragments<kNext>(a[kAfter.unit % 2], windows[kAfter.row % 2]);
+        load_columns<kNext>(b[kNext % 2], weights);
+      }
+      if constexpr (!kEarly && kNow > 0 && kUse.first)
+        load_fragments<kNow>(a[kUse.unit % 2], windows[kUse.row % 2]);
+      if constexpr (kUse.first) make_operands<kUse.window>(a[kUse.unit % 2], low);
+      multiply_tap<kUse.tap>(a[kUse.unit % 2], low, b[kNow % 2]);
+    });
+  }
+
+  __device__ __forceinline__ void multiply(const Cursor& at) {
+    const int rows = tile.rows_of(at.step);
+    const unsigned halo = base + at.halo * halo_bytes;
+    const unsigned* weights = shared.weights + at.stage * kStageWords + warp_n * Layout::kStripWords;
+    if constexpr (kRowsTogether) {
+      if (rows == C::kRows) {
+        multiply_rows<C::kRows>(halo, at.row, weights);
+        return;
+      }
+    }
+    if constexpr (!kRowsTogether || !C::kWholeSteps) {
 #pragma unroll 1
-    for (int i = 0; i < rows; ++i) {
-      const int* const offsets = shared.table + (step.row + i) * C::kWindows;
-      static_for<C::kWindows>([&](auto window) {
-        const unsigned offset = buffer + static_cast<unsigned>(offsets[window]);
-        static_for<C::kSteps>(
-            [&](auto k) { multiply_window<decltype(window)::value, decltype(k)::value>(offset, row); });
-      });
-      row += C::kTaps * Layout::kTapWords;
-      if constexpr (kThroughRegisters) copies.advance(jobs);
+      for (int i = 0; i < rows; ++i) {
+        multiply_rows<1>(halo, at.row + i, weights + i * kRowWords);
+        if constexpr (kThroughRegisters) copies.advance(jobs);
+      }
     }
   }
 
@@ -218,23 +324,20 @@ struct Mma {
     __syncthreads();  // the tables are visible to all threads
     // A block phase without taps outputs the bias alone.
     if (tile.rows > 0) {
-      Step ahead{0, 0, 0, 0, 0}, current{0, 0, 0, 0, 0};
-      begin_jobs(current);
-      for (int i = 0; i < C::kStages - 1; ++i) {
-        ask_for(ahead);
-        advance(ahead);
-      }
+      Cursor current;
+      Ahead ahead{{}, copies.weights()};
+      begin_jobs(0, 0, 0);
+      for (int i = 0; i < C::kStages - 1; ++i) ask_for(ahead);
 #pragma unroll 1
       while (current.chunk < Layout::kChunks) {
-        const bool begins = kThroughRegisters && begins_halo(current);
+        const bool begins = kThroughRegisters && tile.begins_halo(current.step);
         if (begins) finish_jobs();
         ptx::copy_wait<C::kStages - 2>();
         // The operands of this step are visible to all threads from here on, and no thread still
         // reads those of the previous step.
         __syncthreads();
-        if (begins) begin_jobs(next_halo(current));
+        if (begins) begin_jobs_after(current);
         ask_for(ahead);
-        advance(ahead);
         multiply(current);
         advance(current);
       }

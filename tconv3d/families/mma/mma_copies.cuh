@@ -12,11 +12,11 @@ namespace tconv3d {
 
 // One position of a halo. Items are listed in the order of x.
 struct MmaItem {
-  int from;        // offset in x from the halo's first position, in elements
-  unsigned place;  // low 16 bits: slot, in units of 16 bytes; bit 16 + s: source s has the item inside x
+  unsigned from;   // offset in x from the halo's first position, in bytes
+  unsigned place;  // low 16 bits: slot; bit 16 + s: source s has the item inside x
 
   __device__ __forceinline__ unsigned slot() const { return (place & 0xFFFFu) * 16u; }
-  __device__ __forceinline__ bool inside(int source) const { return place >> (16 + source) & 1u; }
+  static __device__ __forceinline__ unsigned mask(int source) { return 0x10000u << source; }
 };
 
 template <class C>
@@ -26,6 +26,7 @@ struct MmaCopies {
   using Scalar = typename C::Scalar;
   static constexpr bool kByPieces = C::kCopy == 0, kByWords = C::kCopy == 1, kByHalves = C::kCopy == 2;
   static constexpr int kWords = Layout::kChunkWords;
+  static constexpr int kRowWords = C::kTaps * Layout::kTapWords;  // packed words of a row of taps
   static_assert(!kByWords || sizeof(Scalar) == 4, "words are floats");
   static_assert(!kByHalves || sizeof(Scalar) == 2, "halves of words have 16 bits");
 
@@ -54,65 +55,96 @@ struct MmaCopies {
       }
       const long long from = n * args.x_strides.n + d * C::kLineStepD * args.x_strides.d +
                              h * C::kLineStepH * args.x_strides.h + w * args.x_strides.w;
-      to[i] = {static_cast<int>(from), place};
+      to[i] = {static_cast<unsigned>(from) * static_cast<unsigned>(sizeof(Scalar)), place};
     }
   }
 
-  // Copies the packed weights of `rows` rows of taps, from `row` on, which is counted from the block's first
-  // row.
-  __device__ __forceinline__ void copy_weights(unsigned* to, int chunk, int row, int rows) const {
+  // Returns this thread's first words of the packed weights of the block's first row of taps.
+  __device__ __forceinline__ const unsigned* weights() const {
     const long long block = static_cast<long long>(tile.group) * Layout::kSlices + tile.slice;
-    const long long tap = (block * Layout::kChunks + chunk) * C::kAllTaps + (tile.first_row + row) * C::kTaps;
-    const unsigned* from = static_cast<const unsigned*>(tile.args.packed) + tap * Layout::kTapWords;
-    const int words = rows * C::kTaps * Layout::kTapWords;
-#pragma unroll 2
-    for (int i = 4 * threadIdx.x; i < words; i += 4 * C::kThreads)
-      ptx::copy_words_once<4>(to + i, from + i, true);
+    const long long tap = block * Layout::kChunks * C::kAllTaps + tile.first_row * C::kTaps;
+    return static_cast<const unsigned*>(tile.args.packed) + tap * Layout::kTapWords + 4 * threadIdx.x;
+  }
+  // Copies the packed weights of `rows` rows of taps. `from` has this thread's first words.
+  __device__ __forceinline__ void copy_weights(unsigned* to, const unsigned* from, int rows) const {
+    const int words = rows * kRowWords - 4 * static_cast<int>(threadIdx.x);
+    constexpr int kMost = C::kRows * kRowWords, kAtOnce = 4 * C::kThreads;
+#pragma unroll
+    for (int i = 0; i < kMost; i += kAtOnce) {
+      if ((C::kWholeSteps && i + kAtOnce <= kMost) || i < words)
+        ptx::copy_words_once<4>(to + 4 * threadIdx.x + i, from + i, true);
+    }
   }
 
   // ---- The halo by asynchronous copies.
 
-  __device__ __forceinline__ const Scalar* address(long long origin, int from, int channel) const {
+  // Returns the address of a channel of a halo's first position.
+  __device__ __forceinline__ const unsigned char* address(long long origin, int channel) const {
     const long long along = C::kUnitC ? static_cast<long long>(channel) : channel * tile.args.x_strides.c;
-    return static_cast<const Scalar*>(tile.args.x) + (origin + along + from);
+    return reinterpret_cast<const unsigned char*>(static_cast<const Scalar*>(tile.args.x) + (origin + along));
   }
 
   // A thread copies one fixed word of the slots of every kItemsAtOnce-th item. Neighbouring threads have
-  // neighbouring channels where these are contiguous in memory; else they have 8 neighbouring positions of 4
-  // words, which lie in different banks.
+  // neighbouring channels where these are contiguous in memory; else kTogether of them have neighbouring
+  // positions, which are contiguous in memory. 8 positions of 4 words lie in different banks; with 16
+  // positions of 2 words two lanes share a bank, but a warp reads half as many lines of memory.
   static constexpr int kItemsAtOnce = C::kThreads / kWords;
+  static constexpr int kTogether = C::kThreads % (16 * kWords) == 0 ? 16 : 8;
   static_assert(C::kThreads % (8 * kWords) == 0 || C::kUnitC || kByPieces, "whole groups of 8 positions");
   static __device__ __forceinline__ int own_word() {
     const int thread = static_cast<int>(threadIdx.x);
-    return C::kUnitC ? thread % kWords : thread / 8 % kWords;
+    return C::kUnitC ? thread % kWords : thread / kTogether % kWords;
   }
   static __device__ __forceinline__ int own_item() {
     const int thread = static_cast<int>(threadIdx.x);
-    return C::kUnitC ? thread / kWords : thread / (8 * kWords) * 8 + thread % 8;
+    return C::kUnitC ? thread / kWords : thread / (kTogether * kWords) * kTogether + thread % kTogether;
+  }
+
+  // Returns the place of this thread's word of a slot, in bytes from the start of the halo.
+  __device__ __forceinline__ unsigned own_place() const {
+    return static_cast<unsigned>(own_word() / 4 * tile.piece_bytes() + own_word() % 4 * 4);
   }
 
   __device__ __forceinline__ void copy_halo(unsigned char* to, int chunk, int source) const {
     const long long origin = tile.origin(source);
     if constexpr (kByPieces) {
       constexpr int kPieces = kWords / 4, kChannels = 4 * Layout::kPerWord;
-      const int piece = static_cast<int>(threadIdx.x) % kPieces;
-      const int channel = chunk * Layout::kChunk + piece * kChannels;
-      const Scalar* const from = address(origin, 0, channel);
-      const unsigned start = ptx::shared_address(to) + 16 * piece;
-#pragma unroll 4
-      for (int i = static_cast<int>(threadIdx.x) / kPieces; i < count; i += C::kThreads / kPieces) {
-        const MmaItem item = items[i];
-        ptx::copy_piece(start + item.slot(), from + item.from, item.inside(source) && channel < C::kReduced);
-      }
+      const int thread = static_cast<int>(threadIdx.x), piece = thread % kPieces;
+      copy_items<kPieces>(ptx::shared_address(to) + piece * tile.piece_bytes(), origin,
+                          chunk * Layout::kChunk + piece * kChannels, source, thread / kPieces);
     } else if constexpr (kByWords) {
-      const int channel = chunk * Layout::kChunk + own_word();
-      const Scalar* const from = address(origin, 0, channel);
-      const unsigned start = ptx::shared_address(to) + 4 * own_word();
-#pragma unroll 4
-      for (int i = own_item(); i < count; i += kItemsAtOnce) {
-        const MmaItem item = items[i];
-        ptx::copy_word(start + item.slot(), from + item.from, item.inside(source) && channel < C::kReduced);
-      }
+      copy_items<kWords>(ptx::shared_address(to) + own_place(), origin, chunk * Layout::kChunk + own_word(),
+                         source, own_item());
+    }
+  }
+
+  // Copies one part (a piece or a word) of the slot of every item from `first` on, where kParts threads share
+  // an item. The items of several copies are read before the first of these copies is issued.
+  template <int kParts>
+  __device__ __forceinline__ void copy_items(unsigned to, long long origin, int channel, int source,
+                                             int first) const {
+    constexpr int kBatch = 4, kStep = C::kThreads / kParts;
+    const unsigned char* const from = address(origin, channel);
+    const unsigned mask = channel < C::kReduced ? MmaItem::mask(source) : 0u;
+    int i = first;
+#pragma unroll 1
+    for (; i + (kBatch - 1) * kStep < count; i += kBatch * kStep) {
+      MmaItem batch[kBatch];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) batch[k] = items[i + k * kStep];
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) copy_item(to, from, batch[k], mask);
+    }
+#pragma unroll 1
+    for (; i < count; i += kStep) copy_item(to, from, items[i], mask);
+  }
+  static __device__ __forceinline__ void copy_item(unsigned to, const unsigned char* from,
+                                                   const MmaItem& item, unsigned mask) {
+    const bool inside = (item.place & mask) != 0;
+    if constexpr (kByPieces) {
+      ptx::copy_piece(to + item.slot(), from + item.from, inside);
+    } else {
+      ptx::copy_word(to + item.slot(), from + item.from, inside);
     }
   }
 
@@ -128,16 +160,17 @@ struct MmaCopies {
 
   __device__ __forceinline__ void load_job(Jobs& jobs) const {
     const int channel = jobs.chunk * Layout::kChunk + 2 * own_word();
-    const Scalar* const from = address(jobs.origin, 0, channel);
+    const unsigned char* const from = address(jobs.origin, channel);
     const long long next = C::kUnitC ? 1 : tile.args.x_strides.c;
 #pragma unroll
     for (int k = 0; k < kJobWords; ++k) {
       const int i = own_item() + (jobs.next * kJobWords + k) * kItemsAtOnce;
       const MmaItem item = items[i < count ? i : 0];
-      const bool inside = i < count && item.inside(jobs.source);
+      const bool inside = i < count && (item.place & MmaItem::mask(jobs.source)) != 0;
+      const Scalar* const low = reinterpret_cast<const Scalar*>(from + item.from);
       jobs.low[k] = jobs.high[k] = Scalar{};
-      if (inside && channel < C::kReduced) jobs.low[k] = load_constant(from + item.from);
-      if (inside && channel + 1 < C::kReduced) jobs.high[k] = load_constant(from + item.from + next);
+      if (inside && channel < C::kReduced) jobs.low[k] = load_constant(low);
+      if (inside && channel + 1 < C::kReduced) jobs.high[k] = load_constant(low + next);
     }
   }
   __device__ __forceinline__ void store_job(const Jobs& jobs) const {
@@ -145,7 +178,7 @@ struct MmaCopies {
     for (int k = 0; k < kJobWords; ++k) {
       const int i = own_item() + (jobs.next * kJobWords + k) * kItemsAtOnce;
       if (i < count)
-        *reinterpret_cast<unsigned*>(jobs.to + items[i].slot() + 4 * own_word()) =
+        *reinterpret_cast<unsigned*>(jobs.to + items[i].slot() + own_place()) =
             static_cast<unsigned>(jobs.low[k].bits) | static_cast<unsigned>(jobs.high[k].bits) << 16;
     }
   }

@@ -6,9 +6,11 @@
 // in each of kWarpsN warps.
 //
 // The packed weight is [group][slice][chunk][tap][K step][warp][fragments], where the taps of a block phase
-// are neighbours in the order in which the kernel uses them. Two neighbouring tiles of columns are packed as
-// a pair, so that a lane loads its four words of both tiles by one access. The 16 columns of a pair alternate
-// between its tiles two by two, so that a lane also ends up with four neighbouring output channels.
+// are neighbours in the order in which the kernel uses them. Strict float32 (kHalves == 2) has the fragments
+// of the high halves of all values (`Halves`), and after them those of the low halves. Two neighbouring tiles
+// of columns are packed as a pair, so that a lane loads its four words of both tiles by one access. The 16
+// columns of a pair alternate between its tiles two by two, so that a lane also ends up with four
+// neighbouring output channels.
 #pragma once
 
 #include "operands.cuh"
@@ -24,9 +26,12 @@ struct MmaLayout {
   static constexpr int kChunks = (C::kReduced + kChunk - 1) / kChunk;
   static constexpr int kColumns = C::kWarpsN * C::kTilesN * 8;
   static constexpr int kSlices = (C::kOuts + kColumns - 1) / kColumns;
-  static constexpr int kStripWords = C::kTilesN * 64;  // words of one K step of one warp
+  static constexpr int kHalfWords =
+      C::kTilesN * 64;  // words of one K step of one warp, of one half of the values
+  static constexpr int kStripWords = C::kHalves * kHalfWords;
   static constexpr int kTapWords = C::kSteps * C::kWarpsN * kStripWords;
   static_assert(sizeof(Scalar) <= 4, "a K step has TF32 numbers or numbers of 16 bits");
+  static_assert(C::kHalves == 1 || (C::kHalves == 2 && sizeof(Scalar) == 4), "two halves of a float");
 
   static constexpr bool paired(int tile) { return tile / 2 * 2 + 1 < C::kTilesN; }
 

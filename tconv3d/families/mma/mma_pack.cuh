@@ -27,7 +27,7 @@ struct MmaPack {
 
   __device__ __forceinline__ void read() const {
     const Scalar* weight = static_cast<const Scalar*>(args.weight) + group * args.group;
-#pragma unroll 4
+#pragma unroll 16
     for (int i = threadIdx.x; i < kItems; i += C::kThreads) {
       // Taps vary fastest (kTapsInner), or columns do.
       const int tap = C::kTapsInner ? i % kTapsAtOnce : i / (kStrip * Layout::kChunk);
@@ -51,16 +51,23 @@ struct MmaPack {
     constexpr int kWords = C::kSteps * Layout::kStripWords;  // words per tap
 #pragma unroll 4
     for (int i = threadIdx.x; i < kWords * kTapsAtOnce; i += C::kThreads) {
-      const int tap = i / kWords, step = i % kWords / Layout::kStripWords, word = i % Layout::kStripWords;
+      const int tap = i / kWords, step = i % kWords / Layout::kStripWords;
+      const int half = i % Layout::kStripWords / Layout::kHalfWords, word = i % Layout::kHalfWords;
       if (first_tap + tap >= C::kAllTaps) break;
       const bool pair = Layout::paired(word / 64);
       const int lane = pair ? word % 128 / 4 : word % 64 / 2;
       const int tile = pair ? word / 128 * 2 + word % 4 / 2 : word / 64;
       const int row = (step * 8 + lane % 4 + word % 2 * 4) * Layout::kPerWord;
       const Scalar* from = staged + tap * kTapPitch + row * kStrip + Layout::column(tile, lane / 4);
-      unsigned bits = OperandOf<Scalar>::bits(from[0]);
+      unsigned bits;
+      if constexpr (C::kHalves == 2) {
+        bits = half == 0 ? Halves::high(from[0]) : Halves::low(from[0]);
+      } else {
+        bits = OperandOf<Scalar>::bits(from[0]);
+      }
       if constexpr (Layout::kPerWord == 2) bits |= OperandOf<Scalar>::bits(from[kStrip]) << 16;
-      strips[tap * Layout::kTapWords + step * C::kWarpsN * Layout::kStripWords + word] = bits;
+      strips[tap * Layout::kTapWords + step * C::kWarpsN * Layout::kStripWords + i % Layout::kStripWords] =
+          bits;
     }
   }
 };

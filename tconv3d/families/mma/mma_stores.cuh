@@ -20,25 +20,33 @@ struct MmaStores {
   const Tile& tile;
   int warp_m, warp_n, lane;
 
-  static __device__ __forceinline__ Scalar finished(float sum) {
-    return Narrow<Scalar>::from(C::Epilogue::apply(sum));
+  // Returns neighbouring sums as outputs; `to` is the address of the first output, `channel` its channel in
+  // the group.
+  template <bool kChannels, int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> finished(float (&sums)[kCount], const Scalar* to, int n,
+                                                             int channel, int step, int present) const {
+    const long long offset = to - static_cast<const Scalar*>(tile.args.y);
+    finish<C, kChannels>(tile.args, {n, tile.group * C::kOuts + channel, offset, step, present}, sums);
+    Vector<Scalar, kCount> values;
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) values.at[k] = Narrow<Scalar>::from(sums[k]);
+    return values;
   }
 
   // ---- Channels-last outputs.
 
-  // Stores two or four neighbouring channels of an output.
+  // Stores two or four neighbouring channels of an output of batch item n.
   template <int kCount>
-  __device__ __forceinline__ void store_channels(Scalar* y, int channel, const float (&sums)[kCount]) const {
+  __device__ __forceinline__ void store_channels(Scalar* y, int n, int channel,
+                                                 float (&&sums)[kCount]) const {
     if constexpr (C::kVectorStores) {
       if (channel >= C::kOuts) return;
-      Vector<Scalar, kCount> values;
-#pragma unroll
-      for (int k = 0; k < kCount; ++k) values.at[k] = finished(sums[k]);
-      store_vector(y + channel, values);
+      store_vector(y + channel, finished<true>(sums, y + channel, n, channel, 1, kCount));
     } else {
+      const auto values = finished<true>(sums, y + channel, n, channel, 1, C::kOuts - channel);
 #pragma unroll
       for (int k = 0; k < kCount; ++k) {
-        if (channel + k < C::kOuts) y[channel + k] = finished(sums[k]);
+        if (channel + k < C::kOuts) y[channel + k] = values.at[k];
       }
     }
   }
@@ -62,10 +70,11 @@ struct MmaStores {
             const float (&left)[4] = sums[f][m][j];
             if (Layout::paired(j)) {
               const float (&right)[4] = sums[f][m][j + 1 < C::kTilesN ? j + 1 : j];
-              store_channels<4>(row, first + j * 8 + lane % 4 * 4,
+              store_channels<4>(row, to.n, first + j * 8 + lane % 4 * 4,
                                 {left[2 * half], left[2 * half + 1], right[2 * half], right[2 * half + 1]});
             } else {
-              store_channels<2>(row, first + j * 8 + lane % 4 * 2, {left[2 * half], left[2 * half + 1]});
+              store_channels<2>(row, to.n, first + j * 8 + lane % 4 * 2,
+                                {left[2 * half], left[2 * half + 1]});
             }
           }
         }
@@ -90,6 +99,20 @@ struct MmaStores {
                                  : kOwn % 2 == 0         ? 2
                                                          : 1;
 
+  // Returns the outputs of a channel from position `at` and phase f on, and then k further along the line.
+  template <int kCount>
+  __device__ __forceinline__ Vector<Scalar, kCount> finished_of_line(float (&sums)[kCount],
+                                                                     const typename Tile::Position& at, int f,
+                                                                     int k, int channel) const {
+    const auto to = tile.output(at, f);
+    const int w = to.w + k * kStepW, left = (tile.args.y_size.w - w + kStepW - 1) / kStepW;
+    const Strides& strides = tile.args.y_strides;
+    const Scalar* const y = static_cast<const Scalar*>(tile.args.y) + to.n * strides.n +
+                            (static_cast<long long>(tile.group) * C::kOuts + channel) * strides.c +
+                            to.d * strides.d + to.h * strides.h + w;
+    return finished<false>(sums, y, to.n, channel, kStepW, to.exists && channel < C::kOuts ? left : 0);
+  }
+
   template <int kFirst>
   __device__ __forceinline__ void put_together(const Sums& sums, Scalar* staged) const {
     const int lines = tile.args.tile_n * tile.args.tile.d * tile.args.tile.h;
@@ -111,13 +134,14 @@ struct MmaStores {
           for (int f = 0; f < kOuter; ++f) {
 #pragma unroll
             for (int k = 0; k < kOwn; k += kVector) {
-              Vector<Scalar, kVector> values;
+              float some[kVector];
 #pragma unroll
               for (int v = 0; v < kVector; ++v)
-                values.at[v] =
-                    finished(sums[f * kPhasesW + (k + v) % kPhasesW][(k + v) / kPhasesW][kTile][e]);
+                some[v] = sums[f * kPhasesW + (k + v) % kPhasesW][(k + v) / kPhasesW][kTile][e];
+              const int channel = (tile.slice * C::kWarpsN + warp_n) * C::kTilesN * 8 +
+                                  Layout::column(kTile, lane % 4 * 2 + e % 2);
               *reinterpret_cast<Vector<Scalar, kVector>*>(line + f * lines * tile.args.store_line + k) =
-                  values;
+                  finished_of_line(some, at, f * kPhasesW, k, channel);
             }
           }
         }
@@ -125,16 +149,57 @@ struct MmaStores {
     });
   }
 
-  // Stores one line of one channel, by store_lanes lanes.
-  __device__ __forceinline__ void store_line(Scalar* to, const Scalar* from, int length, int own) const {
-    const int lanes = tile.args.store_lanes;
-    if constexpr (Layout::kPerWord == 1 || kStepW > 1) {
-      for (int i = own; i < length; i += lanes) to[i * kStepW] = from[i];
-    } else {
-      // Two 16-bit outputs are stored at once where they form one aligned word of memory.
+  // Returns the output channel of a column in shared memory, or kOuts if there is none.
+  __device__ __forceinline__ int channel_of(int column, int first_tile) const {
+    const int place = column % 8, of_warp = column / 8 % C::kWarpsN;
+    const int column_tile = first_tile + column / 8 / C::kWarpsN;
+    const int channel =
+        (tile.slice * C::kWarpsN + of_warp) * C::kTilesN * 8 + Layout::column(column_tile, place);
+    return column < kAtOnce && column_tile < C::kTilesN && channel < C::kOuts ? channel : C::kOuts;
+  }
+
+  // A line of outputs of every column in shared memory, and the lanes that store it: `lanes` lanes share one
+  // column, and the warp stores `columns` columns at a time.
+  struct Line {
+    Scalar* to;  // the line's first output, of the group's first channel
+    const Scalar* from;
+    int length, own, lanes, column, columns, first_tile;
+  };
+
+  // Stores a line by accesses of kWidth outputs each, which are aligned. Several columns are read from shared
+  // memory before the first of them is stored.
+  template <int kWidth>
+  __device__ __forceinline__ void store_vectors(const Line& line) const {
+    constexpr int kBatch = 4;
+    const Args& args = tile.args;
+    for (int i = kWidth * line.own; i < line.length; i += kWidth * line.lanes) {
+#pragma unroll 1
+      for (int k = line.column; k < kAtOnce; k += kBatch * line.columns) {
+        Vector<Scalar, kWidth> values[kBatch];
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const int column = k + b * line.columns < kAtOnce ? k + b * line.columns : k;
+          values[b] = load_vector<kWidth>(line.from + column * args.store_pitch + i);
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          const int channel = channel_of(k + b * line.columns, line.first_tile);
+          if (channel < C::kOuts) store_vector(line.to + channel * args.y_strides.c + i * kStepW, values[b]);
+        }
+      }
+    }
+  }
+
+  // Stores a line of 16-bit outputs that begins anywhere: two at once where they form one aligned word.
+  __device__ __forceinline__ void store_pairs(const Line& line) const {
+    for (int k = line.column; k < kAtOnce; k += line.columns) {
+      const int channel = channel_of(k, line.first_tile);
+      if (channel >= C::kOuts) continue;
+      Scalar* const to = line.to + channel * tile.args.y_strides.c;
+      const Scalar* const from = line.from + k * tile.args.store_pitch;
       const int odd = static_cast<int>(reinterpret_cast<unsigned long long>(to) / sizeof(Scalar) % 2);
-      for (int i = 2 * own - odd; i < length; i += 2 * lanes) {
-        if (i >= 0 && i + 1 < length) {
+      for (int i = 2 * line.own - odd; i < line.length; i += 2 * line.lanes) {
+        if (i >= 0 && i + 1 < line.length) {
           store_vector(to + i, Vector<Scalar, 2>{from[i], from[i + 1]});
         } else {
           const int single = i < 0 ? 0 : i;
@@ -146,25 +211,32 @@ struct MmaStores {
 
   __device__ __forceinline__ void store_columns(const Scalar* staged, int first_tile) const {
     const Args& args = tile.args;
-    const int lines = args.tile_n * args.tile.d * args.tile.h, warp = threadIdx.x / 32,
-              group_lanes = args.store_lanes;
-    const int own = lane & (group_lanes - 1), group = lane / group_lanes, groups = 32 / group_lanes;
-    const int whole = args.tile.w * kPhasesW;
+    const int lines = args.tile_n * args.tile.d * args.tile.h, warp = threadIdx.x / 32;
+    const int lanes = args.store_lanes, whole = args.tile.w * kPhasesW;
     for (int i = warp; i < lines * kOuter; i += C::kThreads / 32) {
-      const int f = kOuter == 1 ? 0 : i / lines * kPhasesW, line = kOuter == 1 ? i : i % lines;
-      const auto at = tile.output(tile.on_line(line, 0), f);
+      const int f = kOuter == 1 ? 0 : i / lines * kPhasesW, of_phase = kOuter == 1 ? i : i % lines;
+      const auto at = tile.output(tile.on_line(of_phase, 0), f);
       if (!at.exists) continue;
-      const int left = (args.y_size.w - at.w + kStepW - 1) / kStepW, length = left < whole ? left : whole;
-      Scalar* const y = static_cast<Scalar*>(args.y) + at.n * args.y_strides.n +
-                        static_cast<long long>(tile.group) * C::kOuts * args.y_strides.c +
-                        at.d * args.y_strides.d + at.h * args.y_strides.h + at.w;
-      const Scalar* const from = staged + i * args.store_line;
-      for (int k = group; k < kAtOnce; k += groups) {
-        const int place = k % 8, of_warp = k / 8 % C::kWarpsN, column_tile = first_tile + k / 8 / C::kWarpsN;
-        const int channel =
-            (tile.slice * C::kWarpsN + of_warp) * C::kTilesN * 8 + Layout::column(column_tile, place);
-        if (column_tile < C::kTilesN && channel < C::kOuts)
-          store_line(y + channel * args.y_strides.c, from + k * args.store_pitch, length, own);
+      const int left = (args.y_size.w - at.w + kStepW - 1) / kStepW;
+      const Line line{static_cast<Scalar*>(args.y) + at.n * args.y_strides.n +
+                          static_cast<long long>(tile.group) * C::kOuts * args.y_strides.c +
+                          at.d * args.y_strides.d + at.h * args.y_strides.h + at.w,
+                      staged + i * args.store_line,
+                      left < whole ? left : whole,
+                      lane & (lanes - 1),
+                      lanes,
+                      lane / lanes,
+                      32 / lanes,
+                      first_tile};
+      constexpr int kWide = kStepW == 1 ? kVector : 1, kHalf = kWide > 1 ? kWide / 2 : 1;
+      if (kWide > 1 && args.store_width == kWide) {
+        store_vectors<kWide>(line);
+      } else if (kHalf > 1 && args.store_width == kHalf) {
+        store_vectors<kHalf>(line);
+      } else if constexpr (Layout::kPerWord == 1 || kStepW > 1) {
+        store_vectors<1>(line);
+      } else {
+        store_pairs(line);
       }
     }
   }

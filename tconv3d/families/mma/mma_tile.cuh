@@ -35,10 +35,10 @@ struct MmaTile {
   static constexpr int kHaloStepD = C::kInputStepD / C::kLineStepD;
   static constexpr int kHaloStepH = C::kInputStepH / C::kLineStepH;
 
-  // A slot holds a chunk of channels of one position. The length of a slot and the distance between lines are
-  // odd multiples of 16 bytes, so that the rows that ldmatrix reads from 8 lines lie in different banks.
-  static constexpr int kSlotBytes = 4 * Layout::kChunkWords + 16;
-  static_assert(kSlotBytes / 16 % 2 == 1, "an odd number of 16 bytes");
+  // A halo has kPieces planes of pieces: 16 bytes of the channels of a chunk, of every position. A position
+  // has the same slot in each plane. Lines are an odd number of slots apart, so that the rows of 16 bytes
+  // that ldmatrix reads from 8 lines lie in different banks.
+  static constexpr int kSlotBytes = 16, kPieces = Layout::kChunkWords / 4;
 
   const Args& args;
   int n, group, slice;            // first batch item, group, slice of output channels
@@ -46,6 +46,7 @@ struct MmaTile {
   int phase_d, phase_h, phase_w;  // phases of the block along dimensions that are not unrolled
   int first_source, sources;      // first source and number of sources of the block
   int first_row, rows;            // first row and number of rows of taps of the block
+  int first_step, steps;          // first step and number of steps of a chunk of the block
 
   __device__ __forceinline__ explicit MmaTile(const Args& args) : args(args) {
     int block = blockIdx.x;
@@ -69,6 +70,8 @@ struct MmaTile {
     sources = C::kFirstSource(phase + 1) - first_source;
     first_row = C::kFirstRow(first_source);
     rows = C::kFirstRow(first_source + sources) - first_row;
+    first_step = C::kFirstStep(phase);
+    steps = C::kFirstStep(phase + 1) - first_step;
   }
 
   // ---- Sources, counted from the block's first source.
@@ -85,14 +88,27 @@ struct MmaTile {
     return n * args.x_strides.n + static_cast<long long>(group) * C::kReduced * args.x_strides.c +
            at.d * args.x_strides.d + at.h * args.x_strides.h + at.w * args.x_strides.w;
   }
-  // Returns the row after a source's last row, counted from the block's first row.
-  __device__ __forceinline__ int end_row(int source) const {
-    return C::kFirstRow(first_source + source + 1) - first_row;
+
+  // ---- Steps, counted from the block's first step: up to kRows rows of taps of one source.
+
+  __device__ __forceinline__ int rows_of(int step) const {
+    return C::kWholeSteps ? C::kRows : C::kStepRows(first_step + step);
+  }
+  // Returns the source of a step, counted from the block's first source.
+  __device__ __forceinline__ int source_of(int step) const {
+    return C::kMostSources == 1 ? 0 : C::kStepSource(first_step + step);
+  }
+  // Tells whether a step is the first step of its source.
+  __device__ __forceinline__ bool begins_halo(int step) const {
+    return C::kMostSources == 1 ? step == 0 : C::kStepBegins(first_step + step) != 0;
   }
 
   // ---- Slots.
 
-  // Returns the offset of position (d, h, w) of a halo, in bytes from the halo's start.
+  // Returns the bytes from one plane of pieces to the next.
+  __device__ __forceinline__ int piece_bytes() const { return args.slots * kSlotBytes; }
+
+  // Returns the slot of position (d, h, w) of a halo, in bytes from the start of a plane of pieces.
   __device__ __forceinline__ int slot(int d, int h, int w) const {
     return (d * args.sheet + h * args.line + w % C::kInputStepW * args.plane + w / C::kInputStepW) *
            kSlotBytes;
@@ -123,7 +139,8 @@ struct MmaTile {
     const int w = (warp_m - lines * static_cast<int>(args.blocks_w.divisor)) * C::kTilesM + m;
     return on_line(lines * 16 + row, w);
   }
-  // Returns where the data that a position reads begins, in bytes from the halo's start.
+  // Returns the slot where the data that a position reads begins, in bytes from the start of a plane of
+  // pieces.
   __device__ __forceinline__ int base(const Position& at) const {
     return ((at.n * args.halo.d + at.d * kHaloStepD) * args.sheet + at.h * kHaloStepH * args.line + at.w) *
            kSlotBytes;

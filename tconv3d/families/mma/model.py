@@ -2,21 +2,22 @@
 
 The result is a pure function of a layer's geometry, its volume and the device. This module knows nothing of launches.
 
-A row of taps is one tap along each dimension that is not unrolled; rows that read from one halo form a source. A slot
-holds a chunk of channels of one position of the halo (an item) in shared memory (mma_tile.cuh).
+A row of taps is one tap along each dimension that is not unrolled; rows that read from one halo form a source. A
+position of the halo is an item, with a chunk of channels in slots of shared memory (mma_tile.cuh).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import product
 from math import prod
 
 from ...planning.geometry import Triple
 from ...planning.problem import Device
-from ...planning.side import Side, Unrolled
+from ...planning.side import Side
+from .work import Work
 
 # The unit of all costs is a cycle of one multiprocessor.
 MULTIPLY_CYCLES = 2.0  # cycles per matrix instruction if all four schedulers issue them
@@ -26,20 +27,28 @@ MEMORY_BYTES_PER_CYCLE = 16.0  # bytes per cycle and multiprocessor written to m
 ROWS_BYTES_PER_CYCLE = 12.0  # bytes per cycle and multiprocessor read and written to rewrite x as rows of channels
 LAUNCH_CYCLES = 5000.0  # cycles that an additional launch costs for its start and end
 ISSUE_PER_CYCLE = 4.0  # instructions issued per cycle, one by each scheduler
-COPY_INSTRUCTIONS = 8.0  # instructions of a warp per copy of each lane
+# Instructions of a warp, counted in the machine code that CUDA 13.0 generates for compute capability 8.0 and 9.0.
+COPY_INSTRUCTIONS = 10.0  # instructions per copy of each lane to the halo
+WEIGHT_INSTRUCTIONS = 2.0  # instructions per copy of each lane to the weights
 ROUND_INSTRUCTIONS = 2.0  # instructions that round one word to TF32
-STORE_INSTRUCTIONS = 12.0  # instructions of a warp per store of each lane
-STEP_CYCLES = 60.0  # cycles of the barrier of a step
+SPLIT_INSTRUCTIONS = 9.0  # instructions that split one word into two TF32 numbers
+ADD_INSTRUCTIONS = 4.0  # instructions that add one tile of partial sums, in strict float32
+ROW_INSTRUCTIONS = 3.0  # instructions for the addresses of one window of a row of taps
+STEP_INSTRUCTIONS = 80.0  # instructions of a step that are no copies, loads, roundings or products
+HALO_INSTRUCTIONS = 60.0  # instructions for the addresses of a halo
+STORE_INSTRUCTIONS = 12.0  # instructions per store of each lane
+STEP_CYCLES = 250.0  # cycles of a step's barrier and of the wait for its first fragments
+LATENCY_CYCLES = 1200.0  # cycles from the issue of a copy to its arrival in shared memory
 JOB_CYCLES = 700.0  # cycles from the loads of a job (words copied through registers) to its stores in shared memory
 JOB_WORDS = 4  # words per thread and job: kJobWords in mma_copies.cuh
 ROW_CYCLES = 90.0  # cycles that a warp waits for the first fragments of a row of taps
 BLOCK_CYCLES = 2500.0  # cycles of a block before its first product and after its last
-TORN_STORES = 2.0  # factor on the memory cycles of stores if neighbours in memory are stored by different blocks
+SECTOR = 32  # bytes of a sector of memory
+SECTOR_ENDS = 28.0  # bytes of the sectors at both ends of an unaligned line that belong to other lines, on average
 TOGETHER = 3.0  # exponent of the p-norm that joins overlapping parts: two equal parts take 1.26 times one
 OVERLAP = 0.1  # share of the shorter of waiting and working that the longer does not hide
 LAST_ROUND = 0.7  # share of a full wave's time that the last wave of blocks takes at least
 
-SLOT_PAD = 16  # bytes after the channels of a slot, against bank conflicts
 K_STEP = 32  # bytes of channels per matrix instruction
 REGISTERS = 65536  # per multiprocessor
 OTHER_REGISTERS = 56  # registers per thread for addresses and counters
@@ -47,17 +56,19 @@ JOB_REGISTERS = 12  # registers per thread for words copied through registers
 STORE_BYTES = 49152  # bytes of shared memory that stage stores; at least one column tile of each warp is staged
 BLOCK_OVERHEAD = 1024  # bytes of shared memory that the system reserves per block
 MAX_CODE = 640  # matrix instructions in the unrolled code of a row of taps
+MAX_STEP_CODE = 400  # matrix instructions in the unrolled code of a step with several rows of taps
+FEW_IN_STEP = 96  # matrix instructions of a step: fewer are not worth its barrier if a step may have more rows
 SAFE_SUMS = 128  # accumulators per thread
+STRICT_SUMS = 64  # accumulators per thread in strict float32, which has partial sums and low halves beside them
 MAX_BLOCKS = 5  # blocks per multiprocessor
 MAX_REGISTERS = 244  # registers per thread by the estimate `_registers`
 BOX_ITEM = 0.3  # cost of an item of the halo, relative to the products of a position
 BOX_LINE = 4.0  # cost of the partial sectors at the ends of a line in memory, in items
 WARPS = ((4, 1), (2, 2), (1, 4), (8, 1), (4, 2), (2, 4))  # warps of a block along positions and along channels
-ROWS = (1, 2, 4)  # candidates for the rows of taps per stage
+ROWS = (1, 2, 3, 4, 6, 9)  # candidates for the rows of taps per stage
 # From 8192 positions on, a warp has at least 6 tiles of 16 x 8 sums, unless its columns are all output channels.
 FEW_TILES, MANY_POSITIONS = 6, 8192
-STAGES = 3  # stages of the ring of weights
-MAX_SOURCES = 16  # sources of a block phase: an item of the halo has one bit for each in a 16-bit mask
+STAGES = (2, 3)  # candidates for the stages of the ring of weights
 
 
 @dataclass(frozen=True)
@@ -96,137 +107,6 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One tap along each dimension that is not unrolled, and the place in its source's halo where it reads."""
-
-    taps: tuple[int, ...]
-    place: Triple
-
-
-@dataclass(frozen=True)
-class Source:
-    """Groups the rows of taps of a block phase that read from one halo."""
-
-    least: Triple  # offset in x of the halo's start, from input_step times the tile's first position
-    rows: tuple[Row, ...]
-
-
-@dataclass(frozen=True)
-class Window:
-    """Describes consecutive fragments along w that several inner taps share, each tap at its own shift."""
-
-    place: Triple  # place in the halo, relative to the place of the row of taps
-    taps: tuple[tuple[int, int], ...]  # inner tap, and its shift from the window's start in positions
-
-    @property
-    def span(self) -> int:
-        return max(shift for _, shift in self.taps)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Derives the part of a build's work that depends on the layer alone."""
-
-    side: Side
-    unrolled: int
-
-    @cached_property
-    def inner(self) -> Unrolled:
-        return Unrolled.of(self.side.gathers, self.unrolled)
-
-    @property
-    def outer_count(self) -> int:
-        return 3 - self.unrolled
-
-    @cached_property
-    def line_steps(self) -> Triple:
-        """Lines of x from line to line of a halo: the input step if every phase of x has its own halo, else 1."""
-        d, h, _ = (gather.input_step for gather in self.side.gathers)
-        return (d, h, 1) if d * h <= MAX_SOURCES else (1, 1, 1)
-
-    @cached_property
-    def halo_steps(self) -> Triple:
-        """Lines (d, h) and items (w) of a halo from one position of a tile to the next."""
-        steps = (gather.input_step for gather in self.side.gathers)
-        return tuple(step // line for step, line in zip(steps, self.line_steps, strict=True))
-
-    @cached_property
-    def least_load(self) -> Triple:
-        return tuple(min(load[i] for load in self.inner.loads) for i in range(3))
-
-    @cached_property
-    def phases(self) -> tuple[tuple[Source, ...], ...]:
-        """The sources of each block phase."""
-        outer = self.side.gathers[: self.outer_count]
-        return tuple(map(self._sources, product(*(range(gather.phases) for gather in outer))))
-
-    def _sources(self, phase: Triple) -> tuple[Source, ...]:
-        outer, unrolled = self.side.gathers[: self.outer_count], self.least_load[self.outer_count :]
-        by_residue: dict[Triple, list[tuple[tuple[int, ...], Triple]]] = {}
-        for row in product(*(range(gather.count[i]) for gather, i in zip(outer, phase, strict=True))):
-            taps = tuple(gather.tap(i, j) for gather, i, j in zip(outer, phase, row, strict=True))
-            offsets = (*(gather.offset(i, j) for gather, i, j in zip(outer, phase, row, strict=True)), *unrolled)
-            residue = tuple(offset % step for offset, step in zip(offsets, self.line_steps, strict=True))
-            by_residue.setdefault(residue, []).append((taps, offsets))
-        found = []
-        for _, rows in sorted(by_residue.items()):
-            least = tuple(min(offsets[i] for _, offsets in rows) for i in range(3))
-            places = (
-                tuple((o - at) // step for o, at, step in zip(offsets, least, self.line_steps, strict=True))
-                for _, offsets in rows
-            )
-            found.append(
-                Source(least, tuple(Row(taps, place) for (taps, _), place in zip(rows, places, strict=True)))
-            )
-        return tuple(found)
-
-    @cached_property
-    def sources(self) -> tuple[Source, ...]:
-        return tuple(source for phase in self.phases for source in phase)
-
-    @cached_property
-    def rows(self) -> tuple[Row, ...]:
-        return tuple(row for source in self.sources for row in source.rows)
-
-    @cached_property
-    def most_rows(self) -> int:
-        """The most rows of taps that a block phase has."""
-        return max(sum(len(source.rows) for source in phase) for phase in self.phases)
-
-    @cached_property
-    def least_rows(self) -> int:
-        """The fewest rows of taps that a source has."""
-        return min((len(source.rows) for source in self.sources), default=1)
-
-    @cached_property
-    def reach(self) -> Triple:
-        """The greatest distance between two reads of one position's taps, in lines (d, h) and items (w) of a halo."""
-        rows = (max((row.place[i] for row in self.rows), default=0) for i in range(3))
-        loads = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
-        return tuple(map(sum, zip(rows, loads, strict=True)))
-
-    @cached_property
-    def windows(self) -> tuple[Window, ...]:
-        """The windows of a row of taps."""
-        step = self.side.gathers[2].input_step
-        found: dict[Triple, list[tuple[int, int]]] = {}
-        for number, (_, load, _) in enumerate(self.inner.taps):
-            d, h, w = (o - at for o, at in zip(self.inner.loads[load], self.least_load, strict=True))
-            found.setdefault((d, h, w % step), []).append((number, w // step))
-        windows = []
-        for (d, h, plane), taps in found.items():
-            first = min(shift for _, shift in taps)
-            shifted = tuple((tap, shift - first) for tap, shift in taps)
-            windows.append(Window((d, h, first * step + plane), shifted))
-        return tuple(windows)
-
-    @property
-    def dense_w(self) -> bool:
-        """Tells whether a block writes all phases along w, so that its stores fill whole sectors."""
-        return self.unrolled > 0 or self.side.gathers[2].output_step == 1
-
-
-@dataclass(frozen=True)
 class Box:
     """Describes the positions of a block by run-time values, which are chosen for the volume."""
 
@@ -246,8 +126,9 @@ class Box:
         plane = -(-halo[2] // steps[2])
         line = plane * steps[2] | 1
         sheet = halo[1] * line
-        if tile[1] < 8:  # the 8 rows of one ldmatrix come from several sheets and must lie in different banks
-            sheet += (_power_of_two_up(tile[1]) - sheet) % 8
+        # The lines of the box that follow each other, also from sheet to sheet, are an odd number of slots apart
+        # modulo 8: the 8 rows of one ldmatrix lie in different banks.
+        sheet += (tile[1] * line - sheet) % 8
         tiles = tuple(-(-extent // t) for extent, t in zip(whole, (items, *tile), strict=True))
         return cls(items, tile, halo, plane, line, sheet, items * halo[0] * sheet, tiles)
 
@@ -268,14 +149,13 @@ class Box:
         return self.items * self.halo[0] * self.halo[1]
 
 
-def _power_of_two_up(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 @lru_cache(maxsize=4096)
 def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
-    """Returns the 4 cheapest boxes for `warps_m` warps, each with 16 lines and `tiles_m` positions along w."""
-    found = []
+    """Returns the cheapest boxes for `warps_m` warps, each with 16 lines and `tiles_m` positions along w.
+
+    These are the 2 cheapest boxes, and the cheapest box of each width.
+    """
+    found: list[Box] = []
     depth, height, width = work.side.grid
     for warps_w in (1, 2, 4, 8):
         if warps_w > warps_m or (warps_w > 1 and (warps_w - 1) * tiles_m >= width):
@@ -293,7 +173,11 @@ def boxes(work: Work, tiles_m: int, warps_m: int) -> tuple[Box, ...]:
         written = BOX_LINE * box.lines if work.side.y[4] == 1 else 0.0
         return prod(box.tiles) * (16 * warps_m * tiles_m + BOX_ITEM * read + BOX_ITEM * written)
 
-    return tuple(sorted(dict.fromkeys(found), key=cost)[:4])
+    cheapest = sorted(dict.fromkeys(found), key=cost)
+    widths: dict[int, Box] = {}
+    for box in cheapest:
+        widths.setdefault(box.tile[2], box)
+    return tuple(dict.fromkeys((*cheapest[:2], *widths.values())))
 
 
 def _even_parts(size: int, most: int) -> set[int]:
@@ -315,7 +199,12 @@ class Candidate:
     @property
     def rounds(self) -> bool:
         """Tells whether x is rounded to TF32 before each product, because no earlier launch rounded it."""
-        return self.item_bytes == 4 and not self.rows
+        return self.item_bytes == 4 and not self.rows and not self.work.strict
+
+    @property
+    def halves(self) -> int:
+        """The TF32 numbers per value: 2 in strict float32, where a product is three TF32 products."""
+        return 2 if self.work.strict else 1
 
     @property
     def chunk(self) -> int:
@@ -331,15 +220,11 @@ class Candidate:
 
     @property
     def tap_bytes(self) -> int:
-        return self.build.steps * K_STEP * self.build.columns
+        return self.halves * self.build.steps * K_STEP * self.build.columns
 
     @property
     def stage_bytes(self) -> int:
         return self.build.rows * len(self.work.inner.taps) * self.tap_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return self.build.steps * K_STEP + SLOT_PAD
 
     @property
     def halo_buffers(self) -> int:
@@ -351,16 +236,19 @@ class Candidate:
         return -(-self.work.most_rows * len(self.work.windows) // 4) * 16
 
     @property
+    def store_phases(self) -> int:
+        """The phases along w that a line of y in shared memory interleaves."""
+        return self.work.side.gathers[2].phases if self.work.unrolled else 1
+
+    @property
     def store_line(self) -> int:
         """Elements from line to line of y staged in shared memory: an odd multiple of 16 bytes."""
-        phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
-        return (-(-self.box.tile[2] * phases * self.item_bytes // 16) | 1) * 16 // self.item_bytes
+        return (-(-self.box.tile[2] * self.store_phases * self.item_bytes // 16) | 1) * 16 // self.item_bytes
 
     @property
     def store_pitch(self) -> int:
         """Elements from column to column of y staged in shared memory: an odd multiple of 16 bytes."""
-        phases = self.work.side.gathers[2].phases if self.work.unrolled else 1
-        lines = self.box.lines * (len(self.work.inner.phases) // phases)
+        lines = self.box.lines * (len(self.work.inner.phases) // self.store_phases)
         return (lines * self.store_line * self.item_bytes // 16 | 1) * 16 // self.item_bytes
 
     @property
@@ -378,7 +266,7 @@ class Candidate:
     @property
     def copy_bytes(self) -> int:
         items = -(-self.box.slots // 2) * 16
-        halos = self.halo_buffers * self.box.slots * self.slot_bytes
+        halos = self.halo_buffers * self.box.slots * self.build.steps * K_STEP
         return self.table_bytes + self.build.stages * self.stage_bytes + items + halos
 
     @property
@@ -422,14 +310,30 @@ class Candidate:
     @property
     def _waiting(self) -> float:
         """Cycles for which a block idles if no other block shares its multiprocessor."""
-        steps = sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources)
-        rows = len(self.work.rows)
-        warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
-        each = STEP_CYCLES * steps + ROW_CYCLES * rows / warps_of_scheduler
+        steps = self.chunks * self._steps
+        products = MULTIPLY_CYCLES * self._multiplies / max(steps, 1.0)  # cycles of a step
+        late = max(0.0, LATENCY_CYCLES - (self.build.stages - 1) * products)  # BLOCK_CYCLES has the first step's
+        waiting = BLOCK_CYCLES + STEP_CYCLES * steps + late * max(0.0, steps - 1.0)
+        exposed = 0.0
         if self.copy == 2:  # each row of taps hides one job of copies through registers, further jobs are exposed
             jobs = -(-self.box.halo_items * 8 * self.build.steps // (JOB_WORDS * self.build.threads))
-            each += JOB_CYCLES * sum(max(0, jobs - len(source.rows)) for source in self.work.sources)
-        return BLOCK_CYCLES + each * self.chunks / len(self.work.phases)
+            exposed += JOB_CYCLES * sum(max(0, jobs - len(source.rows)) for source in self.work.sources)
+        if self.copy == 2 or self.work.strict:  # rows of taps are multiplied one by one
+            warps_of_scheduler = self.build.warps_m * self.build.warps_n / 4
+            exposed += ROW_CYCLES * len(self.work.rows) / warps_of_scheduler
+        return waiting + self.chunks * exposed / len(self.work.phases)
+
+    @property
+    def _steps(self) -> float:
+        """Steps of a chunk of an average block."""
+        return sum(-(-len(source.rows) // self.build.rows) for source in self.work.sources) / len(self.work.phases)
+
+    @property
+    def _multiplies(self) -> float:
+        """Matrix instructions of an average block."""
+        b = self.build
+        taps = len(self.work.rows) / len(self.work.phases) * len(self.work.inner.taps)
+        return b.warps_m * b.warps_n * self.chunks * b.steps * taps * b.tiles_m * b.tiles_n * self.work.products
 
     def _parts(self) -> tuple[float, ...]:
         """Returns the cycles of tensor cores, shared memory, issue slots, loads and stores of an average block."""
@@ -439,33 +343,51 @@ class Candidate:
         taps = rows * len(self.work.inner.taps)
         fragments = rows * sum(b.tiles_m + window.span for window in self.work.windows)
         k_steps = self.chunks * b.steps
-        multiplies = warps * k_steps * taps * b.tiles_m * b.tiles_n
         a_loads = warps * k_steps * fragments
-        b_bytes = warps * k_steps * taps * b.tiles_n * 256
+        b_bytes = warps * k_steps * taps * b.tiles_n * 256 * self.halves
         weight_bytes = self.chunks * taps * self.tap_bytes
         halo_bytes = sources * self.box.halo_items * self.chunks * self.chunk * self.item_bytes
         shared = a_loads * 512 + b_bytes + weight_bytes + halo_bytes
         rounding = 4 * ROUND_INSTRUCTIONS * a_loads if self.rounds else 0.0
-        copying = COPY_INSTRUCTIONS / 32 * (weight_bytes / 16 + halo_bytes / (16, 4, 2)[self.copy])
+        if self.work.strict:
+            rounding = 4 * SPLIT_INSTRUCTIONS * a_loads + ADD_INSTRUCTIONS * self._multiplies / self.work.products
+        copying = WEIGHT_INSTRUCTIONS / 32 * weight_bytes / 16
+        copying += COPY_INSTRUCTIONS / 32 * halo_bytes / (16, 4, 2)[self.copy]
+        control = STEP_INSTRUCTIONS * self._steps + HALO_INSTRUCTIONS * sources
+        control = warps * self.chunks * (control + ROW_INSTRUCTIONS * rows * len(self.work.windows))
+        issued = self._multiplies + a_loads + b_bytes / 512 + rounding + copying + control
         stored = self.box.positions * len(self.work.inner.phases) * min(b.columns, side.outs)
         issue_stores = STORE_INSTRUCTIONS * stored / 32 / (1 if self.item_bytes == 4 else 2)
-        torn = 1.0 if self.work.dense_w or side.y[4] != 1 else TORN_STORES
         return (
-            MULTIPLY_CYCLES * multiplies,
+            MULTIPLY_CYCLES * self._multiplies,
             shared / SHARED_BYTES_PER_CYCLE,
-            (multiplies + a_loads + b_bytes / 512 + rounding + copying) / ISSUE_PER_CYCLE,
+            issued / ISSUE_PER_CYCLE,
             (weight_bytes + halo_bytes * self._sector_waste) / L2_BYTES_PER_CYCLE,
-            max(torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
+            max(self._torn * stored * self.item_bytes / MEMORY_BYTES_PER_CYCLE, issue_stores / ISSUE_PER_CYCLE),
         )
+
+    @property
+    def _torn(self) -> float:
+        """Bytes of the sectors that stores touch, divided by the bytes stored; 1 for channels-last outputs.
+
+        L2 merges the channels of a position that several blocks store one after the other.
+        """
+        side = self.work.side
+        if side.y[4] != 1:
+            return 1.0
+        apart = side.gathers[2].output_step // self.store_phases  # other blocks store the outputs in between
+        line = self.box.tile[2] * self.store_phases * apart * self.item_bytes
+        whole = not any(v * self.item_bytes % SECTOR for v in side.y[:4]) and line % SECTOR == 0
+        return apart * (1.0 if whole else (line + SECTOR_ENDS) / line)
 
     @property
     def _sector_waste(self) -> float:
         """Bytes read in whole sectors of 32 bytes, divided by the bytes of the halo."""
         if self.work.side.x[4] == 1:
             line = self.box.halo[2] * self.item_bytes
-            return (line + 28.0) / line
+            return (line + SECTOR_ENDS) / line
         run = min(self.chunk, self.work.side.reduced) * self.item_bytes
-        return max(1.0, 32.0 / run)
+        return max(1.0, SECTOR / run)
 
 
 def _together(parts: list[float]) -> float:
@@ -476,6 +398,8 @@ def _together(parts: list[float]) -> float:
 def _registers(work: Work, sums: int, tiles_m: int, tiles_n: int, copy: int) -> int:
     """Returns an estimate of the registers per thread."""
     window = 4 * (tiles_m + max(window.span for window in work.windows))
+    if work.strict:  # also the low halves of x and of the weight, and the partial sums of two rows of tiles
+        window, sums = 2 * window, sums + 10 * tiles_n
     return sums + window + 2 * tiles_n + OTHER_REGISTERS + (JOB_REGISTERS if copy == 2 else 0)
 
 
@@ -495,24 +419,42 @@ def builds(work: Work, copy: int, item_bytes: int) -> Iterator[Build]:
     """Yields every build worth considering, with as many blocks per multiprocessor as registers allow."""
     side, phases = work.side, len(work.inner.phases)
     steps_wanted = [n for n in (1, 2, 4) if n == 1 or side.reduced * item_bytes > K_STEP * n // 2]
-    for tiles_m, tiles_n in product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4, 6, 8)):
+    for tiles_m, tiles_n in product((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4, 6, 8)):
         tiles = phases * tiles_m * tiles_n
-        if 4 * tiles > SAFE_SUMS or 8 * (tiles_n - 1) >= side.outs or tiles_m >= 2 * side.grid[2]:
+        if (
+            4 * tiles > (STRICT_SUMS if work.strict else SAFE_SUMS)
+            or 8 * (tiles_n - 1) >= side.outs
+            or tiles_m >= 2 * side.grid[2]
+        ):
             continue
         if tiles < FEW_TILES and 8 * tiles_n < side.outs and side.positions >= MANY_POSITIONS:
             continue
         for (warps_m, warps_n), steps in product(WARPS, steps_wanted):
             if (warps_n - 1) * tiles_n * 8 >= side.outs:
                 continue
-            if len(work.inner.taps) * tiles_m * tiles_n * steps > MAX_CODE:
+            if len(work.inner.taps) * tiles_m * tiles_n * steps * work.products > MAX_CODE:
                 continue
             if copy and warps_m * warps_n % (2 * steps):
                 continue  # a round of copies has 8 positions for every word of a slot
             needed = _registers(work, 4 * phases * tiles_m * tiles_n, tiles_m, tiles_n, copy)
             blocks = min(MAX_BLOCKS, REGISTERS // (32 * warps_m * warps_n * needed))
-            for rows in ROWS:
-                if needed <= MAX_REGISTERS and rows <= max(1, work.most_rows):
-                    yield Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, STAGES, blocks)
+            if needed > MAX_REGISTERS:
+                continue
+            for rows, stages in product(rows_of_step(work, tiles_m * tiles_n * steps * work.products), STAGES):
+                yield Build(work.unrolled, tiles_m, tiles_n, warps_m, warps_n, steps, rows, stages, blocks)
+
+
+@lru_cache(maxsize=4096)
+def rows_of_step(work: Work, multiplies: int) -> tuple[int, ...]:
+    """Returns how many rows of taps a step may have, where each tap has `multiplies` matrix instructions per warp."""
+    each = len(work.inner.taps) * multiplies
+    counts = {len(source.rows) for source in work.sources}
+    found = [
+        rows
+        for rows in ROWS
+        if rows == 1 or (rows * each <= MAX_STEP_CODE and any(count % rows == 0 for count in counts))
+    ]
+    return tuple(r for i, r in enumerate(found) if r * each >= FEW_IN_STEP or i + 1 == len(found))
 
 
 def candidates(side: Side, copy: int, item_bytes: int, device: Device, rows: bool = False) -> Iterator[Candidate]:

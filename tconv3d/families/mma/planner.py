@@ -24,7 +24,8 @@ from ...planning.scalars import INT32_MAX, SCALARS
 from ...planning.side import Side
 from ...planning.turning import channel_rows
 from .arguments import MMA, MMA_PACK
-from .model import Build, Candidate, Work, candidates, candidates_of
+from .model import Build, Candidate, candidates, candidates_of
+from .work import Work
 
 HAS_EPILOGUE = True
 MIN_CHANNELS = 4  # input and output channels per group: fewer leave more than half of an 8-column tile idle
@@ -33,7 +34,7 @@ PRODUCTS_PER_CYCLE = 565.0
 MAX_TAPS = 1024  # taps that the tables of a kernel hold
 PACK_THREADS = 256  # threads per block of mma_pack
 ALIGN = 256  # bytes to which a region of the workspace is aligned
-PACK_ELEMENTS = 8192  # elements of the weight in the shared memory of a block of mma_pack
+PACK_ELEMENTS = 4096  # elements of the weight in the shared memory of a block of mma_pack
 PIECES, WORDS, HALVES = range(3)  # kCopy in mma_copies.cuh: copies of 16 bytes, of 4 bytes, or of 2 via registers
 
 
@@ -46,7 +47,7 @@ def _why_never(problem: Problem, device: Device) -> str | None:
     """Returns a reason for refusal that is known without a search for a build, or None."""
     if problem.which not in (Pass.FORWARD, Pass.INPUT_GRAD):
         return "the kernel on mma.sync computes the forward pass and the input gradient"
-    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP):
+    if refusal := tensor_cores.why_not(problem, device, tensor_cores.WARP, in_halves=True):
         return refusal
     if problem.batch == 0:
         return "there is nothing to compute"
@@ -55,14 +56,19 @@ def _why_never(problem: Problem, device: Device) -> str | None:
         return f"fewer than {MIN_CHANNELS} channels per group leave tensor cores idle"
     if g.taps > MAX_TAPS:
         return f"{g.taps} taps are more than the tables hold"
-    return None
+    return tensor_cores.why_not_halves(Side.of(problem).mean_terms) if _strict(problem) else None
+
+
+def _strict(problem: Problem) -> bool:
+    """Tells whether every product is computed as three TF32 products."""
+    return problem.dtype == "float32" and not problem.tf32
 
 
 def _why_no_build(problem: Problem, device: Device) -> str | None:
     found = _chosen(problem, device)
     if found is None:
         return "no tile and its halo fit accumulators and shared memory"
-    if _halo_span(found) > INT32_MAX:
+    if _halo_span(found) * problem.item_bytes > INT32_MAX:
         return "the offsets of a tile leave 32 bits"
     if found.grid > INT32_MAX:
         return "there are more blocks than a launch can have"
@@ -79,7 +85,7 @@ def offer(wanted: Wanted, device: Device) -> list[Answer]:
 
 def least(problem: Problem, device: Device) -> calibration.Work:
     """Returns a lower bound of the work, products at the rate of mma.sync, without the 0.1 s search for a build."""
-    rate = PRODUCTS_PER_CYCLE * 4 / problem.item_bytes
+    rate = PRODUCTS_PER_CYCLE * 4 / problem.item_bytes / (3 if _strict(problem) else 1)
     return calibration.Work(2, problem.flops / 2 / (rate * device.multiprocessors))
 
 
@@ -108,7 +114,9 @@ def plan_of(found: Candidate, problem: Problem) -> Plan:
     tile = f"{found.build}; boxes of {items}{' x '.join(map(str, found.box.tile))} positions"
     return Plan(
         "mma",
-        "tensor cores, any setting" + (", of rows of channels that are written first" if found.rows else ""),
+        "tensor cores, any setting"
+        + (", three TF32 products" if found.work.strict else "")
+        + (", of rows of channels that are written first" if found.rows else ""),
         tuple(launches),
         rows + _rows_bytes(problem) if found.rows else packed,
         tile,
@@ -167,7 +175,8 @@ def forget() -> None:
 
 def _chosen(problem: Problem, device: Device) -> Candidate | None:
     """Returns a build of the layer's repertoire (few builds for all volumes) with its best box, or None."""
-    kind = (problem.which, problem.geometry, problem.dtype, problem.activation, problem.input[1] == 1)
+    types = (problem.dtype, problem.tf32, problem.activation)
+    kind = (problem.which, problem.geometry, *types, problem.input[1] == 1)
     choice = _repertoire.choose(
         (*kind, problem.output[4] == 1, copy_of(Side.of(problem)), device),
         (problem.batch, problem.input_size),
@@ -221,10 +230,15 @@ def _best(problem: Problem, device: Device, choice: Choice) -> Candidate | None:
 
 
 def _sides(problem: Problem, device: Device) -> Iterator[tuple[Side, int, bool]]:
-    """Yields x as it is and, where possible, x rewritten as rows of channels: side, kind of copy, whether rows."""
+    """Yields x as it is and, where possible, x rewritten as rows of channels: side, kind of copy, whether rows.
+
+    Rewriting rounds x, so that strict float32 cannot use it.
+    """
     side, item = Side.of(problem), 16 // problem.item_bytes
     copy = copy_of(side)
     yield side, copy, False
+    if _strict(problem):
+        return
     if copy != PIECES and side.reduced % item == 0 and prod(side.x_size) <= INT32_MAX and device.workspace_bytes:
         yield replace(side, x=channels_last_strides(_read(problem))), PIECES, True
 
@@ -274,6 +288,26 @@ def _source_tables(work: Work) -> Constants:
     )
 
 
+def _step_tables(found: Candidate) -> Constants:
+    """Returns tables of the steps of a chunk (mma_tile.cuh): rows of taps, source in its phase, whether first."""
+    steps, first, most = [], [0], found.build.rows
+    for phase in found.work.phases:
+        for number, source in enumerate(phase):
+            rows = len(source.rows)
+            steps += [(min(most, rows - row), number, int(row == 0)) for row in range(0, rows, most)]
+        first.append(len(steps))
+    counts, numbers, begins = zip(*steps, strict=True) if steps else ((), (), ())
+    return (
+        ("kRows", most),
+        ("kWholeSteps", all(count == most for count in counts)),
+        ("kMostSources", max(map(len, found.work.phases))),
+        ("kFirstStep", tuple(first)),
+        ("kStepRows", counts),
+        ("kStepSource", numbers),
+        ("kStepBegins", begins),
+    )
+
+
 def _window_tables(work: Work) -> Constants:
     """Returns tables of the inner taps (phase, window, shift in the window) and of the windows (place, span)."""
     windows = {tap: (i, shift) for i, window in enumerate(work.windows) for tap, shift in window.taps}
@@ -286,6 +320,8 @@ def _window_tables(work: Work) -> Constants:
         ("kTapWindow", tuple(windows[tap][0] for tap in taps)),
         ("kTapShift", tuple(windows[tap][1] for tap in taps)),
         ("kWindowSpan", tuple(window.span for window in work.windows)),
+        ("kUse", tuple(tap for window in work.windows for tap, _ in window.taps)),
+        ("kFirstUse", (0, *accumulate(len(window.taps) for window in work.windows))),
         *((f"kWindow{axis}", tuple(w.place[i] for w in work.windows)) for i, axis in enumerate("DHW")),
         *((f"kPhase{axis}", tuple(phase[i] for phase in work.inner.phases)) for i, axis in enumerate("DHW")),
     )
@@ -297,6 +333,7 @@ def _layout_constants(found: Candidate) -> Constants:
     return (
         ("Scalar", SCALARS[side.problem.dtype]),
         ("kGroups", side.problem.geometry.groups),
+        ("kHalves", found.halves),
         ("kReduced", side.reduced),
         ("kOuts", side.outs),
         ("kSteps", build.steps),
@@ -341,13 +378,28 @@ def _pack(found: Candidate) -> Launch:
     )
 
 
+def _store_width(found: Candidate) -> int:
+    """Returns how many outputs of a contiguous line one access stores: 1 unless every line begins at a multiple.
+
+    The result is kVector of mma_stores.cuh, half of it or 1: the largest that divides the width and strides of y.
+    """
+    side, own = found.work.side, found.build.tiles_m * found.store_phases
+    if side.gathers[2].output_step != found.store_phases:  # neighbours in shared memory are not neighbours in y
+        return 1
+    most = next(n for n in (16 // found.item_bytes, 4, 2, 1) if own % n == 0)
+    n, c, d, h, w = side.y
+    for width in (most, most // 2):
+        if width > 1 and w == 1 and not any(v % width for v in (n, c, d, h, side.y_size[2])):
+            return width
+    return 1
+
+
 def _store_lanes(found: Candidate) -> int:
-    """Returns how many lanes store a line of y: its number of words, rounded up to a power of two, at most 32."""
-    phases = found.work.side.gathers[2].phases if found.work.unrolled else 1
-    elements = found.box.tile[2] * phases
-    words = -(-elements * found.item_bytes // 4)
+    """Returns how many lanes store a line of y: its number of accesses, rounded up to a power of two, at most 32."""
+    each = max(_store_width(found), 4 // found.item_bytes)
+    accesses = -(-found.box.tile[2] * found.store_phases // each)
     lanes = 1
-    while lanes < min(words, 32):
+    while lanes < min(accesses, 32):
         lanes *= 2
     return lanes
 
@@ -364,7 +416,6 @@ def _main(found: Candidate) -> Launch:
         ("kUnrolled", build.unrolled),
         ("kTilesM", build.tiles_m),
         ("kWarpsM", build.warps_m),
-        ("kRows", build.rows),
         ("kMostRows", work.most_rows),
         ("kStages", build.stages),
         ("kHaloBuffers", found.halo_buffers),
@@ -376,6 +427,7 @@ def _main(found: Candidate) -> Launch:
         ("kStoreTiles", found.store_tiles),
         ("kAllTaps", len(work.rows) * len(work.inner.taps)),
         *_source_tables(work),
+        *_step_tables(found),
         *_window_tables(work),
         *(
             (f"k{name}{axis}", getattr(gather, attribute))
@@ -414,6 +466,7 @@ def _scalars(found: Candidate) -> bytes:
         store_line=found.store_line,
         store_pitch=found.store_pitch,
         store_lanes=_store_lanes(found),
+        store_width=_store_width(found),
         **per_axis("tiles", box.tiles[1:]),
         tile_d=tile_d,
         tile_h=tile_h,

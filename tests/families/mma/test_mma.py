@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ import tconv3d
 from tconv3d import emulator
 from tconv3d.families.mma import model as mma_model
 from tconv3d.families.mma import planner as mma_planner
+from tconv3d.families.mma.work import Work
 from tconv3d.planning import gpus, planner
 from tconv3d.planning.geometry import Geometry
 from tconv3d.planning.problem import Device, Pass, Problem, channels_last_strides, contiguous_strides
@@ -123,6 +125,32 @@ def test_input_that_is_written_as_rows_of_channels_first(dtype: torch.dtype, mon
     assert len(plans) == 2 and all("written first" in why for why in plans)
 
 
+@pytest.mark.parametrize(
+    "name, memory_format, passes_of_mma",
+    [
+        ("plain, odd lines", CONTIGUOUS, 2),
+        ("gan", CHANNELS_LAST, 2),
+        ("many channels", CONTIGUOUS, 2),
+        ("groups", CHANNELS_LAST, 1),  # an output is the sum of 18 products on the average: multiply-adds
+    ],
+)
+def test_strict_float32_is_three_products(
+    name: str, memory_format: torch.memory_format, passes_of_mma: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, plans = LAYERS[name], []
+    x, *rest = layer.operands(torch.float32, "cpu")
+    operands = [x.to(memory_format=memory_format), *rest]
+    plan_of = mma_planner.plan_of
+    monkeypatch.setattr(mma_planner, "plan_of", lambda *given: plans.append(plan_of(*given).why) or plan_of(*given))
+    with on_ampere(precision="ieee"):
+        check(layer, torch.float32, "cpu", operands)
+        result, _ = passes(tconv3d.conv_transpose3d, operands, layer.settings, forward_only=True)
+    assert len(plans) == passes_of_mma and all("three TF32 products" in why for why in plans)
+    doubles = [each.double() for each in operands]
+    exact, _ = passes(F.conv_transpose3d, doubles, layer.settings, forward_only=True)
+    assert (result - exact).norm() / exact.norm() < 2e-7
+
+
 @pytest.mark.parametrize("shared_bytes", [49152, 101376, 166912, 232448])
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 def test_tiles_for_other_devices(shared_bytes: int, multiprocessors: int) -> None:
@@ -189,7 +217,7 @@ def test_refusals_say_why() -> None:
     assert mma_planner.why_not(problem, a100) is None
     for refused, device, words in (
         (problem, replace(a100, capability=(7, 5)), "8.0"),
-        (replace(problem, tf32=False), a100, "TF32 is off"),
+        (replace(problem, tf32=False, geometry=Geometry.make(8, 8, (1, 2, 2))), a100, "sums of 32 terms"),
         (replace(problem, which=Pass.WEIGHT_GRAD), a100, "input gradient"),
         (replace(problem, batch=0), a100, "nothing to compute"),
         (replace(problem, geometry=Geometry.make(64, 1, T3)), a100, "fewer than 4 channels"),
@@ -221,10 +249,23 @@ def test_small_volumes_share_a_tile() -> None:
 
 def test_an_input_gradient_has_a_source_for_each_phase_of_dy() -> None:
     problem = problem_of("gan_256_128_8", Pass.INPUT_GRAD, "float32", last=False)
-    work = mma_model.Work(Side.of(problem), 1)
+    work = Work(Side.of(problem), 1)
     assert len(work.sources) == 4 and all(len(source.rows) == 4 for source in work.sources)
     assert sorted(window.span for window in work.windows) == [1, 1]
     assert work.line_steps == (2, 2, 1) and work.reach == (1, 1, 3)
+
+
+def test_fragments_are_loaded_without_bank_conflicts() -> None:
+    """The 8 rows of 16 bytes that ldmatrix reads at a time lie in 8 different groups of 4 banks."""
+    for name in ("relu_group_norm_conv", "monai_64_16_32"):
+        for which in (Pass.FORWARD, Pass.INPUT_GRAD):
+            problem = problem_of(name, which, "float32", last=True)
+            for found in mma_planner.predicted(problem, gpus.GPUS["A100"].device, 4):
+                box, (step_d, step_h, _) = found.box, found.work.halo_steps
+                lines = product(range(box.tile[0]), range(box.tile[1]))  # of the first batch item
+                slots = [d * step_d * box.sheet + h * step_h * box.line for d, h in lines]
+                for first in range(len(slots) - 7):
+                    assert len({slot % 8 for slot in slots[first : first + 8]}) == 8, (name, which, box)
 
 
 @pytest.mark.parametrize("told, expected", [("A100", (8, 0)), ("8.0", (8, 0)), ("L40S,80", (8, 9)), ("", (9, 0))])
@@ -252,12 +293,16 @@ MUTANTS = {
         "C::kRowH(first_row + row) + C::kWindowH(window)",
         "C::kWindowH(window)",
     ),
-    "a neighbour's window": ("mma", "a[m + C::kTapShift(kTap)]", "a[m]"),
+    "a neighbour's window": ("mma", "kShift = C::kTapShift(kTap)", "kShift = 0"),
+    "the row of taps before": ("mma", "windows[kAfter.row % 2]", "windows[0]"),
+    "the weights of this tap": ("mma", "load_columns<kNext>(b[kNext % 2]", "load_columns<kNow>(b[kNext % 2]"),
     "channels after the last": ("mma_copies", "if (inside && channel + 1 < C::kReduced)", "if (inside)"),
     "no bound of the halo": ("mma_copies", "x_h < args.x_size.h && x_w >= 0", "x_h < args.x_size.h"),
     "a step too early": ("mma", "ptx::copy_wait<C::kStages - 2>();", "ptx::copy_wait<C::kStages - 1>();"),
     "half of a pair": ("mma_stores", "to[single] = from[single];", "(void)single;"),
 }
+# Mutants in a layer whose halo is copied asynchronously, so that several rows of taps are multiplied at once.
+IN_TF32 = ("the row of taps before",)
 
 
 @pytest.mark.slow
@@ -268,5 +313,6 @@ def test_mutants_are_found(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TCONV3D_EMULATOR_ORDER", "shuffled:1")
     layer = Layer(37, 8, (3, 5, 5), T3, padding=T1, batch=1)
     found = pytest.raises(AssertionError, match="elements wrong")
+    dtype = torch.float32 if name in IN_TF32 else torch.float16
     with on_ampere(), kernel_from(tmp_path / "kernels", "mma"), found:
-        check(layer, torch.float16, "cpu", operands_of(layer, torch.float16, CONTIGUOUS), forward_only=True)
+        check(layer, dtype, "cpu", operands_of(layer, dtype, CONTIGUOUS), forward_only=True)

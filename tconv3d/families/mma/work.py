@@ -1,0 +1,151 @@
+"""Divides the taps of a pass into the rows, sources and windows that the kernel on mma.sync computes (mma_tile.cuh).
+
+The result is a pure function of a layer's geometry. This module knows nothing of tiles, volumes or devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from ...planning.geometry import Triple
+from ...planning.side import Side, Unrolled
+
+MAX_SOURCES = 16  # sources of a block phase: an item of the halo has one bit for each in a 16-bit mask
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tap along each dimension that is not unrolled, and the place in its source's halo where it reads."""
+
+    taps: tuple[int, ...]
+    place: Triple
+
+
+@dataclass(frozen=True)
+class Source:
+    """Groups the rows of taps of a block phase that read from one halo."""
+
+    least: Triple  # offset in x of the halo's start, from input_step times the tile's first position
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Describes consecutive fragments along w that several inner taps share, each tap at its own shift."""
+
+    place: Triple  # place in the halo, relative to the place of the row of taps
+    taps: tuple[tuple[int, int], ...]  # inner tap, and its shift from the window's start in positions
+
+    @property
+    def span(self) -> int:
+        return max(shift for _, shift in self.taps)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Derives the part of a build's work that depends on the layer alone."""
+
+    side: Side
+    unrolled: int
+
+    @property
+    def strict(self) -> bool:
+        """Tells whether every float32 product is computed as three TF32 products."""
+        return self.side.problem.dtype == "float32" and not self.side.problem.tf32
+
+    @property
+    def products(self) -> int:
+        """The matrix instructions for one K step of a tile."""
+        return 3 if self.strict else 1
+
+    @cached_property
+    def inner(self) -> Unrolled:
+        return Unrolled.of(self.side.gathers, self.unrolled)
+
+    @property
+    def outer_count(self) -> int:
+        return 3 - self.unrolled
+
+    @cached_property
+    def line_steps(self) -> Triple:
+        """Lines of x from line to line of a halo: the input step if every phase of x has its own halo, else 1."""
+        d, h, _ = (gather.input_step for gather in self.side.gathers)
+        return (d, h, 1) if d * h <= MAX_SOURCES else (1, 1, 1)
+
+    @cached_property
+    def halo_steps(self) -> Triple:
+        """Lines (d, h) and items (w) of a halo from one position of a tile to the next."""
+        steps = (gather.input_step for gather in self.side.gathers)
+        return tuple(step // line for step, line in zip(steps, self.line_steps, strict=True))
+
+    @cached_property
+    def least_load(self) -> Triple:
+        return tuple(min(load[i] for load in self.inner.loads) for i in range(3))
+
+    @cached_property
+    def phases(self) -> tuple[tuple[Source, ...], ...]:
+        """The sources of each block phase."""
+        outer = self.side.gathers[: self.outer_count]
+        return tuple(map(self._sources, product(*(range(gather.phases) for gather in outer))))
+
+    def _sources(self, phase: Triple) -> tuple[Source, ...]:
+        outer, unrolled = self.side.gathers[: self.outer_count], self.least_load[self.outer_count :]
+        by_residue: dict[Triple, list[tuple[tuple[int, ...], Triple]]] = {}
+        for row in product(*(range(gather.count[i]) for gather, i in zip(outer, phase, strict=True))):
+            taps = tuple(gather.tap(i, j) for gather, i, j in zip(outer, phase, row, strict=True))
+            offsets = (*(gather.offset(i, j) for gather, i, j in zip(outer, phase, row, strict=True)), *unrolled)
+            residue = tuple(offset % step for offset, step in zip(offsets, self.line_steps, strict=True))
+            by_residue.setdefault(residue, []).append((taps, offsets))
+        found = []
+        for _, rows in sorted(by_residue.items()):
+            least = tuple(min(offsets[i] for _, offsets in rows) for i in range(3))
+            places = (
+                tuple((o - at) // step for o, at, step in zip(offsets, least, self.line_steps, strict=True))
+                for _, offsets in rows
+            )
+            found.append(
+                Source(least, tuple(Row(taps, place) for (taps, _), place in zip(rows, places, strict=True)))
+            )
+        return tuple(found)
+
+    @cached_property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(source for phase in self.phases for source in phase)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(row for source in self.sources for row in source.rows)
+
+    @cached_property
+    def most_rows(self) -> int:
+        """The most rows of taps that a block phase has."""
+        return max(sum(len(source.rows) for source in phase) for phase in self.phases)
+
+    @cached_property
+    def least_rows(self) -> int:
+        """The fewest rows of taps that a source has."""
+        return min((len(source.rows) for source in self.sources), default=1)
+
+    @cached_property
+    def reach(self) -> Triple:
+        """The greatest distance between two reads of one position's taps, in lines (d, h) and items (w) of a halo."""
+        rows = (max((row.place[i] for row in self.rows), default=0) for i in range(3))
+        loads = (max(load[i] for load in self.inner.loads) - self.least_load[i] for i in range(3))
+        return tuple(map(sum, zip(rows, loads, strict=True)))
+
+    @cached_property
+    def windows(self) -> tuple[Window, ...]:
+        """The windows of a row of taps."""
+        step = self.side.gathers[2].input_step
+        found: dict[Triple, list[tuple[int, int]]] = {}
+        for number, (_, load, _) in enumerate(self.inner.taps):
+            d, h, w = (o - at for o, at in zip(self.inner.loads[load], self.least_load, strict=True))
+            found.setdefault((d, h, w % step), []).append((number, w // step))
+        windows = []
+        for (d, h, plane), taps in found.items():
+            first = min(shift for _, shift in taps)
+            shifted = tuple((tap, shift - first) for tap, shift in taps)
+            windows.append(Window((d, h, first * step + plane), shifted))
+        return tuple(windows)
