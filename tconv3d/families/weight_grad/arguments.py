@@ -62,6 +62,7 @@ ROWS_WEIGHT_GRAD = Arguments(
     x=CONST_POINTER("The input."),
     dy=CONST_POINTER("The gradient of the output."),
     parts=POINTER("Partial sums: [splits][taps][channels of the product's rows][channels of its columns]."),
+    bias_parts=POINTER("Partial sums of the bias gradient: [splits][sets][consumers][channels]; or null."),
     x_strides=STRIDES("Strides of x."),
     dy_strides=STRIDES("Strides of dy."),
     x_size=EXTENT("Size of x."),

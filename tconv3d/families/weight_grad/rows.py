@@ -1,11 +1,12 @@
 """Plans rows_weight_grad.cuh: weight gradients of channels-last 16-bit tensors on Hopper's tensor cores.
 
 A position's channels are a row of shared memory, and rows are K of the products. A block has 64 channels of one
-tensor, at most 64 of the other, and a set of taps that read the same planes of dy along d and the same phase along h.
+tensor, at most 64 of the other, and a set of taps that read the same planes of dy along d.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -13,7 +14,7 @@ from math import prod
 
 from ...planning import offers
 from ...planning.calibration import Work
-from ...planning.geometry import Geometry, Triple
+from ...planning.geometry import Axis, Geometry, Triple
 from ...planning.launch import Launch, axis_constants
 from ...planning.offers import Answer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem, Strides, last_offset
@@ -23,6 +24,7 @@ from ...planning.sums import reduce_parts
 from .arguments import ROWS_WEIGHT_GRAD
 
 PRODUCERS, CONSUMERS = 2, 2  # warpgroups that copy, and that multiply
+BIAS_PARTS = "bias parts"  # region of the workspace
 THREADS = 128 * (PRODUCERS + CONSUMERS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 56, 200  # per thread
 SUM_REGISTERS = 144  # registers per consumer thread for sums
@@ -35,7 +37,7 @@ BOXES = tuple((h, w) for h, w in product((1, 2, 4, 6, 8), (8, 16, 24, 32, 40, 48
 MOST_ROWS = 160  # positions of a box: loops over them are unrolled
 
 # Rates and costs of the model of time, in cycles of a multiprocessor.
-PRODUCT_CYCLES = 20.0  # for 64 rows, 32 columns and 16 positions
+OPERAND_BYTES = 128.0  # Matrix instructions read this many bytes of operands in shared memory per cycle.
 BYTES_PER_CYCLE = 26.0  # copied from the L2 cache
 COPY_CYCLES = 100.0  # for one copy of a producer's warp
 BOX_CYCLES = 120.0  # per box, for barriers and addresses
@@ -44,9 +46,16 @@ BLOCK_CYCLES = 6000.0  # per block, for the first copies and the last stores
 
 @dataclass(frozen=True)
 class TapSet:
-    """Holds taps that read the same planes of dy along d, and the same phase along h."""
+    """Holds taps that read the same planes of dy along d."""
 
     taps: tuple[Triple, ...]  # tap indices along d, h, w
+
+    def runs(self, h: Axis, box: int) -> dict[int, range]:
+        """Returns, by phase along h, the positions along h of the lines that the taps read for a box of lines."""
+        found: dict[int, list[int]] = {}
+        for tap in self.taps:
+            found.setdefault(h.phase(tap[1]), []).append(h.shift(tap[1]))
+        return {phase: range(min(shifts), max(shifts) + box) for phase, shifts in sorted(found.items())}
 
 
 @dataclass(frozen=True)
@@ -59,6 +68,7 @@ class Tiling:
     sets: tuple[TapSet, ...]
     box: tuple[int, int]  # positions along h and w
     stages: int
+    bias: bool = False  # the gradient of the bias is computed too
 
     @property
     def taps(self) -> int:
@@ -82,21 +92,23 @@ class Tiling:
         w = self.geometry.axes[2]
         return self.box[1] + max(w.shift(t) for t in range(w.kernel)) - self.origin_w
 
-    def origin_h(self, each: TapSet) -> int:
-        return min(self.geometry.axes[1].shift(tap[1]) for tap in each.taps)
+    def lines_of(self, each: TapSet) -> tuple[int, ...]:
+        """Returns the lines of dy that a set's taps read, relative to the first output line of the box."""
+        h = self.geometry.axes[1]
+        runs = each.runs(h, self.box[0])
+        return tuple(position * h.stride + phase for phase, run in runs.items() for position in run)
 
     @property
     def lines(self) -> int:
-        """Lines of dy of a box."""
-        h = self.geometry.axes[1]
-        reach = max(max(h.shift(tap[1]) for tap in each.taps) - self.origin_h(each) for each in self.sets)
-        return self.box[0] + reach
+        """The most lines of dy of a box."""
+        return max(len(self.lines_of(each)) for each in self.sets)
 
     def row(self, each: TapSet, tap: Triple) -> int:
         """Returns the row of dy, within a stage, that a tap reads for the first position of the box."""
         _, h, w = self.geometry.axes
         plane = self.phases_w.index(w.phase(tap[2])) * self.lines
-        return (plane + h.shift(tap[1]) - self.origin_h(each)) * self.pitch + w.shift(tap[2]) - self.origin_w
+        line = self.lines_of(each).index(h.shift(tap[1]) * h.stride + h.phase(tap[1]))
+        return (plane + line) * self.pitch + w.shift(tap[2]) - self.origin_w
 
     @property
     def stage_bytes(self) -> int:
@@ -105,7 +117,11 @@ class Tiling:
 
     @property
     def shared_bytes(self) -> int:
-        return self.stages * (self.stage_bytes + 16)
+        return self.stages * (self.stage_bytes + 16) + (16 * ROW_BYTES if self.bias else 0)
+
+    def ones(self, taps: tuple[Triple, ...]) -> int:
+        """Returns how many of the taps count for the gradient of the bias: each output has one such tap."""
+        return sum(_is_own(self.geometry, tap) for tap in taps) if self.bias else 0
 
     @property
     def kinds(self) -> int:
@@ -120,7 +136,8 @@ class Tiling:
     @property
     def box_cycles(self) -> float:
         taps = max(len(each.taps) for each in self.sets)
-        products = prod(self.box) / 16 * taps * self.columns / 32 * PRODUCT_CYCLES
+        ones, bias_columns = max(self.ones(each.taps) for each in self.sets), bias_columns_of(self)
+        products = prod(self.box) / 16 * (taps * _product_cycles(self.columns) + ones * _product_cycles(bias_columns))
         x, y = (ROW_CHANNELS, self.columns) if self.rows_are_input else (self.columns, ROW_CHANNELS)
         lines_y = len(self.phases_w) * self.lines
         bytes_of_box = 2 * (prod(self.box) * x + lines_y * self.pitch * y)
@@ -133,19 +150,42 @@ class Tiling:
         return f"64 x {self.columns} {side}, {self.taps} taps per warpgroup, boxes of {self.box[0]}x{self.box[1]}"
 
 
-def _tap_sets(g: Geometry, most: int) -> tuple[TapSet, ...]:
-    """Returns sets of at most `most` taps: taps of one index along d, and of one phase along h."""
+def bias_columns_of(made: Tiling) -> int:
+    """Returns the columns of the products with ones: those of dy if dy is the product's columns, else the fewest."""
+    return made.columns if made.rows_are_input else 8
+
+
+def _product_cycles(columns: int) -> float:
+    """Returns the cycles of a matrix instruction for 64 rows and 16 positions.
+
+    Tensor cores take two columns per cycle, if the operands come in time.
+    """
+    return max(columns / 2, 2 * 16 * (ROW_CHANNELS + columns) / OPERAND_BYTES)
+
+
+def _is_own(g: Geometry, tap: Triple) -> bool:
+    return all(axis.is_own(t) for axis, t in zip(g.axes, tap, strict=True))
+
+
+def _tap_sets(g: Geometry, most: int) -> Iterator[tuple[TapSet, ...]]:
+    """Yields ways to divide the taps into sets of at most `most` taps with one index along d.
+
+    In the first way, the taps of a set have one phase along h, so that a box has few lines of dy. In the second way,
+    a set has taps of all phases, so that fewer sets read x, and all sets have equally many products.
+    """
     d, h, w = g.axes
     widths = -(-w.kernel // most)
     across = [range(i * w.kernel // widths, (i + 1) * w.kernel // widths) for i in range(widths)]
-    found = []
-    for tap_d, phase in product(range(d.kernel), sorted({h.phase(t) for t in range(h.kernel)})):
-        along = [t for t in range(h.kernel) if h.phase(t) == phase]
-        count = -(-len(along) // max(1, most // max(map(len, across))))
-        for i, widths_of_set in product(range(count), across):
-            lines = along[i * len(along) // count : (i + 1) * len(along) // count]
-            found.append(TapSet(tuple(product((tap_d,), lines, widths_of_set))))
-    return tuple(found)
+    phases = sorted({h.phase(t) for t in range(h.kernel)})
+    by_phase = [[t for t in range(h.kernel) if h.phase(t) == phase] for phase in phases]
+    for ways in (by_phase, [list(range(h.kernel))]) if len(phases) > 1 else (by_phase,):
+        found = []
+        for tap_d, along in product(range(d.kernel), ways):
+            count = -(-len(along) // max(1, most // max(map(len, across))))
+            for i, widths_of_set in product(range(count), across):
+                lines = along[i * len(along) // count : (i + 1) * len(along) // count]
+                found.append(TapSet(tuple(product((tap_d,), lines, widths_of_set))))
+        yield tuple(found)
 
 
 def _columns(channels: int) -> int:
@@ -154,17 +194,25 @@ def _columns(channels: int) -> int:
     return -(-channels // (8 * tiles)) * 8
 
 
+def _sides(g: Geometry) -> tuple[bool, ...]:
+    """Returns which tensors' channels may be the rows of the product: True for x, False for dy."""
+    return (True, False) if g.groups == 1 else (True,)
+
+
 @lru_cache(maxsize=256)
-def tiling(g: Geometry, batch: int, size: Triple, shared_bytes: int, multiprocessors: int) -> Tiling | None:
+def tiling(
+    g: Geometry, batch: int, size: Triple, shared_bytes: int, multiprocessors: int, bias: bool = False
+) -> Tiling | None:
     """Returns the tiling with the least predicted cycles, or None if no box fits shared memory."""
     found = []
-    for rows_are_input in (True, False) if g.groups == 1 else (True,):
+    for rows_are_input in _sides(g):
         columns = _columns(g.out_per_group if rows_are_input else g.in_per_group)
-        sets = _tap_sets(g, CONSUMERS * (SUM_REGISTERS // (columns // 2)))
-        for box, stages in product(BOXES, STAGES):
+        for_bias = (columns if rows_are_input else 8) // 2 if bias else 0
+        ways = _tap_sets(g, CONSUMERS * ((SUM_REGISTERS - for_bias) // (columns // 2)))
+        for sets, box, stages in product(ways, BOXES, STAGES):
             if prod(box) > MOST_ROWS:
                 continue
-            made = Tiling(g, rows_are_input, columns, sets, box, stages)
+            made = Tiling(g, rows_are_input, columns, sets, box, stages, bias)
             if made.shared_bytes <= shared_bytes:
                 slow = {4: 1.0, 3: 1.03, 2: 1.15}[stages]
                 found.append((slow * _cycles(made, batch, size, multiprocessors, 2**40)[0], made))
@@ -186,7 +234,7 @@ def _cycles(made: Tiling, batch: int, size: Triple, multiprocessors: int, most: 
     return of(best), best
 
 
-_repertoire = Repertoire[tuple[Geometry, Device], tuple[int, Triple], Tiling]()
+_repertoire = Repertoire[tuple[Geometry, bool, Device], tuple[int, Triple], Tiling]()
 
 
 def forget() -> None:
@@ -201,10 +249,10 @@ def _made(p: Problem, device: Device) -> Tiling | None:
     typical = nearest(positions, ((n * edge**3, (n, (edge, edge, edge))) for n, edge in TYPICAL))
 
     def of(batch: int, size: Triple) -> Tiling | None:
-        return tiling(g, batch, size, device.shared_bytes, device.multiprocessors)
+        return tiling(g, batch, size, device.shared_bytes, device.multiprocessors, p.bias)
 
     return _repertoire.choose(
-        (g, device),
+        (g, p.bias, device),
         (p.batch, p.input_size),
         lambda: of(p.batch, p.input_size),
         lambda: (found for volume in typical if (found := of(*volume)) is not None),
@@ -229,6 +277,8 @@ def why_not(problem: Problem, device: Device) -> str | None:
         return "rows of 32-bit numbers cannot be K"
     if not (_rows_of_pieces(p.input) and _rows_of_pieces(p.output) and p.aligned):
         return "positions are not aligned rows of channels"
+    if p.bias and not g.own_taps_cover:
+        return "no set of taps reads every output once, as a bias's gradient needs it"
     fewer, more = sorted((g.in_per_group, g.out_per_group))
     if fewer % PIECE or more % PIECE:
         return f"channels per group are not multiples of {PIECE}"
@@ -246,7 +296,8 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    return offers.one_by_one(PASSES, "rows_weight_grad", wanted, device, why_not, work, plan)
+    ask = "rows_weight_grad", wanted, device, why_not, work, plan
+    return [*offers.one_by_one(PASSES, *ask), *offers.weight_with_bias(*ask)]
 
 
 def work(problem: Problem, device: Device) -> Work:
@@ -254,7 +305,8 @@ def work(problem: Problem, device: Device) -> Work:
     made = _made(problem, device)
     assert made is not None
     return Work(
-        2, _cycles(made, problem.batch, problem.input_size, device.multiprocessors, _most(problem, device))[0]
+        3 if problem.bias else 2,
+        _cycles(made, problem.batch, problem.input_size, device.multiprocessors, _most(problem, device))[0],
     )
 
 
@@ -271,7 +323,7 @@ def plan(problem: Problem, device: Device) -> Plan:
     boxes = made.boxes(p.batch, p.input_size)
     d, h, w = g.axes
     most = made.taps
-    taps = [_by_consumer(each) for each in made.sets]
+    taps = [_by_consumer(made, each) for each in made.sets]
 
     def padded(numbers: list[list[int]]) -> tuple[int, ...]:
         return tuple(number for own in numbers for number in (*own, *(0,) * (most - len(own))))
@@ -283,6 +335,7 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kMinBlocks", 1),
             ("Scalar", SCALARS[p.dtype]),
             ("kWide", _wide(p)),
+            ("kBias", p.bias),
             ("kProducers", PRODUCERS),
             ("kConsumers", CONSUMERS),
             ("kProducerRegisters", PRODUCER_REGISTERS),
@@ -306,9 +359,10 @@ def plan(problem: Problem, device: Device) -> Plan:
             ("kTaps", most),
             ("kShiftD", tuple(d.shift(each.taps[0][0]) for each in made.sets)),
             ("kPhaseD", tuple(d.phase(each.taps[0][0]) for each in made.sets)),
-            ("kPhaseH", tuple(h.phase(each.taps[0][1]) for each in made.sets)),
-            ("kOriginH", tuple(made.origin_h(each) for each in made.sets)),
+            ("kLineCount", tuple(len(made.lines_of(each)) for each in made.sets)),
+            ("kLineH", _table(made.lines_of(each) for each in made.sets)),
             ("kTapCount", tuple(tuple(map(len, own)) for own in taps)),
+            ("kOnesCount", tuple(tuple(map(made.ones, own)) for own in taps)),
             (
                 "kTapRow",
                 tuple(
@@ -327,7 +381,9 @@ def plan(problem: Problem, device: Device) -> Plan:
         grid=(made.kinds * splits, 1, 1),
         threads=THREADS,
         shared_bytes=made.shared_bytes,
-        pointers=ROWS_WEIGHT_GRAD.pointers(x="x", dy="dy", parts="workspace"),
+        pointers=ROWS_WEIGHT_GRAD.pointers(
+            x="x", dy="dy", parts="workspace", bias_parts=BIAS_PARTS if p.bias else "null"
+        ),
         scalars=ROWS_WEIGHT_GRAD.pack(
             x_strides=p.input,
             dy_strides=p.output,
@@ -345,19 +401,36 @@ def plan(problem: Problem, device: Device) -> Plan:
     sizes, strides = (g.taps, g.in_channels, g.out_per_group), (tap, ci, co)
     if not made.rows_are_input:
         sizes, strides = (g.taps, g.out_per_group, g.in_per_group), (tap, co, ci)
-    reduce = reduce_parts(p.dtype, count, splits, "dw", sizes, strides)
+    launches, end, bias_parts = (
+        [main, reduce_parts(p.dtype, count, splits, "dw", sizes, strides)],
+        splits * count * 4,
+        0,
+    )
+    if p.bias:
+        bias_parts, channels = splits * len(made.sets) * CONSUMERS, g.out_channels
+        launches.append(reduce_parts(p.dtype, channels, bias_parts, "db", (1, 1, channels), (0, 0, 1), BIAS_PARTS))
     return Plan(
         "rows_weight_grad",
         "rows of channels as they are, positions as K on warpgroup tensor cores",
-        (main, reduce),
-        splits * count * 4,
+        tuple(launches),
+        end + 4 * bias_parts * g.out_channels,
         f"{made}, {made.stages} stages, {splits} parts",
+        ((BIAS_PARTS, end),) if p.bias else (),
     )
 
 
-def _by_consumer(each: TapSet) -> list[tuple[Triple, ...]]:
+def _table(rows: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Returns rows of one length, filled up with zeros that are never read."""
+    found = list(rows)
+    most = max(map(len, found))
+    return tuple((*row, *(0,) * (most - len(row))) for row in found)
+
+
+def _by_consumer(made: Tiling, each: TapSet) -> list[tuple[Triple, ...]]:
+    """Returns the taps of every consumer, those that count for the bias first."""
     share = -(-len(each.taps) // CONSUMERS)
-    return [each.taps[i * share : (i + 1) * share] for i in range(CONSUMERS)]
+    shares = (each.taps[i * share : (i + 1) * share] for i in range(CONSUMERS))
+    return [tuple(sorted(taps, key=lambda tap: not made.ones((tap,)))) for taps in shares]
 
 
 def _wide(p: Problem) -> bool:

@@ -7,7 +7,7 @@
 // that neighbouring positions read are neighbours, and a tap's shift moves an operand by whole rows.
 //
 // A block owns 64 channels of the operand with the rows of the product (kRowsAreInput: x), kColumns channels
-// of the other, and a set of taps that read the same planes of dy along d and the same phase along h. It
+// of the other, and a set of taps that read the same planes of dy along d. It
 // loops over its part of the volume in boxes of kBoxH x kBoxW positions of one plane:
 //
 //   producers, for each box:  copy its rows of x, and the rows of dy that the taps reach, to the next stage
@@ -16,6 +16,9 @@
 // Sixteen positions are 8 neighbours of two lines (or, where a box has an odd number of lines, 16
 // neighbours). Partial sums of the parts are added by reduce.cuh in a fixed order. Rows outside the tensors
 // are zero.
+//
+// The gradient of the bias (kBias) is one more product: own taps together reach every output once, so their
+// rows of dy, multiplied with ones instead of x, add up to it.
 #pragma once
 
 #include "cursor.cuh"
@@ -38,6 +41,9 @@ struct RowsWeightGrad {
   static constexpr int kBytesX = kBoxRows * kRowBytes;
   static constexpr int kStageBytes = (kBytesX + kRowsY * kRowBytes + 1023) / 1024 * 1024;
   static constexpr int kSums = C::kColumns / 2;
+  // Sums of the bias gradient: as many columns as the product has if dy is its columns, else a few.
+  static constexpr int kBiasColumns = C::kRowsAreInput ? C::kColumns : 8, kBiasSums = kBiasColumns / 2;
+  static constexpr int kOnesBytes = C::kBias ? 16 * kRowBytes : 0;  // 16 rows of ones
   static constexpr bool kPairsOfLines = C::kBoxH % 2 == 0;
   static_assert(C::kBoxW % (kPairsOfLines ? 8 : 16) == 0, "a box is a whole number of 16 positions");
   // Channels that a block has of x and of dy.
@@ -96,8 +102,9 @@ struct RowsWeightGrad {
   __device__ __forceinline__ unsigned stage(int i) const {
     return base + static_cast<unsigned>(i) * kStageBytes;
   }
+  __device__ __forceinline__ unsigned ones() const { return base + C::kStages * kStageBytes; }
   __device__ __forceinline__ unsigned full(int i) const {
-    return base + C::kStages * kStageBytes + 8u * static_cast<unsigned>(i);
+    return ones() + kOnesBytes + 8u * static_cast<unsigned>(i);
   }
   __device__ __forceinline__ unsigned empty(int i) const { return full(C::kStages + i); }
 
@@ -107,6 +114,15 @@ struct RowsWeightGrad {
       ptx::barrier_init(empty(i), kConsumerWarps);
     }
     ptx::fence_barrier_init();
+  }
+
+  // Writes the rows of ones, two in a word, that the bias gradient multiplies with.
+  static __device__ __forceinline__ void write_ones() {
+    const unsigned one = OperandOf<Scalar>::bits(Narrow<Scalar>::from(1.0f));
+    unsigned* const words = dynamic_shared<unsigned>() + C::kStages * kStageBytes / 4;
+    for (int i = static_cast<int>(threadIdx.x); i < kOnesBytes / 4; i += C::kThreads)
+      words[i] = one | one << 16;
+    ptx::fence_async_proxy();
   }
 
   // Copies the kCount rows of a line to address `to` on. A lane has one piece of 16 bytes of every kRows-th
@@ -149,7 +165,7 @@ struct RowsWeightGrad {
   static __device__ __forceinline__ void copy_y(const Args& args, const Block& own, const Box& box, int line,
                                                 int which, unsigned to, int lane) {
     constexpr int kPieces = kChannelsY / kPiece, kRows = 32 / kPieces;
-    const int h = (box.h + C::kOriginH(own.set) + line) * C::kStrideH + C::kPhaseH(own.set);
+    const int h = box.h * C::kStrideH + C::kLineH(own.set, line);
     const int w = (box.w + C::kOriginW + lane / kPieces) * C::kStrideW + C::kPhaseW(which);
     const int channel = own.first_y + lane % kPieces * kPiece;
     const Index stride = static_cast<Index>(args.dy_strides.w);
@@ -166,7 +182,8 @@ struct RowsWeightGrad {
   // The lines of a box are shared out among the producers' warps.
   static __device__ __forceinline__ void copy(const Args& args, const Block& own, const Box& box, unsigned to,
                                               int warp, int lane) {
-    for (int job = warp; job < C::kBoxH + C::kLinesY * C::kPhasesW; job += kProducers / 32) {
+    const int jobs = C::kBoxH + C::kLineCount(own.set) * C::kPhasesW;
+    for (int job = warp; job < jobs; job += kProducers / 32) {
       if (job < C::kBoxH) {
         copy_x(args, own, box, job, to, lane);
       } else {
@@ -207,27 +224,57 @@ struct RowsWeightGrad {
     }
   }
 
+  // Whether a consumer of any set has exactly kOwn taps, of which the first kOnes count for the bias.
+  template <int kOwn, int kOnes>
+  static constexpr bool some_consumer_has() {
+    for (int set = 0; set < C::kSets; ++set) {
+      for (int consumer = 0; consumer < C::kConsumers; ++consumer) {
+        if (C::kTapCount(set, consumer) == kOwn && C::kOnesCount(set, consumer) == kOnes) return true;
+      }
+    }
+    return false;
+  }
+
+  // The numbers of taps are compile-time constants in the loop over boxes: a branch around a matrix
+  // instruction may make the compiler copy sums between instructions, and then it serializes them.
   __device__ __forceinline__ void consume(const Args& args, int consumer, int warp, int lane) const {
-    constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
     const Block own = Block::make(args);
-    float sums[C::kTaps][kSums];
+    const int taps = C::kTapCount(own.set, consumer), ones = C::kOnesCount(own.set, consumer);
+    static_for<C::kTaps + 1>([&](auto count) {
+      static_for<decltype(count)::value + 1>([&](auto of_ones) {
+        constexpr int kOwn = decltype(count)::value, kOnes = decltype(of_ones)::value;
+        if constexpr (some_consumer_has<kOwn, kOnes>()) {
+          if (taps == kOwn && ones == kOnes) consume_taps<kOwn, kOnes>(args, own, consumer, warp, lane);
+        }
+      });
+    });
+  }
+  template <int kOwn, int kOnes>
+  __device__ __forceinline__ void consume_taps(const Args& args, const Block& own, int consumer, int warp,
+                                               int lane) const {
+    constexpr ptx::Operand kOperand = OperandOf<Scalar>::kOperand;
+    constexpr int kArray = kOwn > 0 ? kOwn : 1;  // a consumer without taps only releases the stages
+    float sums[kArray][kSums];
 #pragma unroll
-    for (int t = 0; t < C::kTaps; ++t) {
+    for (int t = 0; t < kArray; ++t) {
 #pragma unroll
       for (int i = 0; i < kSums; ++i) sums[t][i] = 0.0f;
     }
-    unsigned shift[C::kTaps];  // bytes from the start of dy in a stage to the first row that a tap reads
+    float bias[kBiasSums];
 #pragma unroll
-    for (int t = 0; t < C::kTaps; ++t) {
+    for (int i = 0; i < kBiasSums; ++i) bias[i] = 0.0f;
+    unsigned shift[kArray];  // bytes from the start of dy in a stage to the first row that a tap reads
+#pragma unroll
+    for (int t = 0; t < kOwn; ++t) {
       shift[t] = static_cast<unsigned>(C::kTapRow(own.set, consumer * C::kTaps + t) * kRowBytes);
     }
-    const int taps = C::kTapCount(own.set, consumer);
     Ring now;
     int before = -1;  // the stage whose products may still be running
+#pragma unroll 1  // an unrolled loop would copy sums between products, and the compiler would serialize them
     for (int i = own.begin; i < own.end; ++i) {
       if (!Box::make(args, own.set, i).exists) continue;
       ptx::barrier_wait(full(now.index), now.parity);
-      multiply<kOperand>(sums, shift, taps, stage(now.index));
+      multiply<kOperand, kOwn, kOnes>(sums, bias, shift, stage(now.index), ones());
       ptx::matrix_wait<1>();
       release(before, lane);
       before = now.index;
@@ -236,12 +283,17 @@ struct RowsWeightGrad {
     ptx::matrix_wait<0>();
     release(before, lane);
 #pragma unroll
-    for (int t = 0; t < C::kTaps; ++t) {
+    for (int t = 0; t < kOwn; ++t) {
 #pragma unroll
       for (int k = 0; k < kSums; ++k) ptx::pin(sums[t][k]);
     }
-    static_for<C::kTaps>([&](auto t) {
-      if (t < taps) store(args, own, C::kTapIndex(own.set, consumer * C::kTaps + t), sums[t], warp, lane);
+    if constexpr (C::kBias) {
+#pragma unroll
+      for (int k = 0; k < kBiasSums; ++k) ptx::pin(bias[k]);
+      store_bias(args, own, consumer, bias, warp, lane);
+    }
+    static_for<kOwn>([&](auto t) {
+      store(args, own, C::kTapIndex(own.set, consumer * C::kTaps + t), sums[t], warp, lane);
     });
   }
   __device__ __forceinline__ void release(int before, int lane) const {
@@ -249,9 +301,10 @@ struct RowsWeightGrad {
     if (before >= 0 && lane == 0) ptx::barrier_arrive(empty(before));
   }
 
-  template <ptx::Operand kOperand>
-  static __device__ __forceinline__ void multiply(float (&sums)[C::kTaps][kSums],
-                                                  const unsigned (&shift)[C::kTaps], int taps, unsigned x) {
+  template <ptx::Operand kOperand, int kOwn, int kOnes, int kArray>
+  static __device__ __forceinline__ void multiply(float (&sums)[kArray][kSums], float (&bias)[kBiasSums],
+                                                  const unsigned (&shift)[kArray], unsigned x,
+                                                  unsigned ones) {
     constexpr unsigned kGroupX = (kPairsOfLines ? C::kBoxW : 8) * kRowBytes;
     constexpr unsigned kGroupY = (kPairsOfLines ? C::kPitchY : 8) * kRowBytes;
     constexpr int kLines = kPairsOfLines ? 2 : 1, kNeighbours = kPairsOfLines ? 8 : 16;
@@ -263,20 +316,54 @@ struct RowsWeightGrad {
         const unsigned long long rows_x =
             ptx::matrix_descriptor<kRowBytes>(x + (h * C::kBoxW + w) * kRowBytes, kGroupX);
         const unsigned y = x + kBytesX + (h * C::kPitchY + w) * kRowBytes;
-        static_for<C::kTaps>([&](auto t) {
-          if (t < taps) {
-            const unsigned long long rows_y = ptx::matrix_descriptor<kRowBytes>(y + shift[t], kGroupY);
-            using Multiply = ptx::MatrixMultiply<C::kColumns>;
-            if constexpr (C::kRowsAreInput) {
-              Multiply::template issue_rows<kOperand>(sums[t], rows_x, rows_y);
-            } else {
-              Multiply::template issue_rows<kOperand>(sums[t], rows_y, rows_x);
-            }
+        static_for<kOwn>([&](auto t) {
+          const unsigned long long rows_y = ptx::matrix_descriptor<kRowBytes>(y + shift[t], kGroupY);
+          using Multiply = ptx::MatrixMultiply<C::kColumns>;
+          if constexpr (C::kRowsAreInput) {
+            Multiply::template issue_rows<kOperand>(sums[t], rows_x, rows_y);
+          } else {
+            Multiply::template issue_rows<kOperand>(sums[t], rows_y, rows_x);
+          }
+        });
+        static_for<kOnes>([&](auto t) {
+          const unsigned long long rows_y = ptx::matrix_descriptor<kRowBytes>(y + shift[t], kGroupY);
+          const unsigned long long rows_of_ones = ptx::matrix_descriptor<kRowBytes>(ones, 8 * kRowBytes);
+          using Multiply = ptx::MatrixMultiply<kBiasColumns>;
+          if constexpr (C::kRowsAreInput) {
+            Multiply::template issue_rows<kOperand>(bias, rows_of_ones, rows_y);
+          } else {
+            Multiply::template issue_rows<kOperand>(bias, rows_y, rows_of_ones);
           }
         });
       }
     }
     ptx::matrix_commit();
+  }
+
+  // Stores a consumer's sums of the bias to their part, [splits][sets][consumers][channels of dy]. Blocks
+  // with other channels of x have the same sums.
+  static __device__ __forceinline__ void store_bias(const Args& args, const Block& own, int consumer,
+                                                    const float (&bias)[kBiasSums], int warp, int lane) {
+    if (own.first_x != 0) return;
+    const long long index =
+        (static_cast<long long>(own.split) * C::kSets + own.set) * C::kConsumers + consumer;
+    float* const part = static_cast<float*>(args.bias_parts) + index * (C::kGroups * C::kOutPerGroup) +
+                        own.group * C::kOutPerGroup;
+    if constexpr (C::kRowsAreInput) {  // all rows of the product are the same
+      if (warp != 0 || lane >= 4) return;
+#pragma unroll
+      for (int i = 0; i < kBiasSums; ++i) {
+        const int channel = own.first_y + i / 4 * 8 + 2 * lane + i % 2;
+        if (i % 4 < 2 && channel < C::kOutPerGroup) part[channel] = bias[i];
+      }
+    } else {  // all columns are the same
+      if (lane % 4 != 0) return;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int channel = own.first_y + 16 * warp + 8 * half + lane / 4;
+        if (channel < C::kOutPerGroup) part[channel] = bias[2 * half];
+      }
+    }
   }
 
   // Stores the sums of a tap to its part, [taps][channels of the product's rows][channels of its columns].
@@ -312,6 +399,7 @@ __device__ void run(const Args& args) {
   const int warp = __shfl_sync(0xFFFFFFFFu, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (threadIdx.x == 0) kernel.start_barriers();
+  if constexpr (Config::kBias) Kernel::write_ones();
   __syncthreads();
   if (threadIdx.x < Kernel::kProducers) {
     ptx::keep_registers<Config::kProducerRegisters>();

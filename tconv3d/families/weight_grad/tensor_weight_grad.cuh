@@ -29,6 +29,7 @@
 #pragma once
 
 #include "cursor.cuh"
+#include "tensor_weight_grad_products.cuh"
 
 namespace tconv3d {
 
@@ -39,12 +40,13 @@ struct TensorWeightGrad {
 
   static constexpr int kLanes = 32;
   static constexpr int kWarps = C::kThreads / kLanes;
-  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(Scalar));  // positions per word
-  static constexpr int kSegment = 4;           // words per segment: one 16-byte load
+  using Products = WeightGradProducts<C>;
+  static constexpr bool kStrict = Products::kStrict;
+  static constexpr int kPerWord = Products::kPerWord;
+  static constexpr int kSegment = Products::kSegment;
   static constexpr int kSegmentsPerChunk = 4;  // segments per chunk, one for each lane of a quad
-  static constexpr int kSteps = 2;             // K steps (matrix instructions) per chunk
-  static constexpr int kWindow = 8;            // words per window: two segments
-  static constexpr ptx::Operand kOperand = static_cast<ptx::Operand>(C::kOperand);
+  static constexpr int kTileSums = Products::kTileSums;
+  static constexpr ptx::Operand kOperand = Products::kOperand;
 
   static constexpr int kBlockIn = C::kHalfRows ? 8 : 16 * C::kTilesIn * C::kWarpsIn;
   static constexpr int kBlockOut = 8 * C::kTilesOut * C::kWarpsOut;
@@ -100,7 +102,7 @@ struct TensorWeightGrad {
   static_assert(!C::kAsync || kPerWord == 1, "words are rounded when they are loaded");
   static_assert(C::kStages == 2 || (C::kAsync && C::kStages == 3), "buffers: one computed, the rest copied");
   static_assert(C::kSharedBytes >= 4 * (kBuffers + C::kStages * kBufferWords));
-  static constexpr int kSums = C::kRows * C::kTaps * C::kTilesIn * C::kTilesOut * 4;
+  static constexpr int kSums = C::kRows * C::kTaps * C::kTilesIn * C::kTilesOut * kTileSums;
   static_assert(C::kSlices == 1 || C::kSharedBytes >= 4 * kSums * kLanes * (kWarps / C::kSlices),
                 "the sums of a slice pass through shared memory");
 
@@ -109,7 +111,9 @@ struct TensorWeightGrad {
   int lane, warp, slice, warp_in, warp_out;
   int first_row;            // first row of taps of the warp, among the block's
   int row_words[C::kRows];  // offsets of the warp's rows of taps in a plane of dy, in words
-  float sums[C::kRows][C::kTaps][C::kTilesIn][C::kTilesOut][4];
+  float sums[C::kRows][C::kTaps][C::kTilesIn][C::kTilesOut][kTileSums];
+  // In strict float32, what the last additions to `sums` have rounded off.
+  float rests[kStrict ? C::kRows : 1][C::kTaps][C::kTilesIn][C::kTilesOut][kTileSums];
 
   // The group, channels and taps of a block. They are in shared memory to leave registers for accumulators.
   struct Kind {
@@ -304,7 +308,7 @@ struct TensorWeightGrad {
 #pragma unroll
         for (int i = 0; i < S::kVector; ++i) {
           const unsigned word = copy.values[k * S::kVector + i];
-          words.at[i] = kPerWord == 1 ? round_to_tf32(word) : word;
+          words.at[i] = kPerWord == 1 ? Products::round_to_tf32(word) : word;
         }
       }
       if (S::kWhole || k * C::kLaneChannels < copy.channels)
@@ -330,13 +334,6 @@ struct TensorWeightGrad {
     }
   }
 
-  // Rounds to the nearest TF32 number, ties away from zero, in two instructions: tensor cores ignore the low
-  // bits that a third one would clear. Infinities and NaNs are unchanged.
-  static __device__ __forceinline__ unsigned round_to_tf32(unsigned bits) {
-    const bool finite = fabsf(__uint_as_float(bits)) < __uint_as_float(0x7F800000u);
-    return finite ? bits + 0x1000u : bits;
-  }
-
   __device__ __forceinline__ void begin(Copy& copy, bool exists, int tile, unsigned* to) const {
     copy.tile = tile_at(exists ? tile : 0);
     copy.to = to;
@@ -356,47 +353,45 @@ struct TensorWeightGrad {
 
   // ---- The arithmetic.
 
-  static __device__ __forceinline__ void load_segment(unsigned* words, const unsigned* from) {
-    const Vector<unsigned, kSegment> loaded = load_vector<kSegment>(from);
-#pragma unroll
-    for (int i = 0; i < kSegment; ++i) words[i] = C::kAsync ? round_to_tf32(loaded.at[i]) : loaded.at[i];
-  }
-
-  // Returns word kWord of a window shifted by kOffset elements.
-  template <int kWord, int kOffset>
-  static __device__ __forceinline__ unsigned shifted(const unsigned (&window)[kWindow]) {
-    constexpr int kFirst = kWord + kOffset / kPerWord;
-    if constexpr (kOffset % kPerWord == 0) {
-      return window[kFirst];
-    } else {
-      return window[kFirst] >> 16 | window[kFirst + 1] << 16;
-    }
-  }
-
   // Multiplies one row of taps with one tile of output channels.
   template <int kRow, int kOut>
-  __device__ __forceinline__ void multiply(const unsigned (&x)[C::kTilesIn][2][kSegment],
-                                           const unsigned* dy) {
+  __device__ __forceinline__ void multiply(const typename Products::FragmentsX& x, const unsigned* dy) {
     static_for<C::kWindows>([&](auto v) {
       constexpr int kV = decltype(v)::value;
       constexpr int kPlace = C::kWindowPhase(kV) * C::kPlane + C::kWindowStart(kV);
-      unsigned window[kWindow];
-      load_segment(window, dy + kOut * 8 * C::kPitchY + kPlace);
-      if constexpr (C::kWindowReach(kV) > 0)
-        load_segment(window + kSegment, dy + kOut * 8 * C::kPitchY + kPlace + kSegment);
+      constexpr int kSegments = C::kWindowReach(kV) > 0 ? 2 : 1;
+      const unsigned* const from = dy + kOut * 8 * C::kPitchY + kPlace;
+      unsigned window[C::kHalves][Products::kWindow];
+#pragma unroll
+      for (int i = 0; i < kSegments * kSegment; i += kSegment) {
+        if constexpr (kStrict) {
+          Products::load_halves(window[0] + i, window[1] + i, from + i);
+        } else {
+          Products::load_segment(window[0] + i, from + i);
+        }
+      }
       static_for<C::kTaps>([&](auto t) {
         constexpr int kT = decltype(t)::value;
         if constexpr (C::kTapWindow(kT) == kV) {
           constexpr int kOffset = C::kTapOffset(kT);
-          const unsigned b[kSteps][2] = {{shifted<0, kOffset>(window), shifted<1, kOffset>(window)},
-                                         {shifted<2, kOffset>(window), shifted<3, kOffset>(window)}};
+          typename Products::FragmentsY b;
 #pragma unroll
-          for (int step = 0; step < kSteps; ++step) {
+          for (int half = 0; half < C::kHalves; ++half) {
+            b[half][0][0] = Products::template shifted<0, kOffset>(window[half]);
+            b[half][0][1] = Products::template shifted<1, kOffset>(window[half]);
+            b[half][1][0] = Products::template shifted<2, kOffset>(window[half]);
+            b[half][1][1] = Products::template shifted<3, kOffset>(window[half]);
+          }
+          if constexpr (kStrict) {
 #pragma unroll
-            for (int m = 0; m < C::kTilesIn; ++m) {
-              const unsigned a[4] = {x[m][0][2 * step], x[m][1][2 * step], x[m][0][2 * step + 1],
-                                     x[m][1][2 * step + 1]};
-              ptx::warp_multiply<kOperand>(sums[kRow][kT][m][kOut], a, b[step]);
+            for (int m = 0; m < C::kTilesIn; ++m)
+              Products::multiply_halves(sums[kRow][kT][m][kOut], rests[kRow][kT][m][kOut], x, m, b);
+          } else {
+#pragma unroll
+            for (int step = 0; step < Products::kSteps; ++step) {
+#pragma unroll
+              for (int m = 0; m < C::kTilesIn; ++m)
+                Products::template multiply_step<0>(sums[kRow][kT][m][kOut], x[0][m], step, b);
             }
           }
         }
@@ -416,12 +411,23 @@ struct TensorWeightGrad {
     const int segment_words = reinterpret_cast<const int*>(shared + kSegmentTable)[segment];
     const unsigned* const dy =
         buffer + kBufferY + (warp_out * C::kTilesOut * 8 + lane / 4) * C::kPitchY + segment_words;
-    unsigned x[C::kTilesIn][2][kSegment];
+    typename Products::FragmentsX x;
 #pragma unroll
     for (int m = 0; m < C::kTilesIn; ++m) {
+      const unsigned* const from = buffer + in + 16 * m * C::kPitchX;
+      if constexpr (Products::kSharedRows) {
+        Products::load_halves(x[0][m][0], x[0][m][1], from);
+      } else {
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        load_segment(x[m][half], buffer + in + (16 * m + (C::kHalfRows ? 0 : 8 * half)) * C::kPitchX);
+        for (int half = 0; half < 2; ++half) {
+          const unsigned* const row = from + (C::kHalfRows ? 0 : 8 * half) * C::kPitchX;
+          if constexpr (kStrict) {
+            Products::load_halves(x[0][m][half], x[1][m][half], row);
+          } else {
+            Products::load_segment(x[0][m][half], row);
+          }
+        }
+      }
     }
     constexpr int kParts = C::kRows * C::kTilesOut;
     static_for<kParts>([&](auto part) {
@@ -444,7 +450,7 @@ struct TensorWeightGrad {
 #pragma unroll
           for (int n = 0; n < C::kTilesOut; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) body(sums[r][t][m][n][e], r, t, m, n, e);
+            for (int e = 0; e < kTileSums; ++e) body(sums[r][t][m][n][e], r, t, m, n, e);
           }
         }
       }
@@ -491,7 +497,10 @@ struct TensorWeightGrad {
 
   __device__ __forceinline__ void compute() {
     locate();
-    for_each_sum([](float& sum, int, int, int, int, int) { sum = 0.0f; });
+    for_each_sum([&](float& sum, int r, int t, int m, int n, int e) {
+      sum = 0.0f;
+      if constexpr (kStrict) rests[r][t][m][n][e] = 0.0f;
+    });
     write_tables();
     const Part<int> part(args.tiles, args.splits, static_cast<int>(blockIdx.x) / kKinds);
     const int chunks = (args.tile.d * args.tile.h * args.tile.w + kSegmentsPerChunk - 1) / kSegmentsPerChunk;

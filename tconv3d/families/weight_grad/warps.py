@@ -12,16 +12,17 @@ a warp copies at a time: some channels of 32 slots, each the words of one load.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
-from math import inf
+from math import inf, prod
 
-from ...planning import offers, tensor_cores
+from ...planning import calibration, offers, tensor_cores
 from ...planning.arguments import per_axis
 from ...planning.calibration import Work
 from ...planning.geometry import Geometry
 from ...planning.launch import Constants, Launch, axis_constants
-from ...planning.offers import Answer, Wanted
+from ...planning.offers import Answer, Offer, Wanted
 from ...planning.problem import Device, Pass, Plan, Problem
 from ...planning.scalars import SCALARS
 from ...planning.sums import reduce_parts
@@ -32,11 +33,17 @@ from .warps_tiling import Buffers, Layer, Planes, Tiling, best_wide_box, boxes, 
 CHUNK = 4  # segments that a warp multiplies at a time
 REGISTERS = 65536  # 32-bit registers of a multiprocessor
 MIN_EFFICIENCY = 0.25  # least fraction of a channel tile's products that belong to real channels
+# Factor from the predicted time to the price in strict float32, whose time is predicted by the rates of TF32 and was
+# never measured: three TF32 products are taken only where they are predicted to be clearly faster than multiply-adds.
+UNMEASURED = 1.15
 # Rates and costs of a multiprocessor, for choosing between tilings.
 CYCLES_PER_MULTIPLY = 8.0  # cycles of a matrix instruction on one of the four schedulers
 L2_BYTES_PER_CYCLE = 24.0
 LATENCY = 700.0  # cycles until a job's loads arrive
 TILE_OVERHEAD = 400.0  # cycles per tile of a barrier and of waiting for the first chunk
+# Strict float32, counted in the source of the kernel and not measured.
+SPLITTING = 6  # instructions that split a word into its high and its low half
+ADDING = 5  # instructions that add one sum of a chunk to its total and keep the rounding error
 
 
 # ---- The choice of a tiling.
@@ -52,7 +59,10 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
         room = min(248, REGISTERS // (32 * warps * blocks) // 8 * 8)
         # Registers for fragments, addresses and loads in flight.
         others = 8 * ti + (36 if layer.dtype == "float32" else 56) + (8 if g.stride[2] > 1 else 0)
-        if 4 * taps * ti * to > room - others:
+        if layer.strict:  # the low halves of a window, and those of x or the sums of a chunk
+            others += 8 + (16 if layer.half_rows else 8 * ti)
+        per_tile = layer.tile_sums * (2 if layer.strict else 1)  # strict float32 also holds what additions round off
+        if per_tile * taps * ti * to > room - others:
             continue
         for wi, wo, wr in product((1, 2, 3, 4), (1, 2, 3, 4, 8), (1, 2, 3, 4, 5, 6, 8)):
             if warps % (wi * wo * wr) or (wi - 1) * ti >= tiles_in or (wo - 1) * to >= tiles_out:
@@ -69,7 +79,7 @@ def _candidates(layer: Layer) -> Iterator[Tiling]:
                     tiling = Tiling(
                         warps, blocks, ti, to, wi, wo, rows_d, rows_h, wr, slices, segments, stages, stages > 2
                     )
-                    if tiling.sums(taps) + tiling.rows + others <= room:
+                    if per_tile * tiling.tiles(taps) + tiling.rows + others <= room:
                         yield tiling
 
 
@@ -88,18 +98,20 @@ def _jobs(layer: Layer, tiling: Tiling, slots: tuple[int, int]) -> tuple[int, in
     return x, y
 
 
-def _warp_cycles(planes: Planes, tiling: Tiling, segments: int) -> tuple[float, float, float]:
+def _warp_cycles(layer: Layer, planes: Planes, tiling: Tiling, segments: int) -> tuple[float, float, float]:
     """Returns the cycles of tensor cores, of shared memory and of issuing instructions, for the products of one tile
     of every block of a multiprocessor."""
     chunks = -(-segments // (CHUNK * tiling.slices))
-    multiplies = 2 * tiling.rows * planes.taps * tiling.tiles_in * tiling.tiles_out
+    tiles = tiling.tiles(planes.taps)
+    multiplies = 2 * tiles * layer.instructions
     loads = 2 * tiling.tiles_in + tiling.rows * tiling.tiles_out * planes.words // SEGMENT
     warps = tiling.warps * tiling.blocks
-    rounding = 2 * SEGMENT if tiling.asynchronous else 0
+    rounding = SPLITTING * SEGMENT if layer.strict else 2 * SEGMENT if tiling.asynchronous else 0
+    adding = ADDING * tiles * layer.tile_sums if layer.strict else 0
     return (
         warps / 4 * chunks * multiplies * CYCLES_PER_MULTIPLY,
         warps * chunks * loads * SEGMENT,
-        warps / 4 * chunks * (multiplies + loads * (1 + rounding)),
+        warps / 4 * chunks * (multiplies + loads * (1 + rounding) + adding),
     )
 
 
@@ -111,7 +123,7 @@ def _joined(*parts: float) -> float:
 def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> float:
     """Predicts the cycles in which every block of a multiprocessor computes one tile."""
     g = layer.geometry
-    multiplying, sharing, issuing = _warp_cycles(planes, tiling, box.segments)
+    multiplying, sharing, issuing = _warp_cycles(layer, planes, tiling, box.segments)
     jobs_x, jobs_y = _jobs(layer, tiling, _slots(layer, planes, tiling, box))
     jobs = tiling.blocks * (jobs_x + jobs_y)
     loads_x, loads_y = layer.loads(tiling)
@@ -132,7 +144,7 @@ def _tile_cycles(layer: Layer, planes: Planes, tiling: Tiling, box: Box) -> floa
 
 def _least_cost(layer: Layer, planes: Planes, tiling: Tiling) -> float:
     """Returns a lower bound of `_cost` that is cheap to compute, since it leaves out all copies."""
-    cycles = _joined(*_warp_cycles(planes, tiling, tiling.segments))
+    cycles = _joined(*_warp_cycles(layer, planes, tiling, tiling.segments))
     return cycles / (tiling.blocks * tiling.segments) * tiling.kinds(layer.geometry)
 
 
@@ -169,14 +181,16 @@ def _layer(p: Problem) -> Layer:
     channels_last = all(strides[1] == 1 and strides[4] != 1 for strides in (p.input, p.output))
     vector_x = vector_of(p, p.input, p.input_size[2])
     vector_y = vector_of(p, p.output, p.output_size[2] if g.stride[2] == 1 else 1)
-    return Layer(g, p.dtype, channels_last, vector_x, vector_y)
+    return Layer(g, p.dtype, channels_last, vector_x, vector_y, strict=p.dtype == "float32" and not p.tf32)
 
 
 def why_not(problem: Problem, device: Device) -> str | None:
     p, g = problem, problem.geometry
     if p.which is not Pass.WEIGHT_GRAD:
         return f"computes weight gradients, not the pass {p.which.value}"
-    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARP):
+    if refusal := tensor_cores.why_not(p, device, tensor_cores.WARP, in_halves=True):
+        return refusal
+    if _layer(p).strict and (refusal := tensor_cores.why_not_halves(p.batch * prod(p.input_size), p.loose)):
         return refusal
     rows = 8 if g.in_per_group <= 8 else -(-g.in_per_group // 16) * 16
     padded_channels = max(rows, 16) * -(-g.out_per_group // 8) * 8
@@ -193,7 +207,17 @@ PASSES = (Pass.WEIGHT_GRAD,)  # passes that this family computes
 
 
 def offer(wanted: Wanted, device: Device) -> list[Answer]:
-    return offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, why_not, work, plan)
+    found = offers.one_by_one(PASSES, "tensor_weight_grad", wanted, device, why_not, work, plan)
+    return [_unmeasured(answer) if isinstance(answer, Offer) else answer for answer in found]
+
+
+def _unmeasured(offer: Offer) -> Offer:
+    """Returns an offer in strict float32 at the rates measured for TF32, and at a higher price; other offers as they
+    are."""
+    p = offer.problem
+    if not _layer(p).strict:
+        return offer
+    return replace(offer, kind=calibration.kind_of(replace(p, tf32=True)), surcharge=offer.surcharge * UNMEASURED)
 
 
 def work(problem: Problem, device: Device) -> Work:
@@ -218,7 +242,8 @@ def plan_tiling(p: Problem, device: Device, tiling: Tiling) -> Plan:
     ci, co, _, _, tap = p.weight
     reduce = reduce_parts(p.dtype, count, splits, "dw", (g.in_channels, g.out_per_group, g.taps), (ci, co, tap))
     tile = f"{tiling} ({box.d} x {box.h} lines of {box.w * SEGMENT}), {splits} parts"
-    return Plan("tensor_weight_grad", "positions as K on tensor cores", (*mains, reduce), splits * count * 4, tile)
+    why = "positions as K on tensor cores" + (", three TF32 products" if layer.strict else "")
+    return Plan("tensor_weight_grad", why, (*mains, reduce), splits * count * 4, tile)
 
 
 @lru_cache(maxsize=1024)
@@ -335,6 +360,7 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kMinBlocks", tiling.blocks),
         ("Scalar", SCALARS[p.dtype]),
         ("kOperand", tensor_cores.OPERANDS[p.dtype]),
+        ("kHalves", 2 if layer.strict else 1),
         ("kWide", wide(p, box=64)),
         ("kVectorX", layer.vector_x),
         ("kVectorY", layer.vector_y),
@@ -347,7 +373,7 @@ def _constants(p: Problem, layer: Layer, taps: range, planes: Planes, tiling: Ti
         ("kGroups", g.groups),
         ("kInPerGroup", g.in_per_group),
         ("kOutPerGroup", g.out_per_group),
-        ("kHalfRows", g.in_per_group <= 8),
+        ("kHalfRows", layer.half_rows),
         ("kTilesIn", tiling.tiles_in),
         ("kTilesOut", tiling.tiles_out),
         ("kWarpsIn", tiling.warps_in),

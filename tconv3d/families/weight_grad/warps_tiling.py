@@ -90,10 +90,27 @@ class Layer:
     channels_last: bool
     vector_x: int  # words per load of x; 0 if 16-bit elements are loaded one by one
     vector_y: int  # words per load of dy; 0 if 16-bit elements are loaded one by one
+    strict: bool = False  # every float32 product is computed as three TF32 products
 
     @property
     def per_word(self) -> int:
         return 4 // ITEM_BYTES[self.dtype]
+
+    @property
+    def half_rows(self) -> bool:
+        """Tells whether the input channels of a group fill at most half of the rows of a matrix instruction."""
+        return self.geometry.in_per_group <= 8
+
+    @property
+    def instructions(self) -> int:
+        """Matrix instructions per product of two tiles: in strict float32 three, or two where rows are shared by the
+        high and the low halves of x."""
+        return 1 if not self.strict else 2 if self.half_rows else 3
+
+    @property
+    def tile_sums(self) -> int:
+        """Sums per thread of a matrix tile."""
+        return 2 if self.strict and self.half_rows else 4
 
     @property
     def pieces(self) -> tuple[range, ...]:
@@ -151,9 +168,9 @@ class Tiling:
         channels = -(-g.in_per_group // self.block_in(g)) * -(-g.out_per_group // self.block_out)
         return g.groups * channels * -(-g.kernel[0] // self.rows_d) * -(-g.kernel[1] // self.rows_h)
 
-    def sums(self, taps: int) -> int:
-        """Returns the accumulator registers per thread."""
-        return self.rows * taps * self.tiles_in * self.tiles_out * 4
+    def tiles(self, taps: int) -> int:
+        """Returns the matrix tiles of a warp, one for each of its taps and pairs of channel tiles."""
+        return self.rows * taps * self.tiles_in * self.tiles_out
 
     def __str__(self) -> str:
         return (
@@ -195,7 +212,11 @@ class Buffers:
         slots = len(planes.offsets) * plane
         tables = 8 + 2 * (tiling.segments * SEGMENT + slots) + tiling.segments
         buffer = tiling.block_in(g) * pitch_x + tiling.block_out * pitch_y
-        passing = tiling.sums(planes.taps) * 32 * tiling.warps // tiling.slices if tiling.slices > 1 else 0
+        passing = (
+            tiling.tiles(planes.taps) * layer.tile_sums * 32 * tiling.warps // tiling.slices
+            if tiling.slices > 1
+            else 0
+        )
         return cls(pitch_x, plane, pitch_y, slots, 4 * max(-(-tables // 4) * 4 + tiling.stages * buffer, passing))
 
 

@@ -53,7 +53,7 @@ def last(layer: Layer, dtype: str = "float32") -> tuple[Problem, ...]:
 @pytest.mark.parametrize(("dtype", "name"), CASES, ids=lambda value: str(value))
 def test_against_float64(dtype: torch.dtype, name: str, always: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = LAYERS[name]
-    if name == "odd sizes":  # of the batch, one item at a time
+    if name == "odd sizes":  # the batch is taken one item at a time
         monkeypatch.setattr(turned_planner, "MAX_BYTES", 3000 * dtype.itemsize)
     plans = planner.gradient_plans(last(layer, str(dtype)[6:]), executor.EMULATED)
     assert plans[1].kernel == "turn + hopper_weight_grad"

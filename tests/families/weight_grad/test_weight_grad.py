@@ -209,7 +209,7 @@ def test_every_way_of_copying(name: str, dtype: torch.dtype, tensor_cores: str) 
 @warpgroup_only
 @pytest.mark.parametrize("name", ["gan", "groups of twelve", "two tiles and a rest"])
 def test_every_tiling(name: str, tensor_cores: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each depth of fragments and division of taps one tiling, for two types."""
+    """One tiling for each depth of fragments and division of taps, in two types."""
     layer = LAYERS[name]
     for dtype in (torch.float32, torch.bfloat16):
         operands = tensors(layer, dtype, tensor_cores)

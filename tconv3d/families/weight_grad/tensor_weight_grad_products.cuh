@@ -1,0 +1,108 @@
+// The products of a chunk in tensor_weight_grad.cuh: how words become operands, and what matrix instructions
+// add.
+//
+// Strict float32 (kHalves == 2) computes a product of two values, each the sum of two TF32 numbers
+// (`Halves`), as low*high + high*low + high*high. Tensor cores round every sum towards zero, so that they add
+// only the 16 positions of a chunk, the small products first. Such a sum is added to its total by additions
+// that round to nearest, and the rounding error of each addition is the value that the next chunk's sum
+// starts from. With at most 8 input channels, half of the rows of a matrix instruction would be idle: the
+// rows 0 to 7 then hold the high halves of x and the rows 8 to 15 the low halves, so that two instructions
+// compute three products.
+#pragma once
+
+#include "operands.cuh"
+
+namespace tconv3d {
+
+template <class C>
+struct WeightGradProducts {
+  static constexpr int kPerWord = 4 / static_cast<int>(sizeof(typename C::Scalar));  // positions per word
+  static constexpr int kSegment = 4;  // words per segment: one 16-byte load
+  static constexpr int kSteps = 2;    // K steps (matrix instructions) per chunk
+  static constexpr int kWindow = 8;   // words per window: two segments
+  static constexpr ptx::Operand kOperand = static_cast<ptx::Operand>(C::kOperand);
+  static constexpr bool kStrict = C::kHalves == 2;
+  static constexpr bool kSharedRows = kStrict && C::kHalfRows;  // rows of high and of low halves of x
+  static constexpr int kTileSums = kSharedRows ? 2 : 4;         // sums of a matrix tile that a thread holds
+  static_assert(C::kHalves == 1 || (kStrict && C::kAsync), "words are split when they are loaded");
+
+  // Rounds to the nearest TF32 number, ties away from zero, in two instructions: tensor cores ignore the low
+  // bits that a third one would clear. Infinities and NaNs are unchanged.
+  static __device__ __forceinline__ unsigned round_to_tf32(unsigned bits) {
+    const bool finite = fabsf(__uint_as_float(bits)) < __uint_as_float(0x7F800000u);
+    return finite ? bits + 0x1000u : bits;
+  }
+
+  static __device__ __forceinline__ void load_segment(unsigned* words, const unsigned* from) {
+    const Vector<unsigned, kSegment> loaded = load_vector<kSegment>(from);
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) words[i] = C::kAsync ? round_to_tf32(loaded.at[i]) : loaded.at[i];
+  }
+
+  // Loads a segment of strict float32 values as their high and low halves. A low half is not rounded: tensor
+  // cores ignore its last bit, which is as near to the value as the number above.
+  static __device__ __forceinline__ void load_halves(unsigned* high, unsigned* low, const unsigned* from) {
+    const Vector<unsigned, kSegment> loaded = load_vector<kSegment>(from);
+#pragma unroll
+    for (int i = 0; i < kSegment; ++i) {
+      const float value = ptx::bits_to_float(loaded.at[i]);
+      high[i] = Halves::high(value);
+      low[i] = ptx::float_to_bits(value - ptx::bits_to_float(high[i] & 0xFFFFE000u));
+    }
+  }
+
+  // Returns word kWord of a window shifted by kOffset elements.
+  template <int kWord, int kOffset>
+  static __device__ __forceinline__ unsigned shifted(const unsigned (&window)[kWindow]) {
+    constexpr int kFirst = kWord + kOffset / kPerWord;
+    if constexpr (kOffset % kPerWord == 0) {
+      return window[kFirst];
+    } else {
+      return window[kFirst] >> 16 | window[kFirst + 1] << 16;
+    }
+  }
+
+  // The operands of a chunk: the fragments of x, and of dy for one tap. Strict float32 has two of each, high
+  // and low halves; with kSharedRows, the fragments of x hold the high halves in rows 0 to 7 and the low
+  // halves in rows 8 to 15.
+  using FragmentsX = unsigned[kStrict && !kSharedRows ? 2 : 1][C::kTilesIn][2][kSegment];
+  using FragmentsY = unsigned[C::kHalves][kSteps][2];
+
+  template <int kHalf>
+  static __device__ __forceinline__ void multiply_step(float (&sum)[4], const unsigned (&x)[2][kSegment],
+                                                       int step, const FragmentsY& dy) {
+    const unsigned a[4] = {x[0][2 * step], x[1][2 * step], x[0][2 * step + 1], x[1][2 * step + 1]};
+    ptx::warp_multiply<kOperand>(sum, a, dy[kHalf][step]);
+  }
+
+  // Adds a chunk's products of split values to the totals: three products for each, the small ones first.
+  static __device__ __forceinline__ void multiply_halves(float (&total)[kTileSums], float (&rest)[kTileSums],
+                                                         const FragmentsX& x, int m, const FragmentsY& dy) {
+    if constexpr (kSharedRows) {
+      // Both halves of the rows have the high halves of x, because a product of two low halves would make
+      // infinity times zero of an infinite value.
+      float small[4] = {rest[0], rest[1], 0.0f, 0.0f}, large[4] = {};
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const unsigned* const high = x[0][m][0];
+        const unsigned a[4] = {high[2 * step], high[2 * step], high[2 * step + 1], high[2 * step + 1]};
+        ptx::warp_multiply<kOperand>(small, a, dy[1][step]);
+        multiply_step<0>(large, x[0][m], step, dy);
+      }
+#pragma unroll
+      for (int e = 0; e < kTileSums; ++e) rest[e] = small[e] + large[e + 2] + large[e];
+    } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        multiply_step<0>(rest, x[1][m], step, dy);
+        multiply_step<1>(rest, x[0][m], step, dy);
+      }
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) multiply_step<0>(rest, x[0][m], step, dy);
+    }
+#pragma unroll
+    for (int e = 0; e < kTileSums; ++e) ptx::add_keeping_rest(total[e], rest[e], 1.0f);
+  }
+};
+
+}  // namespace tconv3d
